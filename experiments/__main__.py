@@ -2,157 +2,125 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from adaponder.errors import AdaPonderError, ConfigError, InputError
-from adaponder.terminal import console, errors, line, table, write_json
-from experiments.queue import Corpus, Experiment, Queue, read_queue
+from adaponder.errors import InputError
+from adaponder.terminal import console, line, table, write_json
+from benchmarks.cli import add_command, program, run_program
+from experiments.queue import Experiment, Queue, read_queue
 
-HERE = Path(__file__).parent
-app = typer.Typer(
-    name="python -m experiments",
-    help="Trains the runs that test the paper's claims, one record each, and writes the results page from the records.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+if TYPE_CHECKING:
+    from experiments.runner import Setup
 
-QueueOption = Annotated[Path, typer.Option("--queue", metavar="YAML", help="The queue of runs.")]
-RecordsOption = Annotated[Path | None, typer.Option(metavar="DIR", help="Records; default: beside the queue.")]
-RunsOption = Annotated[Path, typer.Option(metavar="DIR", help="Run folders and logs.")]
-DataOption = Annotated[Path | None, typer.Option(metavar="DIR", help="Prepared main corpus; default: the queue's.")]
-DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")]
-CommitOption = Annotated[str | None, typer.Option(metavar="NAME", help="Commit to name in records, without git.")]
+QUEUE = Path(__file__).with_name("queue.yaml")
 SeedsOption = Annotated[str, typer.Option(metavar="0,1,…", help="These seeds instead of the queue's.")]
 JobsOption = Annotated[int, typer.Option(min=1, max=64, help="Runs that share the device.")]
 MinutesOption = Annotated[float | None, typer.Option(min=0.01, help="Start only runs that end within this time.")]
 JsonOption = Annotated[Path | None, typer.Option(metavar="PATH", help="Write the listed runs as JSON.")]
-QUEUE, RUNS = HERE / "queue.yaml", Path("runs/experiments")
 
 
 @dataclass(frozen=True)
-class Place:
-    """The queue and its corpora, the records and the run folders of a command."""
+class QueueOptions:
+    """Options of the commands that show runs."""
 
-    path: Path
-    queue: Queue
-    records: Path
-    corpora: Mapping[str, Corpus]
-    data: Path | None
+    queue: Annotated[Path, typer.Option(metavar="YAML", help="The queue of runs.")] = QUEUE
+    records: Annotated[Path | None, typer.Option(metavar="DIR", help="Records; default: beside the queue.")] = None
+    data: Annotated[Path | None, typer.Option(metavar="DIR", help="Prepared main corpus; default: the queue's.")] = None
+
+    def setup(self, runs: Path = Path(), device: str = "cpu", commit: str = "") -> Setup:
+        """Reads the queue, and the hash of the data if it is not the queue's."""
+        from experiments.runner import Setup
+
+        queue = read_queue(self.queue)
+        if self.data is not None:
+            main = replace(queue.main, folder=str(self.data), hash=_data_hash(self.data, queue))
+            queue = replace(queue, corpora={**queue.corpora, "": main})
+        records = self.records or self.queue.parent / "records"
+        return Setup(self.queue, queue, records, runs, device, commit, self.data)
 
 
-def _place(queue: Path, records: Path | None, data: Path | None) -> Place:
-    read = read_queue(queue)
-    corpora = dict(read.corpora)
-    if data is not None:
-        corpora[""] = replace(read.main, folder=str(data), hash=_data_hash(data, read))
-    return Place(queue, read, records or queue.parent / "records", corpora, data)
+@dataclass(frozen=True)
+class TrainOptions(QueueOptions):
+    """Options of the commands that train runs."""
+
+    runs: Annotated[Path, typer.Option(metavar="DIR", help="Run folders and logs.")] = Path("runs/experiments")
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")] = "cpu"
+    commit: Annotated[str | None, typer.Option(metavar="NAME", help="Commit to name in records, without git.")] = None
+
+    @cached_property
+    def where(self) -> Setup:
+        from benchmarks.record import commit_of
+
+        commit = commit_of(self.commit, required=True, paths=("src", "experiments"))
+        return self.setup(self.runs, self.device, commit)
 
 
-@app.command("list")
 def list_runs(
+    options: QueueOptions,
     claim: Annotated[str | None, typer.Argument(help="Only the runs of this claim.")] = None,
     seeds: SeedsOption = "",
-    queue: QueueOption = QUEUE,
-    records: RecordsOption = None,
-    data: DataOption = None,
     json: JsonOption = None,
 ) -> None:
     """Shows runs, their states and their results."""
-    place = _place(queue, records, data)
     if seeds and claim is None:
         raise InputError("--seeds needs a claim: the queue has its own seeds")
-    chosen = place.queue.of_claim(claim, _numbers(seeds)) if claim else list(place.queue.experiments)
-    _show(place, chosen, json)
+    setup = options.setup()
+    _show(setup, setup.queue.of_claim(claim, _numbers(seeds)) if claim else setup.queue.experiments, json)
 
 
-@app.command("next")
 def next_runs(
-    minutes: MinutesOption = None,
-    jobs: JobsOption = 1,
-    device: DeviceOption = "cpu",
-    queue: QueueOption = QUEUE,
-    records: RecordsOption = None,
-    runs: RunsOption = RUNS,
-    data: DataOption = None,
-    commit: CommitOption = None,
-    json: JsonOption = None,
+    options: TrainOptions, minutes: MinutesOption = None, jobs: JobsOption = 1, json: JsonOption = None
 ) -> None:
     """Trains the next runs of the whole queue, in its order."""
-    place = _place(queue, records, data)
-    _train(place, list(place.queue.experiments), minutes, jobs, device, runs, commit, json)
+    _train(options.where, options.where.queue.experiments, minutes, jobs, json)
 
 
-@app.command()
 def claim(
+    options: TrainOptions,
     name: Annotated[str, typer.Argument(help="A claim of the queue.")],
     seeds: SeedsOption = "",
     minutes: MinutesOption = None,
     jobs: JobsOption = 1,
-    device: DeviceOption = "cpu",
-    queue: QueueOption = QUEUE,
-    records: RecordsOption = None,
-    runs: RunsOption = RUNS,
-    data: DataOption = None,
-    commit: CommitOption = None,
     json: JsonOption = None,
 ) -> None:
     """Trains the runs of one claim."""
-    place = _place(queue, records, data)
-    _train(place, place.queue.of_claim(name, _numbers(seeds)), minutes, jobs, device, runs, commit, json)
+    _train(options.where, options.where.queue.of_claim(name, _numbers(seeds)), minutes, jobs, json)
 
 
-@app.command()
 def run(
+    options: TrainOptions,
     label: Annotated[str, typer.Argument(help="The run's label, as list --json writes it.")],
     seeds: SeedsOption = "",
-    device: DeviceOption = "cpu",
-    queue: QueueOption = QUEUE,
-    records: RecordsOption = None,
-    runs: RunsOption = RUNS,
-    data: DataOption = None,
-    commit: CommitOption = None,
     beside: Annotated[int, typer.Option(min=0, hidden=True)] = 0,
 ) -> None:
     """Trains one run in this process and writes its record, with what any claim measures on it."""
-    from benchmarks.record import commit_of
     from experiments.measures import TIMED, measuring
     from experiments.records import carry_out
 
-    place = _place(queue, records, data)
-    experiment = _by_label(place.queue, label, _numbers(seeds))
-    names = [name for name in place.queue.measures_of(experiment) if name not in TIMED or not beside]
-    corpus = place.corpora[experiment.corpus]
-    written = carry_out(
-        experiment,
-        data=None if corpus.folder is None else Path(corpus.folder),
-        corpus=corpus,
-        runs=runs,
-        records=place.records,
-        device=device,
-        commit=commit_of(commit, required=True, paths=("src", "experiments")),
-        beside=beside,
-        measure=measuring(names, device=device, dtype=experiment.resolved().train.dtype),
-    )
-    console.print(line("record in ", (written, "bold")), soft_wrap=True)
+    queue, numbers = options.where.queue, _numbers(seeds)
+    known = [each for name in queue.claims for some in ((), numbers) for each in queue.of_claim(name, some)]
+    experiment = next((each for each in known if each.label == label), None)
+    if experiment is None:
+        raise InputError(f"{label}: no such run in the queue; python -m experiments list --json PATH writes the labels")
+    names = [name for name in queue.measures_of(experiment) if name not in TIMED or not beside]
+    measure = measuring(names, device=options.device, dtype=experiment.shaped.train.dtype)
+    path = carry_out(experiment, options.where, beside=beside, measure=measure)
+    console.print(line("record in ", (path, "bold")), soft_wrap=True)
 
 
-@app.command()
-def results(queue: QueueOption = QUEUE) -> None:
+def results(queue: Annotated[Path, typer.Option(metavar="YAML", help="The queue of runs.")] = QUEUE) -> None:
     """Writes docs/results.md, its tables and figures and README's table from the records."""
-    from experiments import results as pages
-    from experiments.records import read_records
+    from experiments.page import write
 
-    pages.write(read_queue(queue), read_records(queue.parent / "records"), queue.parent)
+    write(queue.parent)
 
 
-@app.command()
 def corpus(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for corpus-NN.jsonl.xz.")],
     wheels: Annotated[
@@ -165,49 +133,35 @@ def corpus(
     build(out, wheels=wheels)
 
 
-# --- training -------------------------------------------------------------------------------------------------------
+app = program(
+    "experiments",
+    "Trains the runs that test the paper's claims, one record each, and writes the results page from the records.",
+)
+for name, command in {"list": list_runs, "next": next_runs, "claim": claim, "run": run}.items():
+    add_command(app, name, command)
+app.command()(results)
+app.command()(corpus)
 
 
-def _train(
-    place: Place,
-    chosen: Sequence[Experiment],
-    minutes: float | None,
-    jobs: int,
-    device: str,
-    runs: Path,
-    commit: str | None,
-    json: Path | None,
-) -> None:
+def _train(setup: Setup, chosen: Sequence[Experiment], minutes: float | None, jobs: int, json: Path | None) -> None:
     """Trains those of the ``chosen`` runs that have no record, shows all of them, and exits with the exit code."""
-    from benchmarks.record import commit_of
     from experiments.measures import TIMED
-    from experiments.runner import Setup, work_through
+    from experiments.runner import work_through
 
-    commit = commit_of(commit, required=True, paths=("src", "experiments"))
-    setup = Setup(place.path, place.corpora, runs, place.records, device, commit, place.data)
-    chosen = _prepared(chosen, place.corpora)
-    if jobs > 1:
-        alone = [each for each in chosen if set(each.measures) & set(TIMED)]
-        if alone:
-            console.print(f"{len(alone)} runs that time the device are left out: start them with --jobs 1")
-        chosen = [each for each in chosen if each not in alone]
-    code = work_through(place.queue, chosen, setup, minutes=minutes, jobs=jobs)
-    _show(place, chosen, json)
-    raise typer.Exit(code)
-
-
-def _prepared(chosen: Sequence[Experiment], corpora: Mapping[str, Corpus]) -> list[Experiment]:
-    """Returns the runs whose corpus is prepared; prints how to prepare the others."""
-    missing = {
-        name
-        for name, corpus in corpora.items()
-        if corpus.folder is not None and not (Path(corpus.folder) / "manifest.json").is_file()
-    }
-    for name in sorted(missing):
-        if count := sum(each.corpus == name for each in chosen):
-            text = f"{count} runs are left out until their text is prepared: {corpora[name].prepare}"
+    for corpus in setup.queue.corpora.values():
+        if corpus.folder is None or (Path(corpus.folder) / "manifest.json").is_file():
+            continue
+        if count := sum(each.corpus == corpus.name for each in chosen):
+            text = f"{count} runs are left out until their text is prepared: {corpus.prepare}"
             console.print(text, soft_wrap=True)
-    return [each for each in chosen if each.corpus not in missing]
+        chosen = [each for each in chosen if each.corpus != corpus.name]
+    timing = [each for each in chosen if set(each.measures) & set(TIMED)] if jobs > 1 else []
+    if timing:
+        console.print(f"{len(timing)} runs that time the device are left out: start them with --jobs 1")
+        chosen = [each for each in chosen if each not in timing]
+    code = work_through(chosen, setup, minutes=minutes, jobs=jobs)
+    _show(setup, chosen, json)
+    raise typer.Exit(code)
 
 
 def _data_hash(folder: Path, queue: Queue) -> str:
@@ -218,48 +172,33 @@ def _data_hash(folder: Path, queue: Queue) -> str:
         raise InputError(f"--data {folder}: no prepared data is there; prepare it with: {queue.main.prepare}")
     # Each run verifies every byte when it opens the data.
     data_hash = Shards.open(folder, "train", verify=False).content_hash()
-    if data_hash != queue.data_hash:
-        console.print(
-            line(("other data:", "yellow"), f" {folder} has hash {data_hash}, the queue's records {queue.data_hash};"),
-            line("records of this data stand apart"),
-            soft_wrap=True,
-        )
+    if data_hash != queue.main.hash:
+        words = f" {folder} has hash {data_hash}, the queue's records {queue.main.hash}: its records stand apart"
+        console.print(line(("other data:", "yellow"), words), soft_wrap=True)
     return data_hash
 
 
-def _by_label(queue: Queue, label: str, seeds: Sequence[int]) -> Experiment:
-    """Returns the run of that label, with the queue's seeds or with ``seeds``."""
-    every = [each for name in queue.claims for each in [*queue.of_claim(name), *queue.of_claim(name, seeds)]]
-    match = next((each for each in every if each.label == label), None)
-    if match is None:
-        raise InputError(f"{label}: no such run in the queue; python -m experiments list --json PATH writes the labels")
-    return match
-
-
 def _numbers(text: str) -> list[int]:
-    if not all(part.strip().isdigit() for part in text.split(",") if text):
+    if not all(word.strip().isdigit() for word in text.split(",") if text):
         raise InputError(f"--seeds {text} must be numbers separated by commas, such as 0,1,2")
-    return [int(part) for part in text.split(",") if text]
+    return [int(word) for word in text.split(",") if text]
 
 
-# --- showing --------------------------------------------------------------------------------------------------------
-
-
-def _show(place: Place, chosen: Sequence[Experiment], json: Path | None) -> None:
+def _show(setup: Setup, chosen: Sequence[Experiment], json: Path | None) -> None:
     """Prints one table per claim: its runs, whether each is done, and its loss and depth."""
-    from experiments.records import read_records, record_of, result
+    from experiments.records import read_records
 
-    known, entries = read_records(place.records), []
+    known, entries = read_records(setup.records), []
     for name in dict.fromkeys(each.claim for each in chosen):
         rows = []
         for each in (each for each in chosen if each.claim == name):
-            record = record_of(each, known, place.corpora[each.corpus])
+            record = setup.record_of(each, known)
             entry: dict[str, Any] = {"claim": name, "recipe": each.recipe, "set": list(each.changes)}
             entry |= {"seed": each.seed, "label": each.label, "state": "waiting" if record is None else "done"}
             figures = ("—", "—", "—")
             if record is not None:
-                last = result(record)
-                entry |= {"record": record["file"]} | dict(last)
+                last = record["validation"][-1]
+                entry |= {"record": record["file"]} | last
                 loss, depth = f"{last['validation_loss']:.4f}", f"{last['validation_depth']:.2f}"
                 figures = (f"{record['embedding_scale']:.4g}", loss, depth)
             entries.append(entry)
@@ -269,20 +208,9 @@ def _show(place: Place, chosen: Sequence[Experiment], json: Path | None) -> None
             words += [f"on {each.corpus}"] if each.corpus else []
             rows.append((" ".join(words), str(each.seed), *figures, entry["state"]))
         columns = ("run", "seed", "emb. scale", "loss", "depth", "state")
-        console.print(table(f"\n{name}: {place.queue.claims[name]}", columns, rows))
-    write_json(json, {"data": place.corpora[""].hash, "runs": entries})
-
-
-def main() -> None:
-    """Runs a command; exit codes are 0 (done), 1 (failed), 2 (wrong use), 130 (interrupted)."""
-    try:
-        app()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except AdaPonderError as error:
-        errors.print(line(("error:", "bold red"), " ", " ".join(str(error).split())), soft_wrap=True)
-        sys.exit(2 if isinstance(error, (InputError, ConfigError)) else 1)
+        console.print(table(f"\n{name}: {setup.queue.claims[name]}", columns, rows))
+    write_json(json, {"data": setup.queue.main.hash, "runs": entries})
 
 
 if __name__ == "__main__":
-    main()
+    run_program(app)

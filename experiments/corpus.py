@@ -9,7 +9,6 @@ comment its licence. Its first lines hold the number of documents and the hash o
 
 from __future__ import annotations
 
-import email
 import hashlib
 import json
 import lzma
@@ -20,9 +19,9 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from adaponder.errors import InputError
 from adaponder.files import replace_file, sha256_of
@@ -38,28 +37,6 @@ SOURCE_LICENCES = frozenset(
 )
 # Permissive licences of compiled parts; a package may have them beside one of the above, not alone.
 _BESIDE = frozenset({"Apache-2.0 WITH LLVM-exception", "BSL-1.0", "Zlib", "CC0-1.0"})
-# Spellings of licences outside SPDX.
-_SPELLINGS = {
-    "apache": "Apache-2.0",
-    "apache 2.0": "Apache-2.0",
-    "apache 2.0 license": "Apache-2.0",
-    "apache license 2.0": "Apache-2.0",
-    "apache license, version 2.0": "Apache-2.0",
-    "apache-2.0": "Apache-2.0",
-    "apache software license": "Apache-2.0",
-    "bsd": "BSD",
-    "bsd license": "BSD",
-    "bsd-2-clause": "BSD-2-Clause",
-    "bsd-3-clause": "BSD-3-Clause",
-    "bsd 3-clause license": "BSD-3-Clause",
-    "3-clause bsd license": "BSD-3-Clause",
-    "mit": "MIT",
-    "mit license": "MIT",
-    "the mit license (mit)": "MIT",
-    "psf-2.0": "PSF-2.0",
-    "psfl": "PSF",
-    "python software foundation license": "PSF",
-}
 # Folders of tests and of vendored code, which has other licences.
 _LEFT_OUT = {
     *("test", "tests", "testing", "_test", "_testing", "test_data", "testdata", "conftest", "__pycache__"),
@@ -84,31 +61,6 @@ class Wheel(NamedTuple):
     filename: str
 
 
-@dataclass(frozen=True)
-class Lock:
-    """The lock file: its wheels in order, and what they must add up to (``None`` before the first build)."""
-
-    wheels: Sequence[Wheel]
-    documents: int | None
-    contents: str | None
-
-
-@dataclass
-class Corpus:
-    """The documents of all wheels, and why files were left out."""
-
-    documents: list[dict[str, str]] = field(default_factory=list)
-    skipped: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def contents(self) -> str:
-        """A hash of all texts in their order."""
-        digest = hashlib.sha256()
-        for document in self.documents:
-            digest.update(hashlib.sha256(document["text"].encode()).digest())
-        return digest.hexdigest()
-
-
 # --- the lock file --------------------------------------------------------------------------------------------------
 
 _LINE = re.compile(
@@ -117,10 +69,12 @@ _LINE = re.compile(
 _TOTALS = re.compile(r"# documents: (\d+), contents: ([0-9a-f]{64})")
 
 
-def read_lock(path: Path = LOCK) -> Lock:
-    """Reads a lock file; every licence in it must be permissive."""
-    wheels: list[Wheel] = []
-    totals = None
+def read_lock(path: Path = LOCK) -> tuple[list[Wheel], tuple[int, str]]:
+    """Reads the wheels of a lock file, and the number of documents and the hash of all texts that they must give.
+
+    Every licence must be permissive.
+    """
+    wheels, totals = [], None
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
             totals = _TOTALS.fullmatch(line) or totals
@@ -132,25 +86,9 @@ def read_lock(path: Path = LOCK) -> Lock:
     for wheel in wheels:
         if not is_permissive(wheel.licence):
             raise InputError(f"{path}: {wheel.name} has licence {wheel.licence}, which is not a permissive one")
-    return Lock(wheels, int(totals[1]) if totals else None, totals[2] if totals else None)
-
-
-def write_lock(path: Path, wheels: Sequence[Wheel], corpus: Corpus) -> None:
-    """Writes a lock file for these wheels and the corpus that they give."""
-    lines = [
-        "# Wheels of the open corpus (corpus.py); a requirements file of pip with hashes.",
-        f"# documents: {len(corpus.documents)}, contents: {corpus.contents}",
-    ]
-    lines += [f"{w.name}=={w.version} --hash=sha256:{w.sha256}  # {w.licence}; {w.filename}" for w in wheels]
-    replace_file(path, ("\n".join(lines) + "\n").encode())
-
-
-def wheel_of(path: Path) -> Wheel:
-    """Reads name, version and licence of a wheel from its metadata."""
-    with zipfile.ZipFile(path) as archive:
-        names = [name for name in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name)]
-        metadata = email.message_from_bytes(archive.read(names[0]))
-    return Wheel(metadata["Name"], metadata["Version"], sha256_of(path), licence_of(metadata), path.name)
+    if totals is None:
+        raise InputError(f"{path}: no line says '# documents: N, contents: SHA256'")
+    return wheels, (int(totals[1]), totals[2])
 
 
 def download(lock: Path, wheels: Sequence[Wheel], folder: Path) -> None:
@@ -169,36 +107,6 @@ def download(lock: Path, wheels: Sequence[Wheel], folder: Path) -> None:
             raise InputError(f"{path}: pip downloaded another file of {wheel.name} {wheel.version}")
         if (sha256 := sha256_of(path)) != wheel.sha256:
             raise InputError(f"{path}: its sha256 is {sha256}, the lock file has {wheel.sha256}; delete the file")
-
-
-# --- licences -------------------------------------------------------------------------------------------------------
-
-
-def licence_of(metadata: Any) -> str:
-    """Returns the licence that a package's metadata names, as an SPDX expression; empty where it is unclear.
-
-    It is ``License-Expression``, else the classifiers and the field ``License``, unless that holds a licence's text;
-    where they name several licences, all of them count.
-    """
-    if expression := metadata.get("License-Expression"):
-        return expression
-    classifiers: list[str] = [
-        text.rpartition("::")[2].strip()
-        for text in metadata.get_all("Classifier") or []
-        if text.startswith("License ::") and not text.endswith("OSI Approved")
-    ]
-    names: list[str] = [_SPELLINGS.get(text.lower(), text) for text in classifiers]
-    stated = str(metadata.get("License") or "").strip()
-    known = _SPELLINGS.get(stated.lower())
-    if known and not any(_family(known) == _family(name) for name in names):
-        names.append(known)
-    elif stated and not known and len(stated) < 60 and (not names or _COPYLEFT.search(stated)):
-        names.append(stated)
-    return " AND ".join(dict.fromkeys(names))
-
-
-def _family(licence: str) -> str:
-    return licence.partition("-")[0]
 
 
 def is_permissive(licence: str) -> bool:
@@ -231,22 +139,6 @@ def why_not(path: PurePosixPath, text: str) -> str:
     return ""
 
 
-class SeenLines:
-    """Finds near copies by the long lines of all texts taken so far."""
-
-    def __init__(self) -> None:
-        self.seen: set[int] = set()
-
-    def is_copy(self, text: str) -> bool:
-        """Returns whether most long lines of ``text`` were seen before; if not, adds them."""
-        telling = {line.strip() for line in text.splitlines() if len(line.strip()) >= _TELLING}
-        hashes = {int.from_bytes(hashlib.blake2b(line.encode(), digest_size=8).digest()) for line in telling}
-        if not hashes or len(hashes & self.seen) > _SEEN_SHARE * len(hashes):
-            return True
-        self.seen |= hashes
-        return False
-
-
 def source_files(wheel: Path) -> Iterator[tuple[PurePosixPath, bytes]]:
     """Yields the Python files of a wheel by path, in order of their names."""
     with zipfile.ZipFile(wheel) as archive:
@@ -254,21 +146,40 @@ def source_files(wheel: Path) -> Iterator[tuple[PurePosixPath, bytes]]:
             yield PurePosixPath(name), archive.read(name)
 
 
-def collect(packages: Iterable[tuple[str, Iterable[tuple[PurePosixPath, bytes]]]]) -> Corpus:
-    """Builds the corpus of named packages: one document per source file that is taken, none of them a near copy."""
-    corpus, seen = Corpus(), SeenLines()
+def collect(
+    packages: Iterable[tuple[str, Iterable[tuple[PurePosixPath, bytes]]]],
+) -> tuple[list[dict[str, str]], Counter[str]]:
+    """Returns one document per source file of named packages that is taken, and why how many files are left out.
+
+    A text is a near copy if most of its long lines are in earlier texts.
+    """
+    documents, skipped, seen = [], Counter[str](), set[int]()
     for package, files in packages:
         for path, content in files:
             try:
                 text = content.decode("utf-8")
             except UnicodeDecodeError:
-                corpus.skipped["not UTF-8"] += 1
+                skipped["not UTF-8"] += 1
                 continue
-            if reason := why_not(path, text) or ("near copy" if seen.is_copy(text) else ""):
-                corpus.skipped[reason] += 1
+            if not (reason := why_not(path, text)):
+                telling = {line.strip() for line in text.splitlines() if len(line.strip()) >= _TELLING}
+                hashes = {int.from_bytes(hashlib.blake2b(line.encode(), digest_size=8).digest()) for line in telling}
+                if not hashes or len(hashes & seen) > _SEEN_SHARE * len(hashes):
+                    reason = "near copy"
+            if reason:
+                skipped[reason] += 1
                 continue
-            corpus.documents.append({"text": text, "source": package})
-    return corpus
+            seen |= hashes
+            documents.append({"text": text, "source": package})
+    return documents, skipped
+
+
+def contents_of(documents: Sequence[dict[str, str]]) -> str:
+    """Returns a hash of all texts in their order."""
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(hashlib.sha256(document["text"].encode()).digest())
+    return digest.hexdigest()
 
 
 def shards(documents: Sequence[dict[str, str]], size: int = _SHARD) -> list[bytes]:
@@ -284,29 +195,24 @@ def shards(documents: Sequence[dict[str, str]], size: int = _SHARD) -> list[byte
     return [*parts, b"".join(current)] if current else parts
 
 
-def _compress(content: bytes) -> bytes:
-    return lzma.compress(content, preset=9)
-
-
-def build(out: Path, *, lock: Path = LOCK, wheels: Path | None = None) -> Corpus:
+def build(out: Path, *, lock: Path = LOCK, wheels: Path | None = None) -> None:
     """Downloads and checks the locked wheels, and writes ``corpus-NN.jsonl.xz`` into ``out``.
 
     Raises if the texts are not those of the lock file.
     """
-    locked, folder = read_lock(lock), wheels or out / "wheels"
-    download(lock, locked.wheels, folder)
-    corpus = collect((wheel.name, source_files(folder / wheel.filename)) for wheel in locked.wheels)
-    if locked.contents and (corpus.contents, len(corpus.documents)) != (locked.contents, locked.documents):
+    (locked, (count, contents)), folder = read_lock(lock), wheels or out / "wheels"
+    download(lock, locked, folder)
+    documents, skipped = collect((wheel.name, source_files(folder / wheel.filename)) for wheel in locked)
+    if (len(documents), contents_of(documents)) != (count, contents):
         raise InputError(
-            f"{lock}: {len(corpus.documents)} documents with contents {corpus.contents[:16]}, "
-            f"the lock file has {locked.documents} with {locked.contents[:16]}: the builder has changed"
+            f"{lock}: {len(documents)} documents with contents {contents_of(documents)[:16]}, "
+            f"the lock file has {count} with {contents[:16]}: the builder has changed"
         )
     out.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor() as pool:
-        for number, content in enumerate(pool.map(_compress, shards(corpus.documents))):
+        for number, content in enumerate(pool.map(partial(lzma.compress, preset=9), shards(documents))):
             replace_file(out / f"corpus-{number:02}.jsonl.xz", content)
-    size = sum(len(document["text"].encode()) for document in corpus.documents)
-    console.print(f"{out}: {len(corpus.documents):,} documents, {size / 1e6:.1f} MB, contents {corpus.contents[:16]}")
-    for reason, count in sorted(corpus.skipped.items()):
-        console.print(f"left out, {reason}: {count:,} files")
-    return corpus
+    size = sum(len(document["text"].encode()) for document in documents)
+    console.print(f"{out}: {len(documents):,} documents, {size / 1e6:.1f} MB, contents {contents[:16]}")
+    for reason, number in sorted(skipped.items()):
+        console.print(f"left out, {reason}: {number:,} files")

@@ -1,12 +1,14 @@
-"""Losses, depths and costs of the queue's runs by setting and seed, from the records."""
+"""Losses, depths and costs of the queue's runs by setting and seed, from the records, and the claims they test."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +16,12 @@ import torch
 from adaponder.backbones.shape import Shape, shape_of
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import InputError
+from adaponder.files import read_yaml
 from adaponder.methods.cost import Parameters, cost_of, parameters_of, training_flops
-from adaponder.recipes import Recipe, load_recipe
+from adaponder.recipes import load_recipe
 from adaponder.training.build import config_of
 from experiments.queue import Experiment, Queue
-from experiments.records import record_of, records_of, result
+from experiments.records import record_of, records_of
 from experiments.statistics import at_depth
 
 # How far a measured depth may lie from the depth that a dial is compared at: budgets are 0.25 apart.
@@ -27,24 +30,113 @@ _NEAR = 0.15
 _WINDOWS = 16
 
 
-class Point(NamedTuple):
-    """One run as its record has it.
+# --- costs ----------------------------------------------------------------------------------------------------------
+
+
+class Cost(NamedTuple):
+    """Compute of a model.
 
     Attributes:
-        shares: of validation tokens by depth, 1 … K.
         mflops: of one token at inference, halted tokens skipped.
         ratio: the same relative to the plain decoder of the same shape.
         training: PFLOP of the whole training: dense, forward and backward, nothing computed twice.
     """
 
-    seed: int
-    loss: float
-    depth: float
-    shares: tuple[float, ...]
     mflops: float
     ratio: float
     training: float
+
+
+def costs(experiment: Experiment, shares: Sequence[float]) -> Cost:
+    """Returns the cost of a run whose tokens have these shares of depths, over one window of its recipe."""
+    mflops, ratio, training = _window_costs(*_model_of(experiment), tuple(round(share, 4) for share in shares))
+    return Cost(mflops, ratio, training * experiment.tokens / 1e9)
+
+
+def model_parameters(experiment: Experiment) -> Parameters:
+    config, shape, _ = _model(*_model_of(experiment))
+    return parameters_of(config, shape=shape)
+
+
+def _model_of(experiment: Experiment) -> tuple[str, tuple[str, ...]]:
+    """Returns the recipe and the changes that decide the model; runs that differ in training alone share them."""
+    return experiment.recipe, tuple(change for change in experiment.changes if not change.startswith("train."))
+
+
+@cache
+def _model(recipe: str, changes: tuple[str, ...]) -> tuple[AdaPonderConfig, Shape, int]:
+    """Returns the config of a recipe's model, its shape and the length of a window."""
+    loaded = load_recipe(recipe, changes)
+    config = config_of(loaded)
+    assert config is not None  # a backbone by its shape, not by the name of a checkpoint
+    return config, _shape(config.backbone_config.to_json_string()), loaded.data.sequence
+
+
+@cache
+def _shape(backbone: str) -> Shape:
+    """Returns the shape of a backbone from its config as JSON."""
+    return shape_of(AdaPonderConfig(backbone_config=json.loads(backbone)))
+
+
+@cache
+def _window_costs(recipe: str, changes: tuple[str, ...], shares: tuple[float, ...]) -> tuple[float, float, float]:
+    """Returns (MFLOP per token, ratio to the plain decoder, MFLOP per token of a training step)."""
+    config, shape, length = _model(recipe, changes)
+    depths = torch.ones(_WINDOWS * length, dtype=torch.long)
+    # Depths in these shares, spread evenly over the windows: a multiple of the golden ratio visits all parts alike.
+    place = torch.arange(len(depths), dtype=torch.float64) * 0.6180339887498949 % 1.0
+    halted = 0.0
+    for share in shares[:-1]:
+        halted += share
+        depths += (place >= halted).long()
+    skipping = cost_of(depths.view(_WINDOWS, length), config, shape=shape)
+    training = training_flops(config, sequence=length, shape=shape)
+    return skipping.flops / len(depths) / 1e6, skipping.ratio, training / 1e6
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run as its record has it; ``weights`` is the ``loss`` of :class:`experiments.queue.Corpus`."""
+
+    experiment: Experiment
     record: Mapping[str, Any]
+    weights: str | None = None
+
+    @property
+    def loss(self) -> float:
+        return self.record[self.weights]["report"] if self.weights else self._last["validation_loss"]
+
+    @property
+    def depth(self) -> float:
+        return self._last["validation_depth"]
+
+    @property
+    def _last(self) -> Mapping[str, Any]:
+        return self.record["validation"][-1]
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Returns the shares of validation tokens by depth, 1 … K."""
+        return tuple(after - before for before, after in pairwise([0.0, *self._last["validation_halted"], 1.0]))
+
+    @cached_property
+    def cost(self) -> Cost:
+        return costs(self.experiment, self.shares)
+
+    @property
+    def mflops(self) -> float:
+        return self.cost.mflops
+
+    @property
+    def ratio(self) -> float:
+        return self.cost.ratio
+
+    @property
+    def training(self) -> float:
+        return self.cost.training
 
     @property
     def halted(self) -> float:
@@ -63,233 +155,192 @@ class Point(NamedTuple):
         return max(self.shares) > 0.99
 
 
-class Cost(NamedTuple):
-    """FLOPs of a token at inference, in millions and relative to the plain decoder; of all training, in PFLOP."""
-
-    mflops: float
-    ratio: float
-    training: float
-
-
 @dataclass(frozen=True)
 class Evidence:
-    """All records, by the setting and the seed of the queue's runs."""
+    """All records by the setting and the seed of the queue's runs, and the content of ``claims.yaml``.
+
+    Methods take the name of a setting, or its alias in the claims.
+    """
 
     queue: Queue
     records: Sequence[Mapping[str, Any]]
+    claims: Mapping[str, Any]
 
     @cached_property
     def settings(self) -> dict[str, Experiment]:
         """Maps each setting's name to one of its runs."""
-        return {each.setting: each for each in reversed(self.queue.experiments)}
-
-    def points(self, setting: str) -> dict[int, Point]:
-        """Returns the first run of each seed of a setting, on its corpus."""
-        return {seed: runs[0] for seed, runs in self.runs(setting).items()}
-
-    def runs(self, setting: str) -> dict[int, list[Point]]:
-        """Returns all runs of each seed of a setting, several where a seed was trained again."""
-        return self._runs[setting] if setting in self._runs else self._unknown(setting)
-
-    def _unknown(self, setting: str) -> dict[int, list[Point]]:
-        raise InputError(f"{setting}: no run of the queue is called so; python -m experiments list shows them")
+        return {run.setting: run for run in reversed(self.queue.experiments)}
 
     @cached_property
-    def _runs(self) -> dict[str, dict[int, list[Point]]]:
-        seeds = {setting: sorted({each.seed for each in self.queue.experiments}) for setting in self.settings}
-        found: dict[str, dict[int, list[Point]]] = {}
-        for setting, experiment in self.settings.items():
-            corpus = self.queue.corpora[experiment.corpus]
-            plain = replace(experiment, measures=(), again=0)
-            by_seed = {seed: records_of(plain.with_seed(seed), self.records, corpus) for seed in seeds[setting]}
-            found[setting] = {
-                seed: [point_of(experiment, record, corpus.loss) for record in records]
-                for seed, records in by_seed.items()
-                if records
-            }
-        return found
+    def aliases(self) -> dict[str, str]:
+        """Maps each alias to a setting; of several settings, to the one with the lowest loss on the half ``choose``."""
+        return {
+            alias: self._best(setting) if isinstance(setting, list) else setting
+            for alias, setting in self.claims["runs"].items()
+        }
 
-    def best(self, settings: Sequence[str]) -> str:
-        """Returns the setting whose seed 0 has the lowest loss on the half ``choose``; the first if none has run."""
-        tried = {name: self.points(name)[0].record for name in settings if 0 in self.points(name)}
+    def _best(self, settings: Sequence[str]) -> str:
+        """Returns the best setting by its seed 0, or the first if none has run."""
+        tried = {name: self._runs_of(name)[0][0].record for name in settings if 0 in self._runs_of(name)}
         known = {name: record["final"]["choose"] for name, record in tried.items() if "final" in record}
         return min(known, key=lambda name: known[name]) if known else settings[0]
 
-    def rerun_differences(self, settings: Sequence[str], weights: str) -> list[float]:
-        """Returns the difference between the first two runs of seed 0 of each setting, on all documents."""
-        pairs = [self.runs(setting).get(0, [])[:2] for setting in settings]
-        losses = [[point.record[weights]["loss"] for point in pair] for pair in pairs if len(pair) == 2]
-        return [second - first for first, second in losses]
+    def runs(self, name: str) -> dict[int, list[Point]]:
+        """Returns all runs of each seed of a setting, several where a seed was trained again."""
+        return self._runs_of(self.aliases.get(name, name))
+
+    def _runs_of(self, setting: str) -> dict[int, list[Point]]:
+        if setting not in self.settings:
+            raise InputError(f"{setting}: no run of the queue is called so; python -m experiments list shows them")
+        if setting not in self._found:
+            run = self.settings[setting]
+            corpus = self.queue.corpora[run.corpus]
+            by_seed = {seed: records_of(run.with_seed(seed), self.records, corpus) for seed in self._seeds}
+            self._found[setting] = {
+                seed: [Point(run, record, corpus.loss) for record in records]
+                for seed, records in by_seed.items()
+                if records
+            }
+        return self._found[setting]
+
+    @cached_property
+    def _found(self) -> dict[str, dict[int, list[Point]]]:
+        return {}
+
+    @cached_property
+    def _seeds(self) -> list[int]:
+        return sorted({run.seed for run in self.queue.experiments})
+
+    def points(self, name: str) -> dict[int, Point]:
+        """Returns the first run of each seed of a setting."""
+        return {seed: runs[0] for seed, runs in self.runs(name).items()}
+
+    def values(self, name: str, of: str = "loss") -> dict[int, float]:
+        """Returns one number per seed: ``loss``, ``depth``, ``mflops``, ``ratio`` or ``training``."""
+        return {seed: getattr(point, of) for seed, point in self.points(name).items()}
 
     def point(self, experiment: Experiment) -> Point | None:
         """Returns the run if its record holds all measurements of the claim."""
-        record = record_of(experiment, self.records, self.queue.corpora[experiment.corpus])
-        loss = self.queue.corpora[experiment.corpus].loss
-        return None if record is None else point_of(experiment, record, loss)
+        corpus = self.queue.corpora[experiment.corpus]
+        record = record_of(experiment, self.records, corpus)
+        return None if record is None else Point(experiment, record, corpus.loss)
 
     @cached_property
     def done(self) -> set[str]:
         """Returns the labels of runs whose records hold all measurements of every claim."""
-        labels = {each.label for each in self.queue.experiments}
-        return labels - {each.label for each in self.queue.experiments if self.point(each) is None}
+        waiting = {run.label for run in self.queue.experiments if self.point(run) is None}
+        return {run.label for run in self.queue.experiments} - waiting
 
     @cached_property
     def used(self) -> set[str]:
         """Returns the file names of records that belong to a run of the queue."""
-        return {point.record["file"] for seeds in self._runs.values() for points in seeds.values() for point in points}
+        every = [point for name in self.settings for runs in self.runs(name).values() for point in runs]
+        return {point.record["file"] for point in every}
 
-    def values(self, setting: str, of: str = "loss") -> dict[int, float]:
-        """Returns one number per seed: ``loss``, ``depth``, ``mflops``, ``ratio`` or ``training``."""
-        return {seed: getattr(point, of) for seed, point in self.points(setting).items()}
+    def title(self, name: str) -> str:
+        """Returns the title of an alias or recipe, with the changed fields, except the learning rate."""
+        titles = self.claims["titles"]
+        return titles[name] if name in titles else self._in_words(self.settings[self.aliases.get(name, name)])
 
-    def measured(self, setting: str, name: str) -> dict[int, Mapping[str, Any]]:
-        """Returns a measurement by seed, where it was made."""
-        found = self._measured_runs(setting, name)
-        return {seed: point.record["measured"][name] for seed, point in found.items()}
+    def _in_words(self, run: Experiment) -> str:
+        words = [self.claims["titles"].get(run.recipe, run.recipe)]
+        for change in run.changes:
+            field, _, value = change.replace('"', "").partition("=")
+            if field == "model.iterations" and "K = " in words[0]:
+                words[0] = re.sub(r"K = \d+", f"K = {value}", words[0])
+            elif field != "train.lr":
+                form = self.claims["changes"].get(field, "{name} {value}")
+                words.append(form.format(name=field.partition(".")[2], value=value))
+        if run.source is not None:
+            words.append(f"continued from {self._in_words(run.source)}")
+        return ", ".join(words)
 
-    def _measured_runs(self, setting: str, name: str) -> dict[int, Point]:
-        """Returns the first run of each seed whose measurement is complete."""
-        found = {}
-        for seed, runs in self.runs(setting).items():
-            whole = [point for point in runs if _is_whole(point.record.get("measured", {}).get(name))]
-            if whole:
-                found[seed] = whole[0]
-        return found
+    # --- measurements and curves ------------------------------------------------------------------------------------
 
-    def over_curve(self, setting: str, curve: Sequence[str], of: str = "depth") -> dict[int, float]:
+    def measured(self, name: str, measurement: str) -> dict[int, Mapping[str, Any]]:
+        """Returns a measurement by seed, where it was made, from the first run that has it whole."""
+        runs = self._measured_runs(name, measurement)
+        return {seed: point.record["measured"][measurement] for seed, point in runs.items()}
+
+    def _measured_runs(self, name: str, measurement: str) -> dict[int, Point]:
+        first: dict[int, Point] = {}
+        for seed, runs in sorted(self.runs(name).items()):
+            for run in runs:
+                made = run.record.get("measured", {}).get(measurement)
+                if made is not None and "missing" not in made:
+                    first.setdefault(seed, run)
+        return first
+
+    def rerun_differences(self, names: Sequence[str], weights: str) -> list[float]:
+        """Returns the difference between the first two runs of seed 0 of each setting, on all documents."""
+        pairs = [self.runs(name).get(0, [])[:2] for name in names]
+        losses = [[point.record[weights]["loss"] for point in pair] for pair in pairs if len(pair) == 2]
+        return [second - first for first, second in losses]
+
+    def over_curve(self, name: str, curve: Sequence[str], of: str = "depth") -> dict[int, float]:
         """Returns by seed the loss minus the curve of separately trained models at equal ``depth`` or ``mflops``.
 
         Only where the curve's models on both sides have that seed.
         """
-        found = {}
-        for seed, point in self.points(setting).items():
-            if (value := self._on_curve(curve, seed, getattr(point, of), of)) is not None:
-                found[seed] = point.loss - value
-        return found
+        values = {seed: self._on_curve(curve, seed, getattr(p, of), of) for seed, p in self.points(name).items()}
+        return {seed: self.points(name)[seed].loss - value for seed, value in values.items() if value is not None}
 
     def _on_curve(self, curve: Sequence[str], seed: int, x: float, of: str) -> float | None:
         """Interpolates the curve's loss at ``x`` for this seed; ``None`` if a neighbour lacks the seed."""
-        every = [self.points(each) for each in curve]
-        ends = sorted({getattr(point, of) for points in every for point in points.values()})
+        models = [self.points(name) for name in curve]
+        ends = sorted({getattr(point, of) for points in models for point in points.values()})
         around = [end for end in ends if end <= x][-1:] + [end for end in ends if end >= x][:1]
-        line = [(getattr(p, of), p.loss) for points in every if (p := points.get(seed))]
+        line = [(getattr(points[seed], of), points[seed].loss) for points in models if seed in points]
         return at_depth(line, x) if around and set(around) <= {end for end, _ in line} else None
 
-    def dialled(self, setting: str) -> dict[int, list[tuple[float, float, float]]]:
+    def dialled(self, name: str) -> dict[int, list[tuple[float, float, float]]]:
         """Returns by seed (mean depth, FLOPs ratio, loss) of one checkpoint turned by the dial.
 
         The dial is turned on a part of the validation's text; losses are that checkpoint's validation loss plus how far
         the dial is from its own depths there.
         """
-        found = {}
-        for seed, point in sorted(self._measured_runs(setting, "dial").items()):
-            made = point.record["measured"]["dial"]
-            shift = point.loss - made["own"]["loss"]
-            turned = [row for row in made["rows"] if row["budget"] is not None]
-            found[seed] = [(row["depth"], row["flops_ratio"], row["loss"] + shift) for row in turned]
-        return found
+        turned = {}
+        for seed, point in self._measured_runs(name, "dial").items():
+            dial = point.record["measured"]["dial"]
+            rows = [row for row in dial["rows"] if row["budget"] is not None]
+            shift = point.loss - dial["own"]["loss"]
+            turned[seed] = [(row["depth"], row["flops_ratio"], row["loss"] + shift) for row in rows]
+        return turned
 
-    def dial_over_curve(self, setting: str, curve: Sequence[str], depth: float, of: str = "depth") -> dict[int, float]:
+    def dial_over_curve(self, name: str, curve: Sequence[str], depth: float, of: str = "depth") -> dict[int, float]:
         """Returns by seed the dial's loss at a mean depth minus the curve's at equal ``depth`` or ``ratio``.
 
         Paired by seed; only where a checkpoint was turned to about that depth. Some jump: no threshold gives PonderNet
         a mean between one and two iterations.
         """
-        found = {}
-        for seed, turned in self.dialled(setting).items():
+        differences = {}
+        for seed, turned in self.dialled(name).items():
             if not any(abs(at - depth) <= _NEAR for at, _, _ in turned):
                 continue
             loss = at_depth([(at, value) for at, _, value in turned], depth)
             x = depth if of == "depth" else at_depth([(at, ratio) for at, ratio, _ in turned], depth)
             value = None if x is None else self._on_curve(curve, seed, x, of)
             if loss is not None and value is not None:
-                found[seed] = loss - value
-        return found
+                differences[seed] = loss - value
+        return differences
 
 
-def _is_whole(made: Mapping[str, Any] | None) -> bool:
-    """Returns whether a measurement is complete."""
-    return made is not None and "missing" not in made
+_ROWS = ("table1", "equal-flops", "readme", "curve", "frontier", "dials", "savings", "true-cost", "seeds")
+_FIELDS = {"titles", "changes", "figures", "paper-table1", "paper-table3", "against", "questions", *_ROWS}
+_STATEMENT = {"claim", "where", "says", "paper", "fixed", "tests"}
 
 
-def point_of(experiment: Experiment, record: Mapping[str, Any], loss: str | None = None) -> Point:
-    """Returns the run of a record; ``loss`` is that of :class:`experiments.queue.Corpus`."""
-    last = result(record)
-    halted = [0.0, *last["validation_halted"], 1.0]
-    shares = tuple(after - before for before, after in pairwise(halted))
-    recipe = _with_a_shape(experiment)
-    cost = costs(recipe, shares)
-    return Point(
-        seed=record["seed"],
-        loss=record[loss]["report"] if loss else last["validation_loss"],
-        depth=last["validation_depth"],
-        shares=shares,
-        mflops=cost.mflops,
-        ratio=cost.ratio,
-        training=cost.training,
-        record=record,
-    )
-
-
-def _with_a_shape(experiment: Experiment) -> Recipe:
-    """Returns the run's recipe with the backbone's shape, also where it continues another run."""
-    return load_recipe(experiment.recipe, [*experiment.changes, f"train.seed={experiment.seed}"])
-
-
-def model_parameters(experiment: Experiment) -> Parameters:
-    config = _config(_model_key(_with_a_shape(experiment)))
-    return parameters_of(config, shape=_shape(config.backbone_config.to_json_string()))
-
-
-def costs(recipe: Recipe, shares: Sequence[float]) -> Cost:
-    """Returns the cost of a model whose tokens have these shares of depths, over one window of the recipe."""
-    train, length = recipe.train, recipe.data.sequence
-    rounded = tuple(round(share, 4) for share in shares)
-    mflops, ratio, training = _window_costs(_model_key(recipe), rounded, length)
-    tokens = train.steps * train.global_batch * length
-    return Cost(mflops, ratio, training * tokens / 1e9)
-
-
-def _model_key(recipe: Recipe) -> str:
-    """Returns the recipe's ``model`` section and window length as a cache key."""
-    values = recipe.as_dict()
-    return json.dumps({"model": values["model"], "sequence": recipe.data.sequence}, sort_keys=True)
-
-
-@cache
-def _config(key: str) -> AdaPonderConfig:
-    values = json.loads(key)
-    base = load_recipe(
-        "mini/vanilla", [f"data.sequence={values['sequence']}", f"train.eval_tokens={values['sequence']}"]
-    )
-    model = replace(base.model, **{name: _tuple(value) for name, value in values["model"].items()})
-    config = config_of(replace(base, model=model))
-    assert config is not None  # a backbone by its shape, not by the name of a checkpoint
-    return config
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-@cache
-def _shape(backbone: str) -> Shape:
-    """Returns the shape of a backbone from its config as JSON."""
-    return shape_of(AdaPonderConfig(backbone_config=json.loads(backbone)))
-
-
-@cache
-def _window_costs(key: str, shares: tuple[float, ...], length: int) -> tuple[float, float, float]:
-    """Returns (MFLOP per token, ratio to the plain decoder, MFLOP per token of a training step)."""
-    config = _config(key)
-    depths = torch.ones(_WINDOWS * length, dtype=torch.long)
-    # Depths in these shares, spread evenly over the windows: a multiple of the golden ratio visits all parts alike.
-    place = torch.arange(len(depths), dtype=torch.float64) * 0.6180339887498949 % 1.0
-    halted = 0.0
-    for share in shares[:-1]:
-        halted += share
-        depths += (place >= halted).long()
-    shape = _shape(config.backbone_config.to_json_string())
-    skipping = cost_of(depths.view(_WINDOWS, length), config, shape=shape)
-    training = training_flops(config, sequence=length, shape=shape)
-    return skipping.flops / len(depths) / 1e6, skipping.ratio, training / 1e6
+def read_claims(path: Path) -> Mapping[str, Any]:
+    """Reads ``claims.yaml``: the statements of the paper and ours, their tests, and the rows of the tables."""
+    if not path.exists():
+        raise InputError(f"{path}: there is no such file; a checkout has experiments/claims.yaml")
+    claims = read_yaml(path, InputError)
+    problems = [f"{field} is missing" for field in sorted({"runs", "statements", *_FIELDS} - claims.keys())]
+    for statement in claims.get("statements", ()):
+        problems += [f"statements: {field} is missing" for field in sorted(_STATEMENT - statement.keys())]
+    if not problems:
+        named = {alias for rows in _ROWS for alias in claims[rows]} | set(claims["against"].values())
+        problems = [f"{alias}: no such alias under runs" for alias in sorted(named - set(claims["runs"]))]
+    if problems:
+        raise InputError(f"{path}: {problems[0]}; see experiments/claims.yaml")
+    return claims

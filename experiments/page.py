@@ -1,81 +1,112 @@
-"""The results page, its tables and README's table: templates filled from the records alone."""
+"""Writes the results page, its tables, its figures and README's table: templates filled from the records alone."""
 
 from __future__ import annotations
 
-import math
 import re
-import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from experiments import demand
-from experiments.claims import Question, Statement
-from experiments.evidence import costs
-from experiments.judging import Finding, Judge, shown
-from experiments.statistics import FAILS, HOLDS, MARGIN, NOT_RUN, VERDICTS, paired
-from experiments.tables import (
-    NONE,
-    apart,
-    claim_table,
-    dial_table,
-    four_numbers,
-    frontier_table,
-    learning_rates,
-    lr_table,
-    main_table,
-    markdown,
-    measured_tables,
-    prose,
-    spread_of_seeds,
-    twice,
-)
+from adaponder.errors import InputError
+from adaponder.files import read_json, write_whole
+from adaponder.terminal import console, line
+from experiments import demand, tables
+from experiments.evidence import Evidence, read_claims
+from experiments.judging import NONE, check_tests, find, judge
+from experiments.queue import read_queue
+from experiments.records import read_records
+from experiments.statistics import FAILS, HOLDS, MARGIN, NOT_RUN, VERDICTS
+from experiments.tables import markdown, prose
 
-COMMAND = "python -m experiments results"
-BEGIN, END = f"<!-- made by {COMMAND} -->", "<!-- end -->"
-# Claims whose runs stand in sections of their own.
+BEGIN, END = "<!-- made by python -m experiments results -->", "<!-- end -->"
+# Claims whose runs have sections of their own.
 _OWN_SECTION = ("lr", "table1", "frontier", demand.CLAIM, *demand.OTHERS)
+Statement = Mapping[str, Any]
+ANSWERS: Mapping[str, Callable[[Evidence], list[str]]] = {
+    "four-numbers": tables.four_numbers,
+    "true-cost": tables.true_cost,
+    "resolution": tables.resolution,
+    "tuning": tables.tuning,
+}
 
 
-def results_page(judge: Judge, *, figures: Mapping[str, str]) -> str:
-    """Returns ``docs/results.md``; ``figures`` are captions by file name."""
-    queue = judge.evidence.queue
-    verdicts = [(statement, judge.verdict(statement.tests)[0]) for statement in judge.claims.statements]
-    done, runs = len(judge.evidence.done), len({experiment.label for experiment in queue.experiments})
+def write(experiments: Path) -> None:
+    """Writes ``tables.md`` in the folder ``experiments``, and beside it ``docs`` and ``README.md``."""
+    from experiments import figures
+
+    root, evidence = experiments.parent, read_evidence(experiments)
+    readme = readme_page(evidence, (root / "README.md").read_text())
+    points = figures.all_points(evidence)
+    for name, values in points.items():
+        figures.save(figures.FIGURES[name].draw(*values), root / "docs" / "figures" / f"{name}.png", values)
+    write_whole(root / "docs" / "results.md", results_page(evidence).encode())
+    write_whole(experiments / "tables.md", tables_page(evidence, experiments / "records").encode())
+    write_whole(root / "README.md", readme.encode())
+    console.print(line("→ ", (root / "docs" / "results.md", "bold"), f", {len(points)} figures, and README's table"))
+
+
+def read_evidence(experiments: Path) -> Evidence:
+    """Reads queue, records and claims in the folder ``experiments``."""
+    claims = read_claims(experiments / "claims.yaml")
+    check_tests(claims)
+    return Evidence(read_queue(experiments / "queue.yaml"), read_records(experiments / "records"), claims)
+
+
+def results_page(evidence: Evidence) -> str:
+    """Returns the text of ``docs/results.md``."""
+    from experiments import figures
+
+    queue = evidence.queue
+    verdicts = [(statement, judge(evidence, statement["tests"])[0]) for statement in evidence.claims["statements"]]
+    done, runs = len(evidence.done), len({run.label for run in queue.experiments})
     counts = [_counted("The paper's claims", verdicts, ours=False), _counted("Further claims", verdicts, ours=True)]
+    captions = {name: evidence.claims["figures"][name] for name in figures.all_points(evidence)}
     parts = {
-        "corpus": f"{queue.main.says} (data hash `{queue.data_hash}`), unless a claim says otherwise",
+        "corpus": f"{queue.main.says} (data hash `{queue.main.hash}`), unless a claim says otherwise",
         "margin": f"{MARGIN}",
         "counts": [*counts, f"- {done} of {runs} runs in the queue are done, with all that they measure."],
         "in short": _in_short(verdicts),
-        "paper claims": _statements(judge, ours=False),
-        "our claims": _statements(judge, ours=True),
-        "questions": answers(judge),
-        "figures": [line for name in figures for line in (*_figure(figures, name), "")],
+        "paper claims": _statements(evidence, ours=False),
+        "our claims": _statements(evidence, ours=True),
+        "questions": _questions(evidence),
+        "figures": [
+            text
+            for name, caption in captions.items()
+            for text in (f"![{caption}](figures/{name}.png)", "", *prose(f"*{caption}*"), "")
+        ],
         "prepare": queue.main.prepare,
         "prepare open": queue.corpora["open"].prepare if "open" in queue.corpora else "",
     }
     return _filled("results.template.md", parts)
 
 
-def tables_page(judge: Judge, *, others: Mapping[str, str]) -> str:
-    """Returns ``experiments/tables.md``; ``others`` are records that are not compared, and why."""
-    rows = judge.claims.rows
-    section = demand.section(judge, f"python -m experiments claim {demand.CLAIM} --device cuda")
+def tables_page(evidence: Evidence, records: Path) -> str:
+    """Returns the text of ``experiments/tables.md``; ``records`` is the folder of the records."""
+    claims, apart = evidence.claims, records_apart(evidence, records)
     parts = {
-        "learning rates": lr_table(judge),
-        "table 1": main_table(judge, rows["table1"]),
-        "paper table 1": _paper(judge, "table1", ["", "size", "iterations", "loss", "PPL"]),
-        "equal FLOPs": main_table(judge, rows["equal-flops"]),
-        "frontier": frontier_table(judge),
-        "dial": dial_table(judge) or [NOT_RUN],
-        "demand": section,
-        "claims": _claims(judge),
-        "paper table 3": _paper(judge, "table3", ["", "tokens", "0 shots", "5 shots"]),
-        "reruns": twice(judge) or [NOT_RUN],
-        "apart": apart(others),
+        "learning rates": tables.lr_table(evidence),
+        "table 1": tables.main_table(evidence, claims["table1"]),
+        "paper table 1": _paper(claims["paper-table1"], ["", "size", "iterations", "loss", "PPL"]),
+        "equal FLOPs": tables.main_table(evidence, claims["equal-flops"]),
+        "frontier": tables.frontier_table(evidence),
+        "dial": tables.dial_table(evidence) or [NOT_RUN],
+        "demand": demand.section(evidence, f"python -m experiments claim {demand.CLAIM} --device cuda"),
+        "claims": _claims(evidence),
+        "paper table 3": _paper(claims["paper-table3"], ["", "tokens", "0 shots", "5 shots"]),
+        "reruns": tables.reruns(evidence) or [NOT_RUN],
+        "apart": markdown(["record", "why"], [[f"`{name}`", why] for name, why in sorted(apart.items())]),
     }
     return _filled("tables.template.md", parts)
+
+
+def readme_page(evidence: Evidence, readme: str) -> str:
+    """Returns README with its results table replaced."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise InputError(f"README.md: the lines {BEGIN} and {END} mark where its table goes; one of them is missing")
+    return before + "\n".join([BEGIN, *tables.readme_table(evidence), END]) + after
 
 
 def _filled(template: str, parts: Mapping[str, str | Sequence[str]]) -> str:
@@ -91,7 +122,7 @@ def _filled(template: str, parts: Mapping[str, str | Sequence[str]]) -> str:
 
 def _is_ours(statement: Statement) -> bool:
     """Returns whether a statement is ours rather than the paper's."""
-    return statement.where.startswith(("not in the paper", "what Table 1"))
+    return statement["where"].startswith(("not in the paper", "what Table 1"))
 
 
 def _counted(title: str, verdicts: Sequence[tuple[Statement, str]], *, ours: bool) -> str:
@@ -104,157 +135,77 @@ def _in_short(verdicts: Sequence[tuple[Statement, str]]) -> list[str]:
     """Lists the statements that hold and those that do not, without their numbers."""
     lines: list[str] = []
     for wanted in (HOLDS, FAILS):
-        chosen = [statement for statement, verdict in verdicts if verdict == wanted]
-        if chosen:
+        if chosen := [statement for statement, verdict in verdicts if verdict == wanted]:
             lines += ["", f"**{wanted[0].upper()}{wanted[1:]}:**", ""]
-            lines += [f"- {statement.says.rstrip('.')} ({statement.where})." for statement in chosen]
+            lines += [f"- {statement['says'].rstrip('.')} ({statement['where']})." for statement in chosen]
     return lines
 
 
-def _statements(judge: Judge, *, ours: bool) -> list[str]:
+def _statements(evidence: Evidence, *, ours: bool) -> list[str]:
     rows = []
-    for statement in judge.claims.statements:
+    for statement in evidence.claims["statements"]:
         if _is_ours(statement) != ours:
             continue
-        verdict, findings = judge.verdict(statement.tests)
-        found = "<br>".join(_finding(finding, many=len(findings) > 1) for finding in findings)
-        noted = f"**{verdict}**" + (f" ({statement.fixed.note})" if statement.fixed.note else "")
-        rows.append([statement.where, statement.says, statement.paper, found, noted, f"`{statement.claim}`"])
+        verdict, findings = judge(evidence, statement["tests"])
+        words = []
+        for finding in findings:
+            text = finding.words.removesuffix(f": {NONE}")
+            words.append(f"{text}: {finding.verdict}" if len(findings) > 1 and text != NONE else text)
+        when = statement["fixed"]["when"]
+        note = "" if when == "before any of its runs" else f" (chosen after looking: {when})"
+        rows.append([statement[field] for field in ("where", "says", "paper")])
+        rows[-1] += ["<br>".join(words), f"**{verdict}**{note}", f"`{statement['claim']}`"]
     head = ["where", "statement", "the paper's numbers", "ours: difference [95 %] (seeds)", "verdict", "claim"]
     return markdown(head, rows)
 
 
-def _finding(finding: Finding, *, many: bool) -> str:
-    words = finding.words.removesuffix(f": {NONE}")
-    return f"{words}: {finding.verdict}" if many and words != NONE else words
+def _questions(evidence: Evidence) -> list[str]:
+    """Returns every question with its answer, table or tests."""
+    lines: list[str] = []
+    for question in evidence.claims["questions"]:
+        lines += ["", f"**{question['asks']}**", ""]
+        lines += [*prose(question["answer"]), ""] if "answer" in question else []
+        if "show" in question:
+            lines += ANSWERS[question["show"]](evidence) or [f"{NOT_RUN.capitalize()}."]
+        findings = [find(evidence, test) for test in question.get("tests", ())]
+        if findings and all(finding.verdict == NOT_RUN for finding in findings):
+            lines.append(f"Here: {NOT_RUN}.")
+        else:
+            lines += [f"- {finding.words}: **{finding.verdict}**" for finding in findings]
+    return lines
 
 
-def _figure(figures: Mapping[str, str], name: str) -> list[str]:
-    return [f"![{figures[name]}](figures/{name}.png)", "", *prose(f"*{figures[name]}*")]
+def _paper(rows: Sequence[Sequence[Any]], head: Sequence[str]) -> list[str]:
+    return markdown(head, [[str(cell) for cell in row] for row in rows])
 
 
-def _paper(judge: Judge, table: str, head: Sequence[str]) -> list[str]:
-    return markdown(head, [[str(cell) for cell in row] for row in judge.claims.paper[table]])
-
-
-def _claims(judge: Judge) -> list[str]:
+def _claims(evidence: Evidence) -> list[str]:
     """Returns tables of all claims without their own section."""
     lines, waiting = [], []
-    for claim, says in judge.evidence.queue.claims.items():
+    for claim, says in evidence.queue.claims.items():
         if claim in _OWN_SECTION:
             continue
-        table = claim_table(judge, claim)
-        if table:
-            lines += ["", f"### {claim}", "", says, "", *table, *measured_tables(judge, claim)]
+        if table := tables.claim_table(evidence, claim):
+            lines += ["", f"### {claim}", "", says, "", *table, *tables.measured_tables(evidence, claim)]
         else:
-            count = len({experiment.label for experiment in judge.evidence.queue.of_claim(claim)})
+            count = len({run.label for run in evidence.queue.of_claim(claim)})
             waiting.append(f"`{claim}` ({count} runs)")
     return [*lines, *(["", f"Not run yet: {', '.join(waiting)}."] if waiting else [])]
 
 
-def answers(judge: Judge) -> list[str]:
-    """Returns every question with its answer."""
-    lines: list[str] = []
-    for each in judge.claims.questions:
-        lines += ["", f"**{each.asks}**", ""]
-        if each.answer:
-            lines += [*prose(each.answer), ""]
-        if each.show is not None:
-            lines += SHOWN[each.show](judge) or [f"{NOT_RUN.capitalize()}."]
-        lines += _tested(judge, each)
-    return lines
-
-
-def _tested(judge: Judge, question: Question) -> list[str]:
-    findings = [judge.find(test) for test in question.tests]
-    if findings and all(finding.verdict == NOT_RUN for finding in findings):
-        return [f"Here: {NOT_RUN}."]
-    return [f"- {finding.words}: **{finding.verdict}**" for finding in findings]
-
-
-def _four(judge: Judge) -> list[str]:
-    *halting, base = judge.claims.rows["savings"]
-    table = four_numbers(judge, halting, base)
-    words = f"Saved are iterations and FLOPs of {judge.title(base)}; the gates' own FLOPs count."
-    return [*table, "", words] if table else []
-
-
-def _true_cost(judge: Judge) -> list[str]:
-    rows = []
-    for alias in judge.claims.rows["true-cost"]:
-        recipe = judge.evidence.settings[judge.claims.runs[alias]].resolved()
-        iterations = recipe.model.iterations or 1
-        cost = costs(recipe, [0.0] * (iterations - 1) + [1.0])
-        rows.append([judge.title(alias), f"{iterations}x", f"{cost.ratio:.2f}x", f"{cost.training:.1f}"])
-    words = prose(
-        "No. Iterations are equal; but an expectation over the vocabulary costs two heads, and attention",
-        "over pauses four",
-        "times the keys. At this size, by formula:",
-    )
-    return [*words, "", *markdown(["every token at full depth", "iterations", "FLOPs", "training PFLOP"], rows)]
-
-
-def _resolution(judge: Judge) -> list[str]:
-    table, smallest = spread_of_seeds(judge, judge.claims.rows["seeds"])
-    if not table:
-        return []
-    words = "Three paired seeds tell apart, half of the time or more, what exceeds the last column"
-    effect = 0.003
-    said = (
-        "so an effect of 0.003 cannot be told from chance here"
-        if smallest > effect
-        else "so an effect of 0.003 can be seen"
-    )
-    return [*table, "", f"{words}, {smallest:.4f} at the least: {said}."]
-
-
-def _tuning(judge: Judge) -> list[str]:
-    plain, second = judge.claims.rows["curve"][:2]
-    lines = []
-    for title, tried in learning_rates(judge)[1].items():
-        first = {rate: points[0].loss for rate, points in tried.items() if 0 in points}
-        if 0.001 in first and len(first) > 1:
-            worth = first[0.001] - min(first.values())
-            lines.append(f"- {title}: the best rate is worth {worth:.3f} over 0.001 (seed 0)")
-    scaled = paired(judge.values(plain), judge.values("vanilla-unscaled"))
-    iterated = paired(judge.values(second), judge.values(plain))
-    if scaled is not None:
-        lines.append(f"- embedding scale 16 instead of 1, {judge.title(plain)} at 0.004: {shown(scaled)}")
-    if iterated is not None:
-        lines.append(f"- a second iteration, both tuned: {shown(iterated)}")
-    return lines
-
-
-SHOWN: Mapping[str, Callable[[Judge], list[str]]] = {
-    "four-numbers": _four,
-    "true-cost": _true_cost,
-    "resolution": _resolution,
-    "tuning": _tuning,
-}
-
-
-def readme_part(judge: Judge) -> str:
-    """README's table of results, with the markers around it."""
-    aliases = [alias for alias in judge.claims.rows["readme"] if judge.values(alias)]
-    rows = []
-    for alias in aliases:
-        points = judge.evidence.points(judge.claims.runs[alias])
-        losses = ", ".join(f"{points[seed].loss:.4f}" for seed in sorted(points))
-        difference = NONE if alias == aliases[0] else _brief(judge, alias, aliases[0])
-        depth, ratio = (statistics.fmean(getattr(p, of) for p in points.values()) for of in ("depth", "ratio"))
-        rows.append([judge.title(alias), f"{depth:.2f}", f"{ratio:.2f}x", losses, difference])
-    missing = [judge.title(alias) for alias in judge.claims.rows["readme"] if alias not in aliases]
-    head = ["", "mean depth", "FLOPs", "validation loss, seeds 0, 1, …", "minus vanilla [95 % over seeds]"]
-    lines = [BEGIN, *markdown(head, rows)]
-    if missing:
-        lines += ["", f"Not run yet: {'; '.join(missing)}."]
-    return "\n".join([*lines, END])
-
-
-def _brief(judge: Judge, alias: str, base: str) -> str:
-    difference = paired(judge.values(alias), judge.values(base))
-    if difference is None:
-        return NONE
-    if math.isinf(difference.low):
-        return f"{difference.mean:+.4f} (one seed)"
-    return f"{difference.mean:+.4f} [{difference.low:+.4f}, {difference.high:+.4f}]"
+def records_apart(evidence: Evidence, folder: Path) -> dict[str, str]:
+    """Returns why each record that belongs to no run of the queue is not compared."""
+    known = {record["file"]: record for record in evidence.records}
+    hashes = {corpus.hash for corpus in evidence.queue.corpora.values()}
+    why = {}
+    for path in sorted(folder.glob("*.json")):
+        if path.name in evidence.used:
+            continue
+        if path.name not in known:
+            named = read_json(path, InputError).get("data")
+            why[path.name] = "from before there was a queue" if isinstance(named, str) else "no single run of the queue"
+        elif known[path.name]["data"] not in hashes:
+            why[path.name] = f"other data: hash `{known[path.name]['data']}`"
+        else:
+            why[path.name] = "the queue has no such run"
+    return why

@@ -1,25 +1,77 @@
 """The queue of experiments (``experiments/queue.yaml``): which runs each claim needs, most useful first.
 
-The queue holds no state. A run is done when a record of the same recipe, seed and data exists; one that was cut has
-none and is repeated.
+The queue holds no state: a run is done when a record of the same recipe, seed and data exists.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import hashlib
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from adaponder.errors import ConfigError, InputError
 from adaponder.files import read_yaml
 from adaponder.recipes import Recipe, load_recipe
-from experiments.identity import identity
+
+# --- identities -----------------------------------------------------------------------------------------------------
+
+# Fields that decide nothing: where the data is (records hold its hash), logging, saving, how a number is computed.
+_FREE = {
+    "model": (),
+    "data": ("source", "tokenizer", "validation"),
+    "train": ("eval_every", "eval_tokens", "save_every", "keep", "log_every", "keep_logits", "compile_by"),
+}
+
+
+def identity(recipe: Mapping[str, Any]) -> str:
+    """Hashes what a resolved recipe computes: the fields that differ from their defaults, without names and logging.
+
+    Defaults are those of ``defaults.yaml``, not the package's: a field that is removed or added later changes no
+    identity.
+    """
+    model = dict(recipe["model"])
+    if isinstance(model["backbone"], Mapping):
+        model["embedding_scale"] = _embedding_scale(model)
+    decisive: dict[str, dict[str, Any]] = {}
+    for section, ignored in _FREE.items():
+        fields = (model if section == "model" else recipe[section]).items()
+        values = {name: _plain(value) for name, value in fields if name not in ignored}
+        defaults = frozen_defaults()[section]
+        decisive[section] = {name: value for name, value in values.items() if value != defaults.get(name)}
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _embedding_scale(model: Mapping[str, Any]) -> float:
+    """Returns the factor of the embeddings as a number; recipes may write ``sqrt(d)`` or nothing."""
+    stated = model.get("embedding_scale")
+    if stated and not isinstance(stated, str):
+        return float(stated)
+    loop = stated == "sqrt(2.5 d)" or (not stated and model.get("method") == "loop")
+    return math.sqrt((2.5 if loop else 1.0) * model["backbone"]["hidden_size"])
+
+
+@functools.cache
+def frozen_defaults() -> Mapping[str, Mapping[str, Any]]:
+    """Reads the default of each field, by section."""
+    return read_yaml(Path(__file__).with_name("defaults.yaml"), InputError)
+
+
+def _plain(value: Any) -> Any:
+    """Converts integers to floats, so that 1 equals 1.0."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -28,8 +80,8 @@ class Corpus:
 
     Attributes:
         name: empty for the queue's main corpus.
-        folder: where ``adaponder prepare`` put it; ``None`` leaves the recipe's own ``data.source``.
-        hash: the data hash of its records; ``None`` where none is fixed: records are then known by the name.
+        folder: output of ``adaponder prepare``; ``None`` keeps the recipe's own ``data.source``.
+        hash: the data hash of its records; ``None``: records are matched by the corpus name instead.
         prepare: the command that makes it.
         says: what it is.
         loss: ``final`` or ``averaged``: runs are judged by these weights on the half ``report`` of the validation
@@ -50,12 +102,12 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One training run of a claim: a recipe, what is changed in it, and a seed.
+    """One training run of a claim: a recipe, the changed fields, and a seed.
 
     Attributes:
         measures: names of measurements on the trained model (``measures.py``).
         corpus: the name of its corpus; empty for the queue's main one.
-        source: the label of the run, of the same seed, whose final model this one continues.
+        source: the run, of the same seed, whose final model this one continues.
         again: how many earlier runs of the same recipe, seed and data there must be; 0 for an ordinary run.
     """
 
@@ -68,44 +120,62 @@ class Experiment:
     source: Experiment | None = None
     again: int = 0
 
-    @property
+    @cached_property
     def setting(self) -> str:
         """Returns the label without the seed, equal for runs that are compared seed by seed."""
-        recipe = Path(self.recipe).stem if self.recipe.endswith(".yaml") else self.recipe
-        whence = [] if self.source is None else [f"from-{self.source.setting}"]
-        corpus = [f"on-{self.corpus}"] if self.corpus else []
-        return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join([recipe, *map(_short, self.changes), *whence, *corpus]))
+        words = [Path(self.recipe).stem if self.recipe.endswith(".yaml") else self.recipe]
+        for change in self.changes:  # train.lr=0.004 becomes lr-0.004
+            field, _, value = change.replace('"', "").partition("=")
+            words.append(f"{field.rpartition('.')[2]}-{value}")
+        words += [] if self.source is None else [f"from-{self.source.setting}"]
+        words += [f"on-{self.corpus}"] if self.corpus else []
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(words))
 
     @property
     def label(self) -> str:
-        """Returns the name for people, folders and files, such as ``mini-ponder-k2-lr-0.004-seed-1``."""
-        again = f"-again-{self.again}" if self.again else ""
-        return f"{self.setting}-seed-{self.seed}{again}"
+        """Returns the name of the run, its folder and files, such as ``mini-ponder-k2-lr-0.004-seed-1``."""
+        return f"{self.setting}-seed-{self.seed}" + (f"-again-{self.again}" if self.again else "")
 
     def resolved(self, data: Path | str | None = None, runs: Path | None = None) -> Recipe:
         """Resolves the recipe, on the shards in ``data``, continuing a run in the folder ``runs``.
 
         Without ``runs`` the backbone of a run that continues another is ``from`` and the label of the other.
         """
-        source = [] if data is None else [f"data.source={data}"]
+        changes = [*self.changes, f"train.seed={self.seed}", *([] if data is None else [f"data.source={data}"])]
         if self.source is not None:
             folder = f"from {self.source.label}" if runs is None else str(runs / self.source.label / "final")
-            source += [f"model.backbone={json.dumps(folder)}"]
-        return load_recipe(self.recipe, [*self.changes, f"train.seed={self.seed}", *source])
+            changes.append(f"model.backbone={json.dumps(folder)}")
+        return load_recipe(self.recipe, changes)
 
     @property
+    def shaped(self) -> Recipe:
+        """Returns the recipe with the backbone's shape, also where the run continues another; seeds share it."""
+        return _load(self.recipe, self.changes)
+
+    @cached_property
     def identity(self) -> str:
         """Returns the hash of what this run computes, equal for equal runs."""
-        return _identity_of(dataclasses.replace(self, claim="", measures=(), again=0))
+        continued = () if self.source is None else ('model.backbone="from"',)
+        values = _load(self.recipe, (*self.changes, *continued)).as_dict()
+        values["train"]["seed"] = self.seed
+        if self.source is not None:
+            values["model"]["backbone"] = f"from {self.source.label}"
+        return identity(values)
+
+    @property
+    def tokens(self) -> int:
+        """Returns the number of training tokens, without those of the run that it continues."""
+        train = self.shaped.train
+        return train.steps * train.global_batch * self.shaped.data.sequence
 
     def with_seed(self, seed: int) -> Experiment:
         source = None if self.source is None else self.source.with_seed(seed)
-        return dataclasses.replace(self, seed=seed, source=source)
+        return replace(self, seed=seed, source=source)
 
 
 @functools.cache
-def _identity_of(experiment: Experiment) -> str:
-    return identity(experiment.resolved().as_dict())
+def _load(recipe: str, changes: tuple[str, ...]) -> Recipe:
+    return load_recipe(recipe, changes)
 
 
 @dataclass(frozen=True)
@@ -113,43 +183,33 @@ class Queue:
     """The content of the queue's file.
 
     Attributes:
-        claims: what each claim says.
+        claims: the sentence of each claim.
         experiments: all runs, most useful first.
         corpora: prepared text by name; the main one has the empty name.
-        hardware, start, iteration: device seconds of a run on this hardware where none like it was timed: to start,
-            and for each iteration of 3,000 steps.
+        seconds: ``start`` and ``iteration``: device seconds to start a run, and per iteration of 3,000 steps, on
+            ``hardware``; for runs of which none alike was timed.
     """
 
     claims: Mapping[str, str]
     experiments: Sequence[Experiment]
     corpora: Mapping[str, Corpus]
-    hardware: str
-    start: float
-    iteration: float
+    seconds: Mapping[str, Any]
 
     @property
     def main(self) -> Corpus:
         return self.corpora[""]
 
-    @property
-    def data_hash(self) -> str:
-        """Returns the hash of the main corpus."""
-        assert self.main.hash is not None  # read_queue has seen to it
-        return self.main.hash
-
     def of_claim(self, claim: str, seeds: Sequence[int] = ()) -> list[Experiment]:
         """Returns the runs of one claim; with ``seeds``, each of its settings with those seeds."""
         if claim not in self.claims:
             raise InputError(f"{claim}: no such claim; choose one of {', '.join(self.claims)}")
-        chosen = [each for each in self.experiments if each.claim == claim]
-        if not seeds:
-            return chosen
-        return list(dict.fromkeys(each.with_seed(seed) for seed in seeds for each in chosen))
+        chosen = [run for run in self.experiments if run.claim == claim]
+        return list(dict.fromkeys(run.with_seed(seed) for seed in seeds for run in chosen)) if seeds else chosen
 
     def measures_of(self, experiment: Experiment) -> tuple[str, ...]:
         """Returns the measurements of all claims on this run, which is trained once for all of them."""
-        same = [each for each in self.experiments if each.label == experiment.label]
-        return tuple(dict.fromkeys(name for each in [experiment, *same] for name in each.measures))
+        same = [run for run in self.experiments if run.label == experiment.label]
+        return tuple(dict.fromkeys(name for run in [experiment, *same] for name in run.measures))
 
 
 def read_queue(path: Path) -> Queue:
@@ -158,34 +218,23 @@ def read_queue(path: Path) -> Queue:
         raise InputError(f"--queue {path}: there is no such file; a checkout has experiments/queue.yaml")
     raw = read_yaml(path, InputError)
     try:
-        seconds, claims = raw["seconds"], raw["claims"]
-        corpora = {"": _corpus("", raw["data"])}
-        corpora |= {name: _corpus(name, values) for name, values in raw.get("corpora", {}).items()}
-        queue = Queue(
-            claims={str(claim): str(says) for claim, says in claims.items()},
-            experiments=list(dict.fromkeys(_experiments(raw["runs"], claims, corpora))),
-            corpora=corpora,
-            hardware=seconds["hardware"],
-            start=float(seconds["start"]),
-            iteration=float(seconds["iteration"]),
-        )
+        corpora = {name: Corpus(name, **values) for name, values in {"": raw["data"], **raw.get("corpora", {})}.items()}
+        if not corpora[""].hash:
+            raise ValueError("data.hash: the main corpus needs one")
+        claims = {str(claim): str(says) for claim, says in raw["claims"].items()}
+        experiments = list(dict.fromkeys(_experiments(raw["runs"], claims, corpora)))
+        queue = Queue(claims, experiments, corpora, {name: raw["seconds"][name] for name in _SECONDS})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"--queue {path}: {type(error).__name__} {error}; see experiments/queue.yaml") from None
-    for each in queue.experiments:
+    for run in experiments:
         try:
-            for one in (each, *([each.source] if each.source else [])):
-                _ = one.identity  # which resolves the recipe
+            _ = run.identity, run.source and run.source.identity  # which load the recipes
         except ConfigError as error:
-            raise InputError(f"--queue {path}, claim {each.claim}: {error}") from None
+            raise InputError(f"--queue {path}, claim {run.claim}: {error}") from None
     return queue
 
 
-def _corpus(name: str, values: Mapping[str, Any]) -> Corpus:
-    if not name and not values["hash"]:
-        raise ValueError("data.hash: the main corpus needs one")
-    return Corpus(name, values["folder"], values["hash"], values["prepare"], values.get("says", ""), values.get("loss"))
-
-
+_SECONDS = ("hardware", "start", "iteration")
 _FIELDS = {"claim", "recipe", "set", "each", "seeds", "measure", "corpus", "from", "times"}
 
 
@@ -198,42 +247,22 @@ def _experiments(
     continued; ``times: 2`` trains the same run twice.
     """
     for entry in entries:
-        if unknown := set(entry) - _FIELDS:
-            raise ValueError(f"{sorted(unknown)[0]}: no such field of a run")
-        if entry["claim"] not in claims:
-            raise ValueError(f"claim {entry['claim']} is not among the claims")
-        if entry.get("corpus", "") not in corpora:
-            raise ValueError(f"corpus {entry['corpus']} is not among the corpora")
-        varied = entry.get("each", {})
-        for seed in entry.get("seeds", [0]):
-            for values in itertools.product(*varied.values()):
-                one = Experiment(
-                    claim=entry["claim"],
-                    recipe=entry["recipe"],
-                    changes=_changes(entry.get("set", {}) | dict(zip(varied, values, strict=True))),
-                    seed=seed,
-                    measures=tuple(entry.get("measure", ())),
-                    corpus=entry.get("corpus", ""),
-                    source=_source(entry, seed),
-                )
-                yield from (dataclasses.replace(one, again=again) for again in range(entry.get("times", 1)))
+        source = entry.get("from")
+        unknown = sorted(set(entry) - _FIELDS) + [f"from.{name}" for name in set(source or ()) - {"recipe", "set"}]
+        if unknown:
+            raise ValueError(f"{unknown[0]}: no such field of a run")
+        claim, corpus, varied = entry["claim"], entry.get("corpus", ""), entry.get("each", {})
+        if claim not in claims:
+            raise ValueError(f"claim {claim} is not among the claims")
+        if corpus not in corpora:
+            raise ValueError(f"corpus {corpus} is not among the corpora")
+        for seed, *values in itertools.product(entry.get("seeds", [0]), *varied.values()):
+            continued = source and Experiment(claim, source["recipe"], _changes(source), seed, corpus=corpus)
+            changes = _changes({"set": entry.get("set", {}) | dict(zip(varied, values, strict=True))})
+            measures = tuple(entry.get("measure", ()))
+            run = Experiment(claim, entry["recipe"], changes, seed, measures, corpus, continued)
+            yield from (replace(run, again=again) for again in range(entry.get("times", 1)))
 
 
-def _source(entry: Mapping[str, Any], seed: int) -> Experiment | None:
-    """Returns the run that an entry continues, if any."""
-    if (source := entry.get("from")) is None:
-        return None
-    if unknown := set(source) - {"recipe", "set"}:
-        raise ValueError(f"from.{sorted(unknown)[0]}: no such field; recipe and set name the run to continue")
-    changes = _changes(source.get("set", {}))
-    return Experiment(entry["claim"], source["recipe"], changes, seed, corpus=entry.get("corpus", ""))
-
-
-def _changes(values: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(f"{field}={json.dumps(value)}" for field, value in values.items())
-
-
-def _short(change: str) -> str:
-    """Shortens ``train.lr=0.004`` to ``lr-0.004``."""
-    field, _, value = change.replace('"', "").partition("=")
-    return f"{field.rpartition('.')[2]}-{value}"
+def _changes(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(f"{field}={json.dumps(value)}" for field, value in entry.get("set", {}).items())

@@ -1,31 +1,44 @@
-"""The record of one run: hardware, versions, commit, data, resolved recipe, losses, and measurements on its model."""
+"""Trains a run and writes its record: recipe, versions, data, losses of every validation document, measurements."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pyarrow.parquet as pq
 import torch
+from torch import Tensor
 
-from adaponder.devices import hardware_name
-from adaponder.errors import InputError
+from adaponder.data import Shards
+from adaponder.devices import autocast, hardware_name
+from adaponder.errors import InputError, TrainingError
+from adaponder.evaluation.scoring import ScoringOptions, score
+from adaponder.evaluation.text import Windows, open_text, open_vocabulary
 from adaponder.files import lock, read_json, write_whole
+from adaponder.training.loop import Trainer
+from adaponder.training.run import train
 from benchmarks.record import provenance
-from experiments.identity import identity
-from experiments.queue import Corpus, Experiment
-from experiments.training import AveragingTrainer, measure_documents, train_run
+from experiments.queue import Corpus, Experiment, identity
+
+if TYPE_CHECKING:
+    from experiments.runner import Setup
 
 # Maps the final model's folder and the prepared data to named measurements, one after another.
 Measure = Callable[[Path, Path], Iterator[tuple[str, dict[str, Any]]]]
 
-# Log lines that a record keeps, for curves.
+# Log lines that a record holds, for curves.
 _LINES = 60
+# The share of a run's steps, at its end, over which weights are averaged.
+_AVERAGED = 0.1
+# Windows that are scored at once.
+_BATCH = 16
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
@@ -44,7 +57,8 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 
 def records_of(experiment: Experiment, records: Sequence[Mapping[str, Any]], corpus: Corpus) -> list[Mapping[str, Any]]:
     """Returns the records of this recipe, seed and data, the first run first."""
-    same = [record for record in records if record["identity"] == experiment.identity and corpus.trained(record)]
+    wanted = experiment.identity
+    same = [record for record in records if record["identity"] == wanted and corpus.trained(record)]
     return sorted(same, key=lambda record: record.get("again", 0))
 
 
@@ -55,74 +69,49 @@ def record_of(experiment: Experiment, records: Sequence[Mapping[str, Any]], corp
     return next(iter(measured[experiment.again :]), None)
 
 
-def result(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the last validation: ``validation_loss``, ``validation_depth``, ``validation_halted``."""
-    return record["validation"][-1]
-
-
-def carry_out(
-    experiment: Experiment,
-    *,
-    data: Path | None,
-    corpus: Corpus,
-    runs: Path,
-    records: Path,
-    device: str,
-    commit: str,
-    beside: int,
-    measure: Measure | None = None,
-) -> Path:
+def carry_out(experiment: Experiment, setup: Setup, *, beside: int, measure: Measure | None = None) -> Path:
     """Trains one run and writes its record; returns the record's path.
 
-    ``measure`` is called with the final model's folder and the prepared data; the record is written before that, and
-    again after each measurement, so that a run that is cut keeps what it has. ``beside`` is the number of other runs
-    that share the device; tokens per second are those of this run alone.
+    The record is written before ``measure`` is called, and again after each measurement, so that a run that is cut
+    keeps what it has. ``beside`` is the number of other runs that share the device; tokens per second are those of this
+    run alone.
     """
-    trainer, final = train_run(experiment, data=data, runs=runs, device=device)
-    record = _training_record(experiment, trainer, final.parent, device=device, commit=commit, beside=beside)
+    corpus, records = setup.queue.corpora[experiment.corpus], setup.records
+    folder = None if corpus.folder is None else Path(corpus.folder)
+    trainer, final = train_run(experiment, folder, setup.runs, setup.device)
+    record = _training_record(experiment, trainer, final.parent, setup, beside)
     record |= {"corpus": corpus.name} | _documents(trainer) | {"measured": {}}
-    name = identity(record["recipe"])[:8]
+    name = identity(record["recipe"])
     records.mkdir(parents=True, exist_ok=True)
-    with _locked(records):  # two trainings of one run may end in the same second
-        earlier = [
-            other.get("again", 0)
-            for other in read_records(records)
-            if other["identity"][:8] == name and corpus.trained(other)
-        ]
-        record["again"] = max(earlier, default=-1) + 1
+    # Two trainings of one run may end in the same second: neither may take the name of the other's record.
+    descriptor = os.open(records, os.O_RDONLY)
+    try:
+        lock(descriptor, wait=True)
+        earlier = [other for other in read_records(records) if other["identity"] == name and corpus.trained(other)]
+        record["again"] = max((other.get("again", 0) for other in earlier), default=-1) + 1
         again = f"-again-{record['again']}" if record["again"] else ""
-        path = records / f"{experiment.setting}-seed-{experiment.seed}-{name}{again}.json"
-        write_run(path, record)
+        path = records / f"{experiment.setting}-seed-{experiment.seed}-{name[:8]}{again}.json"
+        _write(path, record)
+    finally:
+        os.close(descriptor)
     for title, measurement in () if measure is None else measure(final, trainer.sampler.shards.folder):
         record["measured"][title] = measurement
-        write_run(path, record)
+        _write(path, record)
     return path
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Locks ``folder`` against other processes, so that none takes the name of another's record."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        lock(descriptor, wait=True)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def write_run(path: Path, record: Mapping[str, Any]) -> None:
+def _write(path: Path, record: Mapping[str, Any]) -> None:
     """Writes a record as indented JSON with each list of numbers on one line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(record, indent=1, allow_nan=False)
     text = re.sub(r"\[[^\[\]{}]+\]", lambda match: re.sub(r"\n\s*", "", match[0]).replace(",", ", "), text)
     write_whole(path, (text + "\n").encode())
 
 
 def _training_record(
-    experiment: Experiment, trainer: AveragingTrainer, out: Path, *, device: str, commit: str, beside: int
+    experiment: Experiment, trainer: AveragingTrainer, out: Path, setup: Setup, beside: int
 ) -> dict[str, Any]:
-    """Returns what a record says of the training itself."""
-    recipe = trainer.recipe
+    """Returns the fields of a record that describe the training."""
+    recipe, device = trainer.recipe, setup.device
     resolved = recipe.as_dict()
     if experiment.source is not None:
         # The folder of the continued run on this machine does not decide what was computed.
@@ -134,7 +123,7 @@ def _training_record(
         "experiment": experiment.label,
         "claim": experiment.claim,
         "command": f"python -m experiments run {experiment.label}",
-        **provenance(device, commit=commit),
+        **provenance(device, commit=setup.commit),
         "hardware": hardware_name(device),
         "recipe": resolved,
         "recipe_hash": recipe.fingerprint,
@@ -152,6 +141,56 @@ def _training_record(
     }
 
 
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+class AveragingTrainer(Trainer):
+    """A trainer that also keeps the mean of the weights over the last tenth of its steps."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.averaged: dict[str, Tensor] = {}
+        self.averaged_steps = 0
+
+    @torch.no_grad()
+    def _after_step(self, phase_end: int) -> bool:
+        steps = self.recipe.train.steps
+        if self.step >= steps - max(1, int(_AVERAGED * steps)):
+            self.averaged_steps += 1
+            for name, parameter in self.model.named_parameters():
+                if self.averaged_steps == 1:
+                    self.averaged[name] = parameter.detach().clone()
+                self.averaged[name].lerp_(parameter.detach(), 1 / self.averaged_steps)
+        return super()._after_step(phase_end)
+
+    @torch.no_grad()
+    def load_averaged(self) -> None:
+        """Replaces the model's weights by their mean; the final ones are in the run's folder."""
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(self.averaged[name])
+
+
+def train_run(experiment: Experiment, data: Path | None, runs: Path, device: str) -> tuple[AveragingTrainer, Path]:
+    """Trains a run from its first step to its last; returns its trainer and the folder of its final model.
+
+    The run that it continues is trained first if ``runs`` does not hold its final model. A folder left by an earlier
+    attempt is deleted.
+    """
+    if experiment.source is not None and not (runs / experiment.source.label / "final").is_dir():
+        train_run(experiment.source, data, runs, device)
+    out = runs / experiment.label
+    shutil.rmtree(out, ignore_errors=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    outcome = train(experiment.resolved(data, runs), out=out, device=device, trainer_class=AveragingTrainer)
+    if outcome.final is None:
+        raise TrainingError(f"{experiment.label} was stopped at step {outcome.step}: it leaves no record; run it again")
+    assert isinstance(outcome.trainer, AveragingTrainer)  # the folder was empty, so this run has trained
+    return outcome.trainer, outcome.final
+
+
+# --- validation documents -------------------------------------------------------------------------------------------
+
+
 def _documents(trainer: AveragingTrainer) -> dict[str, Any]:
     """Measures every validation document with the final weights and with the averaged ones; nothing for puzzles."""
     if trainer.validation is None or trainer.sampler.shards.manifest.puzzles:
@@ -161,3 +200,56 @@ def _documents(trainer: AveragingTrainer) -> dict[str, Any]:
     averaged = measure_documents(trainer)
     averaged["documents"].pop("hash")  # as above
     return {"final": final, "averaged": {"steps": trainer.averaged_steps} | averaged}
+
+
+def half_of(document_hash: int) -> str:
+    """Returns the half of the validation documents that a document belongs to, by the last bit of its hash.
+
+    Learning rates and variants are chosen on ``choose``; numbers are reported on ``report``. The first bits of the
+    hash decide whether a document is a validation document at all, so the last bit is independent of that.
+    """
+    return "report" if document_hash & 1 else "choose"
+
+
+def validation_hashes(shards: Shards) -> list[int]:
+    """Returns the hash of each validation document, in the order of the split."""
+    folder = shards.folder / "validation"
+    tables = [pq.read_table(folder / part.docs_name, columns=["hash"]) for part in shards.manifest.splits["validation"]]
+    return [value for table in tables for value in table.column("hash").to_pylist()]
+
+
+def measure_documents(trainer: Trainer) -> dict[str, Any]:
+    """Scores the whole validation split; returns total nats, predicted tokens and mean depth of each document.
+
+    Also the loss (nats per token) of all documents and of each half (see :func:`half_of`). Documents are in the order
+    of the split and named by their hash.
+    """
+    recipe, shards = trainer.recipe, trainer.sampler.shards
+    text = open_text(str(shards.folder), open_vocabulary(str(shards.folder / "tokenizer.json")), whose="the run")
+    windows = Windows(recipe.data.sequence, across_documents=recipe.data.attend_across_documents)
+    options: dict[str, Any] = {"how": ScoringOptions(execution="dense"), "batch_size": _BATCH, "shape": trainer.shape}
+    with autocast(recipe.train.dtype, trainer.world.device):
+        scores = score(trainer.model, text, windows, **options)
+    hashes = validation_hashes(shards)
+    document = text.document[text.counted]
+    nats, depth, tokens = (
+        np.bincount(document, weights=values[text.counted], minlength=len(hashes))
+        for values in (scores.nll, scores.depth, np.ones(len(text.document)))
+    )
+    halves = np.array([half_of(value) for value in hashes])
+
+    def loss(chosen: np.ndarray) -> float | None:
+        return float(nats[chosen].sum() / tokens[chosen].sum()) if tokens[chosen].sum() else None
+
+    return {
+        "loss": loss(np.ones(len(hashes), bool)),
+        "choose": loss(halves == "choose"),
+        "report": loss(halves == "report"),
+        "depth": float(depth.sum() / tokens.sum()),
+        "documents": {
+            "hash": [f"{value:016x}" for value in hashes],
+            "nats": [round(float(value), 3) for value in nats],
+            "tokens": [int(value) for value in tokens],
+            "depth": [round(float(value), 3) for value in depth / np.maximum(tokens, 1)],
+        },
+    }

@@ -18,8 +18,7 @@ from adaponder.devices import hardware_name
 from adaponder.errors import InputError
 from adaponder.methods import method_class
 from adaponder.terminal import console, errors, line
-from experiments.identity import identity
-from experiments.queue import Corpus, Experiment, Queue
+from experiments.queue import Experiment, Queue, identity
 from experiments.records import read_records, record_of
 
 ROOT = Path(__file__).parents[1]
@@ -27,30 +26,48 @@ ROOT = Path(__file__).parents[1]
 _POLL, _PROGRESS = 0.5, 30.0
 # Runs may take this much longer than estimated.
 _MARGIN = 1.1
-# The tokens that ``Queue.iteration`` is measured on: 3,000 steps of 32 x 1,024.
+# The tokens of 3,000 steps of 32 x 1,024, for which the queue states the seconds of an iteration.
 _TIMED_TOKENS = 3000 * 32 * 1024
+# Fields of train that, with the model and the data, decide a run's speed.
+_SPEED = ("global_batch", "micro_batch", "dtype", "execution", "compile", "memory_budget", "gradient_checkpointing")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What all runs of one command share; ``data`` is the main corpus where it is not the queue's."""
+    """The queue, folders, device and commit that all runs of one command share.
 
-    queue: Path
-    corpora: Mapping[str, Corpus]
-    runs: Path
+    ``queue`` has the corpora of the command; ``data`` is the main one where it is not the file's own.
+    """
+
+    path: Path
+    queue: Queue
     records: Path
+    runs: Path
     device: str
     commit: str
     data: Path | None = None
 
+    def record_of(self, experiment: Experiment, known: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+        """Returns the run's record among ``known`` ones."""
+        return record_of(experiment, known, self.queue.corpora[experiment.corpus])
+
     def command(self, experiment: Experiment, beside: int) -> list[str]:
         """Returns the command line of the process that trains one run beside ``beside`` others."""
-        options = {"queue": self.queue, "runs": self.runs, "records": self.records, "device": self.device}
+        options = {"queue": self.path, "runs": self.runs, "records": self.records, "device": self.device}
         options |= {"commit": self.commit, "beside": beside, "seeds": experiment.seed}
-        if self.data is not None:
-            options["data"] = self.data
+        options |= {} if self.data is None else {"data": self.data}
         words = [f"--{name}={value}" for name, value in options.items()]
         return [sys.executable, "-m", "experiments", "run", experiment.label, *words]
+
+    def metrics(self, experiment: Experiment) -> Path:
+        return self.runs / experiment.label / "metrics.jsonl"
+
+    def steps_taken(self, experiment: Experiment) -> int:
+        """Returns the steps that a run has logged; 0 before the first, and while it trains the run it continues."""
+        try:
+            return json.loads(self.metrics(experiment).read_text().splitlines()[-1])["step"] + 1
+        except (OSError, IndexError, ValueError, KeyError):
+            return 0
 
 
 @dataclass
@@ -62,7 +79,7 @@ class Running:
     log: Path
 
 
-def work_through(queue: Queue, chosen: Sequence[Experiment], setup: Setup, *, minutes: float | None, jobs: int) -> int:
+def work_through(chosen: Sequence[Experiment], setup: Setup, *, minutes: float | None, jobs: int) -> int:
     """Trains ``jobs`` runs at a time until no run is left that fits into the time; returns the exit code.
 
     0 if every run succeeded, 1 if one failed, 130 if interrupted.
@@ -71,10 +88,10 @@ def work_through(queue: Queue, chosen: Sequence[Experiment], setup: Setup, *, mi
     known = read_records(setup.records)
     # A run may serve several claims under one label: it is trained once, if one of them lacks its record.
     labels = {experiment.label: experiment for experiment in reversed(chosen)}
-    unserved = {each.label for each in chosen if record_of(each, known, setup.corpora[each.corpus]) is None}
+    unserved = {run.label for run in chosen if setup.record_of(run, known) is None}
     waiting = [experiment for experiment in list(labels.values())[::-1] if experiment.label in unserved]
     console.print(f"{len(labels)} runs: {len(labels) - len(waiting)} have a record, {len(waiting)} to do")
-    alone = seconds_alone(queue, waiting, known, setup.device, limited=minutes is not None)
+    seconds = dict.fromkeys(waiting, 0.0) if minutes is None else seconds_alone(setup, waiting, known)
     setup.runs.mkdir(parents=True, exist_ok=True)
     running: list[Running] = []
     failed, reported, handler = 0, begin, signal.getsignal(signal.SIGTERM)
@@ -82,16 +99,17 @@ def work_through(queue: Queue, chosen: Sequence[Experiment], setup: Setup, *, mi
     def left() -> float | None:
         return None if minutes is None else begin + 60 * minutes - time.monotonic()
 
+    def until_done(new: Experiment) -> float:
+        rest = sum(seconds[run.experiment] * undone(run.experiment, setup) for run in running)
+        return wall_seconds(rest + seconds[new], setup.queue)
+
     try:
         signal.signal(signal.SIGTERM, _interrupt)
         while True:
-            for ended in [each for each in running if each.process.poll() is not None]:
+            for ended in [run for run in running if run.process.poll() is not None]:
                 running.remove(ended)
                 failed += _report(ended)
-            while len(running) < jobs:
-                experiment = choose(waiting, _seconds_until_done(queue, running, setup, alone), left=left())
-                if experiment is None:
-                    break
+            while len(running) < jobs and (experiment := choose(waiting, until_done, left=left())) is not None:
                 waiting.remove(experiment)
                 running.append(start(experiment, setup, beside=jobs - 1))
             if not running:
@@ -102,7 +120,7 @@ def work_through(queue: Queue, chosen: Sequence[Experiment], setup: Setup, *, mi
                 break
             if time.monotonic() - reported >= _PROGRESS:
                 reported = time.monotonic()
-                console.print(_progress(running, setup, waiting, left()), soft_wrap=True)
+                console.print(_progress(running, setup, len(waiting), left()), soft_wrap=True)
             time.sleep(_POLL)
     except KeyboardInterrupt:
         console.print(f"interrupted: {len(running)} runs are stopped without a record; the same command repeats them")
@@ -123,7 +141,7 @@ def _interrupt(*_: object) -> None:
 def start(experiment: Experiment, setup: Setup, *, beside: int) -> Running:
     """Starts one run in its own process."""
     log = setup.runs / f"{experiment.label}.log"
-    _metrics(experiment, setup).unlink(missing_ok=True)  # left by an earlier attempt, whose steps do not count
+    setup.metrics(experiment).unlink(missing_ok=True)  # left by an earlier attempt, whose steps do not count
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     with log.open("wb") as out:
@@ -146,56 +164,38 @@ def _report(ended: Running) -> bool:
 
 def _stop(running: Sequence[Running]) -> None:
     """Ends processes with SIGTERM, and after 10 seconds with SIGKILL."""
-    for each in running:
-        each.process.send_signal(signal.SIGTERM)
-    for each in running:
+    for run in running:
+        run.process.send_signal(signal.SIGTERM)
+    for run in running:
         try:
-            each.process.wait(10)
+            run.process.wait(10)
         except subprocess.TimeoutExpired:
-            each.process.kill()
-            each.process.wait()
+            run.process.kill()
+            run.process.wait()
 
 
-def _progress(running: Sequence[Running], setup: Setup, waiting: Sequence[Experiment], left: float | None) -> str:
+def _progress(running: Sequence[Running], setup: Setup, waiting: int, left: float | None) -> str:
     """Returns one line: the step of each run, the number of waiting runs, and the minutes left."""
-    steps = [(each.experiment.label, _steps_taken(each.experiment, setup)) for each in running]
-    parts = [f"{label} {f'step {step:,}' if step else 'starting'}" for label, step in steps]
-    rest = "" if left is None else f"; {left / 60:.1f} minutes left"
-    return f"{' · '.join(parts)}; {len(waiting)} waiting{rest}"
-
-
-def _metrics(experiment: Experiment, setup: Setup) -> Path:
-    return setup.runs / experiment.label / "metrics.jsonl"
-
-
-def _steps_taken(experiment: Experiment, setup: Setup) -> int:
-    """Returns the steps that a run has logged; 0 before the first."""
-    try:
-        last = _metrics(experiment, setup).read_text().splitlines()[-1]
-        return json.loads(last)["step"] + 1
-    except (OSError, IndexError, ValueError, KeyError):
-        return 0
+    steps = [(run.experiment.label, setup.steps_taken(run.experiment)) for run in running]
+    words = " · ".join(f"{label} {f'step {step:,}' if step else 'starting'}" for label, step in steps)
+    return f"{words}; {waiting} waiting" + ("" if left is None else f"; {left / 60:.1f} minutes left")
 
 
 # --- time -----------------------------------------------------------------------------------------------------------
 
 
 def seconds_alone(
-    queue: Queue, waiting: Sequence[Experiment], known: Sequence[Mapping[str, Any]], device: str, *, limited: bool
+    setup: Setup, waiting: Sequence[Experiment], known: Sequence[Mapping[str, Any]]
 ) -> dict[Experiment, float]:
-    """Returns the seconds that each run takes alone on the device; all 0 if time is not ``limited``."""
-    if not limited:
-        return dict.fromkeys(waiting, 0.0)
-    hardware, estimates = hardware_name(device), {}
-    for experiment in waiting:
-        seconds = device_seconds(experiment, queue, known, hardware)
-        if seconds is None:
-            raise InputError(
-                f"--minutes needs a timed run: no run of this kind has been timed on {hardware}; "
-                f"time one first with: python -m experiments run {experiment.label} --device {device}"
-            )
-        estimates[experiment] = seconds
-    return estimates
+    """Returns the seconds that each run takes alone on the device; raises if one cannot be estimated."""
+    hardware = hardware_name(setup.device)
+    estimates = {run: device_seconds(run, setup.queue, known, hardware) for run in waiting}
+    if untimed := [run.label for run, seconds in estimates.items() if seconds is None]:
+        raise InputError(
+            f"--minutes needs a timed run: no run of this kind has been timed on {hardware}; "
+            f"time one first with: python -m experiments run {untimed[0]} --device {setup.device}"
+        )
+    return {run: seconds for run, seconds in estimates.items() if seconds is not None}
 
 
 def device_seconds(
@@ -205,14 +205,10 @@ def device_seconds(
 
     ``None`` where neither is known. The run that it continues is counted too.
     """
-    before = 0.0
-    if experiment.source is not None:
-        if (seconds := device_seconds(experiment.source, queue, records, hardware)) is None:
-            return None
-        before = seconds
+    before = 0.0 if experiment.source is None else device_seconds(experiment.source, queue, records, hardware)
+    if before is None:
+        return None
     recipe = experiment.resolved()
-    train = recipe.train
-    tokens = train.steps * train.global_batch * recipe.data.sequence
     same = _speed_key(recipe.as_dict())
     rates = [
         record["tokens_per_second"] * (record["shared_device_with"] + 1)
@@ -220,19 +216,17 @@ def device_seconds(
         if record["hardware"] == hardware and _speed_key(record["recipe"]) == same
     ]
     if rates:
-        return before + tokens / statistics.median(rates)
-    if hardware != queue.hardware:
+        return before + experiment.tokens / statistics.median(rates)
+    if hardware != queue.seconds["hardware"]:
         return None
     iterations = method_class(recipe.model.method).fixed_iterations or recipe.model.iterations or 1
-    return before + queue.iteration * iterations * tokens / _TIMED_TOKENS
+    return before + queue.seconds["iteration"] * iterations * experiment.tokens / _TIMED_TOKENS
 
 
 def _speed_key(recipe: Mapping[str, Any]) -> str:
     """Returns a key that is equal for runs with the same model, batch and execution, hence the same speed."""
-    keys = ("global_batch", "micro_batch", "dtype", "execution", "compile", "memory_budget", "gradient_checkpointing")
-    train = {key: recipe["train"][key] for key in keys if key in recipe["train"]}
-    model = recipe["model"] | {"embedding_scale": 1.0}
-    return identity({"model": model, "data": recipe["data"], "train": train})
+    train = {key: recipe["train"][key] for key in _SPEED if key in recipe["train"]}
+    return identity({"model": recipe["model"] | {"embedding_scale": 1.0}, "data": recipe["data"], "train": train})
 
 
 def wall_seconds(work: float, queue: Queue) -> float:
@@ -240,24 +234,16 @@ def wall_seconds(work: float, queue: Queue) -> float:
 
     ``work`` is the sum of the seconds that each still needs alone: however the device is shared, all end by then.
     """
-    return queue.start + _MARGIN * work
+    return queue.seconds["start"] + _MARGIN * work
 
 
 def choose(
     waiting: Sequence[Experiment], cost: Callable[[Experiment], float], *, left: float | None
 ) -> Experiment | None:
     """Returns the first run that ends within the seconds ``left`` (``None``: no limit)."""
-    return next((each for each in waiting if left is None or cost(each) <= left), None)
-
-
-def _seconds_until_done(
-    queue: Queue, running: Sequence[Running], setup: Setup, alone: Mapping[Experiment, float]
-) -> Callable[[Experiment], float]:
-    """Returns a function that estimates how long a new run and all running ones take together."""
-    rest = sum(alone[each.experiment] * undone(each.experiment, setup) for each in running)
-    return lambda new: wall_seconds(rest + alone[new], queue)
+    return next((run for run in waiting if left is None or cost(run) <= left), None)
 
 
 def undone(experiment: Experiment, setup: Setup) -> float:
-    """Returns the share of a run's steps that are still to be taken; 1 while it trains the run it continues."""
-    return 1 - _steps_taken(experiment, setup) / experiment.resolved().train.steps
+    """Returns the share of a run's steps that are still to be taken."""
+    return 1 - setup.steps_taken(experiment) / experiment.shaped.train.steps

@@ -76,6 +76,11 @@ def lower(difference: Estimate | None) -> str:
     return HOLDS if difference.high < 0 else FAILS if difference.low > 0 else UNRESOLVED
 
 
+def higher(difference: Estimate | None) -> str:
+    """Returns the verdict on "the first is higher than the second", from first minus second."""
+    return lower(None if difference is None else estimate({seed: -x for seed, x in difference.values.items()}))
+
+
 def within(value: Estimate | None, low: float, high: float) -> str:
     """Returns the verdict on "the value lies between ``low`` and ``high``".
 

@@ -15,7 +15,7 @@ from adaponder.data.prepare import prepare
 from adaponder.data.puzzles import END_ID, PUZZLES, ids_of, needed
 from adaponder.errors import InputError
 from adaponder.evaluation.text import open_text, open_vocabulary
-from experiments.figures import demand
+from experiments.figures import draw_demand
 from experiments.measures import measuring
 from support import FAMILIES, stir
 
@@ -176,6 +176,6 @@ def test_other_text_is_refused(tmp_path):
 def test_the_legend_of_a_long_name_stays_on_the_page():
     name = "Relay with its own halts, K = 4, 5000 steps, halts from step 3500, seed 2"
     shares = {iterations: [1.0, 0.5] for iterations in range(1, 5)}
-    figure = demand([1, 2], shares, name, [1.0, 0.9], [[9, 1, 0, 0], [1, 9, 0, 0]])
+    figure = draw_demand([1, 2], shares, name, [1.0, 0.9], [[9, 1, 0, 0], [1, 9, 0, 0]])
     FigureCanvasAgg(figure).draw()
     assert figure.legends[0].get_window_extent().width < 0.9 * figure.bbox.width

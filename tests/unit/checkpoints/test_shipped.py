@@ -21,8 +21,7 @@ from adaponder.data.puzzles import BAR, STOP, Hops
 from adaponder.errors import CheckpointError, InputError
 from adaponder.evaluation.lab import profiles
 from adaponder.recipes import load_recipe
-from experiments.identity import identity
-from experiments.queue import read_queue
+from experiments.queue import identity, read_queue
 
 ROOT = Path(__file__).parents[3]
 SAMPLE = adaponder.sample_path()

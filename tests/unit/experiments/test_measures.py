@@ -12,10 +12,9 @@ from experiments.measures import MEASURES, measuring
 from lab_support import K, opinionated, saved, written
 
 
-def measured(tmp_path, *names: str, method: str = "adaponder") -> dict:
-    measure = measuring(names, device="cpu")
-    assert measure is not None
-    return dict(measure(saved(tmp_path / "model", opinionated(method)), written(tmp_path / "text.jsonl", documents=12)))
+def measured(tmp_path, *names: str, method: str = "adaponder", dtype: str = "float32") -> dict:
+    model, text = saved(tmp_path / "model", opinionated(method)), written(tmp_path / "text.jsonl", documents=12)
+    return dict(measuring(names, device="cpu", dtype=dtype)(model, text))
 
 
 def test_an_unknown_measurement_is_refused_and_one_that_cannot_be_made_says_why(tmp_path):
@@ -27,7 +26,8 @@ def test_an_unknown_measurement_is_refused_and_one_that_cannot_be_made_says_why(
     assert "missing" in made["tasks"]
 
 
-def test_policies_are_compared_at_one_realised_depth_and_the_dial_reaches_from_one_to_all(tmp_path):
+def test_policies_are_compared_at_one_depth_and_the_dial_reaches_from_one_to_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(measures, "_AROUND", (0.0, 0.15))
     made = measured(tmp_path, "policies", "dial")
     policies = made["policies"]
     learned = policies["compared"]["learned gate"]
@@ -42,6 +42,7 @@ def test_policies_are_compared_at_one_realised_depth_and_the_dial_reaches_from_o
     assert 1 < made["dial"]["own"]["depth"] < K
 
 
+@pytest.mark.every
 def test_gates_that_learned_apart_are_turned_by_the_dial_too(tmp_path):
     rows = measured(tmp_path, "dial", method="anytime")["dial"]["rows"]
     assert (min(row["depth"] for row in rows), max(row["depth"] for row in rows)) == (1, K)
@@ -68,10 +69,10 @@ def test_speed_is_of_every_token_asked_for(tmp_path):
     assert set(MEASURES) == {"steps", "policies", "dial", "reuse", "rules", "demand", "speed", "tasks"}
 
 
-def test_steps_are_measured_where_the_package_lies_uninstalled_on_the_path(tmp_path, monkeypatch):
+def test_steps_are_measured_in_the_run_s_precision_where_the_package_is_not_installed(tmp_path, monkeypatch):
     from adaponder.analysis import trace
 
-    installed = trace.version
+    installed, used, real = trace.version, [], measures.autocast
 
     def of_libraries(name: str) -> str:
         if name == "adaponder":
@@ -79,18 +80,6 @@ def test_steps_are_measured_where_the_package_lies_uninstalled_on_the_path(tmp_p
         return installed(name)
 
     monkeypatch.setattr(trace, "version", of_libraries)
-    made = measured(tmp_path, "steps")
-    assert sum(made["steps"]["tokens"]) > 0
-
-
-def test_a_measurement_computes_as_the_runs_validation_did(tmp_path, monkeypatch):
-    used, real = [], measures.autocast
-    monkeypatch.setattr(
-        measures, "autocast", lambda dtype, device: used.append((dtype, device.type)) or real(dtype, device)
-    )
-    measure = measuring(["reuse"], device="cpu", dtype="bfloat16")
-    made = dict(
-        measure(saved(tmp_path / "model", opinionated("adaponder")), written(tmp_path / "text.jsonl", documents=12))
-    )
-    assert used == [("bfloat16", "cpu")]
-    assert "as" in made["reuse"]
+    monkeypatch.setattr(measures, "autocast", lambda dtype, device: used.append(dtype) or real(dtype, device))
+    assert sum(measured(tmp_path, "steps", dtype="bfloat16")["steps"]["tokens"]) > 0
+    assert used == ["bfloat16"]
