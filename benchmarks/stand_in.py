@@ -200,7 +200,7 @@ def stand_in_worker(lanes: int, tick: float):
     model = stand_in_model()
     documents = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=train_bpe(model.config.vocab_size, documents), eos_token=END)
-    served = Served.of(model, tokenizer, name="stand-in")
+    served = Served(model, tokenizer, name="stand-in")
     return Worker(partial(SleepingEngine, model, lanes=lanes, tick=tick), served)
 
 

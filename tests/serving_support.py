@@ -65,7 +65,7 @@ class Running:
 def tiny_served(model: AdaPonderForCausalLM | None = None, *, template: str | None = None, **options: Any) -> Served:
     tokenizer = small_tokenizer()
     tokenizer.chat_template = template
-    return Served.of(model or tiny(), tokenizer, name="tiny", **options)
+    return Served(model or tiny(), tokenizer, name="tiny", **options)
 
 
 def text_of(ids: Sequence[int]) -> str:

@@ -62,7 +62,7 @@ def serving(model: AdaPonderForCausalLM | None = None, *, key: str | None = None
     from adaponder.serving.served import Served
     from adaponder.serving.settings import Access, Key, Settings
 
-    served = Served.of(model or small_model(), byte_tokenizer(), name="small")
+    served = Served(model or small_model(), byte_tokenizer(), name="small")
     settings = Settings(lanes=4, access=Access(keys=() if key is None else (Key.of(key),)))
     with serving_support.serving(served, settings) as running:
         yield running.address

@@ -43,7 +43,7 @@ class SaysWho:
     """The app, each answer with its process's number."""
 
     def __init__(self, app: Any) -> None:
-        self.app = app
+        self.app, self.worker = app, app.worker
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async def saying(message: Any) -> None:
@@ -72,15 +72,16 @@ def deployed(replicas: int, **options: Any) -> str:
     def make() -> Any:
         return stand_in(LANES, TICK)
 
-    where = ours.Cluster(port=PORT, replicas=replicas, cpus=0.5, lanes=LANES, **options)
+    where = ours.Cluster(port=PORT, replicas=replicas, cpus=0.5, **options)
+    settings = Settings(lanes=LANES)
     if not _deployed:
-        url = ours.deploy(make, where)
+        url = ours.deploy(make, where, settings)
     else:
         from ray import serve
 
         url = f"http://127.0.0.1:{PORT}"
         if _deployed[-1] != where:
-            application = ours._application(make, where, {"enable_access_log": False, "log_level": "WARNING"})
+            application = ours._application(make, where, settings, {"enable_access_log": False, "log_level": "WARNING"})
             serve.run(application, name=ours.APPLICATION, route_prefix="/")
     _deployed.append(where)
     return url

@@ -21,7 +21,7 @@ from soak_support import NAME, at_rest, wait_for, write_checkpoint
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(Served.of(reader(), words(), name=NAME), Settings(lanes=16)) as running:
+    with serving(Served(reader(), words(), name=NAME), Settings(lanes=16)) as running:
         yield running
 
 
@@ -86,7 +86,7 @@ def test_a_full_queue_is_429_and_everybody_accepted_is_answered():
     model = reader()
     settings = Settings(lanes=2, limits=Limits(waiting=4))
     with serving(
-        Served.of(model, words(), name=NAME), settings, engine=lambda: SleepingEngine(model, lanes=2, tick=0.01)
+        Served(model, words(), name=NAME), settings, engine=lambda: SleepingEngine(model, lanes=2, tick=0.01)
     ) as server:
         load = ServerLoad(NAME, 300, context=2, new=20, settings={"adaponder": {"ignore_eos": True}})
         answers = run_client(server.address, load.bodies(30, part=0), [0.0] * 30, key=None, timeout=30)
@@ -99,7 +99,7 @@ def test_a_full_queue_is_429_and_everybody_accepted_is_answered():
 
 
 def test_no_port_is_left_open():
-    with serving(Served.of(reader(), words(), name=NAME)) as server:
+    with serving(Served(reader(), words(), name=NAME)) as server:
         host, _, port = server.address.removeprefix("http://").partition(":")
     with socket.socket() as probe:
         assert probe.connect_ex((host, int(port))) != 0

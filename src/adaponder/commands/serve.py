@@ -165,10 +165,7 @@ def serve(
             replicas=replicas,
             most_replicas=max_replicas,
             gpus=1.0 if device.startswith("cuda") else 0.0,
-            lanes=lanes,
-            waiting=max_waiting,
             address=ray_address,
-            drain_seconds=drain,
         )
         on_ray.run(partial(open_app, opening, settings), cluster, settings)
         return
@@ -245,7 +242,7 @@ def open_worker(opening: Opening) -> Worker:
         model, folder = load(opening.checkpoint, dtype=opening.dtype, device=opening.device, weights=opening.weights)
         tokenizer = shared.open_tokenizer(model, folder, opening.tokenizer)
         name = opening.name or default_name(opening.checkpoint)
-        served = Served.of(model, tokenizer, folder, name=name, tokens=opening.tokens)
+        served = Served(model, tokenizer, folder, name=name, tokens=opening.tokens)
 
     def engine() -> Engine:
         # Threads that torch computes with are a setting of each thread.

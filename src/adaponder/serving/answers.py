@@ -1,166 +1,136 @@
-"""Writes completions in OpenAI's formats, whole or as chunks of a stream, and their usage and cost."""
+"""Writes completions in OpenAI's formats, whole or as events of a stream, and their usage and cost."""
 
 from __future__ import annotations
 
 import math
 import secrets
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from json import dumps
 from json.encoder import encode_basestring_ascii
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from adaponder.evaluation.meter import Meter
+from adaponder.evaluation.token_scores import Reading
 from adaponder.inference.outputs import PromptToken, Token, TopTokens
 from adaponder.inference.request import Request
 from adaponder.methods.cost import Cost
-from adaponder.serving.protocol import Generation
+from adaponder.serving.protocol import ChatBody, CompletionBody
 from adaponder.serving.served import Served
-from adaponder.serving.stream import Growth, event
 from adaponder.text import Writing, pieces
 
 # OpenAI's number for the logarithm of 0.
 _IMPOSSIBLE = -9999.0
 
 
-class Answers(ABC):
-    """Formats the answer to one request.
+class AnswerWriter:
+    """Writes the answer to one request in the format of completions or of chats.
 
-    Chunks of a stream are put together from a constant head and the text: making each one as a dictionary would take
+    Events of a stream are put together from a constant head and the text: building each one as a dictionary would take
     most of the event loop's time.
 
     Args:
         served: the model.
-        extension: the ``adaponder`` part of the request.
-        logprobs: whether log-probabilities are returned.
+        body: the request; its type decides the format.
         hidden: no token is returned, because ``max_tokens`` is 0.
-        usage_follows: a last chunk has the usage, so the others say that it is null.
     """
 
-    kind: ClassVar[str]
-    chunk_kind: ClassVar[str]
-    prefix: ClassVar[str]
-
-    def __init__(
-        self,
-        served: Served,
-        extension: Generation,
-        *,
-        logprobs: bool,
-        hidden: bool = False,
-        usage_follows: bool = False,
-    ):
-        self.served, self.extension, self.logprobs, self.hidden = served, extension, logprobs, hidden
+    def __init__(self, served: Served, body: CompletionBody | ChatBody, *, hidden: bool):
+        self.served, self.extension, self.hidden = served, body.extension, hidden
+        self._chat, self._top = isinstance(body, ChatBody), body.top
+        self._echo = isinstance(body, CompletionBody) and bool(body.echo)
+        self._kind, prefix = ("chat.completion", "chatcmpl") if self._chat else ("text_completion", "cmpl")
         self._about = {
-            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "id": f"{prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": served.name,
         }
-        self._plain = not logprobs and not extension.of_tokens
-        self._usage = b',"usage":null' if usage_follows else b""
-        begin = dumps({"object": self.chunk_kind, **self._about})
-        self._head = b"data: " + begin[:-1].encode() + b',"choices":[{"index":'
+        chunk = self._about | {"object": "chat.completion.chunk" if self._chat else self._kind}
+        self._head = b"data: " + dumps(chunk)[:-1].encode() + b',"choices":['
+        self._tail = b'}],"usage":null}\n\n' if body.includes_usage else b"}]}\n\n"
+        self._before, self._after = (b'"delta":{"content":', b"}") if self._chat else (b'"text":', b"")
+        self._sent: dict[int, int] = {}  # by index of the choice: tokens that were returned
 
     def whole(self, choices: Sequence[Writing], usage: dict[str, Any]) -> dict[str, Any]:
         """Returns the answer that is not streamed."""
-        shown = [
-            {"index": index, **self._whole_choice(writing)}
-            | ({"adaponder": self._extension(writing, 0, None)} if self.extension.of_tokens else {})
-            | {"finish_reason": writing.finish_reason}
-            for index, writing in enumerate(choices)
-        ]
-        return {**self._about, "object": self.kind, "choices": shown, "usage": usage}
+        answers = []
+        for index, writing in enumerate(choices):
+            last = 0 if self.hidden else len(writing.tokens)
+            text = "" if self.hidden else writing.text
+            content: dict[str, Any] = {"text": "".join(self._prompt_pieces(writing)) + text}
+            if self._chat:
+                content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            answers.append({"index": index, **content, **self._details(writing, 0, last)})
+        return {**self._about, "object": self._kind, "choices": answers, "usage": usage}
 
-    def chunk(self, growth: Growth) -> bytes:
-        """Returns one step's addition to a choice as one event; empty if nothing can be shown yet."""
-        text = "" if self.hidden else growth.text
-        if self._plain and not growth.done:
-            if not text:
-                return b""
-            return self._choice_event(growth.index, self._text(text) + b',"logprobs":null,"finish_reason":null')
-        writing, span = growth.writing, (growth.first, growth.first if self.hidden else growth.last)
-        if not text and span[0] == span[1] and not growth.done:
-            return b""
-        fields: dict[str, Any] = {
-            "logprobs": self._logprobs(writing, *span) if self.logprobs else None,
-            "finish_reason": writing.finish_reason if growth.done else None,
-        }
-        if self.extension.of_tokens:
-            fields["adaponder"] = self._extension(writing, *span, ended=growth.done)
-        inner = self._text(text) if text or not growth.done else self._end
-        return self._choice_event(growth.index, inner + b"," + dumps(fields)[1:-1].encode())
+    def events(self, index: int, writing: Writing, text: str) -> bytes:
+        """Returns the events of one step, in which a choice got this text; empty if nothing can be shown yet."""
+        opening = b"" if index in self._sent else self._opening(index, writing)
+        done, first = writing.finish_reason is not None, self._sent.get(index, 0)
+        last = len(writing.tokens) if done else min(writing.stream.settled, len(writing.tokens))
+        self._sent[index] = last
+        if self.hidden:
+            text, last = "", first
+        plain = self._top is None and not self.extension.lists_tokens
+        if not text and (plain or first == last) and not done:
+            return opening
+        if plain and not done:
+            return opening + self._text_event(index, text)
+        content: dict[str, Any] = {"delta": {"content": text} if text or not done else {}}
+        if not self._chat:
+            content = {"text": text}
+        fields = dumps(content | self._details(writing, first, last))[1:-1].encode()
+        return opening + self._event(index, fields)
 
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
+    def usage_event(self, usage: dict[str, Any]) -> bytes:
         """Returns the last event of a stream that reports its usage."""
-        return event({**self._about, "object": self.chunk_kind, "choices": [], "usage": usage})
+        return b"".join((self._head, b'],"usage":', dumps(usage).encode(), b"}\n\n"))
 
-    def _choice_event(self, index: int, fields: bytes) -> bytes:
-        return b"".join((self._head, str(index).encode(), b",", fields, b"}]", self._usage, b"}\n\n"))
+    def _opening(self, index: int, writing: Writing) -> bytes:
+        """Returns the event before a choice's text: the role in a chat, the prompt of a completion with ``echo``."""
+        if self._chat:
+            delta = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+            return self._event(index, delta)
+        return self._text_event(index, "".join(self._prompt_pieces(writing))) if self._echo else b""
 
-    @abstractmethod
-    def opening(self, index: int, writing: Writing) -> bytes:
-        """Returns the event that begins a choice's stream."""
+    def _text_event(self, index: int, text: str) -> bytes:
+        content = self._before + encode_basestring_ascii(text).encode() + self._after
+        return self._event(index, content + b',"logprobs":null,"finish_reason":null')
 
-    _end: ClassVar[bytes]
-
-    @abstractmethod
-    def _text(self, text: str) -> bytes: ...
-
-    @abstractmethod
-    def _whole_choice(self, writing: Writing) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def _logprobs(self, writing: Writing, first: int, last: int) -> dict[str, Any]: ...
-
-    def _all_logprobs(self, writing: Writing) -> dict[str, Any] | None:
-        return self._logprobs(writing, 0, 0 if self.hidden else len(writing.tokens)) if self.logprobs else None
-
-    def _extension(self, writing: Writing, first: int, last: int | None, *, ended: bool = True) -> dict[str, Any]:
-        """Returns the ``adaponder`` part of a choice: its tokens, and at the end the depths of the prompt."""
-        last = 0 if self.hidden else last
-        tokens = []
-        for token, piece in zip(writing.tokens[first:last], writing.pieces[first:last], strict=True):
-            entry: dict[str, Any] = {"id": token.id, "text": piece}
-            if self.extension.depth:
-                entry["depth"] = token.depth
-            if self.extension.gates:
-                entry["gates"] = [finite(gate) for gate in token.gates]
-            if self.extension.iteration_top:
-                entry["iteration_top"] = [top_tokens(self.served, top) for top in token.iteration_top]
-            tokens.append(entry)
-        return {"tokens": tokens} | ({"prompt_depths": writing.prompt_depths} if ended and self.extension.depth else {})
-
-
-class CompletionAnswers(Answers):
-    """``/v1/completions``; with ``echo`` the prompt comes before the text, and ``top`` tokens with each token."""
-
-    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
-    _end = b'"text":""'
-
-    def __init__(self, *arguments: Any, echo: bool = False, top: int = 0, **options: Any):
-        super().__init__(*arguments, **options)
-        self._echo, self._top = echo, top
-
-    def opening(self, index: int, writing: Writing) -> bytes:
-        if not self._echo:
-            return b""
-        text = "".join(self._prompt_pieces(writing))
-        return self._choice_event(index, self._text(text) + b',"logprobs":null,"finish_reason":null')
+    def _event(self, index: int, fields: bytes) -> bytes:
+        return b"".join((self._head, b'{"index":', str(index).encode(), b",", fields, self._tail))
 
     def _prompt_pieces(self, writing: Writing) -> list[str]:
         return pieces(self.served.tokenizer, writing.request.prompt) if self._echo else []
 
-    def _text(self, text: str) -> bytes:
-        return b'"text":' + encode_basestring_ascii(text).encode()
+    def _details(self, writing: Writing, first: int, last: int) -> dict[str, Any]:
+        """Returns the fields of a choice beside its text, for the tokens from ``first`` to ``last``."""
+        logprobs = None
+        if self._top is not None:
+            logprobs = (self._chat_logprobs if self._chat else self._completion_logprobs)(writing, first, last)
+        details: dict[str, Any] = {"logprobs": logprobs, "finish_reason": writing.finish_reason}
+        if self.extension.lists_tokens:
+            spelled = zip(writing.tokens[first:last], writing.pieces[first:last], strict=True)
+            ended = writing.finish_reason is not None and self.extension.depth
+            details["adaponder"] = {"tokens": [self._token(token, text) for token, text in spelled]} | (
+                {"prompt_depths": writing.prompt_depths} if ended else {}
+            )
+        return details
 
-    def _whole_choice(self, writing: Writing) -> dict[str, Any]:
-        text = "".join(self._prompt_pieces(writing)) + ("" if self.hidden else writing.text)
-        return {"text": text, "logprobs": self._all_logprobs(writing)}
+    def _token(self, token: Token, text: str) -> dict[str, Any]:
+        """Returns a token as the ``adaponder`` extension lists it."""
+        fields: dict[str, Any] = {"id": token.id, "text": text}
+        if self.extension.depth:
+            fields["depth"] = token.depth
+        if self.extension.gates:
+            fields["gates"] = [finite(gate) for gate in token.gates]
+        if self.extension.iteration_top:
+            fields["iteration_top"] = [top_tokens(self.served, top) for top in token.iteration_top]
+        return fields
 
-    def _logprobs(self, writing: Writing, first: int, last: int) -> dict[str, Any]:
+    def _completion_logprobs(self, writing: Writing, first: int, last: int) -> dict[str, Any]:
         prompt: list[PromptToken] = writing.prompt_log_probabilities or [] if self._echo else []
         tokens: list[Token | PromptToken] = [*prompt, *writing.tokens[first:last]]
         offset = sum(len(piece) for piece in writing.pieces[:first])
@@ -186,39 +156,20 @@ class CompletionAnswers(Answers):
             by_text[text] = max(finite(value), by_text.get(text, -math.inf))
         return by_text
 
+    def _chat_logprobs(self, writing: Writing, first: int, last: int) -> dict[str, Any]:
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            spelled = self.served.spell(token)
+            return {"token": spelled.text, "logprob": finite(logprob), "bytes": spelled.bytes}
 
-class ChatAnswers(Answers):
-    """``/v1/chat/completions``."""
-
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
-    _end = b'"delta":{}'
-
-    def opening(self, index: int, writing: Writing) -> bytes:
-        delta = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
-        return self._choice_event(index, delta)
-
-    def _text(self, text: str) -> bytes:
-        return b'"delta":{"content":' + encode_basestring_ascii(text).encode() + b"}"
-
-    def _whole_choice(self, writing: Writing) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "" if self.hidden else writing.text, "refusal": None}
-        return {"message": message, "logprobs": self._all_logprobs(writing)}
-
-    def _logprobs(self, writing: Writing, first: int, last: int) -> dict[str, Any]:
         content = [
-            self._entry(token.id, token.log_probability or 0.0)
-            | {"top_logprobs": [self._entry(number, value) for number, value in token.top]}
+            entry(token.id, token.log_probability or 0.0) | {"top_logprobs": [entry(*top) for top in token.top]}
             for token in writing.tokens[first:last]
         ]
         return {"content": content, "refusal": None}
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        spelled = self.served.spell(token)
-        return {"token": spelled.text, "logprob": finite(logprob), "bytes": spelled.bytes}
-
 
 def top_tokens(served: Served, top: TopTokens) -> list[dict[str, Any]]:
-    """Returns the most likely tokens as the ``adaponder`` extension writes them."""
+    """Returns the most likely tokens as the ``adaponder`` extension lists them."""
     return [{"id": token, "text": served.spell(token).text, "logprob": finite(value)} for token, value in top]
 
 
@@ -230,30 +181,26 @@ def finite(value: float) -> float:
 # --- usage --------------------------------------------------------------------------------------------------------
 
 
-def text_cost(served: Served, depths: Sequence[int], *, logits: int, policy: Any, max_iterations: int | None) -> Cost:
+def text_cost(served: Served, depths: Sequence[int], how: Request | Reading, *, logits: int) -> Cost:
     """Returns the cost of reading a text once with these depths, and computing ``logits`` rows of logits."""
     model = served.model
     meter = Meter(model.config, dtype=model.dtype, device=model.device, shape=served.shape)
     if depths:
-        meter.add(torch.tensor([list(depths)]), logits=logits, policy=policy, max_iterations=max_iterations)
+        meter.add(torch.tensor([list(depths)]), logits=logits, policy=how.policy, max_iterations=how.max_iterations)
     return meter.cost
 
 
-def usage_of(
-    served: Served, requests: Sequence[Request], choices: Sequence[Writing], *, hidden: bool = False
-) -> dict[str, Any]:
-    """Returns the ``usage`` of an answer; ``choices`` are all samples of the first request, then of the next.
+def usage_of(served: Served, samples: Sequence[Sequence[Writing]], *, hidden: bool) -> dict[str, Any]:
+    """Returns the ``usage`` of an answer, from the samples of each of its prompts.
 
     A prompt is read once for all its samples, and tokens from the prefix cache cost no FLOPs. ``hidden``: max_tokens
     is 0, so the token that the engine drew is not part of the answer, though its FLOPs were spent.
     """
-    prompt_tokens = sum(len(request.prompt) for request in requests)
+    choices = [writing for writings in samples for writing in writings]
+    prompt_tokens = sum(len(writings[0].request.prompt) for writings in samples)
     completion_tokens = 0 if hidden else sum(len(writing.tokens) for writing in choices)
-    first = [sum(request.samples for request in requests[:index]) for index in range(len(requests))]
-    samples = [choices[start : start + request.samples] for start, request in zip(first, requests, strict=True)]
-    (spent, cached), (full, cached_full) = (
-        _total_cost(served, requests, samples, full_depth=full_depth) for full_depth in (False, True)
-    )
+    spent, cached = _total_cost(served, samples, full_depth=False)
+    full, cached_full = _total_cost(served, samples, full_depth=True)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -270,13 +217,11 @@ def usage_of(
     }
 
 
-def _total_cost(
-    served: Served, requests: Sequence[Request], samples: Sequence[Sequence[Writing]], *, full_depth: bool
-) -> tuple[Cost, Cost]:
+def _total_cost(served: Served, samples: Sequence[Sequence[Writing]], *, full_depth: bool) -> tuple[Cost, Cost]:
     """Returns the cost of all samples, and of the prompt tokens that came from the prefix cache."""
     total = cached = Cost.nothing()
-    for request, writings in zip(requests, samples, strict=True):
-        options: dict[str, Any] = {"policy": request.policy, "max_iterations": request.max_iterations}
+    for writings in samples:
+        request = writings[0].request
         deepest = request.max_iterations or served.iterations
         for index, writing in enumerate(writings):
             depths = [deepest if full_depth else depth for depth in writing.depths if depth]
@@ -286,10 +231,10 @@ def _total_cost(
                 logits += sum(depth - 1 for depth in depths[prompt - 1 :])
             if request.prompt_log_probabilities is not None and index == 0:
                 logits += prompt
-            total += text_cost(served, depths, logits=logits, **options)
+            total += text_cost(served, depths, request, logits=logits)
             if index:  # the prompt was read for the first sample
-                shared = text_cost(served, depths[:prompt], logits=0, **options)
+                shared = text_cost(served, depths[:prompt], request, logits=0)
                 total = Cost(*(getattr(total, name) - value for name, value in vars(shared).items()))
             else:
-                cached += text_cost(served, depths[: writing.cached_tokens], logits=0, **options)
+                cached += text_cost(served, depths[: writing.cached_tokens], request, logits=0)
     return total, cached

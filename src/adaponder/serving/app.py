@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,15 +16,12 @@ from starlette.types import ASGIApp
 from adaponder.errors import AdaPonderError
 from adaponder.serving.access import AccessControl, BodyLimits
 from adaponder.serving.metrics import Metrics, RequestMetrics
-from adaponder.serving.protocol import ApiError, invalid
+from adaponder.serving.protocol import ApiError, as_api_error
 from adaponder.serving.routes import Context, add_routes
 from adaponder.serving.scores import ScoreWriter
 from adaponder.serving.settings import Settings
-from adaponder.serving.stream import as_api_error
 from adaponder.serving.worker import Worker
 from adaponder.version import __version__
-
-_log = logging.getLogger("adaponder.serving")
 
 
 def make_app(worker: Worker, settings: Settings | None = None) -> ASGIApp:
@@ -49,8 +45,8 @@ def make_app(worker: Worker, settings: Settings | None = None) -> ASGIApp:
         redirect_slashes=False,
     )
     add_routes(app, Context(worker, settings, metrics, ScoreWriter(worker.served)))
-    for kind, handler in _HANDLERS.items():
-        app.add_exception_handler(kind, handler)
+    for kind in (ApiError, AdaPonderError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _on_error)
     routes: list[Any] = app.routes
     with_body = {route.path for route in routes if "POST" in route.methods}
     limited = BodyLimits(app, with_body, settings.limits)
@@ -58,34 +54,5 @@ def make_app(worker: Worker, settings: Settings | None = None) -> ASGIApp:
     return AccessControl(measured, settings, worker)
 
 
-async def _on_api_error(request: HttpRequest, problem: Any) -> Response:
-    cause = problem.__cause__
-    if problem.status == 500 and cause is not None and not isinstance(cause, (ApiError, AdaPonderError)):
-        _log.error("an answer failed", exc_info=cause)
-    return problem.response()
-
-
-async def _on_invalid_body(request: HttpRequest, problem: Any) -> Response:
-    return invalid(problem.errors()).response()
-
-
-async def _on_http_error(request: HttpRequest, problem: Any) -> Response:
-    messages = {
-        400: "the body is not valid JSON: it is nested too deeply, or holds bytes or numbers that cannot be read",
-        404: "there is no such route",
-        405: "this route does not take this method",
-    }
-    message = messages.get(problem.status_code) or str(problem.detail)
-    return ApiError(problem.status_code, message, headers=problem.headers).response()
-
-
-async def _on_exception(request: HttpRequest, problem: Exception) -> Response:
+async def _on_error(request: HttpRequest, problem: Exception) -> Response:
     return as_api_error(problem).response()
-
-
-_HANDLERS: dict[Any, Any] = {
-    ApiError: _on_api_error,
-    RequestValidationError: _on_invalid_body,
-    HTTPException: _on_http_error,
-    Exception: _on_exception,
-}

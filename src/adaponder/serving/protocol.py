@@ -10,13 +10,16 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
+from fastapi.exceptions import RequestValidationError
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from adaponder.errors import in_one_line
+from adaponder.errors import AdaPonderError, EvaluationError, in_one_line
 from adaponder.fields import LARGEST_INT, body_field
 from adaponder.serving.served import Served
 from adaponder.serving.settings import Limits
+from adaponder.serving.worker import UnavailableError
 
 _Body = TypeVar("_Body", bound=BaseModel)
 Ignored = Annotated[str, Field(max_length=512, description="Has no effect.")]
@@ -66,7 +69,7 @@ class Generation(DepthControl):
     ignore_eos: Annotated[bool, body_field("ignore_eos")] = False
 
     @property
-    def of_tokens(self) -> bool:
+    def lists_tokens(self) -> bool:
         """Whether the answer lists its tokens."""
         return self.depth or self.gates or self.iteration_top > 0
 
@@ -115,6 +118,16 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     logprobs: int | None = None
     suffix: Unsupported = None
+
+    @property
+    def samples(self) -> int:
+        """Completions that are generated for each prompt; the ``n`` best of them are returned."""
+        return self.best_of or self.n or 1
+
+    @property
+    def top(self) -> int | None:
+        """Number of most likely tokens returned with each log-probability; ``None``: no log-probabilities."""
+        return self.logprobs
 
 
 class TextPart(JsonBody):
@@ -167,6 +180,16 @@ class ChatBody(GenerationBody):
     tools: Unsupported = None
     verbosity: Unsupported = None
     web_search_options: Unsupported = None
+
+    @property
+    def samples(self) -> int:
+        """Completions of the conversation."""
+        return self.n or 1
+
+    @property
+    def top(self) -> int | None:
+        """Number of most likely tokens returned with each log-probability; ``None``: no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class TokenizeBody(JsonBody):
@@ -301,6 +324,11 @@ _FIELDS = {
     "max_iterations": "adaponder.max_iterations",
     "iteration_top": "adaponder.iteration_top",
 }
+_HTTP_ERRORS = {
+    400: "the body is not valid JSON: it is nested too deeply, or holds bytes or numbers that cannot be read",
+    404: "there is no such route",
+    405: "this route does not take this method",
+}
 _UNSHOWABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -344,16 +372,32 @@ class ApiError(Exception):
         self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
 
     def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
-
-    def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         message = _UNSHOWABLE.sub("\ufffd", str(self))
-        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+        error = {"message": message, "type": kind, "param": self.param, "code": self.code}
+        return JSONResponse({"error": error}, status_code=self.status, headers=self.headers)
 
 
-def refused(problem: Exception) -> ApiError:
-    """Returns the 400 of an :class:`adaponder.errors.AdaPonderError` about a request, with the names of the body."""
+def as_api_error(problem: BaseException) -> ApiError:
+    """Returns the error that is sent to the client for an exception of a route, its completions or its score."""
+    if isinstance(problem, ApiError):
+        return problem
+    if isinstance(problem, RequestValidationError):
+        return _invalid_body(problem.errors())
+    if isinstance(problem, HTTPException):
+        message = _HTTP_ERRORS.get(problem.status_code) or str(problem.detail)
+        return ApiError(problem.status_code, message, headers=problem.headers)
+    if isinstance(problem, UnavailableError):
+        return ApiError(503, str(problem), code="unavailable")
+    if isinstance(problem, EvaluationError):
+        return ApiError(500, str(problem), code="generation_failed")
+    if isinstance(problem, AdaPonderError):
+        return _refused(problem)
+    return ApiError(500, "the server failed to answer; see its log", code="internal")
+
+
+def _refused(problem: AdaPonderError) -> ApiError:
+    """Returns the 400 of an error about the engine's request, with the field names of the body."""
     message = in_one_line(problem)
     field = re.match(r"[a-z_.]+(?=[=:\[ ])", message)
     param = None if field is None else _FIELDS.get(field[0], field[0])
@@ -369,11 +413,11 @@ def _body_name(field: str) -> str:
     return _FIELDS.get(field, field).removeprefix("adaponder.")
 
 
-def invalid(errors: Sequence[Any]) -> ApiError:
-    """Returns the 400 of a body that its model refuses.
+def _invalid_body(errors: Sequence[Any]) -> ApiError:
+    """Returns the 400 of a body that pydantic refuses.
 
-    Where a field may have several types there is an error for each: the one of a value of the right type is meant, and
-    among those the one deepest inside.
+    Where a field may have several types there is an error for each: the error about a value of the right type is
+    reported, and among those the innermost.
     """
     error = max(errors, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))
     if error["type"] == "json_invalid":

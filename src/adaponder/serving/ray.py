@@ -27,7 +27,7 @@ from adaponder.errors import InputError
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from adaponder.serving.settings import Limits, Settings
+    from adaponder.serving.settings import Settings
 
 APPLICATION = "adaponder"
 # Read by the proxy's process: longest headers in bytes, and seconds in which they must arrive, as in ``32768,10``.
@@ -54,11 +54,7 @@ class Cluster:
         most_replicas: replicas are added up to this number when requests pile up; ``None``: always ``replicas``.
         gpus: GPUs of each replica.
         cpus: processor cores that Ray reserves for each replica.
-        lanes: sequences that a replica runs at a time.
-        waiting: requests that may wait, in a replica and at the proxy; further ones are answered 429.
         address: a running Ray cluster (``auto``: the one of this machine); ``None``: start one here.
-        drain_seconds: time in which a stopping replica may finish its requests.
-        retry_seconds: value of ``Retry-After``.
     """
 
     host: str = "127.0.0.1"
@@ -67,11 +63,7 @@ class Cluster:
     most_replicas: int | None = None
     gpus: float = 0.0
     cpus: float = 1.0
-    lanes: int = 64
-    waiting: int = 512
     address: str | None = None
-    drain_seconds: float = 30.0
-    retry_seconds: int = 1
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
@@ -87,10 +79,7 @@ class _StoppedError(Exception):
 def run(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) -> None:
     """Deploys, prints the address, and serves until SIGTERM or Ctrl-C.
 
-    Args:
-        make: makes the app; called in each replica, so it must be picklable.
-        cluster: where to run.
-        settings: the app's settings; the limits of headers hold at the proxy, too.
+    ``make`` makes the app in each replica, so it must be picklable.
     """
     stopped, serving = threading.Event(), False
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -106,7 +95,7 @@ def run(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) -> No
 
     try:
         handle_signals()
-        url = deploy(make, cluster, limits=settings.limits, connected=handle_signals)
+        url = deploy(make, cluster, settings, connected=handle_signals)
         handle_signals()
         serving = True
         print(f"serving on {url} with {cluster.replicas} replicas", flush=True)
@@ -123,16 +112,17 @@ def run(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) -> No
 def deploy(
     make: Callable[[], ASGIApp],
     cluster: Cluster,
+    settings: Settings,
     *,
-    limits: Limits | None = None,
     connected: Callable[[], None] = lambda: None,
 ) -> str:
-    """Starts Ray where no cluster is named, deploys the app and returns its address once every replica is ready.
+    """Starts Ray unless a cluster is named, deploys the app and returns its address once every replica is ready.
 
-    ``connected`` is called when Ray runs, which has then replaced the signal handlers by its own.
+    The limits of headers also hold at the proxy. ``connected`` is called when Ray runs, which has then replaced the
+    signal handlers by its own.
     """
-    if limits is not None:
-        os.environ[HEADER_LIMITS] = f"{limits.header_bytes},{limits.header_seconds}"
+    limits = settings.limits
+    os.environ[HEADER_LIMITS] = f"{limits.header_bytes},{limits.header_seconds}"
     if cluster.address is None:
         _require_token()
     ray, serve = _import_ray()
@@ -146,7 +136,7 @@ def deploy(
         logging_config=quiet,
     )
     _refuse_other_address(cluster.host, port)
-    serve.run(_application(make, cluster, quiet), name=APPLICATION, route_prefix="/")
+    serve.run(_application(make, cluster, settings, quiet), name=APPLICATION, route_prefix="/")
     name = f"[{cluster.host}]" if ":" in cluster.host else cluster.host
     return f"http://{name}:{port}"
 
@@ -203,20 +193,21 @@ def _connect(ray: Any, cluster: Cluster) -> None:
         raise InputError(f"{failure}: {' '.join(str(error).split())}") from error
 
 
-def _application(make: Callable[[], ASGIApp], cluster: Cluster, logging: dict[str, Any]) -> Any:
+def _application(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings, logging: dict[str, Any]) -> Any:
     """Returns the bound deployment."""
     _, serve = _import_ray()
     from ray.serve.config import AutoscalingConfig, BackpressureConfig
 
+    limits = settings.limits
     replica = serve.ingress(lambda: make())(_replica_class())  # Ray calls plain functions only
     options: dict[str, Any] = {
         "name": APPLICATION,
         # A replica's own queue answers 429; Ray holds back only what no replica could take.
-        "max_ongoing_requests": cluster.lanes + cluster.waiting,
-        "max_queued_requests": cluster.waiting,
-        "backpressure_config": BackpressureConfig(status_code=429, retry_after_s=cluster.retry_seconds),
-        "graceful_shutdown_timeout_s": cluster.drain_seconds,
-        "graceful_shutdown_wait_loop_s": min(2.0, max(0.1, cluster.drain_seconds)),
+        "max_ongoing_requests": settings.lanes + limits.waiting,
+        "max_queued_requests": limits.waiting,
+        "backpressure_config": BackpressureConfig(status_code=429, retry_after_s=limits.retry_seconds),
+        "graceful_shutdown_timeout_s": limits.drain_seconds,
+        "graceful_shutdown_wait_loop_s": min(2.0, max(0.1, limits.drain_seconds)),
         "health_check_period_s": 5.0,
         "health_check_timeout_s": 30.0,
         "ray_actor_options": {"num_cpus": cluster.cpus, "num_gpus": cluster.gpus},
@@ -229,7 +220,7 @@ def _application(make: Callable[[], ASGIApp], cluster: Cluster, logging: dict[st
             min_replicas=cluster.replicas,
             max_replicas=cluster.most_replicas,
             # Below the lanes, so that a replica is added before requests wait.
-            target_ongoing_requests=max(1.0, 0.75 * cluster.lanes),
+            target_ongoing_requests=max(1.0, 0.75 * settings.lanes),
             upscale_delay_s=5.0,
             downscale_delay_s=120.0,
         )

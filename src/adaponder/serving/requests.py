@@ -9,19 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from adaponder.errors import AdaPonderError, in_one_line
-from adaponder.inference.request import Request
+from adaponder.inference.request import Request, check_request
 from adaponder.policies import choose_policy
-from adaponder.serving.protocol import (
-    ApiError,
-    ChatMessage,
-    CompletionBody,
-    DepthControl,
-    GenerationBody,
-    refused,
-)
+from adaponder.serving.protocol import ApiError, ChatBody, ChatMessage, CompletionBody, DepthControl, GenerationBody
 from adaponder.serving.served import Served
 from adaponder.serving.settings import Limits
-from adaponder.text import render_chat
+from adaponder.text import chat_text
 
 _Result = TypeVar("_Result")
 # Characters or tokens that are converted in the event loop; more of them in another thread.
@@ -43,14 +36,8 @@ async def in_thread_if_long(size: int, function: Callable[..., _Result], *argume
 
 
 def tokens_of(text: str, served: Served, special: bool) -> list[int]:
+    """Returns the token ids of a text, with the tokenizer's ``special`` tokens or without."""
     return list(served.tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
-
-
-async def prompts_of(body: CompletionBody, served: Served, limits: Limits) -> list[list[int]]:
-    """Returns the token ids of each prompt of a completion."""
-    prompt: Any = body.prompt
-    several = isinstance(prompt, list) and not isinstance(prompt[0], int)
-    return [await encode_prompt(single, served, limits) for single in (prompt if several else [prompt])]
 
 
 async def encode_prompt(prompt: str | list[int], served: Served, limits: Limits, *, special: bool = True) -> list[int]:
@@ -63,12 +50,8 @@ async def encode_prompt(prompt: str | list[int], served: Served, limits: Limits,
     if not ids:
         raise ApiError(400, "prompt is empty; give at least one token", param="prompt")
     if len(ids) > served.tokens:
-        raise ApiError(
-            400,
-            f"prompt has {len(ids)} tokens, and the model's positions end at {served.tokens}; shorten it",
-            param="prompt",
-            code="context_length_exceeded",
-        )
+        message = f"prompt has {len(ids)} tokens, and the model's positions end at {served.tokens}; shorten it"
+        raise ApiError(400, message, param="prompt", code="context_length_exceeded")
     check_ids("prompt", ids, served)
     return ids
 
@@ -81,31 +64,20 @@ def check_ids(field: str, ids: Sequence[int], served: Served) -> None:
 
 
 def _check_characters(field: str, characters: int, limits: Limits) -> None:
+    """Raises 400 if a text is longer than the server accepts."""
     if characters > limits.prompt_characters:
-        raise ApiError(
-            400,
-            f"{field}: {characters:,} characters; at most {limits.prompt_characters:,} are accepted",
-            param=field,
-            code="context_length_exceeded",
-        )
+        message = f"{field}: {characters:,} characters; at most {limits.prompt_characters:,} are accepted"
+        raise ApiError(400, message, param=field, code="context_length_exceeded")
 
 
 async def chat_prompt(messages: Sequence[ChatMessage], served: Served, limits: Limits) -> list[int]:
     """Returns the token ids of a conversation, with the tokenizer's chat template; a request cannot bring its own."""
     if not served.template:
-        raise ApiError(
-            400,
-            f"messages: the tokenizer of {served.name} has no chat template; use /v1/completions",
-            param="messages",
-            code="no_chat_template",
-        )
+        message = f"messages: the tokenizer of {served.name} has no chat template; use /v1/completions"
+        raise ApiError(400, message, param="messages", code="no_chat_template")
     conversation = [message.as_dict() for message in messages]
     _check_characters("messages", sum(len(message["content"]) for message in conversation), limits)
-    try:
-        text = await asyncio.to_thread(render_chat, served.tokenizer, conversation)
-    except Exception as problem:  # the template is a program of the checkpoint: it may raise anything
-        message = f"messages: the tokenizer's chat template refuses them: {in_one_line(problem)}"
-        raise ApiError(400, message, param="messages") from None
+    text = await asyncio.to_thread(chat_text, "messages", served.tokenizer, conversation)
     return await encode_prompt(text, served, limits, special=False)  # the template writes special tokens itself
 
 
@@ -130,11 +102,8 @@ def depth_options(control: DepthControl, served: Served) -> dict[str, Any]:
         field = next((name for name in ("tau", "budget") if re.match(rf"{name}\b", message)), "policy")
         raise ApiError(400, message, param=f"adaponder.{field}") from None
     if policy is not None and not (policy.causal and policy.row_by_row):
-        raise ApiError(
-            400,
-            f"policy={policy.spelling} looks at other tokens of the sequence; use one that does not",
-            param="adaponder.policy",
-        )
+        message = f"policy={policy.spelling} looks at other tokens of the sequence; use one that does not"
+        raise ApiError(400, message, param="adaponder.policy")
     if control.depths and not method.halts:
         message = "depths: this model reads every token equally often; use max_iterations"
         raise ApiError(400, message, param="adaponder.depths")
@@ -143,24 +112,18 @@ def depth_options(control: DepthControl, served: Served) -> dict[str, Any]:
 
 
 def engine_requests(
-    body: GenerationBody,
+    body: CompletionBody | ChatBody,
     prompts: Sequence[list[int]],
     served: Served,
     limits: Limits,
     *,
     max_tokens: int,
-    samples: int,
-    log_probabilities: int | None,
-    prompt_log_probabilities: int | None = None,
     salt: str,
 ) -> list[Request]:
-    """Returns one request of the engine for each prompt; raises 400 if the engine would refuse it.
+    """Returns one request of the engine for each prompt; raises if the engine would refuse it.
 
-    Args:
-        max_tokens: of each completion; 0 generates one token, which the answer leaves out.
-        samples: completions of each prompt.
-        log_probabilities, prompt_log_probabilities: see :class:`Request`.
-        salt: prefix-cache namespace of the client's key.
+    With ``max_tokens=0`` one token is generated, which the answer leaves out. ``salt`` is the prefix-cache namespace of
+    the client's key.
     """
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream=true", param="stream_options")
@@ -180,19 +143,18 @@ def engine_requests(
         "frequency_penalty": body.frequency_penalty or 0.0,
         "logit_bias": _token_bias(body),
         "seed": secrets.randbits(62) if seed is None else seed,
-        "samples": samples,
-        "log_probabilities": log_probabilities,
-        "prompt_log_probabilities": prompt_log_probabilities,
+        "samples": body.samples,
+        # Log-probabilities also decide which samples are the best.
+        "log_probabilities": 0 if body.top is None and body.samples > (body.n or 1) else body.top,
+        "prompt_log_probabilities": body.top if isinstance(body, CompletionBody) and body.echo else None,
         "salt": salt,
     }
     for name in ("top_k", "min_p", "repetition_penalty", "ignore_eos", "gates", "iteration_top"):
         options[name] = getattr(extension, name)
     requests = [Request(prompt, **options) for prompt in prompts]
-    try:
-        for request in requests:
-            served.check(request)
-    except AdaPonderError as problem:
-        raise refused(problem) from None
+    bounds: dict[str, Any] = {"positions": served.tokens, "iterations": served.iterations, "eos_ids": served.eos_ids}
+    for request in requests:
+        check_request(request, served.model, **bounds)
     return requests
 
 

@@ -20,7 +20,7 @@ from adaponder.evaluation.token_scores import Reading
 from adaponder.inference.config import PAGE
 from adaponder.inference.request import Request
 from adaponder.serving.access import SALT
-from adaponder.serving.answers import Answers, ChatAnswers, CompletionAnswers, usage_of
+from adaponder.serving.answers import AnswerWriter, usage_of
 from adaponder.serving.metrics import Metrics
 from adaponder.serving.protocol import (
     ApiError,
@@ -28,9 +28,9 @@ from adaponder.serving.protocol import (
     CompletionBody,
     DetokenizeBody,
     ErrorAnswer,
-    GenerationBody,
     ScoreBody,
     TokenizeBody,
+    as_api_error,
     bodies_for,
 )
 from adaponder.serving.requests import (
@@ -41,27 +41,17 @@ from adaponder.serving.requests import (
     encode_prompt,
     engine_requests,
     in_thread_if_long,
-    prompts_of,
     tokens_of,
 )
 from adaponder.serving.scores import ScoreWriter
 from adaponder.serving.served import Served
 from adaponder.serving.settings import Limits, Settings
-from adaponder.serving.stream import (
-    CLIENT_LEFT,
-    EventStream,
-    Growth,
-    Outbox,
-    Run,
-    as_api_error,
-    finished_unless_left,
-)
+from adaponder.serving.stream import CLIENT_LEFT, DONE, EventStream, Run, finished_unless_left
 from adaponder.serving.worker import Worker
 from adaponder.text import Writing, pieces
 
 # OpenAI's default of max_tokens.
 _MAX_TOKENS = 16
-_DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,15 +71,16 @@ class Context:
     def limits(self) -> Limits:
         return self.settings.limits
 
-    def admit(self, sequences: int) -> None:
-        """Raises 503 while the server starts or stops, and 429 if the queue has no room for the sequences."""
-        waiting = {"retry-after": str(self.limits.retry_seconds)}
-        if self.worker.state != "ready":
-            message = f"the server is {self.worker.state}; try again"
-            raise ApiError(503, message, code=self.worker.state, headers=waiting)
-        if self.worker.sequences + sequences > self.settings.lanes + self.limits.waiting:
-            message = f"the queue is full with {self.worker.sequences} completions; try again"
-            raise ApiError(429, message, code="queue_full", headers=waiting)
+    def admit(self, *, sequences: int = 0, jobs: int = 0) -> None:
+        """Raises 503 while the server starts or stops, and 429 if a queue has no room for the completions or scores."""
+        worker, retry = self.worker, {"retry-after": str(self.limits.retry_seconds)}
+        if worker.state != "ready":
+            raise ApiError(503, f"the server is {worker.state}; try again", code=worker.state, headers=retry)
+        if worker.sequences + sequences > self.settings.lanes + self.limits.waiting:
+            message = f"the queue is full with {worker.sequences} completions; try again"
+            raise ApiError(429, message, code="queue_full", headers=retry)
+        if jobs and worker.jobs + jobs > self.limits.jobs:
+            raise ApiError(429, f"{worker.jobs} texts wait to be scored; try again", code="queue_full", headers=retry)
 
 
 # --- completions and chats ----------------------------------------------------------------------------------------
@@ -99,36 +90,19 @@ async def completions(context: Context, http: HttpRequest, body: CompletionBody)
     """Completes one prompt or several."""
     served, limits = context.served, context.limits
     check_model(body.model, served)
-    n, best_of = body.n or 1, body.best_of or body.n or 1
-    if best_of < n:
-        raise ApiError(400, f"best_of={best_of} must be at least n={n}", param="best_of")
-    if best_of > n and body.stream:
+    n = body.n or 1
+    if body.samples < n:
+        raise ApiError(400, f"best_of={body.samples} must be at least n={n}", param="best_of")
+    if body.samples > n and body.stream:
         raise ApiError(400, "best_of cannot be streamed; leave one of them out", param="best_of")
     if body.echo and body.stream and body.logprobs is not None:
         raise ApiError(400, "echo with logprobs cannot be streamed; leave one of them out", param="echo")
-    prompts = await prompts_of(body, served, limits)
-    default = min(_MAX_TOKENS, limits.max_tokens or _MAX_TOKENS)
-    requests = engine_requests(
-        body,
-        prompts,
-        served,
-        limits,
-        max_tokens=default if body.max_tokens is None else body.max_tokens,
-        samples=best_of,
-        log_probabilities=0 if body.logprobs is None and best_of > n else body.logprobs,
-        prompt_log_probabilities=body.logprobs if body.echo else None,
-        salt=http.scope.get(SALT, ""),
-    )
-    answers = CompletionAnswers(
-        served,
-        body.extension,
-        logprobs=body.logprobs is not None,
-        hidden=body.max_tokens == 0,
-        usage_follows=body.includes_usage,
-        echo=bool(body.echo),
-        top=body.logprobs or 0,
-    )
-    return await _generate(context, http, body, requests, answers, n)
+    prompts: Any = body.prompt
+    if isinstance(prompts, str) or isinstance(prompts[0], int):
+        prompts = [prompts]
+    encoded = [await encode_prompt(prompt, served, limits) for prompt in prompts]
+    max_tokens = min(_MAX_TOKENS, limits.max_tokens or _MAX_TOKENS) if body.max_tokens is None else body.max_tokens
+    return await _generate(context, http, body, encoded, max_tokens)
 
 
 async def chat_completions(context: Context, http: HttpRequest, body: ChatBody) -> Response:
@@ -141,88 +115,69 @@ async def chat_completions(context: Context, http: HttpRequest, body: ChatBody) 
         raise ApiError(400, "max_tokens and max_completion_tokens: give one of them", param="max_tokens")
     prompt = await chat_prompt(body.messages, served, limits)
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    hidden = max_tokens == 0
     if max_tokens is None:
         # All that fits, and at least 1: where none fits the engine says why.
         room = context.worker.longest_request - len(prompt)
         max_tokens = max(1, min(room, limits.max_tokens or room))
-    requests = engine_requests(
-        body,
-        [prompt],
-        served,
-        limits,
-        max_tokens=max_tokens,
-        samples=body.n or 1,
-        log_probabilities=(body.top_logprobs or 0) if body.logprobs else None,
-        salt=http.scope.get(SALT, ""),
-    )
-    answers = ChatAnswers(
-        served, body.extension, logprobs=bool(body.logprobs), hidden=hidden, usage_follows=body.includes_usage
-    )
-    return await _generate(context, http, body, requests, answers, body.n or 1)
+    return await _generate(context, http, body, [prompt], max_tokens)
 
 
 async def _generate(
-    context: Context, http: HttpRequest, body: GenerationBody, requests: Sequence[Request], answers: Answers, n: int
+    context: Context, http: HttpRequest, body: CompletionBody | ChatBody, prompts: list[list[int]], max_tokens: int
 ) -> Response:
-    """Runs the requests and returns the ``n`` best completions of each, whole or as a stream."""
-    sequences, room = sum(request.samples for request in requests), context.settings.lanes + context.limits.waiting
+    """Runs the prompts and returns the ``n`` best completions of each, whole or as a stream."""
+    served, limits, hidden = context.served, context.limits, max_tokens == 0
+    requests = engine_requests(body, prompts, served, limits, max_tokens=max_tokens, salt=http.scope.get(SALT, ""))
+    writer = AnswerWriter(served, body, hidden=hidden)
+    sequences, room = body.samples * len(requests), context.settings.lanes + limits.waiting
     if sequences > room:
         raise ApiError(400, f"n: {sequences} completions are more than the server's {room}", param="n")
-    context.admit(sequences)
+    context.admit(sequences=sequences)
     if body.stream:
-        return _stream(context, body, requests, answers)
+        return _stream(context, body, requests, writer)
     run = Run(context.worker, requests, stops=body.stops, metrics=context.metrics)
     if not await finished_unless_left(http, run.done, run.cancel, context.metrics):
         return Response(status_code=CLIENT_LEFT)
-    _count_tokens(context, requests, run.choices, answers)
+    _count_tokens(context, run.samples, hidden=hidden)
     best: list[Writing] = []
-    for samples in _by_request(requests, run.choices):
+    for samples in run.samples:
+        n = body.n or 1
         best += samples if len(samples) == n else sorted(samples, key=_likelihood, reverse=True)[:n]
-    return JSONResponse(answers.whole(best, usage_of(context.served, requests, run.choices, hidden=answers.hidden)))
+    return JSONResponse(writer.whole(best, usage_of(served, run.samples, hidden=hidden)))
 
 
-def _stream(context: Context, body: GenerationBody, requests: Sequence[Request], answers: Answers) -> EventStream:
-    outbox, opened = Outbox(context.limits.buffer_bytes), set()
+def _stream(
+    context: Context, body: CompletionBody | ChatBody, requests: Sequence[Request], writer: AnswerWriter
+) -> EventStream:
+    stream = EventStream(context.limits, context.metrics)
 
-    def on_growth(steps: list[Growth]) -> None:
-        for growth in steps:
-            if growth.index not in opened:
-                opened.add(growth.index)
-                outbox.add(answers.opening(growth.index, growth.writing))
-            outbox.add(answers.chunk(growth))
-
-    run = Run(context.worker, requests, stops=body.stops, metrics=context.metrics, on_growth=on_growth)
+    def on_text(index: int, writing: Writing, text: str) -> None:
+        stream.add(writer.events(index, writing, text))
 
     def finish(done: asyncio.Future[None]) -> None:
         problem = done.exception()
         if problem is not None:
-            outbox.end(as_api_error(problem))
+            stream.end(as_api_error(problem))
             return
-        _count_tokens(context, requests, run.choices, answers)
+        _count_tokens(context, run.samples, hidden=writer.hidden)
         if body.includes_usage:
-            usage = usage_of(context.served, requests, run.choices, hidden=answers.hidden)
-            outbox.add(answers.usage_chunk(usage))
-        outbox.add(_DONE)
-        outbox.end()
+            stream.add(writer.usage_event(usage_of(context.served, run.samples, hidden=writer.hidden)))
+        stream.add(DONE)
+        stream.end()
 
+    run = Run(context.worker, requests, stops=body.stops, metrics=context.metrics, on_text=on_text)
     run.done.add_done_callback(finish)
-    return EventStream(run, outbox, context.limits, context.metrics)
+    stream.cancel = run.cancel
+    return stream
 
 
-def _by_request(requests: Sequence[Request], choices: Sequence[Writing]) -> list[Sequence[Writing]]:
-    """Returns the samples of each request."""
-    remaining = iter(choices)
-    return [[next(remaining) for _ in range(request.samples)] for request in requests]
-
-
-def _count_tokens(context: Context, requests: Sequence[Request], choices: Sequence[Writing], answers: Answers) -> None:
+def _count_tokens(context: Context, samples: Sequence[Sequence[Writing]], *, hidden: bool) -> None:
     """Counts the tokens that were read: a prompt's once for all its samples, without those of the prefix cache."""
-    for samples in _by_request(requests, choices):
-        for index, writing in enumerate(samples):
+    for writings in samples:
+        for index, writing in enumerate(writings):
             depths, prompt = [depth for depth in writing.depths if depth], len(writing.prompt_depths)
             read = depths[prompt if index else writing.cached_tokens :]
-            generated = 0 if answers.hidden else len(writing.tokens)
+            generated = 0 if hidden else len(writing.tokens)
             context.metrics.count_tokens(read, prompt=0 if index else prompt, completion=generated)
 
 
@@ -236,16 +191,13 @@ def _likelihood(writing: Writing) -> float:
 
 async def score(context: Context, http: HttpRequest, body: ScoreBody) -> Response:
     """Returns loss, depth and gates of each token of a text."""
-    limits, worker, extension = context.limits, context.worker, body.extension
+    extension = body.extension
     check_model(body.model, context.served)
     depth = depth_options(extension, context.served)
-    ids = await encode_prompt(body.prompt, context.served, limits)
-    context.admit(0)
-    if worker.jobs >= limits.jobs:
-        retry = {"retry-after": str(limits.retry_seconds)}
-        raise ApiError(429, f"{worker.jobs} texts wait to be scored; try again", code="queue_full", headers=retry)
+    ids = await encode_prompt(body.prompt, context.served, context.limits)
+    context.admit(jobs=1)
     reading = Reading(**depth, top=extension.iteration_top, seed=extension.seed or 0, salt=http.scope.get(SALT, ""))
-    job = worker.job(context.scores(ids, reading, gates=extension.gates, full_depth=body.full_depth))
+    job = context.worker.job(context.scores(ids, reading, gates=extension.gates, full_depth=body.full_depth))
     if not await finished_unless_left(http, job, job.cancel, context.metrics):
         return Response(status_code=CLIENT_LEFT)
     return Response(job.result(), media_type="application/json")

@@ -86,10 +86,7 @@ class ScoreWriter:
     def _usage(self, depths: Sequence[int], cached: int, reading: Reading) -> dict[str, Any]:
         deepest = reading.max_iterations or self.served.iterations
         spent, full = (
-            text_cost(
-                self.served, read, logits=len(depths), policy=reading.policy, max_iterations=reading.max_iterations
-            )
-            for read in (depths, [deepest] * len(depths))
+            text_cost(self.served, read, reading, logits=len(depths)) for read in (depths, [deepest] * len(depths))
         )
         return {
             "tokens": len(depths),

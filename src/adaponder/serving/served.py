@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from adaponder.backbones.shape import Shape, shape_of
+from adaponder.backbones.shape import shape_of
 from adaponder.evaluation.lab import profiles as stored_profiles
 from adaponder.inference.config import eos_ids, max_tokens
-from adaponder.inference.request import Request, check_request
 from adaponder.methods.cost import parameters_of
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import LearnedGate
@@ -21,63 +19,44 @@ from adaponder.policies.base import registered_policies
 from adaponder.text import TokenSpeller, has_template
 
 
-@dataclass(frozen=True, eq=False)
 class Served:
     """A model as clients know it.
 
-    Attributes:
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        folder: the checkpoint's folder, which may hold profiles.
         name: the value of ``model`` in requests.
+        tokens: the engine's option: longest sequence, prompt and completion together.
+
+    Attributes:
         profiles: policies calibrated for a budget, by name, as stored beside the weights.
-        tokens: longest sequence, prompt and completion together.
         iterations: most iterations of a token.
+        vocabulary: number of token ids.
+        spell: returns the text and bytes of a token id.
         template: whether the tokenizer has a chat template.
     """
 
-    name: str
-    model: AdaPonderForCausalLM
-    tokenizer: PreTrainedTokenizerBase
-    profiles: Mapping[str, Mapping[str, Any]]
-    tokens: int
-    iterations: int
-    created: int
-    shape: Shape
-    eos_ids: frozenset[int]
-    spell: TokenSpeller
-    template: bool = False
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         model: AdaPonderForCausalLM,
         tokenizer: PreTrainedTokenizerBase,
         folder: Path | None = None,
         *,
         name: str = "adaponder",
         tokens: int | None = None,
-    ) -> Served:
-        """Returns the model with the profiles in its folder; ``tokens`` is the engine's option."""
+    ):
         tokenizer("a")  # sets its own defaults before two threads use it
-        return cls(
-            name=name,
-            model=model,
-            tokenizer=tokenizer,
-            profiles={} if folder is None else stored_profiles.stored(folder),
-            tokens=max_tokens(model, tokens),
-            iterations=model.config.iterations,
-            created=int(time.time()),
-            shape=shape_of(model.config),
-            eos_ids=eos_ids(model),
-            spell=TokenSpeller(tokenizer),
-            template=has_template(tokenizer),
-        )
-
-    @property
-    def vocabulary(self) -> int:
-        return self.model.config.vocab_size
-
-    def check(self, request: Request) -> None:
-        """Raises :class:`adaponder.errors.InputError` if the engine would refuse the request."""
-        check_request(request, self.model, positions=self.tokens, iterations=self.iterations, eos_ids=self.eos_ids)
+        self.name, self.model, self.tokenizer = name, model, tokenizer
+        self.profiles: Mapping[str, Mapping[str, Any]] = {} if folder is None else stored_profiles.stored(folder)
+        self.tokens = max_tokens(model, tokens)
+        self.iterations: int = model.config.iterations
+        self.vocabulary: int = model.config.vocab_size
+        self.created = int(time.time())
+        self.shape = shape_of(model.config)
+        self.eos_ids = eos_ids(model)
+        self.spell = TokenSpeller(tokenizer)
+        self.template = has_template(tokenizer)
 
     def facts(self) -> dict[str, Any]:
         """Returns what ``/v1/models`` says about the model under ``adaponder``."""
@@ -99,8 +78,8 @@ class Served:
             "chat": self.template,
             "policies": policies,
             "profiles": [
-                {"name": name, "budget": profile.get("budget"), "depth": profile.get("depth")}
-                | {"policy": profile["policy"]}
+                {"name": name, "policy": profile["policy"]}
+                | {field: profile.get(field) for field in ("budget", "depth")}
                 for name, profile in self.profiles.items()
             ],
         }

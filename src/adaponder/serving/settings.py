@@ -9,9 +9,9 @@ import re
 from dataclasses import dataclass, field
 
 from adaponder.errors import InputError, shown
-from adaponder.fields import fields_of, setting, violation
+from adaponder.fields import check_fields, setting
 from adaponder.inference.request import MOST_BIASES, MOST_SAMPLES, MOST_TOP
-from adaponder.text.stops import LONGEST_STOP, MOST_STOPS
+from adaponder.text.stream import LONGEST_STOP, MOST_STOPS
 
 SHORTEST_KEY = 16
 _COUNT, _SECONDS, _SAMPLES = "[1, 1e12]", "[0.001, 1e12]", f"[1, {MOST_SAMPLES}]"
@@ -47,9 +47,7 @@ class Limits:
     retry_seconds: int = setting(1, "Value of Retry-After.", _COUNT)
 
     def __post_init__(self) -> None:
-        for name, limit in fields_of(Limits).items():
-            if problem := violation(limit, getattr(self, name)):
-                raise InputError(f"{name}={shown(getattr(self, name))} {problem}")
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -97,17 +95,15 @@ class Access:
             if not _ORIGIN.fullmatch(origin):
                 raise InputError(f"origin={shown(origin)} must be scheme://host[:port] in lower case")
 
-    def key_of(self, given: str) -> Key | None:
+    def key_of(self, text: str) -> Key | None:
         """Returns the key with this text, comparing every key in constant time."""
-        digest = hashlib.sha256(given.encode("utf-8", "surrogateescape")).digest()
-        matches = [key for key in self.keys if hmac.compare_digest(key.digest, digest)]
-        return matches[0] if matches else None
+        digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
+        return next(iter([key for key in self.keys if hmac.compare_digest(key.digest, digest)]), None)
 
-    def key_of_cookie(self, given: str) -> Key | None:
+    def key_of_cookie(self, cookie: str) -> Key | None:
         """Returns the key whose login set this cookie, comparing every key in constant time."""
-        value = given.encode("utf-8", "surrogateescape")
-        matches = [key for key in self.keys if hmac.compare_digest(key.cookie.encode(), value)]
-        return matches[0] if matches else None
+        value = cookie.encode("utf-8", "surrogateescape")
+        return next(iter([key for key in self.keys if hmac.compare_digest(key.cookie.encode(), value)]), None)
 
     def knows_host(self, name: str) -> bool:
         """Returns whether a request may be addressed to this host: a name, or an address without port."""

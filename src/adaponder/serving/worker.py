@@ -7,14 +7,13 @@ most one part of one job (a text to be scored), so neither starves the other.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from adaponder.errors import AdaPonderError, EvaluationError, in_one_line
@@ -57,34 +56,30 @@ class UnavailableError(EvaluationError):
 
 # Called in the event loop's thread with the events of one step, or with the exception that ends the request.
 Sink = Callable[[list[Event] | Exception], None]
-# Run in the engine's thread; the engine is None once it has failed for good.
-_Command = Callable[[StepEngine | None], None]
 
 
-@dataclass
-class _Ticket:
-    """A submitted request: its sink, and how many of its samples have not ended."""
+@dataclass(eq=False)
+class Ticket:
+    """A submitted request.
+
+    Attributes:
+        sink: receives its events.
+        left: samples whose end the event loop has not seen.
+        running: samples that run in the engine; used by the engine's thread only, like ``number``.
+        number: the engine's number of the request, once the engine has it.
+    """
 
     sink: Sink
     left: int
-
-
-@dataclass
-class _Job:
-    """Work that runs part by part between the engine's steps."""
-
-    parts: Generator[None, None, Any]
-    done: asyncio.Future[Any]
-    cancelled: threading.Event = field(default_factory=threading.Event)
+    running: int
+    number: int | None = None
 
 
 class Worker:
-    """Runs an engine in a thread of its own.
-
-    Public methods belong to the event loop's thread.
+    """Runs an engine in a thread of its own; its public methods belong to the event loop's thread.
 
     Args:
-        engine: the engine, or a function that makes it, which is called in the worker's thread.
+        make_engine: opens the engine; called in the worker's thread.
         served: the model and its tokenizer.
 
     Attributes:
@@ -96,33 +91,30 @@ class Worker:
         counts: the engine's statistics after the last step.
     """
 
-    def __init__(self, engine: StepEngine | Callable[[], StepEngine], served: Served):
+    def __init__(self, make_engine: Callable[[], StepEngine], served: Served):
         self.served = served
         self.state = "starting"
         self.problem: str | None = None
         self.sequences = self.jobs = 0
         self.longest_request = served.tokens + 1  # until the engine is open: as far as positions reach
         self.counts: Mapping[str, int] = {}
-        self._make: Callable[[], StepEngine] = engine if callable(engine) else lambda: engine
-        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
-        self._tickets: dict[int, _Ticket] = {}
-        self._numbers = itertools.count(1)
+        self._make_engine = make_engine
+        # Commands for the engine's thread; the engine is None once it has failed for good.
+        self._commands: queue.SimpleQueue[Callable[[StepEngine | None], None] | None] = queue.SimpleQueue()
+        self._tickets: set[Ticket] = set()
         self._room = threading.Semaphore(_STEPS_AHEAD)
         self._idle = asyncio.Event()
         self._idle.set()
-        # Used by the engine's thread only: the engine's number of each ticket, and by it the ticket and samples left.
-        self._waiting_jobs: deque[_Job] = deque()
-        self._numbers_of: dict[int, int] = {}
-        self._running: dict[int, list[int]] = {}
+        # Used by the engine's thread only: jobs in turn, and tickets by the engine's number.
+        self._waiting_jobs: deque[tuple[Generator[None, None, Any], asyncio.Future[Any]]] = deque()
+        self._running: dict[int, Ticket] = {}
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # --- the event loop's thread ----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the thread; must be called in the event loop that will get the events."""
-        if self._thread is not None:
-            raise RuntimeError("a worker is started once")
+        """Starts the thread; must be called once, in the event loop that will get the events."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="adaponder-engine", daemon=True)
         self._thread.start()
@@ -132,23 +124,23 @@ class Worker:
         """Whether the thread runs and its engine has not failed for good."""
         return self._thread is not None and self._thread.is_alive() and self.state != "broken"
 
-    def submit(self, request: Request, sink: Sink) -> int:
+    def submit(self, request: Request, sink: Sink) -> Ticket:
         """Submits a request and returns its ticket; ``sink`` gets its events, or one exception and nothing more."""
         self._refuse_if_gone()
-        ticket = next(self._numbers)
-        self._tickets[ticket] = _Ticket(sink, request.samples)
+        ticket = Ticket(sink, request.samples, request.samples)
+        self._tickets.add(ticket)
         self.sequences += request.samples
         self._idle.clear()
         self._commands.put(lambda engine: self._begin(engine, ticket, request))
         return ticket
 
-    def cancel(self, ticket: int) -> None:
+    def cancel(self, ticket: Ticket) -> None:
         """Cancels a request: its rows are freed at the next step, and its sink gets nothing more."""
         if ticket in self._tickets:
-            self._tickets[ticket].sink = lambda events: None
+            ticket.sink = lambda events: None
             self._commands.put(lambda engine: self._end(engine, ticket))
 
-    def finish(self, ticket: int, sample: int) -> None:
+    def finish(self, ticket: Ticket, sample: int) -> None:
         """Ends a sample whose text is complete; its sink still gets the end."""
         self._commands.put(lambda engine: self._end(engine, ticket, sample))
 
@@ -158,18 +150,17 @@ class Worker:
         Each ``yield`` lets other work run. Cancelling the future ends the job after its current part.
         """
         self._refuse_if_gone()
-        job = _Job(parts, asyncio.get_running_loop().create_future())
+        done: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
 
         def end(_: object) -> None:
-            job.cancelled.set()
             self.jobs -= 1
             self._note_idle()
 
-        job.done.add_done_callback(end)
+        done.add_done_callback(end)
         self.jobs += 1
         self._idle.clear()
-        self._commands.put(lambda _: self._waiting_jobs.append(job))
-        return job.done
+        self._commands.put(lambda _: self._waiting_jobs.append((parts, done)))
+        return done
 
     async def drained(self, seconds: float) -> bool:
         """Waits at most ``seconds`` until all work is done, and returns whether it is."""
@@ -200,16 +191,15 @@ class Worker:
         if not self._tickets and not self.jobs:
             self._idle.set()
 
-    def _take(self, step: dict[int, list[Event]], counts: Mapping[str, int]) -> None:
+    def _take(self, step: dict[Ticket, list[Event]], counts: Mapping[str, int]) -> None:
         """Delivers the events of one step."""
         self._room.release()
         self.counts = counts
         for ticket, events in step.items():
             self._deliver(ticket, events)
 
-    def _deliver(self, number: int, events: list[Event] | Exception) -> None:
-        ticket = self._tickets.get(number)
-        if ticket is None:
+    def _deliver(self, ticket: Ticket, events: list[Event] | Exception) -> None:
+        if ticket not in self._tickets:
             return
         ended = ticket.left
         if not isinstance(events, Exception):
@@ -217,14 +207,14 @@ class Worker:
         ticket.left -= ended
         self.sequences -= ended
         if not ticket.left:
-            del self._tickets[number]
+            self._tickets.remove(ticket)
             self._note_idle()
         sink = ticket.sink
         try:
             sink(events)
         except Exception as problem:  # fails this request only
             _log.exception("the events of a request could not be handled")
-            self.cancel(number)
+            self.cancel(ticket)
             try:
                 sink(problem)
             except Exception:  # the other requests must go on
@@ -245,7 +235,7 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            engine = self._make()
+            engine = self._make_engine()
             self._post(self._set_ready, engine.longest_request)
         except Exception as problem:
             _log.exception("the engine could not be opened")
@@ -280,37 +270,34 @@ class Worker:
                 return False
             command(engine)
 
-    def _begin(self, engine: StepEngine | None, ticket: int, request: Request) -> None:
+    def _begin(self, engine: StepEngine | None, ticket: Ticket, request: Request) -> None:
         try:
             if engine is None:
                 raise UnavailableError("engine: it is not running")
-            number = engine.submit(request)
+            ticket.number = engine.submit(request)
         except Exception as problem:
             if not isinstance(problem, AdaPonderError):
                 _log.exception("the engine failed on a new request")
             self._post(self._deliver, ticket, problem)
             return
-        self._numbers_of[ticket] = number
-        self._running[number] = [ticket, request.samples]
+        self._running[ticket.number] = ticket
 
-    def _end(self, engine: StepEngine | None, ticket: int, sample: int | None = None) -> None:
-        number = self._numbers_of.get(ticket)
-        if engine is not None and number is not None:
-            engine.cancel(number, sample)
+    def _end(self, engine: StepEngine | None, ticket: Ticket, sample: int | None = None) -> None:
+        if engine is not None and ticket.number is not None and ticket.running:
+            engine.cancel(ticket.number, sample)
 
     def _pass_on(self, events: Iterable[Event], engine: StepEngine) -> None:
         """Posts the events of a step by ticket."""
-        step: dict[int, list[Event]] = {}
+        step: dict[Ticket, list[Event]] = {}
         for event in events:
-            running = self._running.get(event.request)
-            if running is None:
+            ticket = self._running.get(event.request)
+            if ticket is None:
                 continue
-            ticket = running[0]
             step.setdefault(ticket, []).append(event)
             if event.completion is not None:
-                running[1] -= 1
-                if not running[1]:
-                    del self._running[event.request], self._numbers_of[ticket]
+                ticket.running -= 1
+                if not ticket.running:
+                    del self._running[event.request]
         if step:
             self._post(self._take, step, dict(engine.statistics))
         else:
@@ -319,18 +306,18 @@ class Worker:
     def _run_job_part(self) -> None:
         if not self._waiting_jobs:
             return
-        job = self._waiting_jobs.popleft()
-        if job.cancelled.is_set():
-            job.parts.close()
+        parts, done = self._waiting_jobs.popleft()
+        if done.done():  # cancelled
+            parts.close()
             return
         try:
-            next(job.parts)
+            next(parts)
         except StopIteration as end:
-            self._post(_resolve, job.done, end.value)
+            self._post(_resolve, done, end.value, None)
         except Exception as problem:
-            self._post(_fail, job.done, problem)
+            self._post(_resolve, done, None, problem)
         else:
-            self._waiting_jobs.insert(_JOBS_AT_ONCE - 1, job)
+            self._waiting_jobs.insert(_JOBS_AT_ONCE - 1, (parts, done))
 
     def _give_up(self, problem: str) -> None:
         """Fails everything submitted before and after the engine failed for good, until the worker is stopped."""
@@ -344,9 +331,9 @@ class Worker:
 
     def _fail_jobs(self, reason: str) -> None:
         while self._waiting_jobs:
-            job = self._waiting_jobs.popleft()
-            job.parts.close()
-            self._post(_fail, job.done, UnavailableError(f"engine: {reason}"))
+            parts, done = self._waiting_jobs.popleft()
+            parts.close()
+            self._post(_resolve, done, None, UnavailableError(f"engine: {reason}"))
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> None:
         """Calls a function in the event loop's thread."""
@@ -355,11 +342,11 @@ class Worker:
             self._loop.call_soon_threadsafe(function, *arguments)
 
 
-def _resolve(future: asyncio.Future[Any], result: Any) -> None:
-    if not future.done():
+def _resolve(future: asyncio.Future[Any], result: Any, problem: Exception | None) -> None:
+    """Ends a job with its result or its error, unless its caller has cancelled it."""
+    if future.done():
+        return
+    if problem is None:
         future.set_result(result)
-
-
-def _fail(future: asyncio.Future[Any], problem: Exception) -> None:
-    if not future.done():
+    else:
         future.set_exception(problem)

@@ -1,28 +1,25 @@
-"""Turns token ids into text as they are generated: whole characters, up to a stop string."""
+"""Turns text and conversations into token ids, and generated token ids into text: whole characters, up to a stop."""
 
-from adaponder.text.chat import chat_ids, chat_text, has_template, render_chat
 from adaponder.text.detokenizer import Detokenizer, pieces
-from adaponder.text.engine import TextEngine, TextEvent, Writing, Writings, encode
+from adaponder.text.engine import TextEngine, TextEvent, Writing, start_writings
+from adaponder.text.prompts import chat_ids, chat_text, encode, has_template
 from adaponder.text.spelling import Spelled, TokenSpeller, token_texts
-from adaponder.text.stops import StopStrings
 from adaponder.text.stream import Piece, TextStream
 
 __all__ = [
     "Detokenizer",
     "Piece",
     "Spelled",
-    "StopStrings",
     "TextEngine",
     "TextEvent",
     "TextStream",
     "TokenSpeller",
     "Writing",
-    "Writings",
     "chat_ids",
     "chat_text",
     "encode",
     "has_template",
     "pieces",
-    "render_chat",
+    "start_writings",
     "token_texts",
 ]

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from adaponder.errors import EvaluationError, InputError
+from adaponder.errors import EvaluationError
 from adaponder.inference.outputs import Completion, Event, FinishReason, PromptToken, Token
 from adaponder.inference.request import Request
-from adaponder.text.stops import check_stops
-from adaponder.text.stream import Piece, TextStream
+from adaponder.text.prompts import encode
+from adaponder.text.stream import Piece, TextStream, check_stops
 
 if TYPE_CHECKING:
     from adaponder.inference.engine import Engine
@@ -23,8 +23,6 @@ class Writing:
     """One sample of a request as text, as far as it has been generated.
 
     Attributes:
-        number: the engine's number of the request.
-        sample: index of the sample within the request.
         tokens: the generated tokens; the last one completed the stop string, where there is one.
         pieces: the text of each token.
         prompt_depths: depths of the prompt's tokens; empty until the sample has ended.
@@ -35,8 +33,6 @@ class Writing:
     """
 
     request: Request
-    number: int
-    sample: int
     stream: TextStream
     tokens: list[Token] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
@@ -58,15 +54,23 @@ class Writing:
         after = [token.depth for token in self.tokens[1:]] + [0] * bool(self.tokens)
         return self.prompt_depths + after
 
-    def add(self, token: Token) -> list[Piece]:
-        """Adds a token and returns the text that can be shown now."""
-        self.tokens.append(token)
-        self.pieces.append("")
-        return self._keep(self.stream.add(token.id))
+    def take(self, event: Event) -> TextEvent | None:
+        """Adds an event of the engine and returns the new text; ``None`` for a token after a stop string."""
+        completion = event.completion
+        if completion is not None:
+            new = self.stream.finish()
+            self._end(completion)
+        elif event.token is None or self.stream.stop is not None:
+            return None
+        else:
+            self.tokens.append(event.token)
+            self.pieces.append("")
+            new = self.stream.add(event.token.id)
+        for piece in new:
+            self.pieces[piece.token] += piece.text
+        return TextEvent(self, new, done=completion is not None)
 
-    def end(self, completion: Completion) -> list[Piece]:
-        """Ends the sample with the engine's result and returns the rest of the text."""
-        rest = self._keep(self.stream.finish())
+    def _end(self, completion: Completion) -> None:
         stopped = self.stream.stop is not None
         self.finish_reason = "stop" if stopped else completion.finish_reason or "error"
         self.error = None if stopped else completion.error
@@ -74,12 +78,6 @@ class Writing:
         self.prompt_log_probabilities = completion.prompt_log_probabilities
         self.dropped_rows = completion.dropped_rows
         self.cached_tokens = completion.cached_tokens
-        return rest
-
-    def _keep(self, pieces: list[Piece]) -> list[Piece]:
-        for piece in pieces:
-            self.pieces[piece.token] += piece.text
-        return pieces
 
 
 class TextEvent(NamedTuple):
@@ -87,51 +85,18 @@ class TextEvent(NamedTuple):
 
     writing: Writing
     pieces: list[Piece]
-    done: bool = False
+    done: bool
 
 
-class Writings:
-    """The samples of one request as text, built from the engine's events.
-
-    Args:
-        tokenizer: any tokenizer of transformers.
-        request: the engine's request.
-        number: the engine's number of the request.
-        stops: strings that end a sample.
-        include_stop: whether the text includes the stop string.
-        eos_ids: the model's end-of-text ids, which have no text where they end a sample.
-    """
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        request: Request,
-        number: int = 0,
-        *,
-        stops: Sequence[str] = (),
-        include_stop: bool = False,
-        eos_ids: Collection[int] = (),
-    ):
-        silent = set(request.stop_ids) | (set() if request.ignore_eos else set(eos_ids))
-        options: dict[str, Any] = {"stops": stops, "include_stop": include_stop, "silent": silent}
-        self.samples = [
-            Writing(request, number, sample, TextStream(tokenizer, request.prompt, **options))
-            for sample in range(request.samples)
-        ]
-
-    @property
-    def over(self) -> bool:
-        """Whether every sample has ended."""
-        return all(writing.finish_reason is not None for writing in self.samples)
-
-    def add(self, event: Event) -> TextEvent | None:
-        """Returns the event as text; ``None`` for tokens after a stop string."""
-        writing = self.samples[event.sample]
-        if event.completion is not None:
-            return TextEvent(writing, writing.end(event.completion), done=True)
-        if event.token is None or writing.stream.stop is not None:
-            return None
-        return TextEvent(writing, writing.add(event.token))
+def start_writings(
+    tokenizer: PreTrainedTokenizerBase, request: Request, *, stops: Sequence[str], eos_ids: Collection[int]
+) -> list[Writing]:
+    """Returns an empty text for each sample of a request; ``eos_ids`` have no text where they end a sample."""
+    silent = set(request.stop_ids) | (set() if request.ignore_eos else set(eos_ids))
+    return [
+        Writing(request, TextStream(tokenizer, request.prompt, stops=stops, silent=silent))
+        for _ in range(request.samples)
+    ]
 
 
 class TextEngine:
@@ -142,16 +107,14 @@ class TextEngine:
 
     def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerBase):
         self.engine, self.tokenizer = engine, tokenizer
-        self._writings: dict[int, Writings] = {}
+        self._writings: dict[int, list[Writing]] = {}
 
     @property
     def busy(self) -> bool:
         """Whether any text is unfinished."""
         return bool(self._writings)
 
-    def submit(
-        self, prompt: str | Sequence[int], *, stops: Sequence[str] = (), include_stop: bool = False, **settings: Any
-    ) -> list[Writing]:
+    def submit(self, prompt: str | Sequence[int], *, stops: Sequence[str] = (), **settings: Any) -> list[Writing]:
         """Submits a prompt and returns its samples; ``settings`` are fields of :class:`Request`.
 
         Raises :class:`InputError` if the engine refuses the request.
@@ -159,10 +122,8 @@ class TextEngine:
         stops = check_stops(stops)
         request = Request(prompt=encode(self.tokenizer, prompt), **settings)
         number = self.engine.submit(request)
-        writings = self._writings[number] = Writings(
-            self.tokenizer, request, number, stops=stops, include_stop=include_stop, eos_ids=self.engine.eos_ids
-        )
-        return list(writings.samples)
+        self._writings[number] = start_writings(self.tokenizer, request, stops=stops, eos_ids=self.engine.eos_ids)
+        return self._writings[number]
 
     def cancel_all(self) -> None:
         """Cancels every unfinished request; their last events come with the next step."""
@@ -174,11 +135,11 @@ class TextEngine:
         events = []
         for event in self.engine.step():
             writings = self._writings.get(event.request)
-            text_event = None if writings is None else writings.add(event)
+            text_event = None if writings is None else writings[event.sample].take(event)
             if writings is None or text_event is None:
                 continue
             events.append(text_event)
-            if writings.over:
+            if all(writing.finish_reason is not None for writing in writings):
                 del self._writings[event.request]
             elif not text_event.done and text_event.writing.stream.stop is not None:
                 self.engine.cancel(event.request, event.sample)
@@ -199,11 +160,3 @@ class TextEngine:
                     errors.append(event.writing.error)
         if errors:
             raise EvaluationError(errors[0])
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int], *, special: bool = True) -> list[int]:
-    """Returns the prompt's token ids, of a text with the tokenizer's ``special`` tokens; raises if there are none."""
-    ids = list(tokenizer(prompt, add_special_tokens=special).input_ids) if isinstance(prompt, str) else list(prompt)
-    if not ids:
-        raise InputError("prompt is empty; give at least one token")
-    return ids

@@ -1,4 +1,4 @@
-"""Turns the tokens of one sequence into text as they are generated: whole characters, up to a stop string."""
+"""Decodes one sequence while it is generated: whole characters, up to a stop string."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from adaponder.errors import InputError, shown
 from adaponder.text.detokenizer import Detokenizer
-from adaponder.text.stops import StopStrings
+
+MOST_STOPS = 64
+LONGEST_STOP = 1000
 
 
 class Piece(NamedTuple):
@@ -22,11 +25,13 @@ class Piece(NamedTuple):
 class TextStream:
     """Turns generated token ids into pieces of text that can be shown at once.
 
+    The text ends before the stop string that ends first; of several that end there, the longest counts. Text that may
+    be the beginning of a stop string is held back.
+
     Args:
         tokenizer: any tokenizer of transformers.
         prompt: token ids of the prompt; they are context and produce no text.
         stops: strings that end the text.
-        include_stop: whether the text includes the stop string.
         silent: ids without text, such as end-of-text ids.
 
     Attributes:
@@ -39,15 +44,16 @@ class TextStream:
         prompt: Sequence[int] = (),
         *,
         stops: Sequence[str] = (),
-        include_stop: bool = False,
         silent: Collection[int] = (),
     ):
         self.stop: str | None = None
         self._decoder = Detokenizer(tokenizer, prompt)
-        self._stops = StopStrings(stops, include=include_stop)
+        self._stops = check_stops(stops)
+        self._prefixes = {stop[:length] for stop in self._stops for length in range(1, len(stop))}
+        self._longest = max(map(len, self._prefixes), default=0)
         self._silent = frozenset(silent)
         self._tokens = 0
-        self._held: deque[Piece] = deque()  # text that may be the beginning of a stop string
+        self._held: deque[Piece] = deque()
 
     @property
     def settled(self) -> int:
@@ -69,19 +75,25 @@ class TextStream:
         if self.stop is not None:
             return []
         pieces = self._check(self._decoder.flush())
-        return pieces if self.stop is not None else pieces + self._release(self._stops.flush())
+        return pieces if self.stop is not None else pieces + self._release(sum(len(text) for _, text in self._held))
 
     def _check(self, text: str) -> list[Piece]:
+        """Adds text and returns the pieces that no longer can belong to a stop string."""
         if not text:
             return []
         self._held.append(Piece(self._tokens - 1, text))
-        checked = self._stops.add(text)
-        self.stop = checked.stop
-        return self._release(checked.text)
+        text = "".join(piece.text for piece in self._held)
+        ends = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if ends:
+            _, start, self.stop = min(ends)
+            return self._release(start)
+        lengths = range(min(self._longest, len(text)), 0, -1)
+        keep = next((length for length in lengths if text[-length:] in self._prefixes), 0)
+        return self._release(len(text) - keep)
 
-    def _release(self, text: str) -> list[Piece]:
-        """Returns ``text``, with which the held pieces begin, as pieces."""
-        pieces, left = [], len(text)
+    def _release(self, left: int) -> list[Piece]:
+        """Removes the first ``left`` characters of the held text and returns them as pieces."""
+        pieces = []
         while left:
             piece = self._held.popleft()
             if len(piece.text) > left:
@@ -90,3 +102,13 @@ class TextStream:
             pieces.append(piece)
             left -= len(piece.text)
         return pieces
+
+
+def check_stops(stops: Sequence[str]) -> tuple[str, ...]:
+    """Returns the distinct stop strings; raises :class:`InputError` on too many, empty or too long ones."""
+    if isinstance(stops, str) or len(stops) > MOST_STOPS:
+        raise InputError(f"stop={shown(stops)} must be a list of at most {MOST_STOPS} strings")
+    for stop in stops:
+        if not isinstance(stop, str) or not 0 < len(stop) <= LONGEST_STOP:
+            raise InputError(f"stop={shown(stop)} must be a string of 1 to {LONGEST_STOP} characters")
+    return tuple(dict.fromkeys(stops))

@@ -216,4 +216,5 @@ def _test_exists(name: str, tests: Path) -> bool:
 def _test_functions(path: Path) -> frozenset[str]:
     if not path.is_file():
         return frozenset()
-    return frozenset(node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef))
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return frozenset(node.name for node in ast.parse(path.read_text()).body if isinstance(node, functions))

@@ -12,6 +12,8 @@ from serving_support import TEMPLATE, serving, text_of, tiny_served
 from support import tiny
 from word_support import small_tokenizer
 
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "seed": 5}
+
 
 @pytest.fixture(scope="module")
 def server():
@@ -21,9 +23,11 @@ def server():
 
 @pytest.fixture(scope="module")
 def solo():
-    """Completions of an engine that has nothing else to do."""
+    """Completions of an engine that runs nothing else."""
     engine = Engine(tiny(), lanes=1)
-    return lambda prompt, **settings: engine.generate([Request(small_tokenizer()(prompt).input_ids, **settings)])[0]
+    return lambda prompt, **settings: engine.generate(
+        [Request(small_tokenizer()(prompt).input_ids, seed=5, **settings)]
+    )[0]
 
 
 def events(response) -> list[dict]:
@@ -32,15 +36,15 @@ def events(response) -> list[dict]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def ask(server, **body):
+def complete(server, **body):
     response = server.post("/v1/completions", {"model": "tiny", "prompt": "ab", "seed": 5} | body)
     assert response.status_code == 200, response.text
     return response
 
 
-def test_a_completion_is_what_the_engine_says(server, solo):
-    (alone,) = solo("ab", max_new_tokens=8, seed=5, log_probabilities=2)
-    answer = ask(server, max_tokens=8, logprobs=2, adaponder={"depth": True}).json()
+def test_completion_equals_the_engine_s(server, solo):
+    (alone,) = solo("ab", max_new_tokens=8, log_probabilities=2)
+    answer = complete(server, max_tokens=8, logprobs=2, adaponder={"depth": True}).json()
     (choice,) = answer["choices"]
     assert choice["text"] == text_of(alone.ids)
     assert choice["finish_reason"] == "length"
@@ -53,9 +57,10 @@ def test_a_completion_is_what_the_engine_says(server, solo):
     assert 0 < usage["adaponder"]["flops"] < usage["adaponder"]["flops_full_depth"]
 
 
-def test_what_an_earlier_request_has_read_costs_nothing_again(server):
+def test_cached_prompt_tokens_cost_no_flops(server):
     prompt = [number % 50 + 3 for number in range(40)]
-    first, again = (ask(server, prompt=prompt, max_tokens=4, n=2, adaponder={"depth": True}).json() for _ in range(2))
+    body = {"prompt": prompt, "max_tokens": 4, "n": 2, "adaponder": {"depth": True}}
+    first, again = (complete(server, **body).json() for _ in range(2))
     assert first["choices"] == again["choices"]
     assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
     cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -63,77 +68,75 @@ def test_what_an_earlier_request_has_read_costs_nothing_again(server):
     served, depths = server.worker.served, first["choices"][0]["adaponder"]["prompt_depths"][:cached]
     for name, read in (("flops", depths), ("flops_full_depth", [3] * cached)):
         spent, less = first["usage"]["adaponder"][name], again["usage"]["adaponder"][name]
-        assert spent - less == text_cost(served, read, logits=0, policy=None, max_iterations=None).flops > 0
+        assert spent - less == text_cost(served, read, Request(prompt), logits=0).flops > 0
     for name in ("mean_depth", "kv_bytes"):
         assert first["usage"]["adaponder"][name] == again["usage"]["adaponder"][name]
 
 
-def test_a_stream_says_the_same_as_the_whole(server):
-    how = {"max_tokens": 12, "logprobs": 1, "adaponder": {"depth": True, "gates": True, "iteration_top": 2}}
-    whole = ask(server, **how).json()
-    told = events(ask(server, **how, stream=True, stream_options={"include_usage": True}))
-    assert told[-1]["choices"] == []
-    assert told[-1]["usage"] == whole["usage"]
-    parts = [one["choices"][0] for one in told[:-1]]
+def test_stream_equals_the_whole_answer(server):
+    body = {"max_tokens": 12, "logprobs": 1, "adaponder": {"depth": True, "gates": True, "iteration_top": 2}}
+    whole = complete(server, **body).json()
+    chunks = events(complete(server, **body, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert {chunk["usage"] for chunk in chunks[:-1]} == {None}
+    deltas = [chunk["choices"][0] for chunk in chunks[:-1]]
     (choice,) = whole["choices"]
-    assert "".join(part["text"] for part in parts) == choice["text"]
-    assert [token for part in parts for token in part["adaponder"]["tokens"]] == choice["adaponder"]["tokens"]
-    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        assert [one for part in parts if part["logprobs"] for one in part["logprobs"][name]] == choice["logprobs"][name]
-    assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
-    assert parts[-1]["adaponder"]["prompt_depths"] == choice["adaponder"]["prompt_depths"]
+    assert "".join(delta["text"] for delta in deltas) == choice["text"]
+    assert [token for delta in deltas for token in delta["adaponder"]["tokens"]] == choice["adaponder"]["tokens"]
+    for name, values in choice["logprobs"].items():
+        assert [value for delta in deltas if delta["logprobs"] for value in delta["logprobs"][name]] == values
+    assert [delta["finish_reason"] for delta in deltas] == [None] * (len(deltas) - 1) + ["length"]
+    assert deltas[-1]["adaponder"]["prompt_depths"] == choice["adaponder"]["prompt_depths"]
 
 
-def test_several_prompts_and_samples_are_choices_in_order(server, solo):
-    answer = ask(server, prompt=[[1, 2], [1, 2, 3]], n=2, max_tokens=5).json()
-    expected = [
-        text_of(sample.ids) for prompt in ("ab", "abc") for sample in solo(prompt, max_new_tokens=5, seed=5, samples=2)
-    ]
+def test_prompts_and_samples_are_choices_in_order(server, solo):
+    body = {"prompt": [[1, 2], [1, 2, 3]], "n": 2, "max_tokens": 5}
+    answer = complete(server, **body).json()
+    expected = [text_of(sample.ids) for prompt in ("ab", "abc") for sample in solo(prompt, max_new_tokens=5, samples=2)]
     assert [choice["text"] for choice in answer["choices"]] == expected
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     streamed = ["", "", "", ""]
-    for one in events(ask(server, prompt=[[1, 2], [1, 2, 3]], n=2, max_tokens=5, stream=True)):
-        streamed[one["choices"][0]["index"]] += one["choices"][0]["text"]
+    for chunk in events(complete(server, **body, stream=True)):
+        streamed[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
     assert streamed == expected
     assert answer["usage"]["prompt_tokens"] == 5
 
 
-def test_a_stop_string_ends_the_text_and_frees_the_rows(server, solo):
-    (alone,) = solo("ab", max_new_tokens=20, seed=5)
+def test_stop_string_ends_the_text_and_frees_the_rows(server, solo):
+    (alone,) = solo("ab", max_new_tokens=20)
     text = text_of(alone.ids)
     stop = text[6:8]
-    answer = ask(server, max_tokens=20, stop=[stop]).json()["choices"][0]
-    assert answer["text"] == text[: text.index(stop)]
-    assert answer["finish_reason"] == "stop"
+    choice = complete(server, max_tokens=20, stop=[stop]).json()["choices"][0]
+    assert choice["text"] == text[: text.index(stop)]
+    assert choice["finish_reason"] == "stop"
     assert server.settled()["resident"] == 0
 
 
-def test_echo_repeats_the_prompt_with_its_log_probabilities(server, solo):
-    (alone,) = solo("abc", max_new_tokens=1, seed=5, log_probabilities=1, prompt_log_probabilities=1)
-    choice = ask(server, prompt=[1, 2, 3], echo=True, max_tokens=1, logprobs=1).json()["choices"][0]
+def test_echo_returns_the_prompt_with_its_log_probabilities(server, solo):
+    (alone,) = solo("abc", max_new_tokens=1, log_probabilities=1, prompt_log_probabilities=1)
+    choice = complete(server, prompt=[1, 2, 3], echo=True, max_tokens=1, logprobs=1).json()["choices"][0]
     assert choice["text"] == "abc" + text_of(alone.ids)
-    said = [token.log_probability for token in (*alone.prompt_log_probabilities, *alone.tokens)]
-    assert choice["logprobs"]["token_logprobs"] == said
+    expected = [token.log_probability for token in (*alone.prompt_log_probabilities, *alone.tokens)]
+    assert choice["logprobs"]["token_logprobs"] == expected
     assert choice["logprobs"]["token_logprobs"][0] is None
     assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
     assert choice["logprobs"]["top_logprobs"][0] is None
     tops = choice["logprobs"]["top_logprobs"][1:3]
     assert [max(top.values()) for top in tops] == [token.top[0][1] for token in alone.prompt_log_probabilities[1:]]
-    none = ask(server, prompt=[1, 2, 3], echo=True, max_tokens=0, logprobs=1).json()
-    assert none["choices"][0]["text"] == "abc"
-    assert none["choices"][0]["logprobs"]["token_logprobs"] == said[:-1]
+    choice = complete(server, prompt=[1, 2, 3], echo=True, max_tokens=0, logprobs=1).json()["choices"][0]
+    assert choice["text"] == "abc"
+    assert choice["logprobs"]["token_logprobs"] == expected[:-1]
+    streamed = events(complete(server, prompt=[1, 2, 3], echo=True, max_tokens=1, stream=True))
+    assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == "abc" + text_of(alone.ids)
 
 
 @pytest.mark.parametrize(
     ("route", "body"),
-    [
-        ("/v1/completions", {"prompt": "ab", "n": 2}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "n": 2}),
-    ],
+    [("/v1/completions", {"prompt": "ab", "model": "tiny", "seed": 5}), ("/v1/chat/completions", CHAT)],
 )
-def test_no_tokens_are_counted_where_none_were_asked_for(server, route, body):
-    body = {"model": "tiny", "seed": 5} | body
-    none, one = (server.post(route, body | {"max_tokens": most}).json()["usage"] for most in (0, 1))
+def test_max_tokens_0_counts_no_tokens(server, route, body):
+    none, one = (server.post(route, body | {"n": 2, "max_tokens": most}).json()["usage"] for most in (0, 1))
     assert none["completion_tokens"] == 0
     assert none["total_tokens"] == none["prompt_tokens"] == one["prompt_tokens"]
     assert none["adaponder"] == one["adaponder"], "the prompt was read all the same"
@@ -141,45 +144,43 @@ def test_no_tokens_are_counted_where_none_were_asked_for(server, route, body):
     assert events(streamed)[-1]["usage"]["completion_tokens"] == 0
 
 
-def test_best_of_returns_the_likeliest(server, solo):
-    samples = solo("ab", max_new_tokens=6, seed=5, samples=4, log_probabilities=0)
-    best = max(samples, key=lambda one: sum(token.log_probability for token in one.tokens) / len(one.tokens))
-    answer = ask(server, best_of=4, n=1, max_tokens=6).json()
+def test_best_of_returns_the_most_likely(server, solo):
+    samples = solo("ab", max_new_tokens=6, samples=4, log_probabilities=0)
+    best = max(samples, key=lambda sample: sum(token.log_probability for token in sample.tokens) / len(sample.tokens))
+    answer = complete(server, best_of=4, n=1, max_tokens=6).json()
     assert [choice["text"] for choice in answer["choices"]] == [text_of(best.ids)]
     assert answer["usage"]["completion_tokens"] == 24
 
 
-def test_a_chat_is_the_tokenizer_s_template(server, solo):
-    (alone,) = solo("u hi a ", max_new_tokens=6, seed=5, log_probabilities=2)
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "seed": 5, "max_tokens": 6}
+def test_chat_uses_the_tokenizer_s_template(server, solo):
+    (alone,) = solo("u hi a ", max_new_tokens=6, log_probabilities=2)
+    body = CHAT | {"max_tokens": 6}
     answer = server.post("/v1/chat/completions", body | {"logprobs": True, "top_logprobs": 2}).json()
     (choice,) = answer["choices"]
     assert answer["object"] == "chat.completion"
     assert choice["message"] == {"role": "assistant", "content": text_of(alone.ids), "refusal": None}
-    assert [one["logprob"] for one in choice["logprobs"]["content"]] == [t.log_probability for t in alone.tokens]
-    assert [len(one["top_logprobs"]) for one in choice["logprobs"]["content"]] == [2] * 6
-    parts = [one["choices"][0] for one in events(server.post("/v1/chat/completions", body | {"stream": True}))]
-    assert parts[0]["delta"] == {"role": "assistant", "content": ""}
-    assert "".join(part["delta"].get("content", "") for part in parts) == text_of(alone.ids)
-    parted = body | {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
-    assert server.post("/v1/chat/completions", parted).json()["choices"][0]["message"] == choice["message"]
+    content = choice["logprobs"]["content"]
+    assert [entry["logprob"] for entry in content] == [token.log_probability for token in alone.tokens]
+    assert [len(entry["top_logprobs"]) for entry in content] == [2] * 6
+    deltas = [chunk["choices"][0] for chunk in events(server.post("/v1/chat/completions", body | {"stream": True}))]
+    assert deltas[0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(delta["delta"].get("content", "") for delta in deltas) == text_of(alone.ids)
+    in_parts = body | {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
+    assert server.post("/v1/chat/completions", in_parts).json()["choices"][0]["message"] == choice["message"]
 
 
-def test_depth_can_be_told(server, solo):
-    for how, settings in (
+def test_depth_options_reach_the_engine(server, solo):
+    for options, settings in (
         ({"policy": "fixed:2"}, {"depths": [2] * 7}),
         ({"max_iterations": 1}, {"max_iterations": 1}),
         ({"tau": 0.0}, {"tau": 0.0}),
         ({"depths": {"1": 3, "2": 1}}, {"depths": {1: 3, 2: 1}}),
     ):
-        (alone,) = solo("ab", max_new_tokens=6, seed=5, **settings)
-        choice = ask(server, max_tokens=6, adaponder=how | {"depth": True}).json()["choices"][0]
+        (alone,) = solo("ab", max_new_tokens=6, **settings)
+        choice = complete(server, max_tokens=6, adaponder=options | {"depth": True}).json()["choices"][0]
         assert choice["text"] == text_of(alone.ids)
         assert [token["depth"] for token in choice["adaponder"]["tokens"]] == [token.depth for token in alone.tokens]
 
 
-def test_without_a_seed_no_two_are_alike(server):
-    texts = {
-        server.post("/v1/completions", {"model": "tiny", "prompt": "ab"}).json()["choices"][0]["text"] for _ in "abc"
-    }
-    assert len(texts) == 3
+def test_without_a_seed_completions_differ(server):
+    assert len({complete(server, seed=None).json()["choices"][0]["text"] for _ in "abc"}) == 3

@@ -29,7 +29,7 @@ def blocks(kind: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def address():
-    with serving(Served.of(reader(), words(), name="sample")) as running:
+    with serving(Served(reader(), words(), name="sample")) as running:
         yield running.address
 
 

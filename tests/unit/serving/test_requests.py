@@ -1,4 +1,4 @@
-"""Prompts of chats: templates come from the tokenizer only and run in a sandbox, and what fits is generated."""
+"""Prompts of chats: templates come from the tokenizer only and run in a sandbox; max_tokens defaults to the room."""
 
 from __future__ import annotations
 
@@ -18,51 +18,54 @@ HOSTILE = [
 ]
 
 
+@pytest.fixture(scope="module")
+def server():
+    with serving(tiny_served(template=TEMPLATE)) as running:
+        yield running
+
+
+def chat(server, content="hi", **body):
+    body |= {"model": "tiny", "messages": [{"role": "user", "content": content}]}
+    return server.post("/v1/chat/completions", body)
+
+
 @pytest.mark.parametrize("template", HOSTILE, ids=range(len(HOSTILE)))
-def test_a_hostile_template_runs_nothing_and_ends_as_an_error(template, tmp_path):
+def test_hostile_template_is_an_error(server, monkeypatch, template, tmp_path):
     """CVE-2026-5760: templates of checkpoints are not trusted either."""
     mark = tmp_path / "mark"
-    with serving(tiny_served(template=template.replace("{path}", str(mark)))) as server:
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-        response = server.post("/v1/chat/completions", body)
-        assert response.status_code == 400, response.text
-        assert response.json()["error"]["param"] == "messages"
-        assert server.get("/health").status_code == 200
+    monkeypatch.setattr(server.worker.served.tokenizer, "chat_template", template.replace("{path}", str(mark)))
+    response = chat(server)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == "messages"
+    assert server.get("/health").status_code == 200
     assert not mark.exists()
 
 
-def test_a_template_in_a_message_is_text():
-    with serving(tiny_served(template="{{ messages[0].content }}")) as server:
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "{{ 7 * 7 }}ab"}], "max_tokens": 1}
-        answer = server.post("/v1/chat/completions", body).json()
-        assert answer["usage"]["prompt_tokens"] == len(small_tokenizer()("{{ 7 * 7 }}ab").input_ids)
+def test_template_in_a_message_is_text(server, monkeypatch):
+    monkeypatch.setattr(server.worker.served.tokenizer, "chat_template", "{{ messages[0].content }}")
+    usage = chat(server, "{{ 7 * 7 }}ab", max_tokens=1).json()["usage"]
+    assert usage["prompt_tokens"] == len(small_tokenizer()("{{ 7 * 7 }}ab").input_ids)
 
 
-def test_without_a_template_the_error_says_what_to_use():
-    with serving() as server:
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-        error = server.post("/v1/chat/completions", body).json()["error"]
-        assert error["code"] == "no_chat_template"
-        assert "/v1/completions" in error["message"]
+def test_without_a_template_the_error_names_the_other_route(server, monkeypatch):
+    monkeypatch.setattr(server.worker.served, "template", False)
+    error = chat(server).json()["error"]
+    assert error["code"] == "no_chat_template"
+    assert "/v1/completions" in error["message"]
 
 
 @pytest.mark.parametrize(
     ("rows", "most", "tokens"),
-    [(None, None, 53), (None, 20, 20), (128, None, 19), (128, 8, 8)],
-    ids=["positions", "limit", "rows", "limit and rows"],
+    [(None, None, 53), (None, 20, 20), (128, None, 19)],
+    ids=["positions", "limit", "rows"],
 )
-def test_without_max_tokens_there_are_as_many_as_there_is_room_for(rows, most, tokens):
+def test_max_tokens_defaults_to_the_room(rows, most, tokens):
     settings = Settings(lanes=2, limits=Limits(max_tokens=most))
     with serving(tiny_served(template=TEMPLATE), settings, rows=rows) as server:
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "the cat"}]}
-        response = server.post("/v1/chat/completions", body | {"adaponder": {"ignore_eos": True}})
+        response = chat(server, "the cat", adaponder={"ignore_eos": True})
         assert response.status_code == 200, response.text
         assert response.json()["usage"]["completion_tokens"] == tokens
-
-
-def test_a_conversation_that_leaves_no_room_is_refused_with_the_reason():
-    with serving(tiny_served(template=TEMPLATE), rows=128) as server:
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "the cat " * 5}]}
-        response = server.post("/v1/chat/completions", body)
-        assert response.status_code == 400
-        assert "more rows" in response.json()["error"]["message"]
+        if rows:
+            refused = chat(server, "the cat " * 5)
+            assert refused.status_code == 400
+            assert "more rows" in refused.json()["error"]["message"]

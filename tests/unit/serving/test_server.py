@@ -1,4 +1,4 @@
-"""``adaponder serve``: limits on headers, one line for what is wrong, and an orderly end at SIGTERM."""
+"""``adaponder serve``: limits on headers, options, and the shutdown at SIGTERM."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -20,12 +21,14 @@ import pytest
 import uvicorn
 from typer.testing import CliRunner
 
-from adaponder import cli
+from adaponder import Engine, cli
 from adaponder.commands import serve
 from adaponder.errors import CheckpointError, InputError
-from adaponder.serving.server import Server
+from adaponder.serving.app import make_app
+from adaponder.serving.server import Server, address_of, listen, run
 from adaponder.serving.settings import Limits, Settings
-from serving_support import connect, serving
+from adaponder.serving.worker import Worker
+from serving_support import connect, serving, tiny_served
 from support import tiny
 from word_support import small_tokenizer
 
@@ -40,77 +43,79 @@ def checkpoint(tmp_path_factory) -> Path:
     return folder
 
 
-class Process:
-    """A server in a process of its own."""
-
-    def __init__(self, checkpoint: Path, *options: str, **environment: str):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "adaponder", "serve", str(checkpoint), "--port", "0", "--lanes", "2", *options],
-            env={"PYTHONPATH": str(SOURCE), **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        self.first = self.process.stdout.readline()
-        found = re.search(r"http://[\w.:]+", self.first)
-        assert found, self.first + self.process.stdout.read()
-        self.address = found.group()
+def streamed_over_sigterm(process: subprocess.Popen, client: httpx.Client, body: dict) -> str:
+    """Returns the events of a stream during which the server gets SIGTERM."""
+    with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        chunks = response.iter_text()
+        text = next(chunks)
+        process.send_signal(signal.SIGTERM)
+        with suppress(httpx.RemoteProtocolError):  # disconnected without a reason
+            text += "".join(chunks)
+    return text
 
 
-def test_sigterm_lets_what_is_under_way_finish_and_ends_with_0(checkpoint):
-    server = Process(checkpoint, ADAPONDER_API_KEY="a-key-of-this-environment")
-    port = int(server.address.rpartition(":")[2])
+def test_sigterm_lets_running_requests_finish(checkpoint):
     key = {"authorization": "Bearer a-key-of-this-environment"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "adaponder", "serve", str(checkpoint), "--port", "0", "--lanes", "2"],
+        env={"PYTHONPATH": str(SOURCE), **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        | {"ADAPONDER_API_KEY": "a-key-of-this-environment"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
     try:
-        with httpx.Client(base_url=server.address, timeout=30, verify=False) as client:
+        first = process.stdout.readline()
+        address = re.search(r"http://[\w.:]+", first)
+        assert address, first + process.stdout.read()
+        with httpx.Client(base_url=address.group(), timeout=30, verify=False) as client:
             assert client.get("/v1/models").status_code == 401
-            while client.get("/ready", headers=key).status_code == 503:
+            client.headers.update(key)
+            while client.get("/ready").status_code == 503:
                 time.sleep(0.02)
-            listening = Path(f"/proc/{server.process.pid}/net/tcp").read_text()
+            port = client.base_url.port
+            listening = Path(f"/proc/{process.pid}/net/tcp").read_text()
             assert f"0100007F:{port:04X} 00000000:0000 0A" in listening  # on this machine only
-            body = {"model": "little", "prompt": "ab", "max_tokens": 60, "stream": True, "n": 2}
+            body = {"model": "little", "prompt": "ab", "max_tokens": 60, "n": 2}
             body |= {"adaponder": {"gates": True, "iteration_top": 20}}
-            with client.stream("POST", "/v1/completions", json=body, headers=key) as response:
-                parts = response.iter_text()
-                text = next(parts)
-                server.process.send_signal(signal.SIGTERM)
-                text += "".join(parts)
-        assert text.endswith("data: [DONE]\n\n")
-        assert text.count('"finish_reason": "length"') == 2
-        assert server.process.wait(20) == 0
-        with pytest.raises(OSError, match="refused"), socket.create_connection(("127.0.0.1", port)):
-            pass
+            text = streamed_over_sigterm(process, client, body)
+        assert process.wait(20) == 0
     finally:
-        server.process.kill()
-        output = server.process.communicate()[0]
+        process.kill()
+        output = process.communicate()[0]
+    assert text.endswith("data: [DONE]\n\n")
+    assert text.count('"finish_reason": "length"') == 2
+    with pytest.raises(OSError, match="refused"), socket.create_connection(("127.0.0.1", port)):
+        pass
     assert "Traceback" not in output
+    assert "iterations a token\n" in output  # no line is broken in two on its way to a file
     assert "API key: needed" in output
 
 
-def test_what_is_not_done_when_the_drain_is_over_is_told_so(checkpoint):
-    server = Process(checkpoint, "--drain", "0.1")
-    try:
-        with httpx.Client(base_url=server.address, timeout=30, verify=False) as client:
+def test_requests_that_outlast_the_drain_get_an_error(monkeypatch):
+    """The server runs in this thread, its client in another."""
+    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
+    settings = Settings(lanes=2, limits=Limits(drain_seconds=0.1))
+    served = tiny_served()
+    worker, texts = Worker(lambda: Engine(served.model, lanes=2), served), []
+
+    def stream() -> None:
+        process = SimpleNamespace(send_signal=lambda number: os.kill(os.getpid(), number))
+        with httpx.Client(base_url=address_of(listening), timeout=30, verify=False) as client:
             while client.get("/ready").status_code == 503:
                 time.sleep(0.02)
-            body = {"model": "little", "prompt": ["ab"] * 8, "max_tokens": 60, "stream": True, "n": 16}
-            with client.stream("POST", "/v1/completions", json=body) as response:
-                parts = response.iter_text()
-                text = next(parts)
-                server.process.send_signal(signal.SIGTERM)
-                with suppress(httpx.RemoteProtocolError):  # it was cut: then it has not been told why
-                    text += "".join(parts)
-        assert '"message":"engine: the server is stopping"' in text.rstrip().rpartition("data: ")[2]
-        assert server.process.wait(20) == 0
-    finally:
-        server.process.kill()
-        output = server.process.communicate()[0]
-    assert "Traceback" not in output
-    assert "iterations a token\n" in output  # no line is broken in two on its way to a file
+            body = {"model": "tiny", "prompt": ["ab"] * 8, "max_tokens": 60, "n": 16}
+            texts.append(streamed_over_sigterm(process, client, body))
+
+    client = threading.Thread(target=stream)
+    with listen("127.0.0.1", 0) as listening:
+        run(make_app(worker, settings), worker, listening, settings.limits, started=client.start)
+    client.join(20)
+    assert '"message":"engine: the server is stopping"' in texts[0].rstrip().rpartition("data: ")[2]
 
 
-def test_a_second_signal_ends_at_once(monkeypatch):
+def test_second_signal_ends_at_once(monkeypatch):
     ended = []
     monkeypatch.setattr("adaponder.serving.server.os._exit", ended.append)
     worker = SimpleNamespace(state="ready")
@@ -130,30 +135,40 @@ def refusal(*arguments: str, code: int = 2) -> str:
     return str(problem) if isinstance(problem, InputError) else result.output
 
 
-def test_what_is_wrong_is_one_line(checkpoint, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--host no.such.host.invalid --no-auth", "--host"),
+        ("--host 192.0.2.1 --no-auth", "--host 192.0.2.1: this machine has no such address"),
+        ("--host a..b --no-auth", "--host a..b: there is no such address"),
+        ("--host 0.0.0.0", "--no-auth"),
+        ("--port 70000", "65535"),
+        ("--name a/b --port 0", "--name"),
+        ("--replicas 2", "--replicas"),
+        ("--api-key-file missing", "is missing"),
+    ],
+)
+def test_invalid_options_are_refused(checkpoint, monkeypatch, options, words):
     monkeypatch.delenv("ADAPONDER_API_KEY", raising=False)
+    assert words in refusal(str(checkpoint), *options.split())
+
+
+def test_port_in_use_is_one_line(checkpoint):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        said = refusal(str(checkpoint), "--port", str(taken.getsockname()[1]))
-        assert said.startswith("--port ")
-        assert "in use" in said
-        assert "\n" not in said
-    assert "--host" in refusal(str(checkpoint), "--host", "no.such.host.invalid", "--no-auth")
-    for host in ("192.0.2.1", "a..b", "a" * 80):  # an address of nobody's, and names that cannot be any
-        said = refusal(str(checkpoint), "--host", host, "--no-auth")
-        assert said.startswith(f"--host {host}: ")
-        assert "no such address" in said
-    assert "--no-auth" in refusal(str(checkpoint), "--host", "0.0.0.0")
-    assert "65535" in refusal(str(checkpoint), "--port", "70000")
-    assert "--name" in refusal(str(checkpoint), "--name", "a/b", "--port", "0")
-    assert "--replicas" in refusal(str(checkpoint), "--replicas", "2")
+        message = refusal(str(checkpoint), "--port", str(taken.getsockname()[1]))
+    assert message.startswith("--port ")
+    assert "in use" in message
+    assert "\n" not in message
+
+
+def test_key_file(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.delenv("ADAPONDER_API_KEY", raising=False)
     keys = tmp_path / "keys"
-    assert "is missing" in refusal(str(checkpoint), "--api-key-file", str(keys))
-    keys.write_text("# nothing\n")
-    assert "no key" in refusal(str(checkpoint), "--api-key-file", str(keys))
-    keys.write_text("short\n")
-    assert "at least 16" in refusal(str(checkpoint), "--api-key-file", str(keys))
+    for content, words in (("# nothing\n", "no key"), ("short\n", "at least 16")):
+        keys.write_text(content)
+        assert words in refusal(str(checkpoint), "--api-key-file", str(keys))
     keys.write_text("a-long-enough-key # mine\n\na-second-longer-key\n")
     assert "--no-auth" in refusal(str(checkpoint), "--api-key-file", str(keys), "--no-auth")
     access = serve.access_of("0.0.0.0", serve.keys_of(keys), allow_host=("A.Test",))
@@ -163,15 +178,17 @@ def test_what_is_wrong_is_one_line(checkpoint, tmp_path, monkeypatch):
     assert not access.knows_host("b.test")
 
 
-@pytest.mark.parametrize(
-    ("path", "closed"), [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False)]
-)
-def test_only_this_machine_s_addresses_are_its_own(path, closed):
-    assert serve.is_own(path) is closed
+def test_loopback_hosts_and_default_names():
+    hosts = ("127.0.0.1", "::1", "localhost", "0.0.0.0", "::")
+    assert [serve.is_own(host) for host in hosts] == [True, True, True, False, False]
+    names = {"runs/demo": "demo", "runs/demo/final": "demo", "a/b c!": "b-c", "org/model": "model"}
+    names["runs/demo/checkpoints/step-00001000"] = "step-00001000"
+    for path, name in names.items():
+        assert serve.default_name(path) == name
 
 
 @pytest.mark.parametrize("where", ["config.json", "tokenizer_config.json"])
-def test_a_checkpoint_that_names_code_is_refused_whatever_is_set(tmp_path, where, monkeypatch):
+def test_checkpoint_with_code_is_refused(tmp_path, where, monkeypatch):
     """CVE-2026-22807 and CVE-2026-27893: no flag, file or answer makes the server run a checkpoint's code."""
     folder = tmp_path / "hostile"
     tiny().save_pretrained(folder)
@@ -195,8 +212,8 @@ def test_a_checkpoint_that_names_code_is_refused_whatever_is_set(tmp_path, where
             assert set(given) <= {"False"}, path
 
 
-def test_nothing_is_unpickled_and_nothing_else_listens():
-    """CVE-2026-3059 and CVE-2026-3060: the room of the server knows no pickle, and one socket."""
+def test_nothing_is_unpickled_and_one_socket_listens():
+    """CVE-2026-3059 and CVE-2026-3060."""
     text = "".join(
         path.read_text() for path in (SOURCE / "adaponder" / "serving").glob("*.py") if path.name != "ray.py"
     )
@@ -204,22 +221,9 @@ def test_nothing_is_unpickled_and_nothing_else_listens():
     assert text.count("socket.socket(") == 1
 
 
-def test_the_name_is_the_run_s():
-    for path, name in (("runs/demo", "demo"), ("runs/demo/final", "demo"), ("a/b c!", "b-c"), ("org/model", "model")):
-        assert serve.default_name(path) == name
-    for path in ("runs/demo/checkpoints/step-00001000",):
-        assert serve.default_name(path) == "step-00001000"
-
-
-def test_help_teaches():
-    shown = CliRunner().invoke(cli.app, ["serve", "--help"], env={"COLUMNS": "200"}).output
-    for word in ("--api-key-file", "--no-auth", "--allow-host", "--lanes", "curl", "/v1"):
-        assert word in shown
-
-
 @pytest.fixture(scope="module")
 def server():
-    limits = Limits(body_seconds=0.5, header_seconds=0.5)
+    limits = Limits(body_seconds=0.2, header_seconds=0.2)
     with serving(settings=Settings(lanes=2, limits=limits)) as running:
         yield running
 
@@ -235,7 +239,7 @@ def talk(server, *parts: bytes) -> bytes:
     return answer
 
 
-def test_a_huge_header_is_refused_while_it_comes(server):
+def test_huge_header_is_refused_while_it_arrives(server):
     """CVE-2025-48956."""
     line = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
     whole = talk(server, line + b"X-Long: " + b"a" * (1 << 16) + b"\r\n\r\n")
@@ -250,7 +254,7 @@ def test_a_huge_header_is_refused_while_it_comes(server):
     assert server.get("/health").status_code == 200
 
 
-def test_slow_writers_are_not_waited_for(server):
+def test_slow_clients_are_408(server):
     began = time.monotonic()
     assert talk(server, b"GET /health HTTP/1.1\r\nHost: loc").startswith(b"HTTP/1.1 408 ")
     assert talk(server).startswith(b"HTTP/1.1 408 ")  # a connection that says nothing
@@ -274,7 +278,7 @@ def test_slow_writers_are_not_waited_for(server):
     ],
     ids=range(8),
 )
-def test_malformed_bytes_are_answered_and_harm_nobody(server, sent):
+def test_malformed_bytes_are_refused(server, sent):
     answer = talk(server, sent)
     assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
     assert server.get("/health").status_code == 200

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from adaponder.data.tokenizers import END, train_bpe
 from adaponder.errors import InputError
-from adaponder.text import Detokenizer, StopStrings, TextStream, pieces
+from adaponder.text import Detokenizer, TextStream, pieces
 
 TEXT = "naïve 日本語 tokens — 🙂🙃 done. Ça va? 'tis  two  spaces\nand a line\n\n" * 3
 
@@ -44,7 +44,7 @@ def decoded(tokenizer, ids) -> str:
 
 
 @TOKENIZERS
-def test_pieces_join_to_the_text_and_show_no_half_character(tokenizer):
+def test_pieces_join_to_the_text(tokenizer):
     ids = tokenizer()(TEXT).input_ids
     found = pieces(tokenizer(), ids)
     assert found.count("") > 20, "characters of several tokens are what this is about"
@@ -68,7 +68,7 @@ def test_a_prompt_is_context_and_no_text(tokenizer):
 
 
 @TOKENIZERS
-def test_what_a_prompt_ends_with_is_not_said_again(tokenizer):
+def test_the_end_of_a_prompt_is_not_repeated(tokenizer):
     """A sign that stands for bytes that are no text may be the prompt's own, or stay what it is."""
     x = tokenizer()("x").input_ids
     for prompt in (tokenizer()("a \ufffd").input_ids, tokenizer()("a 日").input_ids[:-1]):
@@ -76,28 +76,28 @@ def test_what_a_prompt_ends_with_is_not_said_again(tokenizer):
         assert "".join(decoder.add(token) for token in x).lstrip() == "x"
 
 
-def test_a_token_without_text_changes_nothing_around_it():
+def test_a_token_without_text():
     tokenizer = fallback()
     empty, ids = tokenizer.convert_tokens_to_ids(""), tokenizer("and a line").input_ids
     assert "".join(pieces(tokenizer, [part for token in ids for part in (empty, token, empty)])) == "and a line"
 
 
-def test_of_any_bytes_the_pieces_join_to_what_all_tokens_decode_to():
+def test_pieces_of_random_tokens_join_to_their_decoded_text():
     """Random tokens, with bytes that are no text among them: alone, in long runs, and between words."""
     tokenizer, draw = byte_level(), random.Random(0)
     lone = [number for number in range(300) if "\ufffd" in tokenizer.decode([number])]
     assert len(lone) > 100
     parts = tokenizer("日🙂é").input_ids  # bytes that begin characters, and seldom finish them
-    for trial in range(300):
+    for trial in range(150):
         among = (lone, [*range(1, 300), *lone], parts)[trial % 3]
         ids = [draw.choice(among) for _ in range(draw.randrange(1, 60))]
         assert "".join(pieces(tokenizer, ids)) == decoded(tokenizer, ids), ids
 
 
-def test_bytes_that_are_no_text_do_not_disturb_the_text_around_them():
+def test_invalid_bytes_between_text():
     tokenizer = fallback()
-    byte, a = (lambda value: value), tokenizer.convert_tokens_to_ids("a")
-    found = pieces(tokenizer, [a, *"日".encode(), byte(0xE6), a, *"本".encode(), a])
+    a = tokenizer.convert_tokens_to_ids("a")
+    found = pieces(tokenizer, [a, *"日".encode(), 0xE6, a, *"本".encode(), a])  # ids below 256 are bytes
     assert found == ["a", "", "", "日", "", "\ufffda", "", "", "本", "a"]
 
 
@@ -113,7 +113,7 @@ class Counting:
 
 
 @pytest.mark.parametrize("kind", ["text", "bytes", "nothing"])
-def test_each_token_costs_the_same_however_long_the_text_is(kind):
+def test_cost_per_token_is_constant(kind):
     tokenizer = byte_level()
     continuation = next(number for number in range(300) if tokenizer.decode([number]) == "\ufffd")
     if kind == "nothing":
@@ -125,57 +125,58 @@ def test_each_token_costs_the_same_however_long_the_text_is(kind):
     assert counting.decoded < 40 * len(ids)
 
 
-def cut_anyhow(text: str, draw: random.Random) -> list[str]:
-    cuts = sorted(draw.choices(range(len(text) + 1), k=draw.randrange(0, 6)))
-    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+class Parts:
+    """A tokenizer whose tokens are these texts."""
+
+    def __init__(self, texts: list[str]):
+        self.texts = texts
+
+    def decode(self, ids, **options):
+        return "".join(self.texts[number] for number in ids)
 
 
-def by_hand(text: str, strings: list[str], include: bool) -> tuple[str, str | None]:
-    """The text character by character: the first end of a stop string, the longest one there."""
+def by_hand(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """The text up to the first end of a stop string, and the longest stop string that ends there."""
     for end in range(1, len(text) + 1):
-        ending = [string for string in strings if text[:end].endswith(string)]
-        if ending:
-            string = max(ending, key=len)
-            return text[: end if include else end - len(string)], string
+        if ending := [stop for stop in stops if text[:end].endswith(stop)]:
+            stop = max(ending, key=len)
+            return text[: end - len(stop)], stop
     return text, None
 
 
-@pytest.mark.parametrize("include", [False, True])
-def test_a_stop_string_ends_the_text_however_it_is_cut(include):
+def test_stop_string_ends_the_text_however_it_is_split():
     draw, stopped = random.Random(1), 0
-    for _ in range(2000):
+    for _ in range(1000):
         text = "".join(draw.choices("aab\n", k=draw.randrange(0, 12)))
-        strings = ["".join(draw.choices("ab\n", k=draw.randrange(1, 5))) for _ in range(draw.randrange(0, 4))]
-        stops, shown, found = StopStrings(strings, include=include), "", None
-        for piece in cut_anyhow(text, draw):
-            checked = stops.add(piece)
-            shown += checked.text
-            assert by_hand(text, strings, include)[0].startswith(shown), "what was shown stays"
-            if (found := checked.stop) is not None:
-                break
-        else:
-            shown += stops.flush()
-        assert (shown, found) == by_hand(text, strings, include), (text, strings)
-        stopped += found is not None
-    assert 200 < stopped < 1900
+        stops = ["".join(draw.choices("ab\n", k=draw.randrange(1, 5))) for _ in range(draw.randrange(0, 4))]
+        cuts = sorted(draw.choices(range(len(text) + 1), k=draw.randrange(0, 6)))
+        parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        stream, shown = TextStream(Parts(parts), stops=stops), ""
+        for number in range(len(parts)):
+            shown += "".join(piece.text for piece in stream.add(number))
+            assert by_hand(text, stops)[0].startswith(shown), "what was shown stays"
+        shown += "".join(piece.text for piece in stream.finish())
+        assert (shown, stream.stop) == by_hand(text, stops), (text, stops)
+        stopped += stream.stop is not None
+    assert 100 < stopped < 950
 
 
-def test_only_what_may_be_a_beginning_is_held_back():
-    stops = StopStrings(["END", "\n\n"])
-    assert [stops.add(piece).text for piece in ("one E", "N", "ough\n", "two")] == ["one ", "", "ENough", "\ntwo"]
-    assert stops.add("\nEN\n\n") == ("\nEN", "\n\n")
+def test_only_a_possible_stop_string_is_held_back():
+    parts = ["one E", "N", "ough\n", "two", "\nEN\n\n"]
+    stream = TextStream(Parts(parts), stops=["END", "\n\n"])
+    shown = ["".join(piece.text for piece in stream.add(number)) for number in range(len(parts))]
+    assert shown == ["one ", "", "ENough", "\ntwo", "\nEN"]
+    assert stream.stop == "\n\n"
 
 
-@pytest.mark.parametrize(
-    "wrong", ["text", [""], [5], ["x" * 1001], ["x"] * 65], ids=["str", "empty", "5", "long", "many"]
-)
-def test_stop_strings_that_are_none_are_refused_by_name(wrong):
+@pytest.mark.parametrize("stops", ["text", [""], [5], ["x" * 1001], ["x"] * 65], ids=lambda stops: repr(stops)[:9])
+def test_invalid_stop_strings_are_refused(stops):
     with pytest.raises(InputError, match="stop="):
-        StopStrings(wrong)
+        TextStream(byte_level(), stops=stops)
 
 
 @TOKENIZERS
-def test_a_stream_gives_each_token_its_text_and_ends_before_the_stop(tokenizer):
+def test_stream_ends_before_the_stop_string(tokenizer):
     ids = tokenizer()("naïve 日本語 tokens and a line").input_ids
     stream = TextStream(tokenizer(), stops=["語 tok", "line"])
     shown = []
@@ -192,7 +193,7 @@ def test_a_stream_gives_each_token_its_text_and_ends_before_the_stop(tokenizer):
     assert [piece.token for piece in shown] == sorted({piece.token for piece in shown})
 
 
-def test_the_rest_is_shown_at_the_end_and_silent_ids_never():
+def test_held_text_is_shown_at_the_end_and_silent_ids_never():
     tokenizer = byte_level()
     ids = tokenizer("two to").input_ids
     stream = TextStream(tokenizer, stops=["token"], silent=[0])

@@ -1,4 +1,4 @@
-"""Prompts become text over an engine of ids: stop strings end a request, and each token keeps its text and depth."""
+"""A text engine over an engine of token ids: stop strings end a sample, and each token keeps its text and depth."""
 
 from __future__ import annotations
 
@@ -11,57 +11,57 @@ from word_support import small_tokenizer
 
 
 class ScriptedEngine:
-    """An engine that says what it is told, one token of each sample per step, each of depth 1, 2, 3, 1 …"""
+    """Generates the given texts, one for each sample, one token per step, with depths 1, 2, 3, 1 …"""
 
     eos_ids = frozenset({0})
 
     def __init__(self, *texts: str):
         self.ids = [small_tokenizer()(text).input_ids for text in texts]
-        self.running: dict[int, list[Completion]] = {}
+        self.completions: list[Completion] = []
         self.cancelled: list[tuple[int, int | None]] = []
 
     def submit(self, request):
-        number = len(self.running)
         prompt = list(request.prompt)
-        self.running[number] = [
-            Completion(request, sample, prompt, prompt_depths=[3] * len(prompt)) for sample in range(request.samples)
+        depths = [3] * len(prompt)
+        self.completions = [
+            Completion(request, sample, prompt, prompt_depths=depths) for sample in range(request.samples)
         ]
-        return number
+        return 0
 
     def cancel(self, number, sample=None):
         self.cancelled.append((number, sample))
 
     def step(self):
-        events = []
-        for number, completions in self.running.items():
-            for completion, ids in zip(completions, self.ids, strict=False):
-                if completion.finish_reason is not None:
-                    continue
-                made = len(completion.tokens)
-                if {(number, None), (number, completion.sample)} & set(self.cancelled):
-                    completion.finish_reason = "cancelled"
-                elif made == len(ids):
-                    completion.finish_reason = "length"
-                else:
-                    completion.tokens.append(Token(ids[made], depth=made % 3 + 1))
-                    events.append(Event(number, completion.sample, completion.tokens[-1]))
-                    continue
-                events.append(Event(number, completion.sample, completion=completion))
-        return events
+        for completion, ids in zip(self.completions, self.ids, strict=False):
+            count = len(completion.tokens)
+            if completion.finish_reason is not None:
+                continue
+            if {(0, None), (0, completion.sample)} & set(self.cancelled):
+                completion.finish_reason = "cancelled"
+            elif count == len(ids):
+                completion.finish_reason = "length"
+            else:
+                completion.tokens.append(Token(ids[count], depth=count % 3 + 1))
+                yield Event(0, completion.sample, completion.tokens[-1])
+                continue
+            yield Event(0, completion.sample, completion=completion)
 
 
-def finished(engine: TextEngine) -> list:
-    events = []
+def generate(*texts: str, steps: int = 10**6, prompt="a", **settings):
+    """Returns the scripted engine, the samples and the events; cancels after some steps."""
+    scripted = ScriptedEngine(*texts)
+    engine, events = TextEngine(scripted, small_tokenizer()), []
+    writings = engine.submit(prompt, **settings)
     while engine.busy:
+        if not steps:
+            engine.cancel_all()
         events += engine.step()
-    return events
+        steps -= 1
+    return scripted, writings, events
 
 
-def test_a_stop_string_ends_the_text_and_cancels_the_request():
-    scripted = ScriptedEngine("one two three four")
-    engine = TextEngine(scripted, small_tokenizer())
-    (writing,) = engine.submit("ab", stops=["two t", "four"])
-    events = finished(engine)
+def test_stop_string_ends_the_text_and_cancels_the_request():
+    scripted, (writing,), events = generate("one two three four", prompt="ab", stops=["two t", "four"])
     assert writing.text == "".join(piece.text for event in events for piece in event.pieces) == "one "
     assert (writing.finish_reason, writing.stream.stop) == ("stop", "two t")
     assert scripted.cancelled == [(0, 0)]
@@ -70,43 +70,28 @@ def test_a_stop_string_ends_the_text_and_cancels_the_request():
     assert [event.done for event in events].count(True) == 1
 
 
-def test_of_several_samples_each_has_its_own_end():
-    scripted = ScriptedEngine("one stop and more", "two", "three stops")
-    engine = TextEngine(scripted, small_tokenizer())
-    writings = engine.submit([1, 2], stops=["stop"], samples=3)
-    finished(engine)
+def test_each_sample_has_its_own_end():
+    texts = ("one stop and more", "two", "three stops")
+    scripted, writings, _ = generate(*texts, prompt=[1, 2], stops=["stop"], samples=3)
     assert [writing.text for writing in writings] == ["one ", "two", "three "]
     assert [writing.finish_reason for writing in writings] == ["stop", "length", "stop"]
     assert scripted.cancelled == [(0, 0), (0, 2)]
-    assert len(scripted.running[0][0].tokens) == len("one stop"), "it says no more while the others go on"
+    assert len(scripted.completions[0].tokens) == len("one stop"), "it generates no more while the others go on"
 
 
-def test_what_was_held_back_is_text_if_the_end_comes_first():
-    scripted = ScriptedEngine("one st")
-    engine = TextEngine(scripted, small_tokenizer())
-    (writing,) = engine.submit("a", stops=["stop"])
-    finished(engine)
+def test_held_back_text_is_returned_at_the_end():
+    _, (writing,), _ = generate("one st", stops=["stop"])
     assert (writing.text, writing.finish_reason) == ("one st", "length")
     assert "".join(writing.pieces[-2:]) == "st"
 
 
-def test_cancelling_keeps_what_there_is_and_ending_ids_have_no_text():
-    scripted = ScriptedEngine("one two")
-    scripted.ids[0].insert(2, 0)
-    engine = TextEngine(scripted, small_tokenizer())
-    (writing,) = engine.submit("a")
-    for _ in range(4):
-        engine.step()
-    engine.cancel_all()
-    finished(engine)
+def test_cancelling_keeps_the_text_and_end_of_text_ids_have_none():
+    _, (writing,), _ = generate("on<|endoftext|>e two", steps=4)
     assert (writing.text, writing.finish_reason) == ("one", "cancelled")
     assert writing.pieces == ["o", "n", "", "e"]
 
 
-def test_nothing_is_no_prompt_and_stop_strings_are_checked_first():
-    engine = TextEngine(ScriptedEngine(), small_tokenizer())
-    with pytest.raises(InputError, match="prompt"):
-        engine.submit("")
-    with pytest.raises(InputError, match="stop=''"):
-        engine.submit("a", stops=[""])
-    assert not engine.busy
+def test_empty_prompts_and_stop_strings_are_refused():
+    for field, arguments in (("prompt", {"prompt": ""}), ("stop=''", {"stops": [""]})):
+        with pytest.raises(InputError, match=field):
+            generate("one", **arguments)
