@@ -17,11 +17,19 @@ help:  ## this list
 
 setup: $(VENV)/.ready  ## the virtual environment, with pinned versions
 
+# torch by pip, which on a machine without a GPU finds its CPU build; the other 160 packages by uv, in a fifth of pip's
+# time. uv does not read pip's configuration: where it reaches no package index, pip installs everything.
+PIP_INSTALL := -m pip install --quiet --no-compile --disable-pip-version-check
+define install  # $(1): environment, $(2): constraints, $(3): what to install
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/python $(PIP_INSTALL) -c $(2) torch==2.13.0 uv
+	$(1)/bin/uv pip install --quiet --python $(1)/bin/python -c $(2) $(3) \
+	  || { echo "uv could not install the packages; pip installs them"; $(1)/bin/python $(PIP_INSTALL) -c $(2) $(3); }
+endef
+
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; set PYTHON=…"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(call install,$(VENV),constraints.txt,-e '.[dev]')
 	@touch $@
 
 demo: setup  ## pretrain a small model on the Python standard library and show what it learned
@@ -51,10 +59,9 @@ test-compiler: setup  ## what torch's compiler changes, in every variant
 	$(PYTEST) $(BIN)/python -m pytest -n $(JOBS) -m compiler
 
 $(FLOOR)/.ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(FLOOR)
-	grep -vE '^(transformers|huggingface_hub)==' constraints.txt > $(FLOOR)/constraints.txt
-	$(FLOOR)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(FLOOR)/constraints.txt torch==2.13.0
-	$(FLOOR)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c $(FLOOR)/constraints.txt transformers==5.17.0 -e '.[dev]'
+	@mkdir -p build
+	grep -vE '^(transformers|huggingface_hub)==' constraints.txt > build/floor-constraints.txt
+	$(call install,$(FLOOR),build/floor-constraints.txt,transformers==5.17.0 -e '.[dev]')
 	@touch $@
 
 test-floor: $(FLOOR)/.ready  ## laws and contracts on the oldest supported transformers
