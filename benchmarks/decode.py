@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,24 +14,21 @@ from typer import Option
 from adaponder.errors import AdaPonderError, InputError, in_one_line
 from adaponder.terminal import console, line, table
 from benchmarks import harness
-from benchmarks.harness import Common, Run, number
+from benchmarks.harness import Common, Row, Run, number
 from benchmarks.models import ITERATIONS, SHAPES, SHARES, shares_of
 from benchmarks.record import ROOT
 
-Row = dict[str, Any]
 # Sides in the engine: our method, the same with drafted tokens, and the plain decoder.
 ENGINE, DRAFTING, VANILLA = "engine", "drafting", "vanilla"
 # Sides outside of it: our ``generate``, Hugging Face's on the plain decoder, and its continuous batching.
 PORTABLE, HF, HF_BATCH = "portable", "hf generate", "hf continuous"
 IN_ENGINE = (ENGINE, DRAFTING, VANILLA)
 PLAIN_SIDES = (VANILLA, HF, HF_BATCH)
-# Lock-step batching, which version 0.1.0 measured in the engine; old records have its rows.
-_LOCK_STEP = ("padded", "dropping")
 STEADY, MEMORY, WHOLE = "steady", "memory", "end to end"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Lanes, contexts and lengths of the whole table, and what is enough on a CPU.
-_ON_GPU: dict[str, Any] = {"lanes": (1, 4, 16, 64, 256), "contexts": (128, 512, 2048), "new": 128}
-_ON_CPU: dict[str, Any] = {"lanes": (1, 4), "contexts": (8, 16), "new": 8}
+ON_GPU: dict[str, Any] = {"lanes": (1, 4, 16, 64, 256), "contexts": (128, 512, 2048), "new": 128}
+ON_CPU: dict[str, Any] = {"lanes": (1, 4), "contexts": (8, 16), "new": 8}
 
 
 @dataclass(frozen=True)
@@ -65,46 +62,10 @@ class DecodeCase:
         lanes = "one stream" if self.lanes == 1 else f"{self.lanes} lanes"
         return f"{self.shape}, {self.side}, {lanes}, context {self.context}{depth}{kind}"
 
-    def shares(self, iterations: int) -> tuple[float, ...] | None:
-        """Returns the shares of depths that the case forces; ``None`` where it forces none."""
-        if self.depth is None or self.side in PLAIN_SIDES:
-            return None
-        return shares_of(self.depth, iterations)
-
-
-@dataclass(frozen=True)
-class DecodeTiming:
-    """What a case's sequences did while it was timed.
-
-    Attributes:
-        rates: tokens per second in each timed part.
-        first: seconds from each request to its first token.
-        between: seconds between two tokens of a sequence, of each token.
-        shares: share of the timed tokens of depth 1, 2, …
-        context: mean number of tokens that a row attends to.
-        resident: mean number of lanes that decoded.
-        waiting: requests that waited for memory.
-        rows: KV rows in use at the end of the timed parts.
-        idle: share of the time in which the device waited for the host; ``None`` where that is unknown.
-        peak_bytes: peak of allocated memory; ``None`` where it is not counted.
-        accepted: share of the drafted tokens that were accepted; ``None`` where none was drafted.
-    """
-
-    rates: list[float]
-    first: list[float] = field(default_factory=list)
-    between: list[float] = field(default_factory=list)
-    shares: tuple[float, ...] = ()
-    context: float = 0.0
-    resident: float | None = None
-    waiting: int = 0
-    rows: int | None = None
-    idle: float | None = None
-    peak_bytes: int | None = None
-    accepted: float | None = None
-
     @property
-    def tokens_per_second(self) -> float:
-        return statistics.median(self.rates)
+    def shares(self) -> tuple[float, ...] | None:
+        """Returns the shares of depths that the case forces; ``None`` where it forces none."""
+        return None if self.depth is None or self.side in PLAIN_SIDES else shares_of(self.depth)
 
 
 def run(
@@ -136,7 +97,7 @@ def run(
 
     [dim]python -m benchmarks decode --device cuda --scenario ouro[/]
     """
-    from benchmarks.decode_sides import Sides
+    from benchmarks.decode_sides import Sides, open_checkpoint
 
     device = options.target
     precision = dtype or ("bfloat16" if device.type == "cuda" else "float32")
@@ -153,32 +114,31 @@ def run(
         raise InputError("--checkpoint and --data belong together: prompts are cut from the text")
     if subset and (counts or lengths or means):
         raise InputError("--subset has its own lanes, contexts and depths: leave it out to choose them")
-    usual = _ON_GPU if device.type == "cuda" else _ON_CPU
+    usual = ON_GPU if device.type == "cuda" else ON_CPU
+    sizes = usual | {"lanes": counts or usual["lanes"], "contexts": lengths or usual["contexts"]}
     if scenario is not None:
-        name = f"decode-{scenario}"
-        chosen = served("ouro-1.4b", counts or (1, 32, 128), lengths[0] if lengths else 1024)
+        name, every = f"decode-{scenario}", served("ouro-1.4b", counts or (1, 32, 128), lengths[0] if lengths else 1024)
     elif checkpoint is not None:
-        name = "decode-checkpoint"
-        places = [(count, length) for count in counts or usual["lanes"] for length in lengths or usual["contexts"]]
-        chosen = [DecodeCase(side, checkpoint, *place, None) for side in (ENGINE, DRAFTING) for place in places]
+        name, where = "decode-checkpoint", itertools.product((ENGINE, DRAFTING), sizes["lanes"], sizes["contexts"])
+        every = [DecodeCase(side, checkpoint, count, length, None) for side, count, length in where]
     else:
         shapes = shape or (["70m", "410m"] if device.type == "cuda" else ["tiny"])
         name = "-".join(["decode", *shapes, *(["subset"] if subset else [])])
-        where = (counts or usual["lanes"], lengths or usual["contexts"], means or tuple(SHARES), usual["new"])
-        chosen = subset_cases(shapes) if subset else cases(shapes, *where)
-    chosen = harness.select(chosen, options.only)
-    sides = Sides(device, DTYPES[precision], options.seed or 0, options.warmup, options.repeats, tokens, chosen)
-    if checkpoint is not None and data is not None:
-        sides.open(checkpoint, data)
+        every = subset_cases(shapes) if subset else cases(shapes, means or tuple(SHARES), **sizes)
+    chosen = harness.select(every, options.only)
+    opened = None if checkpoint is None or data is None else open_checkpoint(checkpoint, data, precision, device)
     settings = {"dtype": precision, "tokens": tokens, "subset": subset, "scenario": scenario, "checkpoint": checkpoint}
     forced = {case.depth for case in chosen if case.depth is not None}
-    settings |= {"shares": {f"{depth:g}": shares_of(depth, ITERATIONS) for depth in sorted(forced)}}
-    bench = Run.begin(options, name, settings)
-    measure_one = measured_or_failed(sides.measure, lambda case, timing: sides.limit(case, timing, bench.hardware))
-    rows = bench.measure_all(chosen, measure_one, compare=lambda found: None, show=show)
+    settings |= {"shares": {f"{depth:g}": shares_of(depth) for depth in sorted(forced)}}
+    bench = Run(options, name, settings)
+    rate, steps = bench.hardware["copy_bytes"], options.how_often | {"part": tokens}
+    sides = Sides(device, DTYPES[precision], options.seed or 0, chosen, rate, opened, **steps)
+    rows = bench.measure_all(chosen, lambda case: row_of(case, sides.measure), compare=lambda found: None, show=show)
     bench.keep(ratios=(ratios := ratios_of(rows)))
     if ratios:
-        cells = [(one["name"], one["what"], f"{one['times']:.2f}", number("lanes_times", ".2f")(one)) for one in ratios]
+        cells = [
+            (pair["name"], pair["what"], f"{pair['times']:.2f}", number("lanes_times", ".2f")(pair)) for pair in ratios
+        ]
         console.print(table("\nHow many times as fast", ("case", "", "tokens/s", "lanes"), cells))
     record = bench.finish()
     if bench.path is not None and any(row["works"] for row in rows):
@@ -191,11 +151,7 @@ def run(
 
 
 def cases(
-    shapes: Sequence[str],
-    lanes: Sequence[int] = (1, 4, 16, 64, 256),
-    contexts: Sequence[int] = (128, 512, 2048),
-    depths: Sequence[float] = tuple(SHARES),
-    new: int = 128,
+    shapes: Sequence[str], depths: Sequence[float], *, lanes: Sequence[int], contexts: Sequence[int], new: int
 ) -> list[DecodeCase]:
     """Returns the whole table of each shape, cases of one engine together.
 
@@ -210,17 +166,17 @@ def cases(
     for shape in shapes:
         for count in lanes:
             found += [DecodeCase(ENGINE, shape, count, context, full) for context in contexts]
-            if count == many:
-                found += [DecodeCase(ENGINE, shape, count, middle, depth) for depth in depths if depth != full]
-        some = max(2, many // 2)
-        found += [DecodeCase(ENGINE, shape, some, middle, depth, MEMORY, new) for depth in dict.fromkeys((full, low))]
+            found += [DecodeCase(ENGINE, shape, count, middle, depth) for depth in depths if count == many]
+        found += [DecodeCase(ENGINE, shape, max(2, many // 2), middle, depth, MEMORY, new) for depth in (full, low)]
         found.append(DecodeCase(DRAFTING, shape, min(lanes), min(contexts), full))
-        for side in (VANILLA, PORTABLE, HF):
-            depth = 1.0 if side in PLAIN_SIDES else full
-            counts = dict.fromkeys((min(lanes), many))
-            found += [DecodeCase(side, shape, count, min(contexts), depth) for count in counts]
+        found += _other_sides(shape, (min(lanes), many), min(contexts), full)
         found.append(DecodeCase(HF_BATCH, shape, many, min(contexts), 1.0, WHOLE, new))
     return list(dict.fromkeys(found))
+
+
+def _other_sides(shape: str, lanes: Sequence[int], context: int, full: float) -> list[DecodeCase]:
+    depths = {VANILLA: 1.0, PORTABLE: full, HF: 1.0}
+    return [DecodeCase(side, shape, count, context, depth) for side, depth in depths.items() for count in lanes]
 
 
 def subset_cases(shapes: Sequence[str]) -> list[DecodeCase]:
@@ -229,9 +185,7 @@ def subset_cases(shapes: Sequence[str]) -> list[DecodeCase]:
     last = shapes[-1]
     found += [DecodeCase(ENGINE, last, 64, 512, depth) for depth in (4.0, 3.7, 2.0)]
     found += [DecodeCase(ENGINE, last, 32, 512, depth, MEMORY) for depth in (4.0, 2.0)]
-    for side in (VANILLA, PORTABLE, HF):
-        depth = 1.0 if side in PLAIN_SIDES else float(ITERATIONS)
-        found += [DecodeCase(side, last, lanes, 128, depth) for lanes in (1, 64)]
+    found += _other_sides(last, (1, 64), 128, float(ITERATIONS))
     return [*found, DecodeCase(HF_BATCH, last, 64, 128, 1.0, WHOLE)]
 
 
@@ -243,54 +197,14 @@ def served(shape: str, lanes: Sequence[int] = (1, 32, 128), context: int = 1024,
 # --- rows ----------------------------------------------------------------------------------------------------------
 
 
-def measured_or_failed(
-    measure: Callable[[DecodeCase], DecodeTiming], limit: Callable[[DecodeCase, DecodeTiming], float | None]
-) -> Callable[[DecodeCase], Row]:
-    """Returns a function from a case to its row; a case that fails becomes a row with its ``problem``."""
-
-    def row(case: DecodeCase) -> Row:
-        try:
-            timing = measure(case)
-        except (AdaPonderError, RuntimeError, MemoryError, TypeError, ValueError, NotImplementedError) as error:
-            # Too little memory, or an option that an engine lacks: the other rows are measured all the same.
-            return as_row(case, None, problem=in_one_line(error))
-        return as_row(case, timing, limit=limit(case, timing))
-
-    return row
-
-
-def as_row(
-    case: DecodeCase, timing: DecodeTiming | None, *, limit: float | None = None, problem: str | None = None
-) -> Row:
-    """Returns a record's row; ``limit`` is the most tokens per second that the memory's rate allows."""
-    row: Row = {"name": case.name, **asdict(case), "works": timing is not None, "problem": problem}
-    if timing is None:
-        return row
-    speed = timing.tokens_per_second
-    return row | {
-        "tokens_per_second": speed,
-        "spread": (max(timing.rates) - min(timing.rates)) / speed,
-        "rates": timing.rates,
-        "mean_depth": sum(depth * share for depth, share in enumerate(timing.shares, start=1)) or None,
-        "first_token_seconds": _quantiles(timing.first),
-        "between_tokens_seconds": _quantiles(timing.between),
-        "limit_tokens_per_second": limit,
-        "limit_share": harness.ratio(speed, limit),
-        "resident_lanes": timing.resident,
-        "waiting_requests": timing.waiting,
-        "kv_rows": timing.rows,
-        "idle_share": timing.idle,
-        "peak_bytes": timing.peak_bytes,
-        "accepted_share": timing.accepted,
-    }
-
-
-def _quantiles(values: Sequence[float]) -> dict[str, float] | None:
-    """Returns the median and the 99th percentile."""
-    if not values:
-        return None
-    tensor = torch.tensor(values, dtype=torch.float64)
-    return {"p50": float(tensor.quantile(0.5)), "p99": float(tensor.quantile(0.99))}
+def row_of(case: DecodeCase, measure: Callable[[DecodeCase], Row]) -> Row:
+    """Returns a record's row; a case that fails becomes a row with its ``problem``."""
+    row: Row = {"name": case.name, **asdict(case)}
+    try:
+        return row | {"works": True, "problem": None} | measure(case)
+    except (AdaPonderError, RuntimeError, MemoryError, TypeError, ValueError, NotImplementedError) as error:
+        # Too little memory, or an option that an engine lacks: the other rows are measured all the same.
+        return row | {"works": False, "problem": in_one_line(error)}
 
 
 def ratios_of(rows: Sequence[Row]) -> list[Row]:
@@ -301,16 +215,17 @@ def ratios_of(rows: Sequence[Row]) -> list[Row]:
     for case, row in by_case.items():
         others = {}
         if case.side == DRAFTING:
-            others["over engine"] = replace(case, side=ENGINE)
+            others = {"over engine": replace(case, side=ENGINE)}
         elif case.side == ENGINE:
-            others["over portable"] = replace(case, side=PORTABLE)
-            if case.depth != ITERATIONS:
-                others[f"over depth {ITERATIONS}"] = replace(case, depth=float(ITERATIONS))
-        for what, other in ((what, by_case[other]) for what, other in others.items() if other in by_case):
-            ratio = {"name": row["name"], "what": what}
-            ratio["times"] = row["tokens_per_second"] / other["tokens_per_second"]
-            if row.get("resident_lanes") and other.get("resident_lanes"):
-                ratio["lanes_times"] = row["resident_lanes"] / other["resident_lanes"]
+            others = {"over portable": replace(case, side=PORTABLE)}
+            others[f"over depth {ITERATIONS}"] = replace(case, depth=float(ITERATIONS))
+        for what, other in others.items():
+            if other == case or other not in by_case:
+                continue
+            base = by_case[other]
+            ratio = {"name": row["name"], "what": what, "times": row["tokens_per_second"] / base["tokens_per_second"]}
+            if row.get("resident_lanes") and base.get("resident_lanes"):
+                ratio["lanes_times"] = row["resident_lanes"] / base["resident_lanes"]
             found.append(ratio)
     return found
 
@@ -365,29 +280,29 @@ def draw(rows: Sequence[Row], path: Path, device: str) -> tuple[Path, Path]:
 
     works = [row for row in rows if row["works"]]
     deepest = max((row["depth"] or 0 for row in works), default=0)
-    lines: list[dict[str, list[tuple[float, float]]]] = [{}, {}]
+    by_lanes: dict[str, list[tuple[float, float]]] = {}
+    by_depth: dict[str, list[tuple[float, float]]] = {}
     for row in works:
-        ours, lock_step = row["side"] == ENGINE, row["side"] in _LOCK_STEP
-        name = f"{row['shape']}, {row['side']}"
-        if row["kind"] != MEMORY and not lock_step and not (ours and (row["depth"] or deepest) != deepest):
+        ours, name = row["side"] == ENGINE, f"{row['shape']}, {row['side']}"
+        if row["kind"] != MEMORY and not (ours and (row["depth"] or deepest) != deepest):
             label = f"{name}, context {row['context']}" if ours else name
-            lines[0].setdefault(label, []).append((row["lanes"], row["tokens_per_second"]))
-        if row["kind"] == STEADY and (ours or lock_step) and row["mean_depth"]:
+            by_lanes.setdefault(label, []).append((row["lanes"], row["tokens_per_second"]))
+        if row["kind"] == STEADY and ours and row["mean_depth"]:
             label = f"{name}, {row['lanes']} lanes, context {row['context']}"
-            lines[1].setdefault(label, []).append((row["mean_depth"], row["tokens_per_second"]))
-    lines[1] = {label: points for label, points in lines[1].items() if len(points) > 1}
+            by_depth.setdefault(label, []).append((row["mean_depth"], row["tokens_per_second"]))
+    by_depth = {label: points for label, points in by_depth.items() if len(points) > 1}
     with house():
         figure = new_figure(width=PAGE, height=4.2)
-        by_lanes, by_depth = figure.subplots(1, 2)
-        for axes, some in zip((by_lanes, by_depth), lines, strict=True):
+        left, right = figure.subplots(1, 2)
+        for axes, some in ((left, by_lanes), (right, by_depth)):
             for index, (label, points) in enumerate(some.items()):
                 axes.plot(*zip(*sorted(points), strict=True), **series(index, len(some)), label=label)
-            if axes.get_lines():
+            if some:
                 axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize="small")
-        by_lanes.set(xscale="log", yscale="log", xlabel="lanes", ylabel="tokens/s", title=f"by lanes, {device}")
-        by_depth.set(xlabel="mean depth", ylabel="tokens/s", title="by mean depth")
-        by_depth.set_ylim(bottom=0)
+        left.set(xscale="log", yscale="log", xlabel="lanes", ylabel="tokens/s", title=f"by lanes, {device}")
         lanes = sorted({row["lanes"] for row in works})
-        by_lanes.set_xticks(lanes, [str(count) for count in lanes], minor=False)
-        by_lanes.minorticks_off()
+        left.set_xticks(lanes, [str(count) for count in lanes], minor=False)
+        left.minorticks_off()
+        right.set(xlabel="mean depth", ylabel="tokens/s", title="by mean depth")
+        right.set_ylim(bottom=0)
         return save(figure, path)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from adaponder.backbones.shape import Shape, shape_of
 from adaponder.config import AdaPonderConfig
@@ -22,20 +23,8 @@ from adaponder.inference.request import Request
 from adaponder.methods import method_class
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import ForcedDepths
-from benchmarks.decode import (
-    DRAFTING,
-    HF,
-    HF_BATCH,
-    IN_ENGINE,
-    MEMORY,
-    PLAIN_SIDES,
-    PORTABLE,
-    STEADY,
-    VANILLA,
-    DecodeCase,
-    DecodeTiming,
-)
-from benchmarks.harness import forget
+from benchmarks.decode import DRAFTING, HF, HF_BATCH, IN_ENGINE, MEMORY, PLAIN_SIDES, PORTABLE, STEADY, DecodeCase
+from benchmarks.harness import Row, forget
 from benchmarks.models import build, build_stock, draw_depths, mean_depth, shape_config
 
 # New tokens of a side outside the engine; the slow one makes fewer.
@@ -46,6 +35,63 @@ _LONGEST_WAIT = 120.0
 _AHEAD = 40_000_000
 
 
+def as_row(
+    rates: Sequence[float],
+    *,
+    shares: Sequence[float] = (1.0,),
+    first: Sequence[float] = (),
+    between: Sequence[float] = (),
+    **more: Any,
+) -> Row:
+    """Returns the measured fields of a record's row.
+
+    Args:
+        rates: tokens per second in each timed part.
+        shares: share of the timed tokens of depth 1, 2, …
+        first: seconds from each request to its first token.
+        between: seconds between two tokens of a sequence, of each token.
+        more: further fields; those that are left out are unknown.
+    """
+    speed = statistics.median(rates)
+    unknown = ("limit_tokens_per_second", "limit_share", "resident_lanes", "waiting_requests", "kv_rows", "idle_share")
+    return {
+        "tokens_per_second": speed,
+        "spread": (max(rates) - min(rates)) / speed,
+        "rates": list(rates),
+        "mean_depth": mean_depth(shares),
+        "first_token_seconds": _quantiles(first),
+        "between_tokens_seconds": _quantiles(between),
+        **dict.fromkeys((*unknown, "peak_bytes", "accepted_share")),
+        **more,
+    }
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float] | None:
+    """Returns the median and the 99th percentile."""
+    if not values:
+        return None
+    tensor = torch.tensor(values, dtype=torch.float64)
+    return {"p50": float(tensor.quantile(0.5)), "p99": float(tensor.quantile(0.99))}
+
+
+class Opened(NamedTuple):
+    """A checkpoint, and token ids that its prompts are cut from."""
+
+    model: AdaPonderForCausalLM
+    prompts: Sequence[int]
+
+
+def open_checkpoint(checkpoint: str, data: str, dtype: str, device: torch.device) -> Opened:
+    """Loads a checkpoint and the text that its prompts are cut from."""
+    from adaponder.checkpoints.shipped import data_of
+    from adaponder.conversion.open import load
+    from adaponder.evaluation.text import open_text, open_vocabulary
+
+    model, folder = load(checkpoint, dtype=dtype, device=str(device))
+    text = open_text(data_of(data), open_vocabulary(str(folder)), whose=checkpoint, max_tokens=1_000_000)
+    return Opened(model, text.stream.tolist())
+
+
 @dataclass
 class Sides:
     """Measures cases, with one model and one engine in memory at a time, kept while the next case needs the same.
@@ -54,147 +100,123 @@ class Sides:
         device: where to run.
         dtype: of weights, and of keys and values.
         seed: of weights, prompts and depths.
+        all_cases: what will be measured, so that an engine is opened with room for all its cases.
+        copy_rate: bytes per second that a large copy reads and writes.
+        opened: a checkpoint that takes the place of a shape; without it prompts are random.
         warmup: parts that are not timed.
         repeats: timed parts.
         part: tokens of each lane in a part.
-        all_cases: what will be measured, so that an engine is opened with room for all its cases.
-        checkpoint: a model that takes the place of a shape.
-        prompts: token ids that prompts are cut from; without them prompts are random.
     """
 
     device: torch.device
     dtype: torch.dtype
     seed: int
-    warmup: int
-    repeats: int
-    part: int
     all_cases: Sequence[DecodeCase]
-    checkpoint: AdaPonderForCausalLM | None = None
-    prompts: Sequence[int] | None = None
-    _held: dict[str, Any] = field(default_factory=dict)
-    _shapes: dict[str, Shape] = field(default_factory=dict)
+    copy_rate: float
+    opened: Opened | None = None
+    warmup: int = 3
+    repeats: int = 10
+    part: int = 16
+    _held: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
-    def open(self, checkpoint: str, data: str) -> None:
-        """Loads a checkpoint and the tokens that its prompts are cut from."""
-        from adaponder.checkpoints.shipped import data_of
-        from adaponder.conversion.open import load
-        from adaponder.evaluation.text import open_text, open_vocabulary
-
-        name = str(self.dtype).removeprefix("torch.")
-        self.checkpoint, folder = load(checkpoint, dtype=name, device=str(self.device))
-        text = open_text(data_of(data), open_vocabulary(str(folder)), whose=checkpoint, max_tokens=1_000_000)
-        self.prompts = text.stream.tolist()
-
-    def measure(self, case: DecodeCase) -> DecodeTiming:
-        """Measures one case; an error leaves no model or engine in memory."""
+    def measure(self, case: DecodeCase) -> Row:
+        """Returns the measured fields of a case's row; an error leaves no model or engine in memory."""
         try:
             return self._in_engine(case) if case.side in IN_ENGINE else self._outside(case)
         except BaseException:
-            self.forget()
+            self._held.clear()
+            forget(self.device)
             raise
 
-    def forget(self) -> None:
-        """Frees model and engine."""
-        self._held.clear()
-        forget(self.device)
+    def _kept(self, kind: str, key: object, make: Callable[[], Any]) -> Any:
+        """Returns the ``model`` or ``engine`` under this key, after freeing another one."""
+        if kind not in self._held or self._held[kind][0] != key:
+            self._held.pop("engine", None)
+            self._held.pop(kind, None)
+            forget(self.device)
+            self._held[kind] = key, make()
+        return self._held[kind][1]
 
-    def config(self, case: DecodeCase) -> AdaPonderConfig:
-        """Returns the config of the case's model."""
-        if self.checkpoint is not None:
-            return self.checkpoint.config
+    def _config(self, case: DecodeCase) -> AdaPonderConfig:
+        if self.opened is not None:
+            return self.opened.model.config
         return shape_config(case.shape, vanilla=case.side in PLAIN_SIDES)
 
-    def limit(self, case: DecodeCase, timing: DecodeTiming, hardware: dict[str, Any]) -> float | None:
-        """Returns the most tokens per second that the memory's rate allows; ``None`` if the case is not steady.
+    def _model(self, case: DecodeCase, build: Callable[..., Any] = build) -> Any:
+        if self.opened is not None:
+            return self.opened.model
+        config, key = self._config(case), (build, case.shape, case.side in PLAIN_SIDES)
+        return self._kept("model", key, lambda: build(config, device=self.device, dtype=self.dtype, seed=self.seed))
+
+    def _limited(self, row: Row, case: DecodeCase, shares: Sequence[float], context: float) -> Row:
+        """Adds the most tokens per second that the memory's rate allows.
 
         With drafting a tick holds several tokens of each lane, and the limit depends on how many are accepted.
         """
-        if case.kind != STEADY or case.side == DRAFTING:
-            return None
-        config = self.config(case)
-        if case.shape not in self._shapes:
-            self._shapes[case.shape] = shape_of(config)
-        where = {"lanes": timing.resident or case.lanes, "context": timing.context or case.context}
-        shares, rate = timing.shares or (1.0,), hardware["copy_bytes"]
-        return limit(config, self._shapes[case.shape], shares, **where, dtype=self.dtype, copy_rate=rate)
+        if case.side == DRAFTING:
+            return row
+        config, lanes = self._config(case), row["resident_lanes"] or case.lanes
+        where: dict[str, Any] = {"lanes": lanes, "context": context, "dtype": self.dtype}
+        most = limit(config, shape_of(config), shares, copy_rate=self.copy_rate, **where)
+        return row | {"limit_tokens_per_second": most, "limit_share": row["tokens_per_second"] / most}
 
     # --- in the engine ----------------------------------------------------------------------------------------------
 
-    def _in_engine(self, case: DecodeCase) -> DecodeTiming:
+    def _in_engine(self, case: DecodeCase) -> Row:
         engine = self._engine(case)
-        shares = case.shares(engine.iterations)
+        prompts = None if self.opened is None else self.opened.prompts
         # The first load captures graphs and compiles kernels.
-        first, load = (DecodeLoad(engine, case, shares, self.seed + more, self.prompts) for more in (1, 0))
-        if case.kind == STEADY:
-            first_tokens(first)
-            return steady(load, warmup=self.warmup, repeats=self.repeats, part=self.part)
+        first, load = (DecodeLoad(engine, case, self.seed + more, prompts) for more in (1, 0))
         if case.kind == MEMORY:
-            through_memory(first, requests=6 * case.lanes)
-            return through_memory(load, requests=6 * case.lanes)
-        end_to_end(first, rounds=1)
-        return end_to_end(load)
+            first.run(through_memory)
+            return load.run(through_memory)
+        if case.kind == STEADY:
+            first.run(first_tokens)
+            row = load.run(steady, warmup=self.warmup, repeats=self.repeats, part=self.part)
+            return self._limited(row, case, load.shares(), load.mean_context())
+        first.run(end_to_end, rounds=1)
+        return load.run(end_to_end)
 
     def _engine(self, case: DecodeCase) -> Engine:
         """Returns the engine for this case and for all that differ in context and depth only."""
-        key = (case.side, case.shape, case.lanes, case.kind)
-        if self._held.get("engine_key") != key:
-            self._held.pop("engine", None)
-            model = self._model(case)
-            forget(self.device)
-            same = [other for other in self.all_cases if (other.side, other.shape, other.lanes, other.kind) == key]
-            tokens = max(self._tokens(other) for other in [case, *same])
+
+        def key(case: DecodeCase) -> tuple[object, ...]:
+            return case.side, case.shape, case.lanes, case.kind
+
+        def make() -> Engine:
+            tokens = max(self._tokens(other) for other in (case, *self.all_cases) if key(other) == key(case))
             most = model.config.max_position_embeddings
             settings: dict[str, Any] = {"lanes": case.lanes, "tokens": tokens if most is None else min(tokens, most)}
             if case.kind == MEMORY:
                 # Rows for `lanes` sequences of full depth and average length, and lanes enough for shallower ones.
                 rows = case.lanes * (case.context + case.new) * model.config.iterations
                 settings |= {"lanes": 3 * case.lanes, "rows": rows}
-            settings["drafts"] = model.config.iterations - 1 if case.side == DRAFTING else 0
-            self._held |= {"engine": Engine(model, **settings), "engine_key": key}
-        return self._held["engine"]
+            return Engine(model, **settings, drafts=model.config.iterations - 1 if case.side == DRAFTING else 0)
+
+        model = self._model(case)
+        return self._kept("engine", key(case), make)
 
     def _tokens(self, case: DecodeCase) -> int:
         """Returns the length of a case's longest sequence."""
-        steps = {"warmup": self.warmup, "repeats": self.repeats, "part": self.part}
-        new = {STEADY: steady_length(case, **steps), MEMORY: 2 * case.new}
-        return case.context + new.get(case.kind, case.new)
-
-    def _model(self, case: DecodeCase) -> AdaPonderForCausalLM:
-        if self.checkpoint is not None:
-            return self.checkpoint
-        return self._kept(("ours", case.shape, case.side == VANILLA), lambda: build(self.config(case), **self._how))
-
-    def _kept(self, key: object, make: Callable[[], Any]) -> Any:
-        """Returns the model under this key, after freeing another one."""
-        if self._held.get("model_key") != key:
-            self.forget()
-            self._held |= {"model": make(), "model_key": key}
-        return self._held["model"]
-
-    @property
-    def _how(self) -> dict[str, Any]:
-        return {"device": self.device, "dtype": self.dtype, "seed": self.seed}
+        steps = steady_length(case, warmup=self.warmup, repeats=self.repeats, part=self.part)
+        return case.context + {STEADY: steps, MEMORY: 2 * case.new}.get(case.kind, case.new)
 
     # --- outside of it ----------------------------------------------------------------------------------------------
 
-    def _outside(self, case: DecodeCase) -> DecodeTiming:
+    def _outside(self, case: DecodeCase) -> Row:
         self._held.pop("engine", None)
-        self._held.pop("engine_key", None)
-        new, size = _NEW[case.side], self.config(case).vocab_size
+        new, device = _NEW[case.side], self.device
         generator = torch.Generator().manual_seed(self.seed)
-        ids = torch.randint(size, (case.lanes, case.context), generator=generator).to(self.device)
-        if case.side != PORTABLE:
-            stock = self._kept(("stock", case.shape), lambda: build_stock(self.config(case), **self._how))
-            if case.side == HF_BATCH:
-                return _continuous(stock, ids.tolist(), new=new, device=self.device)
-            return _timed(_generating(stock, ids), case, new=new, shares=(1.0,), device=self.device)
-        model, more = self._model(case), {}
-        shares = case.shares(model.config.iterations)
-        if shares is not None:
-            length = case.context + new
-            depths = [draw_depths(shares, length, seed=self.seed + lane) for lane in range(case.lanes)]
-            more["policy"] = ForcedDepths(torch.tensor(depths, device=self.device))
-        return _timed(_generating(model, ids, **more), case, new=new, shares=shares or (1.0,), device=self.device)
+        ids = torch.randint(self._config(case).vocab_size, (case.lanes, case.context), generator=generator).to(device)
+        model = self._model(case, build if case.side == PORTABLE else build_stock)
+        if case.side == HF_BATCH:
+            return _continuous(model, ids.tolist(), new=new, device=device)
+        policy = {}
+        if case.shares is not None:
+            depths = [draw_depths(case.shares, case.context + new, seed=self.seed + lane) for lane in range(case.lanes)]
+            policy = {"policy": ForcedDepths(torch.tensor(depths, device=device))}
+        row = _timed(_generating(model, ids, **policy), case, new=new, device=device)
+        return self._limited(row, case, case.shares or (1.0,), case.context + new / 2)
 
 
 def _generating(model: Any, ids: Tensor, **more: Any) -> Callable[[int], None]:
@@ -208,55 +230,42 @@ def _generating(model: Any, ids: Tensor, **more: Any) -> Callable[[int], None]:
     return run
 
 
-def _timed(
-    run: Callable[[int], None], case: DecodeCase, *, new: int, shares: Sequence[float], device: torch.device
-) -> DecodeTiming:
+def _timed(run: Callable[[int], None], case: DecodeCase, *, new: int, device: torch.device) -> Row:
     """Returns the tokens per second after the first: the time of ``new`` tokens less that of one."""
     run(2)
     reset_peak(device)
     first = _seconds(lambda: run(1), device)
     rates = [case.lanes * (new - 1) / max(1e-9, _seconds(lambda: run(new), device) - first) for _ in range(2)]
-    return DecodeTiming(
-        rates=rates,
-        first=[first],
-        between=[case.lanes / rate for rate in rates],
-        shares=tuple(shares),
-        context=case.context + new / 2,
-        resident=case.lanes,
-        peak_bytes=peak(device),
-    )
+    between, memory = [case.lanes / rate for rate in rates], {"peak_bytes": peak(device)}
+    shares = case.shares or (1.0,)
+    return as_row(rates, shares=shares, first=[first], between=between, resident_lanes=case.lanes, **memory)
 
 
-def _continuous(stock: PreTrainedModel, prompts: list[list[int]], *, new: int, device: torch.device) -> DecodeTiming:
+def _continuous(model: Any, prompts: list[list[int]], *, new: int, device: torch.device) -> Row:
     """Times Hugging Face's continuous batching, prompts included: it does not report when each token came."""
     settings = GenerationConfig(max_new_tokens=new, do_sample=True, eos_token_id=-1, pad_token_id=0)
-    model: Any = stock
     outputs: dict[Any, Any] = {}
 
     def run() -> None:
+        outputs.clear()
         outputs.update(model.generate_batch(inputs=prompts, generation_config=settings, progress_bar=False))
 
     run()
-    outputs.clear()
     seconds = _seconds(run, device)
     tokens = sum(len(output.generated_tokens) for output in outputs.values())
     if not tokens:
         raise RuntimeError("generate_batch made no token")
-    context = len(prompts[0]) + new / 2
-    return DecodeTiming(rates=[tokens / seconds], shares=(1.0,), context=context, resident=len(prompts))
+    return as_row([tokens / seconds], resident_lanes=len(prompts))
 
 
 def _seconds(run: Callable[[], None], device: torch.device) -> float:
-    _synchronize(device)
+    """Times a function, with what it leaves queued on a GPU."""
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize()
     began = time.perf_counter()
     run()
-    _synchronize(device)
+    synchronize()
     return time.perf_counter() - began
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def reset_peak(device: torch.device) -> None:
@@ -274,10 +283,11 @@ def peak(device: torch.device) -> int | None:
 
 
 @dataclass
-class TokenClock:
-    """Notes when tokens came.
+class DecodeLoad:
+    """Submits requests of one case and notes when their tokens come.
 
     Attributes:
+        prompts: token ids that prompts are cut from; without them prompts are random.
         submitted: when each request was submitted.
         arrived: for each request, (time, tokens) of each step that brought tokens.
         depths: tokens of each depth.
@@ -285,28 +295,66 @@ class TokenClock:
         total: tokens so far.
     """
 
+    engine: Engine
+    case: DecodeCase
+    seed: int = 0
+    prompts: Sequence[int] | None = None
     submitted: dict[int, float] = field(default_factory=dict)
     arrived: dict[int, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
     depths: Counter[int] = field(default_factory=Counter)
     ended: int = 0
     total: int = 0
 
-    def step(self, engine: Engine) -> None:
+    def run(self, measure: Callable[..., Any], **how: Any) -> Any:
+        """Returns ``measure(self)``, and leaves the engine empty."""
+        reset_peak(self.engine.model.device)
+        try:
+            return measure(self, **how)
+        finally:
+            for request_id in self.submitted:
+                self.engine.cancel(request_id)
+            while self.engine.busy:
+                self.engine.step()
+
+    def submit(self, new: int) -> None:
+        """Submits one more request of ``new`` tokens."""
+        count, context, shares = len(self.submitted), self.case.context, self.case.shares
+        draw = random.Random(self.seed * 1_000_003 + count)
+        if self.prompts is None:
+            prompt = [draw.randrange(self.engine.model.config.vocab_size) for _ in range(context)]
+        else:
+            start = draw.randrange(max(1, len(self.prompts) - context))
+            prompt = list(self.prompts[start : start + context])
+        depths = None if shares is None else draw_depths(shares, context + new - 1, seed=draw.randrange(2**31))
+        settings: dict[str, Any] = {"max_new_tokens": new, "ignore_eos": True, "seed": count, "depths": depths}
+        self.submitted[self.engine.submit(Request(prompt=prompt, **settings))] = time.perf_counter()
+
+    def step(self) -> None:
         """Runs one step of the engine and notes its tokens."""
-        events = engine.step()
+        events = self.engine.step()
         now = time.perf_counter()
-        tokens: Counter[int] = Counter()
-        for event in events:
-            if event.token is not None:
-                tokens[event.request] += 1
-                self.depths[event.token.depth] += 1
-            if event.completion is not None:
-                self.ended += 1
-                if event.completion.error is not None:
-                    raise RuntimeError(event.completion.error)
+        tokens = Counter(event.request for event in events if event.token is not None)
+        self.depths.update(event.token.depth for event in events if event.token is not None)
+        for completion in (event.completion for event in events if event.completion is not None):
+            self.ended += 1
+            if completion.error is not None:
+                raise RuntimeError(completion.error)
         for request, count in tokens.items():
             self.arrived[request].append((now, count))
         self.total += tokens.total()
+
+    def settle(self) -> None:
+        """Steps until every lane decodes, or no further request can be admitted."""
+        began = time.perf_counter()
+        while len(self.arrived) < self.case.lanes:
+            self.step()
+            counts = self.engine.statistics
+            stuck = counts["waiting"] and all(sum(n for _, n in times) >= 16 for times in self.arrived.values())
+            if stuck and len(self.arrived) >= counts["resident"]:
+                return
+            if time.perf_counter() - began > _LONGEST_WAIT:
+                lanes = f"{len(self.arrived)} of {self.case.lanes} lanes"
+                raise RuntimeError(f"only {lanes} decode after {_LONGEST_WAIT:.0f} s")
 
     def first(self) -> list[float]:
         """Returns the seconds from each request to its first token."""
@@ -321,84 +369,37 @@ class TokenClock:
                     found += [(now - before) / count] * count
         return found
 
+    def shares(self) -> list[float]:
+        """Returns the share of the noted tokens of depth 1, 2, …"""
+        depths = range(1, max(self.depths, default=1) + 1)
+        return [self.depths[depth] / max(1, self.depths.total()) for depth in depths]
 
-@dataclass
-class DecodeLoad:
-    """Submits requests of one case: random prompts, and depths forced in the given shares or left to the model."""
+    def mean_context(self) -> float:
+        """Returns the mean number of tokens that a row attends to."""
+        return self.case.context + self.total / max(1, len(self.arrived)) / 2
 
-    engine: Engine
-    case: DecodeCase
-    shares: Sequence[float] | None
-    seed: int
-    prompts: Sequence[int] | None = None
-    clock: TokenClock = field(default_factory=TokenClock)
-    count: int = 0
-
-    def submit(self, new: int) -> int:
-        """Submits one more request of ``new`` tokens."""
-        draw, context = random.Random(self.seed * 1_000_003 + self.count), self.case.context
-        if self.prompts is None:
-            prompt = [draw.randrange(self.engine.model.config.vocab_size) for _ in range(context)]
-        else:
-            start = draw.randrange(max(1, len(self.prompts) - context))
-            prompt = list(self.prompts[start : start + context])
-        depths = (
-            None if self.shares is None else draw_depths(self.shares, context + new - 1, seed=draw.randrange(2**31))
-        )
-        settings: dict[str, Any] = {"max_new_tokens": new, "ignore_eos": True, "seed": self.count, "depths": depths}
-        request_id = self.engine.submit(Request(prompt=prompt, **settings))
-        self.clock.submitted[request_id] = time.perf_counter()
-        self.count += 1
-        return request_id
-
-    def settle(self) -> None:
-        """Steps until every lane decodes, or no further request can be admitted."""
-        engine, clock, began = self.engine, self.clock, time.perf_counter()
-        while len(clock.arrived) < self.case.lanes:
-            clock.step(engine)
-            counts = engine.statistics
-            stuck = counts["waiting"] and all(sum(n for _, n in times) >= 16 for times in clock.arrived.values())
-            if stuck and len(clock.arrived) >= counts["resident"]:
-                return
-            if time.perf_counter() - began > _LONGEST_WAIT:
-                raise RuntimeError(
-                    f"only {len(clock.arrived)} of {self.case.lanes} lanes decode after {_LONGEST_WAIT:.0f} s"
-                )
-
-    def drain(self) -> None:
-        """Cancels the remaining requests, so that the engine is empty again."""
-        for request_id in self.clock.submitted:
-            self.engine.cancel(request_id)
-        while self.engine.busy:
-            self.engine.step()
-
-    def timing(self, rates: list[float], resident: Sequence[int], *, since: float) -> DecodeTiming:
-        """Summarises what the clock has noted."""
-        clock, counts = self.clock, self.engine.statistics
-        lengths = [sum(count for _, count in times) for times in clock.arrived.values()]
-        depths = range(1, max(clock.depths, default=1) + 1)
-        return DecodeTiming(
-            rates=rates,
-            first=clock.first(),
-            between=clock.between(since),
-            shares=tuple(clock.depths[depth] / max(1, clock.depths.total()) for depth in depths),
-            context=self.case.context + sum(lengths) / max(1, len(lengths)) / 2,
-            resident=sum(resident) / max(1, len(resident)),
-            waiting=counts["waiting"],
-            rows=counts["pages_held"] * self.engine.pages.size,
+    def row(self, rates: Sequence[float], resident: Sequence[int], *, since: float, **more: Any) -> Row:
+        """Returns the measured fields of the case's row; ``resident`` are the lanes that decoded in each step."""
+        counts = self.engine.statistics
+        return as_row(
+            rates,
+            shares=self.shares(),
+            first=self.first(),
+            between=self.between(since),
+            resident_lanes=sum(resident) / max(1, len(resident)),
+            waiting_requests=counts["waiting"],
+            kv_rows=counts["pages_held"] * self.engine.pages.size,
             peak_bytes=peak(self.engine.model.device),
-            accepted=counts["accepted"] / counts["drafted"] if counts["drafted"] else None,
+            accepted_share=counts["accepted"] / counts["drafted"] if counts["drafted"] else None,
+            **more,
         )
 
 
 def first_tokens(load: DecodeLoad) -> None:
-    """Lets every lane make some tokens, untimed, and empties the engine."""
-    try:
-        for _ in range(load.case.lanes):
-            load.submit(min(load.engine.tokens - load.case.context, 64))
-        load.settle()
-    finally:
-        load.drain()
+    """Lets every lane make some tokens, untimed."""
+    for _ in range(load.case.lanes):
+        load.submit(min(load.engine.tokens - load.case.context, 64))
+    load.settle()
 
 
 def steady_length(case: DecodeCase, *, warmup: int, repeats: int, part: int) -> int:
@@ -406,37 +407,33 @@ def steady_length(case: DecodeCase, *, warmup: int, repeats: int, part: int) -> 
     return (warmup + repeats + 2) * part + 64 + case.lanes * case.context // 4096
 
 
-def steady(load: DecodeLoad, *, warmup: int, repeats: int, part: int) -> DecodeTiming:
+def steady(load: DecodeLoad, *, warmup: int, repeats: int, part: int) -> Row:
     """Times ``repeats`` parts in which every lane decodes, each of at least ``part`` tokens per lane."""
-    engine, case, clock = load.engine, load.case, load.clock
+    engine, case = load.engine, load.case
     # A launch's answers come while the next one runs, and bring several tokens of each lane.
     new = min(engine.tokens - case.context, steady_length(case, warmup=warmup, repeats=repeats, part=part))
-    reset_peak(engine.model.device)
-    try:
-        for _ in range(case.lanes):
-            load.submit(new)
-        load.settle()
-        engine.warm_up()
-        target = clock.total + warmup * part * len(clock.arrived)
-        while clock.total < target:
-            clock.step(engine)
-        clock.depths.clear()
-        began, ticks = time.perf_counter(), engine.statistics["ticks"]
-        rates, resident = [], []
-        while len(rates) < repeats and not clock.ended:
-            tokens, since = clock.total, time.perf_counter()
-            while clock.total - tokens < part * len(clock.arrived) and engine.busy and not clock.ended:
-                clock.step(engine)
-                resident.append(engine.statistics["resident"])
-            if not clock.ended:
-                rates.append((clock.total - tokens) / (time.perf_counter() - since))
-        if not rates:
-            raise RuntimeError(f"--tokens {part} is too large: a sequence ended before a part was timed")
-        seconds = (time.perf_counter() - began) / max(1, engine.statistics["ticks"] - ticks)
-        timing = load.timing(rates, resident, since=began)
-        return replace(timing, idle=idle_share(load, seconds))
-    finally:
-        load.drain()
+    for _ in range(case.lanes):
+        load.submit(new)
+    load.settle()
+    engine.warm_up()
+    target = load.total + warmup * part * len(load.arrived)
+    while load.total < target:
+        load.step()
+    load.depths.clear()
+    began, ticks = time.perf_counter(), engine.statistics["ticks"]
+    rates, resident = [], []
+    while len(rates) < repeats and not load.ended:
+        tokens, since = load.total, time.perf_counter()
+        while load.total - tokens < part * len(load.arrived) and engine.busy and not load.ended:
+            load.step()
+            resident.append(engine.statistics["resident"])
+        if not load.ended:
+            rates.append((load.total - tokens) / (time.perf_counter() - since))
+    if not rates:
+        raise RuntimeError(f"--tokens {part} is too large: a sequence ended before a part was timed")
+    seconds = (time.perf_counter() - began) / max(1, engine.statistics["ticks"] - ticks)
+    row = load.row(rates, resident, since=began)
+    return row | {"idle_share": idle_share(load, seconds)}
 
 
 def idle_share(load: DecodeLoad, seconds: float, launches: int = 4) -> float | None:
@@ -460,63 +457,44 @@ def idle_share(load: DecodeLoad, seconds: float, launches: int = 4) -> float | N
 
     with patch.object(engine.runner, "launch", launch_timed):
         for _ in range(launches):
-            load.clock.step(engine)
+            load.step()
     torch.cuda.synchronize(engine.model.device)
     busy = sum(start.elapsed_time(end) for start, end, _ in timed) / 1e3
     return max(0.0, 1.0 - busy / max(1, sum(ticks for _, _, ticks in timed)) / seconds)
 
 
-def through_memory(load: DecodeLoad, *, requests: int) -> DecodeTiming:
+def through_memory(load: DecodeLoad) -> Row:
     """Runs many requests through a KV cache that holds only some; times the middle three fifths of their tokens."""
-    engine, case, clock = load.engine, load.case, load.clock
-    reset_peak(engine.model.device)
+    engine, case = load.engine, load.case
     # Lengths from half to one and a half times, so that sequences do not begin and end together.
-    lengths = [case.new // 2 + case.new * (index % 9) // 8 for index in range(requests)]
-    total, marks, resident = sum(lengths), [], []
-    try:
-        for length in lengths:
-            load.submit(max(1, length))
-        while engine.busy and clock.total < 0.8 * total:
-            clock.step(engine)
-            if clock.total >= 0.2 * total:
-                marks.append((time.perf_counter(), clock.total))
-                resident.append(engine.statistics["resident"])
-        if len(marks) < 2:
-            raise RuntimeError("too few steps to time: use more lanes")
-        # Three parts of equal time show how steady it was.
-        rates = [_rate(marks, part / 3, (part + 1) / 3) for part in range(3)]
-        return load.timing([rate for rate in rates if rate > 0], resident, since=marks[0][0])
-    finally:
-        load.drain()
-
-
-def end_to_end(load: DecodeLoad, *, rounds: int = 2) -> DecodeTiming:
-    """Keeps ``lanes`` requests under way until ``rounds`` times as many are done; times all their new tokens."""
-    engine, case, clock = load.engine, load.case, load.clock
-    total = rounds * case.lanes
-    reset_peak(engine.model.device)
-    resident = []
-    try:
-        began = time.perf_counter()
-        for _ in range(case.lanes):
-            load.submit(case.new)
-        while clock.ended < total:
-            clock.step(engine)
+    lengths = [max(1, case.new // 2 + case.new * (index % 9) // 8) for index in range(6 * case.lanes)]
+    for length in lengths:
+        load.submit(length)
+    marks, resident = [], []
+    while engine.busy and load.total < 0.8 * sum(lengths):
+        load.step()
+        if load.total >= 0.2 * sum(lengths):
+            marks.append((time.perf_counter(), load.total))
             resident.append(engine.statistics["resident"])
-            while load.count < total and load.count - clock.ended < case.lanes:
-                load.submit(case.new)
-        return load.timing([clock.total / (time.perf_counter() - began)], resident, since=began)
-    finally:
-        load.drain()
+    # Three parts of about equal time show how steady it was.
+    parts = [marks[round(third * (len(marks) - 1) / 3)] for third in range(4)] if len(marks) > 3 else []
+    if not parts:
+        raise RuntimeError("too few steps to time: use more lanes")
+    rates = [(after[1] - before[1]) / (after[0] - before[0]) for before, after in pairwise(parts)]
+    return load.row(rates, resident, since=marks[0][0])
 
 
-def _rate(marks: Sequence[tuple[float, int]], begin: float, end: float) -> float:
-    """Returns the tokens per second between two shares of the marked time."""
-    start, span = marks[0][0], marks[-1][0] - marks[0][0]
-    inside = [mark for mark in marks if begin * span <= mark[0] - start <= end * span]
-    if len(inside) < 2 or inside[-1][0] == inside[0][0]:
-        return 0.0
-    return (inside[-1][1] - inside[0][1]) / (inside[-1][0] - inside[0][0])
+def end_to_end(load: DecodeLoad, *, rounds: int = 2) -> Row:
+    """Keeps ``lanes`` requests under way until ``rounds`` times as many are done; times all their new tokens."""
+    case, began, resident = load.case, time.perf_counter(), []
+    for _ in range(case.lanes):
+        load.submit(case.new)
+    while load.ended < rounds * case.lanes:
+        load.step()
+        resident.append(load.engine.statistics["resident"])
+        while len(load.submitted) < min(rounds * case.lanes, load.ended + case.lanes):
+            load.submit(case.new)
+    return load.row([load.total / (time.perf_counter() - began)], resident, since=began)
 
 
 # --- the limit -----------------------------------------------------------------------------------------------------
@@ -530,10 +508,6 @@ class TickBytes(NamedTuple):
     table: float
     gates: float
     rows: float
-
-    @property
-    def total(self) -> float:
-        return sum(self)
 
 
 def tick_bytes(
@@ -571,7 +545,7 @@ def limit(
 ) -> float:
     """Returns the tokens per second if bytes moved at the rate of a large copy and nothing else took time."""
     depth = 1.0 if method_class(config.method).slots_per_token(config.iterations) > 1 else mean_depth(shares)
-    return copy_rate * lanes / depth / tick_bytes(config, shape, shares, lanes=lanes, **how).total
+    return copy_rate * lanes / depth / sum(tick_bytes(config, shape, shares, lanes=lanes, **how))
 
 
 def _any(share: float, lanes: float) -> float:

@@ -9,8 +9,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -27,11 +27,10 @@ from benchmarks.record import ROOT, commit_of, provenance
 Item = TypeVar("Item")
 Number = TypeVar("Number", int, float)
 SEVERAL = "; may be repeated."
-Columns = dict[str, Callable[[dict[str, Any]], str]]
+Row = dict[str, Any]
 _NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 # Words of a recipe's or a device's name that file names leave out.
 _COMMON = {"paper", "cpu", "adaponder", "nvidia", "geforce", "amd", "instinct"}
-_CHECK_SECONDS = 300
 
 
 # --- timing --------------------------------------------------------------------------------------------------------
@@ -81,14 +80,11 @@ def if_it_fits(measure_one: Callable[[], Item]) -> Item | None:
     try:
         return measure_one()
     except Exception as error:
-        if not out_of_memory(error):
+        # Libraries below torch report a lack of memory only in their message.
+        lacks_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not lacks_memory and not any(sign in str(error) for sign in _NO_MEMORY):
             raise
     return None
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Returns whether an error reports a lack of memory; libraries below torch say so only in their message."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in _NO_MEMORY)
 
 
 def forget(device: torch.device, *, graphs: bool = True) -> None:
@@ -102,13 +98,6 @@ def forget(device: torch.device, *, graphs: bool = True) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def capacity(device: torch.device) -> int | None:
-    """Returns the bytes that can be allocated; 3 % are left for what torch does not count."""
-    if device.type != "cuda":
-        return None
-    return int(0.97 * torch.cuda.get_device_properties(device).total_memory)
 
 
 def matmul_rate(device: torch.device) -> float:
@@ -136,8 +125,6 @@ def ratio(above: float | None, below: float | None) -> float | None:
 
 def check_kernels(device: torch.device) -> None:
     """Runs one test of each kernel on this device; raises with the tail of pytest's output if one fails."""
-    if not (ROOT / "tests" / "unit" / "ops").is_dir():
-        raise InputError("tests/unit/ops is missing: run from a checkout, or use --trust to measure untested kernels")
     # A process either compiles kernels or interprets them.
     environment = {} if device.type == "cuda" else {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     code, output = run_tests(environment)
@@ -150,9 +137,9 @@ def run_tests(environment: dict[str, str]) -> tuple[int, str]:
     """Runs the tests marked ``kernel_check`` with the checkout's sources; returns their exit code and output."""
     arguments = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "kernel_check", "tests/unit/ops"]
     paths = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     variables = os.environ | {"PYTHONPATH": paths} | environment
-    done = subprocess.run(arguments, cwd=ROOT, env=variables, check=False, timeout=_CHECK_SECONDS, **pipes)
+    how: dict[str, Any] = {"cwd": ROOT, "env": variables, "timeout": 300, "check": False, "text": True}
+    done = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)
     return done.returncode, done.stdout
 
 
@@ -185,18 +172,6 @@ class Common:
         return {"warmup": self.warmup, "repeats": self.repeats}
 
 
-# Options of the commands that build a recipe's models.
-RecipeName = Annotated[
-    str | None, Option("--recipe", metavar="RECIPE", help="Default: paper/adaponder-70m on a GPU, cpu/demo on a CPU.")
-]
-Overrides = Annotated[list[str] | None, Option("--set", metavar="a.b=c", help=f"Change a field of the recipe{SEVERAL}")]
-Batch = Annotated[int | None, Option(metavar="N", min=1, help="Sequences at once; default: the recipe's micro_batch.")]
-Keep = Annotated[
-    str | None, Option(metavar="1,.5,…", help="Share of tokens that each iteration reads; random tokens halt.")
-]
-Compile = Annotated[bool, Option("--compile/--no-compile", help="Measure compiled variants, too.")]
-
-
 def numbers(
     option: str, text: str | None, kind: Callable[[str], Number], low: float, high: float, count: int | None = None
 ) -> list[Number]:
@@ -220,98 +195,83 @@ def one_of(option: str, value: str, names: Iterable[str]) -> None:
         raise InputError(f"{option} {value} must be one of {', '.join(names)}")
 
 
-@dataclass
 class Run:
-    """A benchmark under way: what is ``known`` before the first row, and the ``metrics`` so far."""
+    """A benchmark under way: its record so far."""
 
-    options: Common
-    path: Path | None
-    known: dict[str, Any]
-    metrics: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def begin(
-        cls,
+    def __init__(
+        self,
         options: Common,
         name: str,
         settings: dict[str, Any],
         recipe: Recipe | None = None,
         overrides: Sequence[str] | None = None,
-    ) -> Run:
+    ):
         """Checks the kernels, measures the device's rates and begins the record called ``name``."""
-        device = options.target
+        self.options, device, part = options, options.target, bool(options.only)
         # A record stands for the whole comparison: --only must not replace it.
-        path = record_path(name, device, recipe) if options.record and not options.only else None
+        self.path = record_path(name, device, recipe) if options.record and not part else None
         commit = commit_of(options.commit, required=options.record)
         if recipe is not None:
             console.print(line((recipe.name, "bold"), f"  {recipe.fingerprint}  {recipe.about}"))
-        if options.record and options.only:
+        if options.record and part:
             console.print("--only measures a part, so no record is written; --json PATH keeps the rows")
         if options.trust:
             console.print("--trust: the kernels are not checked", style="yellow")
         else:
             console.print("checking the kernels …")
             check_kernels(device)
-        known = {
-            "command": f"bench {name.partition('-')[0]}",
-            "tested": not options.trust,
-            **conditions(device, commit=commit),
-            "recipe": None,
-            "seed": options.seed or 0,
-            "settings": settings | options.how_often | ({"only": list(options.only)} if options.only else {}),
-        }
+        known = {"command": f"bench {name.partition('-')[0]}", "tested": not options.trust}
+        known |= conditions(device, commit=commit) | {"recipe": None, "seed": options.seed or 0}
         if recipe is not None:
             known["recipe"] = {"name": recipe.name, "hash": recipe.fingerprint, "set": list(overrides or [])}
             known["seed"] = recipe.train.seed
-        return cls(options, path, known)
-
-    @property
-    def hardware(self) -> dict[str, Any]:
-        return self.known["hardware"]
+        known["settings"] = settings | options.how_often | ({"only": list(options.only or ())} if part else {})
+        self.hardware: dict[str, Any] = known["hardware"]
+        self.metrics: dict[str, Any] = {}
+        self.record = known | {"complete": False, "metrics": self.metrics}
 
     def keep(self, **metrics: Any) -> None:
         """Adds metrics and writes all so far to ``--json``."""
         self.metrics.update(metrics)
-        write_json(self.options.json, self.known | {"complete": False, "metrics": self.metrics})
+        write_json(self.options.json, self.record)
 
     def finish(self) -> dict[str, Any]:
         """Returns the complete record, written to its path and to ``--json``."""
         rates = f"{self.hardware['matmul_flops'] / 1e12:.3g} TFLOP/s of matmul, "
         rates += f"{self.hardware['copy_bytes'] / 1e9:.4g} GB/s of copy"
         console.print(f"\n{self.hardware['device']}: {rates}; medians of {self.options.repeats}", style="dim")
-        record = self.known | {"complete": True, "metrics": self.metrics}
-        save(record, self.path, self.options.json)
-        return record
+        self.record["complete"] = True
+        save(self.record, self.path, self.options.json)
+        return self.record
 
     def measure_all(
         self,
-        items: Iterable[Item],
-        measure_one: Callable[[Item], dict[str, Any]],
+        items: Iterable[Any],
+        measure_one: Callable[[Any], Row],
         *,
-        compare: Callable[[list[dict[str, Any]]], object],
-        show: Callable[[list[dict[str, Any]]], object],
-    ) -> list[dict[str, Any]]:
+        compare: Callable[[list[Row]], object],
+        show: Callable[[list[Row]], object],
+    ) -> list[Row]:
         """Returns a row per item; ``compare`` fills in the ratios between rows, ``show`` prints them.
 
         The rows so far are printed if the user interrupts.
         """
-        rows: list[dict[str, Any]] = []
+        rows: list[Row] = []
         try:
             for item in items:
-                console.print(f"measuring {label(item)} …")
+                console.print(f"measuring {item.name} …")
                 rows.append(measure_one(item))
                 compare(rows)
                 self.keep(rows=rows)
         except KeyboardInterrupt:
-            path = self.options.json
-            name = "standard output" if path == STDOUT else path
+            name = "standard output" if self.options.json == STDOUT else self.options.json
             console.print(
-                f"interrupted: no record is written{f'; {name} has the rows so far' if rows and path else ''}"
+                f"interrupted: no record is written{f'; {name} has the rows so far' if rows and name else ''}"
             )
+            raise
+        finally:
             if rows:
                 show(rows)
-            raise
-        show(rows)
         return rows
 
 
@@ -345,36 +305,29 @@ def save(record: dict[str, Any], path: Path | None, also: Path | None) -> None:
 # --- names and tables ----------------------------------------------------------------------------------------------
 
 
-def label(item: Any) -> str:
-    """Returns a variant's name on the screen; an operation's begins with the operation."""
-    return f"{item.op}: {item.name}" if hasattr(item, "op") else item.name
-
-
 def select(items: Sequence[Item], only: Sequence[str] | None, always: str | None = None) -> list[Item]:
-    """Returns the items with a word of ``only`` in their names, and those whose name begins with ``always``."""
+    """Returns the items with a word of ``only`` in their names, and those that are called ``always``."""
+    names = {item: str(getattr(item, "name", item)) for item in items}
     for word in only or ():
-        if not any(word in label(item) for item in items):
-            names = "; ".join(dict.fromkeys(map(label, items)))
-            raise InputError(f"--only {word} matches none of the names: {names}")
-    return [
-        item
-        for item in items
-        if not only
-        or any(word in label(item) for word in only)
-        or (always is not None and getattr(item, "name", "").startswith(always))
-    ]
+        if not any(word in name for name in names.values()):
+            raise InputError(f"--only {word} matches none of the names: {'; '.join(names.values())}")
+
+    def is_selected(name: str) -> bool:
+        return not only or any(word in name for word in only) or always in re.split("[:,] ", name)
+
+    return [item for item, name in names.items() if is_selected(name)]
 
 
-def print_table(title: str, columns: Columns, rows: Sequence[dict[str, Any]]) -> None:
+def print_table(title: str, columns: Mapping[str, Callable[[Row], str]], rows: Sequence[Row]) -> None:
     """Prints rows under a title; ``columns`` maps each heading to the function that formats its cell."""
     cells = [[cell(row) for cell in columns.values()] for row in rows]
     console.print(table(title, [heading.strip() for heading in columns], cells))
 
 
-def number(name: str, form: str, scale: float = 1.0) -> Callable[[dict[str, Any]], str]:
+def number(name: str, form: str, scale: float = 1.0) -> Callable[[Row], str]:
     """Returns a function that formats a row's ``name``, times ``scale``; a dash where it is missing."""
 
-    def cell(row: dict[str, Any]) -> str:
+    def cell(row: Row) -> str:
         value = row.get(name)
         return "–" if value is None else format(value * scale, form)
 
@@ -384,13 +337,13 @@ def number(name: str, form: str, scale: float = 1.0) -> Callable[[dict[str, Any]
 SPREAD, PEAK = number("spread", ".1%"), number("peak_bytes", ".1f", 2**-30)
 
 
-def speed(name: str, form: str, scale: float = 1.0) -> Callable[[dict[str, Any]], str]:
+def speed(name: str, form: str, scale: float = 1.0) -> Callable[[Row], str]:
     """Formats as :func:`number`, and says where memory did not suffice."""
     cell = number(name, form, scale)
     return lambda row: cell(row) if row["fits"] else "out of memory"
 
 
-def timing_fields(timing: Timing | None) -> dict[str, Any]:
+def timing_fields(timing: Timing | None) -> Row:
     """Returns the fields of a row that every timing has."""
     if timing is None:
         return {"fits": False, "seconds": [], "spread": None, "peak_bytes": None}

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from typer import Option
 
 from adaponder.backbones.wrapper import relative_difference, rounding_bound
 from adaponder.config import AdaPonderConfig
 from adaponder.data.tokenizers import TRAIN
 from adaponder.devices import autocast, product_dtype
-from adaponder.errors import EvaluationError, InputError, choice
+from adaponder.errors import EvaluationError, InputError
 from adaponder.methods import Iteration
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import ForcedDepths
 from adaponder.recipes import Recipe, load_recipe
 from adaponder.terminal import console
 from adaponder.training.build import build_model
-from benchmarks.harness import Common, forget, if_it_fits
+from benchmarks.harness import SEVERAL, Common, Run, forget, if_it_fits
 from benchmarks.plain import PlainPonder
 
 # The method that is measured, and the name of the plain PonderLM, which computes what our ``ponder`` does.
@@ -33,7 +33,61 @@ METHOD, PLAIN = "adaponder", "plain"
 CPU = torch.device("cpu")
 
 
-# --- the models of a recipe ----------------------------------------------------------------------------------------
+# --- what train and prefill measure --------------------------------------------------------------------------------
+
+RecipeName = Annotated[
+    str | None, Option("--recipe", metavar="RECIPE", help="Default: paper/adaponder-70m on a GPU, cpu/demo on a CPU.")
+]
+Overrides = Annotated[list[str] | None, Option("--set", metavar="a.b=c", help=f"Change a field of the recipe{SEVERAL}")]
+Batch = Annotated[int | None, Option(metavar="N", min=1, help="Sequences at once; default: the recipe's micro_batch.")]
+Keep = Annotated[
+    str | None, Option(metavar="1,.5,…", help="Share of tokens that each iteration reads; random tokens halt.")
+]
+Compile = Annotated[bool, Option("--compile/--no-compile", help="Measure compiled variants, too.")]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A recipe's model on batches of random tokens, with ``depths [batch, sequence]`` if tokens are forced to halt.
+
+    ``shares`` are the shares of tokens that each iteration reads; empty if no token halts.
+    """
+
+    options: Common
+    recipe: Recipe
+    overrides: Sequence[str]
+    batch: int
+    shares: Sequence[float]
+    depths: Tensor | None
+
+    def begin(self, name: str) -> Run:
+        """Begins the record called ``name``; where tokens halt, dense and compact execution are compared first."""
+        settings: dict[str, Any] = {"batch": self.batch, "sequence": self.recipe.data.sequence, "dtype": self.dtype}
+        if self.depths is not None:
+            settings |= {"keep": self.shares, "mean_depth": float(self.depths.double().mean())}
+        bench = Run(self.options, name, settings, self.recipe, self.overrides)
+        if self.depths is not None:
+            bench.keep(dense_and_compact_differ_by=check_executions(self.recipe, self.depths, self.options.target))
+        return bench
+
+    @property
+    def dtype(self) -> str:
+        return str(product_dtype(self.recipe.train.dtype, self.options.target)).removeprefix("torch.")
+
+    def title(self, what: str) -> str:
+        title = f"\n{self.recipe.name}, {self.batch} x {self.recipe.data.sequence:,} tokens, {self.dtype}: {what}"
+        shares = ", ".join(f"{share:g}" for share in self.shares)
+        return f"{title} that reads {shares} of the tokens" if shares else title
+
+
+def choose_workload(
+    options: Common, name: str | None, overrides: Sequence[str] | None, batch: int | None, shares: Sequence[float]
+) -> Workload:
+    """Returns the workload of the commands' options; the batch is by default what one process computes at a time."""
+    recipe = choose_recipe(name, overrides, options)
+    batch = batch or recipe.train.micro_batch or recipe.train.global_batch
+    depths = choose_depths(shares, recipe, batch) if shares else None
+    return Workload(options, recipe, overrides or (), batch, shares, depths)
 
 
 def choose_recipe(name: str | None, overrides: Sequence[str] | None, options: Common) -> Recipe:
@@ -44,27 +98,19 @@ def choose_recipe(name: str | None, overrides: Sequence[str] | None, options: Co
     return recipe if options.seed is None else replace(recipe, train=replace(recipe.train, seed=options.seed))
 
 
-def batch_of(batch: int | None, recipe: Recipe) -> int:
-    """Returns the sequences per step: ``batch``, or what one process of the recipe computes at a time."""
-    return batch or recipe.train.micro_batch or recipe.train.global_batch
+# --- the models of a recipe ----------------------------------------------------------------------------------------
 
 
 def vocabulary_of(recipe: Recipe) -> int:
     """Returns the vocabulary size that the recipe states, or that of the tokenizer it trains."""
     if not isinstance(recipe.model.backbone, dict):
-        raise InputError(
-            f"--recipe {recipe.name} continues a checkpoint, but benchmarks build models from scratch: choose a recipe "
-            "with a shape under model.backbone, such as paper/adaponder-70m"
-        )
+        raise InputError(f"--recipe {recipe.name} continues a checkpoint: choose one with a shape in model.backbone")
     stated = recipe.model.backbone.get("vocab_size")
     if stated is not None:
         return int(stated)
     learned = recipe.data.tokenizer.removeprefix(TRAIN)
     if learned == recipe.data.tokenizer or not learned.isdecimal():
-        raise InputError(
-            f"--recipe {recipe.name} states no vocabulary size, and benchmarks open no tokenizer: "
-            "add --set model.backbone.vocab_size=50304"
-        )
+        raise InputError(f"--recipe {recipe.name} has no vocabulary size: add --set model.backbone.vocab_size=50304")
     return int(learned)
 
 
@@ -112,10 +158,8 @@ def choose_depths(keep: Sequence[float], recipe: Recipe, batch: int) -> Tensor:
     text, iterations = "--keep " + ",".join(f"{share:g}" for share in keep), config_of(recipe, METHOD).iterations
     if len(keep) != iterations:
         raise InputError(f"{text} must have {iterations} shares, one per iteration of the recipe")
-    if keep[0] != 1:
-        raise InputError(f"{text} must begin with 1: the first iteration reads every token")
-    if any(not 0 <= later <= earlier for earlier, later in pairwise(keep)):
-        raise InputError(f"{text} must not rise: a halted token stays halted")
+    if keep[0] != 1 or any(not 0 <= later <= earlier for earlier, later in pairwise(keep)):
+        raise InputError(f"{text} must begin with 1, since the first iteration reads every token, and must not rise")
     return depths_of(keep, batch, recipe.data.sequence, seed=recipe.train.seed)
 
 
@@ -166,45 +210,31 @@ def disagreement(recipe: Recipe, depths: Tensor, *, device: torch.device) -> flo
 # --- shapes and depths of decoding ---------------------------------------------------------------------------------
 
 ITERATIONS = 4
-_NEOX = {"model_type": "gpt_neox", "vocab_size": 50304, "max_position_embeddings": 4096}
-_LLAMA = {"model_type": "llama", "vocab_size": 49152, "max_position_embeddings": 4096, "tie_word_embeddings": False}
 
 
-class Sizes(NamedTuple):
-    """A method and the sizes of its backbone."""
-
-    method: str
-    family: dict[str, Any]
-    hidden: int
-    layers: int
-    heads: int
-    inner: int
-
-    def backbone(self) -> dict[str, Any]:
-        """Returns the backbone's config."""
-        return self.family | {
-            "hidden_size": self.hidden,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "intermediate_size": self.inner,
-        }
+def _backbone(hidden: int, layers: int, heads: int, inner: int, **family: Any) -> dict[str, Any]:
+    """Returns a backbone's config, of the family GPT-NeoX unless another is given."""
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    common = {"model_type": "gpt_neox", "vocab_size": 50304, "max_position_embeddings": 4096}
+    return common | sizes | {"intermediate_size": inner} | family
 
 
+# The method and the backbone of each shape.
 SHAPES = {
-    "70m": Sizes("adaponder", _NEOX, 512, 6, 8, 2048),
-    "410m": Sizes("adaponder", _NEOX, 1024, 24, 16, 4096),
-    "ouro-1.4b": Sizes("ouro", _LLAMA, 2048, 24, 16, 5632),
-    "tiny": Sizes("adaponder", _NEOX | {"vocab_size": 61, "max_position_embeddings": 512}, 16, 2, 2, 24),
+    "70m": ("adaponder", _backbone(512, 6, 8, 2048)),
+    "410m": ("adaponder", _backbone(1024, 24, 16, 4096)),
+    "ouro-1.4b": (
+        "ouro",
+        _backbone(2048, 24, 16, 5632, model_type="llama", vocab_size=49152, tie_word_embeddings=False),
+    ),
+    "tiny": ("adaponder", _backbone(16, 2, 2, 24, vocab_size=61, max_position_embeddings=512)),
 }
 
 
 def shape_config(name: str, *, vanilla: bool = False) -> AdaPonderConfig:
     """Returns the config of a shape with its method, or of the plain decoder."""
-    if name not in SHAPES:
-        raise InputError(f"--shape {name}: {choice(name, list(SHAPES))}")
-    sizes = SHAPES[name]
-    method = "vanilla" if vanilla else sizes.method
-    return AdaPonderConfig(backbone_config=sizes.backbone(), method=method, iterations=ITERATIONS)
+    method, backbone = SHAPES[name]
+    return AdaPonderConfig(backbone_config=backbone, method="vanilla" if vanilla else method, iterations=ITERATIONS)
 
 
 def build(config: AdaPonderConfig, *, device: torch.device, dtype: torch.dtype, seed: int) -> AdaPonderForCausalLM:
@@ -220,8 +250,7 @@ def build_stock(config: AdaPonderConfig, *, device: torch.device, dtype: torch.d
     """Builds Hugging Face's plain decoder of the same shape."""
     torch.manual_seed(seed)
     with device:
-        model = AutoModelForCausalLM.from_config(config.backbone_config, dtype=dtype)
-    return model.eval()
+        return AutoModelForCausalLM.from_config(config.backbone_config, dtype=dtype).eval()
 
 
 # Shares of the tokens of depth 1, 2, 3, 4, by their mean depth.
@@ -234,26 +263,11 @@ SHARES = {
 }
 
 
-def shares_of(mean: float, iterations: int) -> tuple[float, ...]:
-    """Returns shares of depths 1 … ``iterations`` with this mean: :data:`SHARES`, or else geometric ones."""
-    if not 1 <= mean <= iterations:
-        raise InputError(f"--depths {mean:g} must be between 1 and {iterations}")
-    if iterations == 4 and mean in SHARES:
-        return SHARES[mean]
-    if mean in (1, iterations):
-        return tuple(float(depth == mean) for depth in range(1, iterations + 1))
-    low, high = -40.0, 40.0
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if mean_depth(_geometric(middle, iterations)) < mean else (low, middle)
-    return _geometric(low, iterations)
-
-
-def _geometric(slope: float, iterations: int) -> tuple[float, ...]:
-    """Returns shares in proportion to ``exp(slope * depth)``."""
-    # Relative to the greatest, so that no exponential overflows.
-    weights = [math.exp(slope * (depth - (iterations if slope > 0 else 1))) for depth in range(1, iterations + 1)]
-    return tuple(weight / sum(weights) for weight in weights)
+def shares_of(mean: float) -> tuple[float, ...]:
+    """Returns shares of depths 1 … 4 with this mean: those of :data:`SHARES`, or a mixture of both neighbours."""
+    low, high = max(known for known in SHARES if known <= mean), min(known for known in SHARES if known >= mean)
+    weight = (mean - low) / (high - low) if high > low else 0.0
+    return tuple((1 - weight) * a + weight * b for a, b in zip(SHARES[low], SHARES[high], strict=True))
 
 
 def mean_depth(shares: Sequence[float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +16,8 @@ from adaponder.ops.linear_cross_entropy import linear_cross_entropy_sum, plain_l
 from adaponder.ops.vocab_expectation import plain_vocab_expectation, vocab_expectation
 from adaponder.terminal import console
 from benchmarks import harness
-from benchmarks.harness import Common, Run, Timing, measure, number, ratio, speed
+from benchmarks.harness import Common, Row, Run, Timing, measure, number, ratio, speed
 
-Row = dict[str, Any]
 EXPECTATION, LOSS = "vocab_expectation", "linear_cross_entropy"
 OPERATIONS = (EXPECTATION, LOSS)
 PLAIN, OURS, KEPT, TORCH = "plain", "ours", "ours, logits kept", "torch"
@@ -51,13 +51,6 @@ ON_GPU = (Size(65536, 512, 50304), Size(16384, 1024, 50304))
 ON_CPU = (Size(1024, 128, 4096),)
 
 
-class Work(NamedTuple):
-    """The least work of an operation: FLOPs of its matrix products, bytes of operands and results."""
-
-    flops: int
-    bytes: int
-
-
 @dataclass(frozen=True)
 class OpCase:
     """One implementation of one operation, forward alone or with its backward."""
@@ -69,7 +62,7 @@ class OpCase:
 
     @property
     def name(self) -> str:
-        return f"{self.implementation}, {'with backward' if self.backward else 'forward'}"
+        return f"{self.op}: {self.implementation}, {'with backward' if self.backward else 'forward'}"
 
 
 def run(
@@ -94,7 +87,7 @@ def run(
     sizes = [Size(*harness.numbers("--size", text, int, 1, 2**40, count=3)) for text in size or ()]
     sizes = sizes or (ON_GPU if device.type == "cuda" else ON_CPU)
     chosen = harness.select(cases(sizes), options.only, always=PLAIN)
-    bench = Run.begin(options, "ops", {"sizes": [list(size) for size in sizes], "dtype": dtype})
+    bench = Run(options, "ops", {"sizes": [list(size) for size in sizes], "dtype": dtype})
     if not torch_has_it():
         console.print(f"torch {torch.__version__} has no linear_cross_entropy: no row for it")
 
@@ -104,8 +97,8 @@ def run(
         return as_row(case, timing, bench.hardware)
 
     def show(rows: list[Row]) -> None:
-        for op, size in dict.fromkeys((row["op"], _size(row)) for row in rows):
-            some = [row for row in rows if (row["op"], _size(row)) == (op, size)]
+        for op, size in dict.fromkeys(map(_work_key, rows)):
+            some = [row for row in rows if _work_key(row) == (op, size)]
             harness.print_table(f"\n{op}: {size}, {dtype}", _COLUMNS, some)
 
     bench.measure_all(chosen, row_of, compare=compare_with_plain, show=show)
@@ -114,17 +107,13 @@ def run(
 
 def cases(sizes: Sequence[Size]) -> list[OpCase]:
     """Returns every operation at every size: plain, ours, ours with logits kept, torch's own loss if it has one."""
-    chosen = []
-    for op in OPERATIONS:
-        ways = [PLAIN, OURS, *([KEPT] if op == EXPECTATION else [TORCH] if torch_has_it() else [])]
-        chosen += [
-            OpCase(op, size, way, backward)
-            for size in sizes
-            for way in ways
-            for backward in (False, True)
-            if backward or way != KEPT  # forward alone keeps nothing
-        ]
-    return chosen
+    ways = {EXPECTATION: [PLAIN, OURS, KEPT], LOSS: [PLAIN, OURS, *([TORCH] if torch_has_it() else [])]}
+    return [
+        OpCase(op, size, way, backward)
+        for op, size in itertools.product(OPERATIONS, sizes)
+        for way, backward in itertools.product(ways[op], (False, True))
+        if backward or way != KEPT  # forward alone keeps nothing
+    ]
 
 
 def torch_has_it() -> bool:
@@ -132,26 +121,19 @@ def torch_has_it() -> bool:
     return hasattr(nn.functional, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions")
 
 
-def work_of(op: str, size: Size, *, backward: bool) -> Work:
-    """Returns the roofline's two counts; nothing computed twice or stored in between is counted.
+def work_of(op: str, size: Size, *, backward: bool) -> tuple[int, int]:
+    """Returns the least work: FLOPs of matrix products, bytes of operands and results.
 
     A product of tokens x d with d x vocabulary is 2 n d V FLOPs. The expectation needs two (logits, mixture) and its
     backward four (into probabilities, table, hidden states, head); the loss one, and its backward two. Every operand is
     read once and every result written once, as training holds them, in float32; targets take 8 bytes each.
     """
     n, d, v = size
-    rows, matrix = n * d, v * d
-    if op == EXPECTATION:
-        products = 6 if backward else 2
-        elements = 2 * rows + 2 * matrix  # hidden states, head and table in, mixture out
-        elements += 2 * rows + 2 * matrix if backward else 0  # d mixture in, d hidden, d head and d table out
-        targets = 0
-    else:
-        products = 3 if backward else 1
-        elements = rows + matrix + n  # hidden states and head in, losses out
-        elements += rows + matrix + n if backward else 0  # d losses in, d hidden and d head out
-        targets = n
-    return Work(products * 2 * n * d * v, elements * _HELD.itemsize + 8 * targets)
+    if op == EXPECTATION:  # hidden states, head and table in, mixture out; the other way round in backward
+        products, elements, targets = (6 if backward else 2), 2 * n * d + 2 * v * d, 0
+    else:  # hidden states and head in, losses out; d losses in, d hidden and d head out in backward
+        products, elements, targets = (3 if backward else 1), n * d + v * d + n, n
+    return products * 2 * n * d * v, (1 + backward) * elements * _HELD.itemsize + 8 * targets
 
 
 def measure_op(
@@ -159,8 +141,7 @@ def measure_op(
 ) -> Timing:
     """Times one case; raises torch's own error if memory does not suffice."""
     harness.forget(device)
-    step = operation(case, device=device, dtype=dtype, seed=seed)
-    return measure(step, device, warmup=warmup, repeats=repeats)
+    return measure(operation(case, device=device, dtype=dtype, seed=seed), device, warmup=warmup, repeats=repeats)
 
 
 def operation(case: OpCase, *, device: torch.device, dtype: torch.dtype, seed: int) -> Callable[[], Sequence[Tensor]]:
@@ -207,26 +188,23 @@ def _loss(implementation: str, targets: Tensor, dtype: torch.dtype) -> Callable[
 
 def as_row(case: OpCase, timing: Timing | None, hardware: dict[str, Any]) -> Row:
     """Returns a record's row, with the shares of the device's measured rates."""
-    work, median = work_of(case.op, case.size, backward=case.backward), None if timing is None else timing.median
+    flops, moved = work_of(case.op, case.size, backward=case.backward)
+    median = None if timing is None else timing.median
     row = {"op": case.op, **case.size._asdict(), "implementation": case.implementation, "backward": case.backward}
-    row |= {"flops": work.flops, "bytes": work.bytes, "milliseconds": median and median * 1e3}
-    row |= {"matmul_share": ratio(ratio(work.flops, median), hardware["matmul_flops"])}
-    row |= {"copy_share": ratio(ratio(work.bytes, median), hardware["copy_bytes"])}
+    row |= {"flops": flops, "bytes": moved, "milliseconds": median and median * 1e3}
+    row |= {"matmul_share": ratio(ratio(flops, median), hardware["matmul_flops"])}
+    row |= {"copy_share": ratio(ratio(moved, median), hardware["copy_bytes"])}
     return row | harness.timing_fields(timing)
 
 
 def compare_with_plain(rows: list[Row]) -> None:
     """Fills in each row's speed and memory relative to the plain version of the same operation and size."""
-
-    def key(row: Row) -> tuple[Any, ...]:
-        return row["op"], _size(row), row["backward"]
-
-    plain = {key(row): row for row in rows if row["implementation"] == PLAIN}
+    plain = {(_work_key(row), row["backward"]): row for row in rows if row["implementation"] == PLAIN}
     for row in rows:
-        other = plain.get(key(row), {})
+        other = plain.get((_work_key(row), row["backward"]), {})
         row["times_plain"] = ratio(other.get("milliseconds"), row["milliseconds"])
         row["memory_of_plain"] = ratio(row["peak_bytes"], other.get("peak_bytes"))
 
 
-def _size(row: Row) -> Size:
-    return Size(row["tokens"], row["hidden"], row["vocabulary"])
+def _work_key(row: Row) -> tuple[str, Size]:
+    return row["op"], Size(row["tokens"], row["hidden"], row["vocabulary"])

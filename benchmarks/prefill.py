@@ -4,33 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adaponder.devices import autocast, product_dtype
+from adaponder.devices import autocast
 from adaponder.methods.cost import cost_of
 from adaponder.policies import ForcedDepths
 from adaponder.recipes import Recipe
 from benchmarks import harness, models
-from benchmarks.harness import (
-    Batch,
-    Common,
-    Compile,
-    Keep,
-    Overrides,
-    RecipeName,
-    Run,
-    Timing,
-    measure,
-    number,
-    ratio,
-    speed,
-)
-from benchmarks.models import METHOD, PLAIN
+from benchmarks.harness import Common, Row, Timing, measure, number, ratio, speed
+from benchmarks.models import METHOD, PLAIN, Batch, Compile, Keep, Overrides, RecipeName
 
-Row = dict[str, Any]
 _COLUMNS = {
     "variant": lambda row: row["variant"],
     "ms": speed("median_seconds", ",.2f", 1e3),
@@ -74,28 +61,19 @@ def run(
 
     [dim]python -m benchmarks prefill --device cuda --batch 8 --keep 1,.5,.5,.5[/]
     """
-    device = options.target
-    recipe = models.choose_recipe(recipe_name, overrides, options)
-    prompts, by = models.batch_of(batch, recipe), recipe.train.compile_by
-    shares = harness.numbers("--keep", keep, float, 0, 1)
-    shares = shares or [1.0, *[0.5] * (models.config_of(recipe, METHOD).iterations - 1)]
-    depths = models.choose_depths(shares, recipe, prompts)
-    chosen = harness.select(variants(compiles=compiles, by=by), options.only, always=PLAIN)
-    dtype = str(product_dtype(recipe.train.dtype, device)).removeprefix("torch.")
-    settings: dict[str, Any] = {"batch": prompts, "sequence": recipe.data.sequence, "dtype": dtype}
-    settings |= {"keep": shares, "mean_depth": float(depths.double().mean())}
-    bench = Run.begin(options, "prefill", settings, recipe, overrides)
-    bench.keep(dense_and_compact_differ_by=models.check_executions(recipe, depths, device))
-    title = f"\n{recipe.name}, {prompts} x {recipe.data.sequence:,} tokens, {dtype}: a prefill"
-    title += f" that reads {', '.join(f'{share:g}' for share in shares)} of the tokens"
-    before: list[PrefillVariant] = []
+    iterations = models.config_of(models.choose_recipe(recipe_name, overrides, options), METHOD).iterations
+    shares = harness.numbers("--keep", keep, float, 0, 1) or [1.0, *[0.5] * (iterations - 1)]
+    work = models.choose_workload(options, recipe_name, overrides, batch, shares)
+    recipe, depths = work.recipe, work.depths
+    assert depths is not None  # there are shares
+    chosen = harness.select(variants(compiles=compiles, by=recipe.train.compile_by), options.only, always=PLAIN)
+    # Dense and compact begin with the same compiled pass.
+    keeps_graphs = {after: before.by == after.by for before, after in pairwise(chosen)}
+    bench = work.begin("prefill")
 
     def row_of(variant: PrefillVariant) -> Row:
-        # Dense and compact begin with the same compiled pass.
-        shared = bool(before) and before[0].by == variant.by
-        before[:] = [variant]
-        how: dict[str, Any] = {"device": device, **options.how_often, "keep_graphs": shared}
-        timing = harness.if_it_fits(lambda: measure_prefill(recipe, variant, depths, **how))
+        how: dict[str, Any] = {"device": options.target, "keep_graphs": keeps_graphs.get(variant, False)}
+        timing = harness.if_it_fits(lambda: measure_prefill(recipe, variant, depths, **how, **options.how_often))
         median = None if timing is None else timing.median
         row = {"variant": variant.name, "median_seconds": median, "flops": flops_of(variant, depths, recipe)}
         return row | {"tokens_per_second": ratio(depths.numel(), median)} | harness.timing_fields(timing)
@@ -103,8 +81,8 @@ def run(
     bench.measure_all(
         chosen,
         row_of,
-        compare=lambda rows: compare_with_dense(rows, by),
-        show=lambda rows: harness.print_table(title, _COLUMNS, rows),
+        compare=lambda rows: compare_with_dense(rows, recipe.train.compile_by),
+        show=lambda rows: harness.print_table(work.title("a prefill"), _COLUMNS, rows),
     )
     return bench.finish()
 
@@ -112,10 +90,8 @@ def run(
 def variants(*, compiles: bool = True, by: str = "layer") -> list[PrefillVariant]:
     """Returns the variants that are compared, the plain version first."""
     ways = (None, by) if compiles else (None,)
-    return [
-        PrefillVariant(PLAIN),
-        *(PrefillVariant(execution, way) for way in ways for execution in ("dense", "compact")),
-    ]
+    ours = [PrefillVariant(execution, way) for way in ways for execution in ("dense", "compact")]
+    return [PrefillVariant(PLAIN), *ours]
 
 
 def flops_of(variant: PrefillVariant, depths: Tensor, recipe: Recipe) -> int:

@@ -186,9 +186,9 @@ def engine_rate(engine: Engine | SleepingEngine, requests: list[Request]) -> flo
 
 def stand_in_model() -> AdaPonderForCausalLM:
     """Builds the tiny model that validates requests."""
-    sizes = SHAPES["tiny"]
-    backbone = sizes.backbone() | {"vocab_size": VOCABULARY, "max_position_embeddings": 4096}
-    config = AdaPonderConfig(backbone_config=backbone, method=sizes.method, iterations=ITERATIONS)
+    method, backbone = SHAPES["tiny"]
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 4096}
+    config = AdaPonderConfig(backbone_config=backbone | sizes, method=method, iterations=ITERATIONS)
     return build(config, device=torch.device("cpu"), dtype=torch.float32, seed=0)
 
 

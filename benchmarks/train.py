@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from typer import Option
 
-from adaponder.devices import autocast, product_dtype
+from adaponder.devices import autocast
 from adaponder.errors import InputError
 from adaponder.methods import Objective
 from adaponder.methods.cost import cost_of
@@ -20,23 +21,9 @@ from adaponder.recipes import Recipe
 from adaponder.terminal import console
 from adaponder.training.schedule import build_optimizer
 from benchmarks import harness, models
-from benchmarks.harness import (
-    Batch,
-    Common,
-    Compile,
-    Keep,
-    Overrides,
-    RecipeName,
-    Run,
-    Timing,
-    measure,
-    number,
-    ratio,
-    speed,
-)
-from benchmarks.models import METHOD, PLAIN
+from benchmarks.harness import Common, Row, Timing, measure, number, ratio, speed
+from benchmarks.models import METHOD, PLAIN, Batch, Compile, Keep, Overrides, RecipeName, Workload
 
-Row = dict[str, Any]
 _COLUMNS = {
     "variant": lambda row: row["variant"],
     "tokens/s": speed("tokens_per_second", ",.0f"),
@@ -102,46 +89,47 @@ def run(
 
     [dim]python -m benchmarks train --device cuda --batch 32 --keep 1,.5,.5,.5[/]
     """
-    device, shares = options.target, harness.numbers("--keep", keep, float, 0, 1)
+    shares = harness.numbers("--keep", keep, float, 0, 1)
     if largest and shares:
         raise InputError("--largest and --keep exclude each other: the largest batch is searched at full depth")
-    if largest and device.type != "cuda":
+    if largest and options.target.type != "cuda":
         raise InputError(f"--largest needs a GPU, not --device {options.device}: only a GPU reports full memory")
-    recipe = models.choose_recipe(recipe_name, overrides, options)
-    rows_per_step = models.batch_of(batch, recipe)
-    depths = models.choose_depths(shares, recipe, rows_per_step) if shares else None
-    chosen = variants(device, compiles=compiles, by=recipe.train.compile_by, halting=bool(shares))
+    work = models.choose_workload(options, recipe_name, overrides, batch, shares)
+    recipe, depths = work.recipe, work.depths
+    chosen = variants(options.target, compiles=compiles, by=recipe.train.compile_by, halting=bool(shares))
     chosen = harness.select(chosen, options.only, always=PLAIN)
-    dtype = str(product_dtype(recipe.train.dtype, device)).removeprefix("torch.")
-    settings: dict[str, Any] = {"batch": rows_per_step, "sequence": recipe.data.sequence, "dtype": dtype}
+    # Two methods of one shape run the same compiled pass; another budget splits it elsewhere.
+    keeps_graphs = {b: (a.memory_budget, a.by) == (b.memory_budget, b.by) for a, b in pairwise(chosen)}
+    bench = work.begin("train" if depths is None else "train-halting")
     if depths is not None:
-        settings |= {"keep": shares, "mean_depth": float(depths.double().mean())}
-    bench = Run.begin(options, "train" if depths is None else "train-halting", settings, recipe, overrides)
-    if depths is not None:
-        bench.keep(dense_and_compact_differ_by=models.check_executions(recipe, depths, device))
         bench.keep(compact_over_dense_by_flops=promised_over_dense(recipe, depths))
-    title = f"\n{recipe.name}, {rows_per_step} x {recipe.data.sequence:,} tokens, {dtype}: a training step"
-    title += f" that reads {', '.join(f'{share:g}' for share in shares)} of the tokens" if shares else ""
-    how: dict[str, Any] = {"batch": rows_per_step, "depths": depths, "device": device, **options.how_often}
+
+    def row_of(variant: TrainVariant) -> Row:
+        how: dict[str, Any] = {"device": options.target, "keep_graphs": keeps_graphs.get(variant, False)}
+        how |= {"batch": work.batch, "depths": depths} | options.how_often
+        done = harness.if_it_fits(lambda: measure_training(recipe, variant, **how))
+        flops = flops_per_token(recipe, variant, depths)
+        return as_row(recipe, variant, work.batch, done, flops=flops, matmul_rate=bench.hardware["matmul_flops"])
+
     rows = bench.measure_all(
         chosen,
-        _row_of(recipe, how, bench.hardware["matmul_flops"]),
+        row_of,
         compare=compare_with_plain,
-        show=lambda found: harness.print_table(title, _COLUMNS, found),
+        show=lambda found: harness.print_table(work.title("a training step"), _COLUMNS, found),
     )
-    _print_ratios(bench, dict(zip(chosen, rows, strict=True)), depths, "compiled" if compiles else "eager")
+    by_variant = dict(zip(chosen, rows, strict=True))
+    ratios = {"adaponder_over_ponder": over_ponder(by_variant)}
+    if depths is not None:
+        speeds = {variant.execution: row["tokens_per_second"] for variant, row in by_variant.items()}
+        ratios["compact_over_dense"] = ratio(speeds.get("compact"), speeds.get("dense"))
+    bench.keep(**ratios)
+    for name, times in ratios.items():
+        if times is not None:
+            console.print(f"{name.replace('_', ' ')}: {times:.3f} times the tokens/s, both run the same way")
+    if depths is not None:
+        console.print(f"by FLOPs alone: {bench.metrics['compact_over_dense_by_flops']:.3f}")
     if largest:
-        found: list[Row] = []
-        for row in search_largest(recipe, compiles, start=rows_per_step, device=device):
-            found.append(row)
-            bench.keep(largest_batch=found)
-        columns = {
-            "variant": lambda row: row["variant"],
-            "sequences": lambda row: f"{row['batch']:,}" if row["batch"] else f"not even {rows_per_step}",
-            "tokens/s": number("tokens_per_second", ",.0f"),
-            "peak GiB": harness.PEAK,
-        }
-        harness.print_table(f"\nThe largest batch that fits, in multiples of {rows_per_step}", columns, found)
+        bench.keep(largest_batch=search_all(work, compiles))
     return bench.finish()
 
 
@@ -255,21 +243,6 @@ def promised_over_dense(recipe: Recipe, depths: Tensor) -> float:
 # --- rows ----------------------------------------------------------------------------------------------------------
 
 
-def _row_of(recipe: Recipe, how: dict[str, Any], matmul_rate: float) -> Callable[[TrainVariant], Row]:
-    """Returns a function that measures a variant; consecutive variants of one shape share compiled graphs."""
-    before: list[TrainVariant] = []
-
-    def row(variant: TrainVariant) -> Row:
-        # Two methods of one shape run the same compiled pass; another budget splits it elsewhere.
-        shared = bool(before) and (before[0].memory_budget, before[0].by) == (variant.memory_budget, variant.by)
-        before[:] = [variant]
-        done = harness.if_it_fits(lambda: measure_training(recipe, variant, **how, keep_graphs=shared))
-        flops = flops_per_token(recipe, variant, how["depths"])
-        return as_row(recipe, variant, how["batch"], done, flops=flops, matmul_rate=matmul_rate)
-
-    return row
-
-
 def as_row(
     recipe: Recipe,
     variant: TrainVariant,
@@ -305,106 +278,49 @@ def over_ponder(rows: Mapping[TrainVariant, Row]) -> float | None:
     return ratio(next((speeds[variant] for variant in dense if variant in speeds), None), speeds[ponder])
 
 
-def _print_ratios(bench: Run, rows: Mapping[TrainVariant, Row], depths: Tensor | None, both: str) -> None:
-    bench.keep(adaponder_over_ponder=(times := over_ponder(rows)))
-    if times is not None:
-        console.print(f"adaponder makes {times:.3f} of ponder's tokens/s, both {both}")
-    if depths is None:
-        return
-    speeds = {variant.execution: row["tokens_per_second"] for variant, row in rows.items()}
-    bench.keep(compact_over_dense=(times := ratio(speeds.get("compact"), speeds.get("dense"))))
-    if times is not None:
-        promised = bench.metrics["compact_over_dense_by_flops"]
-        console.print(f"compact makes {times:.3f} of dense's tokens/s, both {both}; {promised:.3f} by FLOPs alone")
-
-
 # --- the largest batch ---------------------------------------------------------------------------------------------
 
 
-def search_largest(recipe: Recipe, compiles: bool, *, start: int, device: torch.device) -> Iterator[Row]:
-    """Yields a row with the largest batch that fits: of the plain version, and of ours with checkpointing.
-
-    Both are searched uncompiled; the search for the compiled variant starts at the batch of the uncompiled one.
-    """
-    eager = TrainVariant(METHOD, compile=False, checkpointing=True)
-    best = 0
-    for variant in (TrainVariant(PLAIN, compile=False), eager):
+def search_all(work: Workload, compiles: bool) -> list[Row]:
+    """Returns and prints the largest batch that fits: of the plain version, and of ours with checkpointing."""
+    ours = TrainVariant(METHOD, compile=False, checkpointing=True)
+    searched = [TrainVariant(PLAIN, compile=False), ours]
+    searched += [replace(ours, compile=True, by=work.recipe.train.compile_by)] if compiles else []
+    rows: list[Row] = []
+    for variant in searched:
         console.print(f"searching the largest batch of {variant.name} …")
-        best, timing = search(recipe, variant, start=start, device=device)
-        yield _largest_row(recipe, variant, best, timing)
-    if compiles:
-        variant = replace(eager, compile=True, by=recipe.train.compile_by)
-        console.print(f"searching the largest batch of {variant.name} …")
-        yield _largest_row(
-            recipe, variant, *search_around(recipe, variant, guess=best or start, start=start, device=device)
-        )
+        batch, timing = search(work.recipe, variant, start=work.batch, device=work.options.target)
+        rate = None if timing is None else batch * work.recipe.data.sequence / timing.median
+        peak = None if timing is None else timing.peak_bytes
+        rows.append({"variant": variant.name, "batch": batch, "tokens_per_second": rate, "peak_bytes": peak})
+    columns = {
+        "variant": lambda row: row["variant"],
+        "sequences": lambda row: f"{row['batch']:,}" if row["batch"] else f"not even {work.batch}",
+        "tokens/s": number("tokens_per_second", ",.0f"),
+        "peak GiB": harness.PEAK,
+    }
+    harness.print_table(f"\nThe largest batch that fits, in multiples of {work.batch}", columns, rows)
+    return rows
 
 
 def search(recipe: Recipe, variant: TrainVariant, *, start: int, device: torch.device) -> tuple[int, Timing | None]:
     """Returns the largest multiple of ``start`` that fits into memory, and its timing; 0 if not even ``start`` fits.
 
-    Memory grows linearly with the batch, so two trials predict where it is full, and the rest search around that.
-    Where memory is not counted the batch doubles until it no longer fits. The answer and the next multiple have
-    both been tried.
+    The batch doubles until it no longer fits, then bisects: the answer and the next multiple have both been tried. The
+    second trial of a compiled variant compiles for a variable batch size, so that later ones need not. Timed is the
+    second step, the first that has the optimizer's moments from its beginning.
     """
     fitting: dict[int, Timing] = {}
-    below, above, probe, stride = 0, 0, 1, 1  # nothing has failed yet: above is 0
+    below, above, trials = 0, 0, 0  # nothing has failed yet: above is 0
     while above - below != 1:
-        timing = _second_step(recipe, variant, probe * start, device)
-        if timing is None:
-            above = probe
+        multiple = (below + above) // 2 if above else max(1, 2 * below)
+        batch = start * multiple
+        how: dict[str, Any] = {"device": device, "warmup": 1, "repeats": 1, "keep_graphs": trials > 0}
+        done = harness.if_it_fits(lambda how=how, batch=batch: measure_training(recipe, variant, batch=batch, **how))
+        console.print(f"  {batch:,} sequences: {'does not fit' if done is None else 'fits'}")
+        trials += 1
+        if done is None:
+            above = multiple
         else:
-            below, fitting[probe] = probe, timing
-        peaks = {multiple: done.peak_bytes for multiple, done in fitting.items() if done.peak_bytes is not None}
-        if not above and (full := full_at(peaks, harness.capacity(device))) > below:
-            probe, stride = full, 1
-            continue
-        probe = above - stride if above else below + stride
-        if above and probe <= below:
-            probe = (below + above) // 2
-        stride *= 2
+            below, fitting[multiple] = multiple, done[0]
     return below * start, fitting.get(below)
-
-
-def search_around(
-    recipe: Recipe, variant: TrainVariant, *, guess: int, start: int, device: torch.device
-) -> tuple[int, Timing | None]:
-    """Returns the same as :func:`search`, going up or down from a good guess, because each trial compiles.
-
-    The second trial compiles for a variable batch size, so that later ones need not.
-    """
-    best: tuple[int, Timing | None] = (0, None)
-    batch, direction = guess, 0
-    while batch > 0:
-        timing = _second_step(recipe, variant, batch, device, keep_graphs=direction != 0)
-        direction = direction or (-1 if timing is None else 1)
-        best = best if timing is None else (batch, timing)
-        if (timing is not None) != (direction == 1):
-            break
-        batch += direction * start
-    return best
-
-
-def full_at(peaks: dict[int, int], room: int | None) -> int:
-    """Returns the largest multiple that should fit, extrapolated from the two largest peaks; 0 if unknown."""
-    if room is None or len(peaks) < 2:
-        return 0
-    less, more = sorted(peaks)[-2:]
-    slope = (peaks[more] - peaks[less]) / (more - less)
-    return int(more + (room - peaks[more]) / slope) if slope > 0 else 0
-
-
-def _second_step(
-    recipe: Recipe, variant: TrainVariant, batch: int, device: torch.device, *, keep_graphs: bool = False
-) -> Timing | None:
-    """Times the second step, the first that has the optimizer's moments from its beginning; ``None`` if it fails."""
-    how: dict[str, Any] = {"device": device, "warmup": 1, "repeats": 1, "keep_graphs": keep_graphs}
-    done = harness.if_it_fits(lambda: measure_training(recipe, variant, batch=batch, **how))
-    console.print(f"  {batch:,} sequences: {'does not fit' if done is None else 'fits'}")
-    return None if done is None else done[0]
-
-
-def _largest_row(recipe: Recipe, variant: TrainVariant, batch: int, timing: Timing | None) -> Row:
-    rate = None if timing is None else batch * recipe.data.sequence / timing.median
-    peak = None if timing is None else timing.peak_bytes
-    return {"variant": variant.name, "batch": batch, "tokens_per_second": rate, "peak_bytes": peak}

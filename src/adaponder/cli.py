@@ -130,7 +130,7 @@ def before_any_command(
     quiet_libraries()
 
 
-def main() -> None:
+def main(app: typer.Typer = app) -> None:
     """Runs the command line; exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted."""
     try:
         code = app(standalone_mode=False)
