@@ -74,10 +74,12 @@ class Cached(Sparse):
     def _read_packed(self, x: Tensor, index: Tensor, sequences: Tensor, stored: Tensor) -> PassOutput:
         """Runs one pass over the rows at ``index`` of these sequences; those ``stored`` leave a row."""
         ledger, time = self.ledger, x.shape[1]
-        kept = stored.nonzero().squeeze(1)
-        sequence, slot = index[kept] // time, self.past + index[kept] % time
+        stored_index = stored.nonzero().squeeze(1)
+        sequence, slot = index[stored_index] // time, self.past + index[stored_index] % time
         read = ledger.write(sequence, slot, sequences, self.passes)
-        plan = RowPlan(read=read, stored=kept, slot_index=torch.searchsorted(sequences, sequence) * ledger.slots + slot)
+        plan = RowPlan(
+            read=read, stored=stored_index, slot_index=torch.searchsorted(sequences, sequence) * ledger.slots + slot
+        )
         # Without documents: packed rows meet only a caller's ledger, for which packed documents are refused.
         key = Places(*ledger.places(sequences), present=read >= 0)
         holding = {"stores": ledger.snapshot(), "plan": plan}
@@ -95,8 +97,8 @@ class Cached(Sparse):
         read = ledger.write(sequences[lane], slot, sequences, self.passes)
         # The first pass over an empty ledger and unpadded sequences reads just what it computes.
         fresh = self.passes == 0 and self.past == 0 and when.shape[1] == ledger.slots
-        kept = stored.flatten().nonzero().squeeze(1)
-        plan = RowPlan(read=read, stored=kept, slot_index=lane * ledger.slots + slot, fresh=fresh)
+        stored_index = stored.flatten().nonzero().squeeze(1)
+        plan = RowPlan(read=read, stored=stored_index, slot_index=lane * ledger.slots + slot, fresh=fresh)
         mask = None
         if not fresh or tokens.document is not None:
             document = tokens.document

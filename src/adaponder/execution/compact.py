@@ -114,8 +114,8 @@ class Packed(Sparse):
         index = self.index_of(self.computed())
         if not index.numel():
             return Pass(x, x)  # undefined, but gates whose tokens have all halted get gradients of 0, as in dense
-        kept = self.stored().flatten()[index].nonzero().squeeze(1) if self.reuse == "kv" else None
-        stored = index if kept is None else index[kept]
+        stored_index = self.stored().flatten()[index].nonzero().squeeze(1) if self.reuse == "kv" else None
+        stored = index if stored_index is None else index[stored_index]
         # Halted tokens may be absent; padding always is.
         present = self.active if self.reuse == "absent" else None if tokens.plain else tokens.real
         key, sequence, lanes = Places(tokens.slot, tokens.order, tokens.document, present), index // time, None
@@ -123,7 +123,7 @@ class Packed(Sparse):
             # Sequences with nothing to compute are left out: their keys need not be unfolded.
             lanes, sequence = sequence.unique(return_inverse=True)
             key = key.of(lanes)
-        holding = {"grids": self.grids, "shape": tuple(x.shape[:2]), "lanes": lanes, "kept": kept}
+        holding = {"grids": self.grids, "shape": tuple(x.shape[:2]), "lanes": lanes, "kept": stored_index}
         holding |= {"sequence": stored // time, "slot": stored % time}
         output = self._read_lane(x, index, sequence=sequence, key=key, view=GridView, holding=holding)
         self.grids = output.rows

@@ -44,22 +44,22 @@ class AdaptiveComputationTime(Method):
 
     def receive(self, rows: Rows, state: State, output: Pass) -> State:
         before, mean, spent, count = state.carried
-        own = rows.freeze(output.hidden, None if state.hidden is None else before)  # s_n
-        hidden = rows.compiled(read_out)(mean, spent, own)  # y, if the token halts here
-        return State(state.input, hidden, (own, mean, spent, count))
+        latest = rows.freeze(output.hidden, None if state.hidden is None else before)  # s_n
+        hidden = rows.compiled(read_out)(mean, spent, latest)  # y, if the token halts here
+        return State(state.input, hidden, (latest, mean, spent, count))
 
     def advance(self, rows: Rows, state: State) -> State:
-        own, mean, spent, count = state.carried
-        halting = gate_probability(rows.gate(self.gates, own))  # h_n
+        latest, mean, spent, count = state.carried
+        halting = gate_probability(rows.gate(self.gates, latest))  # h_n
         left = (1.0 - spent - halting).clamp_min(0.0)  # 1 - (h_1 + … + h_n)
         rows.decide(left, state.hidden)
         weight = torch.where(rows.active, torch.minimum(halting, 1.0 - spent), 0.0)  # p_n of tokens that go on
-        mean = mean + weight[..., None] * own
-        return State(own + self._signal(count, own), state.hidden, (own, mean, spent + weight, count + 1))
+        mean = mean + weight[..., None] * latest
+        return State(latest + self._signal(count, latest), state.hidden, (latest, mean, spent + weight, count + 1))
 
-    def _signal(self, count: Tensor, own: Tensor) -> Tensor:
+    def _signal(self, count: Tensor, latest: Tensor) -> Tensor:
         """Returns ``t_n`` of each row, ``count`` iterations after its first."""
-        table = torch.stack(list(self.signals)).to(own.dtype)
+        table = torch.stack(list(self.signals)).to(latest.dtype)
         return nn.functional.embedding(count.long().clamp(max=len(table) - 1), table)
 
     def default_policy(self, *, training: bool) -> Policy:
@@ -95,9 +95,9 @@ class AdaptiveComputationTime(Method):
         }
 
 
-def read_out(mean: Tensor, spent: Tensor, own: Tensor) -> Tensor:
+def read_out(mean: Tensor, spent: Tensor, latest: Tensor) -> Tensor:
     """Equals ``sum_{n<N} p_n s_n + R s_N``: the output if the token halts here."""
-    return (mean + (1.0 - spent)[..., None] * own).to(own.dtype)
+    return (mean + (1.0 - spent)[..., None] * latest).to(latest.dtype)
 
 
 @dataclass
@@ -115,9 +115,9 @@ class PonderCostLoss:
         losses = CrossEntropy()(trajectory, score, execution)
         if trajectory.gates is None:
             return losses
-        rest = remainder(trajectory.gates, execution.depth)
-        cost = score.mean(execution.depth + rest)
-        terms = losses.terms | {"ponder_cost": cost, "remainder": score.mean(rest).detach()}
+        left = remainder(trajectory.gates, execution.depth)
+        cost = score.mean(execution.depth + left)
+        terms = losses.terms | {"ponder_cost": cost, "remainder": score.mean(left).detach()}
         return Losses(losses.total + self.weight * cost, terms)
 
 

@@ -226,17 +226,17 @@ class LookaheadLoss:
             return losses
         gain = gains_ahead(by_depth.detach()) - self.delta
         label = (gain > 0).to(gain.dtype)
-        whole, gated = execution.depth == execution.passes, gated_sequences(execution)
+        finished, gated = execution.depth == execution.passes, gated_sequences(execution)
         if gated is not None:
-            whole = whole & ~gated
-        labelled = whole & score.counted
+            finished = finished & ~gated
+        labelled = finished & score.counted
         logit = trajectory.gates.movedim(-1, 0).to(by_depth.dtype)
         losses.terms["helped"] = mean_over_sequences(label.mean(0), labelled, self.mean_count)
         weights = gain.abs() if self.by == "nats" else torch.ones_like(gain)
         term = mean_over_sequences(_gate_loss(logit, label, weights), labelled, self.mean_count)
         if self.without_target:
             zeros, ones = torch.zeros_like(label), torch.ones_like(label)
-            unlabelled = whole & ~score.counted
+            unlabelled = finished & ~score.counted
             term = term + mean_over_sequences(_gate_loss(logit, zeros, ones), unlabelled, self.mean_count)
         return with_term(losses, "lookahead", term, score, weight=1.0, share=self.share)
 

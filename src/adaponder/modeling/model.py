@@ -274,8 +274,8 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         """Returns the most iterations of a token in a forward with this ``max_iterations``; raises on a wrong one."""
         if max_iterations is None:
             return self.config.iterations
-        most, whole = self.config.iterations, isinstance(max_iterations, int) and not isinstance(max_iterations, bool)
-        if not whole or not 1 <= max_iterations <= most:
+        most, is_int = self.config.iterations, isinstance(max_iterations, int) and not isinstance(max_iterations, bool)
+        if not is_int or not 1 <= max_iterations <= most:
             raise InputError(f"max_iterations={max_iterations!r} must be between 1 and {most}, the model's iterations")
         return max_iterations
 
