@@ -15,7 +15,7 @@ from adaponder.errors import InputError
 from adaponder.execution.base import Pass
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.ops import ledger_attention as attention
-from adaponder.ops.ledger_attention import LedgerRows, Projection, Scratch, Turn
+from adaponder.ops.ledger_attention import Cohort, LedgerRows, Projection, Scratch, Turn
 from adaponder.ops.masks import Places
 from adaponder.ops.precision import wide_dtype
 from adaponder.ops.row_linear import (
@@ -70,12 +70,7 @@ class Body(ABC):
 def build_body(model: AdaPonderForCausalLM, kind: str | None, *, rows: int, positions: int, width: int) -> Body:
     """Builds the body ``kind``, ``fused`` or ``stock``; ``None`` prefers the fused one.
 
-    Args:
-        model: the model whose backbone is run.
-        kind: the name, or ``None``.
-        rows: the largest number of decode rows in one pass, padding included.
-        positions: the number of positions.
-        width: slots per token.
+    ``rows`` is the largest number of decode rows in one pass, padding included; ``width`` the slots per token.
     """
     reason = None if kind == "stock" else unsupported(model.wrapped)
     if kind != "stock" and reason is None:
@@ -83,9 +78,6 @@ def build_body(model: AdaPonderForCausalLM, kind: str | None, *, rows: int, posi
     if kind == "fused":
         raise InputError(f"body='fused' does not support this backbone ({reason}); use body='stock'")
     return StockBody(model.wrapped, stream=model.method.needs_stream(model.config.iterations))
-
-
-# --- fused kernels ------------------------------------------------------------------------------------------------
 
 
 class Names(NamedTuple):
@@ -116,13 +108,8 @@ class FusedLayer(NamedTuple):
     scale: float
 
 
-class PassRows(NamedTuple):
-    """The decode rows of a pass, and its prefill rows, numbered from 0 again; ``None`` without any."""
-
-    decode: LedgerRows
-    decode_turn: Turn
-    prefill: LedgerRows | None
-    prefill_turn: Turn
+# Rows of a pass with their rotary angles.
+TurnedRows = tuple[LedgerRows, Turn]
 
 
 class FusedBody(Body):
@@ -190,18 +177,18 @@ class FusedBody(Body):
     def forward(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools) -> Pass:
         split, stream = self._split(position, rows), x
         for number in range(len(self.layers)):
-            stream = self._layer(number, stream, split, pools)
+            stream = self._layer(number, stream, *split, pools)
         return Pass(row_norm(stream, self.norm), stream)
 
-    def _layer(self, number: int, x: Tensor, rows: PassRows, pools: Pools) -> Tensor:
+    def _layer(self, number: int, x: Tensor, decode: TurnedRows, prefill: TurnedRows | None, pools: Pools) -> Tensor:
         """Returns the residual stream ``[n, d]`` after a layer."""
         layer = self.layers[number]
         if self.parallel:
             qkv, inner = normed_linears(x, (layer.qkv, layer.up))
-            mixed = self._attend(number, qkv, rows, pools)
+            mixed = self._attend(number, qkv, decode, prefill, pools)
             return residual_linears(x, (Term(mixed, layer.out), Term(inner, layer.down)))
         (qkv,) = normed_linears(x, (layer.qkv,))
-        x = residual_linears(x, (Term(self._attend(number, qkv, rows, pools), layer.out),))
+        x = residual_linears(x, (Term(self._attend(number, qkv, decode, prefill, pools), layer.out),))
         if layer.gate is None:
             (inner,) = normed_linears(x, (layer.up,))
         else:
@@ -211,34 +198,32 @@ class FusedBody(Body):
             inner = gated_linear(x, layer.gate, up, norm, activation=activation)
         return residual_linears(x, (Term(inner, layer.down),))
 
-    def _split(self, position: Tensor, rows: LedgerRows) -> PassRows:
-        first, rest = slice(0, rows.alone), slice(rows.alone, None)
-        prefill = None
-        if rows.cohorts:
-            shift = rows.alone
-            cohorts = tuple(x._replace(start=x.start - shift, stop=x.stop - shift) for x in rows.cohorts)
-            prefill = _select(rows, rest)._replace(alone=0, cohorts=cohorts)
-        elif rows.tiles is not None:
-            prefill = rows
-        decode_turn, prefill_turn = (Turn(position[which], self.cos, self.sin) for which in (first, rest))
-        return PassRows(_select(rows, first)._replace(cohorts=()), decode_turn, prefill, prefill_turn)
+    def _split(self, position: Tensor, rows: LedgerRows) -> tuple[TurnedRows, TurnedRows | None]:
+        """Returns the decode rows of a pass, and its prefill rows, numbered from 0 again; ``None`` without any."""
+        alone = rows.alone
+        decode = _select(rows, slice(alone)), Turn(position[:alone], self.cos, self.sin)
+        if not rows.cohorts and rows.tiles is None:
+            return decode, None
+        cohorts = tuple(x._replace(start=x.start - alone, stop=x.stop - alone) for x in rows.cohorts)
+        prefill = _select(rows, slice(alone, None), cohorts)._replace(alone=0)
+        return decode, (prefill, Turn(position[alone:], self.cos, self.sin))
 
-    def _attend(self, number: int, qkv: Tensor, rows: PassRows, pools: Pools) -> Tensor:
+    def _attend(self, number: int, qkv: Tensor, decode: TurnedRows, prefill: TurnedRows | None, pools: Pools) -> Tensor:
         """Rotates queries and keys, writes keys and values to the pools and attends: ``[n, heads * size]``."""
         layer, keys, values = self.layers[number], pools.keys[number], pools.values[number]
         options: dict[str, Any] = {"window": self.windows[number], "scale": layer.scale}
-        scratch, decode, prefill = self.scratch, rows.decode, rows.prefill
-        count, mixed = decode.alone, []
+        (rows, turn), mixed = decode, []
+        count = rows.alone
         if count and self.apart:
-            decode_options = {**options, "scratch": scratch, "dependent": self.dependent}
-            row_inputs = (decode, layer.projection, rows.decode_turn)
-            mixed.append(attention.decode_attention(qkv[:count], keys, values, *row_inputs, **decode_options))
+            inputs = (qkv[:count], keys, values, rows, layer.projection, turn)
+            mixed.append(attention.decode_attention(*inputs, **options, scratch=self.scratch, dependent=self.dependent))
         elif count:
-            query = attention.enter(qkv[:count], keys, values, decode.row, layer.projection, rows.decode_turn)
-            mixed.append(attention.ledger_attention(query, keys, values, decode, **options, scratch=scratch))
+            query = attention.enter(qkv[:count], keys, values, rows.row, layer.projection, turn)
+            mixed.append(attention.ledger_attention(query, keys, values, rows, **options, scratch=self.scratch))
         if prefill is not None:
-            query = attention.enter(qkv[count:], keys, values, prefill.row, layer.projection, rows.prefill_turn)
-            mixed.append(attention.ledger_attention(query, keys, values, prefill, **options))
+            rows, turn = prefill
+            query = attention.enter(qkv[count:], keys, values, rows.row, layer.projection, turn)
+            mixed.append(attention.ledger_attention(query, keys, values, rows, **options))
         return (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).flatten(1)
 
 
@@ -284,8 +269,6 @@ def unsupported(backbone: Backbone) -> str | None:
     for module in body.modules():
         if module._forward_hooks or module._forward_pre_hooks:
             return f"hooks on its {type(module).__name__} would not be called"
-        if isinstance(module, nn.Dropout) and module.p and module.training:
-            return "dropout is active: call eval() first"
     parameters = [parameter for layer in body.layers for parameter in layer.parameters()]
     if len({(parameter.device, parameter.dtype) for parameter in parameters}) > 1:
         return "its weights are on several devices or in several precisions"
@@ -295,10 +278,10 @@ def unsupported(backbone: Backbone) -> str | None:
     return None
 
 
-def _select(rows: LedgerRows, which: slice) -> LedgerRows:
-    """Returns some rows of a pass."""
+def _select(rows: LedgerRows, which: slice, cohorts: tuple[Cohort, ...] = ()) -> LedgerRows:
+    """Returns some rows of a pass, with these cohorts instead of its own."""
     names = ("lane", "slot", "iteration", "row")
-    return rows._replace(**{name: getattr(rows, name)[which] for name in names})
+    return rows._replace(**{name: getattr(rows, name)[which] for name in names}, cohorts=cohorts)
 
 
 @torch.no_grad()
@@ -309,9 +292,6 @@ def _rotary_table(backbone: Backbone, like: Tensor, positions: int) -> tuple[Ten
     # In float32 at least: stock layers round the angles' cosines to the model's precision.
     cos, sin = body.rotary_emb(like.new_empty(1, 1, 1, dtype=wide_dtype(like.dtype)), every)
     return cos[0].contiguous(), sin[0].contiguous()
-
-
-# --- stock layers -------------------------------------------------------------------------------------------------
 
 
 class StockBody(Body):

@@ -22,10 +22,7 @@ FEW_LANES = 4
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The options of an engine; ``None`` takes the default for the model and its device.
-
-    ``drafts`` and ``expectation_top_k`` are explained in :mod:`adaponder.inference.drafting` and ``docs/design.md``.
-    """
+    """The options of an engine; ``None`` takes the default for the model and its device."""
 
     lanes: int = setting(64, "Maximum number of sequences on the device.", "[1, inf)")
     rows: int | None = setting(
@@ -160,9 +157,7 @@ def max_tokens(model: AdaPonderForCausalLM, tokens: int | None) -> int:
 def eos_ids(model: AdaPonderForCausalLM) -> frozenset[int]:
     """Returns the model's end-of-text token ids."""
     ids = model.generation_config.eos_token_id
-    if ids is None:
-        return frozenset()
-    return frozenset(int(token) for token in (ids if isinstance(ids, (list, tuple)) else [ids]))
+    return frozenset(ids if isinstance(ids, (list, tuple)) else [ids]) - {None}
 
 
 def _window(config: EngineConfig, method: str, width: int, passes: int) -> int:

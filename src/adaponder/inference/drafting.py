@@ -44,8 +44,8 @@ class Drafting:
     def start(self, sequences: Many[Sequence], host_lanes: Many[int]) -> None:
         """Starts decoding these sequences.
 
-        Nothing is drafted, so the window has one token, for sequences with penalties, whose samples depend on earlier
-        tokens, and for those in ``host_lanes``, whose policy is the user's own and might read all rows of a call.
+        The window has one token, so nothing is drafted, where samples depend on earlier tokens (penalties), and for
+        ``host_lanes``, whose policy is the user's own and might read all rows of a call.
         """
         entries = []
         for sequence in sequences:
@@ -57,10 +57,9 @@ class Drafting:
         lane, position, token, final, room = torch.tensor(entries).to(windows.front.device, non_blocking=True).unbind(1)
         windows.front[lane], windows.stop[lane], windows.origin[lane] = position, position + 1, position
         windows.final[lane], windows.room[lane] = final, room
-        column = position % self.size
-        windows.token[lane, column] = token
-        windows.iteration[lane, column] = torch.zeros_like(position)
-        windows.halted[lane, column] = torch.zeros_like(position, dtype=torch.bool)
+        column, zeros = position % self.size, torch.zeros_like(position)
+        windows.token[lane, column], windows.iteration[lane, column] = token, zeros
+        windows.halted[lane, column] = zeros.bool()
 
     def new_log(self, ticks: int, lanes: int) -> Tensor:
         """Allocates the log of ``ticks`` ticks of ``lanes`` lanes; see :func:`end_windows`."""

@@ -17,7 +17,7 @@ from adaponder.errors import EvaluationError, InputError
 from adaponder.inference.bodies import build_body
 from adaponder.inference.config import PAGE, EngineConfig, EngineShape, check_model
 from adaponder.inference.kv_cache import Pages, PrefixCache
-from adaponder.inference.outputs import Completion, Event, Token
+from adaponder.inference.outputs import Completion, Event, FinishReason, Token
 from adaponder.inference.policies import prefix_key, runs_on_host
 from adaponder.inference.postprocess import Postprocessor
 from adaponder.inference.request import Request, check_request, policy_of
@@ -53,8 +53,7 @@ class Engine:
         rows = shape.default_rows(model, body) if self.config.rows is None else self.config.rows
         self.pages = Pages(rows // PAGE + 1, PAGE)
         self.prefixes = PrefixCache(self.pages, self.config.prefix_block)
-        rows, top_k = self.pages.count * PAGE, self.config.expectation_top_k
-        self.runner = Runner(model, body, shape, rows=rows, top_k=top_k)
+        self.runner = Runner(model, body, shape, rows=self.pages.count * PAGE, top_k=self.config.expectation_top_k)
         self.eos_ids = self.runner.eos_ids
         self.scheduler = Scheduler(shape, self.prefixes)
         self.postprocessor = Postprocessor(self.runner, self.scheduler)
@@ -69,8 +68,6 @@ class Engine:
         self._pending: list[Event] = []
         self._stepping = False
         self._lock = threading.RLock()
-
-    # --- requests -----------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> int:
         """Queues a request and returns its number; raises :class:`InputError` if it is invalid.
@@ -89,19 +86,17 @@ class Engine:
                     stacklevel=2,
                 )
             number, namespace = next(self._request_numbers), self._namespace(request, policy, iterations)
-            sequences = Submission(request, number, policy, iterations, namespace, self._shape).samples
-            self._requests[number] = list(sequences)
+            submission = Submission(request, number, policy, iterations, namespace, self._shape)
+            self._requests[number] = list(submission.samples)
             if on_event is not None:
                 self._callbacks[number] = on_event
-            self.scheduler.waiting.extend(sequences)
+            self.scheduler.waiting.extend(submission.samples)
             return number
 
     def cancel(self, number: int, sample: int | None = None) -> None:
         """Ends the unfinished samples of a request, or one of them, and frees what they hold."""
         with self._exclusive():
-            for sequence in self._requests.get(number, ()):
-                if sequence.state != FINISHED and sample in (None, sequence.sample):
-                    self._pending.append(self.postprocessor.finish(sequence, "cancelled"))
+            self._finish(number, "cancelled", sample=sample)
 
     @property
     def busy(self) -> bool:
@@ -132,12 +127,10 @@ class Engine:
     def _step(self) -> list[Event]:
         plan = self.scheduler.schedule()
         launch = None if plan.empty else self.runner.launch(plan)
-        previous, self._in_flight = self._in_flight, launch if self.late else None
+        previous, self._in_flight = self._in_flight, launch
+        finished = previous if self.late else launch
         events, self._pending = self._pending, []
-        for finished in (previous, None if self.late else launch):
-            if finished is not None:
-                events += self.postprocessor.process(finished)
-        return events
+        return events if finished is None else events + self.postprocessor.process(finished)
 
     @torch.no_grad()
     def warm_up(self) -> None:
@@ -153,24 +146,28 @@ class Engine:
     def _dispatch(self, events: list[Event]) -> list[Event]:
         """Passes events to their callbacks and forgets finished requests."""
         for event in events:
+            callback = self._callbacks.get(event.request)
             if event.completion is not None:
                 samples = self._requests[event.request]
                 samples[:] = [sequence for sequence in samples if sequence.sample != event.sample]
                 if not samples:
                     del self._requests[event.request]
-            callback = self._callbacks.get(event.request)
-            if event.request not in self._requests:
-                self._callbacks.pop(event.request, None)
-            if callback is None:
-                continue
+                    self._callbacks.pop(event.request, None)
             try:
-                callback(event)
+                if callback is not None:
+                    callback(event)
             except Exception as error:
                 self._callbacks.pop(event.request, None)
-                for sequence in self._requests.get(event.request, ()):
-                    if sequence.state != FINISHED:
-                        self._pending.append(self.postprocessor.finish(sequence, "error", error=f"on_event: {error!r}"))
+                self._finish(event.request, "error", error=f"on_event: {error!r}")
         return events
+
+    def _finish(
+        self, number: int, reason: FinishReason, *, sample: int | None = None, error: str | None = None
+    ) -> None:
+        """Ends the unfinished samples of a request, or one of them; the next step delivers their last events."""
+        for sequence in self._requests.get(number, ()):
+            if sequence.state != FINISHED and sample in (None, sequence.sample):
+                self._pending.append(self.postprocessor.finish(sequence, reason, error=error))
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -190,14 +187,10 @@ class Engine:
         error = f"engine: a step was interrupted by {type(problem).__name__}: {problem}".rstrip(": ")
         self._in_flight = None
         sequences = [sequence for samples in self._requests.values() for sequence in samples]
-        self._pending = [self.postprocessor.final_event(sequence, "error", error=error) for sequence in sequences]
-        for sequence in sequences:
-            sequence.state = FINISHED
+        self._pending = [sequence.final_event("error", error=error) for sequence in sequences]
         self.prefixes.forget()
         self.pages.free_all()
         self.scheduler.clear()
-
-    # --- generation ---------------------------------------------------------------------------------------------
 
     def generate(self, requests: Iterable[Request]) -> list[list[Completion]]:
         """Returns the completions of each request, one per sample, in the order of the requests."""
@@ -246,8 +239,6 @@ class Engine:
         finally:
             self.cancel(number)
 
-    # --- checks -------------------------------------------------------------------------------------------------
-
     def _check(self, request: Request) -> None:
         """Raises :class:`InputError` if this engine cannot run the request."""
         check_request(request, self.model, positions=self.tokens, iterations=self.iterations, eos_ids=self.eos_ids)
@@ -283,11 +274,9 @@ class Engine:
     @property
     def statistics(self) -> dict[str, int]:
         """Counts since the engine was opened, and current usage."""
-        scheduler, counts = self.scheduler, self.postprocessor
+        scheduler = self.scheduler
         return {
-            "ticks": counts.ticks,
-            "rows": counts.rows,
-            "tokens": counts.tokens,
+            **self.postprocessor.counts,
             "waiting": len(scheduler.waiting),
             "resident": len(scheduler.resident),
             "most_resident": scheduler.most_resident,
@@ -295,6 +284,4 @@ class Engine:
             "pages": self.pages.count - 1,
             "pages_held": self.pages.held,
             "prefix_tokens_reused": scheduler.tokens_reused,
-            "drafted": counts.drafted,
-            "accepted": counts.accepted,
         }

@@ -177,11 +177,10 @@ class PrefixCache:
             block = self._blocks.get((parent, tuple(tokens[start : start + self.size])))
             if block is None:
                 break
+            self.pages.hold(block.span.pages)
             blocks.append(block)
             parent = block.number
         self._touch(blocks)
-        for block in blocks:
-            self.pages.hold(block.span.pages)
         return [block.span for block in blocks]
 
     def add(self, namespace: Hashable, tokens: Sequence[int], spans: Sequence[Span]) -> None:

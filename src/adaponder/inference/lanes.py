@@ -25,31 +25,23 @@ class Lanes:
     """
 
     def __init__(self, shape: EngineShape, like: State):
-        device, count, slots = like.input.device, shape.lanes + 1, shape.tokens * shape.width
+        count, slots = shape.lanes + 1, shape.tokens * shape.width
         self.padding, self.tokens = shape.lanes, shape.tokens
-
-        def entries(*shape: int) -> Tensor:
-            return torch.zeros(count, *shape, dtype=torch.int32 if shape else torch.long, device=device)
-
         # A finished lane may use rows_in_flight more rows before the host knows that it is finished.
         pages = -(-(slots * shape.passes + shape.rows_in_flight) // shape.page_size) + 1
+        long, int32 = ({"dtype": dtype, "device": like.input.device} for dtype in (torch.long, torch.int32))
         self.books = Books(
-            index=entries(shape.passes, slots).fill_(-1),
-            token=entries(),
-            place=entries(),
-            iteration=entries(),
-            last=entries(),
-            used=entries(),
-            pages=entries(pages),
-            tick=torch.zeros(1, dtype=torch.long, device=device),
+            torch.full((count, shape.passes, slots), -1, **int32),
+            *(torch.zeros(count, **long) for _ in ("token", "place", "iteration", "last", "used")),
+            pages=torch.zeros(count, pages, **int32),
+            tick=torch.zeros(1, **long),
             page_size=shape.page_size,
         )
 
         def empty(values: Tensor) -> Tensor:
             return values.new_zeros(count * shape.window, *values.shape[1:])
 
-        hidden = like.input.new_zeros(count * shape.window, 1, like.input.shape[-1])
-        self.state = State(empty(like.input), hidden, tuple(empty(values) for values in like.carried))
+        self.state = State(empty(like.input), empty(like.input[:, :1]), tuple(map(empty, like.carried)))
 
     @property
     def index(self) -> Tensor:
@@ -78,8 +70,9 @@ def write_lane(buffer: Tensor, lane: int, values: Sequence[Any]) -> None:
 
 
 def select_state(state: State, which: Any) -> State:
-    """Returns some rows of a state, without their hidden states."""
-    return State(state.input[which], carried=tuple(values[which] for values in state.carried))
+    """Returns some rows of a state."""
+    hidden: Any = None if state.hidden is None else state.hidden[which]
+    return State(state.input[which], hidden, tuple(values[which] for values in state.carried))
 
 
 def resume_state(first: State, stored: State, lane: Tensor, iteration: Tensor) -> State:
@@ -99,10 +92,9 @@ def join_states(states: Sequence[State]) -> State:
     return State(torch.cat([state.input for state in states]), carried=tuple(map(torch.cat, carried)))
 
 
-def store_state(stored: State, lane: Tensor, new: State, hidden: Tensor | None) -> None:
-    """Writes rows into the stored state of their lanes, ``hidden`` too where it is given."""
-    stored.input.index_copy_(0, lane, new.input.to(stored.input.dtype))
-    if hidden is not None:
-        stored.hidden.index_copy_(0, lane, hidden.to(stored.hidden.dtype))
-    for target, values in zip(stored.carried, new.carried, strict=True):
-        target.index_copy_(0, lane, values.to(target.dtype))
+def store_state(stored: State, lane: Tensor, new: State) -> None:
+    """Writes rows into the stored state of their lanes, their hidden states too unless they are ``None``."""
+    targets = (stored.input, stored.hidden, *stored.carried)
+    for target, values in zip(targets, (new.input, new.hidden, *new.carried), strict=True):
+        if values is not None:
+            target.index_copy_(0, lane, values.to(target.dtype))

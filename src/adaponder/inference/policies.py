@@ -22,8 +22,7 @@ from adaponder.inference.lanes import write_lane
 from adaponder.ops.lanes import force_rows
 from adaponder.policies import ForcedDepths, Policy, PolicyInput, as_int64
 
-# The largest number of numeric fields of a policy: a schedule has thresholds and shares.
-_FIELDS = 2
+_FIELDS = 2  # the largest number of numeric fields of a policy: a schedule has thresholds and shares
 _PER_ROW = ("iteration", "gate", "hidden", "position", "seed", "slot", "active")
 
 
@@ -47,25 +46,16 @@ class LanePolicies:
         self._forcing: set[int] = set()
         self._class_numbers: dict[type[Policy], int] = {}
 
-    def set(
-        self,
-        lane: int,
-        policy: Policy,
-        seed: int = 0,
-        depths: Mapping[int, int] | None = None,
-        last_iteration: int | None = None,
-    ) -> None:
+    def set(self, lane: int, policy: Policy, seed: int, depths: Mapping[int, int], last: int) -> None:
         """Assigns a lane to a request; :class:`ForcedDepths` uses the depths of its first sequence.
 
-        ``depths`` are forced depths by slot, which override the policy (0 does not); ``seed`` is for policies that
-        draw; ``last_iteration`` is by default the model's.
+        ``depths`` are forced depths by slot, which override the policy (0 does not); ``last`` is the last iteration.
         """
         self.clear(lane)
-        last = self.iterations - 1 if last_iteration is None else last_iteration
         forced: dict[int, int] = {}
         if isinstance(policy, ForcedDepths):
             forced = {slot: max(depth, 1) for slot, depth in enumerate(policy.depths[0].tolist())}
-        forced |= {slot: depth for slot, depth in (depths or {}).items() if depth}
+        forced |= {slot: depth for slot, depth in depths.items() if depth}
         class_number = -1
         if _is_built_in(policy):
             self._classes[lane] = type(policy)

@@ -12,57 +12,51 @@ from adaponder.inference.sequence import FINISHED, Chunk, Sequence, TokenProgres
 from adaponder.inference.tick import Extras
 from adaponder.ops.lanes import GOES_ON, NOT_A_NUMBER
 
+# The tick of a launch and the column of its log: where the results of a row are.
+Entry = tuple[int, int]
+
 
 class Postprocessor:
     """Updates the host's view of each sequence, finishes sequences, and counts what was computed.
 
-    ``drafted`` counts tokens that were started before they were certain, ``accepted`` those that turned out right.
+    ``counts["drafted"]`` are tokens that were started before they were certain, ``"accepted"`` those that were right.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler):
         self.runner, self.scheduler, self.prefixes = runner, scheduler, scheduler.prefixes
-        self.ticks = self.rows = self.tokens = self.drafted = self.accepted = 0
+        self.counts = dict.fromkeys(("ticks", "rows", "tokens", "drafted", "accepted"), 0)
 
     def process(self, launch: Launch) -> list[Event]:
         """Waits for a launch and returns the events that its results cause."""
         tokens, extras = launch.wait()
         events: list[Event] = []
-        self.ticks += launch.ticks
-        self._end_failed(launch, events)
+        self.counts["ticks"] += launch.ticks
+        for sequence, error in launch.failed.items():
+            if sequence.state != FINISHED:
+                events.append(self.finish(sequence, "error", error=f"policy: {type(error).__name__}: {error}"))
         results = tokens.transpose(0, 1).tolist()  # by lane
         process = self._decode if self.runner.drafts is None else self._decode_window
-        for column, (sequence, preemptions) in enumerate(launch.decoding):
-            if _is_current(sequence, preemptions):
+        # Results of sequences that have finished or been preempted since the launch are dropped.
+        for column, (sequence, kv) in enumerate(launch.decoding):
+            if sequence.kv is kv:
                 process(sequence, results[column], extras, column, events)
-        for chunk, preemptions, active, scores in launch.chunks:
-            if _is_current(chunk.sequence, preemptions):
+        for chunk, active, scores in launch.chunks:
+            if chunk in chunk.sequence.chunks:
                 self._prefill(chunk, active.tolist(), scores)
         return events
-
-    def _end_failed(self, launch: Launch, events: list[Event]) -> None:
-        """Ends the requests whose own policy raised, and no others."""
-        if not launch.failed:
-            return
-        involved = [*launch.decoding, *((chunk.sequence, preemptions) for chunk, preemptions, *_ in launch.chunks)]
-        for sequence, preemptions in involved:
-            if _is_current(sequence, preemptions) and sequence.lane in launch.failed:
-                error = launch.failed[sequence.lane]
-                events.append(self.finish(sequence, "error", error=f"policy: {type(error).__name__}: {error}"))
-
-    # --- decode -------------------------------------------------------------------------------------------------
 
     def _decode(self, sequence: Sequence, tokens: list[int], extras: Extras, column: int, events: list[Event]) -> None:
         """Processes the ticks of a sequence, one sampled token each."""
         rows = len(tokens) * self.runner.width
         sequence.kv.in_flight -= rows
         sequence.kv.decode.used += rows
-        self.rows += rows
+        self.counts["rows"] += rows
         progress = sequence.window.pop(0, None) or TokenProgress()
         for tick, token_id in enumerate(tokens):
-            self._record_iteration(sequence, progress, extras, tick, column)
+            self._record_iteration(sequence, progress, extras, (tick, column))
             if token_id == GOES_ON:
                 continue
-            if self._append(sequence, self._token(sequence, progress, token_id, extras, tick, column), events):
+            if self._append(sequence, self._token(sequence, progress, token_id, extras, (tick, column)), events):
                 return
             progress = TokenProgress()
         sequence.window[0] = progress
@@ -81,48 +75,37 @@ class Postprocessor:
                     continue
                 if iteration == 0:
                     window[place] = TokenProgress(drafted=(place - front) % size > 0)
-                    self.drafted += window[place].drafted
-                self.rows += 1
+                    self.counts["drafted"] += window[place].drafted
+                self.counts["rows"] += 1
                 completion.dropped_rows += 1
-                progress = window[place]
-                self._record_iteration(sequence, progress, extras, tick, column * size + place)
-                progress.token = self._token(sequence, progress, token_id, extras, tick, column * size + place)
+                progress, entry = window[place], (tick, column * size + place)
+                self._record_iteration(sequence, progress, extras, entry)
+                progress.token = self._token(sequence, progress, token_id, extras, entry)
             for position in range(front, front + line[-1]):
                 progress = window[position % size]
                 assert progress.token is not None
-                self.accepted += progress.drafted
+                self.counts["accepted"] += progress.drafted
                 sequence.kv.decode.used += self.runner.passes
                 completion.dropped_rows -= progress.token.depth
                 if self._append(sequence, progress.token, events):
                     return
 
-    def _record_iteration(
-        self, sequence: Sequence, progress: TokenProgress, extras: Extras, tick: int, column: int
-    ) -> None:
+    def _record_iteration(self, sequence: Sequence, progress: TokenProgress, extras: Extras, entry: Entry) -> None:
         """Records one completed iteration of a token (gates, top tokens)."""
         request = sequence.request
         progress.iterations += 1
         if request.gates and extras.gate is not None and progress.iterations < sequence.iterations:
-            progress.gates.append(float(extras.gate[tick, column]))
+            progress.gates.append(float(extras.gate[entry]))
         if request.iteration_top:
-            progress.top.append(_top_tokens(extras, tick, column, request.iteration_top))
+            progress.top.append(_top_tokens(extras, entry, request.iteration_top))
 
-    def _token(
-        self, sequence: Sequence, progress: TokenProgress, token_id: int, extras: Extras, tick: int, column: int
-    ) -> Token:
+    def _token(self, sequence: Sequence, progress: TokenProgress, token_id: int, extras: Extras, entry: Entry) -> Token:
         """Builds the token that a row sampled, with the outputs that the request asks for."""
-        request, depth = sequence.request, progress.iterations * self.runner.width
-        top = request.log_probabilities
-        if top is None and not request.gates and not request.iteration_top:
-            return Token(token_id, depth)
-        return Token(
-            token_id,
-            depth,
-            None if top is None or extras.log_probability is None else float(extras.log_probability[tick, column]),
-            _top_tokens(extras, tick, column, top or 0),
-            tuple(progress.gates),
-            tuple(progress.top),
-        )
+        depth, count = progress.iterations * self.runner.width, sequence.request.log_probabilities
+        score, top = None, ()
+        if count is not None and extras.log_probability is not None:
+            score, top = float(extras.log_probability[entry]), _top_tokens(extras, entry, count)
+        return Token(token_id, depth, score, top, tuple(progress.gates), tuple(progress.top))
 
     def _append(self, sequence: Sequence, token: Token, events: list[Event]) -> bool:
         """Appends a generated token; returns whether the sequence has finished."""
@@ -138,7 +121,7 @@ class Postprocessor:
         self.scheduler.record_depth(sequence.submission.kind, 1, token.depth // self.runner.width)
         sequence.tokens.append(token.id)
         sequence.completion.tokens.append(token)
-        self.tokens += 1
+        self.counts["tokens"] += 1
         events.append(Event(*sequence.order, token))
         if token.id in request.stop_ids or (token.id in self.runner.eos_ids and not request.ignore_eos):
             events.append(self.finish(sequence, "stop", stop_id=token.id))
@@ -146,18 +129,16 @@ class Postprocessor:
             events.append(self.finish(sequence, "length"))
         return sequence.state == FINISHED
 
-    # --- prefill ------------------------------------------------------------------------------------------------
-
     def _prefill(self, chunk: Chunk, active: list[bool], scores: Scores | None) -> None:
         """Processes one iteration of a chunk: records halted tokens, keeps the active ones."""
         sequence, iterations = chunk.sequence, chunk.iteration + 1
         halted = [index for index, continues in zip(chunk.tokens, active, strict=True) if not continues]
         sequence.set_depth(halted, iterations * self.runner.width)
-        self.rows += len(chunk.tokens) * self.runner.width
+        self.counts["rows"] += len(chunk.tokens) * self.runner.width
         self.scheduler.record_depth(sequence.submission.kind, len(halted), len(halted) * iterations)
         if scores is not None:
             _record_scores(sequence, chunk, active, scores)
-        self.runner.compact(chunk, [number for number, continues in enumerate(active) if continues])
+        chunk.keep([number for number, continues in enumerate(active) if continues])
         chunk.in_flight, chunk.iteration = False, iterations
         if not chunk.tokens:
             sequence.chunks.remove(chunk)
@@ -172,20 +153,16 @@ class Postprocessor:
             self.prefixes.pages.hold(pages)
             sample.kv.shared = [self.runner.span(sequence, 0, stop, pages)]
             sample.completion.prompt_log_probabilities = copy(sequence.completion.prompt_log_probabilities)
-        if namespace is None:
-            return
         size, num_cached = self.prefixes.size, sequence.kv.num_cached
         spans = [span for span in sequence.kv.shared if len(span.depths) == size]
-        if num_cached != len(spans) * size:
-            return  # its prompt came from another sample, which has cached it
+        if namespace is None or num_cached != len(spans) * size:
+            return  # nothing is cached, or its prompt came from another sample, which has cached it
         pages = sequence.kv.pages_by_block(size)
         spans += [
             self.runner.span(sequence, start, start + size, pages[start // size])
             for start in range(num_cached, stop - size + 1, size)
         ]
         self.prefixes.add(namespace, sequence.tokens, spans)
-
-    # --- finish -------------------------------------------------------------------------------------------------
 
     def finish(
         self, sequence: Sequence, reason: FinishReason, *, stop_id: int | None = None, error: str | None = None
@@ -194,27 +171,13 @@ class Postprocessor:
         for sample in sequence.waiting_samples():
             sample.leader = None  # it prefills the prompt itself, or finds it in the prefix cache
         self.scheduler.remove(sequence)
-        return self.final_event(sequence, reason, stop_id=stop_id, error=error)
-
-    def final_event(
-        self, sequence: Sequence, reason: FinishReason, *, stop_id: int | None = None, error: str | None = None
-    ) -> Event:
-        """Builds the final event of a finished sequence."""
-        completion = sequence.completion
-        completion.prompt_depths = sequence.depths[: len(completion.prompt)]
-        completion.finish_reason, completion.stop_id, completion.error = reason, stop_id, error
-        return Event(*sequence.order, None, completion)
+        return sequence.final_event(reason, stop_id=stop_id, error=error)
 
 
-def _is_current(sequence: Sequence, preemptions: int) -> bool:
-    """Returns whether results still apply: the sequence has not finished, nor been preempted since the launch."""
-    return sequence.num_preemptions == preemptions and sequence.state != FINISHED
-
-
-def _top_tokens(extras: Extras, tick: int, column: int, count: int) -> TopTokens:
+def _top_tokens(extras: Extras, entry: Entry, count: int) -> TopTokens:
     if not count or extras.top_ids is None or extras.top_log_probabilities is None:
         return ()
-    ids, values = extras.top_ids[tick, column, :count], extras.top_log_probabilities[tick, column, :count]
+    ids, values = extras.top_ids[entry][:count], extras.top_log_probabilities[entry][:count]
     return tuple(zip(ids.tolist(), values.tolist(), strict=True))
 
 

@@ -74,10 +74,12 @@ def check_request(
     if len(prompt) > positions:
         raise InputError(f"prompt has {len(prompt)} tokens, and the backbone {positions} positions; shorten it")
     check_room(len(prompt), new_tokens, positions)
-    _check_bias(request.logit_bias, vocabulary)
+    if not isinstance(request.logit_bias, Mapping):
+        raise InputError(f"logit_bias={shown(request.logit_bias)} must be a mapping from token ids to numbers")
+    _check_length("logit_bias", request.logit_bias, MOST_BIASES)
+    _check_pairs("logit_bias", request.logit_bias, vocabulary - 1, float, -100, 100)
     stop_ids = _check_ids("stop_ids", request.stop_ids, vocabulary)
-    if len(stop_ids) > MOST_STOP_IDS:
-        raise InputError(f"stop_ids has {len(stop_ids)} entries and must have at most {MOST_STOP_IDS}")
+    _check_length("stop_ids", stop_ids, MOST_STOP_IDS)
     stops = set(stop_ids) | (set() if request.ignore_eos else set(eos_ids))
     if least and len(stops) >= vocabulary:
         raise InputError(f"min_new_tokens={least} cannot be reached: every token id stops; remove some from stop_ids")
@@ -129,38 +131,35 @@ def _check_depths(depths: Any, model: AdaPonderForCausalLM, slots: int, iteratio
         raise InputError(f"depths: {model.config.method} never halts early; use max_iterations for fewer iterations")
     if isinstance(depths, (str, bytes)) or not hasattr(depths, "__len__"):
         raise InputError(f"depths={shown(depths)} must be a list of depths from slot 0, or a mapping from slots")
-    if len(depths) > slots:
-        raise InputError(f"depths has {len(depths)} entries, but prompt and new tokens take {slots} slots")
-    for slot, depth in depths.items() if isinstance(depths, Mapping) else enumerate(depths):
-        _check_number("depths: slot", slot, int, 0, slots - 1)
-        _check_number(f"depths[{slot}]", depth, int, 0, iterations)
+    _check_length("depths", depths, slots)
+    _check_pairs("depths", depths, slots - 1, int, 0, iterations)
 
 
-def _check_bias(biases: Any, vocabulary: int) -> None:
-    if not isinstance(biases, Mapping):
-        raise InputError(f"logit_bias={shown(biases)} must be a mapping from token ids to numbers")
-    if len(biases) > MOST_BIASES:
-        raise InputError(f"logit_bias has {len(biases)} entries and must have at most {MOST_BIASES}")
-    for token, bias in biases.items():
-        _check_number("logit_bias: token id", token, int, 0, vocabulary - 1)
-        _check_number(f"logit_bias[{token}]", bias, float, -100, 100)
+def _check_length(name: str, values: Collection[Any], most: int) -> None:
+    if len(values) > most:
+        raise InputError(f"{name} has {len(values)} entries and must have at most {most}")
+
+
+def _check_pairs(name: str, values: Any, last_key: int, kind: type, least: float, most: float) -> None:
+    """Checks the keys (0 to ``last_key``) and values of a mapping, or the values of a list."""
+    for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
+        _check_number(f"{name}: key", key, int, 0, last_key)
+        _check_number(f"{name}[{key}]", value, kind, least, most)
 
 
 def _check_ids(name: str, values: Any, vocabulary: int) -> list[int]:
     """Returns token ids as Python integers; raises for anything but a list of them."""
-    text = isinstance(values, (str, bytes))
     try:
-        len(values)  # refuses iterators, and tensors without an axis
-        listed = not text and not isinstance(values, Mapping)
+        len(values)  # raises for iterators, and for tensors without an axis
+        if isinstance(values, (str, bytes, Mapping)):
+            raise TypeError
     except TypeError:
-        listed = False
-    if not listed:
-        cure = "; encode a text first: tokenizer(text).input_ids" if text else ""
-        raise InputError(f"{name}={shown(values)} must be a list of token ids{cure}")
+        cure = "tokenizer(text).input_ids encodes a text"
+        raise InputError(f"{name}={shown(values)} must be a list of token ids; {cure}") from None
     return [_check_number(f"{name}: token id", value, int, 0, vocabulary - 1) for value in values]
 
 
-def _check_number(name: str, value: Any, kind: type, least: int, most: int) -> Any:
+def _check_number(name: str, value: Any, kind: type, least: float, most: float) -> Any:
     """Returns a number of any library as Python's ``kind``; raises unless it is from ``least`` to ``most``."""
     number = as_plain_number(value, kind)
     if isinstance(number, bool) or not isinstance(number, kind) or not least <= number <= most:

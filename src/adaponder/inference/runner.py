@@ -15,7 +15,7 @@ from adaponder.backbones.shape import Shape, shape_of
 from adaponder.inference.bodies import Body
 from adaponder.inference.config import EngineShape
 from adaponder.inference.graphs import GraphedBody, Graphs
-from adaponder.inference.kv_cache import Span
+from adaponder.inference.kv_cache import KVRows, Span
 from adaponder.inference.sampler import Features, Scores
 from adaponder.inference.scheduler import Plan
 from adaponder.inference.sequence import Chunk, Sequence
@@ -34,17 +34,17 @@ class Launch:
     """Work given to the device, and its results, which are on the host after :meth:`wait`.
 
     Attributes:
-        decoding: the sequences of the log's columns, each with its ``num_preemptions`` at launch.
+        decoding: the sequences of the log's columns, each with its rows at launch, replaced when they are freed.
         log: the tokens of every tick, ``[ticks, n]`` (see :mod:`adaponder.ops.lanes`), and their extras.
-        chunks: the prefilled chunks, each with its sequence's ``num_preemptions`` at launch and its results.
-        failed: the exceptions of users' own policies, by lane.
+        chunks: the prefilled chunks, each with its results.
+        failed: the exceptions of users' own policies.
     """
 
-    decoding: list[tuple[Sequence, int]]
+    decoding: list[tuple[Sequence, KVRows]]
     ticks: int
     log: tuple[Tensor, Extras] | None = None
-    chunks: list[tuple[Chunk, int, Tensor, Scores | None]] = field(default_factory=list)
-    failed: dict[int, Exception] = field(default_factory=dict)
+    chunks: list[tuple[Chunk, Tensor, Scores | None]] = field(default_factory=list)
+    failed: dict[Sequence, Exception] = field(default_factory=dict)
     ready: Any = None
 
     def wait(self) -> tuple[Tensor, Extras]:
@@ -59,6 +59,7 @@ class Runner(TickRunner):
     """Launches plans over the lanes of a :class:`TickRunner`.
 
     Attributes:
+        occupants: the rows of the sequence that each lane was set up for.
         graphs: replays ticks as CUDA graphs; ``None`` without a GPU.
         replayed: replays passes of the body as CUDA graphs, for ticks that cannot be one graph.
     """
@@ -66,6 +67,7 @@ class Runner(TickRunner):
     def __init__(self, model: AdaPonderForCausalLM, body: Body, shape: EngineShape, **options: Any):
         super().__init__(model, body, shape, **options)
         self.backbone_shape = shape_of(model.config.backbone_config)
+        self.occupants: dict[int, KVRows] = {}
         self.graphs: Graphs | None = None
         self.replayed: Body | None = None
         if self.device.type == "cuda":
@@ -75,15 +77,12 @@ class Runner(TickRunner):
     @torch.no_grad()
     def launch(self, plan: Plan) -> Launch:
         """Gives a plan to the device without waiting for its results."""
-        for lane in plan.freed:
-            self.policies.clear(lane)
-        for sequence in plan.admitted:
-            self._admit(sequence)
+        self._update_lanes(plan.resident)
         if plan.starting:
             self._start_decoding(plan.starting)
         if plan.pages:
             self.lanes.update_block_tables(plan.pages)
-        launch = Launch([(sequence, sequence.num_preemptions) for sequence in plan.decoding], plan.ticks)
+        launch = Launch([(sequence, sequence.kv) for sequence in plan.decoding], plan.ticks)
         features = Features.union({sequence.submission.features for sequence in plan.decoding})
         lanes = [sequence.lane_number for sequence in plan.decoding]
         if self.graphs is None:
@@ -105,14 +104,20 @@ class Runner(TickRunner):
         columns = self.lanes.index[sequence.lane, :, start * self.width : stop * self.width].clone()
         return Span(columns, sequence.depths[start:stop], pages)
 
-    def _admit(self, sequence: Sequence) -> None:
-        """Sets up the lane of an admitted sequence: its policy and its shared rows."""
-        submission = sequence.submission
-        lane, last = sequence.lane_number, sequence.passes - 1
-        self.policies.set(lane, submission.policy, submission.request.seed, submission.forced, last)
-        if sequence.kv.shared:
-            columns = torch.cat([span.columns for span in sequence.kv.shared], dim=1)
-            self.lanes.index[lane, :, : columns.shape[1]] = columns
+    def _update_lanes(self, resident: dict[int, Sequence]) -> None:
+        """Clears lanes without a sequence and sets up those with a new one: its policy and its shared rows."""
+        for lane in self.occupants.keys() - resident.keys():
+            self.policies.clear(lane)
+            del self.occupants[lane]
+        for lane, sequence in resident.items():
+            if self.occupants.get(lane) is sequence.kv:  # a preempted sequence has new rows
+                continue
+            self.occupants[lane] = sequence.kv
+            submission, last = sequence.submission, sequence.passes - 1
+            self.policies.set(lane, submission.policy, submission.request.seed, submission.forced, last)
+            if sequence.kv.shared:
+                columns = torch.cat([span.columns for span in sequence.kv.shared], dim=1)
+                self.lanes.index[lane, :, : columns.shape[1]] = columns
 
     def _start_decoding(self, sequences: Many[Sequence]) -> None:
         """Sets up sampling and the first token to decode of prefilled sequences."""
@@ -128,17 +133,16 @@ class Runner(TickRunner):
     def _run(self, lanes: list[int], features: Features, chunks: Many[Chunk], plan: Plan, launch: Launch) -> None:
         """Runs ticks one by one, the chunks in the first; a single tick without lanes."""
         rows = (len(lanes) + sum(len(chunk.tokens) for chunk in chunks)) * self.width
-        lane, extras = self.as_tensor(lanes), []
+        numbers, extras = self.as_tensor(lanes), []
         ticks = plan.ticks if lanes else 1
         log = self.new_log(ticks, len(lanes))
         self.lanes.books.tick.fill_(-1)
         with pass_threads(self.backbone_shape, rows) if self.device.type == "cpu" else nullcontext():
             for _ in range(ticks):
-                extra, outputs = self.tick(lane, chunks, features, plan.context, log, self.replayed)
+                extra, outputs = self.tick(numbers, chunks, features, plan.context, log, self.replayed)
                 extras.append(extra)
-                for chunk, output in zip(chunks, outputs, strict=True):
-                    launch.chunks.append((chunk, chunk.sequence.num_preemptions, *output))
-                launch.failed |= self.policies.errors
+                launch.chunks += [(chunk, *output) for chunk, output in zip(chunks, outputs, strict=True)]
+                launch.failed |= {plan.resident[lane]: error for lane, error in self.policies.errors.items()}
                 chunks = ()
         if launch.log is None:
             columns = zip(*extras, strict=True)
@@ -146,23 +150,14 @@ class Runner(TickRunner):
             launch.log = (to_host(log), Extras(*stacked))
 
 
-def threads_of_pass(shape: Shape, rows: int, *, most: int) -> int:
-    """Returns the threads for a pass over ``rows``: an average product's multiply-adds over :data:`PER_THREAD`."""
+@contextmanager
+def pass_threads(shape: Shape, rows: int) -> Iterator[None]:
+    """Caps torch's threads during a pass over ``rows`` by an average product's multiply-adds, then restores them."""
     weights = shape.body + _HEAD_PRODUCTS * shape.vocabulary * shape.hidden
     products = _LAYER_PRODUCTS * shape.layers + _HEAD_PRODUCTS
-    return max(1, min(most, rows * weights // products // PER_THREAD))
-
-
-@contextmanager
-def pass_threads(shape: Shape, rows: int) -> Iterator[int]:
-    """Context manager that caps torch's thread count for one pass, then restores it."""
     before = torch.get_num_threads()
-    threads = threads_of_pass(shape, rows, most=before)
-    if threads == before:
-        yield before
-        return
-    torch.set_num_threads(threads)
+    torch.set_num_threads(max(1, min(before, rows * weights // products // PER_THREAD)))
     try:
-        yield threads
+        yield
     finally:
         torch.set_num_threads(before)

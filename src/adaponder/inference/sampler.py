@@ -27,6 +27,7 @@ from adaponder.ops.precision import widened
 _ROWS = 64
 # Numbers of top tokens that are computed: few sizes, so that few graphs are captured.
 _TOP_SIZES = (0, 5, 20)
+_NO_PENALTIES = (1.0, 0.0, 0.0)
 _FOREVER = torch.iinfo(torch.int64).max
 
 
@@ -49,11 +50,10 @@ class Features(NamedTuple):
         top, truncates = request.log_probabilities, request.top_k or request.top_p < 1 or request.min_p > 0
         if request.iteration_top:
             top = max(request.iteration_top, top or 0)
-        penalties = (request.repetition_penalty != 1, request.presence_penalty, request.frequency_penalty)
         return cls(
             sampled=not request.greedy,
             truncated=not request.greedy and bool(truncates),
-            penalised=any(penalties),
+            penalised=_penalties(request) != _NO_PENALTIES,
             biased=bool(request.logit_bias) or request.min_new_tokens > 0,
             gates=request.gates,
             log_probabilities=None if top is None else next(size for size in _TOP_SIZES if size >= top),
@@ -103,29 +103,23 @@ class SamplerState:
         self._integers = torch.ones(lanes, 2, dtype=torch.int64, device=self.device)
         self._temperature = self._truncation[:, 0]
         self._key, self._top_k = self._integers.unbind(1)
-        self._biases: LaneBiases | None = None
+        self._biases = LaneBiases(lanes, self.device, len(self.eos_ids))
         self._occurrences: Occurrences | None = None
 
     def set(
         self, lane: int, request: Request, sample: int, prompt_ids: Sequence[int], output_ids: Sequence[int] = ()
     ) -> None:
         """Assigns a lane to one sample of a request that has already generated ``output_ids``."""
-        features = Features.of(request)
         temperature = 0.0 if request.greedy else request.temperature
         log_min_p = math.log(request.min_p) if request.min_p > 0 else -math.inf
-        penalties = (request.repetition_penalty, request.presence_penalty, request.frequency_penalty)
         top_k = min(request.top_k, self.vocabulary) or self.vocabulary
         write_lane(self._truncation, lane, (temperature, request.top_p, log_min_p))
-        write_lane(self._penalties, lane, penalties)
+        write_lane(self._penalties, lane, _penalties(request))
         write_lane(self._integers, lane, (stream_key(request.seed, sample), top_k))
-        if features.biased and self._biases is None:
-            self._biases = LaneBiases(self.lanes, self.device, len(self.eos_ids))
-        if self._biases is not None:
-            stop_ids = {*request.stop_ids, *(() if request.ignore_eos else self.eos_ids)}
-            # The row at the prompt's last position samples the first token.
-            until = len(prompt_ids) - 1 + request.min_new_tokens
-            self._biases.set(lane, request.logit_bias, stop_ids if request.min_new_tokens else (), until)
-        if features.penalised:
+        banned = {*request.stop_ids, *(() if request.ignore_eos else self.eos_ids)} if request.min_new_tokens else ()
+        # The row at the prompt's last position samples the first token.
+        self._biases.set(lane, request.logit_bias, banned, until=len(prompt_ids) - 1 + request.min_new_tokens)
+        if _penalties(request) != _NO_PENALTIES:
             self._occurrences = self._occurrences or Occurrences(self.lanes, self.vocabulary, self.device)
             self._occurrences.set(lane, prompt_ids, output_ids)
 
@@ -139,7 +133,7 @@ class SamplerState:
             features: at least what the rows' lanes need.
         """
         adjusted = logits
-        if features.biased and self._biases is not None:
+        if features.biased:
             adjusted = self._biases.add(widened(adjusted), lanes, position)
         if features.penalised and self._occurrences is not None:
             penalties = self._penalties[lanes].split(1, dim=1)
@@ -154,6 +148,10 @@ class SamplerState:
         """Adds the tokens of rows where ``final`` to the output counts of their lanes, for penalties; all ``[n]``."""
         if self._occurrences is not None:
             self._occurrences.record(tokens, lanes, final)
+
+
+def _penalties(request: Request) -> tuple[float, float, float]:
+    return request.repetition_penalty, request.presence_penalty, request.frequency_penalty
 
 
 class LaneBiases:

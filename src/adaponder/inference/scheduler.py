@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from adaponder.inference.config import EngineShape
 from adaponder.inference.kv_cache import PrefixCache
-from adaponder.inference.sequence import DECODING, FINISHED, PREFILLING, WAITING, Chunk, Sequence
+from adaponder.inference.sequence import DECODING, PREFILLING, WAITING, Chunk, Sequence
 
 # Tokens of a kind after which their mean depth is used.
 _ENOUGH = 32
@@ -23,8 +23,7 @@ class Plan:
     """One launch of ticks.
 
     Attributes:
-        freed: lanes that have been freed.
-        admitted: sequences that have just got a lane.
+        resident: the sequence of each lane in use.
         starting: sequences whose prefill is complete and that start to decode.
         decoding: sequences with one row per tick, in the order of their lanes.
         chunks: prefill chunks of the first tick.
@@ -33,8 +32,7 @@ class Plan:
         context: an upper bound on the slots of the decoding sequences.
     """
 
-    freed: list[int] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
+    resident: dict[int, Sequence] = field(default_factory=dict)
     starting: list[Sequence] = field(default_factory=list)
     decoding: list[Sequence] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
@@ -49,10 +47,8 @@ class Plan:
 
     def drop_preempted(self) -> None:
         """Removes sequences that were preempted after the plan included them."""
-        self.admitted, self.starting, self.decoding = (
-            [sequence for sequence in sequences if sequence.lane is not None]
-            for sequences in (self.admitted, self.starting, self.decoding)
-        )
+        self.starting = [sequence for sequence in self.starting if sequence.lane is not None]
+        self.decoding = [sequence for sequence in self.decoding if sequence.lane is not None]
         self.chunks = [chunk for chunk in self.chunks if chunk.sequence.lane is not None]
 
 
@@ -67,34 +63,36 @@ class Scheduler:
         self.shape, self.pages, self.prefixes, self.width = shape, prefixes.pages, prefixes, shape.width
         self.waiting: deque[Sequence] = deque()
         self.resident: dict[int, Sequence] = {}
-        self._free_lanes = list(range(shape.lanes - 1, -1, -1))
+        self._free_lanes = self._all_lanes()
         self._depths: dict[Hashable, tuple[int, int]] = {}
         self._paused = False
-        self._freed: list[int] = []
-        self._unlaunched: list[Sequence] = []
         self.preemptions = self.most_resident = self.tokens_reused = 0
+
+    def _all_lanes(self) -> list[int]:
+        return list(range(self.shape.lanes - 1, -1, -1))
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a finished sequence, waiting or resident, and frees its pages."""
         if sequence.lane is None:
             self.waiting.remove(sequence)
-            self.pages.release(sequence.kv.pages())
-            sequence.reset()
+            self._release(sequence)
         else:
             self._free(sequence)
         self._paused = False
-        sequence.state = FINISHED
 
     def _free(self, sequence: Sequence) -> None:
         """Frees a sequence's lane and pages."""
         lane = sequence.lane_number
         del self.resident[lane]
-        self._freed.append(lane)
         self._free_lanes.append(lane)
         self._free_lanes.sort(reverse=True)  # the lowest lane is used next, so that used lanes are adjacent
+        sequence.lane = None
+        self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Releases the pages of a sequence without a lane."""
         self.pages.release(sequence.kv.pages())
         sequence.reset()
-        sequence.lane = None
 
     def _preempt(self, sequence: Sequence) -> None:
         """Preempts a sequence: frees its KV pages and requeues it for recomputation."""
@@ -108,13 +106,9 @@ class Scheduler:
 
     def clear(self) -> None:
         """Removes every sequence; the pages must have been freed."""
-        lanes = sorted({*self._free_lanes, *self.resident}, reverse=True)
         self.waiting.clear()
         self.resident.clear()
-        self._free_lanes, self._freed, self._paused = lanes, list(lanes), False
-        self._unlaunched = []
-
-    # --- expected rows ------------------------------------------------------------------------------------------
+        self._free_lanes, self._paused = self._all_lanes(), False
 
     def record_depth(self, kind: Hashable, tokens: int, iterations: int) -> None:
         """Adds ``tokens`` tokens with ``iterations`` iterations in all to the mean depth of their kind."""
@@ -136,12 +130,10 @@ class Scheduler:
         count, total = self._depths.get(sequence.submission.kind, (0, 0))
         return total / count if count >= _ENOUGH else float(sequence.passes)
 
-    # --- schedule -----------------------------------------------------------------------------------------------
-
     def schedule(self) -> Plan:
         """Returns the next launch; an empty plan must not be launched."""
-        plan = Plan(admitted=self._unlaunched)
-        self._admit(plan)
+        plan = Plan()
+        self._admit()
         self._schedule_decode(plan)
         self._schedule_prefill(plan)
         plan.drop_preempted()
@@ -157,12 +149,10 @@ class Scheduler:
             # Each tick in flight may have advanced the sequence by a token beyond the last known one.
             slots = (len(sequence.tokens) - 1) * self.width + sequence.kv.in_flight
             plan.context = max(plan.context, slots + max(self.width, self.shape.window))
-        self._unlaunched = plan.admitted if plan.empty else []
-        if not plan.empty:
-            plan.freed, self._freed = self._freed, []
+        plan.resident = dict(self.resident)
         return plan
 
-    def _admit(self, plan: Plan) -> None:
+    def _admit(self) -> None:
         """Admits waiting sequences in order while there are lanes and the expected rows of all residents fit."""
         if not self.waiting or not self._free_lanes:
             return
@@ -178,12 +168,10 @@ class Scheduler:
             needed = self.expected_rows(sequence)
             if self.resident and expected + needed > capacity:
                 if sequence.leader is None:  # a sample keeps the prompt that its leader shared
-                    self.pages.release(sequence.kv.pages())
-                    sequence.kv.shared = []
+                    self._release(sequence)
                 return
             expected += needed
             self._assign_lane(sequence)
-            plan.admitted.append(sequence)
 
     def _assign_lane(self, sequence: Sequence) -> None:
         """Moves a waiting sequence to a lane; its cached tokens need no prefill."""
@@ -251,9 +239,8 @@ class Scheduler:
                 self._preempt(max(younger, key=_order))
             elif sharing:
                 # This waiting sample loses the prompt shared with it and will prefill it itself.
-                sample = sharing[-1]
-                self.pages.release(sample.kv.pages())
-                sample.kv.shared, sample.leader = [], None
+                sharing[-1].leader = None
+                self._release(sharing[-1])
             else:
                 return None
         return self.pages.take(count)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from adaponder.inference.config import EngineShape
 from adaponder.inference.kv_cache import KVRows
-from adaponder.inference.outputs import Completion, PromptToken, Token, TopTokens
+from adaponder.inference.lanes import select_state
+from adaponder.inference.outputs import Completion, Event, FinishReason, PromptToken, Token, TopTokens
 from adaponder.inference.request import Request, forced_depths
 from adaponder.inference.sampler import Features
 from adaponder.methods import State
@@ -31,13 +33,7 @@ class Submission:
     """
 
     def __init__(
-        self,
-        request: Request,
-        number: int,
-        policy: Policy,
-        iterations: int,
-        namespace: Hashable | None,
-        shape: EngineShape,
+        self, request: Request, number: int, policy: Policy, iterations: int, namespace: Hashable, shape: EngineShape
     ):
         self.request, self.number, self.policy = request, number, policy
         self.iterations, self.namespace, self.page_size = iterations, namespace, shape.page_size
@@ -62,8 +58,7 @@ class Chunk:
     Attributes:
         tokens: the index of each active token in its sequence, ascending.
         iteration: the next iteration, or the one in flight.
-        state: the method's state of each token; ``None`` before the first iteration.
-        previous: hidden states of the previous iteration, where a policy reads them.
+        state: the method's state of each token, with hidden states where a policy reads them; ``None`` at first.
         rows: the pool rows of the latest pass.
         in_flight: whether a pass over it has been launched whose results are not known yet.
     """
@@ -72,7 +67,6 @@ class Chunk:
     tokens: list[int]
     iteration: int = 0
     state: State | None = None
-    previous: Tensor | None = None
     rows: list[int] = field(default_factory=list)
     in_flight: bool = False
 
@@ -80,6 +74,19 @@ class Chunk:
     def launched(self) -> int:
         """The last iteration that has been launched; -1 for none."""
         return self.iteration if self.in_flight else self.iteration - 1
+
+    def hidden(self, zeros: Tensor) -> Tensor:
+        """Returns the hidden states of its tokens; ``zeros [1, …]`` for each where the state has none."""
+        if self.state is None or self.state.hidden is None:
+            return zeros.expand(len(self.tokens), -1, -1)
+        return self.state.hidden
+
+    def keep(self, which: list[int]) -> None:
+        """Removes all its tokens but these."""
+        if self.state is not None and 0 < len(which) < len(self.tokens):
+            index = torch.tensor(which).to(self.state.input.device, non_blocking=True)
+            self.state = select_state(self.state, index)
+        self.tokens = [self.tokens[number] for number in which]
 
 
 @dataclass(slots=True)
@@ -161,6 +168,13 @@ class Sequence:
             self.depths += [0] * (indices[-1] + 1 - len(self.depths))
         for index in indices:
             self.depths[index] = depth
+
+    def final_event(self, reason: FinishReason, *, stop_id: int | None = None, error: str | None = None) -> Event:
+        """Ends it and returns its final event; what it holds must have been freed."""
+        self.state, completion = FINISHED, self.completion
+        completion.prompt_depths = self.depths[: len(completion.prompt)]
+        completion.finish_reason, completion.stop_id, completion.error = reason, stop_id, error
+        return Event(*self.order, None, completion)
 
     def waiting_samples(self) -> list[Sequence]:
         """Returns the samples that wait for this one to prefill their prompt."""

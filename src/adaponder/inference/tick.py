@@ -67,7 +67,7 @@ class TickRunner:
         self.policies = LanePolicies(shape.lanes + 1, shape.tokens, model.config.iterations, self.device)
         self.sampler = SamplerState(shape.lanes + 1, model.config.vocab_size, self.device, eos_ids=self.eos_ids)
         self.pools = Pools.empty(body.row_shapes(), rows, model.dtype, self.device)
-        self._gates: tuple[Any, RowGates] | None = None
+        self._gates: dict[nn.Module, RowGates] = {}
         self._all_active = torch.ones(pad_lanes(shape.lanes) * shape.window, 1, dtype=torch.bool, device=self.device)
         zero = torch.zeros(1, dtype=torch.long, device=self.device)
         example = TickRows(self, (zero, zero, zero, zero, zero[:, None], None), 1, ())
@@ -100,13 +100,12 @@ class TickRunner:
         ``context`` bounds the slots of the lanes; ``body`` replaces the runner's own.
         """
         lanes, reads_previous = self.lanes, self.policies.reads_previous()
-        num_decode, inputs, cohorts, ids = len(lane), [], (), lane[:0]
-        if self.drafts is not None and num_decode:
+        inputs, cohorts, ids = [], (), lane[:0]
+        if self.drafts is not None and len(lane):
             lane, state_row, begun, _ = self.drafts.begin(lane)
-            num_decode = len(lane)
         else:
             state_row, begun = lane, begin_rows(lanes.books, lane, width=self.width, vanishes=self.vanishes)
-        if num_decode or not chunks:
+        if num_decode := len(lane):
             inputs.append((lane, *begun[1:], lanes.state.hidden[state_row] if reads_previous else None))
         if chunks:
             chunk_input, ids, cohorts = self._chunk_input(chunks, num_decode, reads_previous)
@@ -118,55 +117,45 @@ class TickRunner:
         rows = TickRows(self, columns, num_decode, cohorts)
         state = self._start(rows, begun.token, state_row, chunks, ids)
         state, hidden = self._pass(body or self.body, rows, state, context)
+        state = state._replace(hidden=hidden if reads_previous else None)
         extras = Extras()
-        if num_decode or not chunks:
+        if num_decode:
             decoded = select_state(state, slice(num_decode))
             extras = self._finish_decode(rows, begun, state_row, decoded, hidden, features, log)
-        return extras, self._finish_chunks(chunks, rows, state, hidden, reads_previous)
+        return extras, self._finish_chunks(chunks, rows, state, hidden)
 
     def _chunk_input(
         self, chunks: Sequence[Chunk], num_decode: int, reads_previous: bool
     ) -> tuple[TickColumns, Tensor, tuple[Cohort, ...]]:
         """Returns the rows of all chunks, the ids of tokens at iteration 0 (which come first), and the cohorts."""
-        count, num_first = sum(len(chunk.tokens) for chunk in chunks), 0
-        numbers = np.zeros((5 + self.width, count), dtype=np.int64)
-        lane, position, iteration, last, ids = numbers[:5]
-        pool_row = numbers[5:]
-        cohorts, start = [], 0
-        for chunk in chunks:
-            sequence, stop = chunk.sequence, start + len(chunk.tokens)
-            lane[start:stop], position[start:stop] = sequence.lane_number, chunk.tokens
-            iteration[start:stop] = chunk.iteration
-            last[start:stop] = sequence.passes - 1
-            if chunk.state is None:
-                ids[start:stop] = [sequence.tokens[index] for index in chunk.tokens]
-                num_first = stop
-            pool_row[:, start:stop] = np.asarray(chunk.rows).reshape(-1, self.width).T
-            first_row, last_slot = (num_decode + start) * self.width, (chunk.tokens[-1] + 1) * self.width - 1
-            end_row = (num_decode + stop) * self.width
-            cohorts.append(Cohort(first_row, end_row, sequence.lane_number, chunk.iteration, last_slot))
+        width, counts = self.width, [len(chunk.tokens) for chunk in chunks]
+        first = [chunk.sequence.tokens[index] for chunk in chunks if chunk.state is None for index in chunk.tokens]
+        of_chunks = [(chunk.sequence.lane_number, chunk.iteration, chunk.sequence.passes - 1) for chunk in chunks]
+        numbers = np.zeros((5 + width, sum(counts)), dtype=np.int64)
+        numbers[:3] = np.repeat(of_chunks, counts, axis=0).T
+        numbers[3] = np.concatenate([chunk.tokens for chunk in chunks])
+        numbers[4, : len(first)] = first
+        numbers[5:] = np.concatenate([chunk.rows for chunk in chunks]).reshape(-1, width).T
+        cohorts, start = [], num_decode * width
+        for chunk, (lane, iteration, _), count in zip(chunks, of_chunks, counts, strict=True):
+            stop, last_slot = start + count * width, (chunk.tokens[-1] + 1) * width - 1
+            cohorts.append(Cohort(start, stop, lane, iteration, last_slot))
             start = stop
         values = torch.from_numpy(numbers)
         if self.device.type == "cuda":  # pinned, so that the host does not wait for a large copy
             values = values.pin_memory().to(self.device, non_blocking=True)
-        lanes, positions, iterations, lasts, all_ids, *pool_rows = values.unbind()
+        lanes, iterations, lasts, positions, ids, *pool_rows = values.unbind()
         previous = None
         if reads_previous:
-            hidden = self.lanes.state.hidden
-            zeros = hidden.new_zeros(1, *hidden.shape[1:])
-            previous = torch.cat(
-                [
-                    zeros.expand(len(chunk.tokens), -1, -1) if chunk.previous is None else chunk.previous
-                    for chunk in chunks
-                ]
-            )
+            zeros = torch.zeros_like(self.lanes.state.hidden[:1])
+            previous = torch.cat([chunk.hidden(zeros) for chunk in chunks])
         columns = (lanes, positions, iterations, lasts, torch.stack(pool_rows, 1), previous)
-        return columns, all_ids[:num_first], tuple(cohorts)
+        return columns, ids[: len(first)], tuple(cohorts)
 
     def _start(self, rows: TickRows, token: Tensor, state_row: Tensor, chunks: Sequence[Chunk], ids: Tensor) -> State:
         """Returns the state of all rows before the pass: the method's start, or the state after the last iteration."""
         embed, states = self.backbone.embed, []
-        if rows.num_decode or not chunks:
+        if rows.num_decode:
             first = self.method.start(rows, embed(token[:, None]))
             states.append(resume_state(first, self.lanes.state, state_row, rows.iteration[: rows.num_decode]))
         if len(ids):
@@ -217,7 +206,7 @@ class TickRunner:
             self.drafts.end(active, sampled.token, sampled.bad, log)
         else:
             end_rows(lanes.books, lane, begun, active, sampled.token, sampled.bad, log, places=lanes.tokens)
-        store_state(lanes.state, state_row, state, hidden[:num_decode] if self.policies.reads_previous() else None)
+        store_state(lanes.state, state_row, state)
         gate = rows.gate_output[:num_decode, 0].float() if features.gates and rows.gate_output is not None else None
         outputs = (gate, *(sampled.scores or (None, None, None)))
         if self.drafts is not None:
@@ -225,7 +214,7 @@ class TickRunner:
         return Extras(*outputs)
 
     def _finish_chunks(
-        self, chunks: Sequence[Chunk], rows: TickRows, state: State, hidden: Tensor, reads_previous: bool
+        self, chunks: Sequence[Chunk], rows: TickRows, state: State, hidden: Tensor
     ) -> list[ChunkOutput]:
         """Stores the new state of each chunk and returns its results."""
         if not chunks:
@@ -234,7 +223,7 @@ class TickRunner:
         for chunk, cohort in zip(chunks, rows.cohorts, strict=True):
             start, stop = cohort.start // self.width, cohort.stop // self.width
             which, sequence, scores = slice(start, stop), chunk.sequence, None
-            chunk.state, chunk.previous = select_state(state, which), hidden[which] if reads_previous else None
+            chunk.state = select_state(state, which)
             top = sequence.request.prompt_log_probabilities
             if top is not None:
                 targets = self.as_tensor([sequence.tokens[index + 1] for index in chunk.tokens])
@@ -242,15 +231,6 @@ class TickRunner:
                 scores = Scores(*map(to_host, prompt_log_probabilities(logits, targets, top)))
             outputs.append((active[start - rows.num_decode : stop - rows.num_decode], scores))
         return outputs
-
-    def compact(self, chunk: Chunk, which: list[int]) -> None:
-        """Removes all tokens of a chunk but these."""
-        if which and len(which) < len(chunk.tokens):
-            assert chunk.state is not None
-            index = self.as_tensor(which)
-            chunk.state = select_state(chunk.state, index)
-            chunk.previous = None if chunk.previous is None else chunk.previous[index]
-        chunk.tokens = [chunk.tokens[number] for number in which]
 
     def all_active(self, rows: int) -> Tensor:
         """Returns True for each of ``rows`` rows, ``[rows, 1]``."""
@@ -260,9 +240,9 @@ class TickRunner:
 
     def row_gates(self, gates: Gates) -> RowGates:
         """Returns the method's gates for rows at different iterations, built once."""
-        if self._gates is None or self._gates[0] is not gates:
-            self._gates = (gates, RowGates(gates))
-        return self._gates[1]
+        if gates[0] not in self._gates:
+            self._gates[gates[0]] = RowGates(gates)
+        return self._gates[gates[0]]
 
 
 class TickRows(Rows):
@@ -404,9 +384,8 @@ def stack_gates(gates: Gates) -> StackedGates | None:
 
 def pad_lanes(rows: int) -> int:
     """Rounds a number of decode rows up to the nearest captured graph size."""
-    for size in (1, 2, 4, 8):
-        if rows <= size:
-            return size
+    if rows <= 8:
+        return 1 << (rows - 1).bit_length()
     step = 8 if rows <= 64 else 16 if rows <= 128 else 32
     return -(-rows // step) * step
 

@@ -119,6 +119,10 @@ def mixed_rows(count: int, *, seed: int, lanes: int = LANES, dtype: torch.dtype 
     )
 
 
+def assign(policies, lane, policy, seed=0, depths=None, last=K - 1):
+    policies.set(lane, policy, seed, depths or {}, last)
+
+
 def decide_alone(rows: PolicyInput, row: int, policy: Policy, seed: int) -> bool:
     """The policy's decision for one row in a batch of its own."""
     own = {name: value[row : row + 1] for name, value in vars(rows).items() if isinstance(value, Tensor)}
@@ -150,9 +154,9 @@ def test_policies_that_run_on_the_host():
 def test_each_row_is_decided_as_by_its_lanes_policy_alone(chosen, lasts, forced, limits, forces, dtype, seed):
     policies = LanePolicies(LANES, SLOTS, K)
     for lane, number in enumerate(chosen):
-        policies.set(lane, FixedDepth(K), 1, {0: 2} if forces else None)  # an earlier request leaves nothing
-        last = lasts[lane] if limits else None
-        policies.set(lane, EVERY[number], seed + (lane << 62), forced[lane] if forces else None, last)
+        assign(policies, lane, FixedDepth(K), 1, {0: 2} if forces else {})  # an earlier request leaves nothing
+        last = lasts[lane] if limits else K - 1
+        assign(policies, lane, EVERY[number], seed + (lane << 62), forced[lane] if forces else {}, last)
     rows = mixed_rows(60, seed=seed, dtype=dtype)
     keep = policies(rows)
     assert not policies.errors
@@ -171,7 +175,7 @@ def test_each_row_is_decided_as_by_its_lanes_policy_alone(chosen, lasts, forced,
 def test_a_policy_in_all_lanes_equals_itself(policy):
     policies = LanePolicies(LANES, SLOTS, K)
     for lane in range(LANES):
-        policies.set(lane, policy, lane)
+        assign(policies, lane, policy, lane)
     rows = mixed_rows(200, seed=3)
     expected = policy(replace(rows, seed=rows.sequence, sequence=torch.zeros_like(rows.sequence)))
     expected = expected & (rows.iteration < K - 1)
@@ -188,7 +192,7 @@ def test_thresholds_are_compared_in_the_same_precision():
         for gate in (near, near.nextafter(torch.tensor(2.0)), near.nextafter(torch.tensor(-2.0))):
             for policy in (LearnedGate(number), ExitThreshold(1 - number), ExitThreshold(number)):
                 policies = LanePolicies(1, SLOTS, K)
-                policies.set(0, policy)
+                assign(policies, 0, policy)
                 row = replace(rows, gate=gate[None], iteration=torch.zeros(1, dtype=torch.long))
                 assert bool(policies(row)) == bool(policy(row))
 
@@ -202,17 +206,17 @@ def test_an_error_of_a_policy_is_recorded_for_its_lane_alone(wrong):
 
     for failing in (Custom(function), Holds(function)):
         policies = LanePolicies(3, SLOTS, K)
-        policies.set(0, FixedDepth(K))
-        policies.set(1, FixedDepth(K))
-        policies.set(1, failing)
-        policies.set(2, Custom(lambda rows: torch.ones_like(rows.active)))
+        assign(policies, 0, FixedDepth(K))
+        assign(policies, 1, FixedDepth(K))
+        assign(policies, 1, failing)
+        assign(policies, 2, Custom(lambda rows: torch.ones_like(rows.active)))
         rows = mixed_rows(80, seed=1, lanes=3)
         keep = policies(rows)
         assert list(policies.errors) == [1]
         assert isinstance(policies.errors[1], type(wrong) if isinstance(wrong, Exception) else InputError)
         expected = (rows.sequence != 1) & (rows.iteration < K - 1)
         assert torch.equal(keep[rows.active], expected[rows.active])
-        policies.set(1, FixedDepth(1))
+        assign(policies, 1, FixedDepth(1))
         assert not policies.errors
 
 
@@ -224,8 +228,8 @@ def test_a_callable_gets_the_active_rows_of_its_lane():
         return rows.active
 
     policies = LanePolicies(3, SLOTS, K)
-    policies.set(1, Custom(function), seed=77)
-    policies.set(0, FixedDepth(2))
+    assign(policies, 1, Custom(function), seed=77)
+    assign(policies, 0, FixedDepth(2))
     assert policies.callables() == (1,)
     rows = mixed_rows(50, seed=1, lanes=3)
     policies(rows)
@@ -244,17 +248,17 @@ def test_a_callable_gets_the_active_rows_of_its_lane():
 def test_the_key_changes_with_what_a_graph_depends_on():
     policies = LanePolicies(3, SLOTS, K)
     empty = policies.key()
-    policies.set(0, LearnedGate(0.1))
+    assign(policies, 0, LearnedGate(0.1))
     one = policies.key()
-    policies.set(1, LearnedGate((0.1, 0.2, 0.3)), 5, None, 1)
+    assign(policies, 1, LearnedGate((0.1, 0.2, 0.3)), 5, {}, 1)
     assert policies.key() == one != empty
     assert policies.classes() == (LearnedGate,)
     for other in (Random(0.5), ForcedDepths(DEPTHS), Custom(lambda rows: rows.active)):
-        policies.set(2, other)
+        assign(policies, 2, other)
         assert policies.key() != one
         policies.clear(2)
         assert policies.key() == one
-    policies.set(2, LearnedGate(0.1), 0, {1: 2})
+    assign(policies, 2, LearnedGate(0.1), 0, {1: 2})
     assert policies.key() != one
 
 
@@ -265,12 +269,12 @@ def test_numeric_policies_never_make_the_host_wait():
             tensors = {name: fake.from_tensor(value) for name, value in vars(rows).items() if isinstance(value, Tensor)}
             policies(PolicyInput(**tensors, head=lambda hidden: hidden))
 
-    for limit in (None, 1):
+    for limit in (K - 1, 1):
         policies = LanePolicies(len(ON_DEVICE), SLOTS, K)
         for lane, policy in enumerate(ON_DEVICE):
-            policies.set(lane, policy, lane, {1: 2}, limit)
+            assign(policies, lane, policy, lane, {1: 2}, limit)
         decided(policies)
-    policies.set(0, EVERY[-1])
+    assign(policies, 0, EVERY[-1])
     with pytest.raises(DataDependentOutputException):
         decided(policies)
 
@@ -284,7 +288,7 @@ def test_a_captured_policy_equals_the_cpu():
         for one in policies.values():
             for lane in range(lanes):
                 last = K - 1 - (lane + shift) % 2
-                one.set(lane, ON_DEVICE[(lane + shift) % lanes], lane + shift, {shift % SLOTS: 2}, last)
+                assign(one, lane, ON_DEVICE[(lane + shift) % lanes], lane + shift, {shift % SLOTS: 2}, last)
 
     def on_gpu(rows: PolicyInput) -> dict[str, Tensor]:
         return {name: value.cuda() for name, value in vars(rows).items() if isinstance(value, Tensor)}

@@ -31,8 +31,8 @@ class StandIn:
         self.postprocessor = Postprocessor(self, self.scheduler)
         self.late, self.namespace = late, "namespace" if share else None
         self.depth = depth or (lambda sequence, index: min(sequence.iterations, 1 + index % 3))
-        self.in_flight, self.progress, self.occupants = None, {}, {}
-        self.admitted, self.preempted, self.finished = [], [], []
+        self.in_flight, self.progress = None, {}
+        self.preempted, self.finished = [], []
         self.requests = 0
         self._preempt, self.scheduler._preempt = self.scheduler._preempt, self._record_preemption
 
@@ -47,7 +47,6 @@ class StandIn:
     def step(self):
         plan = self.scheduler.schedule()
         self.check(plan)
-        self.admitted += [sequence.order[0] for sequence in plan.admitted]
         launch = None if plan.empty else self.launch(plan)
         before, self.in_flight = self.in_flight, launch
         events = [] if before is None else self.postprocessor.process(before)
@@ -58,20 +57,15 @@ class StandIn:
         return plan
 
     def launch(self, plan):
-        for lane in plan.freed:
-            self.occupants.pop(lane, None)
-        self.occupants |= {sequence.lane: (sequence, sequence.num_preemptions) for sequence in plan.admitted}
-        residents = {lane: (sequence, sequence.num_preemptions) for lane, sequence in self.scheduler.resident.items()}
-        assert self.occupants == residents, "the device was not told which sequences have a lane"
         for sequence in plan.starting:
             self.progress[sequence] = (len(sequence.tokens) - 1, 0)
         ticks = [[self.decode(sequence) for sequence in plan.decoding] for _ in range(plan.ticks)]
         tokens = torch.tensor(ticks, dtype=torch.long).view(plan.ticks, len(plan.decoding))
-        decoding = [(sequence, sequence.num_preemptions) for sequence in plan.decoding]
+        decoding = [(sequence, sequence.kv) for sequence in plan.decoding]
         launch = Launch(decoding, plan.ticks, (tokens, Extras()))
         for chunk in plan.chunks:
             active = [chunk.iteration + 1 < self.depth(chunk.sequence, index) for index in chunk.tokens]
-            launch.chunks.append((chunk, chunk.sequence.num_preemptions, torch.tensor(active), None))
+            launch.chunks.append((chunk, torch.tensor(active), None))
         return launch
 
     def decode(self, sequence):
@@ -83,6 +77,7 @@ class StandIn:
     def check(self, plan):
         """Asserts the invariants of every plan."""
         resident, waiting = self.scheduler.resident, self.scheduler.waiting
+        assert plan.resident == resident
         assert {sequence.lane for sequence in resident.values()} == set(resident)
         assert not set(resident) & set(self.scheduler._free_lanes)
         for sequence in [*resident.values(), *waiting]:
@@ -115,13 +110,8 @@ class StandIn:
         self.preempted.append((sequence.order, [other.order for other in self.scheduler.resident.values()]))
         self._preempt(sequence)
 
-    # The runner's methods that the postprocessor calls.
-
-    def span(self, sequence, start, stop, pages):
+    def span(self, sequence, start, stop, pages):  # the runner's, for the postprocessor
         return Span(torch.zeros(3, stop - start), sequence.depths[start:stop], pages)
-
-    def compact(self, chunk, which):
-        chunk.tokens = [chunk.tokens[number] for number in which]
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -164,10 +154,12 @@ def test_every_sequence_finishes(seed):
 def test_sequences_get_lanes_in_order_of_arrival(sizes):
     """Also where one that does not fit yet has a smaller one behind it."""
     stand = StandIn(lanes=2)
-    for prompt, new in sizes:
-        stand.add(prompt, new)
+    sequences = [stand.add(prompt, new)[0] for prompt, new in sizes]
+    while stand.scheduler.waiting:
+        stand.step()
+        admitted = [sequence.state != WAITING for sequence in sequences]
+        assert admitted == sorted(admitted, reverse=True)
     stand.run()
-    assert stand.admitted == list(range(len(sizes)))
 
 
 def test_smaller_depths_admit_more_sequences():
@@ -356,31 +348,3 @@ def test_a_sample_whose_leader_is_cancelled_prefills_itself():
     stand.postprocessor.finish(first, "cancelled")
     stand.run()
     assert len(second.completion.tokens) == 3
-
-
-# --- what the device is told --------------------------------------------------------------------------------------
-
-
-def test_lanes_freed_before_an_empty_plan_are_reported_later():
-    stand = StandIn(late=True)
-    for _ in range(3):
-        stand.add(1, 2)
-    stand.run()
-    assert stand.step().empty
-    stand.add(1, 2)
-    assert set(stand.step().freed) == {0, 1, 2}
-    stand.run()
-
-
-def test_sequences_admitted_by_an_empty_plan_are_reported_later():
-    """All pages are in use by a chunk in flight."""
-    stand = StandIn(lanes=2, rows=60, chunk=40, late=True, depth=lambda sequence, index: 2)
-    stand.scheduler.expected_rows = lambda sequence: 0
-    stand.add(25, 1)
-    stand.step()
-    spare = stand.pages.take(stand.pages.free)
-    stand.add(5, 1)
-    assert stand.step().empty
-    stand.pages.release(spare)
-    assert [sequence.order for sequence in stand.step().admitted] == [(1, 0)]
-    stand.run()
