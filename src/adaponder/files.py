@@ -152,20 +152,13 @@ class _UnwantedError(Exception):
     """Ends a thread whose result nobody waits for."""
 
 
-def sha256_of_each(
-    paths: Sequence[Path],
-    error: type[AdaPonderError] = CheckpointError,
-    *,
-    advance: Callable[[int], None] | None = None,
-) -> list[str]:
-    """Equals ``[sha256_of(path) for path in paths]``, by several threads; ``advance`` is called from any of them."""
+def sha256_of_each(paths: Sequence[Path], error: type[AdaPonderError] = CheckpointError) -> list[str]:
+    """Equals ``[sha256_of(path) for path in paths]``, by several threads."""
     ended = threading.Event()
 
     def step(size: int) -> None:
         if ended.is_set():
             raise _UnwantedError  # nobody waits for the result any more: an interruption need not wait for a file
-        if advance is not None:
-            advance(size)
 
     # Hashing and reading let other threads run: this goes as fast as cores or disk allow.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import functools
 import itertools
 import json
 import math
@@ -14,9 +12,6 @@ import re
 import resource
 import shutil
 import signal
-import sys
-import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +19,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
-import adaponder.training
 from adaponder import AdaPonderError, AdaPonderForCausalLM, files
 from adaponder.backbones.shape import shape_of
 from adaponder.checkpoints import manifest
@@ -41,8 +37,9 @@ from adaponder.training.data import sampler_of
 from adaponder.training.distributed import World
 from adaponder.training.loop import Trainer
 from adaponder.training.resume import Start, find_start, recipe_changes
-from adaponder.training.run import owned, train
+from adaponder.training.run import train
 from adaponder.training.telemetry import Telemetry
+from fault_support import contents, full_disk, in_child, killed
 from training_support import corpus, losses, small
 from training_support import metrics as all_metrics
 
@@ -148,62 +145,27 @@ def truncate(path: Path) -> None:
 # --- children that die ---------------------------------------------------------------------------------------------
 
 
-def in_child(act: Callable[[], Any]) -> int:
-    """Runs ``act`` in a fork of this warm process; returns its wait status. A child that hangs dies of SIGALRM."""
-    torch.set_num_threads(1)
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(120)
-            act()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc(file=sys.__stderr__)
-            os._exit(1)
-    return os.waitpid(child, 0)[1]
+def killed_at(point: Callable[[], None], recipe: Recipe, out: Path, **options: Any) -> bool:
+    """Trains in a child that dies at the point; returns whether it was reached."""
+
+    def act() -> None:
+        point()
+        train(recipe, out=out, quiet=True, **options)
+
+    return killed(act)
 
 
-def killed(status: int) -> bool:
-    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def before_file(event: str, ending: str, number: int = 1, *, write: bool = False) -> Callable[[], None]:
-    """Death right before the ``number``-th time that ``event`` (of ``sys.audit``) touches a path with that ending."""
-
-    def arm() -> None:
-        calls = itertools.count(1)
-
-        def hook(name: str, arguments: tuple) -> None:
-            if name != event or not str(arguments[0]).endswith(ending):
-                return
-            if write and "w" not in str(arguments[1]):
-                return
-            if next(calls) == number:
-                die()
-
-        sys.addaudithook(hook)
-
-    return arm
-
-
-def around_call(owner: Any, name: str, number: int, *, after: bool) -> Callable[[], None]:
-    """Death right before or after the ``number``-th call."""
+def dies(owner: Any, name: str, number: int = 1, *, at: str = "", after: bool = False) -> Callable[[], None]:
+    """Arranges death before or after the ``number``-th call, of those whose first argument contains ``at``."""
 
     def arm() -> None:
         original, calls = getattr(owner, name), itertools.count(1)
 
         def hooked(*arguments: Any, **named: Any) -> Any:
-            mine = next(calls) == number
-            if mine and not after:
-                die()
-            result = original(*arguments, **named)
-            if mine and after:
-                die()
+            deadly = (not at or at in str(arguments[0])) and next(calls) == number
+            result = None if deadly and not after else original(*arguments, **named)
+            if deadly:
+                os.kill(os.getpid(), signal.SIGKILL)
             return result
 
         setattr(owner, name, hooked)
@@ -212,13 +174,13 @@ def around_call(owner: Any, name: str, number: int, *, after: bool) -> Callable[
 
 
 def half_a_manifest() -> None:
-    """Death with the fifth manifest half on disk."""
+    """Arranges death when half of the fifth manifest is on disk."""
     original, calls = Path.write_bytes, itertools.count(1)
 
     def hooked(self: Path, data: bytes) -> int:
         if self.name == f"{MANIFEST}.tmp" and next(calls) == 5:
             original(self, data[: len(data) // 2])
-            die()
+            os.kill(os.getpid(), signal.SIGKILL)
         return original(self, data)
 
     Path.write_bytes = hooked
@@ -232,24 +194,23 @@ class Point(NamedTuple):
     newest: int
 
 
-# The n-th save is the one after step n. Two are kept: the save of step 5 prunes that of step 3.
+# The n-th save is the one after step n. Two are kept: the save of step 3 prunes that of step 1.
+PARTIAL = ".partial-step-00000005"
 POINTS = [
-    Point("before the folder of a save is made", before_file("os.mkdir", ".partial-step-00000005"), 4),
-    Point("after the weights", around_call(AdaPonderForCausalLM, "save_pretrained", 5, after=True), 4),
-    Point("after the optimizer", around_call(checkpoint, "save_file", 5, after=True), 4),
-    Point("before the state", before_file("open", f"step-00000005/{STATE}", write=True), 4),
-    Point("before the manifest", before_file("open", f"step-00000005/{MANIFEST}.tmp", write=True), 4),
+    Point("after the weights", dies(AdaPonderForCausalLM, "save_pretrained", 5, after=True), 4),
+    Point("after the optimizer", dies(checkpoint, "save_file", 5, after=True), 4),
+    Point("before the state", dies(Path, "write_text", at=f"{PARTIAL}/{STATE}"), 4),
+    Point("before the manifest", dies(manifest, "replace_file", at=PARTIAL), 4),
     Point("within the manifest", half_a_manifest, 4),
-    Point("before the rename", before_file("os.rename", ".partial-step-00000005"), 4),
-    Point("after the rename, before the parent is flushed", before_file("open", "/checkpoints", 5), 5),
-    Point("within a prune", before_file("os.remove", OPTIMIZER, 3), 5),
-    Point("before the final rename", before_file("os.rename", ".partial-final"), 7),
-    # The folder's names are flushed when the recipe is written, and then here.
-    Point("after the final rename", before_file("open", "/run", 2), 7),
-    Point("between backward and update", around_call(torch.nn.utils, "clip_grad_norm_", 6, after=True), 5),
-    Point("between update and save", around_call(torch.optim.AdamW, "step", 6, after=True), 5),
-    Point("between a line of metrics and its save", around_call(Telemetry, "log", 6, after=True), 5),
-    Point("before the first step", around_call(Trainer, "_one_step", 1, after=False), 0),
+    Point("before the rename", dies(Path, "rename", at=PARTIAL), 4),
+    Point("after the rename, before the parent is flushed", dies(Path, "rename", at=PARTIAL, after=True), 5),
+    Point("within a prune", dies(os, "unlink", at=OPTIMIZER), 3),
+    Point("before the final rename", dies(Path, "rename", at=".partial-final"), 7),
+    Point("after the final rename", dies(Path, "rename", at=".partial-final", after=True), 7),
+    Point("between backward and update", dies(torch.nn.utils, "clip_grad_norm_", 6, after=True), 5),
+    Point("between update and save", dies(torch.optim.AdamW, "step", 6, after=True), 5),
+    Point("between a line of metrics and its save", dies(Telemetry, "log", 6, after=True), 5),
+    Point("before the first step", dies(Trainer, "_one_step"), 0),
 ]
 
 
@@ -265,38 +226,21 @@ def test_a_run_killed_anywhere_ends_like_one_that_was_not(shards, whole, tmp_pat
     assert complete_steps(out) == [6, 7]
 
 
-def killed_at(point: Callable[[], None], recipe: Recipe, out: Path, **options: Any) -> bool:
-    """Trains in a child that dies at the point; returns whether it was reached."""
-
-    def act() -> None:
-        point()
-        train(recipe, out=out, quiet=True, **options)
-
-    return killed(in_child(act))
-
-
 def test_a_resume_that_is_killed_loses_no_line_of_metrics(recipe, whole, tmp_path):
     """The history is rewritten when a run resumes: it dies before the new one replaces the old."""
     out = stopped_after(whole, 4, tmp_path / "run")
-    assert killed_at(before_file("os.rename", "metrics.jsonl.tmp"), recipe, out, resume="auto")
+    assert killed_at(dies(os, "replace", at="metrics.jsonl.tmp"), recipe, out, resume="auto")
     train(recipe, out=out, resume="auto", quiet=True)
     assert_as_if_nothing_had_been(out, whole)
-
-
-def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Every file's bytes and time of change, by its name in ``folder``; whose the folder is does not count."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
-    return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
 @pytest.mark.parametrize(
     "change", [[], ["train.keep=1", "train.log_every=3"]], ids=["the same", "what decides nothing"]
 )
-def test_a_finished_run_that_is_resumed_says_so_and_stays_as_it_is(
+def test_resuming_a_finished_run_prints_so_and_changes_nothing(
     shards, whole, tmp_path, monkeypatch, no_training, capsys, change
 ):
-    out = tmp_path / "run"
-    shutil.copytree(whole, out)
+    out = Path(shutil.copytree(whole, tmp_path / "run"))
     before = contents(out)
     monkeypatch.setattr(run_module, "open_data", lambda *_: pytest.fail("data was opened though nothing is to be done"))
     done = train(recipe_of(shards, *change), out=out, resume="auto", quiet=True)
@@ -317,107 +261,46 @@ def test_a_checkpoint_reaches_the_disk_before_its_name_and_its_name_before_older
 ):
     """What a kill cannot show and a power cut would: the order of flushes, rename and prune."""
     out, order = stopped_after(whole, 4, tmp_path / "run"), []
-    rename, remove = Path.rename, shutil.rmtree
 
-    def synced(handle: int) -> None:
-        order.append(("flushed", Path(os.readlink(f"/proc/self/fd/{handle}")).name))
+    def record(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
 
-    def renamed(self: Path, target: Path) -> Path:
-        order.append(("renamed", self.name))
-        return rename(self, target)
+        def hooked(path: Path, *rest: Any, **named: Any) -> Any:
+            order.append((name, Path(path).name))
+            return original(path, *rest, **named)
 
-    def removed(path: Path, **named: Any) -> None:
-        order.append(("removed", Path(path).name))
-        remove(path, **named)
+        patch.setattr(owner, name, hooked)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", synced)
-        patch.setattr(Path, "rename", renamed)
-        patch.setattr(shutil, "rmtree", removed)
+        for owner, name in ((files, "flush"), (Path, "rename"), (shutil, "rmtree")):
+            record(owner, name)
         train(recipe_of(shards, "train.keep=2"), out=out, resume="auto", quiet=True)
-    saved, partial = step_folder(whole, 5), ".partial-step-00000005"
-    named = order.index(("renamed", partial))
-    assert {name for act, name in order[:named] if act == "flushed"} >= {path.name for path in saved.iterdir()}
-    assert order[named - 1] == ("flushed", partial)
-    assert order[named + 1] == ("flushed", "checkpoints")
-    assert order.index(("removed", "step-00000003")) > named + 1
-
-
-FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
-
-
-def at_event(kind: str, reached: Callable[[int], None]) -> None:
-    """Calls ``reached(n)`` at the n-th line that the training package runs, or the n-th touch of a file."""
-    calls, home = itertools.count(1), str(Path(adaponder.training.__file__).parent)
-
-    def each_line(frame: Any, event: str, argument: Any) -> Any:
-        if event == "line":
-            reached(next(calls))
-        return each_line
-
-    def audit(name: str, arguments: tuple) -> None:
-        if name in FILE_EVENTS:
-            reached(next(calls))
-
-    if kind == "line":
-        sys.settrace(lambda frame, *_: each_line if frame.f_code.co_filename.startswith(home) else None)
-    else:
-        sys.addaudithook(audit)
-
-
-@pytest.fixture(scope="module")
-def events(shards, tmp_path_factory) -> dict[str, int]:
-    """How many events of each kind a whole run has."""
-    found = {}
-    for kind in ("line", "file"):
-        folder = tmp_path_factory.mktemp(kind)
-
-        def act(kind: str = kind, folder: Path = folder) -> None:
-            last = [0]
-            at_event(kind, lambda number: last.__setitem__(0, number))
-            train(recipe_of(shards, "train.keep=2"), out=folder / "run", quiet=True)
-            (folder / "events").write_text(str(last[0]))
-
-        assert in_child(act) == 0
-        found[kind] = int((folder / "events").read_text())
-    return found
+    renamed = order.index(("rename", PARTIAL))
+    flushed = {name for call, name in order[:renamed] if call == "flush"}
+    assert flushed >= {path.name for path in step_folder(whole, 5).iterdir()}
+    assert order[renamed - 1] == ("flush", PARTIAL)
+    assert order[renamed + 1] == ("flush", "checkpoints")
+    assert order.index(("rmtree", "step-00000003")) > renamed + 1
 
 
 @pytest.mark.every
 @pytest.mark.parametrize("number", range(200))
-def test_a_run_killed_twice_at_random_ends_like_one_that_was_not(shards, whole, events, tmp_path, number):
-    """Any line of the training package or any touch of a file; the resumed run is killed as well."""
-    draw = random.Random(number)
-    kept_two, out = recipe_of(shards, "train.keep=2"), tmp_path / "run"
+def test_a_run_killed_twice_at_random_ends_like_one_that_was_not(shards, whole, tmp_path, number):
+    """A timer ends the process between any two instructions; the resumed run is killed as well."""
+    draw, kept_two, out = random.Random(number), recipe_of(shards, "train.keep=2"), tmp_path / "run"
+    times = [line["time"] for line in all_metrics(whole)]
     for resume in (None, "auto"):
-        kind = draw.choice(("line", "file"))
-        deadly = draw.randrange(1, int(0.95 * events[kind]))
 
-        def act(kind: str = kind, deadly: int = deadly, resume: str | None = resume) -> None:
-            at_event(kind, lambda number: die() if number == deadly else None)
+        def act(seconds: float = draw.uniform(0.001, times[-1] - times[0]), resume: str | None = resume) -> None:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
             train(kept_two, out=out, resume=resume, quiet=True)
 
-        status = in_child(act)
-        # A resumed run is shorter and may be over before its event.
-        assert killed(status) or (resume and status == 0)
+        assert in_child(act) in (0, signal.SIGALRM)  # a resumed run is shorter and may end before its timer
     train(kept_two, out=out, resume="auto", quiet=True)
     assert_as_if_nothing_had_been(out, whole)
 
 
 # --- 3, 4: nowhere to write ----------------------------------------------------------------------------------------
-
-
-def full_disk(*arguments: Any, **named: Any) -> Any:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def full_device() -> Any:
-    return open("/dev/full", "ab", buffering=0)
-
-
-def full_for(name: str) -> Callable[..., int]:
-    original = Path.write_text
-    return lambda self, *rest, **named: (full_disk if self.name == name else original)(self, *rest, **named)
 
 
 def full_within(folder: str) -> Callable[[Path], None]:
@@ -441,15 +324,12 @@ def limited_to(size: int) -> Callable[..., None]:
 
 
 FULL = {
-    "weights": (AdaPonderForCausalLM, "save_pretrained", full_disk),
     "100,000 bytes left": (checkpoint, "save_checkpoint", limited_to(100_000)),
-    "optimizer": (checkpoint, "save_file", full_disk),
-    "state": (Path, "write_text", full_for(STATE)),
+    "weights": (AdaPonderForCausalLM, "save_pretrained", full_disk),
     "manifest": (manifest, "replace_file", full_disk),
     "100 bytes left": (checkpoint, "save_checkpoint", limited_to(100)),
     "flush": (files, "flush", full_within(".partial-step-00000005")),
     "rename": (Path, "rename", full_disk),
-    "4096 bytes left": (checkpoint, "save_checkpoint", limited_to(4096)),
 }
 
 
@@ -468,25 +348,27 @@ def test_a_full_disk_is_named_and_the_checkpoint_before_stays_whole(recipe, whol
 
 
 @pytest.mark.parametrize(
-    ("named", "attribute"),
-    [("metrics.jsonl", "file.file"), ("tensorboard/events", "board.file.file"), ("a file of the run", "advance")],
+    ("named", "owner", "call"),
+    [
+        ("metrics.jsonl", Path, "open"),
+        ("tensorboard", SummaryWriter, "flush"),
+        ("a file of the run", Telemetry, "advance"),
+    ],
 )
 def test_a_disk_that_fills_up_between_saves_ends_the_run_in_one_line(
-    shards, whole, tmp_path, monkeypatch, named, attribute
+    shards, whole, tmp_path, monkeypatch, named, owner, call
 ):
     out, original = tmp_path / "run", Trainer._forward
     rarely = recipe_of(shards, "train.save_every=0")
 
     def hooked(self: Trainer, *arguments: Any) -> Any:
         if self.step == S0:
-            full = full_disk if attribute == "advance" else full_device()
-            *path, last = attribute.split(".")
-            setattr(functools.reduce(getattr, path, self.telemetry), last, full)
+            patch.setattr(owner, call, full_disk)
         return original(self, *arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_forward", hooked)
-        with pytest.raises(TrainingError, match=f"{named}.* No space left") as refused:
+        with pytest.raises(TrainingError, match=named) as refused:
             train(rarely, out=out, quiet=True)
     assert "\n" not in str(refused.value)
     assert complete_steps(out) == [FROZEN]
@@ -503,32 +385,20 @@ def test_a_disk_that_is_full_when_a_run_resumes_loses_nothing(recipe, whole, tmp
         patch.setattr(os, "replace", lambda new, old: full_disk() if old.name == name else original(new, old))
         with pytest.raises(TrainingError, match=name):
             train(recipe, out=out, resume="auto", quiet=True)
-    kept = {file: found[0] for file, found in contents(out).items() if "tensorboard" not in file}
-    assert kept == {file: found[0] for file, found in before.items()}
+    assert {name: content for name, content in contents(out).items() if "tensorboard" not in name} == before
     train(recipe, out=out, resume="auto", quiet=True)
     assert_as_if_nothing_had_been(out, whole)
 
 
-def test_a_clock_that_is_set_back_hides_no_step_from_tensorboard(recipe, whole, tmp_path, monkeypatch):
-    """A run that stops after step 4, then one under an older clock that stops after 6, then one in the same second."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    out, original, now = tmp_path / "run", Trainer._after_step, time.time()
-    for stop, clock in ((5, now), (7, now - 86_400), (STEPS + 1, now - 86_400)):
-
-        def after(self: Trainer, end: int, stop: int = stop) -> bool:
-            return original(self, end) or self.step == stop
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Trainer, "_after_step", after)
-            patch.setattr("adaponder.training.telemetry.time.time", lambda clock=clock: clock)
-            train(recipe, out=out, resume="auto", quiet=True)
+def test_tensorboard_shows_the_steps_of_a_resumed_run_once(recipe, whole, tmp_path):
+    out = Path(shutil.copytree(whole, tmp_path / "run"))
+    for folder in (out / "final", *(step_folder(out, step) for step in range(5, STEPS))):
+        shutil.rmtree(folder)
+    train(recipe, out=out, resume="auto", quiet=True)
     board = EventAccumulator(str(out / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    shown = board.Scalars("loss")
-    assert [event.step for event in shown] == list(range(STEPS))
-    assert [event.value for event in shown] == pytest.approx(losses(whole), rel=1e-6)
+    assert [event.step for event in board.Scalars("loss")] == list(range(STEPS))
+    assert [event.value for event in board.Scalars("loss")] == pytest.approx(losses(whole), rel=1e-6)
     assert len(board.Scalars("halted/1")) == STEPS
-    assert_as_if_nothing_had_been(out, whole)
 
 
 @pytest.fixture
@@ -560,16 +430,13 @@ def test_a_read_only_folder_is_refused_before_the_first_step(recipe, tmp_path, m
 
 # --- 4, 5, 11, 12: runs that resume, and runs that are refused ----------------------------------------------------
 
-ALL_FILES = (WEIGHTS, OPTIMIZER, STATE, MANIFEST, "config.json")
 CHANGES = {
     "train.global_batch": ("4", "2"),
     "data.sequence": ("32", "16"),
     "model.iterations": ("3", "2"),
     "train.ponder_weight": ("1.0", "0.5"),
     "train.dtype": ("float32", "bfloat16"),
-    "train.k_max": ("0.5", "0.25"),
     "train.seed": ("0", "1"),
-    "train.lr": ("0.01", "0.02"),
 }
 
 
@@ -595,10 +462,6 @@ def resealed(**changes: Any) -> Callable[[Path], None]:
     return lambda folder: reseal(folder, lambda state: state.update(changes))
 
 
-def older_recipe(folder: Path) -> None:
-    reseal(folder, lambda state: state["recipe"]["model"].update(embedding_scale=None))
-
-
 class Resume(NamedTuple):
     """How a run folder is built, the recipe's overrides, the options of the resume, and the text it prints."""
 
@@ -615,7 +478,6 @@ RESUMES = {
     ),
     "after a torn line of metrics": Resume(stopped(4, torn_metrics)),
     "with other settings that decide nothing": Resume(stopped(4), ("train.save_every=0", "train.keep=1")),
-    "a recipe older than recorded embedding scales": Resume(stopped(4, older_recipe)),
     "with another number of processes": Resume(
         stopped(4, resealed(world=2)), options={"allow_changes": True}, printed="processes: 2 → 1\n"
     ),
@@ -624,7 +486,7 @@ RESUMES = {
         f"past a truncated {name}": Resume(
             stopped(5, truncated(name)), printed=rf"(?s)skipped: .*step-00000005/{name}.*resuming at step 4 from"
         )
-        for name in ALL_FILES
+        for name in (WEIGHTS, OPTIMIZER, STATE, MANIFEST, "config.json")
     },
 }
 
@@ -671,32 +533,19 @@ REFUSALS = {
     "changes without a checkpoint": Refusal(nothing, {"allow_changes": True}, InputError, "--allow-changes"),
     "no such checkpoint": Refusal(stopped(1), {"resume": "OUT/nowhere"}, CheckpointError, "--resume .*nowhere"),
     "a run folder as checkpoint": Refusal(nothing, {"resume": "WHOLE"}, CheckpointError, "run folder"),
-    **{
-        f"a named checkpoint with a truncated {name}": Refusal(
-            stopped(5, truncated(name)),
-            {"resume": "OUT/checkpoints/step-00000005"},
-            CheckpointError,
-            f"step-00000005/{name}",
-        )
-        for name in ALL_FILES
-    },
-    **{
-        f"other {' '.join(fields)}": Refusal(
-            stopped(4),
-            AUTO,
-            TrainingError,
-            "".join(f"(?=.* {name}: {' → '.join(CHANGES[name])};)" for name in fields)
-            + rf"([^→]*→){{{len(fields)}}}[^→]*$",
-            tuple(f"{name}={CHANGES[name][1]}" for name in fields),
-        )
-        for fields in (*([name] for name in CHANGES), list(CHANGES))
-    },
-    "another number of processes": Refusal(
-        stopped(4, resealed(world=2)), AUTO, TrainingError, "in processes: 2 → 1; [^→]*$"
+    "a named checkpoint with a truncated file": Refusal(
+        stopped(5, truncated(WEIGHTS)), {"resume": "OUT/checkpoints/step-00000005"}, CheckpointError, WEIGHTS
     ),
-    "other data of the same name": Refusal(
-        stopped(4, resealed(data="0" * 64)), AUTO, TrainingError, "in the data itself; "
+    "other settings": Refusal(
+        stopped(4),
+        AUTO,
+        TrainingError,
+        "".join(f"(?=.*{name}: {before} → {now})" for name, (before, now) in CHANGES.items())
+        + rf"([^→]*→){{{len(CHANGES)}}}[^→]*$",
+        tuple(f"{name}={now}" for name, (_, now) in CHANGES.items()),
     ),
+    "another number of processes": Refusal(stopped(4, resealed(world=2)), AUTO, TrainingError, "processes: 2 → 1"),
+    "other data of the same name": Refusal(stopped(4, resealed(data="0" * 64)), AUTO, TrainingError, "data"),
     "a finished run, longer": Refusal(
         finished(), AUTO, TrainingError, f"train.steps: {STEPS} → {STEPS + 1};.*--allow-changes", LONGER
     ),
@@ -708,9 +557,6 @@ REFUSALS = {
     ),
     "over a run, from its final model": Refusal(
         finished(), {"resume": "OUT/final", "weights_only": True}, InputError, "--out .*step-"
-    ),
-    "over a run, from other weights": Refusal(
-        finished(), {"resume": "WHOLE/checkpoints/step-00000004", "weights_only": True}, InputError, "--out .*step-"
     ),
     "over a run, from another run": Refusal(
         finished(), {"resume": "WHOLE/checkpoints/step-00000004"}, InputError, "--out .*step-"
@@ -747,7 +593,7 @@ def test_pruning_never_counts_a_broken_checkpoint_as_one_that_is_kept(shards, wh
     out, kept_one = stopped_after(whole, 7, tmp_path / "run"), recipe_of(shards, "train.keep=1")
     for step in (5, 6, 7):
         truncate(step_folder(out, step) / WEIGHTS)
-    assert killed_at(around_call(Trainer, "_one_step", 2, after=False), kept_one, out, resume="auto")
+    assert killed_at(dies(Trainer, "_one_step", 2), kept_one, out, resume="auto")
     assert complete_steps(out)[-1:] == [5]
     train(kept_one, out=out, resume="auto", quiet=True)
     assert_as_if_nothing_had_been(out, whole)
@@ -757,23 +603,24 @@ def test_a_run_that_goes_back_keeps_what_it_saves_from_there(shards, whole, tmp_
     """An older checkpoint is named: the run that continues from it, not the one left behind, is resumed next."""
     out = stopped_after(whole, 7, tmp_path / "run")
     other = recipe_of(shards, "train.keep=2", "train.ponder_weight=0.5")
-    point, older = around_call(Trainer, "_one_step", 3, after=False), str(step_folder(out, 2))
-    assert killed_at(point, other, out, resume=older, allow_changes=True)
+    older = str(step_folder(out, 2))
+    assert killed_at(dies(Trainer, "_one_step", 3), other, out, resume=older, allow_changes=True)
     newest = newest_complete(out)[0]
     assert newest == step_folder(out, 4)
     assert verify_checkpoint(newest)["recipe"]["train"]["ponder_weight"] == 0.5
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, OPTIMIZER, STATE, "config.json"])
-@pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
-def test_one_flipped_byte_is_found_and_its_file_named(whole, tmp_path, name, place):
+def test_one_flipped_byte_is_found_and_its_file_named(whole, tmp_path, name):
     folder = step_folder(stopped_after(whole, 2, tmp_path / "run"), 2)
-    content = bytearray((folder / name).read_bytes())
-    content[int(place * (len(content) - 1))] ^= 1
-    (folder / name).write_bytes(content)
-    with pytest.raises(CheckpointError, match=name):
-        verify_checkpoint(folder)
-    assert newest_complete(tmp_path / "run")[0] == step_folder(tmp_path / "run", 1)
+    content = (folder / name).read_bytes()
+    for place in (0, len(content) // 2, len(content) - 1):
+        flipped = bytearray(content)
+        flipped[place] ^= 1
+        (folder / name).write_bytes(flipped)
+        with pytest.raises(CheckpointError, match=name):
+            verify_checkpoint(folder)
+        assert newest_complete(tmp_path / "run")[0] == step_folder(tmp_path / "run", 1)
 
 
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.every), 7])
@@ -794,7 +641,7 @@ def test_one_flipped_byte_of_the_manifest_is_found_or_harmless(whole, tmp_path, 
     assert found > len(places) // 2
 
 
-def test_a_manifest_that_lists_no_files_vouches_for_none(whole, tmp_path):
+def test_a_manifest_that_lists_no_files_is_refused(whole, tmp_path):
     folder = step_folder(stopped_after(whole, 1, tmp_path / "run"), 1)
     manifest = json.loads((folder / MANIFEST).read_text())
     for listed in ({}, {STATE: manifest["files"][STATE]}):
@@ -804,27 +651,22 @@ def test_a_manifest_that_lists_no_files_vouches_for_none(whole, tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["optimizer", "rng", "optimizer and rng of a final model"])
-def test_without_optimizer_or_rng_only_the_weights_go_on(recipe, whole, tmp_path, monkeypatch, missing):
-    folder, original, began = step_folder(stopped_after(whole, 4, tmp_path / "run"), 4), Trainer.train, {}
+def test_without_optimizer_or_rng_only_the_weights_go_on(recipe, whole, tmp_path, missing):
+    folder = step_folder(stopped_after(whole, 4, tmp_path / "run"), 4)
     if missing == "optimizer":
         (folder / OPTIMIZER).unlink()
     elif missing == "rng":
         reseal(folder, lambda state: state.pop("rng"))
     else:
         folder = whole / "final"
-    with pytest.raises(CheckpointError, match=rf"{folder.name}.*--weights-only"):
+    with pytest.raises(CheckpointError, match="--weights-only"):
         train(recipe, out=tmp_path / "other", resume=str(folder), quiet=True)
-
-    def watched(self: Trainer) -> bool:
-        began.update({name: value.clone() for name, value in self.model.state_dict().items()})
-        assert self.step == 0
-        return original(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "train", watched)
-        assert train(recipe, out=tmp_path / "new", resume=str(folder), weights_only=True, quiet=True).step == STEPS
-    assert [line["step"] for line in metrics(tmp_path / "new") if "loss" in line] == list(range(STEPS))
-    assert_same_bits(began, AdaPonderForCausalLM.from_pretrained(folder).state_dict())
+    out = tmp_path / "new"
+    assert killed_at(dies(Trainer, "_one_step", 2), recipe, out, resume=str(folder), weights_only=True)
+    assert complete_steps(out) == [1], "it begins at step 0"
+    backbone = [name for name in load_file(folder / WEIGHTS) if name.startswith("backbone.")]  # frozen in step 0
+    saved, began = load_file(step_folder(out, 1) / WEIGHTS), load_file(folder / WEIGHTS)
+    assert all(torch.equal(saved[name], began[name]) for name in backbone)
 
 
 # --- 8: signals ----------------------------------------------------------------------------------------------------
@@ -844,10 +686,7 @@ def signals_at(step: int, *numbers: int) -> Callable[[Trainer], None]:
     return hooked
 
 
-@pytest.mark.one_of(2)
-@pytest.mark.parametrize(
-    ("number", "step"), [(signal.SIGTERM, 0), (signal.SIGINT, FROZEN - 1), (signal.SIGTERM, S0), (signal.SIGINT, S0)]
-)
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 0), (signal.SIGINT, S0)])
 def test_a_signal_stops_at_the_step_boundary_with_a_checkpoint(
     shards, whole, tmp_path, monkeypatch, capsys, number, step
 ):
@@ -874,12 +713,11 @@ def test_a_signal_in_the_last_step_lets_the_run_finish(recipe, whole, tmp_path, 
     assert_as_if_nothing_had_been(out, whole)
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_a_second_signal_exits_at_once(recipe, whole, tmp_path, second):
+def test_a_second_signal_exits_at_once(recipe, whole, tmp_path):
     out = tmp_path / "run"
 
     def act() -> None:
-        Trainer._forward = signals_at(S0, signal.SIGTERM, second)
+        Trainer._forward = signals_at(S0, signal.SIGTERM, signal.SIGINT)
         train(recipe, out=out, quiet=True)
 
     status = in_child(act)
@@ -931,11 +769,9 @@ def assert_finite_checkpoints(run: Path, steps: list[int]) -> None:
     ("poison", "value", "step", "save_every"),
     [
         (bad_loss, math.nan, FROZEN - 1, 1),
-        (bad_loss, math.nan, S0 + 1, 3),
         (bad_loss, math.inf, STEPS - 1, 1),
-        (bad_weight, math.nan, FROZEN - 1, 3),
-        (bad_weight, math.inf, S0 + 1, 1),
-        (bad_weight, math.nan, STEPS - 1, 3),
+        (bad_weight, math.nan, S0 + 1, 3),
+        (bad_weight, math.inf, STEPS - 1, 3),
     ],
 )
 def test_a_step_that_is_not_a_number_ends_the_run_and_is_never_saved(
@@ -1017,24 +853,17 @@ def test_collapsed_gates_are_warned_of_once_and_shown(shards, tmp_path, capsys, 
 
 
 @pytest.mark.parametrize(
-    ("method", "was", "now", "told"),
+    ("before", "now", "changes"),
     [
-        ("adaponder", None, None, []),
-        ("ponder", None, "sqrt(d)", []),
-        ("loop", None, None, []),
-        ("ponder", "sqrt(d)", "4.0", []),
-        ("loop", 4.0, None, ["model.embedding_scale: 4.0 → sqrt(2.5 d)"]),
-        ("vanilla", None, "1.0", []),
-        *((method, None, None, ["model.embedding_scale: 1.0 → sqrt(d)"]) for method in ("vanilla", "mor", "ouro")),
-        ("vanilla", None, "sqrt(2.5 d)", ["model.embedding_scale: 1.0 → sqrt(2.5 d)"]),
+        ("sqrt(d)", "sqrt(d)", []),
+        ("sqrt(d)", "4.0", []),
+        (4.0, "sqrt(2.5 d)", ["model.embedding_scale: 4.0 → sqrt(2.5 d)"]),
     ],
 )
-def test_embedding_scales_are_compared_as_the_numbers_they_mean(shards, method, was, now, told):
-    scale = [] if now is None else [f"model.embedding_scale={now}"]
-    recipe = small(shards, *scale, method=method)
-    before = json.loads(json.dumps(recipe.as_dict()))
-    before["model"]["embedding_scale"] = was
-    assert recipe_changes(before, recipe) == told
+def test_embedding_scales_are_compared_as_the_numbers_they_mean(recipe, shards, before, now, changes):
+    recorded = json.loads(json.dumps(recipe.as_dict()))
+    recorded["model"]["embedding_scale"] = before
+    assert recipe_changes(recorded, recipe_of(shards, f"model.embedding_scale={now}")) == changes
 
 
 # bfloat16 is for GPUs: on a CPU the run computes in float32 and says so, hence float64 stands in for another precision.
@@ -1077,7 +906,7 @@ def test_a_resumed_run_draws_the_same_dropout(shards, whole, tmp_path):
         assert_as_if_nothing_had_been(out, tmp_path / "whole")
 
 
-def test_each_process_goes_on_from_its_own_random_state(recipe, whole, tmp_path, capsys):
+def test_each_process_resumes_its_own_random_state(recipe, whole, tmp_path, capsys):
     folder = step_folder(stopped_after(whole, 4, tmp_path / "run"), 4)
     sampler = sampler_of(recipe, Shards.open(Path(recipe.data.source), "train"))
     states = [torch.Generator().manual_seed(seed).get_state() for seed in (1, 2)]
@@ -1089,7 +918,7 @@ def test_each_process_goes_on_from_its_own_random_state(recipe, whole, tmp_path,
 
     reseal(folder, lambda state: state.update(world=2, rng=saved))
     assert all(torch.equal(start(rank).random_state["cpu"], state) for rank, state in enumerate(states))
-    reseal(folder, lambda state: state.update(rng=saved[0]))  # the format of older checkpoints
+    reseal(folder, lambda state: state.update(rng=saved[:1]))
     capsys.readouterr()
     start(0)
     assert "random states of 1 of 2 processes" in capsys.readouterr().out
@@ -1115,28 +944,6 @@ def test_a_second_run_in_the_same_folder_names_the_first_and_does_not_disturb_it
     assert len(refusals) == 2
     assert all(str(out) in refusal and f"process {os.getpid()} on " in refusal for refusal in refusals)
     assert_as_if_nothing_had_been(out, whole)
-
-
-def test_another_process_owns_its_folder_until_it_dies(recipe, tmp_path, no_training):
-    out, (told, tell) = tmp_path / "run", os.pipe()
-    out.mkdir()
-    holder = os.fork()
-    if holder == 0:
-        with owned(out, World(), None):
-            os.write(tell, b"held")
-            signal.pause()
-        os._exit(0)
-    try:
-        assert os.read(told, 4) == b"held"
-        with pytest.raises(InputError, match=f"in use by process {holder} on "):
-            train(recipe, out=out, quiet=True)
-    finally:
-        os.kill(holder, signal.SIGKILL)
-        os.waitpid(holder, 0)
-        os.close(told)
-        os.close(tell)
-    with (out / ".lock").open("a+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 # --- 14: equal curves ----------------------------------------------------------------------------------------------

@@ -24,9 +24,6 @@ ALLOWED = {
     ("conversion/convert.py", "adaponder.methods.adaponder"): "tells how far gates are open in the beginning",
     ("conversion/exported/configuration_adaponder.py", "adaponder"): "it is copied to where there is no class to ask",
     ("conversion/exported/configuration_adaponder.py", "ponder"): "it is copied to where there is no class to ask",
-    ("training/resume.py", "adaponder"): "records from before they named the embedding scale: only these scaled",
-    ("training/resume.py", "ponder"): "records from before they named the embedding scale: only these scaled",
-    ("training/resume.py", "loop"): "records from before they named the embedding scale: only these scaled",
     ("training/telemetry.py", "ponder"): "a term of the loss has that name too",
 }
 

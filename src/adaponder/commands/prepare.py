@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from adaponder.data.prepare import Progress
 
 _STAGES = {
-    "inputs": "reading the inputs",
     "tokenizer": "training the tokenizer",
     "tokens": "tokenising",
     "done": "tokenising",
@@ -68,7 +67,7 @@ def prepare(
         console.print(f"{out} was begun before: going on after the last complete shard")
     begun = time.monotonic()
     with _bar() as bar:
-        line = bar.add_task("reading", total=None, tokens="")
+        line = bar.add_task("reading the inputs", total=None, tokens="")
 
         def show_progress(now: Progress) -> None:
             tokens = f"{now.documents:,} documents, {now.tokens:,} tokens" if now.tokens else ""

@@ -109,21 +109,17 @@ class ChatFormat:
         for at, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
-            prompt = self._prompt(messages[:at], place)
-            whole = self._render(messages[: at + 1], place)[0]
-            if not text.startswith(whole) or not whole.startswith(prompt):
+            try:
+                prompt = self._render(messages[:at], place, generation_prompt=True)[0]
+            except DataError:
+                if at:
+                    raise
+                raise _ambiguous(place, "cannot write the text before a first message of the assistant") from None
+            rendered = self._render(messages[: at + 1], place)[0]
+            if not text.startswith(rendered) or not rendered.startswith(prompt):
                 raise _ambiguous(place, f"writes message {at} differently when others follow")
-            turns.append((len(prompt), len(whole)))
+            turns.append((len(prompt), len(rendered)))
         return turns
-
-    def _prompt(self, messages: list[dict[str, Any]], place: str) -> str:
-        """Returns the text before a turn of the assistant, which may be the first message."""
-        try:
-            return self._render(messages, place, generation_prompt=True)[0]
-        except DataError:
-            if messages:
-                raise
-            raise _ambiguous(place, "cannot write the text before a first message of the assistant") from None
 
     def _render(
         self, messages: list[dict[str, Any]], place: str, *, generation_prompt: bool = False

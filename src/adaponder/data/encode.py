@@ -14,8 +14,8 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cached_property
-from multiprocessing import forkserver, resource_tracker
-from typing import Any, NamedTuple
+from multiprocessing import resource_tracker
+from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -152,11 +152,10 @@ def encode_in_order(
     if workers == 1:
         yield from map(encoder, chunks)
         return
-    # Workers end when this pipe closes: at the end of the work, or with this process if it is killed.
-    reading, writing = multiprocessing.Pipe(duplex=False)
     with _interrupts_deferred():
-        context = _start_method()
-        pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(encoder, reading))
+        # Neither threads nor a GPU may be forked into workers.
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(encoder,))
     futures: deque[tuple[Future[list[EncodedDocument]], int]] = deque()
     try:
         for chunk in chunks:
@@ -176,28 +175,12 @@ def encode_in_order(
             "a tokenizing process died, probably out of memory: run the same command again with fewer --workers"
         ) from None
     finally:
-        writing.close()
         pool.shutdown(cancel_futures=True)
-
-
-def _start_method() -> Any:
-    """Returns the context of a clean server process, from which neither threads nor a GPU are forked into workers."""
-    if "forkserver" in multiprocessing.get_all_start_methods():
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-        # Raised in a process that was forked from the one whose child the server is.
-        with contextlib.suppress(ChildProcessError):
-            forkserver.ensure_running()
-            return context
-    return multiprocessing.get_context("spawn")
 
 
 @contextlib.contextmanager
 def _interrupts_deferred() -> Iterator[None]:
     """Delays Ctrl-C until the block ends; processes started inside never receive it, not even while they start."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
     resource_tracker.ensure_running()  # starting it later would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -209,19 +192,20 @@ def _interrupts_deferred() -> Iterator[None]:
 _encoder: Encoder | None = None  # of a worker process
 
 
-def _start_worker(encoder: Encoder, parent: Any) -> None:
-    """Prepares a worker process: one thread encodes, another waits for the end of the parent; it ignores SIGINT."""
+def _start_worker(encoder: Encoder) -> None:
+    """Prepares a worker process: one thread encodes, another ends the process with its parent; SIGINT is ignored."""
     global _encoder
     _encoder = encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
-    def end_with_parent() -> None:
-        with contextlib.suppress(EOFError, OSError):
-            parent.recv_bytes()
-        os._exit(1)
 
-    threading.Thread(target=end_with_parent, daemon=True).start()
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _encode_in_worker(chunk: list[Numbered]) -> list[EncodedDocument]:

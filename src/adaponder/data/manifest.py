@@ -156,32 +156,24 @@ class Manifest:
         return manifest
 
     def _check(self, path: Path) -> None:
-        fingerprint = self.fingerprint if isinstance(self.fingerprint, dict) else {}
-        share = fingerprint.get("validation")
+        """Raises for a field that prepare never writes so."""
+        share = self.fingerprint.get("validation") if isinstance(self.fingerprint, dict) else None
         counts = self.skipped if isinstance(self.skipped, dict) else {"": None}
-        problems = {
-            f"dtype {self.dtype}, vocab_size {self.vocab_size} and end_id {self.end_id} do not go together": not (
-                _is_count(self.vocab_size)
-                and _is_count(self.end_id)
-                and self.end_id < self.vocab_size <= 2**32
-                and self.dtype == dtype_of(self.vocab_size)
-            ),
-            "tokenizer_hash, tokenizer_sha256 and template_sha256 must be SHA-256 sums": not (
-                _is_sum(self.tokenizer_hash)
-                and _is_sum(self.tokenizer_sha256)
-                and (self.template_sha256 is None or _is_sum(self.template_sha256))
-            ),
-            "begin_token must be a token's text": not isinstance(self.begin_token, str | None),
-            f"skipped must count {', '.join(SKIPPED)}": not all(
-                kind in SKIPPED and _is_count(count) for kind, count in counts.items()
-            ),
-            "fingerprint must be an object, its validation a share of at least 0 and below 1": not (
-                isinstance(share, (int, float)) and 0 <= share < 1
-            ),
+        sized = _is_count(self.vocab_size) and self.vocab_size <= 2**32
+        valid = {
+            "vocab_size": sized,
+            "dtype": sized and self.dtype == dtype_of(self.vocab_size),
+            "end_id": sized and _is_count(self.end_id) and self.end_id < self.vocab_size,
+            "tokenizer_hash": _is_sum(self.tokenizer_hash),
+            "tokenizer_sha256": _is_sum(self.tokenizer_sha256),
+            "template_sha256": self.template_sha256 is None or _is_sum(self.template_sha256),
+            "begin_token": isinstance(self.begin_token, str | None),
+            "skipped": all(kind in SKIPPED and _is_count(count) for kind, count in counts.items()),
+            "fingerprint": isinstance(share, (int, float)) and 0 <= share < 1,
         }
-        for problem, there in problems.items():
-            if there:
-                raise DataError(f"{path}: {problem}")
+        for name, right in valid.items():
+            if not right:
+                raise DataError(f"{path}: {name} {str(getattr(self, name))[:40]} is not valid: prepare the data again")
 
 
 def _splits(content: dict[str, Any]) -> dict[str, tuple[Shard, ...]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +39,7 @@ _MOST_WORKERS = 1024
 
 
 class Progress(NamedTuple):
-    """Progress of one ``stage`` (inputs, tokenizer, tokens or done): ``read`` of ``total`` bytes."""
+    """Progress of one ``stage`` (tokenizer, tokens or done): ``read`` of ``total`` bytes."""
 
     stage: str
     documents: int
@@ -90,7 +89,7 @@ def prepare(
     with _locked(out):
         fingerprint: dict[str, Any] = {
             # Checksums of every byte: an input that was rewritten since must not be mixed with the earlier one.
-            "inputs": sources.describe(parts, _counting(parts, progress)),
+            "inputs": sources.describe(parts),
             "tokenizer": tokenizer,
             "tokenizer_file": _file_hash(tokenizer),
             "end_token": end_token,
@@ -120,29 +119,13 @@ def _locked(out: Path) -> Iterator[None]:
     except OSError as error:
         raise InputError(f"--out {out}: {error.strerror}") from None
     try:
-        try:
-            alone = lock(descriptor)
-        except OSError:
-            # Neither Windows nor every network file system can lock a folder; there the user must not start two.
-            alone = True
-        if not alone:
-            raise InputError(f"--out {out}: another preparation is writing there")
+        # Neither Windows nor every network file system can lock a folder; there the user must not start two.
+        with contextlib.suppress(OSError):
+            if not lock(descriptor):
+                raise InputError(f"--out {out}: another preparation is writing there")
         yield
     finally:
         os.close(descriptor)
-
-
-def _counting(parts: Sequence[InputPart], progress: Callable[[Progress], None]) -> Callable[[int], None]:
-    """Returns a function that reports bytes hashed, from any thread, as progress of the stage ``inputs``."""
-    lock, read, total = threading.Lock(), 0, sum(part.size for part in parts)
-
-    def advance(size: int) -> None:
-        nonlocal read
-        with lock:
-            read += size
-            progress(Progress("inputs", 0, 0, min(read, total), total))
-
-    return advance
 
 
 def _prepare(

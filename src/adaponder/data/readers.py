@@ -10,8 +10,9 @@ import json
 import lzma
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -27,8 +28,8 @@ from adaponder.files import open_plain
 # Maximum bytes of one document: several copies of it are in memory while it is encoded.
 LONGEST = 2**30
 _HEAD = 8192
-# Rows of a table are decompressed together up to this size, but at least one row.
-_BATCH_BYTES, _BATCH_ROWS = 2**24, 256
+# Rows of a table that are in memory at a time.
+_ROWS = 16
 _DECOMPRESSORS: dict[str, Callable[[IO[bytes]], Any]] = {
     ".gz": gzip.open,
     ".xz": lzma.open,
@@ -143,11 +144,8 @@ def text(part: InputPart, counts: Counts) -> Iterator[Document]:
         content = stream.read(LONGEST + 1)
     if len(content) > LONGEST:
         raise _too_long(str(part.path))
-    yield Document(_decoded(content.removeprefix(BOM_UTF8), counts), inner_suffix(part.path)[1:] or "text")
-
-
-def stdlib_text(part: InputPart, counts: Counts) -> Iterator[Document]:
-    yield from (document._replace(source="stdlib") for document in text(part, counts))
+    source = "stdlib" if part.argument == "stdlib" else inner_suffix(part.path)[1:] or "text"
+    yield Document(_decoded(content.removeprefix(BOM_UTF8), counts), source)
 
 
 def text_unless_binary(part: InputPart, counts: Counts) -> Iterator[Document]:
@@ -256,69 +254,32 @@ def jsonl(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Rec
 
 def table(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
     """Yields the rows of a .parquet, or of a data file of ``datasets.save_to_disk`` (Arrow's stream format)."""
-    for batch, first in _batches(part, names, counts):
-        columns = [_values(column) for column in batch.columns]
-        for row, values in enumerate(zip(*columns, strict=True), first):
-            where = f"{part.path}, row {row}"
-            if any(isinstance(value, bytes) and len(value) > LONGEST for value in values):
-                raise _too_long(where)
-            texts = (_decoded(value, counts) if isinstance(value, bytes) else value for value in values)
-            yield dict(zip(batch.schema.names, texts, strict=True)), where
-
-
-def hub(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
-    """Yields the rows of ``hf:NAME[:CONFIG][:SPLIT]``, by the ``datasets`` library; the split is train by default."""
-    for number, row in enumerate(load_hub(part.argument)):
-        yield row, f"{part.argument}, row {number}"
-
-
-def _batches(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """Yields (some rows of a table, the number of the first) with the columns ``names`` and ``source``."""
-    start, first = counts.read, 0
-    kind, batches = ("a Parquet", _parquet) if part.path.suffix.lower() == ".parquet" else ("an Arrow", _arrow)
+    start, row, is_parquet = counts.read, 0, part.path.suffix.lower() == ".parquet"
     try:
-        for batch, read in batches(part, names):
-            yield batch, first
-            first += batch.num_rows
-            counts.read = start + read
+        with open_plain(part.path, DataError) as raw:
+            opened: Any = pq.ParquetFile(raw) if is_parquet else pa.ipc.open_stream(raw)
+            present = opened.schema_arrow.names if is_parquet else opened.schema.names
+            columns = [name for name in dict.fromkeys((*names, "source")) if name in present]
+            if missing := [name for name in names if name not in present]:
+                raise DataError(f"{part.path}: no column {missing[0]!r}, it has {', '.join(present)}")
+            for batch in opened.iter_batches(_ROWS, columns=columns) if is_parquet else _slices(opened, columns):
+                for values in zip(*map(_values, batch.columns), strict=True):
+                    where = f"{part.path}, row {row}"
+                    if any(isinstance(value, bytes) and len(value) > LONGEST for value in values):
+                        raise _too_long(where)
+                    texts = (_decoded(value, counts) if isinstance(value, bytes) else value for value in values)
+                    yield dict(zip(columns, texts, strict=True)), where
+                    row += 1
+                read = part.size * row // opened.metadata.num_rows if is_parquet else raw.tell()
+                counts.read = start + read
     except (OSError, pa.ArrowException) as error:
+        kind = "a Parquet" if is_parquet else "an Arrow"
         raise DataError(f"{part.path}: damaged or not {kind} file ({error})") from None
 
 
-def _parquet(part: InputPart, names: Sequence[str]) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """Yields (rows, bytes of the file read so far)."""
-    with pq.ParquetFile(part.path) as file:
-        columns, about, done = _columns(file.schema_arrow.names, names, part.path), file.metadata, 0
-        chunks = [
-            about.row_group(group).column(column)
-            for group in range(about.num_row_groups)
-            for column in range(about.num_columns)
-        ]
-        size = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema in columns)
-        for batch in file.iter_batches(batch_size=_rows_at_once(about.num_rows, size), columns=columns):
-            done += batch.num_rows
-            yield batch, part.size * done // about.num_rows
-
-
-def _arrow(part: InputPart, names: Sequence[str]) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """Yields (rows, bytes of the file read so far)."""
-    with open_plain(part.path, DataError) as raw, pa.ipc.open_stream(raw) as stream:
-        columns = _columns(stream.schema.names, names, part.path)
-        for batch in stream:
-            rows = _rows_at_once(batch.num_rows, batch.nbytes)
-            for first in range(0, batch.num_rows, rows):
-                yield batch.select(columns).slice(first, rows), raw.tell()
-
-
-def _rows_at_once(rows: int, size: int) -> int:
-    return max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, size)))
-
-
-def _columns(columns: Sequence[str], names: Sequence[str], where: Path) -> list[str]:
-    """Returns the columns to read: ``names``, which must be there, and ``source`` if it is."""
-    if missing := [name for name in names if name not in columns]:
-        raise DataError(f"{where}: no column {missing[0]!r}, it has {', '.join(columns)}")
-    return [name for name in (*names, "source") if name in columns]
+def _slices(stream: Iterable[pa.RecordBatch], columns: list[str]) -> Iterator[pa.RecordBatch]:
+    for batch in stream:
+        yield from (batch.select(columns).slice(first, _ROWS) for first in range(0, batch.num_rows, _ROWS))
 
 
 def _values(column: pa.Array) -> list[Any]:
@@ -328,6 +289,12 @@ def _values(column: pa.Array) -> list[Any]:
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         column = column.cast(pa.large_binary())
     return column.to_pylist()
+
+
+def hub(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
+    """Yields the rows of ``hf:NAME[:CONFIG][:SPLIT]``, by the ``datasets`` library; the split is train by default."""
+    for number, row in enumerate(load_hub(part.argument)):
+        yield row, f"{part.argument}, row {number}"
 
 
 def load_hub(argument: str) -> Any:
@@ -360,32 +327,21 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
-def megatron_documents(part: InputPart, counts: Counts) -> Iterator[Document]:
-    start, read = counts.read, 0
-    for number, tokens in enumerate(megatron(part.path)):
-        origin = f"{part.path.with_suffix('.bin')}, document {number}"
-        yield Document("", part.path.stem, tokens=tokens, origin=origin)
-        read += tokens.nbytes
-        counts.read = start + read
-
-
-def megatron(path: Path) -> Iterator[np.ndarray]:
-    """Yields the documents of a Megatron ``MMapIndexedDataset``; ``path`` is its .idx, its .bin, or both's stem."""
-    stem = path.with_suffix("") if path.suffix in (".idx", ".bin") else path
-    index, data = stem.with_name(stem.name + ".idx"), stem.with_name(stem.name + ".bin")
+def megatron(part: InputPart, counts: Counts) -> Iterator[Document]:
+    """Yields the documents of a Megatron ``MMapIndexedDataset``, a pair of .idx and .bin."""
+    index, data = part.files
     dtype, sizes, bounds = _megatron_index(index, data)
     ends = np.cumsum(sizes, dtype=np.int64)
     starts = ends - sizes
     tokens = np.memmap(data, dtype, "r") if len(sizes) and ends[-1] else np.empty(0, dtype)
-    for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        yield np.array(tokens[starts[first] : ends[last - 1]] if last > first else tokens[:0])
+    for number, (first, last) in enumerate(pairwise(bounds.tolist())):
+        document = np.array(tokens[starts[first] : ends[last - 1]] if last > first else tokens[:0])
+        counts.read += document.nbytes
+        yield Document("", part.path.stem, tokens=document, origin=f"{data}, document {number}")
 
 
 def _megatron_index(index: Path, data: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
     """Returns (token type, tokens per sequence, bounds of documents in sequences); raises where the files disagree."""
-    for path in (index, data):
-        if not path.is_file():
-            raise DataError(f"{path} is missing: Megatron data is a pair of .bin and .idx")
     with open_plain(index, DataError) as file:
         raw = file.read()
     if raw[:9] != _MAGIC or len(raw) < 34 or int.from_bytes(raw[9:17], "little") != 1:

@@ -46,9 +46,9 @@ def count_windows(shards: Shards, sequence: int) -> int:
     return windows
 
 
-def read_windows(shards: Shards, windows: np.ndarray, *, sequence: int) -> Batch:
-    """Reads the windows of these numbers, in this order (``np.arange(…)`` for evaluation)."""
-    starts = windows * (sequence + 1)
+def read_windows(shards: Shards, windows: np.ndarray, *, sequence: int, stride: int | None = None) -> Batch:
+    """Reads the windows of these numbers, in this order; ``stride`` tokens apart, ``sequence + 1`` by default."""
+    starts = windows * (stride or sequence + 1)
     tokens = shards.read_blocks(starts, sequence + 1)
     documents = shards.number_blocks(starts, sequence + 1)
     return Batch(tokens, documents, windows, shards.learned_blocks(starts, sequence + 1))
@@ -135,7 +135,7 @@ def _feistel(values: np.ndarray, root: np.uint64, keys: tuple[int, ...]) -> np.n
 
 
 def _mix(bits: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64: each bit of the result depends on each bit of the input."""
+    """Applies the finaliser of splitmix64: each bit of the result depends on each bit of the input."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))

@@ -12,10 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
-import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -49,11 +47,11 @@ from adaponder.data.manifest import (
 )
 from adaponder.data.tokenizers import hash_of_content, tokenizer_hash
 from adaponder.errors import InputError
-from adaponder.files import checksums_wanted, open_plain, parse_json, read_bytes, sha256_of, sha256_of_each, write_whole
+from adaponder.files import checksums_wanted, open_plain, read_json, sha256_of, sha256_of_each, write_whole
 from adaponder.journal import changed_settings
 from adaponder.terminal import errors
 
-# From this size on verifying takes noticeably long, and prints its progress.
+# From this size on verifying takes noticeably long, which is printed.
 _LARGE = 2**33
 
 
@@ -284,15 +282,7 @@ class Shards:
     def number_blocks(self, starts: np.ndarray, count: int) -> np.ndarray:
         """Returns ``int64[len(starts), count]``: the document number of each token of ``read_blocks``."""
         self._check_range(starts, count)
-        # 1 where a document begins inside a block: document numbers are running sums of these.
-        first = np.searchsorted(self._document_starts, starts, "right")
-        inside = np.searchsorted(self._document_starts, starts + count, "left") - first
-        inside = np.maximum(inside, 0)
-        block = np.repeat(np.arange(len(starts)), inside)
-        nth = np.arange(len(block)) - np.repeat(np.cumsum(inside) - inside, inside)
-        begins = np.zeros((len(starts), count), np.int64)
-        begins[block, self._document_starts[first[block] + nth] - starts[block]] = 1
-        return (first - 1)[:, None] + np.cumsum(begins, 1)
+        return np.searchsorted(self._document_starts, starts[:, None] + np.arange(count), "right") - 1
 
     def learned_blocks(self, starts: np.ndarray, count: int) -> np.ndarray | None:
         """Returns ``bool[len(starts), count]``: whether each token is learned; ``None`` if all are."""
@@ -370,19 +360,14 @@ class Shards:
 def _check_tokenizer(folder: Path, manifest: Manifest) -> None:
     """Raises unless tokenizer and chat template are, byte for byte, those that made the data."""
     path = folder / TOKENIZER
-    raw = read_bytes(path, DataError)
-    content_hash = hash_of_content(parse_json(raw, path, DataError))
+    content_hash = hash_of_content(read_json(path, DataError))
     if content_hash != manifest.tokenizer_hash:
         raise DataError(
             f"{path} has hash {content_hash[:12]}, the data was made with {manifest.tokenizer_hash[:12]}: "
             "restore the right tokenizer or prepare the data again"
         )
-    sums = {path: (raw, manifest.tokenizer_sha256)}
-    if manifest.template_sha256 is not None:
-        template = folder / CHAT_TEMPLATE
-        sums[template] = (read_bytes(template, DataError), manifest.template_sha256)
-    for file, (content, checksum) in sums.items():
-        if hashlib.sha256(content).hexdigest() != checksum:
+    for file, checksum in ((path, manifest.tokenizer_sha256), (folder / CHAT_TEMPLATE, manifest.template_sha256)):
+        if checksum is not None and sha256_of(file, DataError) != checksum:
             raise DataError(f"{file}: its checksum differs, so it was damaged or edited: prepare the data again")
 
 
@@ -449,33 +434,11 @@ def _verify_sums(folder: Path, shards: Iterable[Shard], *, share: tuple[int, int
         sums[folder / shard.tokens_name] = shard.tokens_sha256
         sums[folder / shard.docs_name] = shard.docs_sha256
     files = list(sums)[number::processes]
-    advance = _progress_printer(folder, sum(map(_size_of, files))) if number == 0 else None
-    actual = sha256_of_each(files, DataError, advance=advance)
-    wrong = [(path, sha) for path, sha in zip(files, actual, strict=True) if sha != sums[path]]
-    if wrong:
-        path, sha = wrong[0]
-        more = f"; {len(wrong) - 1} more files likewise" if len(wrong) > 1 else ""
-        raise DataError(
-            f"{path}: checksum {sha[:12]}, the manifest lists {sums[path][:12]}: damaged, prepare the data again{more}"
-        )
-
-
-def _progress_printer(folder: Path, total: int) -> Callable[[int], None] | None:
-    """Returns a function that prints the progress of a long verification; ``None`` for a short one."""
-    if total < _LARGE:
-        return None
-    errors.print(
-        f"{folder}: verifying checksums of {decimal(total)} (once per start; ADAPONDER_VERIFY=0 skips it)",
-        soft_wrap=True,
-    )
-    lock, done, printed = threading.Lock(), 0, time.monotonic()
-
-    def advance(size: int) -> None:
-        nonlocal done, printed
-        with lock:
-            done += size
-            if time.monotonic() - printed > 30:
-                printed = time.monotonic()
-                errors.print(f"{folder}: {done / total:.0%} verified", soft_wrap=True)
-
-    return advance
+    if number == 0 and (size := sum(map(_size_of, files))) >= _LARGE:
+        text = f"verifying checksums of {decimal(size)} (once per start; ADAPONDER_VERIFY=0 skips it)"
+        errors.print(f"{folder}: {text}", soft_wrap=True)
+    for path, sha in zip(files, sha256_of_each(files, DataError), strict=True):
+        if sha != sums[path]:
+            raise DataError(
+                f"{path}: checksum {sha[:12]}, the manifest lists {sums[path][:12]}: damaged, prepare the data again"
+            )

@@ -9,11 +9,9 @@ that cannot be read is an error, as is a document of more than :data:`adaponder.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
-import stat
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -70,37 +68,40 @@ def read(parts: Iterable[InputPart], counts: Counts) -> Iterator[Document]:
 def find(inputs: Sequence[str], counts: Counts) -> list[InputPart]:
     """Returns the files and other parts of ``inputs`` in reading order."""
     parts = []
-    for argument in inputs:
-        path = Path(argument)
-        if argument == STDLIB:
-            parts += _stdlib()
-        elif puzzles.is_generated(argument):
-            puzzles.settings_of(argument)  # raises for wrong settings before anything is read
-            parts.append(InputPart(argument, argument, path, 0, readers.puzzle))
-        elif argument.startswith(HUB):
-            parts.append(InputPart(argument, argument, path, 0, readers.record_documents, records=readers.hub))
-        elif (kind := _kind(argument)) == "folder":
-            parts += _folder(argument, path, counts)
-        elif kind == "file":
-            parts += _named_file(argument, path)
-        elif kind == "special":
-            raise InputError(
-                f"input {argument} is a pipe or device, which cannot be read twice: write its content to a file first"
-            )
-        elif _kind(argument + ".idx") == "file":
-            parts += _file(argument, path.name, path.with_name(path.name + ".idx"), text=readers.text)
-        else:
-            raise InputError(f"input {argument}: no such file or folder (nor {STDLIB}, a puzzle or {HUB}NAME)")
+    try:
+        for argument in inputs:
+            parts += _parts(argument, Path(argument), counts)
+    except OSError as error:
+        _refuse_unreadable(error)
     return parts
 
 
-def describe(parts: Sequence[InputPart], advance: Callable[[int], None] = lambda _: None) -> list[dict[str, Any]]:
-    """Returns for each input its number of files, their bytes, and a hash of their names and contents.
+def _parts(argument: str, path: Path, counts: Counts) -> Iterable[InputPart]:
+    """Returns the parts of one input."""
+    if argument == STDLIB:
+        return _stdlib()
+    if puzzles.is_generated(argument):
+        puzzles.settings_of(argument)  # raises for wrong settings before anything is read
+        return [InputPart(argument, argument, path, 0, readers.puzzle)]
+    if argument.startswith(HUB):
+        return [InputPart(argument, argument, path, 0, readers.record_documents, records=readers.hub)]
+    if path.is_dir():
+        return _folder(argument, path, counts)
+    if path.is_file():
+        return _file(argument, path.name, path, named=True)
+    if path.exists():
+        raise InputError(
+            f"input {argument} is a pipe or device, which cannot be read twice: write its content to a file first"
+        )
+    if (index := Path(f"{argument}.idx")).is_file():
+        return _file(argument, path.name, index, named=True)
+    raise InputError(f"input {argument}: no such file or folder (nor {STDLIB}, a puzzle or {HUB}NAME)")
 
-    ``advance`` is called with the number of bytes just hashed, from any thread.
-    """
+
+def describe(parts: Sequence[InputPart]) -> list[dict[str, Any]]:
+    """Returns for each input its number of files, their bytes, and a hash of their names and contents."""
     files = [path for part in parts for path in part.files]
-    sums = dict(zip(files, sha256_of_each(files, DataError, advance=advance), strict=True))
+    sums = dict(zip(files, sha256_of_each(files, DataError), strict=True))
     by_argument: dict[str, list[InputPart]] = {}
     for part in parts:
         by_argument.setdefault(part.argument, []).append(part)
@@ -133,12 +134,12 @@ def _stdlib() -> Iterator[InputPart]:
     for folder, folders, files in os.walk(root, onerror=_refuse_unreadable):
         folders[:] = sorted(set(folders) - _STDLIB_WITHOUT)
         for path in (Path(folder, name) for name in sorted(files)):
-            if path.suffix == ".py" and not path.name.startswith("_sysconfigdata") and _kind(path) == "file":
-                yield _part(STDLIB, path.relative_to(root).as_posix(), path, readers.stdlib_text)
+            if path.suffix == ".py" and not path.name.startswith("_sysconfigdata") and path.is_file():
+                yield _part(STDLIB, path.relative_to(root).as_posix(), path, readers.text)
 
 
 def _folder(argument: str, folder: Path, counts: Counts) -> Iterator[InputPart]:
-    if any(_kind(folder / name) == "file" for name in ("dataset_dict.json", "state.json")):
+    if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
         yield from _saved_dataset(argument, folder)
         return
     for root, folders, files in os.walk(folder, onerror=_refuse_unreadable):
@@ -148,23 +149,10 @@ def _folder(argument: str, folder: Path, counts: Counts) -> Iterator[InputPart]:
         folders[:] = [name for name in shown if not Path(root, name).is_symlink()]
         counts.special += len(shown) - len(folders)
         for path in (Path(root, name) for name in sorted(files) if not name.startswith(".")):
-            if _kind(path) == "file":
-                yield from _file(argument, path.relative_to(folder).as_posix(), path, text=readers.text_unless_binary)
+            if path.is_file():
+                yield from _file(argument, path.relative_to(folder).as_posix(), path, named=False)
             else:
                 counts.special += 1
-
-
-def _kind(path: Path | str) -> str:
-    """Returns ``file``, ``folder``, ``special`` (a pipe, socket or device), or an empty string if nothing is there."""
-    try:
-        mode = os.stat(path).st_mode
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL in the name
-        return ""
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            return ""
-        _refuse_unreadable(error)
-    return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "special"
 
 
 def _refuse_unreadable(error: OSError) -> NoReturn:
@@ -193,59 +181,51 @@ def _part(argument: str, name: str, path: Path, reader: Callable[..., Iterator[A
     return InputPart(argument, name, path, stamps[-1][1], reader, files, stamps, records)
 
 
-def _named_file(argument: str, path: Path) -> Iterator[InputPart]:
-    """Yields the part of a file that was named by itself; refuses archives and binary files."""
-    inner = readers.inner_suffix(path)
-    if inner in _ARCHIVES or (readers.compression_of(path) and inner in _UNCOMPRESSED_ONLY):
-        raise InputError(
-            f"input {argument}: {path.name} is an archive, not text: unpack it (for a saved dataset, name its folder)"
-        )
-    for part in _file(argument, path.name, path, text=readers.text):
-        if part.reader is readers.text and readers.looks_binary(path):
-            raise InputError(
-                f"input {argument} looks binary, not like UTF-8 text: remove it, or convert it to UTF-8 first (from "
-                "UTF-16: iconv -f UTF-16 -t UTF-8)"
-            )
-        yield part
-
-
-def _file(argument: str, name: str, path: Path, *, text: Callable[..., Iterator[Document]]) -> Iterator[InputPart]:
-    suffix = path.suffix.lower()
+def _file(argument: str, name: str, path: Path, *, named: bool) -> Iterator[InputPart]:
+    """Yields the part of one file; if the user ``named`` it, it must be neither an archive nor binary."""
+    suffix, inner = path.suffix.lower(), readers.inner_suffix(path)
     index, data = path.with_suffix(".idx"), path.with_suffix(".bin")
-    if readers.inner_suffix(path) == ".jsonl":
+    if path in (index, data) and index.is_file() and data.is_file():
+        if named or path == index:  # in a folder the pair is found by its .idx
+            yield _part(argument, name, path, readers.megatron, index, data)
+    elif inner == ".jsonl":
         yield _part(argument, name, path, readers.jsonl)
     elif suffix == ".parquet":
         yield _part(argument, name, path, readers.table)
-    elif path == index and _kind(data) == "file":
-        yield _part(argument, name, path, readers.megatron_documents, index, data)
-    elif path == data and _kind(index) == "file":
-        # A .bin named by itself means the pair; in a folder the pair is found by its .idx.
-        if text is readers.text:
-            yield _part(argument, name, path, readers.megatron_documents, index, data)
+    elif not named:
+        yield _part(argument, name, path, readers.text_unless_binary)
+    elif inner in _ARCHIVES or (readers.compression_of(path) and inner in _UNCOMPRESSED_ONLY):
+        raise InputError(
+            f"input {argument}: {path.name} is an archive, not text: unpack it (for a saved dataset, name its folder)"
+        )
+    elif readers.looks_binary(path):
+        raise InputError(
+            f"input {argument} looks binary, not like UTF-8 text: remove it, or convert it to UTF-8 first (from "
+            "UTF-16: iconv -f UTF-16 -t UTF-8)"
+        )
     else:
-        yield _part(argument, name, path, text)
+        yield _part(argument, name, path, readers.text)
 
 
 def _saved_dataset(argument: str, folder: Path) -> Iterator[InputPart]:
     """Yields the files of the train split, or of the only one, of a folder that ``datasets.save_to_disk`` wrote."""
-    if _kind(folder / "dataset_dict.json") == "file":
-        splits = _names(folder / "dataset_dict.json", "splits")
+    splits_file = folder / "dataset_dict.json"
+    if splits_file.is_file():
+        splits = _names(splits_file, read_json(splits_file, DataError).get("splits"))
         if "train" not in splits and len(splits) != 1:
             raise InputError(f"input {argument}: name one of its splits {', '.join(splits)} as {argument}/SPLIT")
         folder = folder / ("train" if "train" in splits else splits[0])
-    for name in _names(folder / "state.json", "_data_files", "filename"):
-        path = folder / name
-        if _kind(path) != "file":
-            raise DataError(f"{path} is missing, but state.json lists it")
-        yield _part(argument, name, path, readers.table)
+    state = folder / "state.json"
+    entries = read_json(state, DataError).get("_data_files")
+    entries = entries if isinstance(entries, list) else []
+    for name in _names(state, [entry.get("filename") if isinstance(entry, dict) else entry for entry in entries]):
+        if not (folder / name).is_file():
+            raise DataError(f"{folder / name} is missing, but state.json lists it")
+        yield _part(argument, name, folder / name, readers.table)
 
 
-def _names(path: Path, key: str, inner: str | None = None) -> list[str]:
-    """Returns the file names that a JSON file lists under ``key``, as strings or as objects with the key ``inner``."""
-    listed = read_json(path, DataError).get(key, [])
-    try:
-        names = [entry[inner] if inner else entry for entry in listed]
-        # Only the last component: nothing outside the folder is read.
-        return [Path(name).name for name in names]
-    except (TypeError, KeyError, ValueError):
-        raise DataError(f"{path}: {key} must list names") from None
+def _names(path: Path, listed: Any) -> list[str]:
+    """Returns the listed names without folders, so that nothing outside the folder of ``path`` is read."""
+    if not isinstance(listed, list) or not listed or not all(isinstance(name, str) for name in listed):
+        raise DataError(f"{path} must list at least one name")
+    return [Path(name).name for name in listed]

@@ -8,6 +8,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,23 +151,21 @@ def _interruptibly(work: Callable[[Callable[[Any], bool]], Any]) -> None:
 
     ``work`` gets a function that returns false once its result is no longer needed.
     """
-    unwanted, problems = threading.Event(), []
+    unwanted, result = threading.Event(), Future[None]()
 
     def run() -> None:
         try:
-            work(lambda _: not unwanted.is_set())
+            result.set_result(work(lambda _: not unwanted.is_set()))
         except BaseException as problem:  # raised again in the waiting thread
-            problems.append(problem)
+            result.set_exception(problem)
 
-    thread = threading.Thread(target=run, daemon=True)
     try:
-        thread.start()
-        while thread.is_alive():
-            thread.join(0.1)  # with a timeout: a signal may wake another thread, and only this one handles it
+        threading.Thread(target=run, daemon=True).start()
+        while not result.done():
+            wait([result], timeout=0.1)  # a signal may wake another thread, and only this one handles it
     finally:
         unwanted.set()
-    if problems:
-        raise problems[0]
+    result.result()
 
 
 def _first_bytes(documents: Iterable[str], limit: int) -> Iterator[str]:

@@ -104,15 +104,15 @@ def prune(run: Path, keep: int, *, saved: Path) -> None:
 
 def full(tensor: Tensor) -> Tensor:
     """Returns a copy on the CPU of the whole tensor, which may be sharded over processes."""
-    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().to("cpu", copy=True).contiguous()
+    gathered = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return gathered.detach().to("cpu", copy=True).contiguous()
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """Returns the model's whole state dict on the CPU; a weight of two names (a tied head) is one tensor."""
     weights = model.state_dict(keep_vars=True)  # so that a tied weight is one object under both names
-    whole = {id(value): full(value) for value in weights.values()}
-    return {name: whole[id(value)] for name, value in weights.items()}
+    copies = {id(value): full(value) for value in weights.values()}
+    return {name: copies[id(value)] for name, value in weights.items()}
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -130,16 +130,14 @@ def load_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
     saved = load_file(folder / OPTIMIZER)
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
-            moments = {}
-            for moment in ("step", "exp_avg", "exp_avg_sq"):
-                if f"{name}|{moment}" not in saved:
-                    raise CheckpointError(f"{folder / OPTIMIZER}: no {moment} for {name}: exact resume is impossible")
-                moments[moment] = (
-                    _like(saved[f"{name}|{moment}"], parameter)
-                    if moment != "step"
-                    # A fused optimizer keeps its step counter on the device of the parameter.
-                    else (saved[f"{name}|step"].to(parameter.device if group.get("fused") else CPU))
-                )
+            try:
+                moments = {moment: saved[f"{name}|{moment}"] for moment in ("step", "exp_avg", "exp_avg_sq")}
+            except KeyError as missing:
+                raise CheckpointError(f"{folder / OPTIMIZER}: no {missing}: exact resume is impossible") from None
+            for moment in ("exp_avg", "exp_avg_sq"):
+                moments[moment] = _like(moments[moment], parameter)
+            if group.get("fused"):  # its step counter is on the device of the parameter
+                moments["step"] = moments["step"].to(parameter.device)
             optimizer.state[parameter] = moments
 
 
@@ -165,13 +163,8 @@ def random_states(world: World) -> list[dict[str, str]]:
     ]
 
 
-def parse_random_states(saved: str | dict[str, str] | list[dict[str, str]]) -> list[dict[str, Tensor]]:
-    """Returns the states that :func:`random_states` wrote, as tensors.
-
-    Older checkpoints hold those of the leading process only, without the list; the oldest its CPU's only, bare.
-    """
-    if not isinstance(saved, list):
-        saved = [{CPU: saved} if isinstance(saved, str) else saved]
+def parse_random_states(saved: list[dict[str, str]]) -> list[dict[str, Tensor]]:
+    """Returns the states that :func:`random_states` wrote, as tensors."""
     return [
         {kind: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8) for kind, state in by_kind.items()}
         for by_kind in saved

@@ -45,11 +45,8 @@ def shards_folder(recipe: Recipe, data: Path, world: World) -> Path:
             )
         except InputError as error:
             # Its --out is not the one that the user typed, which is the run folder.
-            elsewhere = (
-                " (adaponder prepare --out DIR, then data.source=DIR)" if f"--out {folder}" in str(error) else ""
-            )
             message = str(error).replace(f"--out {folder}", str(folder))
-            raise InputError(f"data.source={recipe.data.source}: {message}{elsewhere}") from None
+            raise InputError(f"data.source={recipe.data.source}: {message}") from None
         for remark in manifest.remarks():
             console.print(line((f"{folder}:", "yellow"), f" {remark}"), soft_wrap=True)
     world.wait()
@@ -67,6 +64,19 @@ def sampler_of(recipe: Recipe, shards: Shards) -> Sampler:
     """Returns the sampler of the recipe's batches."""
     train = recipe.train
     return Sampler(shards, sequence=recipe.data.sequence, global_batch=train.global_batch, seed=train.seed)
+
+
+def model_inputs(batch: Batch, *, across: bool) -> dict[str, Tensor]:
+    """Returns the tensors of the forward; a target of -100 is not learned, documents may attend ``across`` or not."""
+    tokens, documents = torch.from_numpy(batch.tokens), torch.from_numpy(batch.documents)
+    inputs = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:].clone()}
+    if batch.learned is not None:
+        inputs["targets"][~torch.from_numpy(batch.learned)[:, 1:]] = -100
+    if not across:
+        # The first token of the next document cannot be predicted from this one: it is no target.
+        inputs["targets"][documents[:, 1:] != documents[:, :-1]] = -100
+        inputs["document_ids"] = documents[:, :-1]
+    return inputs
 
 
 @dataclass(frozen=True)
@@ -111,21 +121,11 @@ class MicroBatches:
 
         A window has another seed at each step, whichever micro-batch it is in.
         """
-        return [self._inputs_of(batch) | {"seed": self._seeds(step, batch)} for batch in self.draw(step)]
+        across = self.attend_across_documents
+        return [model_inputs(batch, across=across) | {"seed": self._seeds(step, batch)} for batch in self.draw(step)]
 
     def _seeds(self, step: int, batch: Batch) -> Tensor:
         return sequence_seeds(self.seed, (step << 32) + torch.from_numpy(batch.windows))
-
-    def _inputs_of(self, batch: Batch) -> dict[str, Tensor]:
-        tokens, documents = torch.from_numpy(batch.tokens), torch.from_numpy(batch.documents)
-        inputs = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:].clone()}
-        if batch.learned is not None:
-            inputs["targets"][~torch.from_numpy(batch.learned)[:, 1:]] = -100
-        if not self.attend_across_documents:
-            # The first token of the next document cannot be predicted from this one: it is no target.
-            inputs["targets"][documents[:, 1:] != documents[:, :-1]] = -100
-            inputs["document_ids"] = documents[:, :-1]
-        return inputs
 
     def mean_targets(self, inputs: list[dict[str, Tensor]]) -> Tensor:
         """Returns the step's targets per forward, in double: each forward divides its cross-entropy by it.

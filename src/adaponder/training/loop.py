@@ -141,6 +141,7 @@ class Trainer:
         policy = policy_at(train, self.model.method, step)
         mean_targets = self.micro_batches.mean_targets(inputs)
         total = torch.zeros((), device=self.world.device)
+        assert self.wrapped is not None  # a phase was entered
         for index, arguments in enumerate(inputs):
             with accumulating(self.wrapped, last=index + 1 == len(inputs)):
                 output = self._forward(arguments, objective, mean_targets, policy)

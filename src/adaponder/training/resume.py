@@ -11,7 +11,7 @@ from torch import Tensor
 from adaponder.data import Sampler
 from adaponder.errors import CheckpointError, InputError, TrainingError
 from adaponder.recipes import FREE_TRAIN, Recipe
-from adaponder.registry import scale_from_scratch, scale_of
+from adaponder.registry import scale_of
 from adaponder.terminal import console, line
 from adaponder.training.build import config_of
 from adaponder.training.checkpoint import OPTIMIZER, newest_complete, parse_random_states, verify_checkpoint
@@ -58,13 +58,17 @@ def find_start(
     allow_changes: bool,
 ) -> Start:
     """Returns the checkpoint to continue from; raises if the run differs from the one that wrote it."""
-    folder = _newest(out, world) if resume == "auto" else None if resume is None else Path(resume)
+    folder = None if resume is None else Path(resume)
+    if resume == "auto":
+        folder, skipped = newest_complete(out)
+        for reason in skipped if world.leads else []:
+            _warn("skipped:", reason)
     if folder is None:
         return Start(None, 0)
     state = verify_checkpoint(folder, weights_only=weights_only)
     if weights_only:
         return Start(folder, 0)
-    if not (folder / OPTIMIZER).is_file() or "rng" not in state:
+    if not (folder / OPTIMIZER).is_file() or not isinstance(state.get("rng"), list):
         raise CheckpointError(f"{folder} has no optimizer or RNG state: exact resume is impossible; use --weights-only")
     if state["tokenizer"] != sampler.shards.tokenizer_hash:
         raise CheckpointError(f"{folder} was trained with another tokenizer: prepare the data with that one")
@@ -85,29 +89,18 @@ def find_start(
     return start
 
 
-def _newest(out: Path, world: World) -> Path | None:
-    """Returns the newest whole checkpoint of the run folder; prints why newer ones are skipped."""
-    folder, skipped = newest_complete(out)
-    for reason in skipped if world.leads else []:
-        _warn("skipped:", reason)
-    return folder
-
-
 def _warn(label: str, text: str) -> None:
     console.print(line((label, "yellow"), f" {text}"), soft_wrap=True)
 
 
 def _print_start(start: Start, changes: list[str], *, states: int, world: World) -> None:
     """Prints where an exact resume continues, and what may differ from before."""
-    kind = world.device.type
     console.print(f"resuming at step {start.step} from {start.folder}", soft_wrap=True)
     if changes:
         _warn("it was trained with", f"other settings: {'; '.join(changes)}")
-    if kind not in (start.random_state or {}):
-        console.print(f"it holds no random state of {kind}: dropout, if any, draws new numbers", soft_wrap=True)
-    if states < world.size:
-        shared = f"it holds random states of {states} of {world.size} processes, which the others share"
-        console.print(f"{shared}: dropout, if any, may draw other numbers", soft_wrap=True)
+    if world.device.type not in (start.random_state or {}) or states < world.size:
+        random = f"random states of {states} of {world.size} processes, by kind: {', '.join(start.random_state or {})}"
+        console.print(f"it holds {random}; dropout, if any, may draw other numbers", soft_wrap=True)
 
 
 def is_finished(recipe: Recipe, out: Path, world: World, *, weights_only: bool, allow_changes: bool) -> bool:
@@ -148,29 +141,18 @@ def is_finished(recipe: Recipe, out: Path, world: World, *, weights_only: bool, 
 def recipe_changes(was: dict[str, Any], recipe: Recipe) -> list[str]:
     """Returns ``field: was → is`` for each field that affects the result and differs from a checkpoint's recipe."""
     now = json.loads(json.dumps(recipe.as_dict()))
-    was = was | {"model": was["model"] | {"embedding_scale": _recorded_scale(was["model"])}}
     config, changes = config_of(recipe), []
     for section in ("model", "data", "train"):
         for name in sorted(set(was[section]) | set(now[section])):
-            before, after = stated = was[section].get(name), now[section].get(name)
-            if name == "embedding_scale" and config is not None:  # sqrt(d) and its value are the same
-                before, after = (
-                    scale_of(scale, config.hidden_size) if isinstance(scale, str) else scale for scale in stated
-                )
-            if before != after and not (section == "train" and name in FREE_TRAIN):
-                changes.append(f"{section}.{name}: {stated[0]} → {stated[1]}")
+            before, after = was[section].get(name), now[section].get(name)
+            if before == after or (section == "train" and name in FREE_TRAIN):
+                continue
+            if name == "embedding_scale" and config is not None:
+                values = {scale_of(v, config.hidden_size) if isinstance(v, str) else v for v in (before, after)}
+                if len(values) == 1:  # sqrt(d) and its value are the same
+                    continue
+            changes.append(f"{section}.{name}: {before} → {after}")
     return changes
-
-
-def _recorded_scale(model: dict[str, Any]) -> Any:
-    """Returns the embedding scale of a recorded recipe; recipes without one are older than the default of today.
-
-    Then only three methods started from ``scale_from_scratch``.
-    """
-    scale = model.get("embedding_scale")
-    if scale is not None or isinstance(model["backbone"], str):
-        return scale
-    return scale_from_scratch(model["method"]) if model["method"] in ("adaponder", "ponder", "loop") else 1.0
 
 
 def differences(state: dict[str, Any], recipe: Recipe, sampler: Sampler, world: World) -> list[str]:

@@ -19,7 +19,7 @@ from adaponder.files import lock, write_whole
 from adaponder.methods import method_class
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import Recipe
-from adaponder.terminal import console, line
+from adaponder.terminal import console
 from adaponder.training.build import build_model, config_of, weights_dtype
 from adaponder.training.checkpoint import restore_random_state
 from adaponder.training.data import open_data, require_own_tokenizer, sampler_of
@@ -192,30 +192,31 @@ def _print_remarks(recipe: Recipe, shards: Shards, validation: Shards, world: Wo
     """Prints a line for each effect of the recipe on this machine and data that a user might not expect."""
     train, has_ponder_term = recipe.train, method_class(recipe.model.method).has_ponder_term
     pressed, gates_begin = has_ponder_term and bool(train.ponder_weight), train.gates_begin(pressed=has_ponder_term)
-    remarks: list[tuple[str, str]] = []  # a warning, and its consequence or cure; without the second, a plain remark
+    remarks = []
     computed_in = str(product_dtype(train.dtype, world.device)).removeprefix("torch.")
     if computed_in != train.dtype:
-        remarks.append((f"train.dtype={train.dtype} is for GPUs: on this CPU the run computes in {computed_in}", ""))
+        remarks.append(f"train.dtype={train.dtype} is for GPUs: on this CPU the run computes in {computed_in}")
     if pressed and gates_begin > train.ponder_start:
-        problem = f"train.gate_start={train.gate_start} is after ponder_start={train.ponder_start}:"
-        remarks.append((problem, "until then the ponder loss has no effect, because gates are not updated"))
+        remarks.append(
+            f"train.gate_start={train.gate_start} is after ponder_start={train.ponder_start}: until then the ponder "
+            "loss has no effect, because gates are not updated"
+        )
     elif gates_begin >= train.steps:
-        problem = f"gates would train from step {gates_begin:,}, which is after train.steps={train.steps}:"
-        remarks.append((problem, "they keep their initial values (train.gate_start)"))
+        remarks.append(
+            f"gates would train from step {gates_begin:,}, which is after train.steps={train.steps}: they keep their "
+            "initial values (train.gate_start)"
+        )
     elif gates_begin:
-        remarks.append((f"gates train from step {gates_begin:,} on (train.gate_start)", ""))
+        remarks.append(f"gates train from step {gates_begin:,} on (train.gate_start)")
     if pressed and train.ponder_start >= train.steps:
-        problem = f"train.ponder_start={train.ponder_start} is not before the end, train.steps={train.steps}:"
-        remarks.append((problem, "the ponder loss is never used"))
+        remarks.append(f"train.ponder_start={train.ponder_start} is not before train.steps={train.steps}: unused")
     if validation.tokens <= recipe.data.sequence:
-        cure = "prepare more documents, or a larger share of them"
-        needed = f"{validation.tokens:,} validation tokens, data.sequence={recipe.data.sequence} needs more"
-        remarks.append(("there will be no validation loss:", f"{shards.folder} has {needed}; {cure}"))
-    prepared = shards.manifest.fingerprint
+        remarks.append(
+            f"there will be no validation loss: {shards.folder} has {validation.tokens:,} validation tokens, "
+            f"data.sequence={recipe.data.sequence} needs more; prepare more documents, or a larger share of them"
+        )
     for name, value in {"tokenizer": recipe.data.tokenizer, "validation": recipe.data.validation}.items():
-        if prepared.get(name, value) != value:
-            problem = f"{shards.folder} was prepared with {name}={prepared[name]};"
-            remarks.append((f"{problem} the recipe's data.{name} is ignored", ""))
-    for problem, consequence in remarks:
-        text = line((problem, "yellow"), f" {consequence}") if consequence else problem
-        console.print(text, soft_wrap=True)
+        if (prepared := shards.manifest.fingerprint.get(name, value)) != value:
+            remarks.append(f"{shards.folder} was prepared with {name}={prepared}; the recipe's data.{name} is ignored")
+    for remark in remarks:
+        console.print(remark, soft_wrap=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from adaponder.config import AdaPonderConfig
 from adaponder.data import Shards
@@ -171,13 +172,7 @@ def _typed(value: Any) -> str:
 
 def _as_override(value: Any) -> str:
     """Returns text that ``--set`` parses as ``value``."""
-    if isinstance(value, str):
-        try:
-            if parse_yaml(value, "--grid", InputError) == value:
-                return value
-        except InputError:
-            pass  # needs quotes to be read as text
-    return json.dumps(value, default=str)
+    return yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=math.inf).splitlines()[0]
 
 
 # --- summaries --------------------------------------------------------------------------------------------------------

@@ -9,12 +9,9 @@ import errno
 import hashlib
 import json
 import math
-import os
-import re
-import socket
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +28,19 @@ from adaponder.terminal import console, depth_style, line
 
 # No space, no quota, a file at its limit.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d+)\.")
+# Metrics of the live view: name, label, format.
+_SHOWN = (
+    ("cross_entropy", "loss", ".4f"),
+    ("ponder", "ponder", ".4f"),
+    ("validation_loss", "validation", ".4f"),
+    ("lr", "lr", ".2e"),
+    ("grad_norm", "gradient", ".2f"),
+    ("tokens_per_second", "tokens/s", ",.0f"),
+    ("mfu", "mfu", ".1%"),
+    ("mean_depth", "depth", ".3f"),
+)
+# Those that a line of plain text leaves out.
+_LIVE_ONLY = {"ponder", "lr", "grad_norm"}
 
 
 @contextmanager
@@ -53,71 +62,18 @@ def room_to_write(what: str | Path | None = None) -> Iterator[None]:
         ) from error
 
 
-class Appended:
-    """Appends whole records to a file, unbuffered: closing it cannot fail, and a kill loses nothing."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        with room_to_write(path):
-            self.file = path.open("ab", buffering=0)
-
-    def write(self, record: bytes) -> None:
-        with room_to_write(self.path):
-            while record:
-                record = record[self.file.write(record) :]
-
-    def close(self) -> None:
-        self.file.close()
-
-
-class Board:
-    """Writes one TensorBoard event file in ``folder``; steps from ``start`` on in earlier files become void.
-
-    ``SummaryWriter`` does not fit: it writes in a thread, where a disk error prints a traceback, and it names files by
-    the clock. TensorBoard reads files in order of their names, so after a clock was set back it would drop new steps.
-    """
-
-    def __init__(self, folder: Path, *, start: int):
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        with room_to_write(folder):
-            folder.mkdir(exist_ok=True)
-            name = f"events.out.tfevents.{_next_number(folder):010d}.{socket.gethostname()}.{os.getpid()}.0"
-        self.file = Appended(folder / name)
-        self.records = RecordWriter(self.file)
-        for event in (
-            Event(wall_time=time.time(), file_version="brain.Event:2"),
-            Event(wall_time=time.time(), step=start, session_log=SessionLog(status=SessionLog.START)),
-        ):
-            self.records.write(event.SerializeToString())
-
-    def add(self, scalars: Mapping[str, float], step: int, *, wall_time: float) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        event = Event(wall_time=wall_time, step=step, summary=Summary(value=values))
-        self.records.write(event.SerializeToString())
-
-    def close(self) -> None:
-        self.file.close()
-
-
-def _next_number(folder: Path) -> int:
-    """Returns the time in seconds, or one more than the largest number in an existing name."""
-    there = (_EVENT_FILE.match(path.name) for path in folder.iterdir())
-    return max([int(time.time()), *(int(match[1]) + 1 for match in there if match)])
-
-
 class Telemetry:
     """Logs one flat dict of metrics per step, in the leading process."""
 
     def __init__(self, folder: Path, *, steps: int, start: int, quiet: bool = False, wandb: str | None = None):
+        from torch.utils.tensorboard import SummaryWriter
+
         self.remote = None if wandb is None else _join_wandb(wandb, folder)
-        self._drop_from(folder / "metrics.jsonl", start)
-        self.file = Appended(folder / "metrics.jsonl")
-        self.board = Board(folder / "tensorboard", start=start)
+        self.path = folder / "metrics.jsonl"
+        _drop_from(self.path, start)
+        self.board_folder = folder / "tensorboard"
+        with room_to_write(self.board_folder):
+            self.board = SummaryWriter(self.board_folder, purge_step=start)
         self.progress = Progress(
             TextColumn("step", style="bold"),
             MofNCompleteColumn(),
@@ -137,26 +93,24 @@ class Telemetry:
         self.latest: dict[str, Any] = {}
         self.warned: set[str] = set()
 
-    @staticmethod
-    def _drop_from(path: Path, start: int) -> None:
-        """Removes the lines of steps from ``start`` on, which will be trained again."""
-        if path.is_file():
-            earlier = [line for line in path.read_text().splitlines() if _step(line) < start]
-            write_whole(path, "".join(line + "\n" for line in earlier).encode(), TrainingError)
-
     def advance(self, step: int) -> None:
         self.progress.update(self.task, completed=step + 1)
 
     def log(self, metrics: dict[str, Any]) -> None:
         step, now = metrics["step"], round(time.time(), 3)
-        self.file.write(f"{json.dumps({'time': now} | metrics)}\n".encode())
+        # Closed after each line: a kill loses none.
+        with room_to_write(self.path), self.path.open("ab") as file:
+            file.write(f"{json.dumps({'time': now} | metrics)}\n".encode())
         scalars = {}
         for name, value in metrics.items():
             if isinstance(value, list):
                 scalars |= {f"{name}/{index}": element for index, element in enumerate(value)}
             elif name != "step":
                 scalars[name] = value
-        self.board.add(scalars, step, wall_time=now)
+        with room_to_write(self.board_folder):
+            for name, value in scalars.items():
+                self.board.add_scalar(name, value, step, walltime=now)
+            self.board.flush()
         if self.remote is not None:
             self.remote.log(scalars, step=step)
         self.latest |= metrics
@@ -176,8 +130,8 @@ class Telemetry:
             self.live.stop()
             # The live view disappears; its last numbers stay on the screen.
             console.print(view_of(self.latest))
-        self.file.close()
-        self.board.close()
+        with suppress(OSError):  # everything was flushed, or its error raised
+            self.board.close()
         if self.remote is not None:
             self.remote.finish()
 
@@ -194,6 +148,13 @@ def _join_wandb(project: str, folder: Path) -> Any:
     return wandb.init(project=project, name=name, id=identity, resume="allow", dir=str(folder), config=recipe)
 
 
+def _drop_from(path: Path, start: int) -> None:
+    """Removes the lines of steps from ``start`` on, which will be trained again, and truncated lines."""
+    if path.is_file():
+        earlier = [line for line in path.read_text().splitlines() if _step(line) < start]
+        write_whole(path, "".join(line + "\n" for line in earlier).encode(), TrainingError)
+
+
 def _step(line: str) -> float:
     """Returns the step of a line of metrics; infinity for a truncated line."""
     try:
@@ -203,19 +164,10 @@ def _step(line: str) -> float:
 
 
 def line_of(metrics: dict[str, Any]) -> str:
-    """Returns metrics as one line of text: loss, speed, depth, shares halted, means of gates."""
-    shown = {"loss": metrics.get("cross_entropy", metrics["loss"])} if "loss" in metrics else {}
-    values = metrics | shown
+    """Returns metrics as one line of text: losses, speed, depth, shares halted, means of gates."""
+    values = {"cross_entropy": metrics["loss"]} | metrics if "loss" in metrics else metrics
     words = [
-        text.format(values[name])
-        for name, text in (
-            ("validation_loss", "validation {:.4f}"),
-            ("loss", "loss {:.4f}"),
-            ("tokens_per_second", "{:,.0f} tok/s"),
-            ("mfu", "mfu {:.0%}"),
-            ("mean_depth", "depth {:.2f}"),
-        )
-        if name in values
+        f"{label} {values[name]:{form}}" for name, label, form in _SHOWN if name in values and name not in _LIVE_ONLY
     ]
     if metrics.get("halted"):
         words.append("halted " + "/".join(f"{share:.0%}" for share in metrics["halted"]))
@@ -225,28 +177,11 @@ def line_of(metrics: dict[str, Any]) -> str:
 
 
 def view_of(metrics: dict[str, Any]) -> RenderableType:
-    """Returns the live view under the progress bar: losses, speed, and the share of tokens active per iteration."""
-    facts = [
-        line((label, "dim"), f" {metrics[name]:{form}}")
-        for name, label, form in (
-            ("cross_entropy", "loss", ".4f"),
-            ("ponder", "ponder", ".4f"),
-            ("validation_loss", "validation", ".4f"),
-            ("lr", "lr", ".2e"),
-            ("grad_norm", "gradient", ".2f"),
-            ("tokens_per_second", "tokens/s", ",.0f"),
-            ("mfu", "mfu", ".1%"),
-            ("mean_depth", "mean depth", ".3f"),
-        )
-        if name in metrics
-    ]
-    halted = metrics.get("halted")
-    tables = [_by_iteration(halted, metrics.get("gate_means") or [])] if halted else []
-    return Group(Text("   ").join(facts), *tables)
-
-
-def _by_iteration(halted: list[float], gates: list[float]) -> Table:
-    """Returns a table of the share of tokens active in each iteration, as a bar, and the mean of the gate after it."""
+    """Returns the live view under the progress bar: metrics, and the share of tokens active in each iteration."""
+    facts = [line((label, "dim"), f" {metrics[name]:{form}}") for name, label, form in _SHOWN if name in metrics]
+    halted, gates = metrics.get("halted"), metrics.get("gate_means") or []
+    if not halted:
+        return Text("   ").join(facts)
     by_iteration = Table(box=None, pad_edge=False, header_style="dim")
     by_iteration.add_column("iteration")
     by_iteration.add_column("tokens read")
@@ -258,4 +193,4 @@ def _by_iteration(halted: list[float], gates: list[float]) -> Table:
         bar = Text(" " * max(1, round(30 * active)) if active else "", style=depth_style(index + 1, deepest))
         gate = f"{gates[index]:.3f}" if index < len(gates) else ""
         by_iteration.add_row(str(index + 1), bar, f"{active:.1%}", gate)
-    return by_iteration
+    return Group(Text("   ").join(facts), by_iteration)

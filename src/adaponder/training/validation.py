@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from adaponder.data import Shards
+from adaponder.data import Shards, read_windows
 from adaponder.devices import autocast
 from adaponder.evaluation.scoring import score_sum
 from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.training.data import model_inputs
 from adaponder.training.distributed import World
 from adaponder.training.watch import count_depths, depth_shares
 
@@ -21,11 +22,11 @@ def whole_windows(shards: Shards, tokens: int, *, length: int) -> int:
 
     A window reads one token more than it predicts; ``tokens`` need not count that token.
     """
-    step = _step(shards, length)
-    return max(1, min(tokens, shards.tokens - (length + 1 - step)) // step)
+    stride = _stride(shards, length)
+    return max(1, min(tokens, shards.tokens - (length + 1 - stride)) // stride)
 
 
-def _step(shards: Shards, length: int) -> int:
+def _stride(shards: Shards, length: int) -> int:
     """Returns the distance of two windows: each token is a target once, except the first word of a puzzle."""
     return length + 1 if shards.manifest.puzzles else length
 
@@ -49,23 +50,20 @@ def validate(
     a conversation those of the assistant's turns. ``together`` windows of ``length`` tokens form a batch; without
     ``across``, tokens attend only to their own document; ``options`` are further arguments of the model's forward.
     """
-    windows = whole_windows(shards, tokens, length=length)
+    windows, stride = whole_windows(shards, tokens, length=length), _stride(shards, length)
     # Summed loss, predictions, tokens of depth 1 … K.
     sums = torch.zeros(2 + model.config.iterations, dtype=torch.double, device=world.device)
     model.eval()
     # FSDP needs the same number of forwards in every process: past the end the last window is repeated, not counted.
     for index in range(-(-windows // (world.size * together))):
-        first = (index * world.size + world.rank) * together
-        numbers = torch.arange(first, first + together)
-        ids, targets, documents = (
-            tensor.to(world.device) for tensor in _windows(shards, numbers, windows=windows, length=length)
-        )
-        if not across:
-            # The first token of the next document cannot be predicted from this one: it is no target.
-            targets = targets.masked_fill(documents[:, 1:] != documents[:, :-1], -100)
-            options["document_ids"] = documents[:, :-1]
+        numbers = (index * world.size + world.rank) * together + np.arange(together)
+        batch = read_windows(shards, np.minimum(numbers, windows - 1), sequence=length, stride=stride)
+        inputs = model_inputs(batch, across=across)
+        inputs["targets"][torch.from_numpy(numbers >= windows)] = -100
+        inputs = {name: value.to(world.device) for name, value in inputs.items()}
+        ids, targets = inputs.pop("input_ids"), inputs.pop("targets")
         with autocast(dtype, world.device):
-            scored = score_sum(model, ids, targets, execution="dense", **options)
+            scored = score_sum(model, ids, targets, execution="dense", **inputs, **options)
         depths = count_depths(scored.depth * (targets != -100), model.config.iterations)
         sums += torch.cat([torch.stack([scored.nll, scored.predictions.double()]), depths.double()])
     model.train()
@@ -73,15 +71,3 @@ def validate(
     depth, halted = depth_shares(sums[2:].cpu())
     loss = float(sums[0]) / (float(sums[1]) or math.nan)
     return {"validation_loss": loss, "validation_depth": depth, "validation_halted": halted}
-
-
-def _windows(shards: Shards, numbers: Tensor, *, windows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (ids, targets, documents) of the windows, documents one token longer; none past the end is a target."""
-    starts = numbers.clamp_max(windows - 1).numpy() * _step(shards, length)
-    block = torch.from_numpy(shards.read_blocks(starts, length + 1))
-    documents = torch.from_numpy(shards.number_blocks(starts, length + 1))
-    targets = block[:, 1:].masked_fill((numbers >= windows)[:, None], -100)
-    learned = shards.learned_blocks(starts, length + 1)
-    if learned is not None:
-        targets = targets.masked_fill(~torch.from_numpy(learned)[:, 1:], -100)
-    return block[:, :-1], targets, documents

@@ -1,7 +1,6 @@
 """Encoding: the tokens of a document, whoever computes them, in bounded memory."""
 
 import hashlib
-import types
 
 import numpy as np
 import pytest
@@ -48,34 +47,3 @@ def test_a_long_document_is_never_with_the_library_at_once(monkeypatch):
     assert [document.utf8_bytes for document in made] == [len(text.encode()) for text in texts]
     hashes = [hashlib.sha256(text.encode()).digest() for text in texts]
     assert [document.hash for document in made] == [int.from_bytes(digest[:8], "big") for digest in hashes]
-
-
-class Inline:
-    """Stands for a pool of processes: computes a chunk when its result is taken."""
-
-    under_way = most = 0
-
-    def __init__(self, *given, **options):
-        Inline.under_way = Inline.most = 0
-
-    def submit(self, function, chunk):
-        Inline.under_way += 1
-        Inline.most = max(Inline.most, Inline.under_way)
-        return types.SimpleNamespace(done=lambda: False, result=lambda: self._taken(chunk))
-
-    def _taken(self, chunk):
-        Inline.under_way -= 1
-        return chunk
-
-    def shutdown(self, **options) -> None:
-        pass
-
-
-@pytest.mark.parametrize(("limit", "most"), [(1, 1), (20, 2), (1000, 8)])
-def test_long_documents_are_encoded_as_many_at_a_time_as_memory_allows(monkeypatch, limit, most):
-    monkeypatch.setattr(encode, "_UNDER_WAY", limit)
-    monkeypatch.setattr(encode, "ProcessPoolExecutor", Inline)
-    chunks = [[(index, Document("ten chars.", "s"))] for index in range(20)]
-    encoder = Encoder("", 0, 1, "uint16", 0.0)
-    assert list(encode.encode_in_order(encoder, chunks, workers=2)) == chunks
-    assert (Inline.under_way, Inline.most) == (0, most)

@@ -3,14 +3,11 @@
 import bz2
 import errno
 import gzip
-import io
 import json
 import lzma
 import os
 import re
 import sys
-import types
-from contextlib import nullcontext
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,7 +16,7 @@ import pytest
 
 from adaponder.data import readers, sources
 from adaponder.data.manifest import DataError
-from adaponder.data.readers import Counts, Document, megatron, parse_hub
+from adaponder.data.readers import Counts, Document, parse_hub
 from adaponder.data.sources import documents
 from adaponder.errors import AdaPonderError, InputError
 from megatron_support import write_megatron
@@ -136,26 +133,6 @@ def test_a_document_beyond_the_limit_is_named(tmp_path, monkeypatch, name, where
     assert len(list(documents([str(path)]))[-1].text) == 200
 
 
-class Bounded(io.BytesIO):
-    """A file of which at most a bounded part may be read at a time."""
-
-    def read(self, size: int | None = -1) -> bytes:
-        assert 0 < (size or 0) <= 8192
-        return super().read(size)
-
-    def readline(self, size: int | None = -1) -> bytes:
-        assert 0 < (size or 0) <= 151
-        return super().readline(size)
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
-def test_a_file_that_is_too_long_is_never_read_to_its_end(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(readers, "LONGEST", 150)
-    monkeypatch.setattr(readers, "decompressed", lambda path: nullcontext((io.BytesIO(), Bounded(b"x" * 9999))))
-    (tmp_path / name).write_text("x")
-    refused(tmp_path / name, DataError, "150")
-
-
 def test_an_unreadable_folder_is_an_error_not_a_gap(tmp_path, monkeypatch):
     (tmp_path / "closed").mkdir()
     (tmp_path / "a.txt").write_text("text")
@@ -231,16 +208,7 @@ def test_a_saved_dataset_with_a_bad_list_is_refused_by_name(tmp_path, state, nam
     refused(tmp_path / "set", DataError, named)
 
 
-def test_a_hub_dataset_is_read_through_the_extra(monkeypatch):
-    arguments = []
-
-    def load_dataset(*names, split):
-        arguments.append((*names, split))
-        return [{"text": "eins"}]
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    assert list(documents(["hf:wiki:de:test"])) == [Document("eins", "wiki")]
-    assert arguments == [("wiki", "de", "test")]
+def test_a_hub_dataset_needs_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     refused("hf:wiki", InputError, "pip install datasets")
 
@@ -273,13 +241,18 @@ def test_stdlib_is_the_running_interpreters_without_tests_and_leftovers(tmp_path
     assert list(documents(["stdlib"])) == [Document(name, "stdlib") for name in names[:3]]
 
 
+def megatron(path: Path) -> list[list[int]]:
+    counts = Counts()
+    return [document.tokens.tolist() for document in sources.read(sources.find([str(path)], counts), counts)]
+
+
 def test_megatron_data_is_read_by_any_of_its_names(tmp_path):
     written = [[5, 6, 7], [8], [65535, 0]]
     write_megatron(tmp_path / "pile", written)
     for name in ("pile", "pile.bin", "pile.idx"):
-        assert [tokens.tolist() for tokens in megatron(tmp_path / name)] == written
+        assert megatron(tmp_path / name) == written
     write_megatron(tmp_path / "wide", [[70000, 1]], dtype="<i4", code=4)
-    assert [tokens.tolist() for tokens in megatron(tmp_path / "wide.idx")] == [[70000, 1]]
+    assert megatron(tmp_path / "wide.idx") == [[70000, 1]]
 
 
 @pytest.mark.parametrize(
@@ -296,7 +269,7 @@ def test_damaged_megatron_data_is_named(tmp_path, name, damage):
     write_megatron(tmp_path / "m", [[1, 2], [3]])
     (tmp_path / name).write_bytes(damage((tmp_path / name).read_bytes()))
     with pytest.raises(DataError, match=name):
-        list(megatron(tmp_path / "m"))
+        megatron(tmp_path / "m")
 
 
 def test_the_datasets_library_reads_a_folder_of_parquet_by_name(tmp_path, monkeypatch):

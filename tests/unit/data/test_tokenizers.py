@@ -71,7 +71,7 @@ def test_pieces_add_up_and_are_bounded():
     assert list(pieces("one two\nthree", 10)) == ["one two\n", "three"]
 
 
-def test_an_interruption_is_heard_while_a_tokenizer_is_trained(ctrl_c):
+def test_ctrl_c_ends_the_training_of_a_tokenizer(ctrl_c):
     """The library, busy with merges, hears nothing; whoever waits for it does, and the texts end."""
     begun, ended = threading.Event(), threading.Event()
 

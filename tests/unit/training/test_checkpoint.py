@@ -44,12 +44,10 @@ def test_a_gpu_draws_again_what_it_drew():
 
 
 def test_a_state_without_the_device_restores_the_cpu_alone():
-    (by_kind,) = random_states(World())
+    (state,) = parse_random_states(random_states(World()))
     first = torch.rand(3).tolist()
-    for older in (by_kind["cpu"], by_kind):  # as checkpoints once had it
-        (state,) = parse_random_states(older)
-        restore_random_state(state, torch.device("cuda"))
-        assert torch.rand(3).tolist() == first
+    restore_random_state(state, torch.device("cuda"))
+    assert torch.rand(3).tolist() == first
 
 
 def test_each_process_has_a_state_of_its_own(monkeypatch):

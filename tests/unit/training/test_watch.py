@@ -25,7 +25,7 @@ from adaponder.training.watch import collapse
         (200, [0.0, 0.0], [], False, None),
     ],
 )
-def test_what_is_said_of_gates_that_no_longer_tell_tokens_apart(step, halted, gates, pressed, kind):
+def test_gates_that_no_longer_distinguish_tokens_are_warned_of(step, halted, gates, pressed, kind):
     plan = load_recipe("cpu/demo", ["train.steps=200", "train.ponder_start=100", "train.ponder_full=120"]).train
     warning = collapse({"step": step, "halted": halted, "gate_means": gates}, plan, pressed=pressed)
     assert (warning and warning[0]) == kind
