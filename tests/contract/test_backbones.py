@@ -23,16 +23,13 @@ from adaponder.errors import BackboneError
 from laws import assert_close, assert_one_function, make_case
 from support import ALIKE, FAMILIES, METHODS, VOCABULARY, ids, stir, stock, tiny, widen_norms
 
-SHAPE = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 24,
-    "vocab_size": VOCABULARY,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+SHAPE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": VOCABULARY}
+SHAPE |= {"num_key_value_heads": 1, "intermediate_size": 24, "bos_token_id": None, "eos_token_id": None}
+OPT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 24, "vocab_size": VOCABULARY}
+ROPE = {"rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 8} | ROPE
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+LINEAR |= {"num_experts": 2, "num_experts_per_tok": 1, "layer_types": ["linear_attention", "full_attention"]}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -97,61 +94,12 @@ def test_wrapping_leaves_the_stock_model_as_it_was(family):
     ("config", "reason"),
     [
         (Gemma2Config(**SHAPE, head_dim=8), "final_logit_softcapping"),
-        (
-            Phi3Config(
-                **SHAPE,
-                pad_token_id=0,
-                max_position_embeddings=32,
-                original_max_position_embeddings=8,
-                rope_parameters={
-                    "rope_type": "longrope",
-                    "rope_theta": 10000.0,
-                    "short_factor": [1.0] * 4,
-                    "long_factor": [2.0] * 4,
-                    "original_max_position_embeddings": 8,
-                },
-            ),
-            "longrope",
-        ),
+        (Phi3Config(**SHAPE, pad_token_id=0, max_position_embeddings=32, rope_parameters=LONGROPE), "longrope"),
         (CohereConfig(**SHAPE, logit_scale=0.5, pad_token_id=0), "logit_scale"),
         (GraniteConfig(**SHAPE, logits_scaling=2.0), "logits_scaling"),
-        (
-            OPTConfig(
-                hidden_size=16,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                ffn_dim=24,
-                vocab_size=61,
-                word_embed_proj_dim=8,
-            ),
-            "word_embed_proj_dim",
-        ),
-        (
-            OPTConfig(
-                hidden_size=16,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                ffn_dim=24,
-                vocab_size=61,
-                word_embed_proj_dim=16,
-                layerdrop=0.1,
-            ),
-            "layerdrop",
-        ),
-        (
-            Qwen3NextConfig(
-                **SHAPE,
-                head_dim=8,
-                linear_num_key_heads=2,
-                linear_num_value_heads=2,
-                linear_key_head_dim=8,
-                linear_value_head_dim=8,
-                num_experts=2,
-                num_experts_per_tok=1,
-                layer_types=["linear_attention", "full_attention"],
-            ),
-            "linear_attention|state",
-        ),
+        (OPTConfig(**OPT, word_embed_proj_dim=8), "word_embed_proj_dim"),
+        (OPTConfig(**OPT, word_embed_proj_dim=16, layerdrop=0.1), "layerdrop"),
+        (Qwen3NextConfig(**SHAPE, **LINEAR, head_dim=8), "linear-attention"),
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )
@@ -166,20 +114,18 @@ def test_an_encoder_decoder_is_refused():
         AdaPonderForCausalLM.from_backbone(model)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_head_that_is_not_the_stock_one_is_found_by_numbers(dtype):
+@pytest.mark.parametrize(
+    ("module", "dtype"),
+    [("embed_in", torch.float64)]
+    + [("lm_head", dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)],
+    ids=str,
+)
+def test_a_changed_embedding_or_head_is_found_by_numbers(module, dtype):
     base = stock(dtype=dtype)
-    original = base.lm_head.forward
-    base.lm_head.forward = lambda hidden: 1.5 * original(hidden)
-    with pytest.raises(BackboneError, match="head"):
-        AdaPonderForCausalLM.from_backbone(base)
-
-
-def test_an_embedding_that_is_not_its_table_is_found_by_numbers():
-    base = stock()
-    original = base.gpt_neox.embed_in.forward
-    base.gpt_neox.embed_in.forward = lambda ids: 2.0 * original(ids)
-    with pytest.raises(BackboneError, match="embedding"):
+    changed = base.lm_head if module == "lm_head" else base.gpt_neox.embed_in
+    original = changed.forward
+    changed.forward = lambda given: 1.5 * original(given)
+    with pytest.raises(BackboneError, match="head" if module == "lm_head" else "embedding"):
         AdaPonderForCausalLM.from_backbone(base)
 
 
@@ -239,7 +185,7 @@ def test_gradient_checkpointing_works_for_every_family_and_method(family, method
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("config", [StableLmConfig(**SHAPE), NemotronConfig(**SHAPE)], ids=["stablelm", "nemotron"])
-def test_a_decoder_that_keeps_keyword_arguments_to_itself_is_not_handed_packed_rows(config, batch):
+def test_a_decoder_that_drops_keyword_arguments_gets_no_packed_rows(config, batch):
     """It would attend as if its rows stood side by side, and at batch 1 nothing else would tell."""
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()

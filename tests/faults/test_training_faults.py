@@ -28,7 +28,7 @@ from adaponder.checkpoints import manifest
 from adaponder.checkpoints.manifest import write_manifest
 from adaponder.data import Sampler, Shards
 from adaponder.errors import CheckpointError, InputError, TrainingError
-from adaponder.ops.vocab_expectation import torch as vocabulary_op
+from adaponder.ops import chunks
 from adaponder.recipes import Recipe
 from adaponder.training import checkpoint
 from adaponder.training import run as run_module
@@ -980,9 +980,9 @@ def test_replayed_iterations_give_the_same_curve(exact):
 def test_any_chunk_of_the_vocabulary_gives_the_same_curve(exact, monkeypatch, elements):
     """One token at a time, and a few with an uneven rest: 384 entries, 128 tokens in a batch."""
     expected, seen = exact(), []
-    original = vocabulary_op.CHUNK_ELEMENTS
+    original = chunks.CHUNK_ELEMENTS
     assert original > 384 * 128, "all tokens at once"
     with monkeypatch.context() as patch:
-        patch.setattr(vocabulary_op, "CHUNK_ELEMENTS", elements)
+        patch.setattr(chunks, "CHUNK_ELEMENTS", elements)
         seen = exact(fresh=True)
     assert seen == pytest.approx(expected, rel=1e-9)

@@ -1,4 +1,4 @@
-"""Our attention function for decoders: equals ``sdpa``, and also takes packed rows (:class:`Lane`).
+"""Defines our attention function for decoders: equals ``sdpa``, and also takes packed rows (:class:`Lane`).
 
 Hugging Face looks it up by name (``attn_implementation="adaponder"``). While compiling, a plain causal pass has no mask
 either, with which attention would do twice the work, and queries are laid out token by token, so that the next matrix
@@ -36,6 +36,10 @@ class Lane(NamedTuple):
     def of_layer(self, layer: int) -> Lane:
         """Returns the lane for one layer, without its number, so that one graph fits all layers (see compiling.py)."""
         return Lane(self.rows, [self.windows[layer]], [])
+
+    def take(self, layer: int, lane: Lane) -> None:
+        """Adds the layer that has arrived in its own lane."""
+        self.arrived.extend(lane.arrived)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, **options: Any) -> Tensor:
         return compact_attention(query, key, value, self.rows, window=window, **options)

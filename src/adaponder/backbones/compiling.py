@@ -70,27 +70,21 @@ class Layers:
                 layer.__dict__.pop("forward", None)
 
     def _forward(self, index: int, layer: nn.Module, *arguments: Any, **named: Any) -> Any:
-        views: list[tuple[IterationView, IterationView]] = []
-        lanes: list[tuple[Lane, Lane]] = []
+        shared: list[tuple[Any, Any]] = []
 
         def of_layer(value: Any) -> Any:
             """Returns this layer's part of an argument: a graph that saw the others' would not fit them."""
-            if isinstance(value, IterationView):
-                views.append((value, value.of_layer(index)))
-                return views[-1][1]
-            if isinstance(value, Lane):
-                lanes.append((value, value.of_layer(index)))
-                return lanes[-1][1]
-            return value
+            if not isinstance(value, (IterationView, Lane)):
+                return value
+            shared.append((value, value.of_layer(index)))
+            return shared[-1][1]
 
         arguments, named = tuple(map(of_layer, arguments)), {name: of_layer(value) for name, value in named.items()}
-        if lanes:
+        if any(isinstance(value, Lane) for value, _ in shared):
             _vary_rows(arguments, named)
         result = self.forwards[type(layer)](layer, *arguments, **named)
-        for view, layer_view in views:
-            view.take(index, layer_view)
-        for lane, layer_lane in lanes:
-            lane.arrived.extend(layer_lane.arrived)
+        for value, layer_value in shared:
+            value.take(index, layer_value)
         return result
 
 

@@ -19,45 +19,33 @@ def read_whole(config: PreTrainedConfig) -> bool:
 
 def refuse_by_name(stock: PreTrainedModel) -> None:
     """Raises with the reason if this family cannot be a backbone."""
-    config = stock.config
-    reason = _attention_problem(config) or _head_problem(stock) or _body_problem(config)
-    if reason is not None:
-        raise BackboneError(f"{config.model_type} cannot be a backbone: {reason}")
+    if (reason := _obstacle(stock)) is not None:
+        raise BackboneError(f"{stock.config.model_type} cannot be a backbone: {reason}")
 
 
-def _attention_problem(config: PreTrainedConfig) -> str | None:
+def _obstacle(stock: PreTrainedModel) -> str | None:
+    """Returns the first property of a decoder that is not modelled here, in words."""
+    config, head, embedding = stock.config, stock.get_output_embeddings(), stock.get_input_embeddings()
     if config.model_type == "doge" and config._attn_implementation != "eager":
         return "its masks let a token see the future; open it with attn_implementation='eager'"
     if config.is_encoder_decoder:
         return "it is an encoder-decoder; a decoder that reads its own embeddings is needed"
     kinds = set(getattr(config, "layer_types", None) or [])
     if any("linear" in kind or kind in ("conv", "mamba", "recurrent") for kind in kinds):
-        return (
-            "linear-attention and convolution layers keep one running state, not a row per token that could be reused"
-        )
+        return "linear-attention and convolution layers keep one running state, not a row per token to reuse"
     if unknown := kinds - {"full_attention", "sliding_attention"}:
         return f"attention of kind {', '.join(sorted(unknown))} is not modelled"
     if "longrope" in rope_types(config):
         return "longrope turns every token's rotary angles by the length of the text: later tokens change earlier ones"
-    return None
-
-
-def _head_problem(stock: PreTrainedModel) -> str | None:
-    config, head, embedding = stock.config, stock.get_output_embeddings(), stock.get_input_embeddings()
-    if getattr(config, "final_logit_softcapping", None):
-        return "final_logit_softcapping caps its logits, and the expectation over the vocabulary is of a linear head"
-    for name in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            return f"{name} scales its logits, and the expectation over the vocabulary is of a linear head"
+    harmless = {"final_logit_softcapping": (None, 0), "logit_scale": (None, 1), "logits_scaling": (None, 1)}
+    for name, values in (harmless | {"lm_head_multiplier": (None, 1)}).items():
+        if getattr(config, name, None) not in values:
+            return f"{name} changes its logits, and the expectation over the vocabulary is of a linear head"
     if not isinstance(head, nn.Linear):
         return f"its head is a {type(head).__name__}, not a linear map of the hidden state"
     if not isinstance(embedding, nn.Embedding):
         return f"its embedding is a {type(embedding).__name__}, not a table"
-    return None
-
-
-def _body_problem(config: PreTrainedConfig) -> str | None:
-    if getattr(config, "use_bidirectional_attention", False) not in (False, None):
+    if getattr(config, "use_bidirectional_attention", False):
         return "use_bidirectional_attention lets a token see the future"
     if getattr(config, "add_cross_attention", False):
         return "add_cross_attention needs an encoder"

@@ -1,4 +1,4 @@
-"""Weights for training from scratch: small enough that K iterations of a deep stack do not diverge.
+"""Initialises weights for training from scratch, small enough that K iterations of a deep stack do not diverge.
 
 PonderLM's rule, also of its loop baseline: every matrix and table from a normal of variance 2 / (5 d), truncated at
 three standard deviations; projections into the residual stream divided by sqrt(2 * layers * K), because K iterations

@@ -1,4 +1,4 @@
-"""The shape of a decoder: multiply-adds per row, K/V elements and parameters, counted without allocating weights."""
+"""Counts a decoder's multiply-adds per row, K/V elements and parameters without allocating weights."""
 
 from __future__ import annotations
 

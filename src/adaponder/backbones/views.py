@@ -25,7 +25,9 @@ KeysValues = tuple[Tensor, Tensor]
 
 
 class IterationView(Cache):
-    """The cache of one pass over the backbone: what each layer reads and leaves behind, one entry per layer."""
+    """Serves as the cache of one pass over the backbone; holds the rows that each layer reads and writes."""
+
+    previous: list[KeysValues] | None = None  # what an earlier pass left, for views that hold it by layer
 
     def __init__(self, layers: int):
         super().__init__(layers=[])
@@ -57,10 +59,12 @@ class IterationView(Cache):
         """Returns the view of one layer, without its number, so that one graph fits all layers (see compiling.py)."""
         view = copy.copy(self)
         view.single, view.calls, view.written = True, [0], [None]
+        if self.previous is not None:
+            view.previous = [self.previous[layer]]
         return view
 
     def take(self, layer: int, view: IterationView) -> None:
-        """Takes over what a layer left in its own view."""
+        """Adds the calls and rows that a layer left in its own view."""
         self.calls[layer] += view.calls[0]
         self.written[layer] = view.written[0]
 
@@ -102,11 +106,6 @@ class DenseView(IterationView):
         self.previous = previous
         self.active = None if active is None else active[:, None, :, None]
 
-    def of_layer(self, layer: int) -> DenseView:
-        view: DenseView = super().of_layer(layer)  # type: ignore[assignment]
-        view.previous = None if self.previous is None else [self.previous[layer]]
-        return view
-
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
         if self.previous is not None and self.active is not None:
             old_keys, old_values = self.previous[layer]
@@ -143,16 +142,11 @@ class GridView(IterationView):
         kept: Tensor | None,
     ):
         super().__init__(layers)
-        self.grids, self.shape, self.lanes = grids, shape, lanes
+        self.previous, self.shape, self.lanes = grids, shape, lanes
         self.sequence, self.slot, self.kept = sequence, slot, kept
 
-    def of_layer(self, layer: int) -> GridView:
-        view: GridView = super().of_layer(layer)  # type: ignore[assignment]
-        view.grids = None if self.grids is None else [self.grids[layer]]
-        return view
-
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
-        old_keys, old_values = (None, None) if self.grids is None else self.grids[layer]
+        old_keys, old_values = (None, None) if self.previous is None else self.previous[layer]
         keys, values = self._put(keys, old_keys), self._put(values, old_values)
         self.written[layer] = (keys, values)
         return (keys, values) if self.lanes is None else (keys[self.lanes], values[self.lanes])
@@ -172,7 +166,7 @@ class GridView(IterationView):
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Which rows one pass reads and writes, of ``lanes`` sequences side by side, or packed into one lane.
+    """Describes the rows that one pass reads and writes, of ``lanes`` sequences side by side, or packed into one lane.
 
     Attributes:
         read: ``[lanes, slots]`` ledger row of each slot; -1 where there is none.

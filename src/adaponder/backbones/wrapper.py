@@ -1,4 +1,4 @@
-"""What a backbone must offer, and the wrapper that gets it from any Hugging Face decoder, unmodified."""
+"""Wraps any Hugging Face decoder, unmodified, as the backbone of a recurrence."""
 
 from __future__ import annotations
 
@@ -81,6 +81,7 @@ class Backbone:
         gelu.use(self.stock)
         rotary.use(self.stock)
         self.compile_options = {"by": by, "memory_budget": memory_budget} | options
+        self._compiles_layers, self._memory_budget, self._compiler_options = by == "layer", memory_budget, options
         self._compiled = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -92,9 +93,8 @@ class Backbone:
         if self.compile_options is None:
             return function
         if function not in self._compiled:
-            _, _, options = self._compile_how()
             # It keeps little for backward: no budget is needed.
-            self._compiled[function] = compiling.compiled(function, 1.0, options)
+            self._compiled[function] = compiling.compiled(function, 1.0, self._compiler_options)
         return self._compiled[function]
 
     def _compiles(self, view: type[IterationView], lane: Lane | LedgerLane | None) -> bool:
@@ -108,17 +108,13 @@ class Backbone:
 
     def _compiled_pass(self) -> Callable[..., PassOutput]:
         if self._one_pass not in self._compiled:
-            by, memory_budget, options = self._compile_how()
-            if by == "pass":
-                self._compiled[self._one_pass] = compiling.compiled(self._one_pass, memory_budget, options)
-            else:
-                layers = compiling.Layers(self.body, self.layer_windows, memory_budget, options)
+            how = self._memory_budget, self._compiler_options
+            if self._compiles_layers:
+                layers = compiling.Layers(self.body, self.layer_windows, *how)
                 self._compiled[self._one_pass] = layers.in_place()(self._one_pass)
+            else:
+                self._compiled[self._one_pass] = compiling.compiled(self._one_pass, *how)
         return self._compiled[self._one_pass]
-
-    def _compile_how(self) -> tuple[str, float, dict[str, Any]]:
-        options = dict(self.compile_options or {})
-        return options.pop("by"), options.pop("memory_budget"), options
 
     def packs(self) -> bool:
         """Returns whether rows of several sequences can be packed into one lane; tries it once, with one token."""
@@ -145,20 +141,17 @@ class Backbone:
         return self.stock.get_input_embeddings()(ids)
 
     def table(self) -> Tensor:
-        """The effective embedding table: ``embed(ids) == table()[ids]``."""
+        """Returns the effective embedding table: ``embed(ids) == table()[ids]``."""
         embedding: Any = self.stock.get_input_embeddings()
         scale = getattr(embedding, "embed_scale", None)
         if type(embedding) is not nn.Embedding and scale is None:
-            raise BackboneError(
-                f"{_class_of(embedding)} replaces the embedding: an adapter there is not part of the mixed table; "
-                "adapt other modules, or merge it first"
-            )
+            raise _replaced(embedding, "the embedding")
         weight = _present(embedding.weight)
         # A number, or (Gemma) a tensor that may have a wider type than the table.
         return weight if scale is None else weight * torch.as_tensor(scale, dtype=weight.dtype)
 
     def head(self) -> tuple[Tensor, Tensor | None]:
-        """The head as (W, bias): ``logits == hidden @ W.T + bias``."""
+        """Returns the head as (W, bias): ``logits == hidden @ W.T + bias``."""
         linear = self._head()
         return _present(linear.weight), linear.bias
 
@@ -176,10 +169,7 @@ class Backbone:
     def _head(self) -> nn.Linear:
         head = self.stock.get_output_embeddings()
         if not isinstance(head, nn.Linear):
-            raise BackboneError(
-                f"{_class_of(head)} replaces the head: an adapter there is not part of the expectation over the "
-                "vocabulary; adapt other modules, or merge it first"
-            )
+            raise _replaced(head, "the head")
         return head
 
     def final_norm(self, stream: Tensor) -> Tensor:
@@ -368,9 +358,12 @@ def rounding_bound(dtype: torch.dtype) -> float:
     return min(200 * torch.finfo(dtype).eps, 0.02)
 
 
-def _class_of(module: Any) -> str:
-    """Returns the full class name: adapters have the names of what they adapt."""
-    return f"{type(module).__module__}.{type(module).__name__}"
+def _replaced(module: Any, role: str) -> BackboneError:
+    # The full class name: adapters have the names of what they adapt.
+    return BackboneError(
+        f"{type(module).__module__}.{type(module).__name__} replaces {role}: an adapter there is not part of the "
+        "expectation over the vocabulary; adapt other modules, or merge it first"
+    )
 
 
 def _present(weight: Tensor) -> Tensor:
@@ -383,12 +376,11 @@ def _require_numbers(stock: PreTrainedModel, logits: Tensor) -> None:
     """Raises where a model's logits are NaN, and names the first weight that is not finite, if any."""
     if not bool(logits.isnan().any()):
         return
-    family, precision = stock.config.model_type, str(logits.dtype).removeprefix("torch.")
-    if (bad := first_not_finite(stock.state_dict().items())) is not None:
-        raise BackboneError(
-            f"{family}: weights contain {bad.holds}: {bad.name}; the model was damaged or diverged in training"
-        )
-    raise BackboneError(f"{family}: its logits are NaN although its weights are finite: it overflows in {precision}")
+    bad, precision = first_not_finite(stock.state_dict().items()), str(logits.dtype).removeprefix("torch.")
+    reason = f"its logits are NaN although its weights are finite: it overflows in {precision}"
+    if bad is not None:
+        reason = f"weights contain {bad.holds}: {bad.name}; the model was damaged or diverged in training"
+    raise BackboneError(f"{stock.config.model_type}: {reason}")
 
 
 def _agree(stock: PreTrainedModel, what: str, ours: Tensor, theirs: Tensor) -> None:

@@ -124,10 +124,10 @@ class GraphedBody(Body):
             return self.body.forward(x, position, rows, pools)
         tiles: list[tuple[int, int, int, int]] = []
         if rows.cohorts:
-            from adaponder.ops.ledger_attention import launch
+            from adaponder.ops.ledger_attention import triton as kernels
 
-            size, block = pad_prefill(len(x)), launch.block_of(rows.cohorts)
-            tiles = launch.tiles_of(rows.cohorts, block)
+            size, block = pad_prefill(len(x)), kernels.block_of(rows.cohorts)
+            tiles = kernels.tiles_of(rows.cohorts, block)
             tiles += [(first, size, self.padding, 0) for first in range(len(x), size, block)]
             room = size // block + _SPARE_TILES
             while room < len(tiles):

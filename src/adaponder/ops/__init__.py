@@ -1,1 +1,1 @@
-"""One folder per operation: the same signature in every implementation, the plain one first."""
+"""Contains one folder per operation; all its implementations have the signature of the plain one."""

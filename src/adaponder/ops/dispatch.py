@@ -64,22 +64,3 @@ def compute_dtype(like: Tensor) -> torch.dtype:
     """
     kind = like.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype
-
-
-def rows_per_chunk(rows: int, vocabulary: int, elements: int) -> int:
-    """Returns the rows of even chunks of about ``elements`` logits at most; whole tiles of 128 where possible."""
-    most = max(1, elements // vocabulary)
-    if rows <= most or most < 128:
-        return most
-    even = -(-rows // -(-rows // most))
-    return min(most, -(-even // 128) * 128)
-
-
-def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds ``left @ right`` to ``total``; on CUDA the sum is kept in ``total``'s wider precision throughout."""
-    if left.is_cuda and left.dtype != total.dtype:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    elif left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right

@@ -1,4 +1,4 @@
-"""Which weight is not a number: looked for before a model is used, after it is loaded, before it is saved."""
+"""Finds weights that are not finite: before a model is used, after it is loaded, before it is saved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _JUDGED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class NotFinite(NamedTuple):
-    """A tensor that holds ``NaN`` or ``an infinity``."""
+    """Names a tensor that holds ``NaN`` or ``an infinity``."""
 
     name: str
     holds: str
@@ -21,7 +21,7 @@ class NotFinite(NamedTuple):
 
 
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> NotFinite | None:
-    """The first tensor with a NaN or an infinity in it, or ``None``; whole numbers and meta tensors hold none."""
+    """Returns the first tensor with a NaN or an infinity, or ``None``; integers and meta tensors have neither."""
     for name, value in tensors:
         if value.is_meta or value.dtype not in _JUDGED or bool(value.isfinite().all()):
             continue

@@ -53,7 +53,7 @@ class _Gelu(torch.autograd.Function):
 
 
 def _distribution(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(Phi(x), e^(-x^2/2)) of the normal distribution."""
+    """Returns (Phi(x), e^(-x^2/2)) of the normal distribution."""
     bell = torch.exp(-0.5 * x * x)
     t = 1.0 / (1.0 + _P * x.abs())
     tail = t * _TAIL[4] + _TAIL[3]

@@ -68,7 +68,7 @@ _JOIN_IN_PLACE = JoinInPlace()
 
 
 def settings(options: dict[str, Any]) -> dict[str, Any]:
-    """``torch.compile``'s options with the pass added, unless another compiler or another such pass is asked for."""
+    """Adds the pass to ``torch.compile``'s options, unless these name another compiler or another such pass."""
     theirs = {name.replace("-", "_") for name in options.get("options") or {}}
     taken = _SETTING in theirs or getattr(torch._inductor.config, _SETTING) is not None
     if options.get("backend", "inductor") != "inductor" or taken:
@@ -81,7 +81,7 @@ def settings(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _turned_copy(cat: Any) -> Any | None:
-    """The copy of ``cat(three, -1)`` with heads and time exchanged, if nobody else reads what comes before it."""
+    """Returns the copy of ``cat(three, -1)`` with heads and time exchanged, if it is the only reader of its inputs."""
     parts, *dim = cat.args
     whole = cat.meta["val"]
     if len(parts) != 3 or not dim or dim[0] not in (3, -1) or whole.ndim != 4 or len(cat.users) != 1:
@@ -101,7 +101,7 @@ def _turned_copy(cat: Any) -> Any | None:
 
 
 def _turned(graph: Graph, part: Any, turn: Any) -> Any:
-    """A view of a part, turned as the whole was."""
+    """Returns a view of a part with the same two dimensions exchanged."""
     turned = graph.call_function(turn.target, (part, *turn.args[1:]))
     turned.meta["val"] = part.meta["val"].transpose(1, 2)
     return turned

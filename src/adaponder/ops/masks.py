@@ -1,4 +1,4 @@
-"""Who may attend to whom: earlier tokens of the same document, within the window, that have a row to read."""
+"""Builds attention masks: earlier tokens of the same document, within the window, that have a row to read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 
 @dataclass(frozen=True)
 class Places:
-    """Where queries or keys stand: ``[lanes, n]`` each; ``present`` marks keys that have a row to read."""
+    """Describes the places of queries or keys, ``[lanes, n]`` each; ``present`` marks keys that have a row to read."""
 
     slot: Tensor
     order: Tensor
@@ -25,7 +25,7 @@ class Places:
     present: Tensor | None = None
 
     def of(self, lanes: Tensor) -> Places:
-        """Those of some lanes."""
+        """Selects the entries of the given lanes."""
 
         def some(grid: Tensor | None) -> Tensor | None:
             return None if grid is None else grid[lanes]
@@ -34,10 +34,10 @@ class Places:
 
 
 def visible(query: Places, key: Places, *, window: int | None) -> Tensor:
-    """The boolean attention mask ``[lanes, 1, queries, keys]``.
+    """Returns the boolean attention mask ``[lanes, 1, queries, keys]``.
 
-    Every query sees its own slot: a padded or absent token has no softmax over nothing, hence no NaN, and nobody
-    reads what it computes.
+    Every query sees its own slot, so that a padded or absent token has no softmax over nothing, hence no NaN; its
+    result is never read.
     """
     query_slot, key_slot = query.slot[..., :, None], key.slot[..., None, :]
     mask = key_slot <= query_slot
@@ -51,7 +51,7 @@ def visible(query: Places, key: Places, *, window: int | None) -> Tensor:
 
 
 def masked_attention() -> AbstractContextManager[object]:
-    """A context in which torch's attention runs by any backend but cuDNN's.
+    """Returns a context in which torch's attention runs by any backend but cuDNN's.
 
     Given a mask, cuDNN's backward returns NaN for some lengths and scores on H100 and H200 (torch 2.11 to 2.13; pytorch
     issue 196678, docs/design.md), and torch prefers cuDNN there. Without a mask it is right, and the fastest.
@@ -62,7 +62,7 @@ def masked_attention() -> AbstractContextManager[object]:
 
 @contextmanager
 def _without_cudnn() -> Iterator[None]:
-    """The choice is the whole process's: whoever comes first makes it, whoever leaves last takes it back."""
+    """Turns cuDNN off for the whole process; of nested or concurrent contexts the last to end restores it."""
     with _counting:
         if not _inside:
             _inside.append(torch.backends.cuda.cudnn_sdp_enabled())

@@ -1,4 +1,4 @@
-"""The precision of decisions, sums and losses: at least float32, whatever the model computes in."""
+"""Widens decisions, sums and losses to at least float32, whatever the model computes in."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float64 stays; everything narrower becomes float32."""
+    """Returns float64 for float64 and float32 for every narrower type."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def widened(values: Tensor) -> Tensor:
-    """The values in :func:`wide_dtype` of their own."""
+    """Returns the values in the :func:`wide_dtype` of their type."""
     return values.to(wide_dtype(values.dtype))

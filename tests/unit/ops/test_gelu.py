@@ -36,16 +36,7 @@ def test_value_and_slope_are_no_worse_than_torchs_own(dtype):
             assert error[here].mean() <= 1.01 * bound[here].mean() + 1e-6
 
 
-def test_the_distribution_is_right_to_a_millionth_also_far_out():
-    x = torch.linspace(-40, 40, 40001)
-    below, bell = op._distribution(x)
-    exact = torch.special.ndtr(x.double())
-    assert (below.double() - exact).abs().max() < 3e-7
-    assert (bell.double() - torch.exp(-0.5 * x.double() ** 2)).abs().max() < 3e-7
-    assert torch.isfinite(below).all()
-
-
-def test_whoever_is_not_compiled_or_wants_more_precision_gets_torchs_own(monkeypatch):
+def test_eager_passes_and_wider_precision_get_torchs_own(monkeypatch):
     x = torch.linspace(-5, 5, 101)
     assert torch.equal(op.gelu(x.bfloat16()), stock_gelu(x.bfloat16()))
     monkeypatch.setattr(op, "is_compiling", lambda: True)

@@ -25,17 +25,10 @@ def drawn_books(seed: int) -> Books:
     def numbers(most: int) -> torch.Tensor:
         return torch.randint(most, (lanes,))
 
-    return Books(
-        index=torch.randint(-1, 50, (lanes, iterations, slots), dtype=torch.int32),
-        token=numbers(99),
-        place=numbers(slots),
-        iteration=numbers(iterations),
-        last=numbers(iterations),
-        used=numbers(pages * size + 3),
-        pages=torch.randint(1, 9, (lanes, pages), dtype=torch.int32),
-        tick=torch.tensor([seed - 1]),
-        page_size=size,
-    )
+    index = torch.randint(-1, 50, (lanes, iterations, slots), dtype=torch.int32)
+    counts = (numbers(most) for most in (99, slots, iterations, iterations, pages * size + 3))
+    table = torch.randint(1, 9, (lanes, pages), dtype=torch.int32)
+    return Books(index, *counts, table, torch.tensor([seed - 1]), size)
 
 
 @pytest.mark.parametrize("vanishes", [False, True])
@@ -97,21 +90,15 @@ def test_one_switch_turns_the_kernels_of_the_books_off_too(runs, monkeypatch):
 
 
 def opened(room: int = SIZE) -> tuple[Books, DraftWindows]:
-    """Three lanes that begin at places 0, 4 and 2, and nobody's."""
+    """Three lanes that begin at places 0, 4 and 2, and the unused lane."""
     slots, pages, size = 24, 20, 4
     numbers = torch.arange(LANES)
-    books = Books(
-        index=torch.full((LANES, PASSES, slots), -1, dtype=torch.int32),
-        token=torch.zeros(LANES, dtype=torch.long),
-        place=torch.zeros(LANES, dtype=torch.long),
-        iteration=torch.zeros(LANES, dtype=torch.long),
-        last=torch.full((LANES,), PASSES - 1),
-        used=torch.zeros(LANES, dtype=torch.long),
-        pages=(1 + numbers[:, None] * pages + torch.arange(pages)).int(),
-        tick=torch.tensor([-1]),
-        page_size=size,
-    )
-    books.pages[-1] = 0
+    token, place, iteration, used = (torch.zeros(LANES, dtype=torch.long) for _ in range(4))
+    index = torch.full((LANES, PASSES, slots), -1, dtype=torch.int32)
+    table = (1 + numbers[:, None] * pages + torch.arange(pages)).int()
+    table[-1] = 0
+    last = torch.full((LANES,), PASSES - 1)
+    books = Books(index, token, place, iteration, last, used, table, torch.tensor([-1]), size)
     windows = DraftWindows.empty(LANES, SIZE, numbers.device)
     for lane, place in enumerate((0, 4, 2)):
         windows.front[lane] = windows.origin[lane] = place
@@ -121,7 +108,7 @@ def opened(room: int = SIZE) -> tuple[Books, DraftWindows]:
 
 
 def answers(tick: int) -> tuple[torch.Tensor, ...]:
-    """What rows say: few ids, so that many drafts are right; some halt early."""
+    """The results of rows: few ids, so that many drafts are right; some halt early."""
     generator = torch.Generator("cpu").manual_seed(tick)
     chosen = torch.randint(2, (3, SIZE), generator=generator, device="cpu")
     goes_on = torch.rand(3, SIZE, generator=generator, device="cpu") < 0.6
@@ -134,8 +121,8 @@ def answers(tick: int) -> tuple[torch.Tensor, ...]:
 def test_kernels_move_windows_alike(room, vanishes):
     mine = opened(room)
     theirs, lane = copy.deepcopy(mine), torch.tensor([2, 0, 3])
-    logs = [torch.zeros(16, 3, 2 * SIZE + 1, dtype=torch.long) for _ in range(2)]
-    for tick in range(16):
+    logs = [torch.zeros(12, 3, 2 * SIZE + 1, dtype=torch.long) for _ in range(2)]
+    for tick in range(12):
         ours = kernels.begin_windows(*mine, lane, passes=PASSES, vanishes=vanishes)
         wanted = plain.begin_windows(*theirs, lane, passes=PASSES, vanishes=vanishes, every=True)
         for one, other in zip((*ours[:2], *ours.begun), (*wanted[:2], *wanted.begun), strict=True):
@@ -147,7 +134,7 @@ def test_kernels_move_windows_alike(room, vanishes):
         for one, other in zip((*mine[0][:-1], *mine[1]), (*theirs[0][:-1], *theirs[1]), strict=True):
             assert torch.equal(one[:-1] if one.ndim == 3 else one, other[:-1] if one.ndim == 3 else other)
     assert torch.equal(*logs)
-    assert (logs[0][:, :2, -1].sum(0) > 4).all(), "too few tokens were accepted to compare"
+    assert (logs[0][:, :2, -1].sum(0) > 3).all(), "too few tokens were accepted to compare"
 
 
 def test_rows_of_live_places_alone_are_those_of_every_place():
@@ -167,29 +154,3 @@ def test_rows_of_live_places_alone_are_those_of_every_place():
         plain.end_windows(*other, lane, goes_on, chosen, bad, logs[1])
     assert torch.equal(*logs)
     assert torch.equal(one[0].index[:-1], other[0].index[:-1])
-
-
-def test_a_window_by_hand():
-    """One lane: a draft that turns out wrong is dropped with its followers, and the right token begins in its place."""
-    books, windows = opened()
-    lane, log = torch.tensor([0]), torch.zeros(6, 1, 2 * SIZE + 1, dtype=torch.long)
-
-    def tick(goes_on: list[bool], chosen: list[int]) -> list[int]:
-        plain.begin_windows(books, windows, lane, passes=PASSES, vanishes=False, every=True)
-        said = torch.tensor([goes_on]), torch.tensor([chosen]), torch.zeros(1, SIZE, dtype=torch.bool)
-        plain.end_windows(books, windows, lane, *said, log)
-        return log[int(books.tick), 0].tolist()
-
-    on = [True] * SIZE
-    assert tick(on, [5, 9, 9])[SIZE:] == [0, -1, -1, 0]
-    assert windows.token[0, :2].tolist() == [1, 5]
-    assert tick(on, [5, 6, 9])[SIZE:] == [1, 0, -1, 0]
-    assert windows.token[0].tolist() == [1, 5, 6]
-    rows = books.index[0, :, 1].tolist()
-    # The first token says another one at last: places 1 and 2 are dropped, and place 1 begins anew.
-    assert tick([False, True, True], [7, 6, 8])[SIZE:] == [2, 1, 0, 1]
-    assert (windows.front[0], windows.stop[0], windows.token[0, 1], windows.iteration[0, 1]) == (1, 2, 7, 0)
-    assert tick([True, False, True], [9, 3, 9])[SIZE:] == [-1, 0, -1, 1]
-    # Its rows are those of the dropped token, at every iteration, and it has halted at its first.
-    assert books.index[0, :, 1].tolist() == [rows[0]] * PASSES
-    assert (windows.front[0], windows.stop[0], windows.token[0, 2]) == (2, 3, 3)

@@ -11,13 +11,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+pytest.importorskip("triton", reason="no Triton on this platform")
+
 from adaponder.ops.next_token import stream_key
+from adaponder.ops.next_token import triton as kernels
 from adaponder.ops.next_token.torch import gumbel, least_kept, pick
 
 VOCABULARY = 23
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def test_noise_is_of_gumbels_distribution_up_to_its_tail() -> None:
+def test_noise_is_of_gumbels_distribution_up_to_its_tail():
     values = gumbel(torch.arange(40), torch.arange(40) * 7, 20_000).flatten()
     for bound in (-2.0, 0.0, 1.0, 3.0, 6.0, 9.0):
         beyond = 1 - math.exp(-math.exp(-bound))
@@ -27,7 +31,7 @@ def test_noise_is_of_gumbels_distribution_up_to_its_tail() -> None:
     assert values.isfinite().all()
 
 
-def test_noise_is_the_same_on_every_machine() -> None:
+def test_noise_is_the_same_on_every_machine():
     # From a splitmix64 in whole numbers of Python.
     key, position, token, mask = stream_key(7, 2), 11, 5, (1 << 64) - 1
     x = (key + ((position << 32) + token) * 0x9E3779B97F4A7C15) & mask
@@ -44,12 +48,8 @@ def test_noise_is_the_same_on_every_machine() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "vocabulary", "programs"), [(1, 23, 512), (3, 1024, 512), (7, 2500, 8)])
-def test_the_kernel_draws_the_same_tokens(
-    dtype: torch.dtype, rows: int, vocabulary: int, programs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernels = pytest.importorskip("adaponder.ops.next_token.triton")
+def test_the_kernel_draws_the_same_tokens(dtype, rows, vocabulary, programs, monkeypatch):
     monkeypatch.setattr(kernels, "PROGRAMS", programs)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(rows)
     logits = torch.randn(rows, vocabulary + 3, generator=generator).to(dtype)[:, :vocabulary]
     logits[0, : vocabulary // 2] = -math.inf
@@ -65,17 +65,15 @@ def test_the_kernel_draws_the_same_tokens(
     settings = (logits, lanes, position, temperature, key)
     third = logits.nan_to_num(posinf=0).topk(3).values[:, 2:]
     for sampled, least in ((True, None), (False, None), (True, third)):
-        moved = None if least is None else least.to(device)
-        token, bad = kernels.pick(*(tensor.to(device) for tensor in settings), sampled=sampled, least=moved)
+        moved = None if least is None else least.to(DEVICE)
+        token, bad = kernels.pick(*(tensor.to(DEVICE) for tensor in settings), sampled=sampled, least=moved)
         expected = pick(*settings, sampled=sampled, least=least)
         assert bad.tolist() == expected.bad.tolist() == [row >= 3 for row in range(rows)]
         assert token[:3].tolist() == expected.token[:3].tolist()
         assert ((token >= 0) & (token < vocabulary)).all()
 
 
-def support(
-    logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> Tensor:
+def support(logits: Tensor, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> Tensor:
     """Probabilities after temperature and truncation."""
     numbers = torch.tensor([[temperature, top_p, math.log(min_p) if min_p else -math.inf]], dtype=torch.float64)
     lanes = torch.zeros(len(logits), dtype=torch.long)
@@ -84,10 +82,8 @@ def support(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_kernel_keeps_the_same_tokens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = pytest.importorskip("adaponder.ops.next_token.triton")
+def test_the_kernel_keeps_the_same_tokens(dtype, monkeypatch):
     monkeypatch.setattr(kernels, "SORTED_BLOCK", 16)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)
     logits = (2 * torch.randn(40, 50, generator=generator)).to(dtype)
     logits[::4] = logits[::4].round()
@@ -99,7 +95,7 @@ def test_the_kernel_keeps_the_same_tokens(dtype: torch.dtype, monkeypatch: pytes
     top_k = torch.where(uniform[:, 3] < 0.5, 50, (uniform[:, 3] * 50).long())
     lanes = torch.randperm(60, generator=generator)[:40]
     settings = (logits, lanes, torch.stack([temperature, top_p, log_min_p], dim=1), top_k)
-    least = kernels.least_kept(*(tensor.to(device) for tensor in settings))
+    least = kernels.least_kept(*(tensor.to(DEVICE) for tensor in settings))
     assert torch.equal(least.cpu(), least_kept(*settings))
     assert (logits >= least.cpu()).sum(1).unique().numel() > 10
 
@@ -112,9 +108,7 @@ def test_the_kernel_keeps_the_same_tokens(dtype: torch.dtype, monkeypatch: pytes
     top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.99)),
     min_p=st.one_of(st.just(0.0), st.floats(0.01, 1.0)),
 )
-def test_truncation_is_that_of_hugging_face(
-    seed: int, temperature: float, top_k: int, top_p: float, min_p: float
-) -> None:
+def test_truncation_is_that_of_hugging_face(seed, temperature, top_k, top_p, min_p):
     generator = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(16, VOCABULARY, generator=generator, dtype=torch.float64)
     ids = torch.zeros(16, 1, dtype=torch.long)
@@ -131,7 +125,7 @@ def test_truncation_is_that_of_hugging_face(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_tokens_as_likely_as_the_least_likely_that_stays_all_stay(dtype: torch.dtype) -> None:
+def test_tokens_as_likely_as_the_least_likely_that_stays_all_stay(dtype):
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 3.0, 2.0, 0.0]], dtype=dtype)
     first, second = {1, 4}, {1, 2, 3, 4, 5}
     likely = float(logits.double().softmax(-1)[0, 1])

@@ -12,6 +12,7 @@ from adaponder.halting import Gate
 from adaponder.inference.tick import RowGates, stack_gates
 from adaponder.ops.row_gates import torch as plain
 from adaponder.ops.row_gates import triton as kernels
+from kernel_support import PLACES, draw, error, widest
 from poison import poisoned  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -26,11 +27,6 @@ def gates_of(width: int, dtype: torch.dtype, count: int = 3) -> nn.ModuleList:
     return gates.to(dtype)
 
 
-def hidden(dtype: torch.dtype, device: str = "cpu") -> Tensor:
-    values = torch.randn(5, 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return values.to(device, dtype)
-
-
 def one_by_one(gates: nn.ModuleList, values: Tensor) -> Tensor:
     asked = [gates[min(int(i), len(gates) - 1)](row[None])[0] for i, row in zip(ITERATION, values, strict=True)]
     return torch.stack(asked).detach()
@@ -39,7 +35,7 @@ def one_by_one(gates: nn.ModuleList, values: Tensor) -> Tensor:
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("width", [0, 2])
 def test_each_row_hears_its_own_gate(width, count):
-    gates, values = gates_of(width, torch.float64, count), hidden(torch.float64)
+    gates, values = gates_of(width, torch.float64, count), draw(5, 20, seed=1)
     asked = RowGates(gates)
     assert asked.stacked is not None
     logits = asked(values[:, None], ITERATION[:, None]).detach()
@@ -58,30 +54,24 @@ def test_other_modules_are_called():
     assert stack_gates(gates) is None
     assert stack_gates(nn.ModuleList([gates[1]])) is None
     assert stack_gates(nn.ModuleList([gates_of(0, torch.float64)[0], gates_of(1, torch.float64)[0]])) is None
-    values = hidden(torch.float64)
+    values = draw(5, 20, seed=1)
     assert torch.allclose(RowGates(gates)(values, ITERATION), one_by_one(gates, values), atol=1e-13)
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "floor"),
-    [
-        pytest.param("cpu", torch.float32, 1e-6, id="interpreted"),
-        pytest.param("cuda", torch.bfloat16, 5e-3, marks=pytest.mark.gpu, id="gpu-bfloat16"),
-    ],
-)
 @pytest.mark.parametrize("few", [8, 2], ids=["few", "many"])
-def test_the_kernel_equals_the_plain_version(device, dtype, floor, few, monkeypatch):
-    if torch.cuda.is_available() and device == "cpu":
-        pytest.skip("kernels are compiled for the GPU in this process, not interpreted")
+@pytest.mark.parametrize("device", PLACES)
+def test_the_kernel_equals_the_plain_version(device, few, monkeypatch):
     monkeypatch.setattr(kernels, "FEW", few)
+    dtype = widest(device)
+    floor = {torch.float32: 1e-6, torch.bfloat16: 5e-3}[dtype]
     gates = gates_of(2, dtype).to(device)
     stacked = stack_gates(gates)
-    values, iteration = hidden(dtype, device), ITERATION.to(device)
+    values, iteration = draw(5, 20, seed=1, dtype=dtype, device=device), ITERATION.to(device)
     truth = one_by_one(gates.double().cpu(), values.double().cpu())
     logits = kernels.stacked_gates(stacked, values, iteration)
     assert logits.dtype == torch.float32
-    assert float((logits.double().cpu() - truth).norm() / truth.norm()) <= floor
+    assert error(logits, truth) <= floor
     counter = kernels.counter_on(values.device)
     for _ in range(2):  # the counter serves the next call as well
         assert torch.equal(logits, kernels.stacked_gates(stacked, values, iteration, counter=counter))
-    assert float((plain.stacked_gates(stacked, values, iteration).cpu() - truth).norm() / truth.norm()) <= floor
+    assert error(plain.stacked_gates(stacked, values, iteration), truth) <= floor

@@ -22,8 +22,7 @@ from adaponder.data import Sampler, Shards
 from adaponder.errors import AdaPonderError, InputError
 from adaponder.evaluation.scoring import ScoringOptions, score
 from adaponder.evaluation.text import Text, Windows
-from adaponder.ops.linear_cross_entropy import torch as linear_cross_entropy
-from adaponder.ops.vocab_expectation import torch as vocab_expectation
+from adaponder.ops import chunks
 from adaponder.recipes import Recipe
 from adaponder.training.build import build_model
 from adaponder.training.loop import Trainer
@@ -155,8 +154,7 @@ def test_validation_is_what_evaluation_scores_and_never_holds_the_logits_of_all_
     sizes = ["model.backbone.vocab_size=2000", "train.eval_tokens=160", "train.steps=1", "model.tau=0.99"]
     recipe = small(shards, "train.dtype=float64", "train.ponder_start=0", "train.ponder_full=0", *sizes)
     trainer = train(recipe, out=tmp_path / "run", quiet=True).trainer
-    for operation in (vocab_expectation, linear_cross_entropy):
-        monkeypatch.setattr(operation, "CHUNK_ELEMENTS", 2000 * 40)
+    monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 2000 * 40)
     with LargestTensor() as largest:
         found = trainer.evaluate(160)
     assert largest.elements < 2000 * 4 * 32

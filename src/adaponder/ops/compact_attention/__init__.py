@@ -8,15 +8,23 @@ slot, and ``K, V [sequences, key heads, slots, size]``. A row sees the slots up 
 kernels (CUDA with 160 KiB of shared memory, bf16 and fp16, head size up to 128, causal, grouped heads): forward, a
 program owns 128 rows and a head and walks the keys with an online softmax; backward, the same walk gives ``dq``, and
 a program that owns 64 keys gives ``dK`` and ``dV``. No mask is in memory, no work goes beyond the last slot.
-``opaque.py`` is what a compiled pass calls.
+A compiled pass makes one opaque call, never traced; it knows no windows, packed documents or dropout, and passes
+with those are not compiled.
 """
 
-from torch import Tensor
-from torch.compiler import is_compiling
+from __future__ import annotations
 
-from adaponder.ops.compact_attention import opaque
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, float32
+from torch.compiler import is_compiling
+from torch.library import custom_op
+
 from adaponder.ops.compact_attention import torch as reference
 from adaponder.ops.compact_attention.torch import PackedRows
+from adaponder.ops.dispatch import runs_fused
+from adaponder.ops.masks import Places
 
 __all__ = ["PackedRows", "compact_attention"]
 
@@ -32,8 +40,93 @@ def compact_attention(
     dropout: float = 0.0,
 ) -> Tensor:
     """Computes the torch version, or its Triton kernels where they run and fit; while compiling, one opaque call."""
+    true_scale = query.shape[-1] ** -0.5 if scale is None else scale
     if is_compiling():
-        return opaque.compact_attention(query, keys, values, rows, window=window, scale=scale, dropout=dropout)
-    if kernels := opaque.kernels_for(query, keys, values, rows, window=window, dropout=dropout):
-        return kernels.compact_attention(query, keys, values, rows, scale=scale)
+        if dropout or window is not None or rows.query.document is not None:
+            raise ValueError(
+                f"dropout={dropout}, window={window} or packed documents cannot be part of a compiled pass"
+            )
+        places = rows.sequence, rows.query.slot, rows.key.slot, rows.key.present
+        return _mix(query, keys, values, *places, true_scale)[0]
+    if kernels := _kernels_for(query, keys, values, rows, window=window, dropout=dropout):
+        return kernels.compact_attention(query, keys, values, rows, true_scale)
     return reference.compact_attention(query, keys, values, rows, window=window, scale=scale, dropout=dropout)
+
+
+def _kernels_for(
+    query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, *, window: int | None = None, dropout: float = 0.0
+) -> ModuleType | None:
+    """Returns the module of the Triton version where it runs and fits, else ``None``."""
+    if not runs_fused(query) or query.dtype.itemsize != 2:
+        return None
+    from adaponder.ops.compact_attention import triton
+
+    return triton if triton.fits(query, keys, values, rows, window=window, dropout=dropout) else None
+
+
+def _rows(sequence: Tensor, asking: Tensor, answering: Tensor, present: Tensor | None) -> PackedRows:
+    # Order is what windows count by.
+    return PackedRows(sequence, Places(asking, asking), Places(answering, answering, present=present))
+
+
+@custom_op("adaponder::compact_attention", mutates_args=())
+def _mix(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    sequence: Tensor,
+    asking: Tensor,
+    answering: Tensor,
+    present: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Returns the result and the kernels' normaliser."""
+    rows = _rows(sequence, asking, answering, present)
+    if kernels := _kernels_for(query, keys, values, rows):
+        return kernels.mix(query, keys, values, rows, scale)
+    mixed = reference.compact_attention(query, keys, values, rows, scale=scale)
+    return mixed.contiguous(), query.new_zeros(query.shape[:2], dtype=float32)
+
+
+@_mix.register_fake
+def _(query: Tensor, keys: Tensor, values: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    count, heads, _ = query.shape
+    return query.new_empty(count, heads, values.shape[-1]), query.new_empty(count, heads, dtype=float32)
+
+
+@custom_op("adaponder::compact_attention_slopes", mutates_args=())
+def _slopes(
+    grad: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mixed: Tensor,
+    normaliser: Tensor,
+    sequence: Tensor,
+    asking: Tensor,
+    answering: Tensor,
+    present: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = _rows(sequence, asking, answering, present)
+    if kernels := _kernels_for(query, keys, values, rows):
+        return kernels.slopes(grad, query, keys, values, mixed, normaliser, rows, scale)
+    return reference.slopes(grad, query, keys, values, rows, scale=scale)
+
+
+@_slopes.register_fake
+def _(grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), keys.new_empty(keys.shape), values.new_empty(values.shape)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, keys, values, *where, scale = inputs
+    ctx.save_for_backward(query, keys, values, *output, *where)
+    ctx.scale = scale
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_slopes(grad.contiguous(), *ctx.saved_tensors, ctx.scale), None, None, None, None, None)
+
+
+_mix.register_autograd(_backward, setup_context=_remember)

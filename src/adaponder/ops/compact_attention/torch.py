@@ -1,4 +1,4 @@
-"""Attention of scattered rows: some tokens of each sequence ask, all of its tokens answer."""
+"""Computes attention in which only some tokens of each sequence are queries, and all of its tokens are keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from adaponder.ops.precision import wide_dtype
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Which tokens ask, packed into one lane in the order of sequences and slots, and who answers.
+    """Describes the query rows, packed into one lane in the order of sequences and slots, and the keys of all tokens.
 
     Attributes:
         sequence: ``[n]``, whose tokens they are; never decreasing.
@@ -30,7 +30,7 @@ class PackedRows:
 
     @cached_property
     def parts(self) -> list[tuple[int, slice]]:
-        """(sequence, its rows) of every sequence that asks."""
+        """Lists (sequence, its rows) of every sequence with queries."""
         sequences = torch.arange(self.key.slot.shape[0] + 1, device=self.sequence.device)
         edges = torch.searchsorted(self.sequence, sequences).tolist()
         return [(index, slice(*edge)) for index, edge in enumerate(pairwise(edges)) if edge[0] < edge[1]]
@@ -40,7 +40,7 @@ class PackedRows:
         return {}
 
     def masks(self, window: int | None) -> list[Tensor]:
-        """Who sees whom in each part, ``[1, 1, rows, slots]``; kept, because every layer asks again."""
+        """Returns the attention mask of each part, ``[1, 1, rows, slots]``; cached, because every layer needs it."""
         if window not in self._masks:
             query, key = self.query, self.key
             self._masks[window] = [
@@ -51,7 +51,7 @@ class PackedRows:
 
 
 def _some(places: Places, lane: int, those: slice) -> Places:
-    """Some places of one lane, as a lane of its own."""
+    """Selects places of one lane, as a lane of its own."""
 
     def some(grid: Tensor) -> Tensor:
         return grid[lane : lane + 1, those]
@@ -106,7 +106,7 @@ def compact_attention(
 def slopes(
     grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, keys and values, written out for where there is no tape to ask.
+    """Returns the gradients of query, keys and values, written out for code without autograd.
 
     Weights and what they are made of are never held in half precision.
     """

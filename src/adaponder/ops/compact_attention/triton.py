@@ -1,4 +1,4 @@
-"""Attention of scattered rows as kernels: online softmax over the keys up to the last slot that a block asks from.
+"""Computes attention of scattered rows by an online softmax over the keys up to the last slot of a block of queries.
 
 A program owns a block of rows and one head. Rows are packed without padding, so a block may hold the end of one
 sequence and the beginning of the next: it walks the keys of each sequence it holds rows of, usually one. Backward, the
@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from adaponder.ops.compact_attention.torch import PackedRows
 from adaponder.ops.dispatch import on_device_of
+from adaponder.ops.kernels import finite
 
 # (rows, keys, stages of the pipeline) of a block, by the largest head size they are for: what fits into 160 KiB of
 # shared memory, backward included.
@@ -27,35 +28,21 @@ SHARED_BYTES = 160 * 1024
 FORWARD_WARPS, BACKWARD_WARPS = 4, 8
 
 
-def compact_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    rows: PackedRows,
-    *,
-    window: int | None = None,
-    scale: float | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
+def compact_attention(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scale: float) -> Tensor:
     """Equals :func:`adaponder.ops.compact_attention.torch.compact_attention`, for what :func:`fits`."""
-    if not fits(query, keys, values, rows, window=window, dropout=dropout):
-        raise ValueError("the kernels know no documents, windows, dropout, or values of another size than keys")
-    scale = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     return _CompactAttention.apply(query, keys, values, rows, scale)
 
 
 def fits(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, *, window: int | None, dropout: float) -> bool:
-    """Whether the kernels can do it; the torch version does everything."""
+    """Returns whether the kernels know this case; the torch version knows every case."""
     packed = all(x.stride(-1) == 1 for x in (query, keys, values))
     plain = window is None and rows.query.document is None and not dropout
     sized = keys.shape[-1] == values.shape[-1] and query.shape[-1] <= max(BLOCKS)
-    return plain and packed and sized and _has_room(query.device)
+    return plain and packed and sized and (not query.is_cuda or _shared_bytes(query.device) >= SHARED_BYTES)
 
 
-def _has_room(device: torch.device) -> bool:
-    return (
-        device.type != "cuda" or torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= SHARED_BYTES
-    )
+def _shared_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def _blocks(size: int) -> tuple[int, int, int]:
@@ -63,7 +50,7 @@ def _blocks(size: int) -> tuple[int, int, int]:
 
 
 def mix(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scale: float) -> tuple[Tensor, Tensor]:
-    """(the result, the base-2 logarithm of what each row and head was normalised by)."""
+    """Returns the result, and the base-2 logarithm of the normaliser of each row and head."""
     count, heads, _ = query.shape
     mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
     normaliser = torch.empty(count, heads, dtype=torch.float32, device=query.device)
@@ -71,20 +58,9 @@ def mix(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scale: fl
         constants = _constants(query, keys, rows, FORWARD_WARPS)
         with on_device_of(query):
             _forward_kernel[(triton.cdiv(count, constants["ROWS"]), heads)](
-                query,
-                keys,
-                values,
-                mixed,
-                normaliser,
-                *_where(rows),
-                count,
-                scale / math.log(2.0),
-                *query.stride()[:2],
-                *keys.stride()[:3],
-                *values.stride()[:3],
-                *mixed.stride()[:2],
-                **constants,
-            )
+                query, keys, values, mixed, normaliser, *_places(rows), count, scale / math.log(2.0),
+                *_strides(query, keys, values, mixed), **constants,
+            )  # fmt: skip
     return mixed, normaliser
 
 
@@ -98,7 +74,7 @@ def slopes(
     rows: PackedRows,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, keys and values."""
+    """Returns the gradients of query, keys and values."""
     count, heads, _ = query.shape
     grad_query = torch.empty_like(mixed)
     grad_keys, grad_values = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (keys, values))
@@ -107,7 +83,7 @@ def slopes(
     # <weights, d weights> of each row equals <result, d result>.
     along = (mixed.float() * grad.float()).sum(-1)
     given = (query, keys, values, grad, normaliser, along)
-    strides = (*query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *mixed.stride()[:2])
+    strides = _strides(query, keys, values, mixed)
     constants = _constants(query, keys, rows, BACKWARD_WARPS)
     sequences, slots = rows.key.slot.shape
     blocks = triton.cdiv(slots, constants["KEYS"])
@@ -119,21 +95,12 @@ def slopes(
     last = torch.searchsorted(place, torch.arange(1, sequences + 1, device=place.device) * slots)
     with on_device_of(query):
         _query_kernel[(triton.cdiv(count, constants["ROWS"]), heads)](
-            *given, grad_query, *_where(rows), count, scale, *strides, **constants
+            *given, grad_query, *_places(rows), count, scale, *strides, **constants
         )
         _key_kernel[(sequences * blocks, keys.shape[1])](
-            *given,
-            grad_keys,
-            grad_values,
-            first,
-            last,
-            *_where(rows),
-            slots,
-            scale,
-            *strides,
-            *grad_keys.stride()[:3],
-            **constants,
-        )
+            *given, grad_keys, grad_values, first, last, *_places(rows), slots, scale,
+            *strides, *grad_keys.stride()[:3], **constants,
+        )  # fmt: skip
     return grad_query, grad_keys, grad_values
 
 
@@ -153,12 +120,16 @@ class _CompactAttention(torch.autograd.Function):
         return *slopes(grad.contiguous(), *ctx.saved_tensors, ctx.rows, ctx.scale), None, None
 
 
-def _where(rows: PackedRows) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Sequence and slot of each row; which keys are present (any tensor where all are), and its stride."""
+def _places(rows: PackedRows) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Returns sequence and slot of each row, which keys are present (any tensor where all are), and its stride."""
     present = rows.key.present
     if present is None:
         return rows.sequence, rows.query.slot, rows.sequence, 0
     return rows.sequence, rows.query.slot, present, present.stride(0)
+
+
+def _strides(query: Tensor, keys: Tensor, values: Tensor, mixed: Tensor) -> tuple[int, ...]:
+    return *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *mixed.stride()[:2]
 
 
 def _constants(query: Tensor, keys: Tensor, rows: PackedRows, warps: int) -> dict[str, Any]:
@@ -178,8 +149,8 @@ def _constants(query: Tensor, keys: Tensor, rows: PackedRows, warps: int) -> dic
 
 
 @triton.jit
-def _visible(column, slot, mine, present, HOLES: tl.constexpr):  # noqa: N803
-    """Who sees whom in a block ``[rows, keys]``: slots up to the row's own that are there, and always itself."""
+def _visible(column, slot, mine, present, HOLES: tl.constexpr):
+    """Returns the mask of a block ``[rows, keys]``: present slots up to the row's own, and always itself."""
     seen = column[None, :] <= slot[:, None]
     if HOLES:
         seen = seen & ((present[None, :] != 0) | (column[None, :] == slot[:, None]))
@@ -187,19 +158,18 @@ def _visible(column, slot, mine, present, HOLES: tl.constexpr):  # noqa: N803
 
 
 @triton.jit
-def _load(at, mask, WHOLE: tl.constexpr):  # noqa: N803
-    """Without a mask where all of it is there."""
+def _load(at, mask, WHOLE: tl.constexpr):
+    """Loads without a mask where the block is complete."""
     if WHOLE:
         return tl.load(at)
     return tl.load(at, mask=mask, other=0.0)
 
 
 @triton.jit
-def _absorb(scores, v, top, total, sums, PRECISION: tl.constexpr):  # noqa: N803
-    """One step of the online softmax: a block's weights and values join what the rows have seen so far."""
+def _absorb(scores, v, top, total, sums, PRECISION: tl.constexpr):
+    """Does one step of the online softmax: adds a block's weights and values to the sums of the rows."""
     higher = tl.maximum(top, tl.max(scores, 1))
-    # Rows of another sequence have seen nothing yet: no infinity may be taken from itself.
-    floor = tl.where(higher == -float("inf"), 0.0, higher)
+    floor = finite(higher)  # rows of another sequence have seen nothing yet
     weight = tl.exp2(scores - floor[:, None])
     fading = tl.exp2(top - floor)
     sums = sums * fading[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
@@ -208,36 +178,13 @@ def _absorb(scores, v, top, total, sums, PRECISION: tl.constexpr):  # noqa: N803
 
 @triton.jit
 def _forward_kernel(
-    query,
-    keys,
-    values,
-    mixed,
-    normaliser,
-    sequences,
-    slots,
-    present,
-    present_sequence,
-    count,
+    query, keys, values, mixed, normaliser, sequences, slots, present, present_sequence, count,
     scale,  # of the scores, in base-2 exponents
-    query_row,
-    query_head,
-    key_sequence,
-    key_head,
-    key_slot,
-    value_sequence,
-    value_head,
-    value_slot,
-    mixed_row,
-    mixed_head,
-    HEADS: tl.constexpr,  # noqa: N803
-    GROUPS: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr,  # noqa: N803
-    PADDED: tl.constexpr,  # noqa: N803
-    HOLES: tl.constexpr,  # noqa: N803
-    PRECISION: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    KEYS: tl.constexpr,  # noqa: N803
-):
+    query_row, query_head, key_sequence, key_head, key_slot, value_sequence, value_head, value_slot,
+    mixed_row, mixed_head,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, HOLES: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     begin = tl.program_id(0) * ROWS
     head = tl.program_id(1)
     row = begin + tl.arange(0, ROWS)
@@ -282,38 +229,13 @@ def _forward_kernel(
 
 @triton.jit
 def _query_kernel(
-    query,
-    keys,
-    values,
-    grads,
-    normaliser,
-    alongs,
-    grad_query,
-    sequences,
-    slots,
-    present,
-    present_sequence,
-    count,
-    scale,
-    query_row,
-    query_head,
-    key_sequence,
-    key_head,
-    key_slot,
-    value_sequence,
-    value_head,
-    value_slot,
-    grad_row,
-    grad_head,
-    HEADS: tl.constexpr,  # noqa: N803
-    GROUPS: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr,  # noqa: N803
-    PADDED: tl.constexpr,  # noqa: N803
-    HOLES: tl.constexpr,  # noqa: N803
-    PRECISION: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    KEYS: tl.constexpr,  # noqa: N803
-):
+    query, keys, values, grads, normaliser, alongs, grad_query,
+    sequences, slots, present, present_sequence, count, scale,
+    query_row, query_head, key_sequence, key_head, key_slot, value_sequence, value_head, value_slot,
+    grad_row, grad_head,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, HOLES: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     begin = tl.program_id(0) * ROWS
     head = tl.program_id(1)
     row = begin + tl.arange(0, ROWS)
@@ -352,44 +274,15 @@ def _query_kernel(
 
 @triton.jit
 def _key_kernel(
-    query,
-    keys,
-    values,
-    grads,
-    normaliser,
-    alongs,
-    grad_keys,
-    grad_values,
-    first_row,
-    end_row,
-    sequences,
-    slots,
-    present,
-    present_sequence,
+    query, keys, values, grads, normaliser, alongs, grad_keys, grad_values, first_row, end_row,
+    sequences, slots, present, present_sequence,
     length,  # slots of a sequence
     scale,
-    query_row,
-    query_head,
-    key_sequence,
-    key_head,
-    key_slot,
-    value_sequence,
-    value_head,
-    value_slot,
-    grad_row,
-    grad_head,
-    into_sequence,
-    into_head,
-    into_slot,
-    HEADS: tl.constexpr,  # noqa: N803
-    GROUPS: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr,  # noqa: N803
-    PADDED: tl.constexpr,  # noqa: N803
-    HOLES: tl.constexpr,  # noqa: N803
-    PRECISION: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    KEYS: tl.constexpr,  # noqa: N803
-):
+    query_row, query_head, key_sequence, key_head, key_slot, value_sequence, value_head, value_slot,
+    grad_row, grad_head, into_sequence, into_head, into_slot,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, HOLES: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0)
     key_group = tl.program_id(1)
     blocks = tl.cdiv(length, KEYS)

@@ -11,7 +11,7 @@ GOES_ON, NOT_A_NUMBER = -1, -2
 
 
 class Books(NamedTuple):
-    """One entry per lane, int64 unless said otherwise.
+    """Holds the decoding state of all lanes: one entry per lane, int64 unless stated otherwise.
 
     Attributes:
         index: int32 ``[lanes, iterations, slots]``: the pool row that an iteration reads for a slot; -1: none.
@@ -37,7 +37,7 @@ class Books(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """The rows of a tick, int64 ``[n]`` each but for the pool rows, ``[n, width]``."""
+    """Describes the rows of a tick: int64 ``[n]`` each, pool rows ``[n, width]``."""
 
     token: Tensor
     place: Tensor
@@ -62,7 +62,7 @@ def begin_rows(books: Books, lane: Tensor, *, width: int, vanishes: bool) -> Beg
 
 
 def book_rows(index: Tensor, lane: Tensor, slot: Tensor, iteration: Tensor, row: Tensor, *, vanishes: bool) -> None:
-    """Law 3: a row is what its slot shows at its own iteration and at every later one, until a later row is there.
+    """Enters rows into the block table for their own iteration and every later one, until a later row is there (law 3).
 
     Where a halted token ``vanishes``, it shows at its own iteration alone. All arguments are ``[n]``.
     """
@@ -83,7 +83,7 @@ def end_rows(
     *,
     places: int,
 ) -> None:
-    """Each lane goes on to its token's next iteration, or to the first one of the token ``chosen``.
+    """Advances each lane to its token's next iteration, or to the first one of the token ``chosen``.
 
     ``places`` is how many tokens a sequence may have: a lane that is done, and not told so yet, stays at the last.
     ``log[tick]`` gets the token of each lane that has one, and :data:`GOES_ON` or, for a choice that is ``bad``,
@@ -97,7 +97,7 @@ def end_rows(
 
 
 def resume_rows(first: Tensor, kept: Tensor, lane: Tensor, iteration: Tensor) -> Tensor:
-    """What a row begins its pass with: ``first [n, …]`` at iteration 0, else what its lane has ``kept [lanes, …]``."""
+    """Returns each row's input: ``first [n, …]`` at iteration 0, else its lane's entry of ``kept [lanes, …]``."""
     begins = (iteration == 0).view(-1, *[1] * (first.ndim - 1))
     return torch.where(begins, first.to(kept.dtype), kept[lane])
 
@@ -109,7 +109,7 @@ def ponder_rows(embedding: Tensor, expected: Tensor, active: Tensor, probability
 
 
 def force_rows(keep: Tensor, forced: Tensor, lane: Tensor, place: Tensor, iteration: Tensor, last: Tensor) -> Tensor:
-    """Who goes on, ``[n, …]`` like the others: by ``forced[lane, place]`` where it names a depth, else by ``keep``.
+    """Returns which rows continue, ``[n, …]``: by ``forced[lane, place]`` where it names a depth, else by ``keep``.
 
     No lane continues after ``last[lane]``.
     """
@@ -121,7 +121,7 @@ def force_rows(keep: Tensor, forced: Tensor, lane: Tensor, place: Tensor, iterat
 
 
 class DraftWindows(NamedTuple):
-    """Of each lane; the last lane is nobody's, and its window stays empty.
+    """Holds the window of drafted tokens of each lane; the last lane is unused, and its window stays empty.
 
     Attributes:
         front: the first place of the window; the token there is certain.
@@ -160,7 +160,7 @@ class DraftWindows(NamedTuple):
 
 
 class WindowRows(NamedTuple):
-    """The rows of a tick, ``[n]`` each.
+    """Describes the rows of a tick, ``[n]`` each.
 
     Attributes:
         lane: the lane of each, nobody's where a token has halted or there is none.
@@ -245,7 +245,7 @@ def end_windows(
 
 
 def _standing(windows: DraftWindows, lane: Tensor) -> tuple[Tensor, Tensor]:
-    """The place of each token of these lanes' windows, and whether it gives a row, ``[n, window]``."""
+    """Returns the place of each token of these lanes' windows, and whether it gives a row, ``[n, window]``."""
     front, column = windows.front[lane][:, None], torch.arange(windows.size, device=lane.device)
     place = front + (column - front) % windows.size
     return place, (place < windows.stop[lane][:, None]) & ~windows.halted[lane]

@@ -1,7 +1,5 @@
 """Advances lanes and windows by one kernel each: a program per row, per token of a window, or per window."""
 
-# ruff: noqa: N803 (constants of a kernel are written large)
-
 from __future__ import annotations
 
 import torch
@@ -23,58 +21,23 @@ def begin_rows(books: Books, lane: Tensor, *, width: int, vanishes: bool) -> Beg
     begun = Begun(*(torch.empty_like(lane) for _ in range(4)), lane.new_empty(n, 1))
     with on_device_of(lane):
         _begin_kernel[(n,)](
-            lane,
-            books.index,
-            books.token,
-            books.place,
-            books.iteration,
-            books.last,
-            books.used,
-            books.pages,
-            books.tick,
-            *begun,
-            slots,
-            books.pages.shape[1],
-            PAGE=books.page_size,
-            VANISHES=vanishes,
-            ITERATIONS=iterations,
-            BLOCK=triton.next_power_of_2(iterations),
+            lane, books.index, books.token, books.place, books.iteration, books.last, books.used, books.pages,
+            books.tick, *begun, slots, books.pages.shape[1],
+            PAGE=books.page_size, VANISHES=vanishes, ITERATIONS=iterations, BLOCK=triton.next_power_of_2(iterations),
             num_warps=1,
-        )
+        )  # fmt: skip
     return begun
 
 
 def end_rows(
-    books: Books,
-    lane: Tensor,
-    begun: Begun,
-    goes_on: Tensor,
-    chosen: Tensor,
-    bad: Tensor,
-    log: Tensor,
-    *,
-    places: int,
+    books: Books, lane: Tensor, begun: Begun, goes_on: Tensor, chosen: Tensor, bad: Tensor, log: Tensor, *, places: int
 ) -> None:
     """Equals :func:`adaponder.ops.lanes.torch.end_rows`."""
     with on_device_of(lane):
         _end_kernel[(len(lane),)](
-            lane,
-            books.token,
-            books.place,
-            books.iteration,
-            books.tick,
-            begun.token,
-            begun.place,
-            begun.iteration,
-            goes_on,
-            chosen,
-            bad,
-            log,
-            places,
-            goes_on.stride(0),
-            log.stride(0),
-            num_warps=1,
-        )
+            lane, books.token, books.place, books.iteration, books.tick, begun.token, begun.place, begun.iteration,
+            goes_on, chosen, bad, log, places, goes_on.stride(0), log.stride(0), num_warps=1,
+        )  # fmt: skip
 
 
 def resume_rows(first: Tensor, kept: Tensor, lane: Tensor, iteration: Tensor) -> Tensor:
@@ -91,16 +54,9 @@ def ponder_rows(embedding: Tensor, expected: Tensor, active: Tensor, probability
     """Equals :func:`adaponder.ops.lanes.torch.ponder_rows`, for rows ``[n, 1, d]``."""
     out, size = torch.empty_like(embedding), embedding.shape[-1]
     with on_device_of(embedding):
-        _ponder_kernel[(len(embedding), triton.cdiv(size, _BLOCK))](
-            embedding.contiguous(),
-            expected.contiguous(),
-            active.contiguous(),
-            probability.contiguous(),
-            out,
-            size,
-            BLOCK=_BLOCK,
-            num_warps=4,
-        )
+        rows = (x.contiguous() for x in (embedding, expected, active, probability))
+        grid = (len(embedding), triton.cdiv(size, _BLOCK))
+        _ponder_kernel[grid](*rows, out, size, BLOCK=_BLOCK, num_warps=4)
     return out
 
 
@@ -144,28 +100,22 @@ def _ponder_kernel(embedding, expected, active, probability, out, size, BLOCK: t
 
 
 @triton.jit
-def _begin_kernel(
-    lanes,
-    index,
-    tokens,
-    places,
-    iterations,
-    lasts,
-    used,
-    pages,
-    tick,
-    token_out,
-    place_out,
-    iteration_out,
-    last_out,
-    row_out,
-    slots,
-    most_pages,
-    PAGE: tl.constexpr,
-    VANISHES: tl.constexpr,
-    ITERATIONS: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _book(
+    index, lane, iteration, place, row, slots, VANISHES: tl.constexpr, ITERATIONS: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """Enters a row into the block table for its iteration and every later one (law 3)."""
+    number = tl.arange(0, BLOCK)
+    shown = tl.where(number == iteration, row, -1) if VANISHES else tl.full((BLOCK,), 0, tl.int64) + row
+    at = index + (lane * ITERATIONS + number) * slots + place
+    tl.store(at, shown.to(tl.int32), mask=(number >= iteration) & (number < ITERATIONS))
+
+
+@triton.jit
+def _begin_kernel(
+    lanes, index, tokens, places, iterations, lasts, used, pages, tick,
+    token_out, place_out, iteration_out, last_out, row_out, slots, most_pages,
+    PAGE: tl.constexpr, VANISHES: tl.constexpr, ITERATIONS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     i = tl.program_id(0)
     if i == 0:
         tl.store(tick, tl.load(tick) + 1)
@@ -174,13 +124,7 @@ def _begin_kernel(
     where = tl.minimum(count, most_pages * PAGE - 1)
     row = tl.load(pages + lane * most_pages + where // PAGE).to(tl.int64) * PAGE + where % PAGE
     tl.store(used + lane, count + 1)
-    number = tl.arange(0, BLOCK)
-    shown = tl.where(number == iteration, row, -1) if VANISHES else tl.full((BLOCK,), 0, tl.int64) + row
-    tl.store(
-        index + (lane * ITERATIONS + number) * slots + place,
-        shown.to(tl.int32),
-        mask=(number >= iteration) & (number < ITERATIONS),
-    )
+    _book(index, lane, iteration, place, row, slots, VANISHES, ITERATIONS, BLOCK)
     tl.store(token_out + i, tl.load(tokens + lane))
     tl.store(place_out + i, place)
     tl.store(iteration_out + i, iteration)
@@ -190,22 +134,9 @@ def _begin_kernel(
 
 @triton.jit
 def _end_kernel(
-    lanes,
-    tokens,
-    places,
-    iterations,
-    tick,
-    token_in,
-    place_in,
-    iteration_in,
-    goes_on,
-    chosen,
-    bad,
-    log,
-    most,
-    on_stride,
-    log_stride,
-):
+    lanes, tokens, places, iterations, tick, token_in, place_in, iteration_in,
+    goes_on, chosen, bad, log, most, on_stride, log_stride,
+):  # fmt: skip
     i = tl.program_id(0)
     lane, on, choice = tl.load(lanes + i), tl.load(goes_on + i * on_stride), tl.load(chosen + i)
     place = tl.load(place_in + i)
@@ -227,35 +158,13 @@ def begin_windows(
     owner, seat, token, place, iteration, last, row = (lane.new_empty(n * size) for _ in range(7))
     with on_device_of(lane):
         _begin_windows_kernel[(n, size)](
-            lane,
-            windows.front,
-            windows.stop,
-            windows.origin,
-            windows.token,
-            windows.iteration,
-            windows.halted.view(torch.uint8),
-            books.index,
-            books.last,
-            books.pages,
-            books.tick,
-            owner,
-            seat,
-            token,
-            place,
-            iteration,
-            last,
-            row,
-            len(books.token) - 1,
-            slots,
-            books.pages.shape[1],
-            passes,
-            PAGE=books.page_size,
-            VANISHES=vanishes,
-            ITERATIONS=iterations,
-            BLOCK=triton.next_power_of_2(iterations),
-            SIZE=size,
-            num_warps=1,
-        )
+            lane, windows.front, windows.stop, windows.origin, windows.token, windows.iteration,
+            windows.halted.view(torch.uint8), books.index, books.last, books.pages, books.tick,
+            owner, seat, token, place, iteration, last, row,
+            len(books.token) - 1, slots, books.pages.shape[1], passes,
+            PAGE=books.page_size, VANISHES=vanishes, ITERATIONS=iterations, BLOCK=triton.next_power_of_2(iterations),
+            SIZE=size, num_warps=1,
+        )  # fmt: skip
     return WindowRows(owner, seat, Begun(token, place, iteration, last, row[:, None]), None)
 
 
@@ -265,57 +174,19 @@ def end_windows(
     """Equals :func:`adaponder.ops.lanes.torch.end_windows`."""
     with on_device_of(lane):
         _end_windows_kernel[(len(lane),)](
-            lane,
-            windows.front,
-            windows.stop,
-            windows.final,
-            windows.room,
-            windows.token,
-            windows.choice,
-            windows.iteration,
-            windows.halted.view(torch.uint8),
-            books.tick,
-            goes_on.contiguous().view(torch.uint8),
-            chosen.contiguous(),
-            bad.contiguous().view(torch.uint8),
-            log,
-            log.stride(0),
-            SIZE=windows.size,
-            BLOCK=triton.next_power_of_2(windows.size),
-            num_warps=1,
-        )
+            lane, windows.front, windows.stop, windows.final, windows.room, windows.token, windows.choice,
+            windows.iteration, windows.halted.view(torch.uint8), books.tick,
+            goes_on.contiguous().view(torch.uint8), chosen.contiguous(), bad.contiguous().view(torch.uint8),
+            log, log.stride(0), SIZE=windows.size, BLOCK=triton.next_power_of_2(windows.size), num_warps=1,
+        )  # fmt: skip
 
 
 @triton.jit
 def _begin_windows_kernel(
-    lanes,
-    fronts,
-    stops,
-    origins,
-    tokens,
-    iterations,
-    halteds,
-    index,
-    lasts,
-    pages,
-    tick,
-    owner_out,
-    seat_out,
-    token_out,
-    place_out,
-    iteration_out,
-    last_out,
-    row_out,
-    nobody,
-    slots,
-    most_pages,
-    passes,
-    PAGE: tl.constexpr,
-    VANISHES: tl.constexpr,
-    ITERATIONS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SIZE: tl.constexpr,
-):
+    lanes, fronts, stops, origins, tokens, iterations, halteds, index, lasts, pages, tick,
+    owner_out, seat_out, token_out, place_out, iteration_out, last_out, row_out, unused_lane, slots, most_pages, passes,
+    PAGE: tl.constexpr, VANISHES: tl.constexpr, ITERATIONS: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     i, column = tl.program_id(0), tl.program_id(1)
     if (i == 0) & (column == 0):
         tl.store(tick, tl.load(tick) + 1)
@@ -324,18 +195,12 @@ def _begin_windows_kernel(
     at, out = lane * SIZE + column, i * SIZE + column
     place = front + (column + SIZE - front % SIZE) % SIZE
     live = (place < stop) & (tl.load(halteds + at) == 0)
-    owner = tl.where(live, lane, nobody).to(tl.int64)
+    owner = tl.where(live, lane, unused_lane).to(tl.int64)
     iteration = tl.where(live, tl.load(iterations + at), 0)
     where = tl.where(live, (place - origin) * passes, 0) + iteration
     place = tl.where(live, place, 0)
     row = tl.load(pages + owner * most_pages + where // PAGE).to(tl.int64) * PAGE + where % PAGE
-    number = tl.arange(0, BLOCK)
-    shown = tl.where(number == iteration, row, -1) if VANISHES else tl.full((BLOCK,), 0, tl.int64) + row
-    tl.store(
-        index + (owner * ITERATIONS + number) * slots + place,
-        shown.to(tl.int32),
-        mask=(number >= iteration) & (number < ITERATIONS),
-    )
+    _book(index, owner, iteration, place, row, slots, VANISHES, ITERATIONS, BLOCK)
     tl.store(owner_out + out, owner)
     tl.store(seat_out + out, owner * SIZE + column)
     tl.store(token_out + out, tl.load(tokens + at))
@@ -347,24 +212,9 @@ def _begin_windows_kernel(
 
 @triton.jit
 def _end_windows_kernel(
-    lanes,
-    fronts,
-    stops,
-    finals,
-    rooms,
-    tokens,
-    choices,
-    iterations,
-    halteds,
-    tick,
-    goes_on,
-    chosen,
-    bad,
-    log,
-    log_stride,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    lanes, fronts, stops, finals, rooms, tokens, choices, iterations, halteds, tick,
+    goes_on, chosen, bad, log, log_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     i, column = tl.program_id(0), tl.arange(0, BLOCK)
     inside = column < SIZE
     lane = tl.load(lanes + i)

@@ -1,4 +1,4 @@
-"""Attention through an index: keys and values lie in a pool, and the index says which rows a query reads."""
+"""Computes attention through an index: keys and values lie in a pool, and the index names the rows of each query."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_SPLITS, MOST_PROGRAMS = 32, 256
 
 
 class Cohort(NamedTuple):
-    """Consecutive rows of a pass that share a lane and an iteration, slots ascending. All host integers."""
+    """Describes consecutive rows of a pass that share a lane and an iteration, slots ascending; host integers."""
 
     start: int
     stop: int
@@ -38,7 +38,7 @@ class Tiles(NamedTuple):
 
 
 class LedgerRows(NamedTuple):
-    """Which rows ask in a pass, and what each sees.
+    """Describes the query rows of a pass and the pool rows that each attends to.
 
     Attributes:
         index: int32 ``[lanes, iterations, slots]``, the pool row that an iteration reads for a slot; -1 for none.
@@ -65,12 +65,12 @@ class LedgerRows(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """How many slots of the index the rows alone may see."""
+        """Returns the number of slots of the index that the rows alone may see."""
         return self.index.shape[2] if self.longest is None else min(self.longest, self.index.shape[2])
 
 
 class Projection(NamedTuple):
-    """How a row of the QKV product ``[n, (heads + 2 key heads) size]`` lies, and what happens to it before attention.
+    """Describes the layout of the QKV product ``[n, (heads + 2 key heads) size]`` and its processing before attention.
 
     Attributes:
         heads: of the queries; a multiple of ``key_heads``.
@@ -96,7 +96,7 @@ class Projection(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Where each row stands and the tables that turn it.
+    """Holds the position of each row and the rotary tables.
 
     Attributes:
         position: int64 ``[n]``.
@@ -110,7 +110,7 @@ class Turn(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Memory in which programs that share a row's keys meet: a place for each row, head and part.
+    """Holds memory for programs that share a row's keys: a place for each row, head and part.
 
     Consecutive calls may share it.
 
@@ -177,7 +177,7 @@ def ledger_attention(
 
 
 def _seen(ids: Tensor, slot: Tensor, window: int | None) -> Tensor:
-    """``[queries, slots]``: which slots each query sees, of those whose rows are ``ids``."""
+    """Returns which slots each query sees, ``[queries, slots]``, of those whose rows are ``ids``."""
     slots = torch.arange(ids.shape[-1], device=ids.device)
     seen = (slots <= slot[:, None]) & (ids >= 0)
     return seen if window is None else seen & (slots > slot[:, None] - window)
@@ -194,7 +194,7 @@ def _alone(
     window: int | None,
     scale: float | None,
 ) -> Tensor:
-    """Each query with keys of its own; heads that share a key head are its queries."""
+    """Computes queries that have keys of their own; heads that share a key head form one batch entry."""
     ids = rows.index[rows.lane[part], rows.iteration[part], :reach]
     seen = _seen(ids, rows.slot[part], window)
     # What is not seen reads the query's own row, which holds numbers: no NaN of an unwritten row times zero.
@@ -287,7 +287,7 @@ def _normed(x: Tensor, weight: Tensor | None, projection: Projection) -> Tensor:
 
 
 def _turned(x: Tensor, projection: Projection, turn: Turn) -> Tensor:
-    """The first ``rotary`` numbers of each head turned in halves."""
+    """Applies rotary positions to the first ``rotary`` numbers of each head, in halves."""
     if not projection.rotary:
         return x
     cos, sin = turn.cos[turn.position][:, None], turn.sin[turn.position][:, None]

@@ -1,379 +1,234 @@
-"""The kernels of rows alone and of rows that enter the ledger.
+"""Launches the kernels: blocks, splits, lists of tiles."""
 
-A program owns a row, a key head and a part of the row's keys. Where heads have keys of their own, each key
-of a block keeps a softmax of its own while the program walks, and they are merged once, at the end: no step waits for
-other threads. Where heads share keys they are the rows of a product. The program of a row that ends last combines the
-parts.
-"""
+from __future__ import annotations
 
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
 import triton
-import triton.language as tl
+from torch import Tensor
+
+from adaponder.ops.dispatch import on_device_of
+from adaponder.ops.ledger_attention import kernels
+from adaponder.ops.ledger_attention.torch import (
+    MOST_PROGRAMS,
+    MOST_SPLITS,
+    Cohort,
+    LedgerRows,
+    Projection,
+    Scratch,
+    Tiles,
+    Turn,
+    scratch_for,
+)
+
+# Measured on an H200 with torch 2.11 (bf16, 16 heads; 1 to 128 rows of 128 to 2,048 keys; cohorts of 1,024).
+# Rows alone: (keys of a block, warps, whether the next block is loaded ahead) by the largest head size they are for,
+# then by the most rows and key heads for each multiprocessor: few take large blocks and split their keys.
+ALONE = {
+    64: {1: (128, 8, True), 2: (64, 8, True), 4: (32, 4, True), math.inf: (16, 4, True)},
+    128: {1: (64, 8, True), 2: (32, 8, True), math.inf: (32, 2, True)},
+}
+# The same where heads share keys.
+SHARED = (64, 4, False)
+# The fewest keys that a part of a row is worth.
+LEAST = 128
+# Cohorts: (keys of a block, warps, stages) by the rows of a block.
+COHORT = {16: (64, 4, 2), 64: (64, 4, 2)}
+INTERPRETED_PROCESSORS = 2
 
 
-@triton.jit
-def finite(top):
-    """No infinity may be taken from itself."""
-    return tl.where(top == -float("inf"), 0.0, top)
+def ledger_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: LedgerRows,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    scratch: Scratch | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """Equals :func:`adaponder.ops.ledger_attention.torch.ledger_attention`."""
+    mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
+    _alone(query, keys, values, rows, mixed, (None,) * 7, {}, window, scale, scratch, splits)
+    if rows.cohorts or rows.tiles is not None:
+        _cohorts(query, keys, values, rows, mixed, window, scale)
+    return mixed
 
 
-@triton.constexpr_function
-def padded(size):
-    """A power of two, and at least what a product needs."""
-    return max(16, triton.next_power_of_2(size))
+def decode_attention(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: LedgerRows,
+    projection: Projection,
+    turn: Turn,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    out: Tensor | None = None,
+    scratch: Scratch | None = None,
+    dependent: bool = False,
+    splits: int | None = None,
+) -> Tensor:
+    """Equals :func:`adaponder.ops.ledger_attention.torch.decode_attention`; ``out`` is contiguous."""
+    heads, size = projection.heads, projection.size
+    if out is None:
+        out = torch.empty(rows.alone, heads, size, dtype=keys.dtype, device=keys.device)
+    options = _entry_options(projection) | {"DEPENDENT": dependent} | ({"launch_pdl": True} if dependent else {})
+    entry = (rows.row, *_entry(projection, turn))
+    _alone(qkv, keys, values, rows, out.view(-1, heads, size), entry, options, window, scale, scratch, splits)
+    return out
 
 
-@triton.jit
-def across(SIZE: tl.constexpr):  # noqa: N803
-    """``[1, size]``, the numbers of a head, padded."""
-    return tl.arange(0, padded(SIZE))[None, :]
+def enter(qkv: Tensor, keys: Tensor, values: Tensor, row: Tensor, projection: Projection, turn: Turn) -> Tensor:
+    """Equals :func:`adaponder.ops.ledger_attention.torch.enter`."""
+    query = torch.empty(qkv.shape[0], projection.heads, projection.size, dtype=keys.dtype, device=keys.device)
+    if qkv.shape[0]:
+        with on_device_of(qkv):
+            kernels.enter_kernel[(qkv.shape[0],)](
+                qkv, query, keys, values, row, *_entry(projection, turn),
+                qkv.stride(0), keys.stride(0), values.stride(0),
+                KEY_HEADS=keys.shape[1], GROUPS=projection.heads // keys.shape[1], SIZE=keys.shape[2],
+                **_entry_options(projection),
+            )  # fmt: skip
+    return query
 
 
-@triton.jit
-def _read(base, offset, part, mask, bias):
-    """Numbers of the QKV product in float32."""
-    x = tl.load(base + offset + part, mask=mask, other=0.0).to(tl.float32)
-    if bias is not None:
-        x += tl.load(bias + offset + part, mask=mask, other=0.0).to(tl.float32)
-    return x
+def _entry(projection: Projection, turn: Turn) -> tuple[Tensor | None, ...]:
+    turned = tuple(turn) if projection.rotary else (None, None, None)
+    return *turned, projection.bias, projection.query_norm, projection.key_norm
 
 
-@triton.jit
-def _angles(positions, row, cos, sin, SIZE: tl.constexpr, ROTARY: tl.constexpr):  # noqa: N803
-    """Cosines and sines ``[1, size]`` of a row's position; what is not turned has 1 and 0."""
-    part = across(SIZE)
-    cosine, sine = tl.full(part.shape, 1.0, tl.float32), tl.zeros(part.shape, tl.float32)
-    if ROTARY > 0:
-        at = tl.load(positions + row) * ROTARY + part
-        cosine = tl.load(cos + at, mask=part < ROTARY, other=1.0).to(tl.float32)
-        sine = tl.load(sin + at, mask=part < ROTARY, other=0.0).to(tl.float32)
-    return cosine, sine
+def _entry_options(projection: Projection) -> dict[str, Any]:
+    """Returns norm, rotation and the product's layout: from head to head, the first key, from a key to its value."""
+    heads, key_heads, size = projection[:3]
+    step, first, following = (3, 1, 1) if projection.packed else (1, heads, key_heads)
+    layout = {"STEP": step * size, "FIRST": first * size, "NEXT": following * size}
+    return {"EPSILON": projection.epsilon, "ROTARY": projection.rotary, **layout}
 
 
-@triton.jit
-def _turned(
-    base,
-    offset,  # [heads, 1], where each head begins
-    mask,
-    bias,
-    norm,
-    cosine,
-    sine,
-    EPSILON: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr,  # noqa: N803
-    ROTARY: tl.constexpr,  # noqa: N803
-):
-    """Heads ``[heads, size]`` of the product, normed and turned."""
-    part = across(SIZE)
-    x = _read(base, offset, part, mask, bias)
-    if norm is not None:
-        power = tl.rsqrt(tl.sum(x * x, 1) / SIZE + EPSILON)[:, None]
-        x = x * power * tl.load(norm + part, mask=part < SIZE, other=0.0).to(tl.float32)
-    if ROTARY > 0:
-        turning = part < ROTARY
-        first = part < ROTARY // 2
-        other = tl.where(first, part + ROTARY // 2, part - ROTARY // 2)
-        y = _read(base, offset, other, mask & turning, bias)
-        if norm is not None:
-            y = y * power * tl.load(norm + other, mask=turning, other=0.0).to(tl.float32)
-        x = x * cosine + tl.where(first, -y, y) * sine
-    return x
+def _base_2(scale: float | None, size: int) -> float:
+    return (1.0 / math.sqrt(size) if scale is None else scale) / math.log(2.0)
 
 
-@triton.jit
-def rows_of(ids, base, stride, SIZE: tl.constexpr):  # noqa: N803
-    """Pool rows ``[keys, size]``; zeros where there is none."""
-    part = across(SIZE)
-    mask = (ids >= 0)[:, None] & (part < SIZE)
-    return tl.load(base + ids.to(tl.int64)[:, None] * stride + part, mask=mask, other=0.0)
+def _bounded(window: int | None, rows: LedgerRows) -> int | None:
+    """Returns the window, or ``None`` if it holds every slot."""
+    return None if window is None or window >= rows.index.shape[2] else window
 
 
-@triton.jit
-def _put(x, pool, row, stride, split, SIZE: tl.constexpr):  # noqa: N803
-    """Writes one head of a pool row, by the first of the programs that share the row."""
-    width = tl.where(split == 0, tl.where(row >= 0, SIZE, 0), 0)
-    tl.store(pool + row * stride + across(SIZE), x, mask=across(SIZE) < width)
-
-
-@triton.jit
-def _share(slot, split, window, own_rows, SPLITS: tl.constexpr, LEAST: tl.constexpr, KEYS: tl.constexpr):  # noqa: N803
-    """(first slot, end, number of parts): what a program reads of a row's slots, shared out evenly."""
-    begin = 0 if window is None else tl.maximum(slot + 1 - window, 0)
-    # A row that enters has its own key in registers.
-    end = slot + 1 if own_rows is None else slot
-    length = tl.maximum(end - begin, 0)
-    span = tl.cdiv(tl.maximum(tl.cdiv(length, SPLITS), LEAST), KEYS) * KEYS
-    first = begin + split * span
-    return first, tl.minimum(first + span, end), tl.maximum(tl.cdiv(length, span), 1)
-
-
-@triton.jit
-def _ids_at(ids, start, end, KEYS: tl.constexpr):  # noqa: N803
-    """Pool rows of a block of slots; -1 where there is none."""
-    slot = start + tl.arange(0, KEYS)
-    return tl.load(ids + slot, mask=slot < end, other=-1)
-
-
-@triton.jit
-def _walk_one(
-    q,  # [1, size]
-    own,  # [1], score of the row's own key; minus infinity where another program has it
-    own_value,  # [1, size]
-    found,  # pool rows of the first block
-    k,  # its keys and values; None: not loaded yet
-    v,
-    ids,
-    begin,
-    end,
-    keys,
-    values,
-    key_row,
-    value_row,
-    scale,
-    SIZE: tl.constexpr,  # noqa: N803
-    KEYS: tl.constexpr,  # noqa: N803
-):
-    """(highest score, sum of weights, weighted values) of a head over keys from ``begin`` to ``end``."""
-    AHEAD: tl.constexpr = k is not None  # noqa: N806
-    top = tl.where(tl.arange(0, KEYS) == 0, own, -float("inf"))
-    total = tl.where(top == -float("inf"), 0.0, 1.0)
-    sums = total[:, None] * own_value
-    coming = _ids_at(ids, begin + KEYS, end, KEYS)
-    for start in range(begin, end, KEYS):
-        # Ahead: the next block is loaded while this one is computed.
-        which = coming if AHEAD else found
-        loaded_k, loaded_v = rows_of(which, keys, key_row, SIZE), rows_of(which, values, value_row, SIZE)
-        this_k, this_v = (k, v) if AHEAD else (loaded_k, loaded_v)
-        later = _ids_at(ids, start + 2 * KEYS, end, KEYS)
-        scores = tl.where(found >= 0, tl.sum(this_k.to(tl.float32) * q, 1) * scale, -float("inf"))
-        higher = tl.maximum(top, scores)
-        weight, fading = tl.exp2(scores - finite(higher)), tl.exp2(top - finite(higher))
-        total = total * fading + weight
-        sums = sums * fading[:, None] + weight[:, None] * this_v.to(tl.float32)
-        top, found, coming = higher, coming, later
-        if AHEAD:
-            k, v = loaded_k, loaded_v
-    highest = tl.max(top, 0)
-    fading = tl.exp2(top - finite(highest))
-    one = tl.zeros([1], tl.float32)
-    return one + highest, one + tl.sum(total * fading, 0), tl.sum(sums * fading[:, None], 0)[None, :]
-
-
-@triton.jit
-def _walk_shared(
-    q,  # [heads, size] that share their keys
-    own,  # [heads]
-    own_value,
-    ids,
-    begin,
-    end,
-    keys,
-    values,
-    key_row,
-    value_row,
-    scale,
-    SIZE: tl.constexpr,  # noqa: N803
-    KEYS: tl.constexpr,  # noqa: N803
-):
-    """The same for heads that share their keys."""
-    EXACT: tl.constexpr = "ieee" if keys.dtype.element_ty == tl.float32 else "tf32"  # noqa: N806
-    top = own
-    total = tl.where(top == -float("inf"), 0.0, 1.0)
-    sums = total[:, None] * own_value
-    for start in tl.range(begin, end, KEYS):
-        found = _ids_at(ids, start, end, KEYS)
-        k, v = rows_of(found, keys, key_row, SIZE), rows_of(found, values, value_row, SIZE)
-        scores = tl.dot(q.to(k.dtype), tl.trans(k), input_precision=EXACT) * scale
-        scores = tl.where((found >= 0)[None, :], scores, -float("inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        weight, fading = tl.exp2(scores - finite(higher)[:, None]), tl.exp2(top - finite(higher))
-        total = total * fading + tl.sum(weight, 1)
-        sums = sums * fading[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=EXACT)
-        top = higher
-    return top, total, sums
-
-
-@triton.jit
-def _combine(
-    mixed,
-    partial,
-    level,
-    place,
-    parts,
-    GROUPS: tl.constexpr,  # noqa: N803
-    SPLITS: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr,  # noqa: N803
-):
-    """The parts of a row, weighed by what each was normalised by."""
-    split, part = tl.arange(0, triton.next_power_of_2(SPLITS)), across(SIZE)
-    there = split < parts
-    for head in range(place * GROUPS, place * GROUPS + GROUPS):
-        # Read past the cache of the multiprocessor, which knows nothing of other programs.
-        at = head * SPLITS + split
-        levels = tl.load(level + at, mask=there, other=-float("inf"), cache_modifier=".cg")
-        weight = tl.exp2(levels - finite(tl.max(levels, 0)))
-        total = tl.sum(weight, 0)
-        mask = there[:, None] & (part < SIZE)
-        results = tl.load(partial + at[:, None] * SIZE + part, mask=mask, other=0.0, cache_modifier=".cg")
-        result = tl.sum(results * weight[:, None], 0)[None, :] / tl.where(total == 0.0, 1.0, total)
-        tl.store(mixed + head * SIZE + part, result, mask=part < SIZE)
-
-
-@triton.jit
-def _leave(
-    mixed,
-    partial,
-    level,
-    counter,
-    top,
-    total,
-    sums,
-    place,  # number of the row and key head
-    split,
-    parts,
-    GROUPS: tl.constexpr,  # noqa: N803
-    SPLITS: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr,  # noqa: N803
-):
-    """The result, or a part of it for the program that ends last; zeros for a row that sees nothing."""
-    divisor = tl.where(total == 0.0, 1.0, total)
-    result = sums / divisor[:, None]
-    width, part = tl.arange(0, sums.shape[0])[:, None], across(SIZE)
-    mask = (width < GROUPS) & (part < SIZE)
-    if parts == 1:
-        tl.store(mixed + (place * GROUPS + width) * SIZE + part, result, mask=mask)
-    elif SPLITS > 1:
-        at = (place * GROUPS + width) * SPLITS + split
-        tl.store(partial + at * SIZE + part, result, mask=mask)
-        tl.store(level + at, (top + tl.log2(divisor))[:, None], mask=width < GROUPS)
-        # All threads have stored before the program counts as done.
-        tl.debug_barrier()
-        if tl.atomic_add(counter + place, 1, sem="acq_rel") == parts - 1:
-            tl.store(counter + place, 0)
-            _combine(mixed, partial, level, place, parts, GROUPS, SPLITS, SIZE)
-
-
-@triton.jit
-def alone_kernel(
-    query,  # [n, heads, size], or the QKV product of rows that enter
-    keys,
-    values,
-    mixed,
-    index,
-    lanes,
-    slots,
-    iterations,
-    own_rows,  # of rows that enter
-    positions,
-    cos,
-    sin,
-    bias,
-    query_norm,
-    key_norm,
-    partial,
-    level,
-    counter,
-    query_row,
-    key_row,
-    value_row,
-    index_lane,
-    index_iteration,
-    scale,  # of the scores, in base-2 exponents
-    window,
-    EPSILON: tl.constexpr,  # noqa: N803
-    KEY_HEADS: tl.constexpr,  # noqa: N803
-    GROUPS: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr,  # noqa: N803
-    SPLITS: tl.constexpr,  # noqa: N803
-    LEAST: tl.constexpr,  # noqa: N803
-    KEYS: tl.constexpr,  # noqa: N803
-    AHEAD: tl.constexpr,  # noqa: N803
-    STEP: tl.constexpr,  # noqa: N803 from head to head of the product
-    FIRST: tl.constexpr,  # noqa: N803 its first key
-    NEXT: tl.constexpr,  # noqa: N803 from a key to its value
-    ROTARY: tl.constexpr,  # noqa: N803
-    DEPENDENT: tl.constexpr,  # noqa: N803
-):
-    """Attention of one row and key head over a part of its keys; whoever ends last combines the parts."""
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-    group, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    begin, end, parts = _share(tl.load(slots + row).to(tl.int32), split, window, own_rows, SPLITS, LEAST, KEYS)
-    if split >= parts:
+def _alone(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: LedgerRows,
+    mixed: Tensor,
+    entry: tuple[Tensor | None, ...],
+    options: dict[str, Any],
+    window: int | None,
+    scale: float | None,
+    scratch: Scratch | None,
+    splits: int | None,
+) -> None:
+    if not rows.alone:
         return
-    ids = index + tl.load(lanes + row) * index_lane + tl.load(iterations + row) * index_iteration
-    keys, values, query = keys + group * SIZE, values + group * SIZE, query + row * query_row
-    width, part = tl.arange(0, WIDTH)[:, None], across(SIZE)
-    mask = (width < GROUPS) & (part < SIZE)
-    found, first_k, first_v = _ids_at(ids, begin, end, KEYS), None, None
-    if AHEAD:
-        first_k, first_v = rows_of(found, keys, key_row, SIZE), rows_of(found, values, value_row, SIZE)
-    cosine, sine = _angles(positions, row, cos, sin, SIZE, ROTARY)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-    if own_rows is None:
-        q = tl.load(query + (group * GROUPS + width) * SIZE + part, mask=mask, other=0.0).to(tl.float32)
-        own, v = tl.full([WIDTH], -float("inf"), tl.float32), tl.zeros_like(part).to(tl.float32)
-    else:
-        at = tl.arange(0, 1)[:, None] + FIRST + group * STEP
-        q = _turned(query, (group * GROUPS + width) * STEP, mask, bias, query_norm, cosine, sine, EPSILON, SIZE, ROTARY)
-        k = _turned(query, at, part < SIZE, bias, key_norm, cosine, sine, EPSILON, SIZE, ROTARY)
-        k = k.to(keys.dtype.element_ty)
-        v = _read(query, at + NEXT, part, part < SIZE, bias).to(values.dtype.element_ty)
-        own_row = tl.load(own_rows + row)
-        _put(k, keys, own_row, key_row, split, SIZE)
-        _put(v, values, own_row, value_row, split, SIZE)
-        own = tl.where(split == 0, tl.sum(q * k.to(tl.float32), 1) * scale, -float("inf"))
-        v = v.to(tl.float32)
-    if GROUPS == 1:
-        top, total, sums = _walk_one(
-            q, own, v, found, first_k, first_v, ids, begin, end, keys, values, key_row, value_row, scale, SIZE, KEYS
+    _, key_heads, size = keys.shape
+    heads, window = mixed.shape[1], _bounded(window, rows)
+    reach = rows.reach if window is None else min(rows.reach, window)
+    programs, processors = rows.alone * key_heads, _processors(keys.device)
+    splits = splits_for(programs, processors, reach) if splits is None else splits
+    if splits > 1 and scratch is None:
+        scratch = scratch_for(rows.alone, heads, size, keys.device)
+    if splits > 1 and scratch is not None and scratch.partial.numel() < (places := rows.alone * heads * splits) * size:
+        raise ValueError(
+            f"scratch.partial={tuple(scratch.partial.shape)} is too small: {places} places of {size} needed"
         )
-    else:
-        top, total, sums = _walk_shared(q, own, v, ids, begin, end, keys, values, key_row, value_row, scale, SIZE, KEYS)
-    place = row * KEY_HEADS + group
-    _leave(mixed, partial, level, counter, top, total, sums, place, split, parts, GROUPS, SPLITS, SIZE)
+    groups = heads // key_heads
+    block, warps, ahead = block_for(size, programs, processors) if groups == 1 else SHARED
+    plain = {"EPSILON": 0.0, "ROTARY": 0, "STEP": 0, "FIRST": 0, "NEXT": 0, "DEPENDENT": False}
+    shape = {
+        "KEY_HEADS": key_heads,
+        "GROUPS": groups,
+        # A product has at least 16 rows.
+        "WIDTH": 1 if groups == 1 else max(16, triton.next_power_of_2(groups)),
+        "SIZE": size,
+        "SPLITS": splits,
+        "LEAST": LEAST,
+        "KEYS": block,
+        "AHEAD": ahead,
+        "num_warps": warps,
+    }
+    with on_device_of(query):
+        kernels.alone_kernel[(key_heads, splits, rows.alone)](
+            query, keys, values, mixed, rows.index, rows.lane, rows.slot, rows.iteration,
+            *entry, *((None, None, None) if scratch is None else scratch),
+            query.stride(0), keys.stride(0), values.stride(0), *rows.index.stride()[:2], _base_2(scale, size), window,
+            **(plain | options | shape),
+        )  # fmt: skip
 
 
-@triton.jit
-def enter_kernel(
-    qkv,
-    query,
-    keys,
-    values,
-    own_rows,
-    positions,
-    cos,
-    sin,
-    bias,
-    query_norm,
-    key_norm,
-    qkv_row,
-    key_row,
-    value_row,
-    EPSILON: tl.constexpr,  # noqa: N803
-    KEY_HEADS: tl.constexpr,  # noqa: N803
-    GROUPS: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr,  # noqa: N803
-    STEP: tl.constexpr,  # noqa: N803
-    FIRST: tl.constexpr,  # noqa: N803
-    NEXT: tl.constexpr,  # noqa: N803
-    ROTARY: tl.constexpr,  # noqa: N803
-):
-    """A program owns a row: its queries are turned, its keys and values go into the pools."""
-    row = tl.program_id(0).to(tl.int64)
-    HEADS: tl.constexpr = GROUPS * KEY_HEADS  # noqa: N806
-    cosine, sine = _angles(positions, row, cos, sin, SIZE, ROTARY)
-    qkv += row * qkv_row
-    part = across(SIZE)
-    head = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
-    mask = (head < HEADS) & (part < SIZE)
-    q = _turned(qkv, head * STEP, mask, bias, query_norm, cosine, sine, EPSILON, SIZE, ROTARY)
-    tl.store(query + row * HEADS * SIZE + head * SIZE + part, q, mask=mask)
-    group = tl.arange(0, triton.next_power_of_2(KEY_HEADS))[:, None]
-    own_row = tl.load(own_rows + row)
-    mask = (group < KEY_HEADS) & (part < tl.where(own_row >= 0, SIZE, 0))
-    k = _turned(qkv, FIRST + group * STEP, mask, bias, key_norm, cosine, sine, EPSILON, SIZE, ROTARY)
-    v = _read(qkv, FIRST + NEXT + group * STEP, part, mask, bias)
-    tl.store(keys + own_row * key_row + group * SIZE + part, k, mask=mask)
-    tl.store(values + own_row * value_row + group * SIZE + part, v, mask=mask)
+def splits_for(programs: int, processors: int, reach: int) -> int:
+    """Returns the number of programs that share a row's keys: as many as run at once, none with too few keys."""
+    return max(1, min(min(processors, MOST_PROGRAMS) // programs, -(-reach // LEAST), MOST_SPLITS))
+
+
+def block_for(size: int, programs: int, processors: int) -> tuple[int, int, bool]:
+    """Keys of a block, warps, and whether the next block is loaded ahead, for rows alone that share no keys."""
+    choices = next(found for most, found in ALONE.items() if size <= most)
+    return next(found for most, found in choices.items() if programs <= most * processors)
+
+
+@lru_cache(maxsize=16)
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _cohorts(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: LedgerRows,
+    mixed: Tensor,
+    window: int | None,
+    scale: float | None,
+) -> None:
+    _, heads, size = query.shape
+    block, tiles = rows.tiles or _tiles_on(rows.cohorts, query.device)
+    block_keys, warps, stages = COHORT[block]
+    with on_device_of(query):
+        kernels.cohort_kernel[(heads, tiles.shape[0])](
+            query, keys, values, mixed, rows.index, rows.slot, tiles,
+            query.stride(0), keys.stride(0), values.stride(0), *rows.index.stride()[:2],
+            _base_2(scale, size), _bounded(window, rows),
+            HEADS=heads, GROUPS=heads // keys.shape[1], SIZE=size, ROWS=block, KEYS=block_keys,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+
+
+def block_of(cohorts: tuple[Cohort, ...]) -> int:
+    """Rows of a tile: few where all cohorts are short."""
+    longest = max(cohort.stop - cohort.start for cohort in cohorts)
+    return next((most for most in COHORT if longest <= most), max(COHORT))
+
+
+def tiles_of(cohorts: tuple[Cohort, ...], block: int) -> list[tuple[int, int, int, int]]:
+    """Lists first row, end of the cohort, lane and iteration of each tile; long walks first."""
+    tiles = [
+        (first, cohort.stop, cohort.lane, cohort.iteration)
+        for cohort in cohorts
+        for first in range(cohort.start, cohort.stop, block)
+    ]
+    return sorted(tiles, key=lambda tile: tile[0] - tile[1], reverse=True)
+
+
+@lru_cache(maxsize=32)
+def _tiles_on(cohorts: tuple[Cohort, ...], device: torch.device) -> Tiles:
+    """Returns the tiles on the device; cached, because every layer needs them."""
+    block = block_of(cohorts)
+    table = torch.tensor(tiles_of(cohorts, block), dtype=torch.int32)
+    return Tiles(block, table.to(device, non_blocking=True))

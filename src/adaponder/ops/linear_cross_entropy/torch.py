@@ -1,4 +1,4 @@
-"""``-log softmax(h W^T + b)[target]`` without ever holding more than a chunk of the tokens-by-vocabulary matrix."""
+"""Computes ``-log softmax(h W^T + b)[target]``, holding at most a chunk of the tokens-by-vocabulary matrix."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from adaponder.ops.dispatch import add_product_, compute_dtype, rows_per_chunk
+from adaponder.ops import chunks
+from adaponder.ops.chunks import add_slopes, as_rows, narrowed, sums_of
 from adaponder.ops.precision import wide_dtype, widened
 
-# Elements of tokens x vocabulary held at once: 2^25 float32 values are 128 MiB.
-CHUNK_ELEMENTS = 1 << 25
 IGNORE = -100
 
 
@@ -29,8 +28,45 @@ def plain_linear_cross_entropy(
     return flat.view(targets.shape)
 
 
+class Pointwise(NamedTuple):
+    """The operations on a chunk of logits ``[n, vocabulary]`` between the products.
+
+    Attributes:
+        losses: (logits, targets) -> ``[n]`` in at least float32.
+        slopes: (logits, targets, d loss) -> d logits in the logits' precision; may overwrite the logits.
+        both: (logits, targets, d loss) -> (losses, d logits), as the two above; may overwrite the logits.
+        elements: the number of logits to hold at once; ``None`` for ``chunks.CHUNK_ELEMENTS``.
+    """
+
+    losses: Callable[[Tensor, Tensor], Tensor]
+    slopes: Callable[[Tensor, Tensor, Tensor], Tensor]
+    both: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    elements: int | None = None
+
+
+def _losses(logits: Tensor, targets: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(widened(logits), targets, ignore_index=IGNORE, reduction="none")
+
+
+def _slopes(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
+    """Returns d loss / d logits: softmax - one-hot, and nothing where the target is ignored."""
+    slope = widened(logits).softmax(-1)
+    hit = targets.clamp_min(0)[:, None]
+    slope.scatter_add_(1, hit, torch.full_like(hit, -1, dtype=slope.dtype))
+    return slope.mul_((grad * (targets != IGNORE))[:, None]).to(logits.dtype)
+
+
+_PLAIN = Pointwise(_losses, _slopes, lambda z, t, g: (_losses(z, t), _slopes(z, t, g)))
+
+
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, chunk: int | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    chunk: int | None = None,
+    pointwise: Pointwise = _PLAIN,
 ) -> Tensor:
     """Equals :func:`plain_linear_cross_entropy`, in value and in every gradient, ``chunk`` tokens at a time.
 
@@ -40,8 +76,13 @@ def linear_cross_entropy(
         targets: ``[...]``, token ids; -100 is ignored.
         bias: ``[vocabulary]``, the head's bias.
         chunk: tokens per chunk; by default as many as ``CHUNK_ELEMENTS`` logits allow.
+        pointwise: what computes between the products; set by the kernels.
     """
-    return chunked_cross_entropy(hidden, weight, targets, bias, chunk, _pointwise())
+    _require_shape("targets", targets, hidden.shape[:-1])
+    rows, chunk = as_rows(hidden, weight, chunk, pointwise.elements)
+    with torch.autocast(hidden.device.type, enabled=False):
+        losses = _LinearCrossEntropy.apply(rows, weight, bias, targets.flatten(), chunk, pointwise)
+    return losses.view(targets.shape)
 
 
 def linear_cross_entropy_sum(
@@ -52,97 +93,34 @@ def linear_cross_entropy_sum(
     *,
     bias: Tensor | None = None,
     chunk: int | None = None,
+    pointwise: Pointwise = _PLAIN,
 ) -> Tensor:
     """Equals ``(token_weights * linear_cross_entropy(…)).sum()``, in value and in every gradient, logits computed once.
 
-    Where inputs require gradients, forward computes these too: what each token weighs is known, and backward has only
+    Where inputs require gradients, forward computes these too: the weight of each token is known, and backward has only
     to multiply. So call it under ``no_grad`` where the value alone is needed.
 
     Args:
-        hidden, weight, targets, bias, chunk: as in :func:`linear_cross_entropy`.
+        hidden, weight, targets, bias, chunk, pointwise: as in :func:`linear_cross_entropy`.
         token_weights: ``[...]``, a constant for each token, about 1: a factor on all, such as one over their number,
             belongs on the result, because slopes are held in the precision of the products.
     """
-    return chunked_cross_entropy_sum(hidden, weight, targets, token_weights, bias, chunk, _pointwise())
-
-
-class Pointwise(NamedTuple):
-    """What happens to a chunk of logits ``[n, vocabulary]`` between the products.
-
-    Attributes:
-        losses: (logits, targets) -> ``[n]`` in at least float32.
-        slopes: (logits, targets, d loss) -> d logits in the logits' precision; may overwrite the logits.
-        both: (logits, targets, d loss) -> (losses, d logits), as the two above; may overwrite the logits.
-        elements: how many logits to hold at once.
-    """
-
-    losses: Callable[[Tensor, Tensor], Tensor]
-    slopes: Callable[[Tensor, Tensor, Tensor], Tensor]
-    both: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    elements: int
-
-
-def _pointwise() -> Pointwise:
-    return Pointwise(_losses, _slopes, lambda z, t, g: (_losses(z, t), _slopes(z, t, g)), CHUNK_ELEMENTS)
-
-
-def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, chunk: int | None, pointwise: Pointwise
-) -> Tensor:
-    """:func:`linear_cross_entropy`, with ``pointwise`` between the products of each chunk."""
-    rows, chunk = _as_rows(hidden, weight, targets, chunk, pointwise.elements)
-    with torch.autocast(hidden.device.type, enabled=False):
-        losses = _LinearCrossEntropy.apply(rows, weight, bias, targets.flatten(), chunk, pointwise)
-    return losses.view(targets.shape)
-
-
-def chunked_cross_entropy_sum(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    token_weights: Tensor,
-    bias: Tensor | None,
-    chunk: int | None,
-    pointwise: Pointwise,
-) -> Tensor:
-    """:func:`linear_cross_entropy_sum`, with ``pointwise`` between the products of each chunk."""
-    if token_weights.shape != targets.shape:
-        raise ValueError(
-            f"token_weights has shape {tuple(token_weights.shape)}, targets {tuple(targets.shape)}: they must agree"
-        )
+    _require_shape("targets", targets, hidden.shape[:-1])
+    _require_shape("token_weights", token_weights, targets.shape)
     if token_weights.requires_grad:
         raise ValueError("token_weights requires grad and would get none: detach it, or weigh the losses of each token")
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in (hidden, weight, bias)):
-        losses = chunked_cross_entropy(hidden, weight, targets, bias, chunk, pointwise)
+        losses = linear_cross_entropy(hidden, weight, targets, bias=bias, chunk=chunk, pointwise=pointwise)
         return (losses * token_weights.to(losses.dtype)).sum()
-    rows, chunk = _as_rows(hidden, weight, targets, chunk, pointwise.elements)
+    rows, chunk = as_rows(hidden, weight, chunk, pointwise.elements)
     with torch.autocast(hidden.device.type, enabled=False):
         weights = token_weights.flatten().to(wide_dtype(rows.dtype))
         return _LinearCrossEntropySum.apply(rows, weight, bias, targets.flatten(), weights, chunk, pointwise)
 
 
-def _as_rows(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None, elements: int) -> tuple[Tensor, int]:
-    """The hidden states as rows in the precision to compute in, and how many of them make a chunk."""
-    if hidden.shape[:-1] != targets.shape:
-        raise ValueError(f"targets has shape {tuple(targets.shape)}, hidden {tuple(hidden.shape)}: they must agree")
-    rows = hidden.reshape(-1, hidden.shape[-1]).to(compute_dtype(hidden))
-    if chunk is None:
-        chunk = rows_per_chunk(rows.shape[0], weight.shape[0], elements)
-    elif chunk < 1:
-        raise ValueError(f"chunk={chunk}: at least one token at a time")
-    return rows, chunk
-
-
-def _losses(logits: Tensor, targets: Tensor) -> Tensor:
-    return torch.nn.functional.cross_entropy(widened(logits), targets, ignore_index=IGNORE, reduction="none")
-
-
-def _slopes(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
-    """d loss / d logits = softmax - one-hot, and nothing where the target is ignored."""
-    slope = widened(logits).softmax(-1)
-    hit = targets.clamp_min(0)[:, None]
-    slope.scatter_add_(1, hit, torch.full_like(hit, -1, dtype=slope.dtype))
-    return slope.mul_((grad * (targets != IGNORE))[:, None]).to(logits.dtype)
+def _require_shape(name: str, values: Tensor, shape: torch.Size) -> None:
+    if values.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(values.shape)} but must have {tuple(shape)}, one entry per token")
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -166,37 +144,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, bias, targets)
         ctx.chunk, ctx.pointwise = chunk, pointwise
-        weight, bias = weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype)
+        head = narrowed(rows.dtype, weight, bias)
         losses = torch.empty(rows.shape[0], dtype=wide_dtype(rows.dtype), device=rows.device)
         for start in range(0, rows.shape[0], chunk):
             part = slice(start, start + chunk)
-            losses[part] = pointwise.losses(torch.nn.functional.linear(rows[part], weight, bias), targets[part])
+            losses[part] = pointwise.losses(torch.nn.functional.linear(rows[part], *head), targets[part])
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, held_weight, held_bias, targets = ctx.saved_tensors
-        need_rows, need_weight, need_bias = ctx.needs_input_grad[:3]
-        weight, bias = held_weight.to(rows.dtype), None if held_bias is None else held_bias.to(rows.dtype)
-        # Sums over many chunks are kept wide: bf16 would lose the small ones.
-        wide = grad.dtype
-        grad_rows = torch.empty_like(rows) if need_rows else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if need_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and need_bias else None
+        rows, *parameters, targets = ctx.saved_tensors
+        grad_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
+        totals = sums_of(ctx.needs_input_grad[1:3], grad.dtype, *parameters)
+        head = narrowed(rows.dtype, *parameters)
         for start in range(0, rows.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            logits = torch.nn.functional.linear(rows[part], weight, bias)
+            logits = torch.nn.functional.linear(rows[part], *head)
             slope = ctx.pointwise.slopes(logits, targets[part], grad[part])
             if grad_rows is not None:
-                grad_rows[part] = slope @ weight
-            if grad_weight is not None:
-                add_product_(grad_weight, slope.t(), rows[part])
-            if grad_bias is not None:
-                grad_bias += slope.sum(0, dtype=wide)
-        grad_weight = None if grad_weight is None else grad_weight.to(held_weight.dtype)
-        grad_bias = None if grad_bias is None or held_bias is None else grad_bias.to(held_bias.dtype)
-        return grad_rows, grad_weight, grad_bias, None, None, None
+                grad_rows[part] = slope @ head[0]
+            add_slopes(*totals, slope, rows[part])
+        grads = (x if x is None else x.to(like.dtype) for x, like in zip(totals, parameters, strict=True))
+        return grad_rows, *grads, None, None, None
 
 
 class _LinearCrossEntropySum(torch.autograd.Function):
@@ -217,25 +187,18 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         chunk: int,
         pointwise: Pointwise,
     ) -> Tensor:
-        inputs, wide = (rows, weight, bias), token_weights.dtype
-        grad_rows, grad_weight, grad_bias = (
-            x.new_zeros(x.shape, dtype=wide) if x is not None and needed else None
-            for x, needed in zip(inputs, ctx.needs_input_grad[:3], strict=True)
-        )
-        weight, bias = weight.to(rows.dtype), None if bias is None else bias.to(rows.dtype)
+        totals = sums_of(ctx.needs_input_grad[:3], token_weights.dtype, rows, weight, bias)
+        head = narrowed(rows.dtype, weight, bias)
         losses = token_weights.new_empty(rows.shape[0])
         for start in range(0, rows.shape[0], chunk):
             part = slice(start, start + chunk)
-            logits = torch.nn.functional.linear(rows[part], weight, bias)
+            logits = torch.nn.functional.linear(rows[part], *head)
             losses[part], slope = pointwise.both(logits, targets[part], token_weights[part])
-            if grad_rows is not None:
-                add_product_(grad_rows[part], slope, weight)
-            if grad_weight is not None:
-                add_product_(grad_weight, slope.t(), rows[part])
-            if grad_bias is not None:
-                grad_bias += slope.sum(0, dtype=wide)
-        ctx.save_for_backward(grad_rows, grad_weight, grad_bias)
-        ctx.dtypes = [None if x is None else x.dtype for x in inputs]
+            if totals[0] is not None:
+                chunks.add_product_(totals[0][part], slope, head[0])
+            add_slopes(*totals[1:], slope, rows[part])
+        ctx.save_for_backward(*totals)
+        ctx.dtypes = [None if x is None else x.dtype for x in (rows, weight, bias)]
         return (losses * token_weights).sum()
 
     @staticmethod
@@ -243,10 +206,4 @@ class _LinearCrossEntropySum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # Not in place: what is saved must still be right if backward comes again.
         totals = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return (
-            *(None if total is None else (total * grad).to(dtype) for total, dtype in totals),
-            None,
-            None,
-            None,
-            None,
-        )
+        return *(None if total is None else (total * grad).to(dtype) for total, dtype in totals), *[None] * 4

@@ -1,68 +1,47 @@
-"""The loss's pointwise work on a GPU, one kernel per chunk: losses only read, slopes in place, or both at once."""
+"""Computes the loss's pointwise part by one kernel per chunk: losses, slopes in place, or both at once."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from adaponder.ops.linear_cross_entropy.torch import (
-    IGNORE,
-    Pointwise,
-    chunked_cross_entropy,
-    chunked_cross_entropy_sum,
-)
-from adaponder.ops.rows import CHUNK_ELEMENTS, launch, normaliser
-
-
-def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, chunk: int | None = None
-) -> Tensor:
-    """Equals :func:`adaponder.ops.linear_cross_entropy.torch.linear_cross_entropy`."""
-    return chunked_cross_entropy(hidden, weight, targets, bias, chunk, _pointwise())
-
-
-def linear_cross_entropy_sum(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    token_weights: Tensor,
-    *,
-    bias: Tensor | None = None,
-    chunk: int | None = None,
-) -> Tensor:
-    """Equals :func:`adaponder.ops.linear_cross_entropy.torch.linear_cross_entropy_sum`."""
-    return chunked_cross_entropy_sum(hidden, weight, targets, token_weights, bias, chunk, _pointwise())
-
-
-def _pointwise() -> Pointwise:
-    return Pointwise(losses, slopes_, losses_and_slopes_, CHUNK_ELEMENTS)
+from adaponder.ops.kernels import CHUNK_ELEMENTS, launch_rows, normaliser
+from adaponder.ops.linear_cross_entropy import torch as plain
+from adaponder.ops.linear_cross_entropy.torch import IGNORE, Pointwise
 
 
 def losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """``logsumexp(z) - z[target]`` of each row in float32; 0 for ignored targets, NaN for those that do not exist."""
+    """Returns ``logsumexp(z) - z[target]`` of each row in float32; 0 for ignored targets, NaN for unknown ones."""
     found = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    launch(_losses_kernel, logits, targets, found, IGNORE)
+    launch_rows(_losses_kernel, logits, targets, found, IGNORE)
     return found
 
 
 def slopes_(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
-    """``(softmax(z) - onehot(target)) * grad`` of each row, in the place of the logits."""
+    """Writes ``(softmax(z) - onehot(target)) * grad`` of each row, in the place of the logits."""
     # An expanded gradient (of a sum) has stride 0, and the kernel walks it by one.
-    launch(_slopes_kernel, logits, targets, grad.contiguous(), IGNORE)
+    launch_rows(_slopes_kernel, logits, targets, grad.contiguous(), IGNORE)
     return logits
 
 
 def losses_and_slopes_(logits: Tensor, targets: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """What :func:`losses` and :func:`slopes_` give, in one launch: a row is read twice and written once."""
+    """Equals :func:`losses` and :func:`slopes_` in one launch: a row is read twice and written once."""
     found = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    launch(_losses_and_slopes_kernel, logits, targets, found, grad.contiguous(), IGNORE)
+    launch_rows(_losses_and_slopes_kernel, logits, targets, found, grad.contiguous(), IGNORE)
     return found, logits
 
 
+_FUSED = Pointwise(losses, slopes_, losses_and_slopes_, CHUNK_ELEMENTS)
+linear_cross_entropy = partial(plain.linear_cross_entropy, pointwise=_FUSED)
+linear_cross_entropy_sum = partial(plain.linear_cross_entropy_sum, pointwise=_FUSED)
+
+
 @triton.jit
-def _losses_kernel(logits, targets, found, ignore, vocabulary, stride, BLOCK: tl.constexpr):  # noqa: N803
+def _losses_kernel(logits, targets, found, ignore, vocabulary, stride, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
     top, total = normaliser(row, tl.arange(0, BLOCK), vocabulary, BLOCK)
@@ -71,7 +50,7 @@ def _losses_kernel(logits, targets, found, ignore, vocabulary, stride, BLOCK: tl
 
 
 @triton.jit
-def _slopes_kernel(logits, targets, grads, ignore, vocabulary, stride, BLOCK: tl.constexpr):  # noqa: N803
+def _slopes_kernel(logits, targets, grads, ignore, vocabulary, stride, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
     column = tl.arange(0, BLOCK)
@@ -82,7 +61,7 @@ def _slopes_kernel(logits, targets, grads, ignore, vocabulary, stride, BLOCK: tl
 
 
 @triton.jit
-def _losses_and_slopes_kernel(logits, targets, found, grads, ignore, vocabulary, stride, BLOCK: tl.constexpr):  # noqa: N803
+def _losses_and_slopes_kernel(logits, targets, found, grads, ignore, vocabulary, stride, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
     column = tl.arange(0, BLOCK)
@@ -104,7 +83,7 @@ def _loss(row, target, top, total, ignore, vocabulary):
 
 
 @triton.jit
-def _write_slopes(row, column, target, grad, top, total, vocabulary, BLOCK: tl.constexpr):  # noqa: N803
+def _write_slopes(row, column, target, grad, top, total, vocabulary, BLOCK: tl.constexpr):
     for start in range(0, vocabulary, BLOCK):
         at = start + column
         z = tl.load(row + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)

@@ -1,4 +1,4 @@
-"""The next token of each row: truncation as one threshold, and a draw by noise that is a hash.
+"""Picks the next token of each row: truncation as one threshold, and a draw by noise that is a hash.
 
 The noise is a hash of (seed, sample, position, token id): the same in any batch, lane and run. The generator is
 splitmix64 read at a counter: seed and sample make the stream's key, position and token id the counter.
@@ -21,7 +21,7 @@ ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 
 class Picked(NamedTuple):
-    """A token of each row, int64 ``[n]``; ``bad`` marks rows that have a logit of NaN or ``inf``, or only ``-inf``."""
+    """Holds a token of each row, int64 ``[n]``; ``bad`` marks rows with a logit of NaN or ``inf``, or only ``-inf``."""
 
     token: Tensor
     bad: Tensor
@@ -37,7 +37,7 @@ def pick(
     sampled: bool = True,
     least: Tensor | None = None,
 ) -> Picked:
-    """An exact draw from ``softmax(logits / temperature)``; at temperature 0 the first of the likeliest tokens.
+    """Draws exactly from ``softmax(logits / temperature)``; at temperature 0 picks the first of the likeliest tokens.
 
     Args:
         logits: ``[n, V]``.
@@ -64,7 +64,7 @@ def _drawn(logits: Tensor, temperature: Tensor, key: Tensor, position: Tensor) -
 
 
 def least_kept(logits: Tensor, lanes: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
-    """The smallest logit that truncation keeps in each row, ``[n, 1]``; the likeliest token always stays.
+    """Returns the smallest logit that truncation keeps in each row, ``[n, 1]``; the likeliest token always stays.
 
     A token stays if its logit is at least the k-th largest; if of those the ones before it do not sum to a probability
     of top-p; and if its probability is at least min-p times the largest.
@@ -92,12 +92,12 @@ def _least_kept(logits: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
 
 
 def stream_key(seed: int, sample: int) -> int:
-    """The int64 that starts the random stream of one sample of a request."""
+    """Returns the int64 that starts the random stream of one sample of a request."""
     return _signed(_mixed(_mixed(seed & _MASK) + (sample + 1) * GOLDEN & _MASK))
 
 
 def gumbel(key: Tensor, position: Tensor, vocabulary: int) -> Tensor:
-    """Standard Gumbel noise ``[n, vocabulary]`` in float64, of each row's stream key and position (int64 ``[n]``).
+    """Returns standard Gumbel noise ``[n, vocabulary]`` in float64 from each row's stream key and position (int64).
 
     ``argmax(logits + gumbel)`` is then an exact draw from ``softmax(logits)``. Equals ``-log(-log(u))`` of uniform
     numbers ``u`` with 52 bits, midpoints of their cells: neither 0 nor 1 occurs, and float64 holds each exactly, so
@@ -114,12 +114,12 @@ def gumbel(key: Tensor, position: Tensor, vocabulary: int) -> Tensor:
 
 
 def _mixed(x: int) -> int:
-    """splitmix64's output function, over whole numbers modulo 2**64."""
+    """Applies splitmix64's output function, over integers modulo 2**64."""
     for shift, factor in ROUNDS:
         x = (x ^ (x >> shift)) * factor & _MASK
     return x
 
 
 def _signed(x: int) -> int:
-    """``x`` modulo 2**64 in the range of an int64."""
+    """Returns ``x`` modulo 2**64 in the range of an int64."""
     return (x + (1 << 63) & _MASK) - (1 << 63)

@@ -4,8 +4,6 @@ To pick, each program hashes and compares a part of one row's vocabulary. To tru
 its sorted logits up to where the kept tokens end.
 """
 
-# ruff: noqa: N803 (constants of a kernel are in capitals)
-
 from __future__ import annotations
 
 import torch
@@ -46,61 +44,25 @@ def pick(
     (shift0, factor0), (shift1, factor1), (shift2, _) = ROUNDS
     with on_device_of(logits):
         _part_kernel[(rows, parts)](
-            logits,
-            lanes,
-            position,
-            temperature,
-            key,
-            logits if least is None else least,
-            scores,
-            winners,
-            vocabulary,
-            logits.stride(0),
-            temperature.stride(0),
-            key.stride(0),
-            0 if least is None else least.stride(0),
-            steps,
-            SAMPLED=sampled,
-            TRUNCATED=least is not None,
-            GOLDEN=GOLDEN,
-            SHIFT0=shift0,
-            FACTOR0=factor0,
-            SHIFT1=shift1,
-            FACTOR1=factor1,
-            SHIFT2=shift2,
-            BLOCK=BLOCK,
-        )
+            logits, lanes, position, temperature, key, logits if least is None else least, scores, winners,
+            vocabulary, logits.stride(0), temperature.stride(0), key.stride(0),
+            0 if least is None else least.stride(0), steps,
+            SAMPLED=sampled, TRUNCATED=least is not None, GOLDEN=GOLDEN,
+            SHIFT0=shift0, FACTOR0=factor0, SHIFT1=shift1, FACTOR1=factor1, SHIFT2=shift2, BLOCK=BLOCK,
+        )  # fmt: skip
         _row_kernel[(rows,)](scores, winners, token, bad, parts, vocabulary, PARTS=triton.next_power_of_2(parts))
     return Picked(token, bad)
 
 
 @triton.jit
 def _part_kernel(
-    logits,
-    lanes,
-    position,
-    temperature,
-    key,
-    least,
-    scores,
-    winners,
-    vocabulary,
-    logits_stride,
-    temperature_stride,
-    key_stride,
-    least_stride,
-    steps,
-    SAMPLED: tl.constexpr,
-    TRUNCATED: tl.constexpr,
-    GOLDEN: tl.constexpr,
-    SHIFT0: tl.constexpr,
-    FACTOR0: tl.constexpr,
-    SHIFT1: tl.constexpr,
-    FACTOR1: tl.constexpr,
-    SHIFT2: tl.constexpr,
+    logits, lanes, position, temperature, key, least, scores, winners,
+    vocabulary, logits_stride, temperature_stride, key_stride, least_stride, steps,
+    SAMPLED: tl.constexpr, TRUNCATED: tl.constexpr, GOLDEN: tl.constexpr,
+    SHIFT0: tl.constexpr, FACTOR0: tl.constexpr, SHIFT1: tl.constexpr, FACTOR1: tl.constexpr, SHIFT2: tl.constexpr,
     BLOCK: tl.constexpr,
-):
-    """The best token of a part of the vocabulary and its score, which is NaN where a logit is NaN or infinite."""
+):  # fmt: skip
+    """Finds the best token of a part of the vocabulary and its score, which is NaN where a logit is NaN or infinite."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.load(lanes + row)
     heat = tl.load(temperature + lane * temperature_stride)
@@ -160,18 +122,9 @@ def least_kept(logits: Tensor, lanes: Tensor, numbers: Tensor, top_k: Tensor) ->
     if rows:
         with on_device_of(logits):
             _least_kernel[(rows,)](
-                values,
-                lanes,
-                numbers,
-                top_k,
-                least,
-                vocabulary,
-                values.stride(0),
-                numbers.stride(0),
-                top_k.stride(0),
-                BLOCK=SORTED_BLOCK,
-                num_warps=8,
-            )
+                values, lanes, numbers, top_k, least, vocabulary, values.stride(0), numbers.stride(0), top_k.stride(0),
+                BLOCK=SORTED_BLOCK, num_warps=8,
+            )  # fmt: skip
     return least
 
 

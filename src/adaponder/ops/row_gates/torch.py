@@ -1,4 +1,4 @@
-"""What each row's own gate says, where rows stand at different iterations."""
+"""Computes the gate of each row, where rows are at different iterations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn import functional
 
 
 class StackedGates(NamedTuple):
-    """The weights of all gates, one after the other; copies, so that later changes of the gates are not seen.
+    """Holds copies of the weights of all gates, one after the other; later changes of the gates do not reach them.
 
     Attributes:
         inner: ``[gates, width, d]`` and its bias ``[gates, width]``; none where gates are linear.

@@ -1,9 +1,7 @@
-"""Few rows and their own gates: each row reads the weights of the gate it asks, and of no other.
+"""Computes the gates of few rows: each row reads the weights of its own gate alone.
 
 A program owns a block of one gate's inner features and one row; the program of a row that ends last adds the parts up.
 """
-
-# ruff: noqa: N803 (constants of a kernel are in capitals)
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from adaponder.ops.dependent import allow_next, launch_options, wait_for_previous
 from adaponder.ops.dispatch import on_device_of
+from adaponder.ops.kernels import allow_next, launch_options, wait_for_previous
 from adaponder.ops.row_gates.torch import StackedGates
 from adaponder.ops.row_gates.torch import stacked_gates as plain
 from adaponder.ops.row_linear.kernels import activate, row_tile, weight_tile
@@ -25,7 +23,7 @@ FEATURES, WARPS = 4, 4
 
 
 def counter_on(device: torch.device) -> Tensor:
-    """What :func:`stacked_gates` counts with."""
+    """Returns zeros for :func:`stacked_gates` to count with."""
     return torch.zeros(FEW, dtype=torch.int32, device=device)
 
 
@@ -46,48 +44,19 @@ def stacked_gates(stacked: StackedGates, hidden: Tensor, iteration: Tensor, *, c
         done = counter_on(hidden.device) if counter is None else counter
         with on_device_of(hidden):
             _gate_kernel[(blocks, rows)](
-                hidden,
-                iteration,
-                inner,
-                stacked.inner_bias,
-                stacked.out,
-                stacked.out_bias,
-                parts,
-                done,
-                logits,
-                gates - 1,
-                width,
-                hidden.stride(0),
-                INPUTS=inputs,
-                BLOCK=triton.next_power_of_2(inputs),
-                FEATURES=FEATURES,
-                PARTS=triton.next_power_of_2(blocks),
-                num_warps=WARPS,
-                **launch_options(hidden),
-            )
+                hidden, iteration, inner, stacked.inner_bias, stacked.out, stacked.out_bias, parts, done, logits,
+                gates - 1, width, hidden.stride(0),
+                INPUTS=inputs, BLOCK=triton.next_power_of_2(inputs), FEATURES=FEATURES,
+                PARTS=triton.next_power_of_2(blocks), num_warps=WARPS, **launch_options(hidden),
+            )  # fmt: skip
     return logits
 
 
 @triton.jit
 def _gate_kernel(
-    hidden,
-    iteration,
-    inner,
-    inner_bias,
-    out,
-    out_bias,
-    parts,
-    done,
-    logits,
-    last,
-    width,
-    stride,
-    INPUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FEATURES: tl.constexpr,
-    PARTS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    hidden, iteration, inner, inner_bias, out, out_bias, parts, done, logits, last, width, stride,
+    INPUTS: tl.constexpr, BLOCK: tl.constexpr, FEATURES: tl.constexpr, PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     allow_next(DEPENDENT)
     block, row = tl.program_id(0), tl.program_id(1)
     blocks = tl.num_programs(0)

@@ -3,9 +3,9 @@
 A decoding step spends its time here. Norms, sums, activations and the residual sum are in float32; results are
 rounded once. How many rows there are decides how (``FEW`` and ``SOME`` in ``triton.py``):
 
-- few (``kernels.py``): matrix-vector. A program owns one row and a few outputs, and loads their weights before it
-  waits for the kernel before it (``ops/dependent.py``).
-- some (``dots.py``, ``some.py``): a program owns a few outputs of all rows; weights stream through shared memory
+- few: matrix-vector. A program owns one row and a few outputs, and loads their weights before it
+  waits for the kernel before it (``launch_options`` in ``ops/kernels.py``).
+- some: a program owns a few outputs of all rows; weights stream through shared memory
   once.
 - more: the matrix library, with the norm as a kernel.
 

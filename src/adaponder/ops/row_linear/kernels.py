@@ -1,18 +1,22 @@
-"""The kernels behind the matrix-vector products, and the pieces that others build on."""
+"""The kernels of row products: matrix-vector for few rows, and matrix products of some tens of rows.
 
-# ruff: noqa: N803 (constants of a kernel are in capitals)
+For few rows a program owns one row and a few outputs; its weights arrive while the kernel before it still runs. For
+some, a program owns a few outputs of all rows, which come normalised, and walks the inputs.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from adaponder.ops.dependent import allow_next, wait_for_previous
+from adaponder.ops.kernels import allow_next, wait_for_previous
+
+# fmt: off
 
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """1: GELU, 2: GELU by tanh, 3: ReLU, 4: SiLU, 0: x itself; triton.py gives them these numbers."""
+    """Applies 1: GELU, 2: GELU by tanh, 3: ReLU, 4: SiLU, 0: nothing; triton.py gives them these numbers."""
     if ACTIVATION == 1:
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == 2:
@@ -27,7 +31,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def weight_tile(weight, first, size, INPUTS: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr):
-    """``[outputs, block]`` of ``weight [size, inputs]`` from row ``first`` on; zeros outside."""
+    """Loads ``[outputs, block]`` of ``weight [size, inputs]`` from row ``first`` on; zeros outside."""
     output, k = tl.arange(0, OUTPUTS)[:, None], tl.arange(0, BLOCK)[None, :]
     at = weight + first.to(tl.int64) * INPUTS + output * INPUTS + k
     return tl.load(at, mask=(first + output < size) & (k < INPUTS), other=0.0)
@@ -35,7 +39,7 @@ def weight_tile(weight, first, size, INPUTS: tl.constexpr, BLOCK: tl.constexpr, 
 
 @triton.jit
 def row_tile(x, INPUTS: tl.constexpr, BLOCK: tl.constexpr):
-    """A row of so many inputs as ``[1, block]``, zeros beyond them."""
+    """Loads a row as ``[1, block]``, zeros beyond them."""
     k = tl.arange(0, BLOCK)[None, :]
     return tl.load(x + k, mask=k < INPUTS, other=0.0)
 
@@ -44,7 +48,7 @@ def row_tile(x, INPUTS: tl.constexpr, BLOCK: tl.constexpr):
 def normalised(
     x, gain, shift, eps, INPUTS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr
 ):
-    """A row ``[1, block]`` through its norm, in float32."""
+    """Returns a row ``[1, block]`` through its norm, in float32."""
     if NORM == 1:
         x = x - tl.sum(x, 1)[:, None] / INPUTS
         x = tl.where(tl.arange(0, BLOCK)[None, :] < INPUTS, x, 0.0)
@@ -56,28 +60,12 @@ def normalised(
 
 
 @triton.jit
-def _map(
-    x,
-    result,
-    weight,
-    bias,
-    gain,
-    shift,
-    block,
-    size,
-    eps,
-    x_stride,
-    result_stride,
-    INPUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    NORM: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    BIASED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+def _few_map(
+    x, result, weight, bias, gain, shift, block, size, eps, x_stride, result_stride,
+    INPUTS: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr,
+    BIASED: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """One block of outputs of one linear map, of one row."""
+    """Computes one block of outputs of one linear map, of one row."""
     first = block * OUTPUTS
     output = first + tl.arange(0, OUTPUTS)
     tile = weight_tile(weight, first, size, INPUTS, BLOCK, OUTPUTS)
@@ -98,59 +86,41 @@ def _map(
     tl.store(result + row * result_stride + output, total, mask=output < size)
 
 
-# fmt: off
 @triton.jit
-def normed_kernel(
+def few_maps_kernel(
     x, result, weight_0, bias_0, gain_0, shift_0, weight_1, bias_1, gain_1, shift_1, weight_2, bias_2, gain_2, shift_2,
     size_0, size_1, size_2, end_0, end_1, eps_0, eps_1, eps_2, x_stride, result_stride,
     INPUTS: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr,
     MAPS: tl.constexpr, NORMS: tl.constexpr, SHIFTED: tl.constexpr, BIASED: tl.constexpr,
     ACTIVATIONS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """Up to three maps of the same rows, side by side; programs up to ``end_0`` work at the first, and so on."""
+    """Computes up to three maps of the same rows; programs up to ``end_0`` compute the first, and so on."""
     allow_next(DEPENDENT)
     block = tl.program_id(0)
     if MAPS == 1 or block < end_0:
-        _map(
+        _few_map(
             x, result, weight_0, bias_0, gain_0, shift_0, block, size_0, eps_0, x_stride, result_stride,
             INPUTS, BLOCK, OUTPUTS, NORMS[0], SHIFTED[0], BIASED[0], ACTIVATIONS[0], DEPENDENT,
         )
     elif MAPS == 2 or block < end_1:
-        _map(
+        _few_map(
             x, result + size_0, weight_1, bias_1, gain_1, shift_1, block - end_0, size_1, eps_1, x_stride,
             result_stride, INPUTS, BLOCK, OUTPUTS, NORMS[1], SHIFTED[1], BIASED[1], ACTIVATIONS[1], DEPENDENT,
         )
     else:
-        _map(
+        _few_map(
             x, result + size_0 + size_1, weight_2, bias_2, gain_2, shift_2, block - end_1, size_2, eps_2, x_stride,
             result_stride, INPUTS, BLOCK, OUTPUTS, NORMS[2], SHIFTED[2], BIASED[2], ACTIVATIONS[2], DEPENDENT,
         )
-# fmt: on
 
 
 @triton.jit
-def gated_kernel(
-    x,
-    result,
-    gate,
-    gate_bias,
-    up,
-    up_bias,
-    gain,
-    shift,
-    size,
-    eps,
-    x_stride,
-    INPUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    NORM: tl.constexpr,
-    SHIFTED: tl.constexpr,
-    BIASED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+def few_gated_kernel(
+    x, result, gate, gate_bias, up, up_bias, gain, shift, size, eps, x_stride,
+    INPUTS: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr,
+    BIASED: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """One block of outputs ``activation(gate(n)) * up(n)`` of one row, ``n`` being its norm."""
+    """Computes one block of ``activation(gate(n)) * up(n)`` of one normed row ``n``."""
     allow_next(DEPENDENT)
     first = tl.program_id(0) * OUTPUTS
     output = first + tl.arange(0, OUTPUTS)
@@ -177,27 +147,12 @@ def gated_kernel(
 
 
 @triton.jit
-def residual_kernel(
-    residual,
-    result,
-    x_0,
-    x_1,
-    weight_0,
-    bias_0,
-    weight_1,
-    bias_1,
-    size,
-    stride,
-    stride_0,
-    stride_1,
-    INPUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    TERMS: tl.constexpr,
-    BIASED: tl.constexpr,
+def few_residual_kernel(
+    residual, result, x_0, x_1, weight_0, bias_0, weight_1, bias_1, size, stride, stride_0, stride_1,
+    INPUTS: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr, TERMS: tl.constexpr, BIASED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One block of outputs of one row: its residual plus one linear map, or two, each of an input of its own."""
+    """Computes one block of outputs of one row: its residual plus one or two linear maps."""
     allow_next(DEPENDENT)
     first = tl.program_id(0) * OUTPUTS
     output = first + tl.arange(0, OUTPUTS)
@@ -220,13 +175,12 @@ def residual_kernel(
     tl.store(result + row * size + output, total + bias + start, mask=output < size)
 
 
-# fmt: off
 @triton.jit
 def norm_kernel(
     x, result, gain, shift, gain_1, shift_1, eps, stride,
     INPUTS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """Each row through one norm or through two; the second ones' results lie behind all of the first."""
+    """Applies one norm or two to each row; the second norm's results lie behind all of the first's."""
     allow_next(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
@@ -245,4 +199,143 @@ def norm_kernel(
     if SHIFTED:
         values += bias
     tl.store(result + row * INPUTS + k, values, mask=inside)
-# fmt: on
+
+
+# --- some tens of rows: weights stream through, each read once -------------------------------------------------------
+
+
+@triton.jit
+def _loaded(base, line, stride, lines, start, INPUTS: tl.constexpr, STEP: tl.constexpr):
+    """Loads ``[lines, step]`` of a matrix from input ``start`` on; zeros outside."""
+    k = start + tl.arange(0, STEP)
+    mask = (line < lines)[:, None]
+    if INPUTS % STEP != 0:
+        mask = mask & (k < INPUTS)[None, :]
+    return tl.load(base + line[:, None].to(tl.int64) * stride + k[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _product(total, x, x_stride, rows, weight, output, size, begin, end, INPUTS: tl.constexpr, STEP: tl.constexpr):
+    """Returns ``total [rows, outputs]`` plus ``x @ weight[output].T``, of the inputs from ``begin`` to ``end``."""
+    row = tl.arange(0, total.shape[0])
+    EXACT: tl.constexpr = "ieee" if weight.dtype.element_ty == tl.float32 else "tf32"
+    for start in tl.range(begin, end, STEP):
+        values = _loaded(x, row, x_stride, rows, start, INPUTS, STEP)
+        tile = _loaded(weight, output, INPUTS, size, start, INPUTS, STEP)
+        total = tl.dot(values, tl.trans(tile), total, input_precision=EXACT)
+    return total
+
+
+@triton.jit
+def _keep(result, total, result_stride, rows, output, size):
+    row = tl.arange(0, total.shape[0])
+    at = result + row[:, None] * result_stride + output[None, :]
+    tl.store(at, total, mask=(row < rows)[:, None] & (output < size)[None, :])
+
+
+@triton.jit
+def _bias(bias, output, size):
+    return tl.load(bias + output, mask=output < size, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def some_maps_kernel(
+    result, x_0, weight_0, bias_0, x_1, weight_1, bias_1, x_2, weight_2, bias_2, size_0, size_1, size_2, end_0, end_1,
+    rows, x_stride, result_stride,
+    INPUTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, MAPS: tl.constexpr,
+    BIASED: tl.constexpr, ACTIVATIONS: tl.constexpr, DEPENDENT: tl.constexpr,
+):
+    """Computes up to three maps side by side; programs up to ``end_0`` compute the first, and so on."""
+    allow_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
+    block = tl.program_id(0)
+    if MAPS == 1 or block < end_0:
+        _some_map(result, x_0, weight_0, bias_0, block, size_0, rows, x_stride, result_stride,
+                  INPUTS, ROWS, OUTPUTS, STEP, BIASED[0], ACTIVATIONS[0])
+    elif MAPS == 2 or block < end_1:
+        _some_map(result + size_0, x_1, weight_1, bias_1, block - end_0, size_1, rows, x_stride, result_stride,
+                  INPUTS, ROWS, OUTPUTS, STEP, BIASED[1], ACTIVATIONS[1])
+    else:
+        _some_map(result + size_0 + size_1, x_2, weight_2, bias_2, block - end_1, size_2, rows, x_stride, result_stride,
+                  INPUTS, ROWS, OUTPUTS, STEP, BIASED[2], ACTIVATIONS[2])
+
+
+@triton.jit
+def _some_map(
+    result, x, weight, bias, block, size, rows, x_stride, result_stride,
+    INPUTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, BIASED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    output = block * OUTPUTS + tl.arange(0, OUTPUTS)
+    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    total = _product(total, x, x_stride, rows, weight, output, size, 0, INPUTS, INPUTS, STEP)
+    if BIASED:
+        total += _bias(bias, output, size)
+    _keep(result, activate(total, ACTIVATION), result_stride, rows, output, size)
+
+
+@triton.jit
+def some_gated_kernel(
+    result, x, gate, gate_bias, up, up_bias, size, rows, x_stride,
+    INPUTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, BIASED: tl.constexpr,
+    ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
+):
+    """Computes one block of ``activation(gate(x)) * up(x)`` of all rows, which are normed already."""
+    allow_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
+    output, row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
+    opened, total = tl.zeros([ROWS, OUTPUTS], tl.float32), tl.zeros([ROWS, OUTPUTS], tl.float32)
+    EXACT: tl.constexpr = "ieee" if gate.dtype.element_ty == tl.float32 else "tf32"
+    for start in tl.range(0, INPUTS, STEP):
+        values = _loaded(x, row, x_stride, rows, start, INPUTS, STEP)
+        gate_tile = _loaded(gate, output, INPUTS, size, start, INPUTS, STEP)
+        up_tile = _loaded(up, output, INPUTS, size, start, INPUTS, STEP)
+        opened = tl.dot(values, tl.trans(gate_tile), opened, input_precision=EXACT)
+        total = tl.dot(values, tl.trans(up_tile), total, input_precision=EXACT)
+    if BIASED[0]:
+        opened += _bias(gate_bias, output, size)
+    if BIASED[1]:
+        total += _bias(up_bias, output, size)
+    _keep(result, activate(opened, ACTIVATION) * total, size, rows, output, size)
+
+
+@triton.jit
+def some_residual_kernel(
+    result, residual, x_0, weight_0, bias_0, x_1, weight_1, bias_1, parts, counter, size, rows, stride, stride_0,
+    stride_1,
+    INPUTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, TERMS: tl.constexpr,
+    SPLITS: tl.constexpr, BIASED: tl.constexpr, DEPENDENT: tl.constexpr,
+):
+    """Adds one or two terms to a residual; programs along the second axis share the steps, and the last one adds up."""
+    allow_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
+    block, split = tl.program_id(0), tl.program_id(1)
+    output, row = block * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
+    first_steps: tl.constexpr = (INPUTS[0] + STEP - 1) // STEP
+    steps: tl.constexpr = first_steps + ((INPUTS[1] + STEP - 1) // STEP if TERMS == 2 else 0)
+    share: tl.constexpr = (steps + SPLITS - 1) // SPLITS
+    begin, end = split * share, tl.minimum(split * share + share, steps)
+    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    total = _product(total, x_0, stride_0, rows, weight_0, output, size, begin * STEP,
+                     tl.minimum(end, first_steps) * STEP, INPUTS[0], STEP)
+    if TERMS == 2:
+        total = _product(total, x_1, stride_1, rows, weight_1, output, size, tl.maximum(begin - first_steps, 0) * STEP,
+                         (end - first_steps) * STEP, INPUTS[1], STEP)
+    mask = (row < rows)[:, None] & (output < size)[None, :]
+    at = row[:, None] * size + output[None, :]
+    if SPLITS > 1:
+        tl.store(parts + split * rows * size + at, total, mask=mask)
+        # All threads have stored before the program counts as done.
+        tl.debug_barrier()
+        if tl.atomic_add(counter + block, 1, sem="acq_rel") != SPLITS - 1:
+            return
+        tl.store(counter + block, 0)
+        total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+        for number in range(SPLITS):
+            total += tl.load(parts + number * rows * size + at, mask=mask, other=0.0, cache_modifier=".cg")
+    if BIASED[0]:
+        total += _bias(bias_0, output, size)
+    if TERMS == 2 and BIASED[1]:
+        total += _bias(bias_1, output, size)
+    total += tl.load(residual + row[:, None] * stride + output[None, :], mask=mask, other=0.0).to(tl.float32)
+    _keep(result, total, size, rows, output, size)

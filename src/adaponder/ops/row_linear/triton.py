@@ -1,48 +1,78 @@
-"""Matrix-vector kernels: each weight is read once, in wide loads, and begins to arrive before the rows are known.
+"""Launches row products: each weight is read once, in wide loads, and begins to arrive before the rows are known.
 
-A program owns one row, a few outputs and all inputs. It loads its weights, waits for the kernel before it (see
-:mod:`adaponder.ops.dependent`), and then loads, normalises and multiplies its row. A tile of weights is
-``[outputs, inputs]``, held in registers, its inputs spread over all threads as a row's are. More rows than ``FEW`` are
-multiplied together (:mod:`adaponder.ops.row_linear.dots`), more than ``SOME`` by the matrix library, both with their
-norm in a kernel of its own.
+Up to ``FEW`` rows are multiplied each by itself: a program loads its weights, waits for the kernel before it, and then
+loads, normalises and multiplies its row. Up to ``SOME`` rows are multiplied together, more by the matrix library, both
+with their norm in a kernel of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from torch.nn import functional
 
-from adaponder.ops.dependent import launch_options
 from adaponder.ops.dispatch import on_device_of
-from adaponder.ops.row_linear import kernels, some
+from adaponder.ops.kernels import launch_options
+from adaponder.ops.row_linear import kernels
 from adaponder.ops.row_linear.torch import ACTIVATIONS, Linear, Norm, Piece, Term
 
-# Most rows for which these kernels are used, and those of `dots`.
+# Most rows that are multiplied each by itself, and together.
 FEW, SOME = 2, 64
 # The kernels' numbers for activations and norms; 0 is none.
 _CODES = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "silu": 4}
 _LAYER_NORM, _RMS_NORM = 1, 2
 
 
-class Blocks(NamedTuple):
-    """How a product is cut: outputs of a program, and its warps."""
+class Cut(NamedTuple):
+    """The cut of a product: outputs and warps of a program; for some rows also inputs and stages of its steps.
+
+    ``splits`` programs share the inputs of a residual sum.
+    """
 
     outputs: int
     warps: int
+    step: int = 0
+    stages: int = 0
+    splits: int = 1
 
 
-def blocks_for(inputs: int, outputs: int) -> Blocks:
-    """The fastest measured on an H200 (README), for a product of so many inputs and outputs in all."""
+def few_cut(inputs: int, outputs: int) -> Cut:
+    """Returns the fastest cut measured on an H200 for few rows, with ``inputs`` and ``outputs`` in all."""
     if inputs <= 512:
-        return Blocks(8, 2) if outputs > 16384 else Blocks(4, 1)
+        return Cut(8, 2) if outputs > 16384 else Cut(4, 1)
     if inputs <= 1024:
-        return Blocks(4, 2) if outputs > 16384 else Blocks(8, 2)
-    return Blocks(4, 4) if inputs <= 4096 else Blocks(1, 4) if inputs <= 5632 and outputs > 1024 else Blocks(2, 4)
+        return Cut(4, 2) if outputs > 16384 else Cut(8, 2)
+    return Cut(4, 4) if inputs <= 4096 else Cut(1, 4) if inputs <= 5632 and outputs > 1024 else Cut(2, 4)
+
+
+def some_cut(rows: int, inputs: int, outputs: int) -> Cut:
+    """Returns the fastest cut measured on an H200 for some tens of rows."""
+    if outputs <= 2048:
+        splits = max(1, min(8, (8192 if rows <= 32 else 4096) // outputs, inputs // 512))
+        if rows <= 16:
+            return Cut(32, 4, 256, 6, min(4, splits)) if outputs == 1024 else Cut(32, 4, 128, 6, splits)
+        if rows <= 32:
+            return Cut(32, 8, 128, 6, splits) if outputs <= 1024 else Cut(32, 4, 128, 8, splits)
+        return Cut(32, 4, 256, 3 if outputs <= 1024 else 4, splits)
+    if rows <= 16:
+        return Cut(32, 4, 64, 8)
+    return Cut(32, 4, 128, 4) if rows <= 32 else Cut(64, 4, 128, 3)
+
+
+def some_gated_cut(rows: int) -> Cut:
+    """Returns the fastest cut for two maps of which one gates the other."""
+    return Cut(32, 4, 128, 8) if rows <= 16 else Cut(64, 8, 64, 6) if rows <= 32 else Cut(64, 4, 128, 4)
+
+
+@lru_cache
+def _counter(device: torch.device) -> Tensor:
+    """Returns the counter of programs that share a sum: zeros between launches, which follow each other on a stream."""
+    return torch.zeros(4096, dtype=torch.int32, device=device)
 
 
 def row_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -51,7 +81,7 @@ def row_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def _norms(x: Tensor, norm: Norm, other: Norm, count: int) -> Tensor:
-    """``[count, n, d]``: each row through the first norm, or through both, which are of one kind."""
+    """Returns ``[count, n, d]``: each row through the first norm, or through both, which are of one kind."""
     rows, inputs = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     result = torch.empty(count, rows, inputs, dtype=x.dtype, device=x.device)
@@ -59,122 +89,87 @@ def _norms(x: Tensor, norm: Norm, other: Norm, count: int) -> Tensor:
     if rows:
         with on_device_of(x):
             kernels.norm_kernel[(rows, count)](
-                x,
-                result,
-                *_norm_pointers(norm),
-                *_norm_pointers(other),
-                norm.eps,
-                x.stride(0),
-                INPUTS=inputs,
-                BLOCK=block,
-                NORM=_norm_code(norm),
-                SHIFTED=norm.bias is not None,
-                num_warps=min(8, max(1, block // 256)),
-                **launch_options(x),
-            )
+                x, result, *_norm_pointers(norm, x), *_norm_pointers(other, x), norm.eps, x.stride(0),
+                INPUTS=inputs, BLOCK=block, NORM=_norm_code(norm), SHIFTED=norm.bias is not None,
+                num_warps=min(8, max(1, block // 256)), **launch_options(x),
+            )  # fmt: skip
     return result
 
 
-def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """Equals :func:`adaponder.ops.row_linear.torch.normed_linears`; results of few rows are views of one tensor."""
-    maps = [_Map(linear, piece.norm, piece.activation) for piece in pieces for linear in piece.linears]
-    if x.shape[0] > SOME or len(maps) > 3 or not _plain(x, [each.linear for each in maps]):
-        return _many_normed(x, pieces)
-    if x.shape[0] <= FEW:
-        wide = _each(x, maps)
-    else:
-        given, codes = _normed(x, [each.norm for each in maps]), [_CODES[each.activation] for each in maps]
-        wide = some.maps(given, [each.linear for each in maps], codes)
-    return list(wide.split([piece.outputs for piece in pieces], -1))
-
-
 class _Map(NamedTuple):
-    """One linear map with what comes before and after it, as a kernel is handed it."""
+    """One linear map with its norm and activation, as a kernel receives it."""
 
     linear: Linear
     norm: Norm | None
     activation: str | None
 
-    @property
-    def eps(self) -> float:
-        return 0.0 if self.norm is None else self.norm.eps
 
-    @property
-    def shifted(self) -> bool:
-        return self.norm is not None and self.norm.bias is not None
-
-    def pointers(self, like: Tensor) -> tuple[Tensor, ...]:
-        """Weight, bias, the norm's weight and bias; anything in the place of what is not there."""
-        norm = (like, like) if self.norm is None else _norm_pointers(self.norm)
-        return *some.pointers(self.linear), *norm
+def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
+    """Equals :func:`adaponder.ops.row_linear.torch.normed_linears`; results of few rows are views of one tensor."""
+    maps = [_Map(linear, piece.norm, piece.activation) for piece in pieces for linear in piece.linears]
+    if x.shape[0] > SOME or len(maps) > 3 or not _plain(x, [single.linear for single in maps]):
+        return _many_normed(x, pieces)
+    return list(_maps(x, maps).split([piece.outputs for piece in pieces], -1))
 
 
-def _each(x: Tensor, maps: Sequence[_Map]) -> Tensor:
-    """Up to three maps side by side, row by row."""
+def _maps(x: Tensor, maps: Sequence[_Map]) -> Tensor:
+    """Returns the results of up to three maps side by side."""
     rows, inputs = x.shape
-    sizes = [each.linear.weight.shape[0] for each in maps]
+    sizes = [single.linear.weight.shape[0] for single in maps]
     result = torch.empty(rows, sum(sizes), dtype=x.dtype, device=x.device)
-    blocks = blocks_for(inputs, sum(sizes))
-    counts = [triton.cdiv(size, blocks.outputs) for size in sizes]
+    if not rows:
+        return result
     three = [*maps, maps[-1], maps[-1]][:3]
-    if rows:
-        with on_device_of(x):
-            kernels.normed_kernel[(sum(counts), rows)](
-                x,
-                result,
-                *(pointer for each in three for pointer in each.pointers(x)),
-                *[*sizes, 0, 0][:3],
-                counts[0],
-                sum(counts[:2]),
-                *(each.eps for each in three),
-                x.stride(0),
-                result.stride(0),
-                INPUTS=inputs,
-                BLOCK=triton.next_power_of_2(inputs),
-                OUTPUTS=blocks.outputs,
-                MAPS=len(maps),
-                NORMS=tuple(_norm_code(each.norm) for each in three),
-                SHIFTED=tuple(each.shifted for each in three),
-                BIASED=tuple(each.linear.bias is not None for each in three),
-                ACTIVATIONS=tuple(_CODES[each.activation] for each in three),
-                num_warps=blocks.warps,
-                **launch_options(x),
-            )
+    linears, norms, activations = zip(*three, strict=True)
+    cut = few_cut(inputs, sum(sizes)) if rows <= FEW else some_cut(rows, inputs, sum(sizes))
+    counts = [triton.cdiv(size, cut.outputs) for size in sizes]
+    bounds = (*[*sizes, 0, 0][:3], counts[0], sum(counts[:2]))
+    constants = _constants(x, linears, cut) | {
+        "INPUTS": inputs, "MAPS": len(maps), "ACTIVATIONS": tuple(_CODES[name] for name in activations),
+    }  # fmt: skip
+    with on_device_of(x):
+        if rows <= FEW:
+            pointers = [(*_pointers(linear), *_norm_pointers(norm, x)) for linear, norm, _ in three]
+            kernels.few_maps_kernel[(sum(counts), rows)](
+                x, result, *pointers[0], *pointers[1], *pointers[2], *bounds,
+                *(0.0 if norm is None else norm.eps for norm in norms), x.stride(0), result.stride(0),
+                BLOCK=triton.next_power_of_2(inputs), NORMS=tuple(map(_norm_code, norms)),
+                SHIFTED=tuple(norm is not None and norm.bias is not None for norm in norms), **constants,
+            )  # fmt: skip
+        else:
+            normed = _normed(x, norms)
+            pointers = [(given, *_pointers(linear)) for given, linear in zip(normed, linears, strict=True)]
+            kernels.some_maps_kernel[(sum(counts), 1)](
+                result, *pointers[0], *pointers[1], *pointers[2], *bounds, rows, normed[0].stride(0), result.stride(0),
+                ROWS=_padded(rows), **constants,
+            )  # fmt: skip
     return result
 
 
 def gated_linear(x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation: str) -> Tensor:
     """Equals :func:`adaponder.ops.row_linear.torch.gated_linear`."""
-    plain = _plain(x, (gate, up))
-    if x.shape[0] > FEW or not plain:
-        normed = row_norm(x, norm)
-        if x.shape[0] <= SOME and plain:
-            return some.gated(normed, gate, up, _CODES[activation])
-        return ACTIVATIONS[activation](functional.linear(normed, *gate)).mul_(functional.linear(normed, *up))
     rows, inputs = x.shape
+    if rows > SOME or not _plain(x, (gate, up)):
+        normed = row_norm(x, norm)
+        return ACTIVATIONS[activation](functional.linear(normed, *gate)).mul_(functional.linear(normed, *up))
     size = gate.weight.shape[0]
     result = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    blocks = blocks_for(2 * inputs, size)
-    if rows:
-        with on_device_of(x):
-            kernels.gated_kernel[(triton.cdiv(size, blocks.outputs), rows)](
-                x,
-                result,
-                *some.pointers(gate),
-                *some.pointers(up),
-                *_norm_pointers(norm),
-                size,
-                norm.eps,
-                x.stride(0),
-                INPUTS=inputs,
-                BLOCK=triton.next_power_of_2(inputs),
-                OUTPUTS=blocks.outputs,
-                NORM=_norm_code(norm),
-                SHIFTED=norm.bias is not None,
-                BIASED=(gate.bias is not None, up.bias is not None),
-                ACTIVATION=_CODES[activation],
-                num_warps=blocks.warps,
-                **launch_options(x),
+    if not rows:
+        return result
+    cut = few_cut(2 * inputs, size) if rows <= FEW else some_gated_cut(rows)
+    maps = (*_pointers(gate), *_pointers(up))
+    constants = _constants(x, (gate, up), cut) | {"INPUTS": inputs, "ACTIVATION": _CODES[activation]}
+    blocks = triton.cdiv(size, cut.outputs)
+    with on_device_of(x):
+        if rows <= FEW:
+            kernels.few_gated_kernel[(blocks, rows)](
+                x, result, *maps, *_norm_pointers(norm, x), size, norm.eps, x.stride(0),
+                BLOCK=triton.next_power_of_2(inputs), NORM=_norm_code(norm), SHIFTED=norm.bias is not None, **constants,
+            )  # fmt: skip
+        else:
+            normed = row_norm(x, norm)
+            kernels.some_gated_kernel[(blocks, 1)](
+                result, normed, *maps, size, rows, normed.stride(0), ROWS=_padded(rows), **constants
             )
     return result
 
@@ -185,40 +180,49 @@ def residual_linears(residual: Tensor, terms: Sequence[Term]) -> Tensor:
     fits = all(_plain(term.x, [term.linear]) for term in terms) and residual.stride(-1) == 1
     if rows > SOME or not 1 <= len(terms) <= 2 or not fits:
         return _many_residual(residual, terms)
-    if rows > FEW:
-        return some.residual(residual, terms)
     result = torch.empty(rows, size, dtype=residual.dtype, device=residual.device)
+    if not rows:
+        return result
     first, second = terms[0], terms[-1]
-    inputs = [term.x.shape[1] for term in terms]
-    blocks = blocks_for(sum(inputs), size)
-    if rows:
-        with on_device_of(residual):
-            kernels.residual_kernel[(triton.cdiv(size, blocks.outputs), rows)](
-                residual,
-                result,
-                first.x,
-                second.x,
-                *some.pointers(first.linear),
-                *some.pointers(second.linear),
-                size,
-                residual.stride(0),
-                first.x.stride(0),
-                second.x.stride(0),
-                INPUTS=(inputs[0], inputs[-1]),
-                BLOCK=(triton.next_power_of_2(inputs[0]), triton.next_power_of_2(inputs[-1])),
-                OUTPUTS=blocks.outputs,
-                TERMS=len(terms),
-                BIASED=(first.linear.bias is not None, second.linear.bias is not None),
-                num_warps=blocks.warps,
-                **launch_options(residual),
-            )
+    inputs = first.x.shape[1], second.x.shape[1]
+    every_input = sum(inputs[: len(terms)])
+    cut = few_cut(every_input, size) if rows <= FEW else some_cut(rows, every_input, size)
+    constants = _constants(residual, (first.linear, second.linear), cut) | {"INPUTS": inputs, "TERMS": len(terms)}
+    strides = residual.stride(0), first.x.stride(0), second.x.stride(0)
+    blocks = triton.cdiv(size, cut.outputs)
+    with on_device_of(residual):
+        if rows <= FEW:
+            kernels.few_residual_kernel[(blocks, rows)](
+                residual, result, first.x, second.x, *_pointers(first.linear), *_pointers(second.linear),
+                size, *strides, BLOCK=tuple(map(triton.next_power_of_2, inputs)), **constants,
+            )  # fmt: skip
+        else:
+            parts = residual
+            if cut.splits > 1:
+                parts = torch.empty(cut.splits, rows, size, dtype=torch.float32, device=residual.device)
+            kernels.some_residual_kernel[(blocks, cut.splits)](
+                result, residual, first.x, *_pointers(first.linear), second.x, *_pointers(second.linear),
+                parts, _counter(residual.device), size, rows, *strides,
+                ROWS=_padded(rows), SPLITS=cut.splits, **constants,
+            )  # fmt: skip
     return result
 
 
+def _constants(like: Tensor, linears: Sequence[Linear], cut: Cut) -> dict[str, Any]:
+    """Returns the constants and launch options that all products have."""
+    biased = tuple(linear.bias is not None for linear in linears)
+    constants = {"BIASED": biased, "OUTPUTS": cut.outputs, "num_warps": cut.warps} | launch_options(like)
+    return constants | ({"STEP": cut.step, "num_stages": cut.stages} if cut.step else {})
+
+
+def _padded(rows: int) -> int:
+    return max(16, triton.next_power_of_2(rows))
+
+
 def _normed(x: Tensor, norms: Sequence[Norm | None]) -> list[Tensor]:
-    """``x`` through each norm; the same one twice is computed once, and two of one kind by one kernel."""
+    """Returns ``x`` through each norm; the same norm is applied once, and two of one kind by one kernel."""
     distinct = {norm.weight.data_ptr(): norm for norm in norms if norm is not None}
-    done = {None: x.contiguous()}  # kernels are told one stride for all
+    done = {None: x.contiguous()}  # kernels receive one stride for all
     kinds = {(norm.eps, norm.centred, norm.bias is None) for norm in distinct.values()}
     if len(distinct) == 2 and len(kinds) == 1:
         done |= dict(zip(distinct, _norms(x, *distinct.values(), 2), strict=True))
@@ -228,7 +232,7 @@ def _normed(x: Tensor, norms: Sequence[Norm | None]) -> list[Tensor]:
 
 
 def _many_normed(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """The same through the matrix library."""
+    """Equals :func:`normed_linears` through the matrix library."""
     results = []
     for (linears, _, activation), given in zip(pieces, _normed(x, [piece.norm for piece in pieces]), strict=True):
         product = functional.linear(given, *linears[0]) if len(linears) == 1 else _side_by_side(given, linears)
@@ -237,7 +241,7 @@ def _many_normed(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
 
 
 def _side_by_side(x: Tensor, linears: Sequence[Linear]) -> Tensor:
-    """Each product is written where it belongs."""
+    """Returns the products of several maps, each written to its place."""
     sizes = [linear.weight.shape[0] for linear in linears]
     result = torch.empty(x.shape[0], sum(sizes), dtype=x.dtype, device=x.device)
     for part, (weight, bias) in zip(result.split(sizes, -1), linears, strict=True):
@@ -249,7 +253,7 @@ def _side_by_side(x: Tensor, linears: Sequence[Linear]) -> Tensor:
 
 
 def _many_residual(residual: Tensor, terms: Sequence[Term]) -> Tensor:
-    """The same through the matrix library, which adds to what is there; biases come with the first product."""
+    """Equals :func:`residual_linears` through the matrix library; the first product comes with its bias."""
     if not terms:
         return residual
     *rest, (x, linear) = terms
@@ -261,11 +265,18 @@ def _many_residual(residual: Tensor, terms: Sequence[Term]) -> Tensor:
 
 
 def _plain(x: Tensor, linears: Sequence[Linear]) -> bool:
-    """Whether rows and weights lie as the kernels read them."""
+    """Returns whether rows and weights are laid out as the kernels read them."""
     return x.stride(-1) == 1 and all(w.is_contiguous() and w.dtype == x.dtype for w, _ in linears)
 
 
-def _norm_pointers(norm: Norm) -> tuple[Tensor, Tensor]:
+def _pointers(linear: Linear) -> tuple[Tensor, Tensor]:
+    """Returns weight and bias; anything in the place of a missing bias."""
+    return linear.weight, linear.weight if linear.bias is None else linear.bias
+
+
+def _norm_pointers(norm: Norm | None, like: Tensor) -> tuple[Tensor, Tensor]:
+    if norm is None:
+        return like, like
     return norm.weight, norm.weight if norm.bias is None else norm.bias
 
 

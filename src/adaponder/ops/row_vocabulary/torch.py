@@ -1,11 +1,11 @@
-"""The head of a tick's rows, once, and the embedding that those of them that go on expect next."""
+"""Computes the logits of a tick's rows, and the expected next embedding of those rows that continue."""
 
 from __future__ import annotations
 
 from torch import Tensor
 from torch.nn import functional
 
-from adaponder.ops.precision import widened
+from adaponder.ops.vocab_expectation.torch import mixture
 
 
 def row_logits(hidden: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
@@ -30,11 +30,5 @@ def row_expectation(
         scale: of the result.
         top_k: the softmax runs over the k largest logits only.
     """
-    wide = widened(logits)
-    if top_k is None:
-        mixed = wide.softmax(-1).to(table.dtype) @ table
-    else:
-        best, index = wide.topk(min(top_k, wide.shape[-1]), dim=-1)
-        mixed = (best.softmax(-1).to(table.dtype).unsqueeze(-2) @ table[index]).squeeze(-2)
-    mixed = mixed * scale
+    mixed = mixture(logits, table, top_k) * scale
     return mixed if goes_on is None else mixed.masked_fill(~goes_on[:, None], 0.0)

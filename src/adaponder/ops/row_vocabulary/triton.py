@@ -1,11 +1,9 @@
-"""Few rows against the vocabulary: logits by the matrix-vector kernels, the expectation split over the vocabulary.
+"""Computes few rows: logits by the matrix-vector kernels, the expectation split over the vocabulary.
 
 A program owns a slice of the vocabulary and a block of the embedding. It adds up the slice's embeddings, each weighted
 by how far its logit lies below the largest so far. A second kernel weighs the slices against one another. Where no row
 goes on, neither reads the table.
 """
-
-# ruff: noqa: N803 (constants of a kernel are in capitals)
 
 from __future__ import annotations
 
@@ -17,11 +15,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from adaponder.ops.dependent import allow_next, launch_options, wait_for_previous
 from adaponder.ops.dispatch import on_device_of
+from adaponder.ops.kernels import allow_next, finite, launch_options, wait_for_previous
 from adaponder.ops.row_linear.torch import Linear, Piece
 from adaponder.ops.row_linear.triton import normed_linears
-from adaponder.ops.rows import finite
 from adaponder.ops.vocab_expectation.triton import softmax_
 
 # Most rows whose logits are computed by the matrix-vector kernel.
@@ -31,7 +28,7 @@ ROWS = 16
 
 
 class Slices(NamedTuple):
-    """How the vocabulary is cut: slices, tokens and embedding columns of a tile, warps, stages of the pipeline."""
+    """The cut of the vocabulary: slices, tokens and embedding columns of a tile, warps, stages of the pipeline."""
 
     count: int
     tokens: int
@@ -41,7 +38,7 @@ class Slices(NamedTuple):
 
 
 def slices_for(width: int) -> Slices:
-    """The fastest measured on an H200 (README), for embeddings of so many numbers."""
+    """Returns the fastest cut measured on an H200 for embeddings of this width."""
     return Slices(66, 128, 128, 4, 4) if width <= 512 else Slices(66, 64, 256, 8, 4)
 
 
@@ -53,23 +50,13 @@ def row_logits(hidden: Tensor, weight: Tensor, *, bias: Tensor | None = None) ->
 
 
 def row_expectation(
-    logits: Tensor,
-    table: Tensor,
-    goes_on: Tensor | None = None,
-    *,
-    scale: float = 1.0,
-    top_k: int | None = None,
+    logits: Tensor, table: Tensor, goes_on: Tensor | None = None, *, scale: float = 1.0, top_k: None = None
 ) -> Tensor:
     """Equals :func:`adaponder.ops.row_vocabulary.torch.row_expectation`; the whole vocabulary only."""
-    if top_k is not None:
-        raise ValueError(f"top_k={top_k}: the kernels mix the whole vocabulary; use the torch version")
     if logits.shape[0] > ROWS or table.stride(-1) != 1:
         mixed = (softmax_(logits.contiguous(), keep=True).to(table.dtype) @ table).mul_(scale)
         return mixed if goes_on is None else mixed.masked_fill_(~goes_on[:, None], 0.0)
-    return _split(logits, table, goes_on, scale, slices_for(table.shape[1]))
-
-
-def _split(logits: Tensor, table: Tensor, goes_on: Tensor | None, scale: float, slices: Slices) -> Tensor:
+    slices = slices_for(table.shape[1])
     rows, vocabulary = logits.shape
     width = table.shape[1]
     result = torch.empty(rows, width, dtype=table.dtype, device=table.device)
@@ -82,71 +69,28 @@ def _split(logits: Tensor, table: Tensor, goes_on: Tensor | None, scale: float, 
     sums = torch.empty(count, rows, width, dtype=torch.float32, device=table.device)
     tops, totals = (torch.empty(rows, count, dtype=torch.float32, device=table.device) for _ in range(2))
     mask = logits if goes_on is None else goes_on.view(torch.uint8)
+    options = {"MASKED": goes_on is not None, **launch_options(table)}
     with on_device_of(table):
         _slice_kernel[(count, triton.cdiv(width, columns))](
-            logits,
-            table,
-            mask,
-            sums,
-            tops,
-            totals,
-            rows,
-            vocabulary,
-            width,
-            length,
-            count,
-            logits.stride(0),
-            table.stride(0),
-            ROWS=ROWS,
-            TOKENS=slices.tokens,
-            COLUMNS=columns,
-            MASKED=goes_on is not None,
-            num_warps=slices.warps,
-            num_stages=slices.stages,
-            **launch_options(table),
-        )
-        narrow = min(128, columns)
+            logits, table, mask, sums, tops, totals,
+            rows, vocabulary, width, length, count, logits.stride(0), table.stride(0),
+            ROWS=ROWS, TOKENS=slices.tokens, COLUMNS=columns,
+            num_warps=slices.warps, num_stages=slices.stages, **options,
+        )  # fmt: skip
+        narrow, padded = min(128, columns), triton.next_power_of_2(count)
         _combine_kernel[(rows, triton.cdiv(width, narrow))](
-            sums,
-            tops,
-            totals,
-            mask,
-            result,
-            rows,
-            width,
-            count,
-            scale,
-            COUNT=triton.next_power_of_2(count),
-            COLUMNS=narrow,
-            STEP=min(64, triton.next_power_of_2(count)),
-            MASKED=goes_on is not None,
-            num_warps=4,
-            **launch_options(table),
-        )
+            sums, tops, totals, mask, result, rows, width, count, scale,
+            COUNT=padded, COLUMNS=narrow, STEP=min(64, padded), num_warps=4, **options,
+        )  # fmt: skip
     return result
 
 
 @triton.jit
 def _slice_kernel(
-    logits,
-    table,
-    goes_on,
-    sums,
-    tops,
-    totals,
-    rows,
-    vocabulary,
-    width,
-    length,
-    count,
-    stride,
-    table_stride,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    MASKED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    logits, table, goes_on, sums, tops, totals,
+    rows, vocabulary, width, length, count, stride, table_stride,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     allow_next(DEPENDENT)
     number, block = tl.program_id(0), tl.program_id(1)
     row, token = tl.arange(0, ROWS), tl.arange(0, TOKENS)
@@ -183,21 +127,9 @@ def _slice_kernel(
 
 @triton.jit
 def _combine_kernel(
-    sums,
-    tops,
-    totals,
-    goes_on,
-    result,
-    rows,
-    width,
-    count,
-    scale,
-    COUNT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,
-    MASKED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    sums, tops, totals, goes_on, result, rows, width, count, scale,
+    COUNT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     allow_next(DEPENDENT)
     row = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

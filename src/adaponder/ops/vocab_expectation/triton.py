@@ -1,4 +1,4 @@
-"""The expectation's pointwise work on a GPU: one kernel per chunk forward, one backward, in place where it may.
+"""Computes the expectation's pointwise part by one kernel per chunk forward and one backward, in place if allowed.
 
 A program owns one row of the vocabulary and walks it twice: once for the sums, once to write. No logit is widened or
 copied in memory.
@@ -6,52 +6,41 @@ copied in memory.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from adaponder.ops.rows import CHUNK_ELEMENTS, finite, launch, normaliser
-from adaponder.ops.vocab_expectation.torch import Pointwise, chunked_expectation
-
-
-def vocab_expectation(
-    hidden: Tensor,
-    weight: Tensor,
-    table: Tensor,
-    *,
-    bias: Tensor | None = None,
-    top_k: int | None = None,
-    chunk: int | None = None,
-    keep_logits: bool = False,
-) -> Tensor:
-    """Equals :func:`adaponder.ops.vocab_expectation.torch.vocab_expectation`; the whole vocabulary only."""
-    if top_k is not None:
-        raise ValueError(f"top_k={top_k}: the kernels mix the whole vocabulary; use the torch version")
-    fused = Pointwise(softmax_, slopes_, CHUNK_ELEMENTS)
-    return chunked_expectation(hidden, weight, table, bias, chunk, keep_logits, fused)
+from adaponder.ops.kernels import CHUNK_ELEMENTS, finite, launch_rows, normaliser
+from adaponder.ops.vocab_expectation import torch as plain
+from adaponder.ops.vocab_expectation.torch import Pointwise
 
 
 def softmax_(logits: Tensor, keep: bool = False) -> Tensor:
-    """The probabilities of each row of ``logits [n, vocabulary]``, in their place unless they are to be kept."""
+    """Returns the probabilities of each row of ``logits [n, vocabulary]``, in their place unless these are kept."""
     probability = torch.empty_like(logits) if keep else logits
-    launch(_softmax_kernel, logits, probability, probability.stride(0))
+    launch_rows(_softmax_kernel, logits, probability, probability.stride(0))
     return probability
 
 
 def slopes_(logits: Tensor, grad_probability: Tensor, keep: bool = False) -> tuple[Tensor, Tensor]:
-    """(logits, dp) -> (p, dz = p * (dp - <p, dp>)), each in the place of its argument; p is not where logits are kept.
+    """Returns p and ``dz = p * (dp - <p, dp>)`` in the places of the logits and dp; p elsewhere if logits are kept.
 
     A backward may come again, and autograd does not see what a kernel overwrites.
     """
     probability = torch.empty_like(logits) if keep else logits
     strides = probability.stride(0), grad_probability.stride(0)
-    launch(_slopes_kernel, logits, probability, grad_probability, *strides)
+    launch_rows(_slopes_kernel, logits, probability, grad_probability, *strides)
     return probability, grad_probability
 
 
+vocab_expectation = partial(plain.vocab_expectation, pointwise=Pointwise(softmax_, slopes_, CHUNK_ELEMENTS))
+
+
 @triton.jit
-def _softmax_kernel(logits, found, found_stride, vocabulary, stride, BLOCK: tl.constexpr):  # noqa: N803
+def _softmax_kernel(logits, found, found_stride, vocabulary, stride, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     row, found_row = logits + index * stride, found + index * found_stride
     column = tl.arange(0, BLOCK)
@@ -63,7 +52,7 @@ def _softmax_kernel(logits, found, found_stride, vocabulary, stride, BLOCK: tl.c
 
 
 @triton.jit
-def _slopes_kernel(logits, found, grads, found_stride, grad_stride, vocabulary, stride, BLOCK: tl.constexpr):  # noqa: N803
+def _slopes_kernel(logits, found, grads, found_stride, grad_stride, vocabulary, stride, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     row, found_row, grad_row = logits + index * stride, found + index * found_stride, grads + index * grad_stride
     column = tl.arange(0, BLOCK)

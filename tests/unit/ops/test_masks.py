@@ -1,4 +1,4 @@
-"""Attention that is given a mask never runs by cuDNN, whose backward returns NaN for it; the rest may."""
+"""Attention with a mask never runs by cuDNN, whose backward returns NaN for it; attention without one may."""
 
 from __future__ import annotations
 
@@ -57,28 +57,13 @@ def test_a_plain_causal_pass_may_run_by_cudnn():
     assert cudnn_allowed(tiny("adaponder")) == {True}
 
 
-def test_scattered_rows_never_attend_by_cudnn(monkeypatch):
-    allowed, attend = [], reference.scaled_dot_product_attention
-    monkeypatch.setattr(
-        reference,
-        "scaled_dot_product_attention",
-        lambda *a, **k: allowed.append(cudnn_sdp_enabled()) or attend(*a, **k),
-    )
-    slot = torch.arange(4)[None]
-    keys = torch.randn(1, 2, 4, 8)
-    rows = PackedRows(torch.zeros(4, dtype=torch.long), Places(slot, slot), Places(slot, slot))
-    reference.compact_attention(torch.randn(4, 2, 8), keys, keys, rows)
-    assert allowed == [False]
-
-
 def test_an_error_inside_leaves_the_choice_as_it_was():
     with pytest.raises(ZeroDivisionError), masked_attention():
         raise ZeroDivisionError
     assert cudnn_sdp_enabled()
 
 
-def test_threads_take_the_choice_back_together():
-    """One that began first and ends first does not bring cuDNN back for the other."""
+def test_overlapping_threads_restore_the_choice_when_the_last_one_leaves():
     first, second = masked_attention(), masked_attention()
     first.__enter__()
     second.__enter__()
