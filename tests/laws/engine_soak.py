@@ -1,7 +1,6 @@
-"""The engine for minutes: thousands of mixed requests, random failures and cancellations; each says what it says alone.
+"""Runs the engine for minutes: thousands of mixed requests, failures, cancellations; each result equals a solo run.
 
-``python tests/laws/engine_soak.py`` runs it; ``--record`` writes down in ``engine_soak.json`` beside this file what was
-run. ``make test-engine`` does that.
+``make test-engine`` runs it with ``--record``, which writes what was run to ``engine_soak.json`` beside this file.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 import torch
-from engine_support import SETTINGS, Ended, assert_all_as_alone, assert_empty, draw_engine, draw_requests, run_all
+from engine_support import SETTINGS, Ended, assert_all_as_alone, draw_engine, draw_requests, run_all
 
 from adaponder.inference import Engine
 from adaponder.inference.scheduler import Scheduler
@@ -35,6 +34,9 @@ from support import FAMILIES, METHODS, tiny
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RECORD = HERE / "engine_soak.json"
+# An engine whose pool is small for its lanes.
+CROWDED: dict[str, Any] = {"lanes": 8, "rows": 400, "chunk": 16, "tokens": 40, "late": True, "burst": 2}
+CROWDED |= {"prefix_block": 4}
 
 
 def main() -> int:
@@ -65,75 +67,48 @@ def main() -> int:
 
 
 def mixed(asked: argparse.Namespace) -> dict[str, Any]:
-    """Requests of every kind in one engine that expects too little of them, so that some are preempted."""
+    """Runs requests of every kind in one engine that expects too few rows, so that sequences are preempted."""
     model = tiny("adaponder", iterations=3, **SETTINGS["adaponder"]).eval()
     requests = draw_requests(asked.requests, 1, halts=True, iterations=3, sampled=0.25, extras=0.3)
-    engine = Engine(model, lanes=16, rows=400, chunk=48, tokens=40, late=True, burst=2, prefix_block=4)
-    whole = Scheduler.expected_rows
-    with mock.patch.object(Scheduler, "expected_rows", lambda *asked: whole(*asked) // 2):
+    engine = Engine(model, **CROWDED | {"lanes": 16, "chunk": 48})
+    expected_rows = Scheduler.expected_rows
+    with mock.patch.object(Scheduler, "expected_rows", lambda *arguments: expected_rows(*arguments) // 2):
         ended = run_all(engine, requests, 1, rush=0.6)
     assert engine.statistics["preemptions"]
-    _say("all have finished; each is compared with a solo run")
-    for start in range(0, len(requests), 100):
-        part = requests[start : start + 100]
-        of_part = replace(
-            ended,
-            completions={
-                (place - start, sample): done
-                for (place, sample), done in ended.completions.items()
-                if 0 <= place - start < len(part)
-            },
-        )
-        assert_all_as_alone(model, part, of_part, tokens=40)
-        _say(f"{start + len(part)} of {len(requests)}")
-    return _counts(engine, ended.completions.values()) | {"requests": len(requests)}
+    assert_all_as_alone(model, requests, ended, tokens=40)
+    return _counts(engine, ended) | {"requests": len(requests)}
 
 
 def cancelled(asked: argparse.Namespace) -> dict[str, Any]:
+    """Cancels at random, and compares a quarter of the others."""
     model = tiny("adaponder", "llama", iterations=3).eval()
     requests = draw_requests(asked.requests // 4, 2, halts=True, iterations=3, sampled=0.4, extras=0.2)
-    engine = Engine(model, lanes=8, rows=400, chunk=16, tokens=40, late=True, burst=3, prefix_block=4)
+    engine = Engine(model, **CROWDED)
     ended = run_all(engine, requests, 2, rush=0.6, cancel=0.5)
-    keep = random.Random(2).sample(range(len(requests)), len(requests) // 4)
-    ended.cancelled |= set(range(len(requests))) - set(keep)
+    compared = random.Random(2).sample(range(len(requests)), len(requests) // 4)
+    ended.cancelled |= set(range(len(requests))) - set(compared)
     assert_all_as_alone(model, requests, ended, tokens=40)
-    return _counts(engine, ended.completions.values()) | {"requests": len(requests)}
+    return _counts(engine, ended) | {"requests": len(requests)}
 
 
 def failing(asked: argparse.Namespace) -> dict[str, Any]:
-    """A third has a policy or a callback that raises at some token; the others do not notice."""
+    """Gives a third a policy or a callback that raises at some token; the results of the others are unchanged."""
     model = tiny("adaponder", iterations=3).eval()
     draw = random.Random(3)
     requests = draw_requests(asked.requests // 5, 3, halts=True, iterations=3, sampled=0.3)
     bad_policy = {place for place in range(len(requests)) if draw.random() < 0.2}
     bad_callback = {place for place in range(len(requests)) if draw.random() < 0.15} - bad_policy
-    requests = [
-        replace(one, policy=_raising(draw.randint(0, 12)), depths=None, max_iterations=None)
-        if place in bad_policy
-        else one
-        for place, one in enumerate(requests)
-    ]
-    engine = Engine(model, lanes=8, rows=400, chunk=16, tokens=40, late=True, burst=2, prefix_block=4)
-    completions: dict[tuple[int, int], Any] = {}
-    numbers: dict[int, int] = {}
-    waiting = list(enumerate(requests))
-    while waiting or engine.busy:
-        while waiting and draw.random() < 0.6:
-            place, request = waiting.pop(0)
-            numbers[engine.submit(request, _fails if place in bad_callback else None)] = place
-        for event in engine.step():
-            if event.completion is not None:
-                completions[numbers[event.request], event.sample] = event.completion
-    assert_empty(engine)
-    reached = set()
-    for (place, _), done in completions.items():
-        if place in bad_callback or (place in bad_policy and done.finish_reason == "error"):
-            reached.add(place)
-            assert done.finish_reason in ("error", "length"), done
-    assert len(reached) > len(requests) // 5
-    good = [place for place in range(len(requests)) if place not in bad_policy | bad_callback]
-    assert_all_as_alone(model, requests, Ended(completions, set(range(len(requests))) - set(good)), tokens=40)
-    return _counts(engine, completions.values()) | {"requests": len(requests), "that failed": len(reached)}
+    for place in bad_policy:
+        policy = _raising(draw.randint(0, 12))
+        requests[place] = replace(requests[place], policy=policy, depths=None, max_iterations=None)
+    engine = Engine(model, **CROWDED)
+    ended = run_all(engine, requests, 3, rush=0.6, callback=lambda place: _fails if place in bad_callback else None)
+    failed = {place for (place, _), done in ended.completions.items() if done.finish_reason == "error"}
+    assert len(requests) // 5 < len(failed)
+    assert failed <= bad_policy | bad_callback
+    ended.cancelled |= bad_policy | bad_callback
+    assert_all_as_alone(model, requests, ended, tokens=40)
+    return _counts(engine, ended) | {"requests": len(requests), "that failed": len(failed)}
 
 
 def _raising(slot: int) -> Callable[[Any], torch.Tensor]:
@@ -146,7 +121,7 @@ def _raising(slot: int) -> Callable[[Any], torch.Tensor]:
 
 
 def _fails(event: Any) -> None:
-    raise OSError("nobody listens")
+    raise OSError("broken pipe")
 
 
 def random_engines(asked: argparse.Namespace) -> dict[str, Any]:
@@ -163,26 +138,19 @@ def random_engines(asked: argparse.Namespace) -> dict[str, Any]:
         options = draw_engine(draw, model.method.slots_per_token(iterations))
         engine = Engine(model, tokens=40, body=draw.choice([None, "stock"]), **options)
         crowded = draw.random() < 0.5
-        with mock.patch.object(Scheduler, "expected_rows", _nothing if crowded else Scheduler.expected_rows):
+        expected_rows = (lambda *arguments: 0) if crowded else Scheduler.expected_rows
+        with mock.patch.object(Scheduler, "expected_rows", expected_rows):
             ended = run_all(engine, requests, seed, rush=draw.choice([0.3, 0.9]), cancel=draw.choice([0.0, 0.05]))
         assert_all_as_alone(model, requests, ended, tokens=40)
-        total += Counter(_counts(engine, ended.completions.values()))
-        _say(f"{seed + 1} of {asked.engines}: {method}, {family}")
+        total += Counter(_counts(engine, ended))
+        print(f"  {seed + 1} of {asked.engines}: {method}, {family}", flush=True)
     return {"engines": asked.engines, **total}
 
 
-def _nothing(scheduler: Scheduler, sequence: Any) -> int:
-    return 0
-
-
-def _counts(engine: Engine, completions: Any) -> dict[str, int]:
-    said = engine.statistics
-    counts = Counter(f"ended: {done.finish_reason}" for done in completions)
-    return {name: said[name] for name in ("ticks", "rows", "tokens", "preemptions", "prefix_tokens_reused")} | counts
-
-
-def _say(line: str) -> None:
-    print(f"  {line}", flush=True)
+def _counts(engine: Engine, ended: Ended) -> dict[str, int]:
+    counts = Counter(f"ended: {done.finish_reason}" for done in ended.completions.values())
+    names = ("ticks", "rows", "tokens", "preemptions", "prefix_tokens_reused")
+    return {name: engine.statistics[name] for name in names} | counts
 
 
 def _commit() -> str:

@@ -1,4 +1,4 @@
-"""What the engine's laws share: requests drawn at random, and what each must come to."""
+"""What the engine's laws share: random requests, and the results that each must have."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SETTINGS = {"adaponder": {"tau": 0.5}} | {name: {"exit_threshold": 0.6} for name
 
 
 def portable(model: AdaPonderForCausalLM, request: Request) -> tuple[list[int], list[int]]:
-    """(generated ids, depths of all tokens read) of a greedy request by ``generate``."""
+    """Returns the generated ids and the depths of all computed tokens of a greedy request by ``generate``."""
     ids = torch.tensor([list(request.prompt)])
     policy = {} if request.policy is None else {"policy": request.policy}
     if request.tau is not None:
@@ -50,7 +50,7 @@ def portable(model: AdaPonderForCausalLM, request: Request) -> tuple[list[int], 
 
 
 def in_one_forward(model: AdaPonderForCausalLM, request: Request, generated: list[int], **asked: Any) -> Any:
-    """A dense forward over every token that a completion read, by the request's own policy."""
+    """Runs a dense forward over every token that a completion computed, by the request's own policy."""
     policy: Any = request.policy
     if request.tau is not None:
         policy = LearnedGate(request.tau)
@@ -64,7 +64,7 @@ def in_one_forward(model: AdaPonderForCausalLM, request: Request, generated: lis
 
 
 def _forced(depths: Any, inner: Any) -> Custom:
-    """``inner``, but where ``depths`` says how often the token of a slot is read."""
+    """Returns ``inner``, overridden where ``depths`` has the depth of a slot."""
     pairs = dict(depths.items() if isinstance(depths, Mapping) else enumerate(depths))
     table = torch.tensor([pairs.get(slot, 0) for slot in range(512)])
 
@@ -85,10 +85,10 @@ def draw_requests(
     sampled: float = 0.0,
     extras: float = 0.0,
 ) -> list[Request]:
-    """Requests of many lengths, policies and iterations; some begin alike.
+    """Draws requests of many lengths, policies and iterations; some have a common prefix.
 
-    A share ``sampled`` of them draws its tokens, with penalties, biases and several samples; a share ``extras`` asks
-    for stop ids, log-probabilities, gates and the like. The others are greedy.
+    A share ``sampled`` samples, with penalties, biases and several samples; a share ``extras`` has stop ids,
+    log-probabilities, gates and the like. The others are greedy.
     """
     draw = random.Random(seed)
     common = [draw.randrange(VOCABULARY) for _ in range(longest)]
@@ -111,7 +111,7 @@ def draw_requests(
 
 
 def _draw_depth(draw: random.Random, slots: int, iterations: int) -> dict[str, Any]:
-    """Who decides the depth of a request's tokens."""
+    """Draws what decides the depth of a request's tokens."""
     depth, last = draw.randint(1, iterations), iterations - 1
     choices: list[dict[str, Any]] = [
         {},
@@ -136,7 +136,7 @@ def _draw_depth(draw: random.Random, slots: int, iterations: int) -> dict[str, A
 
 
 def odd_ones(rows: PolicyInput) -> Tensor:
-    """A user's own policy: what a row decides depends on its slot and its gate."""
+    """Is a user's own policy, which decides by slot and gate."""
     return ((rows.slot + rows.iteration) % 2 == 1) | (rows.gate > 0.7)
 
 
@@ -176,7 +176,7 @@ def plain_greedy(request: Request) -> bool:
 
 
 def assert_as_the_model_says(model: AdaPonderForCausalLM, done: Completion) -> None:
-    """Depths, and the tokens of a plain greedy request, are those of one dense forward over the same tokens."""
+    """Compares depths, and the tokens of a plain greedy request, with one dense forward over the same tokens."""
     request = done.request
     assert done.error is None, (done.error, request)
     output = in_one_forward(model, request, done.ids)
@@ -194,40 +194,40 @@ def assert_as_the_model_says(model: AdaPonderForCausalLM, done: Completion) -> N
 
 
 def solo(model: AdaPonderForCausalLM, request: Request, **options: Any) -> list[Completion]:
-    """What each sample of a request comes to, alone in an engine of its own."""
-    engine = Engine(model, lanes=1, burst=1, late=False, share_prefixes=False, **options)
+    """Returns the completions of a request alone in an engine, without drafts."""
+    engine = Engine(model, lanes=1, burst=1, late=False, share_prefixes=False, drafts=0, **options)
     return engine.generate([request])[0]
 
 
-def assert_alike(one: Completion, other: Completion) -> None:
-    """Two completions of a request say the same; numbers up to float64's rounding."""
-    assert (one.ids, one.depths, one.finish_reason) == (other.ids, other.depths, other.finish_reason), one.request
-    for mine, theirs in zip(one.tokens, other.tokens, strict=True):
-        assert_near(asdict(mine), asdict(theirs))
-    assert (one.prompt_log_probabilities is None) == (other.prompt_log_probabilities is None)
-    for mine, theirs in zip(one.prompt_log_probabilities or [], other.prompt_log_probabilities or [], strict=True):
-        assert_near(asdict(mine), asdict(theirs))
+def assert_alike(first: Completion, second: Completion) -> None:
+    """Asserts that two completions of a request agree; numbers up to float64's rounding."""
+    assert (first.ids, first.depths, first.finish_reason) == (second.ids, second.depths, second.finish_reason), (
+        first.request
+    )
+    for completion_tokens in zip(first.tokens, second.tokens, strict=True):
+        assert_near(*map(asdict, completion_tokens))
+    prompts = [completion.prompt_log_probabilities for completion in (first, second)]
+    assert (prompts[0] is None) == (prompts[1] is None)
+    assert_near(*([asdict(token) for token in prompt or ()] for prompt in prompts))
 
 
-def assert_near(one: Any, other: Any, tolerance: float = 1e-9) -> None:
-    """Equal, numbers up to the tolerance."""
-    if isinstance(one, float) and isinstance(other, float):
-        assert abs(one - other) <= tolerance, (one, other)
-    elif isinstance(one, Mapping):
-        assert one.keys() == other.keys()
-        for name in one:
-            assert_near(one[name], other[name], tolerance)
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), (one, other)
-        for mine, theirs in zip(one, other, strict=True):
-            assert_near(mine, theirs, tolerance)
+def assert_near(first: Any, second: Any, tolerance: float = 1e-9) -> None:
+    """Asserts equality, of numbers up to the tolerance."""
+    if isinstance(first, float) and isinstance(second, float):
+        assert abs(first - second) <= tolerance, (first, second)
+    elif isinstance(first, Mapping):
+        assert_near(sorted(first.items()), sorted(second.items()), tolerance)
+    elif isinstance(first, (list, tuple)):
+        assert len(first) == len(second), (first, second)
+        for pair in zip(first, second, strict=True):
+            assert_near(*pair, tolerance)
     else:
-        assert one == other, (one, other)
+        assert first == second, (first, second)
 
 
 @dataclass
 class Ended:
-    """What an engine said of some requests: completions by (place of the request, sample)."""
+    """The results of some requests: completions by (place of the request, sample)."""
 
     completions: dict[tuple[int, int], Completion] = field(default_factory=dict)
     cancelled: set[int] = field(default_factory=set)
@@ -243,9 +243,9 @@ def run_all(
     *,
     rush: float = 0.5,
     cancel: float = 0.0,
-    watch: Callable[[Engine], None] | None = None,
+    callback: Callable[[int], Any] = lambda place: None,
 ) -> Ended:
-    """Submits requests at random moments, cancels some; at the end nothing is held, and every sample has ended."""
+    """Submits requests at random moments, each with its callback, cancels some, and checks events and leaks."""
     draw, ended, waiting = random.Random(seed), Ended(), list(enumerate(requests))
     numbers: dict[int, int] = {}
     streamed: dict[tuple[int, int], list] = {}
@@ -253,7 +253,7 @@ def run_all(
     while waiting or engine.busy:
         while waiting and draw.random() < rush:
             place, request = waiting.pop(0)
-            numbers[engine.submit(request)] = place
+            numbers[engine.submit(request, callback(place))] = place
         if numbers and draw.random() < cancel:
             number = draw.choice(list(numbers))
             if number in engine._requests:
@@ -269,8 +269,6 @@ def run_all(
                 assert streamed.get(key, []) == event.completion.tokens, "events and completion differ"
         steps += 1
         assert steps < 400 * (1 + len(requests)), "no end in sight"
-        if watch is not None:
-            watch(engine)
     wanted = {(place, sample) for place, request in enumerate(requests) for sample in range(request.samples)}
     assert set(ended.completions) == wanted
     assert_empty(engine)
@@ -278,29 +276,26 @@ def run_all(
 
 
 def run(engine: Engine, requests: list[Request], seed: int = 0) -> list[Completion]:
-    """The first completion of each request, submitted at random moments; afterwards nothing is held."""
+    """Returns the first completion of each request, submitted at random moments."""
     ended = run_all(engine, requests, seed)
     return [ended.completions[place, 0] for place in range(len(requests))]
 
 
 def assert_empty(engine: Engine) -> None:
-    """Nothing is held by anybody."""
+    """Asserts that no page, lane or request is left; empties the prefix cache."""
     scheduler = engine.scheduler
     engine.prefixes.clear()
     assert engine.statistics["pages_held"] == 0, "pages leak"
     assert sorted(engine.pages._free) == list(range(1, engine.pages.count)), "a page is free twice, or lost"
     assert not any(engine.pages._holders)
-    assert not scheduler.waiting
-    assert not scheduler.resident
-    assert not engine._requests
-    assert not engine._callbacks
-    assert not engine._pending
+    held = (scheduler.waiting, scheduler.resident, engine._requests, engine._callbacks, engine._pending)
+    assert not any(held), held
     assert len(scheduler._free_lanes) == len(set(scheduler._free_lanes)) == engine.runner.lanes.padding, "lanes leak"
     assert not engine.busy
 
 
 def draw_engine(draw: random.Random, width: int = 1) -> dict[str, Any]:
-    """How an engine is opened: lanes, pool, chunks, bursts, late or not."""
+    """Draws the options of an engine."""
     return {
         "lanes": draw.randint(1, 6),
         "rows": draw.choice([None, 150 * width, 150 * width, 220 * width]),
@@ -313,19 +308,14 @@ def draw_engine(draw: random.Random, width: int = 1) -> dict[str, Any]:
 
 
 def assert_all_as_alone(model: AdaPonderForCausalLM, requests: list[Request], ended: Ended, **options: Any) -> None:
-    """Each sample that was not cancelled is what the model says, and what a solo run says where tokens are drawn."""
+    """Compares each sample that was not cancelled with a dense forward, and with a solo run unless it is plain."""
+    plain = ("prompt", "max_new_tokens", "seed", "policy", "tau", "max_iterations", "depths")
     for place, request in enumerate(requests):
         if place in ended.cancelled:
             continue
-        found = ended.of(place, request.samples)
-        for done in found:
+        completions = ended.of(place, request.samples)
+        for done in completions:
             assert_as_the_model_says(model, done)
-        if request != plainest(request):
-            for done, alone in zip(found, solo(model, request, **options), strict=True):
+        if request != Request(**{name: getattr(request, name) for name in plain}, temperature=0.0):
+            for done, alone in zip(completions, solo(model, request, **options), strict=True):
                 assert_alike(done, alone)
-
-
-def plainest(request: Request) -> Request:
-    """Its prompt, length and depths, and everything else as a plain greedy request has it."""
-    kept = ("prompt", "max_new_tokens", "seed", "policy", "tau", "max_iterations", "depths")
-    return Request(**{name: getattr(request, name) for name in kept}, temperature=0.0)

@@ -1,9 +1,8 @@
-"""Decoding in which every sequence stands at its own token and its own iteration: what an engine will do, plainly.
+"""Decodes with every sequence at its own token and iteration: the reference of what an engine does.
 
-One pass of the backbone holds one row of each sequence, whatever iteration that row is at; each sequence begins one
-pass after the one before it. A row that halts makes room for its sequence's next token at once. The method's own
-``start``, ``receive`` and ``advance`` are called, and nothing else of it; keys and values are read through a ledger's
-table, each row at its own iteration.
+One pass holds one row of each sequence; each sequence starts one pass after the one before it, and a row that halts is
+followed by its sequence's next token. The methods' ``start``, ``receive`` and ``advance`` are called; keys and values
+are read through a ledger's table.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from adaponder.policies import as_int64
 
 
 class Decoded(NamedTuple):
-    """Final hidden states and depths ``[sequences, tokens, …]``, and how many iterations stood side by side at most."""
+    """Final hidden states and depths ``[sequences, tokens, …]``, and the most different iterations of one pass."""
 
     hidden: Tensor
     depth: Tensor
@@ -73,18 +72,16 @@ class Staggered(Rows):
         return torch.where((self.iteration == 0)[..., None], first, later())
 
     def read(self, x: Tensor, ledger: Ledger, vanishes: bool) -> Pass:
-        """One pass over all rows; each sees the rows that earlier tokens of its sequence have at its iteration."""
+        """Runs a pass over all rows; each reads the rows of earlier tokens of its sequence at its iteration."""
         sequence = torch.arange(len(x))
         slot, iteration = self.time[:, 0], self.iteration[:, 0]
-        rows = ledger.rows + torch.arange(len(x))
         assert ledger.table is not None
-        for number, row in enumerate(rows.tolist()):
-            own = ledger.table[sequence[number], slot[number]]
-            # A token that halts here is read at its last row from now on, or is out of sight.
-            own[iteration[number] : iteration[number] + 1 if vanishes else None] = row
-        read = ledger.table[sequence, :, iteration]
+        for number in range(len(x)):
+            # A token that halts here is read at its last row from now on, or not at all.
+            stop = iteration[number] + 1 if vanishes else None
+            ledger.table[number, slot[number], iteration[number] : stop] = ledger.rows + number
         later = torch.arange(ledger.slots) > slot[:, None]
-        read = read.masked_fill(later, -1)
+        read = ledger.table[sequence, :, iteration].masked_fill(later, -1)
         plan = RowPlan(read=read, stored=sequence, slot_index=sequence * ledger.slots + slot)
         key_slot = torch.arange(ledger.slots).expand_as(read)
         mask = self.backbone.mask(
@@ -97,8 +94,8 @@ class Staggered(Rows):
         return Pass(output.hidden, output.stream)
 
 
-def _chosen(mask: Tensor, new: State, old: State) -> State:
-    """Row by row, ``new`` where ``mask`` says so, else ``old``."""
+def _select(mask: Tensor, new: State, old: State) -> State:
+    """Returns ``new`` for rows where ``mask``, else ``old``."""
 
     def pick(mine: Tensor, other: Tensor) -> Tensor:
         return torch.where(mask[..., None] if mine.ndim == 3 else mask, mine, other)
@@ -109,7 +106,7 @@ def _chosen(mask: Tensor, new: State, old: State) -> State:
 
 @torch.no_grad()
 def decode(model: AdaPonderForCausalLM, ids: Tensor, policy: Policy | None, *, seed: int = 0) -> Decoded:
-    """Reads ``ids [sequences, tokens]`` token by token, every sequence at its own pace."""
+    """Decodes ``ids [sequences, tokens]``, every sequence at its own pace."""
     sequences, tokens = ids.shape
     method, config = model.method, model.config
     policy = method.default_policy(training=False) if policy is None else policy
@@ -130,7 +127,7 @@ def decode(model: AdaPonderForCausalLM, ids: Tensor, policy: Policy | None, *, s
         depth[at] = torch.where(left[:, 0], rows.iteration[:, 0] + 1, depth[at])
         rows.active = rows.iteration < rows.last
         state = method.advance(rows, state)
-        held, waiting = waiting > 0, (waiting - 1).clamp(min=0)  # these begin once more: nothing of theirs counts yet
+        held, waiting = waiting > 0, (waiting - 1).clamp(min=0)  # these start again: their results do not count yet
         goes_on = rows.active & (rows.iteration < rows.last) & ~held
         rows.before = reached
         # The next iteration of this token, or the first one of the next.
@@ -138,5 +135,5 @@ def decode(model: AdaPonderForCausalLM, ids: Tensor, policy: Policy | None, *, s
         rows.time = torch.where(goes_on | held, rows.time, (rows.time + 1).clamp(max=tokens - 1))
         rows.iteration = torch.where(goes_on, rows.iteration + 1, 0)
         fresh = method.start(rows, embedded[every, rows.time[:, 0]][:, None])
-        state = _chosen(goes_on, state, fresh._replace(hidden=state.hidden))
+        state = _select(goes_on, state, fresh._replace(hidden=state.hidden))
     return Decoded(hidden, depth, apart)

@@ -1,4 +1,4 @@
-"""Law 2 for the engine: whatever else is in the batch, its tokens and depths are those of the portable path."""
+"""Tests law 2 for the engine: tokens and depths are those of ``generate``, whatever else is in the batch."""
 
 import random
 from dataclasses import replace
@@ -30,6 +30,11 @@ def opened(method="adaponder", family="gpt_neox", **options):
     return model, Engine(model, tokens=40, **options)
 
 
+def assert_engine_as_the_model_says(model, engine):
+    for done in run(engine, draw_requests(3, 2, halts=model.method.halts, iterations=3)):
+        assert_as_the_model_says(model, done)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_greedy_tokens_and_depths_are_those_of_generate(method):
     model, engine = opened(method, lanes=2, chunk=7 * 3)
@@ -58,20 +63,16 @@ def test_a_policy_of_policies_decides_beside_others_as_in_generate():
 
 
 @pytest.mark.parametrize(
-    ("family", "body"), [*((family, None) for family in FAMILIES), ("gpt_neox", "stock"), ("llama", "stock")]
+    ("family", "body"),
+    [*((family, None) for family in FAMILIES), ("gpt_neox", "stock"), ("llama", "stock")],
 )
 def test_every_family_is_the_same_in_the_engine(family, body):
-    model, engine = opened("adaponder", family, lanes=3, chunk=5, body=body)
-    requests = draw_requests(3, 2, halts=True, iterations=3)
-    for done in run(engine, requests):
-        assert_as_the_model_says(model, done)
+    assert_engine_as_the_model_says(*opened("adaponder", family, lanes=3, chunk=5, body=body))
 
 
 @pytest.mark.parametrize("method", ["loop", "pause", "mor", "ouro"])
 def test_windows_and_grouped_heads_suit_every_method(method):
-    model, engine = opened(method, "gemma3", lanes=3, chunk=12)
-    for done in run(engine, draw_requests(3, 3, halts=model.method.halts, iterations=3)):
-        assert_as_the_model_says(model, done)
+    assert_engine_as_the_model_says(*opened(method, "gemma3", lanes=3, chunk=12))
 
 
 def test_keys_that_are_cached_compressed_are_the_same_in_the_engine():
@@ -92,18 +93,14 @@ def test_keys_that_are_cached_compressed_are_the_same_in_the_engine():
     base = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
     widen_norms(base)
     model = stir(AdaPonderForCausalLM.from_backbone(base, iterations=3, tau=0.5)).eval()
-    engine = Engine(model, lanes=2, chunk=5, tokens=40)
-    for done in run(engine, draw_requests(3, 5, halts=True, iterations=3)):
-        assert_as_the_model_says(model, done)
+    assert_engine_as_the_model_says(model, Engine(model, lanes=2, chunk=5, tokens=40))
 
 
 def test_eager_attention_is_the_same_in_the_engine():
     """Its softmax is a float32 one, in the forward that it is compared with too."""
     model, _ = opened("adaponder", "llama")
     model.backbone.set_attn_implementation("eager")
-    engine = Engine(model, lanes=2, chunk=5, tokens=40, body="stock")
-    for done in run(engine, draw_requests(3, 6, halts=True, iterations=3)):
-        assert_as_the_model_says(model, done)
+    assert_engine_as_the_model_says(model, Engine(model, lanes=2, chunk=5, tokens=40, body="stock"))
 
 
 @pytest.mark.one_of(2)
@@ -118,11 +115,11 @@ def test_nothing_that_shares_the_engine_changes_a_token(seed):
     assert_all_as_alone(model, requests, ended, tokens=40)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_sequences_that_were_preempted_say_the_same(monkeypatch, late):
-    """Admission expects no rows at all, so that too many sequences come in and the youngest must give way."""
+@pytest.mark.parametrize(("late", "drafts"), [(False, 0), (True, 0), (True, 2)])
+def test_sequences_that_were_preempted_say_the_same(monkeypatch, late, drafts):
+    """Admission expects no rows at all, so too many sequences are admitted and the youngest are preempted."""
     monkeypatch.setattr(Scheduler, "expected_rows", lambda self, sequence: 0)
-    model, engine = opened(lanes=6, rows=160, chunk=16, late=late, burst=2)
+    model, engine = opened(lanes=6, rows=160, chunk=16, late=late, burst=2, drafts=drafts)
     requests = draw_requests(7, 3, halts=True, iterations=3, sampled=0.4, extras=0.5)
     ended = run_all(engine, requests, 1, rush=0.9)
     assert engine.statistics["preemptions"] >= 3
@@ -133,16 +130,8 @@ def test_sequences_that_were_preempted_say_the_same(monkeypatch, late):
 def test_penalties_of_a_preempted_sequence_count_what_it_said_before(monkeypatch):
     monkeypatch.setattr(Scheduler, "expected_rows", lambda self, sequence: 0)
     model, engine = opened(lanes=4, rows=160)
-    requests = [
-        Request(
-            [number] * 20,
-            max_new_tokens=12,
-            temperature=0.0,
-            repetition_penalty=1.5,
-            frequency_penalty=2.0,
-        )
-        for number in range(4)
-    ]
+    penalties = {"repetition_penalty": 1.5, "frequency_penalty": 2.0}
+    requests = [Request([number] * 20, max_new_tokens=12, temperature=0.0, **penalties) for number in range(4)]
     ended = run_all(engine, requests, rush=1.0)
     assert engine.statistics["preemptions"]
     monkeypatch.undo()
@@ -179,13 +168,6 @@ def test_a_prompt_is_shared_only_where_every_decision_is_equal(change, shares):
     assert engine.statistics["prefix_tokens_reused"] == (16 if shares else 0)
     assert other[0][0].ids == one[0].ids
     assert_as_the_model_says(model, other[1][0])
-
-
-def test_the_seed_does_not_part_those_whose_policy_does_not_read_it():
-    _, engine = opened(lanes=1, prefix_block=4)
-    requests = [Request(list(range(17)), max_new_tokens=3, temperature=0.0, seed=seed) for seed in range(3)]
-    engine.generate(requests)
-    assert engine.statistics["prefix_tokens_reused"] == 32
 
 
 @pytest.mark.parametrize("prompt", [[7], [7, 9], list(range(17))])

@@ -1,6 +1,7 @@
-"""What an engine says beside its tokens: log-probabilities, gates and early predictions are the model's own."""
+"""Tests that log-probabilities, gates and early predictions of an engine are those of the model's forward."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,13 +16,11 @@ PROMPT = [5, 17, 2, 44, 9, 31, 8, 60, 0, 12]
 
 
 def completed(model, request, **options):
-    """The completion of a request beside others that ask for less and for more."""
+    """Returns the completions of a request beside others with fewer and with more outputs."""
     engine = Engine(model, lanes=4, chunk=12, tokens=40, **options)
-    beside = [
-        Request(PROMPT[:2], max_new_tokens=3, temperature=0.0),
-        Request(PROMPT[7:], max_new_tokens=2, log_probabilities=20, gates=True),
-    ]
-    return engine.generate([beside[0], request, beside[1]])[1]
+    fewer = Request(PROMPT[:2], max_new_tokens=3, temperature=0.0)
+    more = Request(PROMPT[7:], max_new_tokens=2, log_probabilities=20, gates=True)
+    return engine.generate([fewer, request, more])[1]
 
 
 def alone(model, request):
@@ -36,39 +35,26 @@ def likeliest(logits, count):
 @pytest.mark.parametrize(("method", "count"), [("adaponder", 3), ("mor", 0), ("pause", 3), ("vanilla", 1)])
 def test_log_probabilities_are_those_of_a_dense_forward(method, count):
     model = tiny(method, iterations=1 if method == "vanilla" else 3, **SETTINGS.get(method, {})).eval()
-    request = Request(
-        PROMPT,
-        max_new_tokens=4,
-        temperature=1.3,
-        top_k=5,
-        repetition_penalty=1.4,
-        logit_bias={4: 2.0},
-        log_probabilities=count,
-        prompt_log_probabilities=count,
-        samples=2,
-    )
+    sampling = {"temperature": 1.3, "top_k": 5, "repetition_penalty": 1.4, "logit_bias": {4: 2.0}, "samples": 2}
+    scores = {"log_probabilities": count, "prompt_log_probabilities": count}
+    request = Request(PROMPT, max_new_tokens=4, **sampling, **scores)
     for done in completed(model, request):
         logits = in_one_forward(model, request, done.ids).logits[0]
-        said = logits[len(PROMPT) - 1 :]
-        for token, row in zip(done.tokens, said, strict=True):
-            assert_near(token.log_probability, float(torch.log_softmax(row, -1)[token.id]))
-            assert_near(list(token.top), likeliest(row, count))
-        assert done.prompt_log_probabilities is not None
         first, *others = done.prompt_log_probabilities
         assert (first.id, first.log_probability, first.top) == (PROMPT[0], None, ())
-        assert [one.id for one in others] == PROMPT[1:]
-        for one, row in zip(others, logits, strict=False):
-            assert_near(one.log_probability, float(torch.log_softmax(row, -1)[one.id]))
-            assert_near(list(one.top), likeliest(row, count))
+        assert [token.id for token in others] == PROMPT[1:]
+        for token, row in zip([*others, *done.tokens], logits, strict=True):
+            assert_near(token.log_probability, float(torch.log_softmax(row, -1)[token.id]))
+            assert_near(list(token.top), likeliest(row, count))
 
 
 def test_a_prompt_of_one_token_has_one_entry_without_a_number():
     model = tiny().eval()
     for done in completed(model, Request([7], max_new_tokens=2, prompt_log_probabilities=1, samples=2)):
-        assert [(one.id, one.log_probability) for one in done.prompt_log_probabilities] == [(7, None)]
+        assert [(token.id, token.log_probability) for token in done.prompt_log_probabilities] == [(7, None)]
 
 
-def test_what_was_not_asked_for_is_not_there():
+def test_outputs_that_are_not_requested_are_absent():
     model = tiny().eval()
     (done,) = completed(model, Request(PROMPT, max_new_tokens=3, temperature=0.0))
     assert done.prompt_log_probabilities is None
@@ -123,28 +109,22 @@ def wants(method, gates):
     return [math.prod(1 - one for one in exits) for exits in so_far]
 
 
-def test_tokens_that_stop_are_the_last_and_none_comes_before_the_least_number():
+def test_stop_and_end_of_text_ids_end_a_completion_after_the_least_number_of_tokens():
     model = tiny().eval()
-    (plain,) = alone(model, Request(PROMPT, max_new_tokens=5, temperature=0.0))
-    stop = plain.ids[2]
-    first = plain.ids.index(stop)
-    (done,) = alone(model, Request(PROMPT, max_new_tokens=5, temperature=0.0, stop_ids=[stop]))
-    assert (done.ids, done.finish_reason, done.stop_id) == (plain.ids[: first + 1], "stop", stop)
-    request = Request(PROMPT, max_new_tokens=5, min_new_tokens=5, temperature=0.0, stop_ids=[stop])
-    (later,) = alone(model, request)
+    plain = Request(PROMPT, max_new_tokens=5, temperature=0.0)
+    ids = alone(model, plain)[0].ids
+    stop, first = ids[2], ids.index(ids[2])
+    ended = (ids[: first + 1], "stop", stop)
+    (done,) = alone(model, replace(plain, stop_ids=[stop]))
+    assert (done.ids, done.finish_reason, done.stop_id) == ended
+    (later,) = alone(model, replace(plain, stop_ids=[stop], min_new_tokens=5))
     assert stop not in later.ids[:4]
-    assert later.ids[:first] == plain.ids[:first]
-
-
-def test_an_end_of_text_stops_unless_it_is_ignored():
-    model = tiny().eval()
-    (plain,) = alone(model, Request(PROMPT, max_new_tokens=5, temperature=0.0))
-    model.generation_config.eos_token_id = [plain.ids[2]]
-    first = plain.ids.index(plain.ids[2])
-    (done,) = alone(model, Request(PROMPT, max_new_tokens=5, temperature=0.0))
-    assert (done.ids, done.finish_reason, done.stop_id) == (plain.ids[: first + 1], "stop", plain.ids[2])
-    (whole,) = alone(model, Request(PROMPT, max_new_tokens=5, temperature=0.0, ignore_eos=True))
-    assert (whole.ids, whole.finish_reason, whole.stop_id) == (plain.ids, "length", None)
+    assert later.ids[:first] == ids[:first]
+    model.generation_config.eos_token_id = [stop]
+    (done,) = alone(model, plain)
+    assert (done.ids, done.finish_reason, done.stop_id) == ended
+    (done,) = alone(model, replace(plain, ignore_eos=True))
+    assert (done.ids, done.finish_reason, done.stop_id) == (ids, "length", None)
 
 
 def test_biases_and_bans_change_what_is_said_and_not_its_log_probability():

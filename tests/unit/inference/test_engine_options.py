@@ -1,4 +1,4 @@
-"""Options of the engine, and what callbacks may do."""
+"""Tests the options of an engine."""
 
 from dataclasses import FrozenInstanceError
 
@@ -26,10 +26,9 @@ def test_expectation_top_k_equals_the_models_setting():
     assert generated(model) == few
 
 
-@pytest.mark.parametrize(("method", "top_k"), [("adaponder", 62), ("loop", 2)])
-def test_an_expectation_top_k_without_effect_is_refused(method, top_k):
-    with pytest.raises(InputError, match=f"expectation_top_k={top_k}"):
-        generated(tiny(method).eval(), expectation_top_k=top_k)
+def test_an_expectation_top_k_without_effect_is_refused():
+    with pytest.raises(InputError, match="expectation_top_k=2"):
+        generated(tiny("loop").eval(), expectation_top_k=2)
 
 
 def test_options_override_the_config_which_is_frozen():
@@ -39,22 +38,6 @@ def test_options_override_the_config_which_is_frozen():
         engine.config.lanes = 4
     with pytest.raises(TypeError, match="lane"):
         Engine(tiny().eval(), lane=2)
-
-
-@pytest.mark.parametrize("nested", ["step", "generate", "stream"])
-def test_a_callback_that_steps_the_engine_ends_its_request_alone(nested):
-    engine = Engine(tiny().eval(), lanes=2, tokens=30)
-    arguments = {"step": (), "generate": ([REQUEST],), "stream": (REQUEST,)}[nested]
-    seen = []
-    number = engine.submit(REQUEST, lambda event: list(getattr(engine, nested)(*arguments)))
-    other = engine.submit(REQUEST, seen.append)
-    completions = {}
-    while engine.busy:
-        completions |= {event.request: event.completion for event in engine.step() if event.completion is not None}
-    assert completions[number].finish_reason == "error"
-    assert "step()" in completions[number].error
-    assert [event.token for event in seen[:-1]] == completions[other].tokens
-    assert completions[other].finish_reason == "length"
 
 
 def test_a_policy_that_runs_on_the_host_warns(monkeypatch):

@@ -43,6 +43,7 @@ from adaponder.policies import (
     Uniform,
     as_int64,
 )
+from cuda_graphs import captured
 from toy_policy import TopProbability
 
 K, WIDTH, WORDS, LANES, SLOTS = 4, 8, 13, 12, 6
@@ -123,11 +124,15 @@ def assign(policies, lane, policy, seed=0, depths=None, last=K - 1):
     policies.set(lane, policy, seed, depths or {}, last)
 
 
+def tensors_of(rows: PolicyInput) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(rows).items() if isinstance(value, Tensor)}
+
+
 def decide_alone(rows: PolicyInput, row: int, policy: Policy, seed: int) -> bool:
     """The policy's decision for one row in a batch of its own."""
-    own = {name: value[row : row + 1] for name, value in vars(rows).items() if isinstance(value, Tensor)}
-    own |= {"seed": torch.tensor([as_int64(seed)]), "sequence": torch.zeros(1, dtype=torch.long)}
-    return bool(policy(PolicyInput(**own, head=rows.head)))
+    values = {name: value[row : row + 1] for name, value in tensors_of(rows).items()}
+    values |= {"seed": torch.tensor([as_int64(seed)]), "sequence": torch.zeros(1, dtype=torch.long)}
+    return bool(policy(PolicyInput(**values, head=rows.head)))
 
 
 def test_every_kind_of_policy_is_in_the_list():
@@ -180,7 +185,7 @@ def test_a_policy_in_all_lanes_equals_itself(policy):
     expected = policy(replace(rows, seed=rows.sequence, sequence=torch.zeros_like(rows.sequence)))
     expected = expected & (rows.iteration < K - 1)
     assert torch.equal(policies(rows)[rows.active], expected[rows.active])
-    shaped = {name: value[:, None] for name, value in vars(rows).items() if isinstance(value, Tensor)}
+    shaped = {name: value[:, None] for name, value in tensors_of(rows).items()}
     assert torch.equal(policies(PolicyInput(**shaped, head=rows.head))[rows.active, 0], expected[rows.active])
 
 
@@ -238,8 +243,8 @@ def test_a_callable_gets_the_active_rows_of_its_lane():
     assert torch.equal(given_rows.hidden, rows.hidden[mine])
     assert torch.equal(given_rows.iteration, rows.iteration[mine])
     assert given_rows.active.all()
-    assert given_rows.seed.unique().tolist() == [77]
-    assert given_rows.sequence.unique().tolist() == [0]
+    assert (given_rows.seed == 77).all()
+    assert not given_rows.sequence.any()
     assert given_rows.logits.shape == (int(mine.sum()), WORDS)
     policies(replace(rows, active=torch.zeros_like(rows.active)))
     assert len(seen) == 1
@@ -266,7 +271,7 @@ def test_numeric_policies_never_make_the_host_wait():
     def decided(policies: LanePolicies) -> None:
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             rows = mixed_rows(20, seed=0)
-            tensors = {name: fake.from_tensor(value) for name, value in vars(rows).items() if isinstance(value, Tensor)}
+            tensors = {name: fake.from_tensor(value) for name, value in tensors_of(rows).items()}
             policies(PolicyInput(**tensors, head=lambda hidden: hidden))
 
     for limit in (K - 1, 1):
@@ -285,35 +290,21 @@ def test_a_captured_policy_equals_the_cpu():
     policies = {device: LanePolicies(lanes, SLOTS, K, device) for device in ("cpu", "cuda")}
 
     def settle(shift: int) -> None:
-        for one in policies.values():
+        for lane_policies in policies.values():
             for lane in range(lanes):
-                last = K - 1 - (lane + shift) % 2
-                assign(one, lane, ON_DEVICE[(lane + shift) % lanes], lane + shift, {shift % SLOTS: 2}, last)
-
-    def on_gpu(rows: PolicyInput) -> dict[str, Tensor]:
-        return {name: value.cuda() for name, value in vars(rows).items() if isinstance(value, Tensor)}
+                policy, last = ON_DEVICE[(lane + shift) % lanes], K - 1 - (lane + shift) % 2
+                assign(lane_policies, lane, policy, lane + shift, {shift % SLOTS: 2}, last)
 
     settle(0)
-    held = on_gpu(mixed_rows(300, seed=0, lanes=lanes))
-    rows = PolicyInput(**held, head=lambda hidden: hidden)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        policies["cuda"](rows)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        keep = policies["cuda"](rows)
+    held = {name: value.cuda() for name, value in tensors_of(mixed_rows(300, seed=0, lanes=lanes)).items()}
+    replay, keep = captured(lambda: policies["cuda"](PolicyInput(**held, head=lambda hidden: hidden)))
     for turn in range(5):
         settle(turn)
-        other = replace(mixed_rows(300, seed=turn, lanes=lanes), head=lambda hidden: hidden)
-        for name, value in on_gpu(other).items():
+        rows = replace(mixed_rows(300, seed=turn, lanes=lanes), head=lambda hidden: hidden)
+        for name, value in tensors_of(rows).items():
             held[name].copy_(value)
-        graph.replay()
-        assert torch.equal(keep.cpu(), policies["cpu"](other))
-
-
-# --- prefix sharing ------------------------------------------------------------------------------------------------
+        replay()
+        assert torch.equal(keep.cpu(), policies["cpu"](rows))
 
 
 class Plain(Policy):

@@ -86,6 +86,7 @@ class StandIn:
         assert len(own) == len(set(own)), "two sequences write to one page"
         rows = [row for chunk in plan.chunks for row in chunk.rows]
         assert len(rows) == len(set(rows))
+        assert sum(len(chunk.rows) for chunk in plan.chunks if not chunk.iteration) <= self.scheduler.shape.chunk
         for chunk in plan.chunks:
             assert all(row // SIZE in chunk.sequence.kv.prefill.pages for row in chunk.rows)
             assert chunk.sequence.lane is not None
@@ -145,9 +146,6 @@ def test_every_sequence_finishes(seed):
         depths = [stand.depth(sequence, index) for index in range(len(sequence.depths))]
         partly = sequence in cancelled and all(map(lambda found, true: found in (0, true), sequence.depths, depths))
         assert sequence.depths == depths or partly
-
-
-# --- admission ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", [[(3, 4), (9, 4), (1, 4), (5, 4), (2, 4)], [(8, 4), (20, 8), (1, 1)]])
@@ -229,18 +227,6 @@ def test_cached_tokens_are_counted_once():
     assert stand.scheduler.tokens_reused == same.completion.cached_tokens == 8
 
 
-def test_a_sequence_too_large_for_the_rest_is_admitted_alone():
-    stand = StandIn(lanes=2)
-    stand.scheduler.expected_rows = lambda sequence: 10**6
-    for _ in range(3):
-        stand.add(5, 3)
-    stand.run()
-    assert stand.scheduler.most_resident == 1
-
-
-# --- preemption ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_the_youngest_is_preempted_and_none_is_admitted_before_one_finishes(late):
     stand = StandIn(lanes=4, rows=64, late=late, burst=2)
@@ -276,29 +262,6 @@ def test_results_from_before_a_preemption_are_ignored():
     assert len(sequence.completion.tokens) == 5
 
 
-# --- prefill and decode -------------------------------------------------------------------------------------------
-
-
-def test_chunks_of_a_prompt_stay_in_order_at_each_iteration():
-    stand = StandIn(lanes=1, chunk=4, late=True, depth=lambda sequence, index: 3)
-    (sequence,) = stand.add(13, 1)
-    computed = []
-    while sequence.state != FINISHED:
-        computed += [(min(chunk.tokens), chunk.iteration) for chunk in stand.step().chunks]
-    assert sorted(computed) == [(start, iteration) for start in (0, 4, 8) for iteration in range(3)]
-    for start, iteration in computed:
-        if start:
-            assert computed.index((start - 4, iteration)) < computed.index((start, iteration))
-
-
-def test_a_tick_prefills_no_more_rows_than_allowed():
-    stand = StandIn(lanes=4, rows=400, chunk=6, depth=lambda sequence, index: 1)
-    for _ in range(4):
-        stand.add(11, 2)
-    while stand.scheduler.waiting or stand.scheduler.resident:
-        assert sum(len(chunk.rows) for chunk in stand.step().chunks) <= 6
-
-
 def test_a_launch_has_one_tick_while_a_prompt_is_prefilled():
     stand = StandIn(lanes=2, rows=400, burst=4, depth=lambda sequence, index: 1)
     stand.add(1, 30)
@@ -325,9 +288,6 @@ def test_a_chunk_waits_while_an_earlier_one_finds_no_page():
     stand.run()
 
 
-# --- samples ------------------------------------------------------------------------------------------------------
-
-
 def test_samples_wait_for_their_prompt_and_share_it():
     stand = StandIn(chunk=4, rows=200)
     samples = stand.add(9, 3, samples=3)
@@ -339,12 +299,3 @@ def test_samples_wait_for_their_prompt_and_share_it():
     assert samples[1].num_scheduled == 8
     assert samples[1].depths == samples[0].depths[:8]
     stand.run()
-
-
-def test_a_sample_whose_leader_is_cancelled_prefills_itself():
-    stand = StandIn(chunk=2)
-    first, second = stand.add(9, 3, samples=2)
-    stand.step()
-    stand.postprocessor.finish(first, "cancelled")
-    stand.run()
-    assert len(second.completion.tokens) == 3
