@@ -14,92 +14,60 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from adaponder.errors import AdaPonderError
-from adaponder.version import __version__
+from adaponder.errors import AdaPonderError as AdaPonderError
+from adaponder.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from adaponder.checkpoints.shipped import sample_path
-    from adaponder.config import AdaPonderConfig
-    from adaponder.evaluation.lab.profiles import load_profile
-    from adaponder.execution.ledger import Ledger
-    from adaponder.inference import Engine, Request
-    from adaponder.methods import Iteration, Method, Objective, register_method
-    from adaponder.modeling import AdaPonderForCausalLM, AdaPonderOutput
-    from adaponder.policies import (
-        Change,
-        Confidence,
-        Divergence,
-        Entropy,
-        ExitThreshold,
-        FixedDepth,
-        ForcedDepths,
-        Geometric,
-        LearnedGate,
-        Policy,
-        PolicyInput,
-        Random,
-        Ranked,
-        SampledExit,
-        Similarity,
-        Uniform,
-    )
+    from adaponder.checkpoints.shipped import sample_path as sample_path
+    from adaponder.evaluation.lab.profiles import load_profile as load_profile
+    from adaponder.execution.ledger import Ledger as Ledger
+    from adaponder.inference import Engine as Engine
+    from adaponder.inference import Request as Request
+    from adaponder.methods import Iteration as Iteration
+    from adaponder.methods import Method as Method
+    from adaponder.methods import Objective as Objective
+    from adaponder.methods import register_method as register_method
+    from adaponder.modeling import AdaPonderConfig as AdaPonderConfig
+    from adaponder.modeling import AdaPonderForCausalLM as AdaPonderForCausalLM
+    from adaponder.modeling import AdaPonderOutput as AdaPonderOutput
+    from adaponder.policies import Change as Change
+    from adaponder.policies import Confidence as Confidence
+    from adaponder.policies import Divergence as Divergence
+    from adaponder.policies import Entropy as Entropy
+    from adaponder.policies import ExitThreshold as ExitThreshold
+    from adaponder.policies import FixedDepth as FixedDepth
+    from adaponder.policies import ForcedDepths as ForcedDepths
+    from adaponder.policies import Geometric as Geometric
+    from adaponder.policies import LearnedGate as LearnedGate
+    from adaponder.policies import Policy as Policy
+    from adaponder.policies import PolicyInput as PolicyInput
+    from adaponder.policies import Random as Random
+    from adaponder.policies import Ranked as Ranked
+    from adaponder.policies import SampledExit as SampledExit
+    from adaponder.policies import Similarity as Similarity
+    from adaponder.policies import Uniform as Uniform
 
-__all__ = [
-    "AdaPonderConfig",
-    "AdaPonderError",
-    "AdaPonderForCausalLM",
-    "AdaPonderOutput",
-    "Change",
-    "Confidence",
-    "Divergence",
-    "Engine",
-    "Entropy",
-    "ExitThreshold",
-    "FixedDepth",
-    "ForcedDepths",
-    "Geometric",
-    "Iteration",
-    "LearnedGate",
-    "Ledger",
-    "Method",
-    "Objective",
-    "Policy",
-    "PolicyInput",
-    "Random",
-    "Ranked",
-    "Request",
-    "SampledExit",
-    "Similarity",
-    "Uniform",
-    "__version__",
-    "load_profile",
-    "register_method",
-    "sample_path",
-]
-
-# Where each public name lives; what is not listed is a policy.
-_HOMES = {
-    "AdaPonderConfig": "modeling",  # not config alone: whoever has one may give it to AutoModelForCausalLM
-    "AdaPonderForCausalLM": "modeling",
-    "AdaPonderOutput": "modeling",
-    "Engine": "inference",
-    "Iteration": "methods",
-    "Ledger": "execution.ledger",
-    "Method": "methods",
-    "Objective": "methods",
-    "Request": "inference",
-    "load_profile": "evaluation.lab.profiles",
-    "register_method": "methods",
-    "sample_path": "checkpoints.shipped",
+# The module of each public name. AdaPonderConfig comes with modeling, since AutoModelForCausalLM takes a config.
+_PUBLIC = {
+    "checkpoints.shipped": "sample_path",
+    "evaluation.lab.profiles": "load_profile",
+    "execution.ledger": "Ledger",
+    "inference": "Engine Request",
+    "methods": "Iteration Method Objective register_method",
+    "modeling": "AdaPonderConfig AdaPonderForCausalLM AdaPonderOutput",
+    "policies": "Change Confidence Divergence Entropy ExitThreshold FixedDepth ForcedDepths Geometric LearnedGate "
+    "Policy PolicyInput Random Ranked SampledExit Similarity Uniform",
 }
+_HOMES = {name: module for module, names in _PUBLIC.items() for name in names.split()}
+__all__ = sorted(["AdaPonderError", "__version__", *_HOMES])  # pyright: ignore[reportUnsupportedDunderAll]
 _MODULES = ("config", "inference", "methods", "modeling", "policies")
 _AUTO = "transformers.models.auto.configuration_auto"
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, or a module that holds one, imported when it is first asked for."""
-    if name in __all__:
-        value = getattr(importlib.import_module(f"adaponder.{_HOMES.get(name, 'policies')}"), name)
+    """Imports a public name, or a module that holds one, when it is first used."""
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"adaponder.{_HOMES[name]}"), name)
     elif name in _MODULES:
         value = importlib.import_module(f"adaponder.{name}")
     else:
@@ -113,9 +81,9 @@ def __dir__() -> list[str]:
 
 
 class _ConfigOnDemand:
-    """Stands for AdaPonderConfig in the table of the Auto classes until it is asked for something.
+    """Stands for AdaPonderConfig in the table of the Auto classes until one of its attributes is read.
 
-    Then ``adaponder.modeling`` is imported, which puts config and model there themselves.
+    Then ``adaponder.modeling`` is imported, which registers config and model itself.
     """
 
     __name__ = "AdaPonderConfig"
@@ -128,7 +96,7 @@ class _ConfigOnDemand:
 
 
 class _AfterImport(MetaPathFinder):
-    """Finds what the usual finders find, and lets the family be known as soon as the Auto classes are there.
+    """Finds the module of the Auto classes as usual, and registers the family as soon as it is executed.
 
     Nothing is imported then: Hugging Face imports its modules in the middle of one another, and of ours.
     """

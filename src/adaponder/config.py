@@ -57,6 +57,18 @@ def is_our_auto_map(auto_map: Any) -> bool:
     } == OUR_AUTO_MAP
 
 
+def _of_backbone(name: str) -> Any:
+    """Returns a property that reads and sets a field of the backbone's config, ``None`` where it has none."""
+
+    def read(config: AdaPonderConfig) -> Any:
+        return getattr(config.backbone_config, name, None)
+
+    def write(config: AdaPonderConfig, value: Any) -> None:
+        setattr(config.backbone_config, name, value)
+
+    return property(read, write)
+
+
 class AdaPonderConfig(PreTrainedConfig, Recurrence):
     """The backbone's own config plus the recurrence around it.
 
@@ -95,9 +107,20 @@ class AdaPonderConfig(PreTrainedConfig, Recurrence):
 
     def check(self) -> None:
         """Raises on values that no model can be built from; called again before anything is allocated."""
-        _check_recurrence(self)
-        _check_backbone(self.backbone_config)
-        _check_pause(self)
+        check_fields(self, kind=Recurrence)
+        if self.ponder_pool == "closed" and self.ponder_on == "logits":
+            raise ConfigError(
+                "ponder_pool='closed' counts later gates as probability 0, which no logit has: "
+                "use ponder_on='probabilities'"
+            )
+        backbone = self.backbone_config
+        sizes = {name: getattr(backbone, name, None) for name in (*_LARGEST, "num_key_value_heads", "head_dim")}
+        _check_sizes(backbone.to_dict() | sizes)
+        if self.pause_token_id is not None and self.pause_token_id >= self.vocab_size:
+            raise ConfigError(
+                f"pause_token_id={self.pause_token_id} lies outside the vocabulary of {self.vocab_size}: name an "
+                "unused slot, or None for a vector of its own"
+            )
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
         """Returns the backbone's config, which alone holds vocabulary, special tokens and lengths."""
@@ -108,47 +131,14 @@ class AdaPonderConfig(PreTrainedConfig, Recurrence):
         """Names no code; TRL asks every config that is not of transformers."""
         return {}
 
-    @property
-    def vocab_size(self) -> int:
-        return self.backbone_config.vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        return self.backbone_config.hidden_size
-
-    @property
-    def num_hidden_layers(self) -> int:
-        return self.backbone_config.num_hidden_layers
-
-    @property
-    def max_position_embeddings(self) -> int | None:
-        return getattr(self.backbone_config, "max_position_embeddings", None)
-
+    vocab_size = _of_backbone("vocab_size")
+    hidden_size = _of_backbone("hidden_size")
+    num_hidden_layers = _of_backbone("num_hidden_layers")
+    max_position_embeddings = _of_backbone("max_position_embeddings")
     # Hugging Face's own tools read and set these on a model's config: the backbone's are the ones that are saved.
-
-    @property
-    def eos_token_id(self) -> Any:
-        return getattr(self.backbone_config, "eos_token_id", None)
-
-    @eos_token_id.setter
-    def eos_token_id(self, value: Any) -> None:
-        self.backbone_config.eos_token_id = value
-
-    @property
-    def bos_token_id(self) -> Any:
-        return getattr(self.backbone_config, "bos_token_id", None)
-
-    @bos_token_id.setter
-    def bos_token_id(self, value: Any) -> None:
-        self.backbone_config.bos_token_id = value
-
-    @property
-    def pad_token_id(self) -> Any:
-        return getattr(self.backbone_config, "pad_token_id", None)
-
-    @pad_token_id.setter
-    def pad_token_id(self, value: Any) -> None:
-        self.backbone_config.pad_token_id = value
+    eos_token_id = _of_backbone("eos_token_id")
+    bos_token_id = _of_backbone("bos_token_id")
+    pad_token_id = _of_backbone("pad_token_id")
 
 
 AdaPonderConfig.__doc__ = f"{(AdaPonderConfig.__doc__ or '').rstrip()}\n{meanings(Recurrence)}\n    "
@@ -170,12 +160,7 @@ def _as_config(backbone: PreTrainedConfig | dict | None) -> PreTrainedConfig:
     family = fields_of_backbone.pop("model_type")
     if not isinstance(family, str) or family not in CONFIG_MAPPING:
         raise ConfigError(f"backbone_config.model_type={shown(family)} is no family that this transformers has")
-    for name in _LARGEST:
-        if name in backbone:
-            _check_count(name, backbone[name])
     _check_sizes(backbone)
-    if {"hidden_size", "num_attention_heads"} <= backbone.keys() and backbone.get("head_dim") is None:
-        _check_heads(backbone["hidden_size"], backbone["num_attention_heads"])
     try:
         return AutoConfig.for_model(family, **fields_of_backbone)
     except (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
@@ -190,56 +175,18 @@ def _refuse_unknown(kwargs: dict[str, Any], known: set[str]) -> None:
             raise ConfigError(f"{key}: AdaPonderConfig has no such field{did_you_mean(key, known)}")
 
 
-def _check_recurrence(config: AdaPonderConfig) -> None:
-    check_fields(config, kind=Recurrence)
-    if config.ponder_pool == "closed" and config.ponder_on == "logits":
-        raise ConfigError(
-            "ponder_pool='closed' counts later gates as probability 0, which no logit has: "
-            "use ponder_on='probabilities'"
-        )
-
-
-def _check_backbone(backbone: PreTrainedConfig) -> None:
-    """Refuses shapes that no decoder can have before anything is allocated."""
-    for name in _LARGEST:
-        _check_count(name, getattr(backbone, name, None))
-    _check_sizes(backbone.to_dict())
-    heads = backbone.num_attention_heads
-    if (groups := getattr(backbone, "num_key_value_heads", None)) is not None:
-        _check_count("num_key_value_heads", groups)
-        if heads % groups:
-            raise ConfigError(
-                f"backbone_config.num_key_value_heads={groups} does not divide num_attention_heads={heads}"
-            )
-    if getattr(backbone, "head_dim", None) is None:
-        _check_heads(backbone.hidden_size, heads)
-
-
-def _check_heads(hidden_size: int, heads: int) -> None:
-    if hidden_size % heads:
-        raise ConfigError(f"backbone_config.num_attention_heads={heads} does not divide hidden_size={hidden_size}")
-
-
-def _check_count(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"backbone_config.{name}={shown(value)} must be a positive whole number")
-    if value > (limit := _LARGEST.get(name, _LARGEST_SIZE)):
-        raise ConfigError(f"backbone_config.{name}={shown(value)} must be at most {limit}")
-
-
 def _check_sizes(backbone: dict[str, Any]) -> None:
-    """Refuses a negative, infinite or astronomical number where a family's config counts something."""
+    """Refuses shapes that no decoder can have, before anything is allocated."""
     for name, value in backbone.items():
-        if not _SIZE.search(name) or isinstance(value, bool) or not isinstance(value, (int, float)):
-            continue
-        if not 0 <= value <= _LARGEST_SIZE:
+        if name in _LARGEST or (name == "num_key_value_heads" and value is not None):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"backbone_config.{name}={shown(value)} must be a positive whole number")
+            if value > (limit := _LARGEST.get(name, _LARGEST_SIZE)):
+                raise ConfigError(f"backbone_config.{name}={shown(value)} must be at most {limit}")
+        if _SIZE.search(name) and isinstance(value, (int, float)) and not 0 <= value <= _LARGEST_SIZE:
             raise ConfigError(f"backbone_config.{name}={shown(value)} must be between 0 and {_LARGEST_SIZE}")
-
-
-def _check_pause(config: AdaPonderConfig) -> None:
-    pause = config.pause_token_id
-    if pause is not None and not (isinstance(pause, int) and 0 <= pause < config.vocab_size):
-        raise ConfigError(
-            f"pause_token_id={pause} lies outside the vocabulary of {config.vocab_size}: name an unused slot, "
-            "or None for a vector of its own"
-        )
+    heads, width = backbone.get("num_attention_heads"), backbone.get("hidden_size")
+    if heads and (groups := backbone.get("num_key_value_heads")) and heads % groups:
+        raise ConfigError(f"backbone_config.num_key_value_heads={groups} does not divide num_attention_heads={heads}")
+    if heads and width and backbone.get("head_dim") is None and width % heads:
+        raise ConfigError(f"backbone_config.num_attention_heads={heads} does not divide hidden_size={width}")

@@ -53,7 +53,7 @@ class Range:
         )
 
     def __str__(self) -> str:
-        """The range as an error says it: ``between 0 and 1``, ``greater than 0 and at most 1``, ``at least 1``."""
+        """Returns the range as an error states it, such as ``greater than 0 and at most 1``."""
         if self.ge is not None and self.le is not None:
             return f"between {_brief(self.ge)} and {_brief(self.le)}"
         words = (("at least", self.ge), ("greater than", self.gt), ("at most", self.le), ("less than", self.lt))
@@ -61,7 +61,7 @@ class Range:
 
     @property
     def bounds(self) -> dict[str, float]:
-        """The bounds that are set, by the names that pydantic and annotated_types give them."""
+        """Returns the bounds that are set, by the names that pydantic gives them."""
         return {name: bound for name, bound in vars(self).items() if bound is not None}
 
 
@@ -353,9 +353,7 @@ class Recurrence:
         why="it is a slot of the vocabulary",
     )
     capacities: list[float] | None = setting(
-        None,
-        "mor, share of tokens each recursion keeps in training; the first is 1 (every token is read once)",
-        "(0, 1]",
+        None, "mor, share of tokens each recursion keeps in training; the first is 1 (all tokens)", "(0, 1]"
     )
     router_alpha: float = setting(0.1, "mor, factor on the router's sigmoid", "(0, 1_000_000]")
     router_loss_weight: float = setting(1e-3, "mor, factor on the auxiliary loss", "[0, 1_000_000]")
@@ -386,14 +384,10 @@ class Recurrence:
         "(0, 1_000_000]",
     )
     halt_prior: float = setting(
-        1.0,
-        "anytime, tokens halt at random in training: P(depth > i) = halt_prior / (halt_prior + i)",
-        "(0, 1_000_000]",
+        1.0, "anytime, random halts in training: P(depth > i) = halt_prior / (halt_prior + i)", "(0, 1_000_000]"
     )
     loss_prior: list[float] | None = setting(
-        None,
-        "anytime, share of each depth 1 … K in the training loss; they add up to 1, and None makes them equal",
-        "[0, 1]",
+        None, "anytime, share of each depth 1 … K in the training loss, 1 in all; None makes them equal", "[0, 1]"
     )
     gate_share: float = setting(
         0.0,
@@ -403,9 +397,7 @@ class Recurrence:
         why="gates have their labels from the other sequences",
     )
     lookahead_delta: float = setting(
-        0.05,
-        "anytime, gates learn whether some later iteration lowers a token's loss by more than so many nats",
-        "[0, 1_000]",
+        0.05, "anytime, gates learn whether a later iteration lowers a token's loss by more nats", "[0, 1_000]"
     )
     lookahead_by: Literal["tokens", "nats"] = setting(
         "tokens",
@@ -421,13 +413,13 @@ class Recurrence:
 
     @property
     def table_scale(self) -> float:
-        """Factor on the embedding table of the mixture."""
+        """Returns the factor on the embedding table of the mixture."""
         assert isinstance(self.embedding_scale, (int, float))  # resolved when a config is built
         return self.embedding_scale
 
     @property
     def input_scale(self) -> float:
-        """Factor on the first embedding, E^0."""
+        """Returns the factor on the first embedding, E^0."""
         return self.table_scale * self.initial_multiplier
 
     def gates(self) -> int:

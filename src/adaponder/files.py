@@ -1,6 +1,6 @@
-"""Files that somebody else may have written: read as plain data, within limits, or refused in one line.
+"""Reads files of any origin as plain data, within limits, or refuses them in one line.
 
-Files of ours appear whole, under their final name, or not at all.
+Files that the package writes appear complete, under their final name, or not at all.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _BLOCK = 2**20
 
 
 def open_plain(path: Path, error: type[AdaPonderError] = CheckpointError) -> BinaryIO:
-    """An ordinary file opened for reading; a folder, pipe, socket or device is refused without waiting for it."""
+    """Opens an ordinary file for reading; refuses a folder, pipe, socket or device without waiting for it."""
     try:
-        # Without O_NONBLOCK, opening a pipe waits until somebody writes to it.
+        # Without O_NONBLOCK, opening a pipe waits for a writer.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise error(f"{path} is missing") from None
@@ -51,7 +51,7 @@ def open_plain(path: Path, error: type[AdaPonderError] = CheckpointError) -> Bin
 
 
 def read_bytes(path: Path, error: type[AdaPonderError] = CheckpointError, *, limit: int = JSON_BYTES) -> bytes:
-    """The content of an ordinary file of at most ``limit`` bytes."""
+    """Returns the content of an ordinary file of at most ``limit`` bytes."""
     with open_plain(path, error) as file:
         try:
             content = file.read(limit + 1)
@@ -63,12 +63,12 @@ def read_bytes(path: Path, error: type[AdaPonderError] = CheckpointError, *, lim
 
 
 def read_json(path: Path, error: type[AdaPonderError] = CheckpointError) -> dict[str, Any]:
-    """The object in a JSON file; damaged, nested too deeply or with a number of too many digits it is refused."""
+    """Returns the object in a JSON file; refuses damage, deep nesting and numbers of too many digits."""
     return parse_json(read_bytes(path, error), path, error)
 
 
 def parse_json(content: bytes, where: Path | str, error: type[AdaPonderError] = CheckpointError) -> dict[str, Any]:
-    """The object that ``content`` spells, within the limits of this module; ``where`` it is from, for the message."""
+    """Parses a JSON object within the limits of this module; errors name ``where`` it is from."""
     try:
         loaded = json.loads(content.decode("utf-8"), parse_int=_whole)
     except RecursionError:
@@ -83,7 +83,7 @@ def parse_json(content: bytes, where: Path | str, error: type[AdaPonderError] = 
 
 
 class _PlainYaml(yaml.SafeLoader):
-    """YAML as plain data: no aliases (a page of them spells more than memory holds), no key twice, no deep nesting."""
+    """Reads YAML as plain data: no aliases (a page of them expands beyond memory), no key twice, no deep nesting."""
 
     depth = 0
 
@@ -114,7 +114,7 @@ _PlainYaml.add_constructor("tag:yaml.org,2002:int", _PlainYaml.construct_yaml_in
 
 
 def parse_yaml(text: str, where: str, error: type[AdaPonderError]) -> Any:
-    """What ``text`` spells, within the limits of this module; ``where`` it is from, for the message."""
+    """Parses YAML within the limits of this module; errors name ``where`` it is from."""
     try:
         return yaml.load(text, Loader=_PlainYaml)
     except RecursionError:
@@ -125,7 +125,7 @@ def parse_yaml(text: str, where: str, error: type[AdaPonderError]) -> Any:
 
 
 def read_yaml(path: Path, error: type[AdaPonderError]) -> Any:
-    """What a YAML file of ours or anybody's holds, as :func:`parse_yaml` reads it."""
+    """Returns the content of a YAML file, as :func:`parse_yaml` reads it."""
     try:
         text = read_bytes(path, error, limit=YAML_BYTES).decode("utf-8")
     except UnicodeDecodeError as problem:
@@ -133,43 +133,34 @@ def read_yaml(path: Path, error: type[AdaPonderError]) -> Any:
     return parse_yaml(text, str(path), error)
 
 
-def sha256_of(
-    path: Path, error: type[AdaPonderError] = CheckpointError, *, advance: Callable[[int], None] = lambda _: None
-) -> str:
-    """SHA-256 of a file, read in pieces: any size, constant memory. ``advance`` is told the bytes of each piece."""
+_NEVER = threading.Event()
+
+
+def sha256_of(path: Path, error: type[AdaPonderError] = CheckpointError, *, ended: threading.Event = _NEVER) -> str:
+    """Returns the SHA-256 of a file, read in pieces; stops early, with a wrong one, once ``ended`` is set."""
     digest = hashlib.sha256()
     with open_plain(path, error) as file:
         try:
-            while block := file.read(_BLOCK):
+            while not ended.is_set() and (block := file.read(_BLOCK)):
                 digest.update(block)
-                advance(len(block))
         except OSError as problem:
             raise error(f"{path} cannot be read: {problem.strerror or problem}") from None
     return digest.hexdigest()
 
 
-class _UnwantedError(Exception):
-    """Ends a thread whose result nobody waits for."""
-
-
 def sha256_of_each(paths: Sequence[Path], error: type[AdaPonderError] = CheckpointError) -> list[str]:
-    """Equals ``[sha256_of(path) for path in paths]``, by several threads."""
+    """Equals ``[sha256_of(path) for path in paths]``, by several threads; an interruption waits for none of them."""
     ended = threading.Event()
-
-    def step(size: int) -> None:
-        if ended.is_set():
-            raise _UnwantedError  # nobody waits for the result any more: an interruption need not wait for a file
-
     # Hashing and reading let other threads run: this goes as fast as cores or disk allow.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         try:
-            return list(pool.map(lambda path: sha256_of(path, error, advance=step), paths))
+            return list(pool.map(lambda path: sha256_of(path, error, ended=ended), paths))
         finally:
             ended.set()
 
 
 def checksums_wanted() -> bool:
-    """Whether checksums are verified when data or weights are opened: always, unless ``ADAPONDER_VERIFY=0`` says no."""
+    """Returns whether to verify checksums of data and weights: yes, unless ``ADAPONDER_VERIFY=0``."""
     setting = os.environ.get("ADAPONDER_VERIFY", "1")
     if setting not in ("0", "1"):
         raise InputError(f"ADAPONDER_VERIFY={setting}: 1 verifies checksums (as without it), 0 leaves them out")
@@ -177,7 +168,7 @@ def checksums_wanted() -> bool:
 
 
 def write_whole(path: Path, content: bytes, error: type[AdaPonderError] = AdaPonderError) -> None:
-    """``path`` holds ``content``, or what it held before, whenever the process or the power goes.
+    """Replaces the content of ``path`` atomically: it holds the new or the old one, even after a power cut.
 
     A failure is an ``error`` that names the file and the cure.
     """
@@ -191,7 +182,7 @@ def write_whole(path: Path, content: bytes, error: type[AdaPonderError] = AdaPon
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """As :func:`write_whole`, for callers with an error of their own: raises :class:`OSError`."""
+    """Does the same as :func:`write_whole`, but raises :class:`OSError`."""
     with replacing(path) as temporary:
         temporary.write_bytes(content)
 
@@ -236,7 +227,7 @@ def replacing_folder(folder: Path, partial: Path, *, make_way: Callable[[Path], 
 
 
 def lock(descriptor: int, *, wait: bool = False) -> bool:
-    """Whether the open file or folder is this process's alone now; without ``wait``, false if another holds it.
+    """Locks an open file or folder; returns ``False`` if another process holds the lock and ``wait`` is not set.
 
     The lock ends when the descriptor is closed, however the process ends. Raises :class:`OSError` where the file
     system knows no locks.
@@ -266,7 +257,7 @@ def _whole(digits: str) -> int:
 
 
 def _deeper_than(value: Any, limit: int) -> bool:
-    """Whether objects and lists are nested more than ``limit`` deep; no recursion, so any depth can be judged."""
+    """Returns whether objects and lists are nested more than ``limit`` deep, without recursion."""
     level = [value]
     for _ in range(limit):
         level = [

@@ -77,7 +77,7 @@ def pondered(embedding: Tensor, expected: Tensor, active: Tensor, probability: T
 
 
 def freeze_halted(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """Active tokens have their new hidden state; a halted token keeps the one it had."""
+    """Equals ``new`` for active tokens and ``old`` for halted ones."""
     return torch.where(active[..., None], new, old)
 
 
@@ -106,7 +106,7 @@ def bottom_k_mean(values: Tensor, fraction: float) -> Tensor:
 
 
 def ponder_pool(logits: Tensor, real: Tensor | None, depth: Tensor, *, on: str, pool: str) -> Tensor:
-    """The collection that the ponder loss ranks: every real token (``None``: all are) times K-1 gates.
+    """Returns the collection that the ponder loss ranks: every real token (``None``: all are) times K-1 gates.
 
     ``logits`` is ``[batch, time, K-1]``. Gate i of a token of depth D was still open to decide while ``i < D``; later
     gates read its frozen hidden state (``pool="all"`` and ``"each"``) or count as constant 0 (``pool="closed"``).

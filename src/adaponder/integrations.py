@@ -7,7 +7,7 @@ import warnings
 from dataclasses import replace
 from typing import Any, Literal
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from adaponder.errors import ConfigError, InputError
@@ -74,7 +74,7 @@ class PonderCallback(TrainerCallback):
         self.evaluated: dict[str, Any] = {}
         self.warned: set[str] = set()
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.depths.watch(member_of(kwargs["model"], "PonderCallback"))
         self._come_first()
 
@@ -90,9 +90,7 @@ class PonderCallback(TrainerCallback):
                 return
             frame = frame.f_back
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model = member_of(kwargs["model"], "PonderCallback")
         if not model.method.halts:
             raise InputError(f"PonderCallback: {model.config.method} never halts; remove the callback")
@@ -101,9 +99,7 @@ class PonderCallback(TrainerCallback):
         self.depths.sums.clear()
         model.training_objective = model.training_policy = model.training_seed = None
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model = member_of(kwargs["model"], "PonderCallback")
         model.training_objective = objective_at(self.schedule, state.global_step)
         model.training_policy = policy_at(self.schedule, model.method, state.global_step)
@@ -111,16 +107,12 @@ class PonderCallback(TrainerCallback):
         first = (state.global_step * args.world_size + args.process_index) * args.gradient_accumulation_steps
         model.training_seed = first
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model = member_of(kwargs["model"], "PonderCallback")
         if model.training_seed is not None:
             model.training_seed += 1
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         method = member_of(kwargs["model"], "PonderCallback").method
         if not self.depths.trained:
             raise InputError(
@@ -131,20 +123,11 @@ class PonderCallback(TrainerCallback):
             for parameter in method.parameters():
                 parameter.grad = None
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model = member_of(kwargs["model"], "PonderCallback")
         model.training_objective = model.training_policy = model.training_seed = None
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs is None:
             return
         if "loss" not in logs:
@@ -164,9 +147,7 @@ class PonderCallback(TrainerCallback):
             self.warned.add(warning[0])
             warnings.warn(f"step {step}: {warning[1]}", stacklevel=2)
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.depths.evaluated(kwargs["eval_dataloader"])
 
     def _depths(self, metrics: dict[str, Any]) -> dict[str, float]:
@@ -175,26 +156,12 @@ class PonderCallback(TrainerCallback):
         depths = {} if prefix == "train" else self.depths.take(training=False)
         return {f"{prefix}_{name}": value for name, value in depths.items()}
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         if metrics is not None:  # a trainer may have logged a copy
             metrics |= self.evaluated
         self.evaluated = {}
 
-    def on_predict(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, Any],
-        **kwargs: Any,
-    ) -> None:
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
         metrics |= self._depths(metrics)
 
 

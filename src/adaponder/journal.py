@@ -127,6 +127,6 @@ def on_interrupt(sentence: str | Callable[[], str]) -> Iterator[None]:
 
 
 def _count(journal: Journal, part: str) -> str:
-    """Subject and verb of a sentence: "1 finished row is", "2 finished rows are"."""
+    """Returns "1 finished row is" or "2 finished rows are"."""
     count = len(journal)
     return f"1 finished {part} is" if count == 1 else f"{count} finished {part}s are"

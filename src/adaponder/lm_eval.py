@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def _folders(words: Sequence[str]) -> list[Path]:
-    """The local folders that ``--model_args`` names as ``pretrained`` or ``tokenizer``."""
+    """Returns the local folders that ``--model_args`` names as ``pretrained`` or ``tokenizer``."""
     named = re.findall(r"""(?:pretrained|tokenizer)["']?\s*[=:]\s*["']?([^,"'}]+)""", " ".join(words))
     return [folder for folder in (Path(name.split()[0]) for name in named if name.strip()) if folder.is_dir()]
 

@@ -17,20 +17,9 @@ SCALES: dict[str, float] = {"sqrt(d)": 1.0, "sqrt(2.5 d)": 2.5}
 # What a model trained from scratch has unless its config says otherwise: the same for every method of one comparison,
 # vanilla included; loop's is its release's. It stands here and not with the other facts, in the class, because the hash
 # of a recipe contains it: `adaponder recipes` takes one second, importing torch four more.
-_SCALES: dict[str, Scale] = {
-    "adaponder": "sqrt(d)",
-    "ponder": "sqrt(d)",
-    "loop": "sqrt(2.5 d)",
-    "pause": "sqrt(d)",
-    "mor": "sqrt(d)",
-    "ouro": "sqrt(d)",
-    "act": "sqrt(d)",
-    "pondernet": "sqrt(d)",
-    "anytime": "sqrt(d)",
-    "relay": "sqrt(d)",
-    "reread": "sqrt(d)",
-    "vanilla": "sqrt(d)",
-}
+_NAMES = ("adaponder", "ponder", "loop", "pause", "mor", "ouro", "act")
+_NAMES += ("pondernet", "anytime", "relay", "reread", "vanilla")
+_SCALES: dict[str, Scale] = {name: "sqrt(2.5 d)" if name == "loop" else "sqrt(d)" for name in _NAMES}
 
 # Methods that are gone, with the last version that had each.
 REMOVED_METHODS: dict[str, str] = {}

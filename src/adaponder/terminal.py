@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -35,9 +34,9 @@ def plain(text: str) -> str:
 
 
 class Screen(Console):
-    """A console on which a string is only ever text: no markup, no emoji, no control sequence.
+    """Prints a string as text only: no markup, no emoji, no control sequence.
 
-    Prompts, model output, paths and errors may hold anything. What is to be coloured is said beside it, by a style:
+    Prompts, model output, paths and errors may hold anything. A style beside a text colours it:
     ``print("done", style="dim")``, or ``print(line("saved in ", (path, "bold")))``.
     """
 
@@ -45,11 +44,11 @@ class Screen(Console):
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
 
     def print(self, *objects: Any, soft_wrap: bool | None = None, **options: Any) -> None:
-        """``soft_wrap``: one line where it goes to a file or a pipe; in a window, broken between words."""
+        """Prints as rich does; with ``soft_wrap`` one line in a file or a pipe, broken between words in a window."""
         super().print(*objects, soft_wrap=soft_wrap and not self.is_terminal, **options)
 
     def print_whole(self, text: str) -> None:
-        """One line also in a window, which may break it anywhere: a command that is to be copied."""
+        """Prints one line also in a window, which may break it anywhere: a command to copy."""
         super().print(text, soft_wrap=True)
 
     def render_str(self, text: str, **options: Any) -> Text:
@@ -57,7 +56,7 @@ class Screen(Console):
         return super().render_str(plain(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Everything that is printed comes through here, however deep in a table or a group it lies."""
+        """Renders everything that is printed, however deep in a table or a group it lies."""
         if isinstance(renderable, Text) and (shown := plain(renderable.plain)) != renderable.plain:
             renderable = renderable.copy()
             renderable.plain = shown
@@ -110,15 +109,12 @@ def legend(deepest: int) -> Text:
     return text
 
 
-# One number or a few, with signs and marks around and between them and perhaps a unit: 12.3 MB, 61.2 ± 1.3, +0.01*.
-# A number is taken whole or not at all: its commas are marks between numbers too, and a list has many ways to be cut.
-_NUMBER = r"(?>\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?)"
-_FIGURE = re.compile(rf"[^\w.]*{_NUMBER}([^\w.]+{_NUMBER})*\s?[A-Za-z%/]{{0,6}}[^\w.]*")
+_GAP = 2
 
 
 @dataclass(frozen=True)
 class Titled:
-    """A table under its title: words to the left, figures, which have a head, to the right.
+    """Prints a table under its title: words to the left, figures, which have a head, to the right.
 
     Where the window is too narrow for all columns, several tables follow one another, each with the first column: no
     figure is ever broken in two.
@@ -130,60 +126,39 @@ class Titled:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(self.title, style="bold underline")
-        for widths in _side_by_side(self._widths(options.max_width), options.max_width):
+        least = [self._least_width(index, options.max_width) for index in range(len(self.columns))]
+        groups = [[0]]
+        for index in range(1, len(least)):
+            if len(groups[-1]) > 1 and sum(least[i] + _GAP for i in groups[-1]) + least[index] > options.max_width:
+                groups.append([0])
+            groups[-1].append(index)
+        for group in groups:
             drawn = Table(header_style="bold", show_header=any(self.columns), box=None, pad_edge=False)
-            for index, width in widths.items():
+            spare = options.max_width - _GAP * (len(group) - 1) - sum(least[index] for index in group)
+            for index in group:
+                best = max(cell_len(cell) for cell in (self.columns[index], *(row[index] for row in self.rows)))
+                more = max(0, min(best - least[index], spare))
+                spare -= more
                 justify = "right" if self._holds_figures(index) else "left"
-                drawn.add_column(self.columns[index], justify=justify, overflow="fold", width=width)
+                drawn.add_column(self.columns[index], justify=justify, overflow="fold", width=least[index] + more)
             for row in self.rows:
-                drawn.add_row(*(row[index] for index in widths))
+                drawn.add_row(*(row[index] for index in group))
             yield drawn
 
     def _holds_figures(self, index: int) -> bool:
-        """Whether a column is one of figures: most cells are, and the others say why there is none."""
+        """Returns whether a column is one of figures: most cells are, and the others say why there is none."""
         cells = [row[index] for row in self.rows if row[index].strip(" –—")]
-        figures = sum(_FIGURE.fullmatch(cell) is not None for cell in cells)
+        figures = sum(cell.lstrip("+-±~ [")[:1].isdigit() for cell in cells)
         return index > 0 and bool(self.columns[index]) and 2 * figures >= len(cells)
 
-    def _widths(self, most: int) -> list[tuple[int, int]]:
-        """Per column the least width, with its head broken between words, and the width that needs no break."""
-        widths = []
-        for index, head in enumerate(self.columns):
-            cells = max((cell_len(row[index]) for row in self.rows), default=0)
-            # Sentences and paths may be broken where there is no room; and a first column must leave some for others.
-            least = min(cells, most // 2 if len(self.columns) > 1 else most)
-            word = max((cell_len(word) for word in head.split()), default=0)
-            widths.append((max(least, word), max(cells, cell_len(head))))
-        return widths
+    def _least_width(self, index: int, most: int) -> int:
+        """Returns the width of the cells and of the longest word of the head.
 
-
-_GAP = 2
-
-
-def _side_by_side(widths: Sequence[tuple[int, int]], most: int) -> Iterator[dict[int, int]]:
-    """The width of each column, by its index, for each of the tables that columns of (least, best) width need."""
-    needed = len(_grouped(widths, most))
-    # As few tables as possible, and then of about equal width: no column stands alone for a cell too much.
-    fair = next(width for width in range(most + 1) if len(_grouped(widths, width)) == needed)
-    for group in _grouped(widths, fair):
-        chosen, spare = {}, most - _GAP * (len(group) - 1) - sum(widths[index][0] for index in group)
-        for index in group:
-            least, best = widths[index]
-            more = min(best - least, max(spare, 0))
-            chosen[index], spare = least + more, spare - more
-        yield chosen
-
-
-def _grouped(widths: Sequence[tuple[int, int]], most: int) -> list[list[int]]:
-    """Columns by index, in groups that fit into ``most`` beside the first column, which each of them begins with."""
-    groups, used = [[0]], widths[0][0]
-    for index in range(1, len(widths)):
-        needed = _GAP + widths[index][0]
-        if used + needed > most and len(groups[-1]) > 1:
-            groups, used = [*groups, [0]], widths[0][0]
-        groups[-1].append(index)
-        used += needed
-    return groups
+        Sentences and paths may be broken where there is no room, and a first column must leave some for others.
+        """
+        cells = max((cell_len(row[index]) for row in self.rows), default=0)
+        word = max((cell_len(word) for word in self.columns[index].split()), default=0)
+        return max(min(cells, most // 2 if len(self.columns) > 1 else most), word)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Titled:
@@ -193,25 +168,35 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
     return Titled(title, [columns[i] for i in kept], [[row[i] for i in kept] for row in cells])
 
 
+def number(value: float | None, form: str) -> str:
+    """Returns a cell with a number in a format such as ``.3f``, or a dash for ``None``."""
+    return "–" if value is None else f"{value:{form}}"
+
+
+def spread(interval: tuple[float, float] | None, digits: int = 3) -> str:
+    """Returns a cell with the ends of an interval, empty for ``None``."""
+    return "" if interval is None else f"{interval[0]:.{digits}f} … {interval[1]:.{digits}f}"
+
+
 def counted(number: int, what: str) -> str:
-    """``1 token``, ``2,000 tokens``."""
+    """Returns a number with its noun: ``1 token``, ``2,000 tokens``."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def progress_bars() -> Progress:
-    """Returns progress bars with the time left, which vanish when done; none are shown outside a terminal."""
-    from rich.progress import (  # here, since --help needs none
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+def progress_bars(*columns: str) -> Progress:
+    """Returns progress bars with the time left, which vanish when done; none are shown outside a terminal.
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TaskProgressColumn())
-    columns = (*columns, TimeElapsedColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    ``columns`` are fields of a task that stand behind its bar.
+    """
+    # Imported here, since --help needs none.
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import TimeRemainingColumn as TimeLeft
+
+    about = [TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in columns]
+    shown = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TaskProgressColumn(), *about)
+    return Progress(
+        *shown, TimeElapsedColumn(), TimeLeft(), console=console, transient=True, disable=not console.is_terminal
+    )
 
 
 @contextmanager
@@ -258,17 +243,17 @@ def write_json(path: Path | None, result: dict[str, Any]) -> None:
 def _finite(value: Any) -> Any:
     """Returns the value with ``None`` for each number in it that is not finite."""
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
+        return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager
 def json_alone(path: Path | None) -> Iterator[None]:
-    """While a command runs that writes its result to ``path``: if that is ``-``, standard output gets it alone.
+    """Leaves standard output to the result of a command if its ``path`` is ``-``; all that is printed goes to stderr.
 
-    It gets the last result, when the command has ended, however it ended; all that is printed goes to standard error.
+    The last result is written when the command has ended, however it ended.
     """
     if path != STDOUT:
         yield

@@ -136,18 +136,6 @@ def test_a_command_that_is_mentioned_and_its_options_exist(path):
         assert {word.split("=")[0] for word in words if word.startswith("--")} <= known, line
 
 
-def test_a_command_that_does_not_exist_is_found():
-    assert shown_commands(
-        '```\nadaponder eval "a b" --x 1  # why\nsrun torchrun -n 2 \\\n -m adaponder train r\n```\n'
-    ) == [
-        "eval 'a b' --x 1",
-        "train r",
-    ]
-    for line in ("evaluate runs/demo", "eval runs/demo --deepness 2"):
-        with pytest.raises(Exception, match=r"evaluate|deepness"):
-            parsed(line)
-
-
 def test_commands_of_the_tutorial_the_readme_and_the_page_of_commands_run(tmp_path, monkeypatch, capsys):
     """In one folder, where what the pages take for granted is there: sources, and a run under the names they use."""
     monkeypatch.chdir(tmp_path)

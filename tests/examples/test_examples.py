@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import matplotlib.pyplot
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from adaponder import cli, methods, registry
 
@@ -67,13 +68,8 @@ def test_an_example_runs_and_shows_what_it_says(run, name):
         run(None, *command.split(), "--max-tokens", "200")
     printed = run(EXAMPLES / f"{name}.py", *arguments)
     assert re.search(shown, printed), printed
-
-
-def test_a_trained_example_opens_by_the_auto_class(run, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    run(EXAMPLES / "train.py", "--steps", "1", "--out", "model")
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.iterations == 3
+    if name == "train":
+        assert AutoModelForCausalLM.from_pretrained("model").config.iterations == 3
 
 
 def test_every_example_is_tried_says_how_it_is_called_and_what_is_learned_and_is_one_page():

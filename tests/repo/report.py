@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,34 +83,34 @@ def documents(root: Path) -> dict[str, int]:
     return {str(path.relative_to(root)): prose_words(path.read_text()) for path in visible}
 
 
+def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """Returns a table with its names to the left and its numbers to the right."""
+    drawn = Table(title=title)
+    for head in heads:
+        drawn.add_column(head, justify="left" if head in ("", "function", "document") else "right")
+    for row in rows:
+        drawn.add_row(*(f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row))
+    return drawn
+
+
 def show(root: Path) -> None:
     """Prints the whole report of a tree."""
-    console = Console()
-    totals = Table("", "files", "lines", "code lines", title="Python")
+    rows: list[tuple[object, ...]] = []
     for folder in ("src/adaponder", "benchmarks", "experiments", "tests"):
-        packages = sizes(root / folder)
+        packages = sorted(sizes(root / folder).items(), key=lambda item: -item[1].lines)
         total = Size()
-        for package, size in sorted(packages.items(), key=lambda item: -item[1].lines):
+        for package, size in packages:
             total = total.plus(size)
             if folder in ("src/adaponder", "tests"):
-                totals.add_row(f"  {folder}/{package}", *(f"{value:,}" for value in size))
-        totals.add_row(folder, *(f"{value:,}" for value in total), style="bold", end_section=True)
-    for column in totals.columns[1:]:
-        column.justify = "right"
-    console.print(totals)
-
-    longest = Table("lines", "function", title="Longest functions of src/")
-    for length, place in sorted(functions(root / "src" / "adaponder"), reverse=True)[:SHOWN]:
-        longest.add_row(str(length), place)
-    console.print(longest)
-
-    words = Table("words", "document", title="Prose")
-    counted = documents(root)
-    for name, count in sorted(counted.items(), key=lambda item: -item[1]):
-        words.add_row(f"{count:,}", name)
-    words.add_section()
-    words.add_row(f"{sum(counted.values()):,}", "all documents", style="bold")
-    console.print(words)
+                rows.append((f"  {folder}/{package}", *size))
+        rows.append((folder, *total))
+    longest = sorted(functions(root / "src" / "adaponder"), reverse=True)[:SHOWN]
+    counted = sorted(documents(root).items(), key=lambda item: -item[1])
+    words = [*((count, name) for name, count in counted), (sum(count for _, count in counted), "all documents")]
+    console = Console()
+    console.print(table("Python", ("", "files", "lines", "code lines"), rows))
+    console.print(table("Longest functions of src/", ("lines", "function"), longest))
+    console.print(table("Prose", ("words", "document"), words))
 
 
 if __name__ == "__main__":

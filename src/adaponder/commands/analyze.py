@@ -17,29 +17,17 @@ if TYPE_CHECKING:
     from adaponder.evaluation.text import Text
 
 
+@shared.command
 def analyze(
     checkpoint: Annotated[str, arg("A checkpoint; or a trace.parquet, to draw its figures again.", "CKPT")],
     *,
     data: Annotated[str | None, opt("As for eval.", "TEXT")] = None,
-    out: Annotated[
-        Path | None, opt("Trace, figures, tables and report go here.", "DIR", check=shared.output_folder)
-    ] = None,
+    out: Annotated[Path | None, shared.folder("Trace, figures, tables and report go here.")] = None,
     only: Annotated[str | None, opt("Draw only these figures: halting, gates, grid, …", "a,b")] = None,
     json: shared.Json = None,
-    split: shared.Split = "validation",
-    window: shared.Window = None,
-    stride: shared.Stride = None,
-    across_documents: shared.AcrossDocuments = True,
-    max_tokens: shared.MaxTokens = None,
-    batch_size: shared.BatchSize = 8,
-    policy: shared.PolicyText = None,
-    tau: shared.Tau = None,
-    profile: shared.Profile = None,
-    max_iterations: shared.MaxIterations = None,
-    tokenizer: shared.Tokenizer = None,
-    seed: shared.Seed = 0,
-    device: shared.Device = "cpu",
-    dtype: shared.Dtype = "auto",
+    reading: shared.Reading,
+    depth: shared.Depth,
+    opening: shared.Opening,
 ) -> Any:
     """Write down every token, and draw the paper's analysis from that: figures, tables, one report.html.
 
@@ -53,41 +41,34 @@ def analyze(
     from adaponder.data.manifest import MANIFEST
     from adaponder.journal import FOLDER, Journal, on_interrupt, resuming
 
-    chosen, trace_path, journal = shared.names("--only", only), _trace_of(checkpoint, data), None
-    halting: dict[str, Any] = {"policy": policy, "tau": tau, "profile": profile, "max_iterations": max_iterations}
+    figures, trace_path, journal = shared.listed("--only", only, str), _trace_of(checkpoint, data), None
     if trace_path is not None:
-        cuts = {"data": data, "window": window, "stride": stride, "max_tokens": max_tokens, "tokenizer": tokenizer}
-        if given := [name for name, value in (cuts | halting).items() if value is not None]:
-            raise InputError(
-                f"--{given[0].replace('_', '-')} has no effect: {trace_path} is a finished trace; leave it out, or "
-                "name a checkpoint"
-            )
+        cuts = {"window": reading.window, "stride": reading.stride, "max_tokens": reading.max_tokens}
+        beside = f"{trace_path}, a finished trace"
+        shared.refuse(beside, data=data, **cuts, tokenizer=opening.tokenizer, **vars(depth))
         trace, out = read_trace(trace_path), out or trace_path.parent
     else:
         if data is None or out is None:
             raise InputError(f"{'--data' if data is None else '--out'} is needed to trace a checkpoint")
-        if out.exists() and not out.is_dir():
-            raise InputError(f"--out {out} is a file, not a folder")
-        subject = shared.open_subject(checkpoint, tokenizer=tokenizer, dtype=dtype, device=device)
-        how = subject.scoring(**halting, seed=seed)
+        subject = shared.open_subject(checkpoint, opening)
+        how = depth.scoring(subject, reading.seed)
         # Raises for a figure of --only that cannot be drawn, before any text is read.
-        choose(kind_of(subject.model, how), chosen)
-        text = subject.text(data, split=split, max_tokens=max_tokens)
-        windows = subject.windows(window, stride, across_documents)
-        whence = f"{data} ({split})" if (Path(data) / MANIFEST).is_file() else data
-        origin = {"checkpoint": checkpoint, "data": whence}
-        settings = _settings(subject, text, how) | origin | {"batch": batch_size, "windows": str(windows)}
+        choose(kind_of(subject.model, how), figures)
+        text, windows = reading.text(subject, data), reading.windows(subject)
+        whence = f"{data} ({reading.split})" if (Path(data) / MANIFEST).is_file() else data
+        origin, size = {"checkpoint": checkpoint, "data": whence}, reading.batch_size
+        settings = _settings(subject, text, how) | origin | {"batch": size, "windows": str(windows)}
         journal = Journal(out / FOLDER, settings)
         total = text.predictions * len(planned_scorings(subject.model, how))
         with resuming(journal, "portion"), counting(f"tracing {checkpoint}", total) as advance:
             trace = make_trace(
-                subject.model, text, windows, **origin, how=how, batch_size=batch_size, journal=journal, advance=advance
+                subject.model, text, windows, **origin, how=how, batch_size=size, journal=journal, advance=advance
             )
         out.mkdir(parents=True, exist_ok=True)
         write_trace(trace, out / NAME)
     again = f"the trace is whole; adaponder analyze {out} draws its report"
-    with on_interrupt(again), counting("drawing", len(choose(trace.about, chosen)[0])) as advance:
-        report = write_report(trace, out, only=chosen, advance=advance)
+    with on_interrupt(again), counting("drawing", len(choose(trace.about, figures)[0])) as advance:
+        report = write_report(trace, out, only=figures, advance=advance)
     if journal is not None:
         journal.remove()
     show(trace, report)
@@ -96,7 +77,7 @@ def analyze(
 
 
 def _settings(subject: shared.Subject, text: Text, how: ScoringOptions) -> dict[str, Any]:
-    """Settings, beside checkpoint and data, that must be equal for portions to belong to the same trace."""
+    """Returns the settings, beside checkpoint and data, that must be equal for portions to belong to the same trace."""
     from adaponder.evaluation.scoring import fingerprint
 
     return {
@@ -110,7 +91,7 @@ def _settings(subject: shared.Subject, text: Text, how: ScoringOptions) -> dict[
 
 
 def _trace_of(name: str, data: str | None) -> Path | None:
-    """The file of a finished trace: ``name`` itself, or in the folder ``name`` without ``data``; else ``None``."""
+    """Returns the file of a finished trace: ``name``, or one in the folder ``name`` without ``data``; else ``None``."""
     from adaponder.analysis.trace import NAME
 
     path = Path(name)

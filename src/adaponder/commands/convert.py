@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from adaponder.commands.shared import Dtype, Json, Seed, arg, one_of, opt, output_folder
+from adaponder.commands.shared import Dtype, Json, Seed, arg, folder, one_of, opt, show_checks
 from adaponder.errors import InputError
 from adaponder.fields import Recurrence, option
 from adaponder.registry import DEFAULT_METHOD, method_names
@@ -27,7 +27,7 @@ def _check_method(name: str) -> str:
 def convert(
     source: Annotated[str, arg("A stock, PonderLM or AdaPonder checkpoint: folder or hub name.", "SRC")],
     *,
-    out: Annotated[Path, opt("Where to save; must be new or empty.", "DIR", check=output_folder)],
+    out: Annotated[Path, folder("Where to save; must be new or empty.")],
     method: Annotated[
         str, opt(f"{', '.join(method_names())}; or backbone: back to plain.", "NAME", check=_check_method)
     ] = DEFAULT_METHOD,
@@ -84,12 +84,8 @@ def show(done: Conversion) -> None:
         console.print(f"so that config, generation config and tokenizer agree, {remark}", soft_wrap=True)
     if done.gates_open is not None:
         console.print(f"gates start open: s = {done.gates_open:.6f}")
-    rows = [
-        (check.what, f"{check.difference:.1e}", "—" if check.bound is None else f"{check.bound:.1e}")
-        for check in done.checks
-    ]
-    if rows:
-        console.print(table("Equality on random tokens", ("check", "relative difference", "allowed"), rows))
+    if done.checks:
+        show_checks("Equality on random tokens", done.checks)
     else:
         console.print("no equality to check: these options change the function the source was trained to be")
     if done.losses:

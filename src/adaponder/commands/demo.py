@@ -6,10 +6,12 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from adaponder.commands.generate import continue_prompts, show
+from adaponder.checkpoints.shipped import SAMPLE, full_name
+from adaponder.commands.evaluate import scored
+from adaponder.commands.generate import Generated, continue_prompts, show
 from adaponder.commands.puzzle import puzzle
 from adaponder.commands.recipes import show_recipe
-from adaponder.commands.shared import Json, Overrides, open_tokenizer, opt, output_folder
+from adaponder.commands.shared import Json, NarrowOpening, Overrides, Reading, folder, open_subject
 from adaponder.terminal import by_depth, console, legend, line, table, write_json
 
 if TYPE_CHECKING:
@@ -22,15 +24,12 @@ PROMPT = "def "
 
 def demo(
     *,
-    out: Annotated[Path, opt("The run folder; the same command again goes on.", "DIR", check=output_folder)] = Path(
-        "runs/demo"
-    ),
+    out: Annotated[Path, folder("The run folder; the same command again goes on.")] = Path("runs/demo"),
     overrides: Overrides = None,
     json: Json = None,
 ) -> dict[str, Any]:
     """Pretrain a small AdaPonderLM on the Python standard library and show what it learned: minutes, no download."""
     from adaponder.files import replace_file
-    from adaponder.modeling import AdaPonderForCausalLM
     from adaponder.recipes import load_recipe
     from adaponder.training.run import open_finished, train
 
@@ -50,10 +49,7 @@ def demo(
     show_assessment(result, recipe)
 
     console.rule("3  what it writes, each token coloured by how often it was read")
-    model = AdaPonderForCausalLM.from_pretrained(done.final).eval()
-    words = open_tokenizer(model, done.final, None)
-    settings = {"max_new_tokens": 80, "temperature": 0.8, "top_p": 0.95}
-    show(continue_prompts(model, words, [PROMPT], settings=settings), colours=True)
+    show(_continued(str(done.final), max_new_tokens=80, temperature=0.8), colours=True)
 
     console.rule("4  beside it, a trained model that comes along: adaponder generate sample")
     result |= {"beside": beside(done.final)}
@@ -67,7 +63,7 @@ def demo(
 
 
 def assess(recipe: Recipe, trainer: Trainer) -> dict[str, Any]:
-    """Validation losses at the model's own depths, at each fixed depth, of token frequencies and of a uniform guess."""
+    """Returns validation losses at the model's own and each fixed depth, and those of token frequencies and chance."""
     from adaponder.policies import FixedDepth
 
     tokens = recipe.train.eval_tokens
@@ -87,18 +83,13 @@ def beside(trained: Path) -> list[dict[str, Any]]:
 
     Losses are bits per byte of the text: tokens of two vocabularies are not equally long.
     """
-    from adaponder.checkpoints.shipped import sample_path
-    from adaponder.modeling import AdaPonderForCausalLM
-
-    sample = sample_path()
-    model = AdaPonderForCausalLM.from_pretrained(sample).eval()
-    settings = {"max_new_tokens": 60, "temperature": 0.6, "top_p": 0.95, "seed": 6}
-    (made,) = continue_prompts(model, open_tokenizer(model, sample, None), [PROMPT], settings=settings)
-    console.print(by_depth(made.pieces, made.depths, made.deepest))
+    sample = full_name(SAMPLE)
+    (text,) = _continued(sample, max_new_tokens=60, temperature=0.6, seed=6)
+    console.print(by_depth(text.pieces, text.depths, text.deepest))
     console.print()
-    console.print(legend(made.deepest))
-    compared = {"just trained": trained, "sample": sample}
-    rows = [{"model": name} | _on_held_out(folder) for name, folder in compared.items()]
+    console.print(legend(text.deepest))
+    compared = {"just trained": str(trained), "sample": sample}
+    rows = [{"model": name} | _on_held_out(checkpoint) for name, checkpoint in compared.items()]
     cells = [
         (row["model"], f"{row['parameters']:,}", f"{row['bits_per_byte']:.3f}", f"{row['depth']:.2f}") for row in rows
     ]
@@ -107,24 +98,24 @@ def beside(trained: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _on_held_out(folder: Path) -> dict[str, Any]:
-    """Parameters, bits per byte and mean depth of the model in ``folder`` on the package's held-out text."""
-    from adaponder.checkpoints.shipped import SAMPLE, data_of, full_name
-    from adaponder.evaluation.scoring import default_length, score
-    from adaponder.evaluation.summary import summarise
-    from adaponder.evaluation.text import Windows, open_text, open_vocabulary
-    from adaponder.modeling import AdaPonderForCausalLM
+def _continued(checkpoint: str, **settings: Any) -> list[Generated]:
+    model, _, tokenizer = NarrowOpening().generator(checkpoint)
+    return continue_prompts(model, tokenizer, [PROMPT], settings={"top_p": 0.95, **settings})
 
-    model = AdaPonderForCausalLM.from_pretrained(folder).eval()
-    text = open_text(data_of(full_name(SAMPLE)), open_vocabulary(str(folder)), whose=str(folder))
-    scores = score(model, text, Windows(default_length(model)))
-    summary = summarise(text, scores.nll, scores.depth)
-    facts = {"parameters": model.num_parameters(), "bytes": int(text.utf8_bytes.sum())}
+
+def _on_held_out(checkpoint: str) -> dict[str, Any]:
+    """Returns parameters, bits per byte and mean depth of a model on the package's held-out text."""
+    from adaponder.evaluation.scoring import ScoringOptions
+
+    subject, reading = open_subject(checkpoint), Reading()
+    text, windows = reading.text(subject, full_name(SAMPLE)), reading.windows(subject)
+    summary = scored(subject, text, windows, "its own depths", ScoringOptions(), reading.batch_size).summary
+    facts = {"parameters": subject.model.num_parameters(), "bytes": int(text.utf8_bytes.sum())}
     return facts | {"bits_per_byte": summary.bits_per_byte, "depth": summary.depth}
 
 
 def unigram_loss(shards: Shards, trainer: Trainer, tokens: int) -> float:
-    """Cross-entropy of the validation text under the training split's token frequencies (one added to each)."""
+    """Returns the validation loss of the training split's token frequencies (one added to each)."""
     import numpy as np
 
     counts = np.bincount(shards.read(0, shards.tokens), minlength=shards.vocab_size) + 1.0
@@ -134,7 +125,7 @@ def unigram_loss(shards: Shards, trainer: Trainer, tokens: int) -> float:
 
 
 def validation_tokens(trainer: Trainer, tokens: int) -> int:
-    """The number of tokens that an evaluation of at most ``tokens`` scores: only whole windows count."""
+    """Returns the number of tokens that an evaluation of at most ``tokens`` scores: only whole windows count."""
     from adaponder.training.validation import whole_windows
 
     assert trainer.validation is not None
@@ -161,19 +152,14 @@ def show_assessment(result: dict[str, Any], recipe: Recipe) -> None:
 
 
 def _readme(out: Path, data: Path, result: dict[str, Any]) -> str:
-    """The README of the run's folder: its result, its files and the commands to try next."""
+    """Returns the README of the run's folder: its result, its files and the commands to try next."""
     tokens = result["tokens"]
     return f"""# A run of `adaponder demo`
 
 Validation loss {result["validation_loss"]:.3f} at mean depth {result["validation_depth"]:.2f} over the first
 {tokens:,} tokens of validation (token frequencies alone: {result["unigram"]:.3f}); `adaponder eval` scores all.
 
-| | |
-|---|---|
-| `final/` | the model; opens with `AutoModelForCausalLM.from_pretrained` after `import adaponder` |
-| `checkpoints/` | states from which training resumes bit for bit |
-| `metrics.jsonl`, `tensorboard/` | what training saw |
-| `recipe.yaml` | exactly what was run |
+`final/` holds the model, `checkpoints/` states to resume from, `metrics.jsonl` and `tensorboard/` the curves.
 
 Go on (`. .venv/bin/activate` puts `adaponder` on the path):
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,20 +18,14 @@ from adaponder.terminal import console, table, write_json
 from adaponder.version import __version__
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "huggingface_hub", "triton", "lm_eval")
-_FLOORS = {"torch": (2, 11), "transformers": (5, 17)}
+_SEAL = "Take the files as they are: the tokenizer decides on end and padding, checksums are written anew."
+_FLOORS = {"torch": "2.11", "transformers": "5.17"}
 
 
 def doctor(
     checkpoint: Annotated[str | None, arg("Examine this checkpoint instead of the installation.", "CKPT")] = None,
     *,
-    seal: Annotated[
-        bool,
-        opt(
-            "Take the checkpoint's files as they are: the tokenizer decides on end and padding, "
-            "checksums are written anew.",
-            flag="--seal",
-        ),
-    ] = False,
+    seal: Annotated[bool, opt(_SEAL, flag="--seal")] = False,
     json: Json = None,
 ) -> dict[str, Any]:
     """Show versions, devices, which kernels would run, and whether the meter agrees with torch.
@@ -52,13 +47,11 @@ def doctor(
 def check_installation() -> dict[str, Any]:
     """Prints and returns what :func:`examine_installation` does."""
     report = examine_installation()
-    rows = [
-        (name, value or "not installed", report["problems"].get(name, "")) for name, value in report["versions"].items()
-    ]
+    problems = report["problems"]
+    rows = [(name, value or "not installed", problems.get(name, "")) for name, value in report["versions"].items()]
     console.print(table("Versions", ("package", "version", ""), rows))
-    rows = [(device["name"], device["what"]) for device in report["devices"]]
-    console.print(table("Devices", ("device", "what"), rows))
-    rows = [(kernel["op"], kernel["device"], kernel["runs"]) for kernel in report["kernels"]]
+    console.print(table("Devices", ("device", "what"), [tuple(device.values()) for device in report["devices"]]))
+    rows = [tuple(kernel.values()) for kernel in report["kernels"]]
     console.print(table("Kernels", ("operation", "device", "would run"), rows))
     rows = [
         (check["method"], f"{check['formula']:,}", f"{check['counted']:,}", f"{check['ratio']:.4f}")
@@ -73,17 +66,21 @@ def check_installation() -> dict[str, Any]:
 
 
 def examine_installation() -> dict[str, Any]:
-    """Versions, devices, kernels and FLOP checks; ``problems`` has a sentence for each thing that is wrong."""
+    """Returns versions, devices, kernels and FLOP checks; ``problems`` has a sentence for each thing that is wrong."""
     import torch
+    from packaging.version import Version
 
     from adaponder.evaluation.meter import check_all
 
-    versions = {"adaponder": __version__, "python": platform.python_version()}
-    versions |= {name: _version(name) for name in _PACKAGES}
+    versions: dict[str, Any] = {"adaponder": __version__, "python": platform.python_version()}
+    versions |= dict.fromkeys(_PACKAGES)
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     problems = {
-        name: f"is older than {'.'.join(map(str, floor))}"
+        name: f"is older than {floor}"
         for name, floor in _FLOORS.items()
-        if _numbers(versions[name]) < floor
+        if Version(versions[name]).release < Version(floor).release
     }
     devices = [{"name": "cpu", "what": f"{platform.machine()}, threads: {torch.get_num_threads()}"}]
     for index in range(torch.cuda.device_count()):
@@ -101,34 +98,18 @@ def examine_installation() -> dict[str, Any]:
 
 
 def operations() -> list[str]:
-    """The names of the operations in ``adaponder.ops``, sorted."""
-    spec = importlib.util.find_spec("adaponder.ops")
-    folders = spec.submodule_search_locations if spec is not None else None
-    folder = Path(next(iter(folders or [])))
-    return sorted(path.parent.name for path in folder.glob("*/__init__.py"))
+    """Returns the names of the operations in ``adaponder.ops``, sorted."""
+    return sorted(path.parent.name for path in Path(__file__).parents[1].glob("ops/*/__init__.py"))
 
 
 def would_run(op: str, device: str) -> str:
-    """The implementation of an operation that would run on a device, in words."""
+    """Returns the implementation of an operation that would run on a device, in words."""
     from adaponder.ops.dispatch import HAS_TRITON
 
     written = importlib.util.find_spec(f"adaponder.ops.{op}.triton") is not None
     if device == "cpu" or not written:
         return "torch (reference)"
     return "Triton kernels in bf16 and fp16, torch in float32" if HAS_TRITON else "torch: Triton is not installed"
-
-
-def _version(name: str) -> str | None:
-    """The version of an installed package; ``None`` if it is not installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _numbers(text: str | None) -> tuple[int, ...]:
-    """The first two numbers of a version: (2, 11) for ``2.11.0+cu130``."""
-    return tuple(int(part) for part in (text or "0").split("+")[0].split(".")[:2] if part.isdigit())
 
 
 # --- a checkpoint --------------------------------------------------------------------------------------------------
@@ -141,7 +122,7 @@ def check_checkpoint(checkpoint: str, *, seal: bool = False) -> dict[str, Any]:
     folder = fetch(checkpoint)
     changes = seal_folder(folder) if seal else []
     report = {"checkpoint": str(folder), "changes": changes, **examine_checkpoint(folder)}
-    rows = [(what, "wrong" if what in report["problems"] else said) for what, said in report["checks"].items()]
+    rows = [(name, "wrong" if name in report["problems"] else result) for name, result in report["checks"].items()]
     console.print(table(str(folder), ("", ""), rows))
     for change in changes:
         console.print(change, soft_wrap=True)
@@ -153,7 +134,7 @@ def check_checkpoint(checkpoint: str, *, seal: bool = False) -> dict[str, Any]:
 
 
 def examine_checkpoint(folder: Path) -> dict[str, Any]:
-    """``checks``: the result of each check, by name; ``problems``: the error of each one that failed."""
+    """Returns by name what each check found (``checks``) and the errors of those that failed (``problems``)."""
     checks: dict[str, str] = {}
     problems: dict[str, str] = {}
     for what, check in _CHECKS.items():

@@ -5,22 +5,20 @@ from __future__ import annotations
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from adaponder.commands import shared
 from adaponder.commands.evaluate import forced, own_label, scored, show_scorings
 from adaponder.commands.shared import opt
 from adaponder.errors import InputError
-from adaponder.terminal import console, line, table, write_json
-
-if TYPE_CHECKING:
-    from adaponder.evaluation.text import Text, Windows
+from adaponder.terminal import console, line, write_json
 
 
+@shared.command
 def export(
     checkpoint: shared.Checkpoint,
     *,
-    out: Annotated[Path, opt("Where to write; must be new or empty.", "DIR", check=shared.output_folder)],
+    out: Annotated[Path, shared.folder("Where to write; must be new or empty.")],
     data: Annotated[str | None, opt(f"Measure loss, depth and cost on it for the card. {shared.DATA}", "TEXT")] = None,
     push: Annotated[
         str | None, opt("Also upload it to the hub as OWNER/MODEL; without, nothing is sent.", "NAME")
@@ -28,15 +26,8 @@ def export(
     private: Annotated[bool, opt("Make the repository of --push private.", flag="--private")] = False,
     license: Annotated[str | None, opt("Of the model, as the hub spells it: apache-2.0, mit, …", "ID")] = None,
     json: shared.Json = None,
-    split: shared.Split = "validation",
-    window: shared.Window = None,
-    stride: shared.Stride = None,
-    across_documents: shared.AcrossDocuments = True,
-    max_tokens: shared.MaxTokens = None,
-    batch_size: shared.BatchSize = 8,
-    seed: shared.Seed = 0,
-    device: shared.Device = "cpu",
-    dtype: shared.Dtype = "auto",
+    reading: shared.Reading,
+    place: shared.Place,
 ) -> dict[str, Any]:
     """Write a checkpoint as a folder for the hub, which opens in transformers alone, with its code and a model card.
 
@@ -57,12 +48,8 @@ def export(
         raise InputError("--private has no effect without --push")
     require_room(out)
     require_exportable(describe(checkpoint), checkpoint)
-    subject = shared.open_subject(checkpoint, device=device, dtype=dtype)
-    measured = None
-    if data is not None:
-        windows = subject.windows(window, stride, across_documents)
-        text = subject.text(data, split=split, max_tokens=max_tokens)
-        measured = measure(subject, text, windows, data=data, split=split, batch_size=batch_size, seed=seed)
+    subject = shared.open_subject(checkpoint, place)
+    measured = None if data is None else measure(subject, data, reading)
     training = training_of(subject.folder)
     card = partial(
         card_text,
@@ -75,11 +62,7 @@ def export(
     )
     with console.status(f"exporting {checkpoint} …"):
         checks = write_folder(subject.model, subject.folder, out, card=card)
-    rows = [
-        (check.what, f"{check.difference:.1e}", "—" if check.bound is None else f"{check.bound:.1e}")
-        for check in checks
-    ]
-    console.print(table("The exported file against the package", ("check", "difference", "allowed"), rows))
+    shared.show_checks("The exported file against the package", checks)
     console.print(line("written: ", (str(out), "bold")), soft_wrap=True)
     result: dict[str, Any] = {
         "checkpoint": checkpoint,
@@ -98,37 +81,27 @@ def export(
     return result
 
 
-def measure(
-    subject: shared.Subject, text: Text, windows: Windows, *, data: str, split: str, batch_size: int, seed: int
-) -> dict[str, Any]:
+def measure(subject: shared.Subject, data: str, reading: shared.Reading) -> dict[str, Any]:
     """Scores the text at the model's own depths and at every fixed depth, and prints the result as ``eval`` does."""
+    from adaponder.data.manifest import MANIFEST
     from adaponder.evaluation.scoring import ScoringOptions
 
-    how = ScoringOptions(seed=seed)
-    depths = range(1, subject.model.config.iterations + 1)
-    by_label = {own_label(subject, how): how} | forced(subject, depths, how)
-    scorings = [scored(subject, text, windows, label, setting, batch_size) for label, setting in by_label.items()]
+    windows, text = reading.windows(subject), reading.text(subject, data)
+    how = ScoringOptions(seed=reading.seed)
+    by_label = {own_label(subject, how): how}
+    by_label |= forced(subject, range(1, subject.model.config.iterations + 1), how)
+    scorings = [scored(subject, text, windows, label, way, reading.batch_size) for label, way in by_label.items()]
     show_scorings(subject.name, scorings)
-    rows = [
-        {
-            "label": scoring.label,
-            "loss": scoring.summary.loss,
-            "perplexity": scoring.summary.perplexity,
-            "bits_per_byte": scoring.summary.bits_per_byte,
-            "depth": scoring.summary.depth,
-            "flops": scoring.scores.spent.as_dict()["flops_per_token"],
-            "ratio": scoring.scores.spent.cost.ratio,
-        }
-        for scoring in scorings
-    ]
+    rows = []
+    for scoring in scorings:
+        values = scoring.as_dict()
+        row = {key: values[key] for key in ("label", "loss", "perplexity", "bits_per_byte", "depth")}
+        rows.append(row | {"flops": values["cost"]["flops_per_token"], "ratio": values["cost"]["flops_ratio"]})
     path = Path(data)
-    name = path.resolve().name if path.exists() else data  # a card does not tell where a file was
-    prepared = (path / "manifest.json").is_file()
-    tokens = scorings[0].summary.tokens
     return {
-        "data": name,
-        "split": split if prepared else None,
-        "tokens": tokens,
+        "data": path.resolve().name if path.exists() else data,  # a card does not tell where a file was
+        "split": reading.split if (path / MANIFEST).is_file() else None,
+        "tokens": scorings[0].summary.tokens,
         "windows": str(windows),
         "rows": rows,
     }

@@ -15,7 +15,7 @@ from adaponder.commands import shared
 from adaponder.commands.shared import opt
 from adaponder.errors import InputError, shown
 from adaponder.fields import REQUEST_FIELDS, option
-from adaponder.terminal import by_depth, console, counting, legend, table, write_json
+from adaponder.terminal import by_depth, console, counted, counting, legend, table, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,50 +23,33 @@ if TYPE_CHECKING:
     from adaponder.backbones.shape import Shape
     from adaponder.commands.interactive import LiveText
     from adaponder.evaluation.meter import Spent
-    from adaponder.inference.engine import Engine
     from adaponder.modeling import AdaPonderForCausalLM
-    from adaponder.policies import Policy
     from adaponder.text import TextEvent, Writing
 
 STANDARD_INPUT = "-"
 _SAMPLING = "Sampling"
+_PROMPT = "What to continue; may be repeated. -, or no prompt where input is piped: all of standard input."
+_FILE = "One prompt per line, empty lines left out; .jsonl: the field prompt of each line; -: lines of standard input."
+_CHAT = "A prompt is a user's message: the tokenizer's chat template is applied; text is the answer."
+_LOOP = "Ask for prompts, one after another; /help lists what else it takes."
+_DRAFTS = (
+    "Tokens of a text, at most, that are begun before it is certain that they follow: the same text, sooner, for more "
+    "computation. By default none with more than four sequences at a time."
+)
+_STOP = "End before this text, which is not shown; may be repeated."
 
 
+@shared.command
 def generate(
     checkpoint: shared.Checkpoint,
     *,
-    prompt: Annotated[
-        list[str] | None,
-        opt("What to continue; may be repeated. -, or no prompt where input is piped: all of standard input.", "TEXT"),
-    ] = None,
-    prompt_file: Annotated[
-        Path | None,
-        opt(
-            "One prompt per line, empty lines left out; .jsonl: the field prompt of each line; -: lines of "
-            "standard input.",
-            "FILE",
-        ),
-    ] = None,
-    chat: Annotated[
-        bool,
-        opt(
-            "A prompt is a user's message: the tokenizer's chat template is applied; text is the answer.", flag="--chat"
-        ),
-    ] = False,
-    interactive: Annotated[
-        bool, opt("Ask for prompts, one after another; /help lists what else it takes.", flag="--interactive")
-    ] = False,
+    prompt: Annotated[list[str] | None, opt(_PROMPT, "TEXT")] = None,
+    prompt_file: Annotated[Path | None, opt(_FILE, "FILE")] = None,
+    chat: Annotated[bool, opt(_CHAT, flag="--chat")] = False,
+    interactive: Annotated[bool, opt(_LOOP, flag="--interactive")] = False,
     samples: Annotated[int, option("samples")] = 1,
     lanes: Annotated[int, opt("Sequences computed at a time.", "N", min=1)] = 64,
-    drafts: Annotated[
-        int | None,
-        opt(
-            "Tokens of a text, at most, that are begun before it is certain that they follow: the same text, "
-            "sooner, for more computation. By default none with more than four sequences at a time.",
-            "N",
-            min=0,
-        ),
-    ] = None,
+    drafts: Annotated[int | None, opt(_DRAFTS, "N", min=0)] = None,
     depth_colours: Annotated[bool, opt("Colour each token by how often it was read.")] = True,
     json: shared.Json = None,
     max_new_tokens: Annotated[int, option("max_new_tokens", rich_help_panel=_SAMPLING)] = 64,
@@ -76,18 +59,10 @@ def generate(
     min_p: Annotated[float, option("min_p", rich_help_panel=_SAMPLING)] = 0.0,
     repetition_penalty: Annotated[float, option("repetition_penalty", rich_help_panel=_SAMPLING)] = 1.0,
     greedy: Annotated[bool, opt("Always take the most likely token.", flag="--greedy", panel=_SAMPLING)] = False,
-    stop: Annotated[
-        list[str] | None, opt("End before this text, which is not shown; may be repeated.", "TEXT", panel=_SAMPLING)
-    ] = None,
+    stop: Annotated[list[str] | None, opt(_STOP, "TEXT", panel=_SAMPLING)] = None,
     seed: Annotated[int, option("seed", min=0, rich_help_panel=_SAMPLING)] = 0,
-    policy: shared.PolicyText = None,
-    tau: shared.Tau = None,
-    profile: shared.Profile = None,
-    max_iterations: shared.MaxIterations = None,
-    weights: shared.Weights = None,
-    tokenizer: shared.Tokenizer = None,
-    device: shared.Device = "cpu",
-    dtype: shared.Dtype = "auto",
+    depth: shared.Depth,
+    opening: shared.NarrowOpening,
 ) -> Any:
     """Continue prompts, each token coloured by how often it was read.
 
@@ -101,51 +76,32 @@ def generate(
 
     [dim]adaponder generate runs/chat --interactive --chat[/]
     """
-    # Every parameter above that is a field of a request; the policy is chosen below.
-    settings = {name: value for name, value in locals().items() if name in REQUEST_FIELDS and name != "tau"}
+    # Every parameter above that is a field of a request.
+    settings: dict[str, Any] = {name: value for name, value in locals().items() if name in REQUEST_FIELDS}
+    settings["max_iterations"] = depth.max_iterations
     if greedy:
         settings["temperature"] = 0.0
     if interactive:
         shared.refuse("--interactive", prompt=prompt, prompt_file=prompt_file, json=json, samples=samples > 1)
     prompts = [] if interactive else read_prompts(prompt, prompt_file)
     from adaponder.commands.interactive import Conversation, LiveText
-    from adaponder.conversion.open import load
 
-    depth: dict[str, Any] = {"policy": shared.read_policy(policy), "tau": tau, "profile": profile}
-    with console.status(f"loading {checkpoint} …"):
-        model, folder = load(checkpoint, dtype=dtype, device=device, weights=weights)
-        words = shared.open_tokenizer(model, folder, tokenizer)
-        chosen = shared.choose_policy(model, folder, **depth, max_iterations=max_iterations)
+    model, folder, tokenizer = opening.generator(checkpoint)
+    settings["policy"] = depth.choose(model, folder)
+    stops = stop or ()
     if interactive:
         del settings["samples"]
-        conversation = Conversation(
-            model,
-            words,
-            folder,
-            settings | {"policy": chosen},
-            chat=chat,
-            stops=stop or (),
-            colours=depth_colours,
-            drafts=drafts,
-        )
-        conversation.run()
+        shown: dict[str, Any] = {"chat": chat, "stops": stops, "colours": depth_colours, "drafts": drafts}
+        Conversation(model, tokenizer, folder, settings, **shown).run()
         return []
     streams = console.is_terminal and len(prompts) == samples == 1
+    live = LiveText(depth.max_iterations or model.config.iterations, colours=depth_colours) if streams else None
     began = time.perf_counter()
-    done = continue_prompts(
-        model,
-        words,
-        prompts,
-        settings=settings | {"policy": chosen},
-        chat=chat,
-        stops=stop or (),
-        lanes=lanes,
-        drafts=drafts,
-        live=LiveText(max_iterations or model.config.iterations, colours=depth_colours) if streams else None,
-    )
-    show(done, colours=depth_colours, text=not streams)
-    write_json(json, as_result(done, time.perf_counter() - began))
-    return done
+    engine: dict[str, Any] = {"chat": chat, "stops": stops, "lanes": lanes, "drafts": drafts}
+    completions = continue_prompts(model, tokenizer, prompts, settings=settings, live=live, **engine)
+    show(completions, colours=depth_colours, text=not streams)
+    write_json(json, as_result(completions, time.perf_counter() - began))
+    return completions
 
 
 # --- prompts -------------------------------------------------------------------------------------------------------
@@ -168,15 +124,7 @@ def read_prompts(prompt: Sequence[str] | str | None, prompt_file: Path | None = 
 
 def _from_file(path: Path) -> list[str]:
     option = f"--prompt-file {path}"
-    if str(path) == STANDARD_INPUT:
-        text = _standard_input(option)
-    else:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise InputError(f"{option} is not UTF-8 text ({error.reason} at byte {error.start})") from None
-        except (OSError, ValueError) as error:
-            raise InputError(f"{option} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    text = _standard_input(option) if str(path) == STANDARD_INPUT else _content(path, option)
     # As files have lines: str.splitlines would also break at form feeds and other separators within a prompt.
     lines = enumerate(text.split("\n"), start=1)
     numbered = [(number, line.removesuffix("\r")) for number, line in lines if line.strip()]
@@ -187,21 +135,27 @@ def _from_file(path: Path) -> list[str]:
     return [_from_json(line, f"{option}, line {number}") for number, line in numbered]
 
 
+def _content(path: Path, option: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{option} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{option} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
 def _from_json(line: str, option: str) -> str:
     try:
-        record = jsonlib.loads(line)
-    except (ValueError, RecursionError):
-        raise InputError(
-            f'{option}: {shown(line)} is not JSON; each line must be an object, as {{"prompt": "text"}}'
-        ) from None
-    prompt = record.get("prompt") if isinstance(record, dict) else None
+        prompt = jsonlib.loads(line)["prompt"]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        prompt = None
     if not isinstance(prompt, str) or not prompt:
-        raise InputError(f'{option}: the field prompt must be a non-empty text, as in {{"prompt": "text"}}')
+        raise InputError(f'{option}: {shown(line)} must be JSON with the field prompt, as in {{"prompt": "text"}}')
     return prompt
 
 
 def _standard_input(option: str) -> str:
-    """All of standard input, without the line break at its end."""
+    """Returns all of standard input, without the line break at its end."""
     try:
         text = sys.stdin.read()
     except (OSError, ValueError) as error:  # closed, or bytes that are no text
@@ -241,7 +195,7 @@ class Generated:
 
     @property
     def mean_depth(self) -> float:
-        """Mean depth of the tokens that were read."""
+        """Returns the mean depth of the tokens that were read."""
         read = [depth for depth in self.depths if depth]
         return sum(read) / max(1, len(read))
 
@@ -276,11 +230,24 @@ def continue_prompts(
     With ``chat`` a prompt is a user's message. ``live`` shows the one text while it grows.
     """
     from adaponder.backbones.shape import shape_of
-    from adaponder.text import TextEngine, pieces
+    from adaponder.inference.engine import Engine
+    from adaponder.text import TextEngine, chat_ids, encode, pieces
 
-    ids = [_ids(tokenizer, prompt, chat=chat) for prompt in prompts]
-    engine = TextEngine(_engine(model, ids, settings, lanes, drafts), tokenizer)
-    writings = [writing for one in ids for writing in engine.submit(one, stops=stops, **settings)]
+    ids = [
+        chat_ids(tokenizer, [{"role": "user", "content": prompt}]) if chat else encode(tokenizer, prompt)
+        for prompt in prompts
+    ]
+    # An engine with room for these prompts and no more than they need.
+    longest, positions = max(map(len, ids)) + settings["max_new_tokens"], model.config.max_position_embeddings
+    engine = Engine(
+        model,
+        lanes=min(lanes, len(prompts) * settings.get("samples", 1)),
+        tokens=longest if positions is None else min(longest, positions),
+        max_iterations=settings.get("max_iterations"),
+        drafts=drafts,
+    )
+    text_engine = TextEngine(engine, tokenizer)
+    writings = [writing for tokens in ids for writing in text_engine.submit(tokens, stops=stops, **settings)]
     began, seconds = time.perf_counter(), {}
 
     def note(event: TextEvent) -> None:
@@ -290,10 +257,10 @@ def continue_prompts(
     if live is not None:
         with live:
             live.say("".join(pieces(tokenizer, ids[0])), style="bold")
-            engine.finish(lambda event: (note(event), live.show(event)))
+            text_engine.finish(lambda event: (note(event), live.show(event)))
     else:
         with counting("generating", len(writings)) as advance:
-            engine.finish(lambda event: (note(event), advance(int(event.done))))
+            text_engine.finish(lambda event: (note(event), advance(int(event.done))))
     shape = shape_of(model.config)
     return [as_generated(model, tokenizer, writing, shape, seconds[id(writing)]) for writing in writings]
 
@@ -301,14 +268,14 @@ def continue_prompts(
 def as_generated(
     model: AdaPonderForCausalLM, tokenizer: PreTrainedTokenizerBase, writing: Writing, shape: Shape, seconds: float
 ) -> Generated:
-    """A finished writing with its prompt and its cost; ``seconds`` are what a user waits for, the prompt included."""
+    """Returns a finished writing with its prompt and its cost; ``seconds`` is the time the user waited in all."""
     from adaponder.text import pieces
 
     request = writing.request
     depths, prompt = writing.depths, len(request.prompt)
-    policy: Any = request.policy
     read = [depth for depth in depths if depth]
-    prefill, decode = _cost(model, read, prompt, shape=shape, policy=policy, max_iterations=request.max_iterations)
+    rule = {"policy": request.policy, "max_iterations": request.max_iterations}
+    prefill, decode = _cost(model, read, prompt, shape, **rule)
     return Generated(
         pieces=[*pieces(tokenizer, request.prompt), *writing.pieces],
         depths=depths,
@@ -321,108 +288,69 @@ def as_generated(
     )
 
 
-def as_result(done: Sequence[Generated], seconds: float) -> dict[str, Any]:
-    """What ``--json`` holds: every completion; of a single one its fields beside."""
-    made = sum(len(one.pieces) - one.prompt for one in done)
-    whole = {"seconds": seconds, "new_tokens": made, "tokens_per_second": made / seconds}
-    return whole | {"completions": [one.as_dict() for one in done]} | (done[0].as_dict() if len(done) == 1 else {})
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat: bool) -> list[int]:
-    from adaponder.text import chat_ids, encode
-
-    if chat:
-        return chat_ids(tokenizer, [{"role": "user", "content": prompt}])
-    try:
-        return encode(tokenizer, prompt)
-    except InputError:
-        raise InputError("--prompt is empty: give at least one token") from None
-
-
-def _engine(
-    model: AdaPonderForCausalLM,
-    prompts: Sequence[Sequence[int]],
-    settings: dict[str, Any],
-    lanes: int,
-    drafts: int | None,
-) -> Engine:
-    """An engine with room for these prompts and no more than they need."""
-    from adaponder.inference.engine import Engine
-
-    longest = max(map(len, prompts)) + settings["max_new_tokens"]
-    positions = model.config.max_position_embeddings
-    samples = len(prompts) * settings.get("samples", 1)
-    return Engine(
-        model,
-        lanes=min(lanes, samples),
-        tokens=longest if positions is None else min(longest, positions),
-        max_iterations=settings.get("max_iterations"),
-        drafts=drafts,
-    )
+def as_result(completions: Sequence[Generated], seconds: float) -> dict[str, Any]:
+    """Returns what ``--json`` holds: every completion; of a single one its fields beside."""
+    new_tokens = sum(len(completion.pieces) - completion.prompt for completion in completions)
+    result = {"seconds": seconds, "new_tokens": new_tokens, "tokens_per_second": new_tokens / seconds}
+    values = [completion.as_dict() for completion in completions]
+    return result | {"completions": values} | (values[0] if len(values) == 1 else {})
 
 
 def _cost(
-    model: AdaPonderForCausalLM,
-    depths: list[int],
-    prompt: int,
-    *,
-    shape: Shape,
-    policy: Policy | None,
-    max_iterations: int | None,
+    model: AdaPonderForCausalLM, depths: list[int], prompt: int, shape: Shape, **rule: Any
 ) -> tuple[Spent, Spent]:
-    """Costs of reading the prompt, and of reading the tokens after it, each in passes of its own."""
+    """Returns the costs of reading the prompt and the tokens after it; ``rule`` is that of :meth:`Meter.add`."""
     import torch
 
     from adaponder.evaluation.meter import Meter
 
     prefill, decode = (Meter(model.config, dtype=model.dtype, device=model.device, shape=shape) for _ in range(2))
     read = torch.tensor([depths])
-    arguments: dict[str, Any] = {"max_iterations": max_iterations, "policy": policy}
-    prefill.add(read[:, :prompt], logits=1, **arguments)
+    prefill.add(read[:, :prompt], logits=1, **rule)
     # Token by token, counting takes as long as generating; only where each pass unfolds the keys anew is it needed.
     together = 1 if shape.expansion else max(1, len(depths) - prompt)
     for first in range(prompt, len(depths), together):
         tokens = read[:, first : first + together]
-        decode.add(tokens, past=read[:, :first], logits=tokens.shape[1], **arguments)
+        decode.add(tokens, past=read[:, :first], logits=tokens.shape[1], **rule)
     return prefill.spent(), decode.spent()
 
 
-def show(done: Sequence[Generated], *, colours: bool, text: bool = True) -> None:
+def show(completions: Sequence[Generated], *, colours: bool, text: bool = True) -> None:
     """Prints the texts; with ``colours``, tokens are coloured by depth, and depths and costs follow in tables."""
-    for number, one in enumerate(done, start=1):
-        if text:
-            if len(done) > 1:
-                console.rule(f"{number} of {len(done)}")
-            whole = by_depth(one.pieces, one.depths, one.deepest) if colours else "".join(one.pieces)
-            console.print(whole)
+    for number, completion in enumerate(completions if text else (), start=1):
+        if len(completions) > 1:
+            console.rule(f"{number} of {len(completions)}")
+        pieces, depths, deepest = completion.pieces, completion.depths, completion.deepest
+        console.print(by_depth(pieces, depths, deepest) if colours else "".join(pieces))
     if not colours:
         return
     from adaponder.evaluation.meter import COLUMNS
 
-    deepest = max(one.deepest for one in done)
+    deepest = max(completion.deepest for completion in completions)
     console.print()
     console.print(legend(deepest))
-    counts = Counter(depth for one in done for depth in one.depths if depth)
-    total = counts.total()
-    mean = sum(depth * count for depth, count in counts.items()) / max(1, total)
-    rows = [(depth, counts[depth], f"{counts[depth] / max(1, total):.1%}") for depth in range(1, deepest + 1)]
+    counts = Counter(depth for completion in completions for depth in completion.depths if depth)
+    total = max(1, counts.total())
+    mean = sum(depth * count for depth, count in counts.items()) / total
+    rows = [(depth, counts[depth], f"{counts[depth] / total:.1%}") for depth in range(1, deepest + 1)]
     console.print(table(f"Mean depth {mean:.2f} of {deepest}", ("read", "tokens", "share"), rows))
-    prefill, decode = _together([one.prefill for one in done]), _together([one.decode for one in done])
-    spent = [("the prompt" if len(done) == 1 else "the prompts", *prefill.cells())]
+    prefill, decode = (
+        _together([getattr(completion, stage) for completion in completions]) for stage in ("prefill", "decode")
+    )
+    spent = [("the prompt" if len(completions) == 1 else "the prompts", *prefill.cells())]
     console.print(table("\nWhat it cost", ("", *COLUMNS), [*spent, ("each token after it", *decode.cells())]))
-    if dropped := sum(one.dropped_rows for one in done):
-        read = sum(depth for one in done for depth in one.depths[one.prompt :])
-        rows = "1 row" if dropped == 1 else f"{dropped} rows"
+    if dropped := sum(completion.dropped_rows for completion in completions):
+        read = sum(depth for completion in completions for depth in completion.depths[completion.prompt :])
         console.print(
-            f"Not counted: {rows} of drafted tokens that were not kept ({dropped / max(1, read):.0%} of the rows of "
-            f"the tokens after the prompt), and memory for {deepest} rows of each of those, whatever its depth; "
-            "--drafts 0 saves both"
+            f"Not counted: {counted(dropped, 'row')} of drafted tokens that were not kept "
+            f"({dropped / max(1, read):.0%} of the rows of the tokens after the prompt), and memory for {deepest} rows "
+            "of each of those, whatever its depth; --drafts 0 saves both"
         )
 
 
 def _together(costs: Sequence[Spent]) -> Spent:
-    """The sum of costs that were spent at the same time: their seconds are the longest."""
-    cost = sum((one.cost for one in costs[1:]), costs[0].cost)
-    histogram = tuple(map(sum, zip(*(one.histogram for one in costs), strict=True)))
-    seconds = max(one.seconds for one in costs)
+    """Returns the sum of costs that were spent at the same time: their seconds are the longest."""
+    cost = sum((spent.cost for spent in costs[1:]), costs[0].cost)
+    histogram = tuple(map(sum, zip(*(spent.histogram for spent in costs), strict=True)))
+    seconds = max(spent.seconds for spent in costs)
     return replace(costs[0], cost=cost, histogram=histogram, seconds=seconds)

@@ -48,19 +48,11 @@ def inspect(
     }
     facts |= method_class(config.method).described(config)
     console.print(table(checkpoint, ("", ""), facts.items()))
-    rows = [
-        (
-            depth,
-            _mega(cost.body + cost.attention),
-            _mega(cost.expectation),
-            _mega(cost.gates),
-            _mega(cost.head),
-            _mega(cost.flops),
-            f"{cost.ratio:.2f}",
-            f"{cost.kv_bytes / 1024:.1f}",
-        )
-        for depth, cost in enumerate(costs, 1)
-    ]
+    rows = []
+    for depth, cost in enumerate(costs, 1):
+        flops = (cost.body + cost.attention, cost.expectation, cost.gates, cost.head, cost.flops)
+        cells = (f"{value / 1e6:,.2f}" for value in flops)
+        rows.append((depth, *cells, f"{cost.ratio:.2f}", f"{cost.kv_bytes / 1024:.1f}"))
     columns = ("read", "body", "expectation", "gates", "head", "MFLOP", "x vanilla", "K/V KiB")
     console.print()
     console.print(table(f"One more token after {context:,} (MFLOP; keys and values in bfloat16)", columns, rows))
@@ -69,8 +61,3 @@ def inspect(
     result |= {"depths": [{"flops": c.flops, "ratio": c.ratio, "kv_bytes": c.kv_bytes} for c in costs]}
     write_json(json, result)
     return result
-
-
-def _mega(flops: int) -> str:
-    """Millions, with two decimals."""
-    return f"{flops / 1e6:,.2f}"

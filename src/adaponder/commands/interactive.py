@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, get_args
@@ -15,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from adaponder.commands.shared import choose_policy
+from adaponder.commands.shared import Depth
 from adaponder.errors import AdaPonderError, InputError
 from adaponder.fields import REQUEST_FIELDS, check
 from adaponder.inference.engine import Engine
@@ -25,6 +26,7 @@ from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.terminal import console, counted, depth_style, errors, legend, line, table
 from adaponder.text import TextEngine, TextEvent, Writing, chat_ids, pieces
 
+# What a line may begin with, what it sets or does, and the field of a request that it sets.
 COMMANDS = {
     "/policy RULE": "the policy, as --policy: /policy fixed:2; alone: the model's own rule",
     "/tau X": "another threshold for the learned gate; alone: the model's own rule",
@@ -40,23 +42,15 @@ COMMANDS = {
     "/help": "show this",
     "/quit": "leave, as Ctrl-D does; Ctrl-C ends a text and not the program",
 }
-
-# The field of a request that a command sets.
-_FIELDS = {
-    "iterations": "max_iterations",
-    "temperature": "temperature",
-    "top-p": "top_p",
-    "top-k": "top_k",
-    "max": "max_new_tokens",
-    "seed": "seed",
-}
+_NUMBERS = ("iterations", "temperature", "top-p", "top-k", "max", "seed")
+_OTHER_NAMES = {"iterations": "max_iterations", "max": "max_new_tokens"}  # of fields, where they differ
 _REFRESH = 0.08  # seconds between two pictures
 
 
 class LiveText:
-    """Shows one writing while it grows; finished lines stay, and the line with the speed goes when it is left.
+    """Shows a text while it grows: finished lines stay, the line with the speed vanishes at the end.
 
-    A token's colour is its depth, which the token after it tells; so text is shown one token late.
+    The colour of a token is its depth, which is known with the next token, so text is shown one token late.
     """
 
     def __init__(self, deepest: int, *, colours: bool = True):
@@ -81,12 +75,12 @@ class LiveText:
         console.print(self.line)
 
     def say(self, text: str, style: str = "") -> None:
-        """Adds text that is no token's: the prompt."""
+        """Adds text that is not generated: the prompt."""
         self.line.append(text, style=style)
         self._print_full_lines()
 
     def show(self, event: TextEvent) -> None:
-        """Takes in what happened to the writing."""
+        """Adds the text of an event."""
         self._writing = event.writing
         self._waiting += event.pieces
         self._move(event.writing.tokens)
@@ -96,14 +90,14 @@ class LiveText:
             self._live.update(Group(self.line, Text(self.speed(), style="dim")), refresh=True)
 
     def speed(self) -> str:
-        """Tokens per second since the beginning, and the mean depth of the tokens since."""
+        """Returns the number of tokens, tokens per second, and the mean depth of the tokens."""
         tokens = [] if self._writing is None else self._writing.tokens
         seconds = time.perf_counter() - self._began
         depth = sum(token.depth for token in tokens) / max(1, len(tokens))
         return f"{counted(len(tokens), 'token')}, {len(tokens) / seconds:,.1f} tokens/s, mean depth {depth:.2f}"
 
     def _move(self, tokens: list[Token], *, everything: bool = False) -> None:
-        """Moves text from the waiting to the line: that of tokens whose depth is known, or all."""
+        """Moves text of tokens whose depth is known, or all text, from the waiting to the line."""
         while self._waiting and (everything or self._waiting[0][0] + 1 < len(tokens)):
             number, text = self._waiting.pop(0)
             depth = tokens[number + 1].depth if number + 1 < len(tokens) else 0
@@ -118,28 +112,22 @@ class LiveText:
             self.line = lines[-1]
 
 
-class Interruption:
-    """Within it Ctrl-C is noted and interrupts nothing: a step of the engine is done or not begun."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._before: Any = None
-
-    def __enter__(self) -> Interruption:
-        if threading.current_thread() is threading.main_thread():  # no other can
-            self._before = signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-
-    def _note(self, *about: object) -> None:
-        self.asked = True
+@contextmanager
+def ctrl_c_noted() -> Iterator[Callable[[], bool]]:
+    """Yields whether Ctrl-C came, which raises nothing here: a step of the engine is done or not begun."""
+    came = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # no other may handle signals
+        yield came.is_set
+        return
+    before = signal.signal(signal.SIGINT, lambda *about: came.set())
+    try:
+        yield came.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Conversation:
-    """Reads lines, obeys those that begin with a slash, and continues the others, or answers them with ``--chat``.
+    """Reads lines, carries out those with a slash in front, and continues the others, or answers them with ``--chat``.
 
     ``settings`` are the fields of the next request, the policy among them.
     """
@@ -163,7 +151,7 @@ class Conversation:
 
     @property
     def deepest(self) -> int:
-        """The most iterations that the next request may take."""
+        """Returns the most iterations that the next request may take."""
         return self.settings["max_iterations"] or self.model.config.iterations
 
     def run(self) -> None:
@@ -188,7 +176,7 @@ class Conversation:
                 self.answer(text)
 
     def answer(self, text: str) -> None:
-        """Obeys or continues one line; an error is printed, and changes nothing."""
+        """Carries out or continues one line; an error is printed, and changes nothing."""
         try:
             if text.startswith("/"):
                 self.obey(*text[1:].split(None, 1))
@@ -205,8 +193,8 @@ class Conversation:
         with live:
             if not self.chat:
                 live.say("".join(pieces(self.tokenizer, writing.request.prompt)), style="bold")
-            with Interruption() as interruption:
-                self.engine.finish(live.show, until=lambda: interruption.asked)
+            with ctrl_c_noted() as interrupted:
+                self.engine.finish(live.show, until=interrupted)
         ended = {"length": "", "stop": "ended by itself; ", "cancelled": "stopped; "}
         console.print(ended.get(writing.finish_reason or "", "") + live.speed(), style="dim")
         self.settings = self.settings | {"seed": self.settings["seed"] + 1}
@@ -218,10 +206,9 @@ class Conversation:
         try:
             return self.engine.submit(prompt, stops=self.stops, **self.settings)
         except InputError as error:
-            message = _by_command("max", str(error))
             if not self.messages:
-                raise InputError(message) from None
-            raise InputError(f"{message}; /new begins another conversation, /max asks for fewer tokens") from None
+                raise
+            raise InputError(f"{error}; /new begins another conversation, /max asks for fewer tokens") from None
 
     def obey(self, command: str = "", value: str = "") -> None:
         """Carries out a command; raises, with nothing changed, if that is not possible."""
@@ -230,17 +217,14 @@ class Conversation:
             console.print(table("", ("command", ""), COMMANDS.items()))
         elif command == "new":
             self.begin_anew()
-        elif command == "settings":
-            self.show_settings()
         else:
             try:
-                settings = self.settings | self._changes(command, value)
-                self._check(Request(prompt=[0], **settings))
+                if command != "settings":
+                    settings = self.settings | self._changes(command, value)
+                    self._check(Request(prompt=[0], **settings))
+                    self.settings = settings
             except InputError as error:
-                message = _by_command(command, str(error))
-                named = message.startswith(f"/{command}")
-                raise InputError(message if named else f"/{command} {value}: {message}") from None
-            self.settings = settings
+                raise InputError(f"/{command} {value}: {error}") from None
             self.show_settings()
 
     def begin_anew(self) -> None:
@@ -251,20 +235,18 @@ class Conversation:
         console.print("A new conversation.", style="dim")
 
     def _check(self, request: Request) -> None:
-        """Raises if no prompt could be continued so."""
+        """Raises if no prompt could be continued with these settings."""
         engine, iterations = self.engine.engine, self.model.config.iterations
         check_request(request, self.model, positions=engine.tokens, iterations=iterations, eos_ids=engine.eos_ids)
 
     def _changes(self, command: str, value: str) -> dict[str, Any]:
         """Returns the fields of a request that a command changes."""
         if command in ("policy", "tau", "profile"):
-            choice: dict[str, Any] = {
-                command: (_number("tau", value) if command == "tau" else value) if value else None
-            }
-            return {"policy": choose_policy(self.model, self.folder, **choice)}
-        if command not in _FIELDS:
-            raise InputError(f"/{command}: there is no such command; /help lists them")
-        name = _FIELDS[command]
+            rule: dict[str, Any] = {command: (_number("tau", value) if command == "tau" else value) if value else None}
+            return {"policy": Depth(**rule).choose(self.model, self.folder)}
+        if command not in _NUMBERS:
+            raise InputError("there is no such command; /help lists them")
+        name = _OTHER_NAMES.get(command, command.replace("-", "_"))
         if not value and name == "max_iterations":
             return {name: None}
         if name == "seed" and value.startswith("-"):
@@ -284,15 +266,6 @@ class Conversation:
 
 def _user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
-
-
-def _by_command(command: str, message: str) -> str:
-    """Returns the message with the command's name instead of the option or field that it begins with."""
-    field = _FIELDS.get(command, command)
-    for name in (f"--{field.replace('_', '-')} ", f"{field}="):
-        if message.startswith(name):
-            return f"/{command} {message.removeprefix(name)}"
-    return message
 
 
 def _number(name: str, text: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lm_eval.api.registry import register_model
 
-from adaponder.commands.shared import choose_policy, open_tokenizer
+from adaponder.commands.shared import Depth, open_tokenizer
 from adaponder.conversion.open import load
 from adaponder.errors import InputError
 from adaponder.evaluation.scoring import ScoringOptions
@@ -24,7 +24,7 @@ class AdaPonderLM(HarnessLM):
 
     Args:
         pretrained: a model folder, a run folder, a step folder or a hub name; any plain decoder too.
-        policy: who decides depth, as ``adaponder eval --policy`` takes it; quote one that has commas.
+        policy: the rule that decides depth, as ``adaponder eval --policy`` takes it; quote one that has commas.
         tau: a threshold for the learned gate instead.
         profile: a profile of ``adaponder calibrate`` instead.
         max_iterations: read each token at most this often.
@@ -57,19 +57,21 @@ class AdaPonderLM(HarnessLM):
         # lm-eval adds arguments of its own, e.g. trust_remote_code; what is off asks for nothing.
         if foreign := [name for name, value in others.items() if value not in (None, False)]:
             raise InputError(f"--model_args {', '.join(sorted(foreign))}: --model adaponder has no such argument")
+        if not str(batch_size).isdecimal():
+            raise InputError(f"--batch_size {batch_size} must be a whole number; nothing is tried out here")
         model, folder = load(str(pretrained), revision=revision, dtype=dtype, device=_device(device))
         text = None if policy is None else str(policy)
-        rule = choose_policy(model, folder, policy=text, tau=tau, profile=profile)
+        rule = Depth(policy=text, tau=tau, profile=profile).choose(model, folder)
         super().__init__(
             model,
             open_tokenizer(model, folder, tokenizer),
-            batch_size=_whole_number(batch_size),
+            batch_size=int(batch_size),
             how=ScoringOptions(policy=rule, max_iterations=max_iterations, seed=seed),
         )
         self.pretrained = str(pretrained)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval writes beside its results: what was evaluated, and how deeply each task was read."""
+        """Returns what lm-eval writes beside its results: what was evaluated, and how deeply each task was read."""
         policy: Any = self.how.policy
         return {
             "model_name": self.pretrained,
@@ -83,7 +85,7 @@ class AdaPonderLM(HarnessLM):
 
 
 def _device(requested: str | None) -> str:
-    """The requested device; by default a GPU if there is one.
+    """Returns the requested device; by default a GPU if there is one.
 
     lm-eval passes ``cuda:0`` by default; without a GPU that means the CPU, as for lm-eval's ``hf``.
     """
@@ -92,10 +94,3 @@ def _device(requested: str | None) -> str:
     if requested == "cuda:0":
         errors.print("no GPU is here: reading on the CPU", style="yellow")
     return "cpu" if requested in (None, "cuda:0") else requested
-
-
-def _whole_number(batch_size: int | str) -> int:
-    """The batch size as a number; ``auto`` and the like are refused."""
-    if not str(batch_size).isdecimal():
-        raise InputError(f"--batch_size {batch_size}: a whole number is needed; nothing is tried out here")
-    return int(batch_size)

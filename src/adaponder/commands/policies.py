@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
-
-from rich.console import Group
+from typing import TYPE_CHECKING, Annotated, Any
 
 from adaponder.commands import shared
 from adaponder.commands.shared import arg, opt
@@ -15,46 +12,27 @@ from adaponder.errors import InputError
 from adaponder.terminal import console, counted, line, progress_bars, table, write_json
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from adaponder.evaluation.lab.halves import Half, Halves
     from adaponder.evaluation.lab.lab import Measurement
+    from adaponder.evaluation.text import Text
 
 HEAD = ("policy", "causal", "tuned", "depth there", "depth held out", "loss", "to learned gate", "95 %", "MFLOP/token")
-TUNED, MEASURED = (0, 1, 2, 3, 4), (0, 5, 6, 7, 8)
 RESULT = "policies.json"
 
 
-class Bars(NamedTuple):
-    """Two progress bars, for the rows of the table and for the tokens of the scoring that is under way.
-
-    Attributes:
-        show: ``show(title, tokens)`` starts the second bar anew and returns what advances it by some tokens.
-        expect: sets the number of rows.
-        done: counts one more row as finished.
-    """
-
-    show: Callable[[str, int], Callable[[int], None]]
-    expect: Callable[[int], None]
-    done: Callable[[], None]
-
-
+@shared.command
 def policies(
     checkpoint: Annotated[str, arg("A checkpoint; or a policies.json, to draw its figures again.", "CKPT")],
     *,
     data: Annotated[str | None, opt("As for eval.", "TEXT")] = None,
     budgets: Annotated[str | None, opt("Mean depths to compare at; default: the gate's own.", "1.5,2.5")] = None,
     rates: Annotated[str | None, opt("Rates of the geometric schedules; default 0.9,0.5.", "0.9,0.5")] = None,
-    out: Annotated[Path | None, opt("Tables and figures go here.", "DIR", check=shared.output_folder)] = None,
+    out: Annotated[Path | None, shared.folder("Tables and figures go here.")] = None,
     json: shared.Json = None,
-    split: shared.Split = "validation",
-    window: shared.Window = None,
-    stride: shared.Stride = None,
-    across_documents: shared.AcrossDocuments = True,
-    max_tokens: shared.MaxTokens = None,
-    batch_size: shared.BatchSize = 8,
-    tokenizer: shared.Tokenizer = None,
-    seed: shared.Seed = 0,
-    device: shared.Device = "cpu",
-    dtype: shared.Dtype = "auto",
+    reading: shared.Reading,
+    opening: shared.Opening,
 ) -> Any:
     """The policy lab: which rule should decide depth? Each is tuned to the same depth on one half of a text.
 
@@ -63,49 +41,40 @@ def policies(
 
     [dim]adaponder policies runs/demo --data data/stdlib-train-bpe-2048 --budgets 2,3 --out lab/[/]
     """
-    depths = shared.decimals("--budgets", budgets, least=1)
-    given_rates = shared.decimals("--rates", rates, most=1)
+    depths = shared.listed("--budgets", budgets, float)
+    schedule_rates = shared.listed("--rates", rates, float, "[0, 1]")
     if checkpoint.endswith(".json"):
-        shared.refuse(checkpoint, data=data, budgets=budgets, rates=rates, max_tokens=max_tokens)
+        shared.refuse(checkpoint, data=data, budgets=budgets, rates=rates, max_tokens=reading.max_tokens)
         return redraw(Path(checkpoint), out=out or Path(checkpoint).parent)
     if data is None:
         raise InputError("--data is needed: the text on which to compare policies")
-    if out is not None and out.exists() and not out.is_dir():
-        raise InputError(f"--out {out} is a file, not a folder")
-    from adaponder.evaluation.lab.halves import halve
     from adaponder.evaluation.lab.lab import RATES, Lab, check_budget, require_halting
     from adaponder.evaluation.scoring import fingerprint
     from adaponder.journal import FOLDER, Journal, resuming
 
-    subject = shared.open_subject(checkpoint, tokenizer=tokenizer, dtype=dtype, device=device)
+    subject = shared.open_subject(checkpoint, opening)
     require_halting(subject.model)
-    schedule_rates = given_rates or RATES
+    schedule_rates = schedule_rates or RATES
     for budget in depths:
         check_budget(budget, subject.model.config.iterations, "--budgets")
-    text = subject.text(data, split=split, max_tokens=max_tokens)
-    windows = subject.windows(window, stride, across_documents)
-    halves = halve(text, windows)
-    origin = about(subject, halves, data=data, split=split, windows=str(windows), seed=seed)
+    text, halves, origin = halved(subject, data, reading)
     journal = None
     if out is not None:
-        settings = {"budgets": list(depths) or None, "rates": list(schedule_rates), "batch size": batch_size}
+        settings = {"budgets": list(depths) or None, "rates": list(schedule_rates), "batch size": reading.batch_size}
         journal = Journal(out / FOLDER, origin | settings | {"weights and text": fingerprint(subject.model, text)})
-    with resuming(journal, "row"), watching() as bars:
-        lab = Lab(subject.model, halves, batch_size=batch_size, seed=seed, show=bars.show)
+    with resuming(journal, "row"), progress_bars() as progress:
+        lab = Lab(
+            subject.model, halves, batch_size=reading.batch_size, seed=reading.seed, show=bar_of_scorings(progress)
+        )
         own_depth = lab.own_depth()
         measured_at = lab.budgets(depths, own_depth)
-        bars.expect(1 + len(measured_at) * len(lab.dials(schedule_rates)))
         rows = [lab.trained(own_depth)]
-        bars.done()
-        for row in lab.compare(measured_at, rates=schedule_rates, journal=journal):
-            rows.append(row)
-            bars.done()
-    result = origin | {
-        "command": "policies",
-        "own_depth": own_depth,
-        "budgets": list(measured_at),
-        "rows": [row.as_dict() for row in rows],
-    }
+        count = len(measured_at) * len(lab.dials(schedule_rates))
+        rows += progress.track(
+            lab.compare(measured_at, rates=schedule_rates, journal=journal), count, description="rows"
+        )
+    values = [row.as_dict() for row in rows]
+    result = origin | {"command": "policies", "own_depth": own_depth, "budgets": list(measured_at), "rows": values}
     console.print(described(result))
     for budget in measured_at:
         console.print(budget_table(rows, budget))
@@ -117,32 +86,43 @@ def policies(
     return result
 
 
-def about(subject: shared.Subject, halves: Halves, *, data: str, split: str, windows: str, seed: int) -> dict[str, Any]:
-    """What was measured and how, for the result: checkpoint, text, halves, windows, precision, device and seed."""
-    model = subject.model
-    return {
-        "checkpoint": subject.name,
-        "method": model.config.method,
-        "iterations": model.config.iterations,
+def halved(subject: shared.Subject, data: str, reading: shared.Reading) -> tuple[Text, Halves, dict[str, Any]]:
+    """Reads and halves a text; returns it, its halves, and what a result tells of them."""
+    from adaponder.evaluation.lab.halves import halve
+
+    text, windows = reading.text(subject, data), reading.windows(subject)
+    halves = halve(text, windows)
+    facts = subject.facts() | {
+        "iterations": subject.model.config.iterations,
         "data": data,
-        "split": split,
-        "windows": windows,
+        "split": reading.split,
+        "windows": str(windows),
         "halves": halves.how,
         "intervals": described_intervals(halves),
         "tuning": _counts(halves.tuning),
         "held_out": _counts(halves.held_out),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": str(model.device),
-        "seed": seed,
+        "seed": reading.seed,
     }
+    return text, halves, facts
 
 
 def _counts(half: Half) -> dict[str, int]:
     return {"tokens": half.tokens, "learned": half.learned, "documents": half.documents}
 
 
+def bar_of_scorings(progress: Progress) -> Callable[[str, int], Callable[[int], None]]:
+    """Adds a bar for the scoring in progress; returns a function that starts it anew for a title and a total."""
+    task = progress.add_task("", total=None)
+
+    def show(title: str, total: int) -> Callable[[int], None]:
+        progress.reset(task, total=total, description=title)
+        return lambda tokens: progress.advance(task, tokens)
+
+    return show
+
+
 def described_intervals(halves: Halves) -> str:
-    """How the confidence intervals are made, or why there are none."""
+    """Returns how the confidence intervals are made, or why there are none."""
     from adaponder.evaluation.summary import FEW
 
     count = len(halves.held_out.own_text.starts)
@@ -152,7 +132,7 @@ def described_intervals(halves: Halves) -> str:
 
 
 def described(result: dict[str, Any]) -> str:
-    """The sentence above the tables: text, halves, windows and intervals."""
+    """Returns the sentence above the tables: text, halves, windows and intervals."""
     tuning, held_out = (_tokens(result[half]) for half in ("tuning", "held_out"))
     how = f"{result['halves']}; {result['windows']}; intervals {result['intervals']}"
     return f"{result['data']}: tuned on {tuning}, measured on {held_out}; {how}"
@@ -174,52 +154,48 @@ FOOTNOTES = (
 
 
 def budget_table(rows: Sequence[Measurement], budget: float) -> Any:
-    """Two tables of one budget, the policy as trained first: how each policy was tuned, and what was measured."""
+    """Returns the table of one budget, the policy as trained first."""
     shown = [cells(row) for row in rows if row.budget in (None, budget)]
-    parts = []
-    # Two tables: one of nine columns would break words in a terminal of 80.
-    for title, columns in ((f"\nMean depth {budget:.3f}, tuned", TUNED), ("\nMeasured on the other half", MEASURED)):
-        head = [HEAD[column] for column in columns]
-        parts.append(table(title, head, [[line[column] for column in columns] for line in shown]))
-    return Group(*parts)
+    return table(f"\nMean depth {budget:.3f}, tuned on one half and measured on the other", HEAD, shown)
 
 
 def cells(row: Measurement) -> tuple[str, ...]:
-    """One line of the table, as text: a cell for each column of :data:`HEAD`."""
+    """Returns one line of the table: a cell for each column of :data:`HEAD`."""
     flag = "yes" if row.causal else "NO"
     if row.depth is None or row.loss is None or row.mflops is None:
         return (row.policy, flag, f"cannot: {row.missed}", "–", "–", "–", "–", "", "–")
-    gap, spread = "", ""
+    gap, interval = "", ""
     if row.difference is not None:
         gap = f"{row.difference.mean:+.4f}" + ("*" if row.difference.told_apart else " ")
-        spread = "" if row.difference.interval is None else str(row.difference.interval)
-    missed = "" if row.missed is None else f" missed: {row.missed}"
+        interval = "" if row.difference.interval is None else str(row.difference.interval)
     there = "" if row.tuning_depth is None else f"{row.tuning_depth:.3f}"
-    return (
-        row.policy,
-        flag,
-        row.setting + missed,
-        there,
-        f"{row.depth:.3f}",
-        f"{row.loss:.4f}",
-        gap,
-        spread,
-        f"{row.mflops:,.2f}",
-    )
+    measured = (f"{row.depth:.3f}", f"{row.loss:.4f}", gap, interval, f"{row.mflops:,.2f}")
+    return (row.policy, flag, setting_of(row), there, *measured)
+
+
+def setting_of(row: Measurement) -> str:
+    """Returns the tuned setting of a row, and that it misses the budget if it does."""
+    return row.setting + ("" if row.missed is None else f" missed: {row.missed}")
 
 
 def save(result: dict[str, Any], out: Path) -> None:
     """Writes the result as JSON, CSV and Parquet, and its figures, into ``out``."""
-    from adaponder.analysis.policies_figure import flat
     from adaponder.journal import on_interrupt
 
-    out.mkdir(parents=True, exist_ok=True)
-    write_json(out / RESULT, result)
-    frame = flat(result["rows"])
-    frame.to_csv(out / "policies.csv", index=False)
-    frame.to_parquet(out / "policies.parquet", index=False)
+    write_rows(result, out / RESULT)
     with on_interrupt(f"the result is whole; adaponder policies {out / RESULT} draws its figures"):
         draw(result, out)
+
+
+def write_rows(result: dict[str, Any], path: Path) -> None:
+    """Writes a result as JSON, and its rows as CSV and Parquet beside it."""
+    from adaponder.analysis.policies_figure import flat
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, result)
+    frame = flat(result["rows"])
+    frame.to_csv(path.with_suffix(".csv"), index=False)
+    frame.to_parquet(path.with_suffix(".parquet"), index=False)
 
 
 def draw(result: dict[str, Any], out: Path) -> list[Path]:
@@ -244,7 +220,7 @@ def redraw(path: Path, *, out: Path) -> list[Path]:
 
 
 def load_result(path: Path, command: str, *needed: str) -> dict[str, Any]:
-    """The result that ``command`` wrote to ``path``; raises if the file is none, or lacks a ``needed`` key."""
+    """Returns the result that ``command`` wrote to ``path``; raises if it is not one, or lacks a ``needed`` key."""
     from adaponder.files import read_json
 
     try:
@@ -254,17 +230,3 @@ def load_result(path: Path, command: str, *needed: str) -> dict[str, Any]:
     if result.get("command") != command or any(key not in result for key in needed):
         raise InputError(f"{path}: not a result of this command; it must hold {' and '.join(needed)} of {command}")
     return result
-
-
-@contextmanager
-def watching() -> Iterator[Bars]:
-    """Shows the progress bars as long as the block runs."""
-    with progress_bars() as progress:
-        whole = progress.add_task("rows", total=None)
-        part = progress.add_task("", total=None)
-
-        def show(what: str, total: int) -> Callable[[int], None]:
-            progress.reset(part, total=total, description=what)
-            return lambda some: progress.advance(part, some)
-
-        yield Bars(show, lambda rows: progress.update(whole, total=rows), lambda: progress.advance(whole, 1))

@@ -7,15 +7,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.filesize import decimal
 
-from adaponder.commands.shared import Json, arg, names, opt, output_folder
-from adaponder.terminal import console, table, write_json
+from adaponder.commands.shared import Json, arg, folder, listed, opt, within
+from adaponder.terminal import console, progress_bars, table, write_json
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
-
     from adaponder.data.manifest import Manifest
     from adaponder.data.prepare import Progress
 
@@ -26,24 +23,18 @@ _STAGES = {
 }
 
 
-def _check_share(value: float) -> float:
-    if not 0 <= value < 1:
-        raise typer.BadParameter(f"{value:g} must be at least 0 and less than 1")
-    return value
-
-
 def prepare(
     inputs: Annotated[
         list[str],
         arg("Files, folders, .jsonl (all also .gz .xz .bz2 .zst), .parquet, hf:NAME, stdlib, hops, mano.", "INPUT…"),
     ],
     *,
-    out: Annotated[Path, opt("Where the shards go; the same command again continues.", "DIR", check=output_folder)],
+    out: Annotated[Path, folder("Where the shards go; the same command again continues.")],
     tokenizer: Annotated[
         str | None, opt("Folder or hub name, a tokenizer.json, train-bpe:N; hops and mano need none.", "NAME")
     ] = None,
     validation: Annotated[
-        float, opt("Share of documents held out, by hash, from 0 up to 1.", "X", check=_check_share)
+        float, opt("Share of documents held out, by hash, from 0 up to 1.", "X", check=within("[0, 1)"))
     ] = 0.01,
     workers: Annotated[int | None, opt("Processes; default: one per core.", "N", min=1, max=1024)] = None,
     end_token: Annotated[
@@ -66,7 +57,7 @@ def prepare(
     if not finished_before and _has_shards(out):
         console.print(f"{out} was begun before: going on after the last complete shard")
     begun = time.monotonic()
-    with _bar() as bar:
+    with progress_bars("tokens") as bar:
         line = bar.add_task("reading the inputs", total=None, tokens="")
 
         def show_progress(now: Progress) -> None:
@@ -82,7 +73,7 @@ def prepare(
             validation=validation,
             workers=workers or os.cpu_count() or 1,
             shard_tokens=shard_tokens,
-            chat=names("--chat", chat),
+            chat=listed("--chat", chat, str),
             chat_template=chat_template,
             progress=show_progress,
         )
@@ -98,27 +89,10 @@ def prepare(
 
 
 def _has_shards(out: Path) -> bool:
-    """Whether an earlier run, interrupted since, has left a complete shard."""
+    """Returns whether an earlier run, interrupted since, has left a complete shard."""
     from adaponder.data.shards import WriterState
 
     return (state := WriterState.load(out)) is not None and any(state.shards.values())
-
-
-def _bar() -> Bar:
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    return Bar(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TextColumn("{task.fields[tokens]}"),
-        TimeElapsedColumn(),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
 
 
 def show(manifest: Manifest, out: Path) -> None:

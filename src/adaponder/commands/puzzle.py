@@ -58,9 +58,9 @@ def puzzle(
 
 
 def hops_of(folder: Path) -> Hops:
-    """The hops that a checkpoint was trained on, by its record or that of its data; the usual ones where none tells.
+    """Returns the hops that a checkpoint was trained on, by its record or that of its data, else the default ones.
 
-    Raises where they name another puzzle, whose tokens are the same.
+    Raises if the record names another puzzle, whose tokens are the same.
     """
     from adaponder.data.manifest import MANIFEST, Manifest
     from adaponder.data.puzzles import Hops, is_generated, settings_of
@@ -72,18 +72,16 @@ def hops_of(folder: Path) -> Hops:
     source = read_json(folder / STATE)["recipe"]["data"]["source"]
     inputs = [source]
     if (Path(source) / MANIFEST).is_file():
-        inputs = [each["input"] for each in Manifest.load(Path(source)).fingerprint["inputs"]]
-    puzzles = [settings_of(each) for each in inputs if is_generated(each)]
-    if not puzzles:
-        return Hops()
-    for puzzle in puzzles:
-        if isinstance(puzzle, Hops):
-            return puzzle
+        inputs = [entry["input"] for entry in Manifest.load(Path(source)).fingerprint["inputs"]]
+    puzzles = [settings_of(name) for name in inputs if is_generated(name)] or [Hops()]
+    for settings in puzzles:
+        if isinstance(settings, Hops):
+            return settings
     raise InputError(f"{folder} was trained on {', '.join(inputs)}: adaponder puzzle shows only hops")
 
 
 class Readings(NamedTuple):
-    """What a model made of puzzles, ``[puzzles, words]``: its answer after each word, how often it read that, and need.
+    """The answers of a model to puzzles, ``[puzzles, words]``: one after each word, with the depth of that word.
 
     ``need`` is the number of hops where the next word is an answer, else 0; ``forced`` is where that answer can be told
     by elimination; ``once`` is the answer with every word read once.
@@ -107,19 +105,18 @@ def read_puzzles(model: AdaPonderForCausalLM, settings: Hops) -> Readings:
     from adaponder.data.puzzles import END_ID, documents, ids_of, questions
 
     words = list(documents(settings))
-    ids = torch.from_numpy(np.stack([ids_of(each) for each in words])).to(model.device)
+    ids = torch.from_numpy(np.stack([ids_of(document) for document in words])).to(model.device)
     need, right, forced = np.zeros((3, *ids.shape), np.int64)
-    for row, each in enumerate(words):
-        for question in questions(each):
+    for row, document in enumerate(words):
+        for question in questions(document):
             need[row, question.place - 1] = question.needed
             right[row, question.place - 1] = ids_of([question.answer])[0]
             forced[row, question.place - 1] = question.forced
 
     def answers(**how: Any) -> tuple[np.ndarray, np.ndarray]:
-        outputs = (model(part, **how) for part in ids.split(_AT_ONCE))
-        found = [(output.logits[..., :END_ID].argmax(-1), output.depth) for output in outputs]
-        answer, depth = (torch.cat(each).cpu().numpy() for each in zip(*found, strict=True))
-        return answer, depth
+        outputs = [model(batch, **how) for batch in ids.split(_AT_ONCE)]
+        answer = torch.cat([output.logits[..., :END_ID].argmax(-1) for output in outputs])
+        return answer.cpu().numpy(), torch.cat([output.depth for output in outputs]).cpu().numpy()
 
     with torch.inference_mode():
         answer, depth = answers()
@@ -128,7 +125,7 @@ def read_puzzles(model: AdaPonderForCausalLM, settings: Hops) -> Readings:
 
 
 def by_need(read: Readings) -> list[dict[str, Any]]:
-    """For each number of hops: questions, share answered rightly, mean depth, and share with every word read once.
+    """Returns for each number of hops: questions, share of right answers, mean depth, and that share with one reading.
 
     The last row, without hops, is of the last questions of the puzzles, whose answers are forced.
     """
@@ -150,15 +147,10 @@ def by_need(read: Readings) -> list[dict[str, Any]]:
 
 
 def show(read: Readings, rows: list[dict[str, Any]], *, deepest: int) -> None:
-    """The first puzzle, each word coloured by how often it was read, and what ``by_need`` counted in all."""
+    """Prints the first puzzle, each word coloured by its depth, and a table of all puzzles."""
     console.print("Steps lead from letter to letter; a question wants the letter that a chain of steps ends with.")
-    console.print()
-    console.print(_steps(read, deepest))
-    console.print()
-    for text in _questions(read, deepest):
+    for text in ("", _steps(read, deepest), "", *_questions(read, deepest), "", legend(deepest)):
         console.print(text)
-    console.print()
-    console.print(legend(deepest))
     cells = [
         (f"{row['hops'] or 'the last'}", f"{row['right']:.0%}", f"{row['depth']:.2f}", f"{row['right_once']:.0%}")
         for row in rows
@@ -169,7 +161,7 @@ def show(read: Readings, rows: list[dict[str, Any]], *, deepest: int) -> None:
 
 
 def _steps(read: Readings, deepest: int) -> Text:
-    """The first puzzle's steps, every word coloured by how often it was read."""
+    """Returns the steps of the first puzzle, every word coloured by its depth."""
     from adaponder.data.puzzles import BAR, STOP
 
     words = read.words[0][: read.words[0].index(BAR)]
@@ -179,12 +171,12 @@ def _steps(read: Readings, deepest: int) -> Text:
 
 
 def _questions(read: Readings, deepest: int) -> list[Text]:
-    """The first puzzle's questions, fewest hops first: the letter asked, the chain, the answer, and the depth."""
+    """Returns the questions of the first puzzle, fewest hops first, with answer, chain and depth."""
     import numpy as np
 
     from adaponder.data.puzzles import BAR, words_of
 
-    words, found = read.words[0], []
+    words, lines = read.words[0], []
     leads = {words[place]: words[place + 1] for place in range(0, words.index(BAR), 3)}
     for place in sorted(np.flatnonzero(read.need[0]).tolist(), key=lambda place: read.need[0, place]):
         chain = [words[place]]
@@ -193,7 +185,7 @@ def _questions(read: Readings, deepest: int) -> list[Text]:
         depth, answer = int(read.depth[0, place]), words_of(read.answer[0, place : place + 1])[0]
         verdict = ("right", "green") if answer == chain[-1] else (f"wrong, it is {chain[-1]}", "red")
         times = ("once", "twice")[depth - 1] if depth < 3 else f"{depth} times"
-        found.append(
+        lines.append(
             line(
                 (f" {words[place]} ", depth_style(depth, deepest)),
                 f" read {times:<8} says {answer}, ",
@@ -202,4 +194,4 @@ def _questions(read: Readings, deepest: int) -> list[Text]:
                 ("   asked last" if read.forced[0, place] else "", "dim"),
             )
         )
-    return found
+    return lines

@@ -41,7 +41,7 @@ def show_recipe(name: str, recipe: Recipe, overrides: Sequence[str], *, verbose:
     changed = {override.partition("=")[0] for override in overrides}
     kept = {key: value for key, value in values.items() if verbose or key in changed or usual.get(key) != value}
     if base is not None and not verbose:
-        console.print(f"as {base}, but" if kept else f"as {base}", markup=False)
+        console.print(f"as {base}, but" if kept else f"as {base}")
     for section in ("model", "data", "train"):
         marked = [
             (f"  {key.removeprefix(section + '.')}={value}", "bold yellow" if key in changed else "")
@@ -56,24 +56,23 @@ def show_recipe(name: str, recipe: Recipe, overrides: Sequence[str], *, verbose:
 
 
 def flat(recipe: Recipe) -> dict[str, Any]:
-    """Values by ``section.field``, of every field that has one; a backbone's fields are ``model.backbone.field``."""
+    """Returns every value by ``section.field``; a backbone's fields are ``model.backbone.field``."""
     by_field: dict[str, Any] = {}
 
     def add(key: str, value: Any) -> None:
         if isinstance(value, Mapping):
-            for inner, its in value.items():
-                add(f"{key}.{inner}", its)
+            for name, inner in value.items():
+                add(f"{key}.{name}" if key else name, inner)
         elif value is not None:
             by_field[key] = _shown(value)
 
     values = recipe.as_dict()
-    for section in ("model", "data", "train"):
-        add(section, values[section])
+    add("", {section: values[section] for section in ("model", "data", "train")})
     return by_field
 
 
 def _defaults() -> dict[str, Any]:
-    """Default values by ``section.field``."""
+    """Returns default values by ``section.field``."""
     from adaponder.recipes import DataRecipe, ModelRecipe, TrainRecipe
 
     sections = {"model": ModelRecipe, "data": DataRecipe, "train": TrainRecipe}
@@ -83,7 +82,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _shown(value: Any) -> Any:
-    """The value; a list as text without spaces, so that a narrow terminal does not break it."""
+    """Returns the value; a list as text without spaces, so that a narrow terminal does not break it."""
     return str(list(value)).replace(" ", "") if isinstance(value, (tuple, list)) else value
 
 
@@ -94,7 +93,8 @@ def list_recipes(*, json: Path | None = None) -> None:
     shipped = [load_recipe(name) for name in recipe_names()]
     for recipe in shipped:
         iterations = f", K = {recipe.model.iterations}" if recipe.model.iterations else ""
-        size = f"{recipe.train.steps:,} steps, {_brief(_tokens(recipe))} tokens"
+        tokens = recipe.train.steps * recipe.train.global_batch * recipe.data.sequence
+        size = f"{recipe.train.steps:,} steps, {_brief(tokens)} tokens"
         # Two lines each: in a column of a narrow window, names and sentences would be cut to pieces.
         console.print(line((recipe.name, "bold"), f"  {recipe.model.method}{iterations}, {size}"), soft_wrap=True)
         console.print(Padding(recipe.about, (0, 0, 0, 4)), style="dim")
@@ -110,28 +110,21 @@ def describe(name: str, *, json: Path | None = None) -> None:
     values, stated = flat(recipe), stated_in(name)
     for key in [*values, *(key for key in recipe.provenance if key not in values)]:
         source = recipe.provenance.get(key)
-        said = f"{source.kind}{': ' if source.note else ''}{source.note}" if source else _whence(stated.get(key), name)
+        if source is not None:
+            origin = f"{source.kind}: {source.note}" if source.note else source.kind
+        elif key in stated:
+            origin = "this recipe" if stated[key] == name else f"from {stated[key]}"
+        else:
+            origin = "default"
         value = values.get(key, source.value if source and key.startswith("code.") else None)
-        shown = f"{key}" if value is None else f"{key}={value}"
-        console.print(Padding(line(shown, (f"  {said}", "dim")), (0, 0, 0, 2)))
+        shown = key if value is None else f"{key}={value}"
+        console.print(Padding(line(shown, (f"  {origin}", "dim")), (0, 0, 0, 2)))
     write_json(json, {recipe.name: recipe.as_dict()})
 
 
-def _whence(stated: str | None, name: str) -> str:
-    """Whose value a field has, where the recipe gives no origin: ``stated`` is the recipe that sets it, if one does."""
-    if stated is None:
-        return "default"
-    return "this recipe" if stated == name else f"from {stated}"
-
-
 def _brief(count: int) -> str:
-    """The count with three digits and a unit, such as ``98.3M``."""
+    """Returns the count with three digits and a unit, such as ``98.3M``."""
     size, unit = next(
         ((size, unit) for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")) if count >= size), (1, "")
     )
     return f"{count / size:.3g}{unit}"
-
-
-def _tokens(recipe: Recipe) -> int:
-    """Number of tokens that the recipe trains on."""
-    return recipe.train.steps * recipe.train.global_batch * recipe.data.sequence

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,86 +24,77 @@ if TYPE_CHECKING:
     from adaponder.serving.worker import Worker
 
 VARIABLE = "ADAPONDER_API_KEY"
-_ENGINE, _LIMITS, _RAY = "Engine", "Limits", "Ray"
+_engine, _limit, _ray = (partial(opt, panel=panel) for panel in ("Engine", "Limits", "Ray"))
+_seconds = partial(_limit, metavar="SECONDS", check=shared.within("(0, 86400]"))
+_KEYS = (
+    "API keys, one per line (# begins a comment); or the variable ADAPONDER_API_KEY. "
+    "Clients send Authorization: Bearer KEY; the page asks for it."
+)
+_WAITING = "Completions that may wait for a lane; beyond it, 429."
+_TOKENS = "Tokens of a completion; default: as far as the positions reach."
+_LONGEST = "Longest sequence; default: as far as the backbone's positions reach."
+_DRAFTS = "Tokens begun before it is certain that they follow; see generate."
+_HOST = "Where to listen; any but this machine's own needs a key or --no-auth."
+_ROWS = "Rows of keys and values; default: what memory allows, at most what is used."
 
 
+@dataclass(frozen=True, kw_only=True)
+class LimitOptions:
+    """Limits of requests: fields of :class:`adaponder.serving.settings.Limits`, under the names of their options."""
+
+    waiting: Annotated[int, _limit(_WAITING, "N", min=0, flag="--max-waiting")] = 512
+    max_tokens: Annotated[int | None, _limit(_TOKENS, "N", min=1)] = None
+    n: Annotated[int, _limit("Completions of one prompt.", "N", min=1, max=128, flag="--max-n")] = 16
+    prompts: Annotated[int, _limit("Prompts of one request.", "N", min=1, max=1024, flag="--max-prompts")] = 64
+    body_bytes: Annotated[int, _limit("Longest body of a request.", "BYTES", min=1024, flag="--max-body")] = 1 << 20
+    stall_seconds: Annotated[float, _seconds("Cut off a client that reads nothing for this long.", flag="--stall")] = (
+        30.0
+    )
+    drain_seconds: Annotated[float, _seconds("At the end, wait this long for requests under way.", flag="--drain")] = (
+        30.0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Size of the engine of a server, or of each replica on Ray."""
+
+    lanes: Annotated[int, _engine("Sequences computed at a time.", "N", min=1, max=4096)] = 64
+    tokens: Annotated[int | None, _engine(_LONGEST, "N", min=2)] = None
+    rows: Annotated[int | None, _engine(_ROWS, "N", min=64)] = None
+    drafts: Annotated[int | None, _engine(_DRAFTS, "N", min=0)] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """How a server, or each replica on Ray, opens its checkpoint and its engine."""
+
+    checkpoint: str
+    name: str | None = None
+    threads: int | None = None
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    opening: shared.NarrowOpening = field(default_factory=shared.NarrowOpening)
+
+
+@shared.command
 def serve(
     checkpoint: shared.Checkpoint,
     *,
-    host: Annotated[
-        str, opt("Where to listen; any but this machine's own needs a key or --no-auth.", "ADDRESS")
-    ] = "127.0.0.1",
+    host: Annotated[str, opt(_HOST, "ADDRESS")] = "127.0.0.1",
     port: Annotated[int, opt("0: any that is free.", "N", min=0, max=65535)] = 8000,
-    name: Annotated[
-        str | None, opt("What requests call the model; default: the checkpoint's own name.", "NAME")
-    ] = None,
-    api_key_file: Annotated[
-        Path | None,
-        opt(
-            "API keys, one per line (# begins a comment); or the variable ADAPONDER_API_KEY. Clients send "
-            "Authorization: Bearer KEY; the page asks for it.",
-            "FILE",
-        ),
-    ] = None,
+    name: Annotated[str | None, opt("What requests call the model; default: the checkpoint's own.", "NAME")] = None,
+    api_key_file: Annotated[Path | None, opt(_KEYS, "FILE")] = None,
     no_auth: Annotated[bool, opt("Listen elsewhere than on this machine without any key.", flag="--no-auth")] = False,
-    allow_host: Annotated[
-        list[str] | None, opt("A name that clients may call this server by; may be repeated.", "NAME")
-    ] = None,
-    allow_origin: Annotated[
-        list[str] | None, opt("A page elsewhere that may call this server; may be repeated.", "URL")
-    ] = None,
-    max_waiting: Annotated[
-        int, opt("Completions that may wait for a lane; beyond it, 429.", "N", min=0, panel=_LIMITS)
-    ] = 512,
-    max_tokens: Annotated[
-        int | None, opt("Tokens of a completion; default: as far as the positions reach.", "N", min=1, panel=_LIMITS)
-    ] = None,
-    max_n: Annotated[int, opt("Completions of one prompt.", "N", min=1, max=128, panel=_LIMITS)] = 16,
-    max_prompts: Annotated[int, opt("Prompts of one request.", "N", min=1, max=1024, panel=_LIMITS)] = 64,
-    max_body: Annotated[int, opt("Longest body of a request.", "BYTES", min=1024, panel=_LIMITS)] = 1 << 20,
-    stall: Annotated[
-        float,
-        opt(
-            "Cut off a client that reads nothing for this long.",
-            "SECONDS",
-            check=shared.above_zero(86400),
-            panel=_LIMITS,
-        ),
-    ] = 30.0,
-    drain: Annotated[
-        float,
-        opt(
-            "At the end, wait this long for requests under way.",
-            "SECONDS",
-            check=shared.above_zero(86400),
-            panel=_LIMITS,
-        ),
-    ] = 30.0,
-    lanes: Annotated[int, opt("Sequences computed at a time.", "N", min=1, max=4096, panel=_ENGINE)] = 64,
-    tokens: Annotated[
-        int | None,
-        opt("Longest sequence; default: as far as the backbone's positions reach.", "N", min=2, panel=_ENGINE),
-    ] = None,
-    rows: Annotated[
-        int | None,
-        opt("Rows of keys and values; default: what memory allows, at most what is used.", "N", min=64, panel=_ENGINE),
-    ] = None,
-    drafts: Annotated[
-        int | None, opt("Tokens begun before it is certain that they follow; see generate.", "N", min=0, panel=_ENGINE)
-    ] = None,
-    threads: Annotated[
-        int | None, opt("Threads of a computation on the CPU; default: torch's.", "N", min=1, max=1024, panel=_ENGINE)
-    ] = None,
-    ray: Annotated[bool, opt("Run on Ray Serve (extra scale), --replicas times.", flag="--ray", panel=_RAY)] = False,
-    replicas: Annotated[int, opt("Servers side by side.", "N", min=1, max=10000, panel=_RAY)] = 1,
-    max_replicas: Annotated[
-        int | None, opt("Grow to this many servers under load.", "N", min=1, max=10000, panel=_RAY)
-    ] = None,
-    ray_address: Annotated[str | None, opt("Of a running cluster; default: a new one.", "ADDRESS", panel=_RAY)] = None,
-    weights: shared.Weights = None,
-    tokenizer: shared.Tokenizer = None,
-    device: shared.Device = "cpu",
-    dtype: shared.Dtype = "auto",
+    allow_host: Annotated[list[str] | None, opt("A name of this server for clients; may be repeated.", "NAME")] = None,
+    allow_origin: Annotated[list[str] | None, opt("A page elsewhere that may call; may be repeated.", "URL")] = None,
+    limits: LimitOptions,
+    engine: EngineOptions,
+    threads: Annotated[int | None, _engine("Threads on the CPU; default: torch's.", "N", min=1, max=1024)] = None,
+    ray: Annotated[bool, _ray("Run on Ray Serve (extra scale), --replicas times.", flag="--ray")] = False,
+    replicas: Annotated[int, _ray("Servers side by side.", "N", min=1, max=10000)] = 1,
+    max_replicas: Annotated[int | None, _ray("Grow to this many servers under load.", "N", min=1, max=10000)] = None,
+    ray_address: Annotated[str | None, _ray("Of a running cluster; default: a new one.", "ADDRESS")] = None,
+    opening: shared.NarrowOpening,
 ) -> None:
     """Serve a checkpoint: OpenAI's routes at /v1, and at / a page that shows where it reads more often.
 
@@ -131,31 +122,9 @@ def serve(
     from adaponder.serving.server import listen
     from adaponder.serving.settings import Limits, Settings
 
-    limits = Limits(
-        waiting=max_waiting,
-        max_tokens=max_tokens,
-        n=max_n,
-        best_of=max_n,
-        prompts=max_prompts,
-        body_bytes=max_body,
-        stall_seconds=stall,
-        drain_seconds=drain,
-    )
     access = access_of(host, keys_of(api_key_file), no_auth, allow_host or (), allow_origin or ())
-    settings = Settings(lanes=lanes, limits=limits, access=access)
-    opening = Opening(
-        checkpoint=checkpoint,
-        name=name,
-        dtype=dtype,
-        device=device,
-        weights=weights,
-        tokenizer=tokenizer,
-        lanes=lanes,
-        tokens=tokens,
-        rows=rows,
-        drafts=drafts,
-        threads=threads,
-    )
+    settings = Settings(lanes=engine.lanes, limits=Limits(**vars(limits), best_of=limits.n), access=access)
+    model = ServedModel(checkpoint=checkpoint, name=name, threads=threads, engine=engine, opening=opening)
     if ray:
         from adaponder.serving import ray as on_ray
 
@@ -164,40 +133,23 @@ def serve(
             port=port,
             replicas=replicas,
             most_replicas=max_replicas,
-            gpus=1.0 if device.startswith("cuda") else 0.0,
+            gpus=1.0 if opening.device.startswith("cuda") else 0.0,
             address=ray_address,
         )
-        on_ray.run(partial(open_app, opening, settings), cluster, settings)
+        on_ray.run(partial(open_app, model, settings), cluster, settings)
         return
     listening = listen(host, port)
     try:
-        _serve(open_worker(opening), settings, listening)
+        _serve(open_worker(model), settings, listening)
     finally:
         listening.close()
 
 
-@dataclass(frozen=True)
-class Opening:
-    """How a checkpoint and its engine are opened: by the server, or by each replica on Ray."""
-
-    checkpoint: str
-    name: str | None = None
-    dtype: str = "auto"
-    device: str = "cpu"
-    weights: str | None = None
-    tokenizer: str | None = None
-    lanes: int = 64
-    tokens: int | None = None
-    rows: int | None = None
-    drafts: int | None = None
-    threads: int | None = None
-
-
-def open_app(opening: Opening, settings: Settings) -> ASGIApp:
+def open_app(model: ServedModel, settings: Settings) -> ASGIApp:
     """Builds the app with its model; each replica on Ray calls this."""
     from adaponder.serving.app import make_app
 
-    return make_app(open_worker(opening), settings)
+    return make_app(open_worker(model), settings)
 
 
 def _serve(worker: Worker, settings: Settings, listening: socket.socket) -> None:
@@ -227,28 +179,26 @@ def _serve(worker: Worker, settings: Settings, listening: socket.socket) -> None
     run(make_app(worker, settings), worker, listening, settings.limits, started=started)
 
 
-def open_worker(opening: Opening) -> Worker:
+def open_worker(asked: ServedModel) -> Worker:
     """Opens the checkpoint's model and tokenizer; the engine is opened in the worker's thread."""
     import torch
 
-    from adaponder.conversion.open import load
     from adaponder.inference.engine import Engine
     from adaponder.serving.served import Served
     from adaponder.serving.worker import Worker
 
-    if opening.threads is not None:
-        torch.set_num_threads(opening.threads)
-    with console.status(f"loading {opening.checkpoint} …"):
-        model, folder = load(opening.checkpoint, dtype=opening.dtype, device=opening.device, weights=opening.weights)
-        tokenizer = shared.open_tokenizer(model, folder, opening.tokenizer)
-        name = opening.name or default_name(opening.checkpoint)
-        served = Served(model, tokenizer, folder, name=name, tokens=opening.tokens)
+    def limit_threads() -> None:
+        if asked.threads is not None:
+            torch.set_num_threads(asked.threads)
+
+    limit_threads()
+    model, folder, tokenizer = asked.opening.generator(asked.checkpoint)
+    name = asked.name or default_name(asked.checkpoint)
+    served = Served(model, tokenizer, folder, name=name, tokens=asked.engine.tokens)
 
     def engine() -> Engine:
-        # Threads that torch computes with are a setting of each thread.
-        if opening.threads is not None:
-            torch.set_num_threads(opening.threads)
-        return Engine(model, lanes=opening.lanes, rows=opening.rows, tokens=opening.tokens, drafts=opening.drafts)
+        limit_threads()  # torch's number of threads is a setting of each thread
+        return Engine(model, **vars(asked.engine))
 
     return Worker(engine, served)
 
@@ -299,15 +249,14 @@ def is_own(host: str) -> bool:
 
 def keys_of(api_key_file: Path | None) -> tuple[Key, ...]:
     """Reads the API keys of ``--api-key-file`` and of the environment."""
-    from adaponder.files import open_plain
+    from adaponder.files import read_bytes
     from adaponder.serving.settings import Key
 
     lines: list[str] = []
     if api_key_file is not None:
         try:
-            with open_plain(api_key_file, InputError) as file:
-                content = file.read(1 << 20).decode("utf-8")
-        except (OSError, UnicodeDecodeError) as problem:
+            content = read_bytes(api_key_file, InputError, limit=1 << 20).decode("utf-8")
+        except (InputError, UnicodeDecodeError) as problem:
             raise InputError(f"--api-key-file {api_key_file} cannot be read: {problem}") from None
         lines = [key for line in content.splitlines() if (key := line.partition("#")[0].strip())]
         if not lines:

@@ -5,8 +5,13 @@ Importing this module, as every module of commands, imports neither torch nor tr
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import os
+import typing
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -14,12 +19,13 @@ import typer
 
 from adaponder.devices import DTYPES, WEIGHTS
 from adaponder.errors import InputError
-from adaponder.fields import LARGEST_INT, option
-from adaponder.terminal import STDOUT, console
+from adaponder.fields import Range, option
+from adaponder.terminal import STDOUT, console, number, table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from adaponder.conversion.convert import Check
     from adaponder.evaluation.scoring import ScoringOptions
     from adaponder.evaluation.text import Text, Vocabulary, Windows
     from adaponder.modeling import AdaPonderForCausalLM
@@ -41,13 +47,13 @@ def one_of(*names: str) -> Callable[[str | None], str | None]:
     return check
 
 
-def above_zero(most: float = float("inf")) -> Callable[[float], float]:
-    """Returns a callback that refuses numbers that are not greater than 0, or greater than ``most``."""
+def within(interval: str) -> Callable[[float], float]:
+    """Returns a callback that refuses numbers outside an interval such as ``(0, 1]``."""
+    limits = Range.parse(interval)
 
     def check(value: float) -> float:
-        if not 0 < value <= most:
-            limit = "" if most == float("inf") else f" and at most {most:g}"
-            raise typer.BadParameter(f"{value:g} must be greater than 0{limit}")
+        if value not in limits:
+            raise typer.BadParameter(f"{value:g} must be {limits}")
         return value
 
     return check
@@ -85,46 +91,27 @@ def _refuse_unwritable(path: Path) -> None:
         raise typer.BadParameter(f"{path} cannot be written to: permission denied for {nearest}")
 
 
-def numbers(flag: str, text: str | Sequence[int] | None, *, least: int = 1, most: int = LARGEST_INT) -> tuple[int, ...]:
-    """Reads ``1,2,3`` as whole numbers; a sequence of them is returned as it is."""
-    return _listed(flag, text, int, least, most, "whole numbers separated by commas, as in 1,2,3")
+_KINDS: dict[type, str] = {int: "whole numbers", float: "numbers", str: "names"}
 
 
-def decimals(
-    flag: str, text: str | Sequence[float] | None, *, least: float = 0.0, most: float = LARGEST_INT
-) -> tuple[float, ...]:
-    """Reads ``1.5,2`` as numbers; a sequence of them is returned as it is."""
-    return _listed(flag, text, float, least, most, "numbers separated by commas, as in 1.5,2.5")
-
-
-def _listed(
-    flag: str, text: str | Sequence[Any] | None, kind: Callable[[str], Any], least: float, most: float, wanted: str
-) -> tuple[Any, ...]:
-    if text is None:
-        return ()
+def listed(flag: str, text: str | Sequence[Any] | None, kind: type = int, interval: str = "[1, inf)") -> tuple:
+    """Reads ``1,2,3`` as values of ``kind``, numbers within the interval; a sequence of them is taken too."""
+    words = text.split(",") if isinstance(text, str) else text or ()
     try:
-        values = tuple(kind(word) for word in text.split(",")) if isinstance(text, str) else tuple(text)
+        values = tuple(kind(word.strip() if isinstance(word, str) else word) for word in words)
     except ValueError:
-        raise InputError(f"{flag} {text} must be {wanted}") from None
-    if wrong := [value for value in values if not least <= value <= most]:
-        limit = f"at least {least:g}" if most == LARGEST_INT else f"between {least:g} and {most:g}"
-        raise InputError(f"{flag} {text}: {wrong[0]} must be {limit}")
-    return values
-
-
-def names(flag: str, text: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Reads ``a,b`` as names; a sequence of them is returned as it is."""
-    if text is None:
-        return ()
-    values = tuple(word.strip() for word in text.split(",")) if isinstance(text, str) else tuple(text)
-    if not all(values):
-        raise InputError(f"{flag} {text} must be names separated by commas, as in a,b")
+        values = ("",)
+    if "" in values:
+        raise InputError(f"{flag} {text} must be {_KINDS[kind]} separated by commas")
+    limits = Range.parse(interval)
+    if wrong := [value for value in values if not isinstance(value, str) and value not in limits]:
+        raise InputError(f"{flag} {text}: {wrong[0]} must be {limits}")
     return values
 
 
 def refuse(beside: str, **options: object) -> None:
     """Raises if an option is set that would be ignored."""
-    if unused := [name for name, value in options.items() if value]:
+    if unused := [name for name, value in options.items() if value not in (None, ()) and value is not False]:
         raise InputError(f"--{unused[0].replace('_', '-')} has no effect with {beside}: leave it out")
 
 
@@ -146,9 +133,45 @@ def opt(
     return typer.Option(*flags, help=help, metavar=metavar, rich_help_panel=panel, callback=check, min=min, max=max)
 
 
+def folder(help: str) -> Any:
+    """Returns an option that names a folder to write to."""
+    return opt(help, "DIR", check=output_folder)
+
+
 def arg(help: str, metavar: str) -> Any:
     """Returns a positional argument of a command."""
     return typer.Argument(help=help, metavar=metavar)
+
+
+def command(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a command the options of its parameters that are dataclasses of options.
+
+    ``def eval(checkpoint: Checkpoint, *, depth: Depth)`` becomes a function of a checkpoint, ``policy``, ``tau``, …
+    From Python, the dataclass itself is taken too.
+    """
+    hints = typing.get_type_hints(function, include_extras=True)
+    groups = {name: kind for name, kind in hints.items() if name != "return" and dataclasses.is_dataclass(kind)}
+    parameters: dict[str, inspect.Parameter] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name not in groups:
+            parameters[name] = parameter.replace(annotation=hints[name])
+            continue
+        of_group = typing.get_type_hints(groups[name], include_extras=True)
+        for item in dataclasses.fields(groups[name]):
+            parameters[item.name] = inspect.Parameter(
+                item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=of_group[item.name]
+            )
+
+    @functools.wraps(function)
+    def grouped(*args: Any, **options: Any) -> Any:
+        for name, kind in groups.items():
+            given = {item.name: options.pop(item.name) for item in dataclasses.fields(kind) if item.name in options}
+            options.setdefault(name, kind(**given))
+        return function(*args, **options)
+
+    grouped.__signature__ = inspect.Signature(list(parameters.values()))
+    grouped.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
+    return grouped
 
 
 # --- shared options ------------------------------------------------------------------------------------------------
@@ -169,40 +192,17 @@ Checkpoint = Annotated[
 ]
 RecipeName = Annotated[str, arg("A name from adaponder recipes, or a YAML file.", "RECIPE")]
 Overrides = Annotated[list[str] | None, opt("Change one field of the recipe; may be repeated.", "a.b=c", flag="--set")]
-OutFolder = Annotated[Path | None, opt("Write here.", "DIR", check=output_folder)]
-Json = Annotated[
-    Path | None,
-    opt(
-        "Write the result here as JSON too; -: to standard output, and all else to standard error.",
-        "PATH",
-        check=output_file,
-    ),
-]
+_RESULT = "Write the result here as JSON too; -: to standard output, and all else to standard error."
+Json = Annotated[Path | None, opt(_RESULT, "PATH", check=output_file)]
 
-_MODEL = "Model"
+_MODEL, _TEXT, _DEPTH = "Model", "Text", "Depth (at most one of policy, tau and profile)"
+_DTYPES = "float32, bfloat16, float16, float64, or auto: as saved, on a CPU at least float32."
+_WEIGHTS = "int8, fp8 (in the layers), on a GPU bfloat16, float16: less memory. eval says what it changes."
 Device = Annotated[str, opt("cpu, cuda, cuda:1, …", "NAME", panel=_MODEL)]
-Dtype = Annotated[
-    str,
-    opt(
-        "float32, bfloat16, float16, float64, or auto: as saved, on a CPU at least float32.",
-        "NAME",
-        check=one_of(*DTYPES),
-        panel=_MODEL,
-    ),
-]
-Weights = Annotated[
-    str | None,
-    opt(
-        "int8, fp8 (in the layers), on a GPU bfloat16, float16: less memory. eval says what it changes.",
-        "NAME",
-        check=one_of(*WEIGHTS),
-        panel=_MODEL,
-    ),
-]
+Dtype = Annotated[str, opt(_DTYPES, "NAME", check=one_of(*DTYPES), panel=_MODEL)]
+Weights = Annotated[str | None, opt(_WEIGHTS, "NAME", check=one_of(*WEIGHTS), panel=_MODEL)]
 Tokenizer = Annotated[str | None, opt("Folder or hub name; default: the checkpoint's own.", "NAME", panel=_MODEL)]
 Seed = Annotated[int, opt("Seed of everything random.", "N", min=0, panel=_MODEL)]
-
-_TEXT = "Text"
 Split = Annotated[
     str, opt("Of a prepared folder: train or validation.", "NAME", check=one_of("train", "validation"), panel=_TEXT)
 ]
@@ -215,14 +215,109 @@ Stride = Annotated[
 AcrossDocuments = Annotated[
     bool, opt("Whether tokens attend to earlier documents.", flag="--across-documents/--by-document", panel=_TEXT)
 ]
-MaxTokens = Annotated[int | None, opt("Use only the first N tokens of the text.", "N", min=1, panel=_TEXT)]
-BatchSize = Annotated[int, opt("Windows at a time; results do not depend on it.", "N", min=1, panel=_TEXT)]
 
-_DEPTH = "Depth (at most one of policy, tau and profile)"
-PolicyText = Annotated[str | None, opt(POLICIES, "RULE", panel=_DEPTH)]
-Tau = Annotated[float | None, option("tau", rich_help_panel=_DEPTH)]
-Profile = Annotated[str | None, opt("A budget that adaponder calibrate stored.", "NAME", panel=_DEPTH)]
-MaxIterations = Annotated[int | None, option("max_iterations", rich_help_panel=_DEPTH)]
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Device and precision of a model."""
+
+    device: Device = "cpu"
+    dtype: Dtype = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening(Place):
+    """How a checkpoint is opened."""
+
+    tokenizer: Tokenizer = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NarrowOpening(Opening):
+    """How a checkpoint is opened, its weights made narrower or not."""
+
+    weights: Weights = None
+
+    def generator(self, checkpoint: str) -> tuple[AdaPonderForCausalLM, Path, PreTrainedTokenizerBase]:
+        """Opens a checkpoint to generate with: its model, its folder and its tokenizer."""
+        from adaponder.conversion.open import load
+
+        with console.status(f"loading {checkpoint} …"):
+            model, folder = load(checkpoint, dtype=self.dtype, device=self.device, weights=self.weights)
+            return model, folder, open_tokenizer(model, folder, self.tokenizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Which part of a text is read, and how it is cut into windows and batches."""
+
+    split: Split = "validation"
+    window: Window = None
+    stride: Stride = None
+    across_documents: AcrossDocuments = True
+    max_tokens: Annotated[int | None, opt("Use only the first N tokens of the text.", "N", min=1, panel=_TEXT)] = None
+    batch_size: Annotated[int, opt("Windows at a time; results do not depend on it.", "N", min=1, panel=_TEXT)] = 8
+    seed: Seed = 0
+
+    def text(self, subject: Subject, data: str) -> Text:
+        """Reads a text as the checkpoint's tokens; ``sample`` is a text that comes with the package."""
+        from adaponder.checkpoints.shipped import data_of
+        from adaponder.evaluation.text import open_text
+
+        data, limit = data_of(data), self.max_tokens
+        with console.status(f"reading {data} …"):
+            return open_text(data, subject.vocabulary, whose=subject.name, split=self.split, max_tokens=limit)
+
+    def windows(self, subject: Subject) -> Windows:
+        """Returns the windows to score; without a length, those of ``default_length``."""
+        from adaponder.evaluation.scoring import default_length
+        from adaponder.evaluation.text import Windows
+
+        return Windows(self.window or default_length(subject.model), self.stride, self.across_documents)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Depth:
+    """The rule that decides depth."""
+
+    policy: Annotated[str | None, opt(POLICIES, "RULE", panel=_DEPTH)] = None
+    tau: Annotated[float | None, option("tau", rich_help_panel=_DEPTH)] = None
+    profile: Annotated[str | None, opt("A budget that adaponder calibrate stored.", "NAME", panel=_DEPTH)] = None
+    max_iterations: Annotated[int | None, option("max_iterations", rich_help_panel=_DEPTH)] = None
+
+    def choose(self, model: AdaPonderForCausalLM, folder: Path, side: str = "") -> Policy | None:
+        """Returns the policy, or ``None`` for the method's own; raises if two are named.
+
+        ``side`` follows the options' names in errors, for commands that have them twice.
+        """
+        limit, most = self.max_iterations, model.config.iterations
+        if limit is not None and not 1 <= limit <= most:
+            raise InputError(f"--max-iterations{side} {limit} must be between 1 and {most}, the model's iterations")
+        ways = {"policy": self.policy, "tau": self.tau, "profile": self.profile}
+        given = [f"--{name}{side}" for name, value in ways.items() if value is not None]
+        if len(given) > 1:
+            raise InputError(f"{' and '.join(given)} both choose the policy: give one of them")
+        from adaponder.evaluation.lab.profiles import load_profile
+        from adaponder.policies import LearnedGate, parse_policy
+
+        if self.profile is not None:
+            return load_profile(folder, self.profile, option=f"--profile{side}")
+        if self.tau is not None:
+            return LearnedGate(self.tau)
+        if not isinstance(self.policy, str):
+            return self.policy
+        try:
+            return parse_policy(self.policy)
+        except InputError as error:
+            raise InputError(str(error).replace("--policy", f"--policy{side}", 1)) from None
+
+    def scoring(self, subject: Subject, seed: int, *, execution: str | None = None, side: str = "") -> ScoringOptions:
+        """Returns how to score with this rule; raises if the model cannot run it."""
+        from adaponder.evaluation.scoring import ScoringOptions
+
+        policy = self.choose(subject.model, subject.folder, side)
+        subject.model.check_policy(policy)  # before a text is read
+        return ScoringOptions(policy=policy, max_iterations=self.max_iterations, execution=execution, seed=seed)
 
 
 # --- a checkpoint that is evaluated --------------------------------------------------------------------------------
@@ -236,57 +331,22 @@ class Subject(NamedTuple):
     folder: Path
     vocabulary: Vocabulary
 
-    def text(self, data: str, *, split: str = "validation", max_tokens: int | None = None) -> Text:
-        """Reads a text as the checkpoint's tokens; ``sample`` is a text that comes with the package."""
-        from adaponder.checkpoints.shipped import data_of
-        from adaponder.evaluation.text import open_text
-
-        data = data_of(data)
-        with console.status(f"reading {data} …"):
-            return open_text(data, self.vocabulary, whose=self.name, split=split, max_tokens=max_tokens)
-
-    def windows(self, length: int | None = None, stride: int | None = None, across_documents: bool = True) -> Windows:
-        """Returns the windows to score; without a length, those of ``default_length``."""
-        from adaponder.evaluation.scoring import default_length
-        from adaponder.evaluation.text import Windows
-
-        return Windows(default_length(self.model) if length is None else length, stride, across_documents)
-
-    def scoring(
-        self,
-        *,
-        policy: Policy | str | None = None,
-        tau: float | None = None,
-        profile: str | None = None,
-        max_iterations: int | None = None,
-        execution: str | None = None,
-        seed: int = 0,
-        side: str = "",
-    ) -> ScoringOptions:
-        """Returns how to score, with the policy of :func:`choose_policy`; raises if the model cannot run it."""
-        from adaponder.evaluation.scoring import ScoringOptions
-
-        chosen = choose_policy(
-            self.model, self.folder, policy=policy, tau=tau, profile=profile, max_iterations=max_iterations, side=side
-        )
-        self.model.check_policy(chosen)  # before a text is read
-        return ScoringOptions(policy=chosen, max_iterations=max_iterations, execution=execution, seed=seed)
+    def facts(self) -> dict[str, Any]:
+        """Returns what every result tells of the checkpoint and where it ran."""
+        model = self.model
+        facts = {"checkpoint": self.name, "method": model.config.method}
+        return facts | {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
 
 
-def open_subject(
-    checkpoint: str,
-    *,
-    tokenizer: str | None = None,
-    dtype: str = "auto",
-    device: str = "cpu",
-    weights: str | None = None,
-) -> Subject:
+def open_subject(checkpoint: str, opening: Place | None = None, *, weights: str | None = None) -> Subject:
     """Opens a checkpoint with its tokenizer; ``weights`` makes its weights narrower, as ``--weights`` does."""
     from adaponder.conversion.open import load
     from adaponder.evaluation.text import open_vocabulary
 
+    opening = opening or Place()
+    tokenizer = getattr(opening, "tokenizer", None)
     with console.status(f"loading {checkpoint} …"):
-        model, folder = load(checkpoint, dtype=dtype, device=device, weights=weights)
+        model, folder = load(checkpoint, dtype=opening.dtype, device=opening.device, weights=weights)
         vocabulary = open_vocabulary(tokenizer or str(folder))
         refuse_other_tokenizer(model, folder, tokenizer, vocabulary.tokenizer.get_vocab())
         return Subject(checkpoint, model, folder, vocabulary)
@@ -334,48 +394,7 @@ def refuse_other_tokenizer(
         )
 
 
-def choose_policy(
-    model: AdaPonderForCausalLM,
-    folder: Path,
-    *,
-    policy: Policy | str | None = None,
-    tau: float | None = None,
-    profile: str | None = None,
-    max_iterations: int | None = None,
-    side: str = "",
-) -> Policy | None:
-    """Returns the policy of ``--policy``, ``--tau`` or ``--profile``, or ``None`` for the method's own.
-
-    Raises if two of them are given, or if ``max_iterations`` exceeds the model's. ``side`` follows the options' names
-    in errors, for commands that have them twice.
-    """
-    most = model.config.iterations
-    if max_iterations is not None and not 1 <= max_iterations <= most:
-        raise InputError(
-            f"--max-iterations{side} {max_iterations} must be between 1 and {most}, the model's iterations"
-        )
-    ways = {"policy": policy, "tau": tau, "profile": profile}
-    given = [f"--{name}{side}" for name, value in ways.items() if value is not None]
-    if len(given) > 1:
-        raise InputError(f"{' and '.join(given)} both choose the policy: give one of them")
-    if profile is not None:
-        from adaponder.evaluation.lab.profiles import load_profile
-
-        return load_profile(folder, profile, option=f"--profile{side}")
-    if tau is not None:
-        from adaponder.policies import LearnedGate
-
-        return LearnedGate(tau)
-    return read_policy(policy, f"--policy{side}")
-
-
-def read_policy(policy: Policy | str | None, flag: str = "--policy") -> Policy | None:
-    """Reads a policy from the text that an option takes; a policy is returned as it is."""
-    if not isinstance(policy, str):
-        return policy
-    from adaponder.policies import parse_policy
-
-    try:
-        return parse_policy(policy)
-    except InputError as error:
-        raise InputError(str(error).replace("--policy", flag, 1)) from None
+def show_checks(title: str, checks: Sequence[Check]) -> None:
+    """Prints a table of checks of equality."""
+    rows = [(check.what, f"{check.difference:.1e}", number(check.bound, ".1e")) for check in checks]
+    console.print(table(title, ("check", "relative difference", "allowed"), rows))

@@ -12,15 +12,16 @@ import io
 import json as jsonlib
 import shlex
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from adaponder.commands.shared import Device, Json, Overrides, RecipeName, numbers, opt, output_folder
+from adaponder.commands.shared import Device, Json, Overrides, RecipeName, folder, listed, opt
 from adaponder.devices import hardware_name
 from adaponder.errors import InputError
-from adaponder.terminal import console, line, table, write_json
+from adaponder.terminal import console, line, number, table, write_json
 from adaponder.version import __version__
 
 if TYPE_CHECKING:
@@ -29,12 +30,7 @@ if TYPE_CHECKING:
 
 
 class SweepEnd(NamedTuple):
-    """How a sweep ended.
-
-    Attributes:
-        result: settings, runs and points, as written to sweep.json.
-        exit_code: 0 if every run is finished, 1 if one failed, 130 if the sweep was stopped before its end.
-    """
+    """What sweep.json holds, and the exit code: 0 if every run is finished, 1 if one failed, 130 if it was stopped."""
 
     result: dict[str, Any]
     exit_code: int
@@ -49,7 +45,7 @@ def sweep(
     ] = False,
     overrides: Overrides = None,
     seeds: Annotated[str | None, opt("Train every run with each seed.", "0,1,…")] = None,
-    out: Annotated[Path | None, opt("A folder per run; default runs/NAME-sweep.", "DIR", check=output_folder)] = None,
+    out: Annotated[Path | None, folder("A folder per run; default runs/NAME-sweep.")] = None,
     dry_run: Annotated[bool, opt("Show the runs and their commands; do nothing.", flag="--dry-run")] = False,
     device: Device = "cpu",
     json: Json = None,
@@ -58,26 +54,16 @@ def sweep(
 
     [dim]adaponder sweep cpu/demo --grid train.ponder_weight=0,0.1,0.2 --grid train.k_max=0.1,0.2 --one-at-a-time[/]
     """
-    end = run_sweep(
-        recipe,
-        grid or (),
-        one_at_a_time=one_at_a_time,
-        overrides=overrides or (),
-        seeds=numbers("--seeds", seeds, least=0),
-        out=out,
-        dry_run=dry_run,
-        device=device,
-        json=json,
-    )
-    raise typer.Exit(end.exit_code)
+    arguments: dict[str, Any] = dict(locals()) | {"seeds": listed("--seeds", seeds, int, "[0, inf)")}
+    raise typer.Exit(run_sweep(**arguments).exit_code)
 
 
 def run_sweep(
-    name: str,
-    grid: Sequence[str] = (),
+    recipe: str,
+    grid: Sequence[str] | None = None,
     *,
     one_at_a_time: bool = False,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[str] | None = None,
     seeds: Sequence[int] = (),
     out: Path | None = None,
     dry_run: bool = False,
@@ -92,7 +78,8 @@ def run_sweep(
     from adaponder.training.build import config_of
     from adaponder.training.sweep import FAILED, PENDING, STOPPED, carry_out, examine, pending, plan
 
-    runs = plan(name, grid, overrides=overrides, one_at_a_time=one_at_a_time, seeds=seeds)
+    name, overrides = recipe, overrides or ()
+    runs = plan(name, grid or (), overrides=overrides, one_at_a_time=one_at_a_time, seeds=seeds)
     folder = out or Path("runs") / f"{name.removesuffix('.yaml').strip('./').replace('/', '-')}-sweep"
     settings: dict[str, Any] = {"recipe": name, "overrides": list(overrides), "one_at_a_time": one_at_a_time}
     if dry_run:
@@ -104,7 +91,8 @@ def run_sweep(
     _make(folder, default=out is None)
     with console.status("checking every run, and preparing the data where it is not yet"):
         summaries = examine(runs, out=folder, device=device)
-    settings |= {"device": hardware_name(device), "versions": _versions()}
+    versions = {"adaponder": __version__} | {name: version(name) for name in ("torch", "transformers")}
+    settings |= {"device": hardware_name(device), "versions": versions}
     left = [summary for summary in summaries if summary.status == PENDING]
     done_before = len(runs) - len(left)
     console.print(line(f"{len(runs)} runs in ", (folder, "bold"), f": {done_before} done before, {len(left)} to do"))
@@ -140,13 +128,6 @@ def _make(folder: Path, *, default: bool) -> None:
         raise InputError(f"--out {folder} cannot be written to: {error}") from error
 
 
-def _versions() -> dict[str, str]:
-    import torch
-    import transformers
-
-    return {"adaponder": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-
-
 # --- showing -------------------------------------------------------------------------------------------------------
 
 
@@ -154,12 +135,12 @@ def show_plan(
     name: str, runs: Sequence[PlannedRun], summaries: Sequence[RunSummary], folder: Path, device: str
 ) -> None:
     """Prints the runs, and for each the command that trains it into its folder of the sweep, on any machine."""
-    rows = [(r.name, r.seed, r.steps, _number(r.requested_depth, ".2f"), r.fingerprint) for r in summaries]
+    rows = [(r.name, r.seed, r.steps, number(r.requested_depth, ".2f"), r.fingerprint) for r in summaries]
     console.print(table(f"{len(runs)} runs of {name}", ("run", "seed", "steps", "requested depth", "recipe"), rows))
     console.print_whole(f"\nmkdir -p {shlex.quote(str(folder))}")
-    for each in runs:
-        sets = [word for override in each.overrides for word in ("--set", override)]
-        words = ["adaponder", "train", name, *sets, "--out", str(folder / each.name), "--resume", "auto"]
+    for run in runs:
+        sets = [word for override in run.overrides for word in ("--set", override)]
+        words = ["adaponder", "train", name, *sets, "--out", str(folder / run.name), "--resume", "auto"]
         console.print_whole(shlex.join([*words, "--device", device]))
 
 
@@ -181,41 +162,39 @@ def show(name: str, summaries: Sequence[RunSummary]) -> None:
 
 
 def _cells(point: Point, name: str) -> tuple[str, ...]:
-    """One line of the table, as text."""
+    """Returns one line of the table."""
     from adaponder.analysis.sensitivity import text_of
 
     values = [text_of(value) for value in point.fields.values()] or [name]
+    loss, depth = (
+        "—" if value is None else f"{value:{form}}" for value, form in ((point.loss, ".4f"), (point.depth, ".2f"))
+    )
     return (
         *values,
-        _number(point.embedding_scale, ".4g"),
-        "—" if point.loss is None else f"{point.loss:.4f}",
-        _number(point.requested, ".2f"),
-        "—" if point.depth is None else f"{point.depth:.2f}",
+        number(point.embedding_scale, ".4g"),
+        loss,
+        number(point.requested, ".2f"),
+        depth,
         "—" if point.halted is None else "/".join(f"{share:.0%}" for share in point.halted),
-        _number(point.tokens_per_second, ",.0f"),
+        number(point.tokens_per_second, ",.0f"),
         f"{point.loss.count if point.loss else 0} of {point.runs}",
     )
 
 
-def _number(value: float | None, spec: str) -> str:
-    """``value`` formatted by ``spec``; a dash for ``None``."""
-    return "—" if value is None else f"{value:{spec}}"
-
-
 def _ended(summary: RunSummary) -> str:
-    """The sentence that is printed when a run has ended."""
+    """Returns the sentence that is printed when a run has ended."""
     from adaponder.training.sweep import FAILED, FINISHED
 
     if summary.status == FAILED:
         return f"failed: {summary.error}"
     if summary.status == FINISHED:
-        depth = _number(summary.validation_depth, ".2f")
-        return f"validation loss {_number(summary.validation_loss, '.4f')} at mean depth {depth}"
+        loss, depth = number(summary.validation_loss, ".4f"), number(summary.validation_depth, ".2f")
+        return f"validation loss {loss} at mean depth {depth}"
     return f"stopped at step {summary.step} of {summary.steps}"
 
 
 def _duration(seconds: float) -> str:
-    """Seconds, minutes or hours, whichever reads best."""
+    """Returns seconds, minutes or hours, whichever reads best."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
@@ -225,35 +204,32 @@ def _duration(seconds: float) -> str:
 
 
 def _write(settings: dict[str, Any], summaries: Sequence[RunSummary], folder: Path) -> dict[str, Any]:
-    """Writes sweep.json and sweep.csv and returns what sweep.json holds.
-
-    Each file is replaced as a whole: an interruption leaves the one before.
-    """
+    """Writes sweep.json and sweep.csv, each replaced as a whole, and returns what sweep.json holds."""
     from adaponder.analysis.sensitivity import points
     from adaponder.files import write_whole
 
     runs = [dataclasses.asdict(summary) for summary in summaries]
-    result = settings | {"runs": runs, "points": [_as_dict(point) for point in points(runs)]}
+    averages = []
+    for point in points(runs):
+        spreads = {"loss": point.loss, "depth": point.depth}
+        averages.append(
+            dataclasses.asdict(point) | {name: value and value._asdict() for name, value in spreads.items()}
+        )
+    result = settings | {"runs": runs, "points": averages}
     write_whole(folder / "sweep.json", (jsonlib.dumps(result, indent=2, allow_nan=False) + "\n").encode())
     write_whole(folder / "sweep.csv", as_csv(runs).encode())
     return result
 
 
-def _as_dict(point: Point) -> dict[str, Any]:
-    """The point for JSON; its spreads become dicts too."""
-    spread = {"loss": point.loss, "depth": point.depth}
-    return dataclasses.asdict(point) | {key: value and value._asdict() for key, value in spread.items()}
-
-
 def as_csv(runs: Sequence[dict[str, Any]]) -> str:
-    """The CSV text with one line per run; each varied setting and each iteration's halted share has a column."""
-    gates = max((len(each["validation_halted"] or []) for each in runs), default=0)
+    """Returns CSV with one line per run and a column for each varied setting and each iteration's halted share."""
+    gates = max((len(run["validation_halted"] or []) for run in runs), default=0)
     lines = []
-    for each in runs:
-        flat = {key: value for key, value in each.items() if key not in ("fields", "validation_halted")}
-        halted = [*(each["validation_halted"] or []), *[None] * gates][:gates]
+    for run in runs:
+        others = {key: value for key, value in run.items() if key not in ("name", "fields", "validation_halted")}
+        halted = [*(run["validation_halted"] or []), *[None] * gates][:gates]
         shares = {f"validation_halted_{iteration}": share for iteration, share in enumerate(halted, 1)}
-        lines.append({"name": flat.pop("name")} | each["fields"] | flat | shares)
+        lines.append({"name": run["name"]} | run["fields"] | others | shares)
     file = io.StringIO()
     writer = csv.DictWriter(file, fieldnames=list(lines[0]), lineterminator="\n")
     writer.writeheader()
@@ -267,7 +243,7 @@ def draw(result: dict[str, Any], folder: Path) -> None:
     from adaponder.analysis.style import save
     from adaponder.training.sweep import FINISHED
 
-    if not any(each["status"] == FINISHED for each in result["runs"]):
+    if not any(run["status"] == FINISHED for run in result["runs"]):
         console.print("no run has finished yet: no figure")
         return
     png, svg = save(sensitivity(result["runs"]), folder / "sensitivity")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from adaponder.commands.recipes import show_recipe
-from adaponder.commands.shared import Device, Json, Overrides, RecipeName, opt, output_folder
+from adaponder.commands.shared import Device, Json, Overrides, RecipeName, folder, opt
 from adaponder.terminal import console, line, table, write_json
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ def train(
     recipe: RecipeName,
     *,
     overrides: Overrides = None,
-    out: Annotated[Path | None, opt("The run folder; default runs/NAME.", "DIR", check=output_folder)] = None,
+    out: Annotated[Path | None, folder("The run folder; default runs/NAME.")] = None,
     resume: Annotated[
         str | None, opt("auto: from the newest whole checkpoint, or start; a finished run stays. Or a folder.", "DIR")
     ] = None,
@@ -76,6 +76,6 @@ def _compared(done: Outcome) -> dict[str, Any]:
         ("mean depth", f"{before['validation_depth']:.3f}", f"{after['validation_depth']:.3f}"),
     ]
     shares = zip(before["validation_halted"], after["validation_halted"], strict=True)
-    rows += [(f"halted after {depth}", f"{one:.1%}", f"{other:.1%}") for depth, (one, other) in enumerate(shares, 1)]
+    rows += [(f"halted after {depth}", *(f"{share:.1%}" for share in pair)) for depth, pair in enumerate(shares, 1)]
     console.print(table("held-out text", ("", "before", "after"), rows))
     return {"before": before, "after": after}

@@ -21,7 +21,7 @@ _SECTIONS = {"model": ModelRecipe, "data": DataRecipe, "train": TrainRecipe}
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of that name or path, with ``section.field=value`` overrides; unknown fields are errors.
+    """Returns the recipe of that name or path, with ``section.field=value`` overrides; unknown fields are errors.
 
     A recipe may name a ``base``: it then says only what differs from it.
     """
@@ -32,7 +32,7 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def recipe_names() -> list[str]:
-    """The recipes that ship, as ``folder/name``."""
+    """Returns the recipes that ship, as ``folder/name``."""
     root = resources.files("adaponder") / "recipes"
     folders = (folder for folder in root.iterdir() if folder.is_dir())
     return sorted(
@@ -44,7 +44,7 @@ def recipe_names() -> list[str]:
 
 
 def stated_in(name: str) -> dict[str, str]:
-    """For each ``section.field`` that a file states, the recipe whose value holds: this one, or one of its bases."""
+    """Returns for each ``section.field`` that a file states the recipe whose value holds: this one or a base."""
     values, _ = _read(name)
     base = values.pop("base", None)
     return ({} if base is None else stated_in(base)) | dict.fromkeys(_fields_in(values), name)
@@ -59,7 +59,7 @@ def _fields_in(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
 
 
 def base_of(name: str) -> str | None:
-    """The name of the recipe's ``base``, if it has one."""
+    """Returns the name of the recipe's ``base``, if it has one."""
     return _read(name)[0].get("base")
 
 
@@ -67,7 +67,7 @@ def base_of(name: str) -> str | None:
 
 
 def _read(name: str) -> tuple[dict[str, Any], str]:
-    """(what the recipe's file says, the recipe's name): a path, or the name of a recipe that ships."""
+    """Returns the content of the recipe's file and its name; ``name`` is a path, or a recipe that ships."""
     if _is_file(name):
         values, recipe_name = read_yaml(Path(name), ConfigError), Path(name).stem
     elif name in recipe_names():
@@ -84,7 +84,7 @@ def _read(name: str) -> tuple[dict[str, Any], str]:
 
 @cache
 def _shipped(name: str) -> Any:
-    """The content of a recipe that ships, parsed once."""
+    """Parses a recipe that ships, once."""
     text = (resources.files("adaponder") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
     return parse_yaml(text, name, ConfigError)
 
@@ -97,7 +97,7 @@ def _is_file(name: str) -> bool:
 
 
 def _with_bases(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
-    """What the recipe's file says, laid over its base; ``above`` are the recipes whose bases led here."""
+    """Returns the content of a recipe's file over that of its base; ``above`` are the recipes whose bases led here."""
     if name in above:
         raise ConfigError(f"{name}: its bases run in a circle, {' → '.join((*above, name))}")
     values, recipe_name = _read(name)
@@ -107,7 +107,7 @@ def _with_bases(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """``above`` over ``below``, field by field; a backbone with a ``model_type`` and an origin are replaced whole."""
+    """Returns ``above`` over ``below``; a backbone with a ``model_type`` and an origin are replaced whole."""
     merged = dict(below)
     for key, value in above.items():
         whole = isinstance(value, dict) and ("model_type" in value or "kind" in value)
@@ -137,7 +137,7 @@ def _set_field(values: dict[str, Any], override: str) -> None:
 
 
 def _build(kind: Any, values: Mapping[str, Any], path: str) -> Any:
-    """An object of dataclass ``kind``; ``path`` (``train.``) stands before a field's name in errors."""
+    """Builds a dataclass ``kind``; ``path`` (``train.``) stands before a field's name in errors."""
     known = {item.name: item for item in fields(kind)}
     hints = typing.get_type_hints(kind)
     arguments: dict[str, Any] = {}
@@ -170,26 +170,25 @@ def _mapping(value: Any, path: str) -> Mapping[str, Any]:
 
 
 def _suggestion(key: str, path: str, known: Mapping[str, Any]) -> str:
-    """The field of that name in another section, else the one spelled most alike here, else what a recipe has."""
-    elsewhere = [
-        f"{section}.{key}" for section, kind in _SECTIONS.items() if key in {item.name for item in fields(kind)}
-    ]
-    if elsewhere:
-        return f"; did you mean {elsewhere[0]}?"
+    """Returns a hint: that field in another section, else the one spelled most alike, else what a recipe has."""
+    for section, kind in _SECTIONS.items():
+        if key in {item.name for item in fields(kind)}:
+            return f"; did you mean {section}.{key}?"
     whole = "" if path else "; a recipe has " + ", ".join(["base", *(name for name in known if name != "name")])
     return did_you_mean(key, known, path) or whole
 
 
 def _coerced(value: Any, hint: Any) -> Any:
-    """The value as the field's type where it means the same: 3 for 3.0, a list for a tuple, text that is a number."""
+    """Converts a value to the field's type where it means the same: 3.0 to 3, a list to a tuple, text to a number."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        tried = [(argument, _coerced(value, argument)) for argument in arguments]
-        return next((coerced for argument, coerced in tried if fits(coerced, argument, Field("", argument))), value)
+        for argument in arguments:
+            if fits(coerced := _coerced(value, argument), argument, Field("", argument)):
+                return coerced
     if origin is tuple and isinstance(value, list):
         hints = [arguments[0]] * len(value) if ... in arguments else arguments
-        same = len(hints) == len(value)
-        return tuple(_coerced(part, each) for part, each in zip(value, hints, strict=True)) if same else value
+        if len(hints) == len(value):
+            return tuple(_coerced(inner, hint) for inner, hint in zip(value, hints, strict=True))
     if hint in (int, float):
         number = _number(value)
         if hint is int and isinstance(number, float) and number.is_integer():
@@ -201,17 +200,15 @@ def _coerced(value: Any, hint: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """A float where ``value`` is text that spells one: YAML reads 1e-3 as text (it wants 1.0e-3)."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+    """Returns a float for text that spells one: YAML reads 1e-3 as text (it wants 1.0e-3)."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _numbers(value: Any) -> Any:
-    """:func:`_number` of everything in a backbone's mapping; whole numbers stay whole."""
+    """Returns a backbone's mapping with numbers for text that spells one; whole numbers stay whole."""
     if isinstance(value, dict):
         return {key: _numbers(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -123,10 +123,7 @@ class TrainRecipe:
 
     steps: int = setting(MISSING, "updates in all", "[1, 1_000_000_000]")
     global_batch: int = setting(
-        MISSING,
-        "windows (sequences) per update, over all processes",
-        "[1, 1_000_000]",
-        why="at least one window is needed",
+        MISSING, "windows per update, over all processes", "[1, 1_000_000]", why="at least one window is needed"
     )
     micro_batch: int | None = setting(
         None,
@@ -150,8 +147,7 @@ class TrainRecipe:
     betas: tuple[float, float] = setting((0.9, 0.95), "of AdamW", "[0, 1)")
     clip: float | None = setting(1.0, "largest gradient norm", "(0, 1_000_000_000]", why="null turns clipping off")
     dtype: Literal["float32", "bfloat16", "float64"] = setting(
-        "float32",
-        "bfloat16 autocasts on a GPU (a CPU computes in float32 and says so); float32; float64 for tests",
+        "float32", "bfloat16 autocasts on a GPU (a CPU computes in float32 and says so); float32; float64 for tests"
     )
     execution: Literal["dense", "compact"] = setting(
         "dense",
@@ -165,9 +161,7 @@ class TrainRecipe:
         "instead of seconds and is faster where the host is slower than the GPU (small models)",
     )
     memory_budget: float = setting(
-        1.0,
-        "with compile, the share of activations kept for backward; the rest is computed again",
-        "(0, 1]",
+        1.0, "with compile, the share of activations kept for backward; the rest is computed again", "(0, 1]"
     )
     gradient_checkpointing: bool = setting(
         False, "compute each iteration again in backward instead of keeping its activations"
@@ -197,9 +191,7 @@ class TrainRecipe:
     )
     halt_before_ponder: bool = setting(False, "whether gates may halt tokens in stage 1")
     target_depth: float | None = setting(
-        None,
-        "from ponder_full on, steer ponder_weight and k towards this mean depth; None: do not",
-        "[1, 1024]",
+        None, "from ponder_full on, steer ponder_weight and k towards this mean depth; None: do not", "[1, 1024]"
     )
     target_gain: float = setting(0.5, "how strongly to steer; see training/controller.py", "(0, 1000]")
     target_every: int = setting(10, "steps between two corrections of the steering", "[1, 1_000_000_000]")
@@ -208,9 +200,7 @@ class TrainRecipe:
         None, "whether the method's own parameters stay as the checkpoint has them; None: they train"
     )
     lora_rank: int | None = setting(
-        None,
-        "train low-rank adapters of the backbone's linear maps instead of its weights; None: the weights",
-        "[1, 65_536]",
+        None, "train low-rank adapters of the backbone's linear maps; None: train the weights", "[1, 65_536]"
     )
     lora_alpha: float | None = setting(
         None, "adapters weigh lora_alpha / lora_rank; None: twice the rank", "(0, 1_000_000]"
@@ -225,9 +215,7 @@ class TrainRecipe:
         1, "for ouro, its training stage; 2 trains exits alone, with freeze_backbone_steps = steps"
     )
     exit_entropy: tuple[float, float] | None = setting(
-        None,
-        "for ouro, beta at the beginning and at the end; None: model.exit_entropy_weight always",
-        "[0, 1_000_000]",
+        None, "for ouro, beta at the beginning and at the end; None: model.exit_entropy_weight always", "[0, 1_000_000]"
     )
     exit_entropy_steps: tuple[int, int] | None = setting(
         None, "the steps between which beta changes linearly; equal ones are a jump; None: all steps", STEPS
@@ -248,64 +236,47 @@ class TrainRecipe:
 
     def __post_init__(self) -> None:
         check_fields(self, "train.")
-        for wrong, message in self._contradictions():
-            if wrong:
-                raise ConfigError(f"train.{message}")
+        for problem in self._contradictions():
+            raise ConfigError(f"train.{problem}")
 
-    def _contradictions(self) -> Iterator[tuple[bool, str]]:
-        """Yields for each rule between fields whether it is broken, and the error."""
+    def _contradictions(self) -> Iterator[str]:
+        """Yields an error for each rule between fields that is broken."""
         for name in ("warmup", "joint_warmup"):
             warmup = getattr(self, name) or 0
-            yield (
-                warmup >= 1 and (warmup > self.steps or warmup != int(warmup)),
-                f"{name}={warmup} must be a share below 1, or whole steps up to steps={self.steps}",
-            )
-        yield (
-            self.ponder_start > self.ponder_full,
-            f"ponder_full={self.ponder_full} must not be less than ponder_start={self.ponder_start}",
-        )
-        yield (
-            bool(self.gate_start and self.freeze_backbone_steps),
-            f"gate_start={self.gate_start} must be 0: freeze_backbone_steps={self.freeze_backbone_steps} trains gates "
-            "alone first",
-        )
-        yield (
-            self.freeze_backbone_steps > self.steps,
-            f"freeze_backbone_steps={self.freeze_backbone_steps} must be between 0 and steps={self.steps}",
-        )
-        yield (
-            self.target_depth is not None and not (self.ponder_weight and self.k_max),
-            f"target_depth={self.target_depth} needs ponder_weight and k_max above 0 to steer with",
-        )
+            if warmup >= 1 and (warmup > self.steps or warmup != int(warmup)):
+                yield f"{name}={warmup} must be a share below 1, or whole steps up to steps={self.steps}"
+        if self.ponder_start > self.ponder_full:
+            yield f"ponder_full={self.ponder_full} must not be less than ponder_start={self.ponder_start}"
+        alone = f"freeze_backbone_steps={self.freeze_backbone_steps}"
+        if self.gate_start and self.freeze_backbone_steps:
+            yield f"gate_start={self.gate_start} must be 0: {alone} trains gates alone first"
+        if self.freeze_backbone_steps > self.steps:
+            yield f"{alone} must be between 0 and steps={self.steps}"
+        if self.target_depth is not None and not (self.ponder_weight and self.k_max):
+            yield f"target_depth={self.target_depth} needs ponder_weight and k_max above 0 to steer with"
         first, last = self.exit_entropy_steps or (0, 0)
-        yield first > last, f"exit_entropy_steps=[{first}, {last}] must not decrease"
-        yield (
-            self.exit_entropy_steps is not None and self.exit_entropy is None,
-            "exit_entropy_steps needs exit_entropy, the two values between which beta changes",
-        )
-        yield (
-            bool(self.freeze_gates and self.ponder_weight),
-            f"freeze_gates with ponder_weight={self.ponder_weight}: frozen gates cannot learn to close; set "
-            "train.ponder_weight=0",
-        )
-        yield (
-            bool(self.freeze_gates and self.freeze_backbone_steps),
-            f"freeze_gates with freeze_backbone_steps={self.freeze_backbone_steps}: nothing would train",
-        )
-        yield self.lora_alpha is not None and self.lora_rank is None, "lora_alpha needs lora_rank"
-        yield (
-            self.lora_rank is not None and (self.compile or self.parallel == "fsdp"),
-            f"lora_rank={self.lora_rank} cannot be combined with compile or parallel=fsdp",
-        )
-        yield (
-            self.execution == "compact" and self.parallel == "fsdp",
-            "execution=compact with parallel=fsdp: a process whose tokens have all halted would leave the others "
-            "waiting for its shards; use parallel=ddp",
-        )
-        yield (
-            self.memory_budget < 1 and not self.compile,
-            f"memory_budget={self.memory_budget} below 1 needs compile=true",
-        )
+        if first > last:
+            yield f"exit_entropy_steps=[{first}, {last}] must not decrease"
+        if self.exit_entropy_steps is not None and self.exit_entropy is None:
+            yield "exit_entropy_steps needs exit_entropy, the two values between which beta changes"
+        if self.freeze_gates and self.ponder_weight:
+            yield (
+                f"freeze_gates with ponder_weight={self.ponder_weight}: frozen gates cannot learn to close; set "
+                "train.ponder_weight=0"
+            )
+        if self.freeze_gates and self.freeze_backbone_steps:
+            yield f"freeze_gates with {alone}: nothing would train"
+        if self.lora_alpha is not None and self.lora_rank is None:
+            yield "lora_alpha needs lora_rank"
+        if self.lora_rank is not None and (self.compile or self.parallel == "fsdp"):
+            yield f"lora_rank={self.lora_rank} cannot be combined with compile or parallel=fsdp"
+        if self.execution == "compact" and self.parallel == "fsdp":
+            yield (
+                "execution=compact with parallel=fsdp: a process whose tokens have all halted would leave the others "
+                "waiting for its shards; use parallel=ddp"
+            )
+        if self.memory_budget < 1 and not self.compile:
+            yield f"memory_budget={self.memory_budget} below 1 needs compile=true"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from adaponder.errors import AdaPonderError, in_one_line
+from adaponder.fields import REQUEST_FIELDS
 from adaponder.inference.request import Request, check_request
 from adaponder.policies import choose_policy
 from adaponder.serving.protocol import ApiError, ChatBody, ChatMessage, CompletionBody, DepthControl, GenerationBody
@@ -134,7 +135,10 @@ def engine_requests(
     if body.seed is not None and extension.seed is not None:
         raise ApiError(400, "seed and adaponder.seed: give one of them", param="adaponder.seed")
     seed = extension.seed if body.seed is None else body.seed
-    options: dict[str, Any] = depth_options(extension, served) | {
+    # Fields of the extension that are fields of a request under the same name; depth_options reads tau.
+    names = type(extension).model_fields.keys() & REQUEST_FIELDS.keys() - {"tau"}
+    options: dict[str, Any] = {name: getattr(extension, name) for name in names}
+    options |= depth_options(extension, served) | {
         "max_new_tokens": max(1, max_tokens),
         "min_new_tokens": extension.min_tokens,
         "temperature": 1.0 if body.temperature is None else body.temperature,
@@ -149,8 +153,6 @@ def engine_requests(
         "prompt_log_probabilities": body.top if isinstance(body, CompletionBody) and body.echo else None,
         "salt": salt,
     }
-    for name in ("top_k", "min_p", "repetition_penalty", "ignore_eos", "gates", "iteration_top"):
-        options[name] = getattr(extension, name)
     requests = [Request(prompt, **options) for prompt in prompts]
     bounds: dict[str, Any] = {"positions": served.tokens, "iterations": served.iterations, "eos_ids": served.eos_ids}
     for request in requests:

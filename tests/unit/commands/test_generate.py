@@ -11,6 +11,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,14 +30,6 @@ from adaponder.text import Writing
 from harness_support import reader, words
 
 GREEDY = ("--greedy", "--max-new-tokens", "8")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("generate") / "ada"
-    reader().save_pretrained(folder)
-    words().save_pretrained(folder)
-    return str(folder)
 
 
 def invoke(*arguments: str, typed: str | None = None):
@@ -75,9 +68,8 @@ def test_prompts_come_from_arguments_files_and_standard_input(monkeypatch, tmp_p
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("x.jsonl", b'{"prompt": 5}', "line 1: the field prompt"),
-        ("x.jsonl", b'{"prompt": "a"}\n{"text": "a"}', "line 2: the field prompt"),
-        ("x.jsonl", b'{"prompt": ""}', "line 1: the field prompt"),
+        ("x.jsonl", b'{"prompt": 5}', "line 1: .*the field prompt"),
+        ("x.jsonl", b'{"prompt": "a"}\n{"text": "a"}', "line 2: .*the field prompt"),
         ("x.jsonl", b"\n[", "line 2: '\\['"),
         ("x.jsonl", b"[" * 100_000, "line 1"),
         ("x.txt", b"\n \n", "holds no prompt"),
@@ -94,12 +86,10 @@ def test_a_file_without_prompts_is_refused_by_name_and_line(monkeypatch, tmp_pat
 
 
 def test_no_prompt_at_all_is_wrong_use(monkeypatch):
-    for typed in ("", "\n"):
-        with pytest.raises(InputError, match="--prompt: standard input is empty"):
-            asked(monkeypatch, typed=typed)
-    with pytest.raises(InputError, match="--prompt is empty"):
-        asked(monkeypatch, prompt="")
-    monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda self: True})())
+    for typed, prompt in (("", None), ("\n", None), ("", "")):
+        with pytest.raises(InputError, match=r"--prompt.* is empty"):
+            asked(monkeypatch, typed=typed, prompt=prompt)
+    monkeypatch.setattr(sys, "stdin", Mock(**{"isatty.return_value": True}))
     with pytest.raises(InputError, match="--prompt is needed"):
         generate.read_prompts(None)
 
@@ -135,7 +125,7 @@ def test_tokens_cost_together_what_each_costs_after_those_before_it(monkeypatch,
     adds, add = [], Meter.add
     monkeypatch.setattr(Meter, "add", lambda self, *parts, **how: (adds.append(parts), add(self, *parts, **how)))
     rule = Entropy(1.0)
-    _, decode = generate._cost(model, depths, 3, shape=shape, policy=rule, max_iterations=None)
+    _, decode = generate._cost(model, depths, 3, shape, policy=rule)
     assert len(adds) == 1 + (9 if expansion else 1)
     each = Meter(model.config, dtype=model.dtype, device=model.device, shape=shape)
     for slot in range(3, len(depths)):
@@ -227,31 +217,26 @@ WRONG = (
     "/nothing",
     "/",
     "/tau 2",
-    "/tau word",
     "/policy wild:1",
     "/policy ranked-uniform:0.5",
     "/policy fixed:99",
-    "/policy gate:3",
     "/max",
-    "/max 0",
     "/max 1.5",
     "/max 999999999999",
-    "/temperature -1",
     "/temperature nan",
     "/top-p 0",
-    "/top-k -1",
     "/seed x",
+    "/seed -1",
     "/iterations 99",
     "/profile none",
 )
 
 
-def test_a_wrong_command_is_said_and_changes_nothing(checkpoint):
+def test_a_wrong_command_is_named_and_changes_nothing(checkpoint):
     shown = conversation(checkpoint, *WRONG, "A", "/settings")
-    said = shown.split("error: ")[1:]
-    assert len(said) == len(WRONG)
-    for line, error in zip(WRONG, said, strict=True):
-        assert error.startswith(line), "an error names what was typed"
+    errors = shown.split("error: ")[1:]
+    assert len(errors) == len(WRONG)
+    assert all(error.startswith(line) for line, error in zip(WRONG, errors, strict=True))
     assert "8 tokens, " in shown
     assert "depth: the model's own rule, at most 3; temperature 0, top-p 1, top-k 0; max 8" in shown
 

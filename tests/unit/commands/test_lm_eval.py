@@ -22,23 +22,15 @@ from adaponder.commands import tasks
 from adaponder.commands.lm_eval_model import AdaPonderLM
 from adaponder.errors import InputError
 from adaponder.evaluation.lab.profiles import store
-from harness_support import reader, words, write_records
 
 NAMES = ("arc_easy", "lambada_openai", "wikitext")
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory):
-    return write_records(tmp_path_factory.mktemp("records"))
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoint")
-    reader().save_pretrained(folder)
-    words().save_pretrained(folder)
-    store(folder, "two", {"policy": "fixed:2"})
-    return folder
+def checkpoint(checkpoint):
+    """The checkpoint with a profile."""
+    store(Path(checkpoint), "two", {"policy": "fixed:2"})
+    return Path(checkpoint)
 
 
 @pytest.fixture
@@ -178,15 +170,9 @@ def test_the_entry_point_that_lm_eval_looks_for_names_the_registered_class():
     assert get_model("adaponder") is found
 
 
-def test_types_are_shipped():
-    assert (Path(adaponder.__file__).parent / "py.typed").is_file()
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
-    assert "py.typed" in project["tool"]["setuptools"]["package-data"]["adaponder"]
-
-
-def test_an_empty_subfolder_and_code_that_is_not_trusted_ask_for_nothing(checkpoint):
-    asked = {"subfolder": "", "trust_remote_code": False, "revision": "main", "use_safetensors": None}
-    loaded = adaponder.AdaPonderForCausalLM.from_pretrained(checkpoint, dtype=torch.float64, **asked)
-    assert loaded.config.iterations == 3
+def test_an_empty_subfolder_and_code_that_is_not_trusted_are_taken(checkpoint):
+    options = {"subfolder": "", "trust_remote_code": False, "revision": "main", "use_safetensors": None}
+    model = adaponder.AdaPonderForCausalLM.from_pretrained(checkpoint, dtype=torch.float64, **options)
+    assert model.config.iterations == 3
     with pytest.raises(adaponder.AdaPonderError, match="subfolder: name the folder itself"):
         adaponder.AdaPonderForCausalLM.from_pretrained(checkpoint, subfolder="inner")

@@ -8,7 +8,7 @@ import typer
 from transformers import PreTrainedTokenizerFast
 
 from adaponder.commands import generate
-from adaponder.commands.shared import decimals, names, numbers, open_subject, open_tokenizer, output_file
+from adaponder.commands.shared import Opening, listed, open_subject, open_tokenizer, output_file
 from adaponder.conversion.open import load
 from adaponder.data.tokenizers import END, train_bpe
 from adaponder.errors import InputError
@@ -38,7 +38,7 @@ def doors(folder, tokenizer):
     """Every way a command opens a checkpoint's tokenizer."""
     model, found = load(str(folder))
     yield lambda: open_tokenizer(model, found, tokenizer)
-    yield lambda: open_subject(str(folder), tokenizer=tokenizer)
+    yield lambda: open_subject(str(folder), Opening(tokenizer=tokenizer))
     yield lambda: generate.generate(
         checkpoint=str(folder), prompt="A", tokenizer=tokenizer, max_new_tokens=1, greedy=True
     )
@@ -82,14 +82,10 @@ def test_a_device_or_a_pipe_is_not_replaced_by_a_file(tmp_path):
 
 
 def test_lists_are_read_from_text_and_taken_as_they_are():
-    assert numbers("--depths", "1,2") == numbers("--depths", [1, 2]) == (1, 2)
-    assert decimals("--budgets", "1.5") == (1.5,)
-    assert names("--only", "a, b") == ("a", "b")
-    assert numbers("--depths", None) == names("--only", None) == ()
-    for wrong in (
-        lambda: numbers("--depths", "two"),
-        lambda: numbers("--depths", "0"),
-        lambda: names("--depths", "a,"),
-    ):
+    assert listed("--depths", "1, 2") == listed("--depths", [1, 2]) == (1, 2)
+    assert listed("--budgets", "1.5", float) == (1.5,)
+    assert listed("--only", "a, b", str) == ("a", "b")
+    assert listed("--depths", None) == ()
+    for text, kind in (("two", int), ("0", int), ("nan", float), ("a,", str)):
         with pytest.raises(InputError, match="--depths"):
-            wrong()
+            listed("--depths", text, kind)

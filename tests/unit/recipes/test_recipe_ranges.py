@@ -115,42 +115,13 @@ def test_a_setting_that_stands_in_another_section_is_named(tiny):
 
 # --- ranges --------------------------------------------------------------------------------------------------------
 
-# Numbers that may be 0, and that may be negative; nothing else may.
-ZERO = {
-    "model.gate_width",
-    "model.gate_bias",
-    "model.pause_token_id",
-    "model.router_loss_weight",
-    "model.exit_entropy_weight",
-    "model.halting_cost",
-    "model.exit_prior_weight",
-    "model.loss_prior",
-    "model.gate_share",
-    "model.lookahead_delta",
-    "data.validation",
-    "train.gate_lr",
-    "train.min_lr_ratio",
-    "train.warmup",
-    "train.joint_warmup",
-    "train.weight_decay",
-    "train.betas",
-    "train.ponder_weight",
-    "train.k_max",
-    "train.ponder_start",
-    "train.ponder_full",
-    "train.gate_start",
-    "train.freeze_backbone_steps",
-    "train.capacity_warmup",
-    "train.exit_entropy",
-    "train.exit_entropy_steps",
-    "train.seed",
-    "train.eval_every",
-    "train.save_every",
-    "train.log_every",
-}
-NEGATIVE = {"model.gate_bias"}
-NEVER = (".nan", ".inf", "-.inf", "nan", "1e30", "-1e30", "9" * 39, "9" * 5000, "0x" + "f" * 5000, "lots", "true")
-OF_ANOTHER_TYPE = ("{a: 1}", "[[1]]", "2001-99-99", "2001-01-01", "!!python/object/apply:os.getcwd []", "*x")
+NEVER = (".nan", "-.inf", "1e30", "9" * 39, "9" * 5000, "0x" + "f" * 5000, "lots", "true")
+OF_ANOTHER_TYPE = ("{a: 1}", "[[1]]", "2001-99-99", "!!python/object/apply:os.getcwd []", "*x")
+
+
+def range_of(field: str) -> Range:
+    section, _, name = field.partition(".")
+    return table_of(SECTIONS[section])[name].range
 
 
 def kind_of(hint: Any) -> Any:
@@ -187,12 +158,11 @@ def test_every_field_is_of_a_kind_that_is_walked():
 def test_a_number_outside_its_range_is_refused_by_name(tiny, field):
     for value in (*NEVER, *OF_ANOTHER_TYPE, "[1]", "''"):
         assert field in refusal(tiny, f"{field}={value}")
-    if field not in NEGATIVE:
-        assert field in refusal(tiny, f"{field}=-1")
-    if field not in ZERO:
-        assert field in refusal(tiny, f"{field}=0")
-    else:
-        load_recipe(tiny, [f"{field}=0"])
+    for value in (-1, 0):
+        if value in range_of(field):
+            load_recipe(tiny, [f"{field}={value}"])
+        else:
+            assert field in refusal(tiny, f"{field}={value}")
     if field in fields_of(int):
         assert field in refusal(tiny, f"{field}=1.5")
 
@@ -200,7 +170,7 @@ def test_a_number_outside_its_range_is_refused_by_name(tiny, field):
 @pytest.mark.parametrize("field", fields_of(tuple))
 def test_a_list_is_refused_for_any_number_in_it(tiny, field):
     length = 4 if field.partition(".")[2] in PER_ITERATION else 2
-    for value in (*NEVER, "-1", "{a: 1}", "[1]", *(["0"] if field not in ZERO else [])):
+    for value in (*NEVER, "-1", "{a: 1}", "[1]", *(["0"] if 0 not in range_of(field) else [])):
         assert field in refusal(tiny, f"{field}=[{', '.join([value] * length)}]")
     for value in ("3", "text", "{a: 1}", "true", *(["[0.1]", "[0, 0, 0]"] if length == 2 else [])):
         assert field in refusal(tiny, f"{field}={value}")
@@ -234,23 +204,21 @@ def test_only_what_may_be_left_open_is_nothing(tiny):
 @pytest.mark.parametrize(
     ("overrides", "names"),
     [
-        (["train.betas=[2, 3]"], "train.betas"),
         (["train.warmup=101"], "train.warmup"),
-        (["train.warmup=1.5"], "train.warmup"),
-        (["train.joint_warmup=101"], "train.joint_warmup"),
+        (["train.joint_warmup=1.5"], "train.joint_warmup"),
         (["train.freeze_backbone_steps=101"], "train.freeze_backbone_steps"),
         (["train.ponder_start=5"], "train.ponder_full"),
         (["train.eval_tokens=7"], "train.eval_tokens"),
+        (["train.memory_budget=0.5"], "train.memory_budget"),
         (["model.iterations=3", "train.target_depth=3.5"], "train.target_depth"),
         (["train.target_depth=2", "train.ponder_weight=0"], "train.target_depth"),
-        (["model.backbone=5"], "model.backbone"),
+        (["train.exit_entropy_steps=[1, 3]"], "train.exit_entropy_steps"),
+        (["train.exit_entropy=[1, 0]", "train.exit_entropy_steps=[3, 1]"], "train.exit_entropy_steps"),
+        (["train.lora_rank=2", "train.compile=true"], "train.lora_rank"),
         (["model.backbone=[1]"], "model.backbone"),
-        (["model.backbone={a: 1}"], "model.backbone.model_type"),
         (["model.backbone=''"], "model.backbone"),
-        (["model.backbone.model_type=[1]"], "model.backbone.model_type"),
-        (["model.backbone.initializer_range=.nan"], "model.backbone.initializer_range"),
+        (["model.backbone={a: 1}"], "model.backbone.model_type"),
         (["model.backbone.rope_parameters={rope_theta: .inf}"], "model.backbone.rope_parameters.rope_theta"),
-        (["model.backbone.hidden_size=1e30"], "model.backbone.hidden_size"),
         (["model.embedding_scale=sqrt(e)"], "model.embedding_scale"),
     ],
 )
@@ -288,7 +256,7 @@ def test_what_is_no_backbones_config_is_refused_by_name(backbone):
         AdaPonderConfig(backbone_config=backbone)
 
 
-# --- found at once -------------------------------------------------------------------------------------------------
+# --- found when it is read -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["adaponde", "PONDER", "", "5"])
@@ -296,18 +264,6 @@ def test_a_method_that_is_none_is_found_when_the_recipe_is_read(tiny, method):
     message = refusal(tiny, f"model.method='{method}'")
     assert message.startswith(f"model.method='{method}' must be one of {', '.join(method_names())}")
     assert message.endswith("did you mean adaponder?") == (method == "adaponde")
-
-
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ("data.sequence=100000", "data.sequence=100000 exceeds model.backbone.max_position_embeddings=256"),
-        ("model.backbone.max_position_embeddings=many", "model.backbone.max_position_embeddings='many'"),
-    ],
-)
-def test_positions_are_compared_first_where_the_recipe_has_them(override, says):
-    with pytest.raises(ConfigError, match=says):
-        load_recipe("cpu/demo", [override])
 
 
 @pytest.mark.parametrize(
@@ -333,36 +289,31 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 FILES: dict[str, tuple[bytes, str]] = {
     "a bomb of aliases": (BOMB.encode(), "alias"),
-    "an alias of itself": (b"model: &m {backbone: *m}", "alias"),
     "nested too deeply": (b"model: " + b"[" * 100_000, "nested"),
     "nested mappings": (b"model: " + b"{a: " * 5000 + b"1" + b"}" * 5000, "nested"),
     "a number of too many digits": (b"train: {steps: " + b"9" * 100_000 + b"}", "digits"),
-    "a hexadecimal of too many digits": (b"train: {steps: 0x" + b"f" * 100_000 + b"}", "digits"),
     "a sexagesimal of too many digits": (b"train: {steps: 1" + b":59" * 50_000 + b"}", "digits"),
     "a date that is none": (b"train: {steps: 2001-99-99}", "month"),
-    "a boolean that is none": (b"train: {compile: !!bool x}", "not valid YAML"),
     "an object": (b"model: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
     "not UTF-8": (b"about: \xff\xfe", "is not text in UTF-8"),
-    "a control character": (b"about: a\x00b", "not valid YAML"),
     "too large": (b"about: " + b"x" * 2**20, "more than"),
-    "empty": (b"", "mapping"),
     "a list": (b"[1, 2]", "mapping"),
-    "a base that is none": (b"base: 5", "base=5"),
     "a list of bases": (b"base: [a, b]", "base="),
+    "a base of itself": (b"base: mine.yaml", "circle"),
     "a key twice": (b"train: {steps: 1, steps: 2}", "steps stands there twice"),
     "a key that is a number": (b"5: 6", "5: no such field; a recipe has base, model, data, train, about"),
-    "a key that is a list": (b"? [1]\n: 2", "not valid YAML"),
     "a section that is none": (b"base: cpu/demo\ntrain: null", "train=None"),
-    "a name that is a number": (b"base: cpu/demo\nabout: 5", "about=5"),
+    "a source of no kind": (b"base: cpu/demo\nprovenance: {train.lr: {kind: no}}", "provenance.train.lr.kind="),
 }
 
 
 @pytest.mark.parametrize("what", FILES)
-def test_a_file_that_is_no_recipe_is_one_line(tmp_path, what):
+def test_a_file_that_is_no_recipe_is_one_line(tmp_path, monkeypatch, what):
     content, says = FILES[what]
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_bytes(content)
     with pytest.raises(ConfigError) as caught:
-        load_recipe(str(tmp_path / "mine.yaml"))
+        load_recipe("mine.yaml")
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500

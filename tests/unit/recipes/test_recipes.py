@@ -1,10 +1,8 @@
 """Every recipe that ships builds the model it says, on the schedule it says; a slip of the pen is an error."""
 
 import os
-import re
 import subprocess
 import sys
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,8 @@ from adaponder.methods.cost import parameters_of
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import FREE_TRAIN, Recipe, load_recipe, recipe_names
 from adaponder.registry import SCALES, scale_of
-from adaponder.training.build import config_of, scratch_config
-from adaponder.training.schedule import build_optimizer, learning_rate_factor, objective_at, phases
+from adaponder.training.build import config_of
+from adaponder.training.schedule import build_optimizer, phases
 from support import tiny
 
 PYTHIA = {"70m": 70_426_624, "410m": 405_334_016}
@@ -146,55 +144,16 @@ def test_every_field_that_decides_a_papers_run_has_a_source(name):
         assert source.note or source.kind == "stated", f"{key}: what is not stated says why"
 
 
-def test_a_source_that_does_not_fit_its_field_is_found(tmp_path):
-    (tmp_path / "mine.yaml").write_text("base: paper/adaponder-70m\nmodel: {embedding_scale: 1.0}\n")
-    with pytest.raises(AssertionError, match=r"model\.embedding_scale"):
-        test_every_source_says_what_the_recipe_resolves_to(str(tmp_path / "mine.yaml"))
-
-
-@pytest.mark.parametrize(
-    ("written", "says"),
-    [
-        ("{train.lr: stated}", "provenance.train.lr='stated'"),
-        ("{train.lr: {kind: guessed}}", "provenance.train.lr.kind='guessed' must be"),
-        ("{train.lr: {value: 3}}", "provenance.train.lr.kind is missing"),
-        ("5", "provenance=5"),
-    ],
-)
-def test_a_source_has_a_kind(tmp_path, written, says):
-    (tmp_path / "mine.yaml").write_text(f"base: cpu/demo\nprovenance: {written}\n")
-    with pytest.raises(ConfigError, match=re.escape(says)):
-        load_recipe(str(tmp_path / "mine.yaml"))
-
-
-@pytest.mark.parametrize("name", PAPER)
-def test_paper_recipes_keep_the_papers_schedule(name):
-    recipe = load_recipe(name)
-    assert recipe.train.global_batch * recipe.data.sequence == 524_288
-    assert recipe.train.betas == (0.9, 0.95)
-    assert recipe.train.weight_decay == 0.1
-    if name.removeprefix("paper/").startswith(("adaponder-70m", "adaponder-410m")):
-        assert (recipe.train.ponder_start, recipe.train.ponder_full, recipe.train.steps) == (20_000, 24_000, 50_000)
-
-
-def test_the_first_embedding_is_multiplied_where_the_ponderlm_release_does():
-    assert {name: built(name).initial_multiplier for name in FROM_SCRATCH if name.startswith("paper/")} == {
-        name: {"paper/adaponder-410m": 3.0, "paper/ponder-410m": 3.0, "paper/ponder-k3-410m": 2.0}.get(name, 1.0)
-        for name in FROM_SCRATCH
-        if name.startswith("paper/")
-    }
-
-
 # --- scales and schedules ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FROM_SCRATCH)
-def test_recipes_that_are_compared_have_one_embedding_scale(name):
-    config = built(name)
-    scale = (2.5 * config.hidden_size if config.method == "loop" else config.hidden_size) ** 0.5
-    if name.startswith("paper/vanilla-") and "scaled" not in name:
-        scale = 1.0  # Pythia as it was released; paper/vanilla-scaled-* is the twin to compare with
-    assert config.embedding_scale == scale
+def test_recipes_that_are_compared_have_one_embedding_scale():
+    for name in FROM_SCRATCH:
+        config = built(name)
+        scale = (2.5 * config.hidden_size if config.method == "loop" else config.hidden_size) ** 0.5
+        if name.startswith("paper/vanilla-") and "scaled" not in name:
+            scale = 1.0  # Pythia as it was released; paper/vanilla-scaled-* is the twin to compare with
+        assert config.embedding_scale == scale, name
 
 
 def test_the_scale_is_recorded_and_hashed_whether_said_or_left_open():
@@ -207,29 +166,9 @@ def test_the_scale_is_recorded_and_hashed_whether_said_or_left_open():
     assert load_recipe("paper/adaponder-1.4b-from-ponder").as_dict()["model"]["embedding_scale"] is None
 
 
-GATES_BEGIN = {
-    "mini/adaponder": 400,
-    "mini/ponder": 0,
-    "mini/mor": 0,
-    "ablation/no-stage-1": 0,
-    "paper/adaponder-70m": 6666,
-    "paper/adaponder-410m": 6666,
-    "paper/ablation-k-0.15-70m": 2543,
-    "paper/pause-70m": 0,
-    "paper/adaponder-1.4b-from-ponder": 0,  # they learn alone first
-    "paper/adaponder-1.4b-from-vanilla": 0,
-    "cpu/demo": 0,  # its stage 1 is over before reading again could pay
-}
-
-
 def gates_begin(name: str, *overrides: str) -> int:
     recipe = load_recipe(name, overrides)
     return recipe.train.gates_begin(pressed=method_class(recipe.model.method).has_ponder_term)
-
-
-@pytest.mark.parametrize("name", GATES_BEGIN)
-def test_gates_begin_to_learn_a_third_into_stage_1_where_one_is_long(name):
-    assert gates_begin(name) == GATES_BEGIN[name]
 
 
 def test_whoever_says_when_gates_begin_is_heard():
@@ -249,50 +188,6 @@ def test_continued_pretraining_trains_gates_alone_for_a_billion_tokens_first():
     assert abs((first.end - first.start) * 524_288 - 1e9) < 524_288
     assert recipe.train.lr == pytest.approx(2e-5)
     assert len(phases(load_recipe("paper/adaponder-1.4b-from-vanilla").train)) == 1
-
-
-def test_joint_training_warms_up_again_where_the_recipe_says_so():
-    train = load_recipe("paper/adaponder-1.4b-from-ponder").train
-    start, warm = train.freeze_backbone_steps, round(0.02 * train.steps)
-    plain = replace(train, joint_warmup=None)
-    assert learning_rate_factor(plain, start) > 0.98  # what a fresh AdamW would begin with
-    for step in (0, start - 1):
-        assert learning_rate_factor(train, step) == learning_rate_factor(plain, step)
-    for step in (0, 1, warm - 2):
-        there = start + step
-        assert learning_rate_factor(train, there) == learning_rate_factor(plain, there) * ((step + 1) / warm)
-    for step in range(start + warm - 1, train.steps, 997):
-        assert learning_rate_factor(train, step) == learning_rate_factor(plain, step)
-    never_alone = load_recipe("mini/adaponder", ["train.joint_warmup=0.5"]).train
-    assert learning_rate_factor(never_alone, 60) == 1.0
-
-
-def test_ouros_beta_follows_its_schedule_from_a_recipe():
-    def betas(*overrides: str) -> list[float | None]:
-        train = load_recipe("mini/ouro", ["train.steps=5", *overrides]).train
-        return [objective_at(train, step).exit_entropy_weight for step in range(5)]
-
-    assert betas() == [None] * 5  # the config's
-    assert betas("train.exit_entropy=[0.1, 0.05]") == pytest.approx([0.1, 0.0875, 0.075, 0.0625, 0.05])
-    both = ("train.exit_entropy=[0.1, 0.05]", "train.exit_entropy_steps=[3, 3]")
-    assert betas(*both) == [0.1, 0.1, 0.1, 0.05, 0.05]
-    assert betas(both[0], "train.exit_entropy_steps=[1, 3]") == pytest.approx([0.1, 0.1, 0.075, 0.05, 0.05])
-    for wrong in ("train.exit_entropy_steps=[3, 1]", "train.exit_entropy=[0.1, -1]"):
-        with pytest.raises(ConfigError, match="exit_entropy"):
-            load_recipe("mini/ouro", [both[0], wrong])
-    with pytest.raises(ConfigError, match="exit_entropy_steps"):
-        load_recipe("mini/ouro", ["train.exit_entropy_steps=[1, 3]"])
-
-
-def test_the_schedule_warms_up_and_ends_at_its_floor():
-    train = load_recipe("paper/adaponder-70m").train
-    assert learning_rate_factor(train, 0) == pytest.approx(1 / 1000)
-    assert learning_rate_factor(train, 999) == 1.0
-    assert learning_rate_factor(train, 49_999) == pytest.approx(0.1)
-    assert objective_at(train, 19_999).ponder_weight == 0
-    assert objective_at(train, 20_000).ponder_fraction == 0
-    assert objective_at(train, 22_000).ponder_fraction == pytest.approx(0.05)
-    assert objective_at(train, 24_000).ponder_fraction == 0.1
 
 
 def test_overrides_reach_their_field_and_change_the_hash():
@@ -318,52 +213,15 @@ def test_a_written_recipe_is_read_back_as_it_was(tmp_path):
         ("trian.steps=3", "trian"),
         ("steps=3", "section.field=value"),
         ("train.steps", "section.field=value"),
-        ("train.steps=many", "train.steps"),
-        ("train.steps=0", "train.steps=0"),
-        ("train.lr=-1", "train.lr"),
-        ("train.dtype=int8", "train.dtype="),
         ("train.betas=[0.9]", "2 numbers"),
-        ("train.compile=maybe", "train.compile"),
-        ("train.ponder_full=3", "ponder_start"),
-        ("train.freeze_backbone_steps=999999", "freeze_backbone_steps"),
-        ("data=3", "section.field=value"),
         ("data.sequence.x=3", "sequence is not a section"),
     ],
 )
 def test_a_slip_of_the_pen_is_an_error_that_names_the_field(override, says):
     with pytest.raises(ConfigError, match=says):
         load_recipe("cpu/demo", [override])
-
-
-def test_unknown_recipes_and_broken_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match="did you mean cpu/demo"):
         load_recipe("cpu/dmo")
-    (tmp_path / "bad.yaml").write_text("a: [")
-    with pytest.raises(ConfigError, match="not valid YAML"):
-        load_recipe(str(tmp_path / "bad.yaml"))
-    (tmp_path / "loop.yaml").write_text(f"base: {tmp_path / 'loop.yaml'}")
-    with pytest.raises(ConfigError, match="circle"):
-        load_recipe(str(tmp_path / "loop.yaml"))
-
-
-def test_a_misspelt_field_of_the_backbone_is_an_error_with_a_suggestion():
-    recipe = load_recipe("cpu/demo", ["model.backbone.hiden_size=64"])
-    with pytest.raises(ConfigError, match=r"model.backbone.hiden_size: gpt_neox has no such field; did you mean"):
-        scratch_config(recipe, 300)
-
-
-@pytest.mark.parametrize("override", ["train.memory_budget=0.5", "train.memory_budget=0"])
-def test_settings_of_the_compiler_without_it_are_named(override):
-    with pytest.raises(ConfigError, match=override.removeprefix("train.")):
-        load_recipe("mini/adaponder", ["train.compile=false", override])
-
-
-def test_how_to_compile_may_be_said_of_what_is_not_compiled():
-    assert load_recipe("mini/adaponder", ["train.compile=false"]).train.compile_by == "pass"
-    assert load_recipe("ablation/no-reuse").train.compile_by == "pass"
-    assert load_recipe("paper/adaponder-70m").train.compile_by == "layer"
-    with pytest.raises(ConfigError, match="compile_by"):
-        load_recipe("mini/adaponder", ["train.compile_by=whole"])
 
 
 def test_reading_a_recipe_imports_no_torch():

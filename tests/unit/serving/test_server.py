@@ -203,7 +203,7 @@ def test_checkpoint_with_code_is_refused(tmp_path, where, monkeypatch):
     monkeypatch.setenv("HF_HUB_TRUST_REMOTE_CODE", "1")
     monkeypatch.setenv("TRUST_REMOTE_CODE", "1")
     with pytest.raises((CheckpointError, InputError)):
-        serve.open_worker(serve.Opening(str(folder)))
+        serve.open_worker(serve.ServedModel(checkpoint=str(folder)))
     assert not mark.exists()
     for room in ("serving", "checkpoints", "conversion", "modeling"):
         for path in (SOURCE / "adaponder" / room).rglob("*.py"):
