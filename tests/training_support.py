@@ -82,3 +82,10 @@ def losses(run: Path) -> list[float]:
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """The weights in a model folder."""
     return load_file(folder / "model.safetensors")
+
+
+def assert_same_weights(run: Path, other: Path) -> None:
+    """Asserts that the final models of two runs have the same bits."""
+    first, second = weights(run / "final"), weights(other / "final")
+    assert first.keys() == second.keys()
+    assert [name for name, value in first.items() if not torch.equal(value, second[name])] == []

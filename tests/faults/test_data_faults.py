@@ -22,11 +22,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from adaponder.checkpoints.manifest import sealed
+from adaponder.cli import main
 from adaponder.data import DataError, Sampler, Shards
 from adaponder.data import shards as verify
 from adaponder.data.encode import Encoder
 from adaponder.data.manifest import Manifest
 from adaponder.data.prepare import prepare
+from adaponder.data.shards import ShardWriter
 from adaponder.data.tokenizers import load_tokenizer, tokenizer_hash
 from adaponder.errors import AdaPonderError, InputError
 from adaponder.recipes import load_recipe
@@ -54,9 +56,9 @@ def arguments(corpus: Path, out: Path) -> dict:
 def whole(corpus, tmp_path_factory) -> Path:
     """Prepared without interruption: at least three training shards and two of validation."""
     out = tmp_path_factory.mktemp("whole")
-    made = prepare(**arguments(corpus, out))
-    assert len(made.splits["train"]) >= 3
-    assert len(made.splits["validation"]) >= 2
+    manifest = prepare(**arguments(corpus, out))
+    assert len(manifest.splits["train"]) >= 3
+    assert len(manifest.splits["validation"]) >= 2
     return out
 
 
@@ -223,7 +225,7 @@ FORGED = [
 ]
 
 
-@pytest.mark.parametrize(("keys", "value", "named"), FORGED, ids=lambda part: str(part)[:30])
+@pytest.mark.parametrize(("keys", "value", "named"), FORGED, ids=lambda piece: str(piece)[:30])
 def test_15_a_forged_manifest_is_refused_in_one_line(copy, keys, value, named):
     """Its own checksum is right."""
     manifest = json.loads((copy / MANIFEST).read_text())
@@ -280,14 +282,14 @@ def test_18_odd_documents_are_defined(tmp_path):
     ]
     path = tmp_path / os.fsdecode(b"name-\xff.jsonl")
     path.write_bytes(b"\n".join(lines))
-    made = prepare([str(path)], out=tmp_path / "out", tokenizer="train-bpe:257", validation=0)
-    assert made.skipped == {"hidden": 0, "special": 0, "binary": 0, "invalid_utf8": 6, "empty": 1}
+    manifest = prepare([str(path)], out=tmp_path / "out", tokenizer="train-bpe:257", validation=0)
+    assert manifest.skipped == {"hidden": 0, "special": 0, "binary": 0, "invalid_utf8": 6, "empty": 1}
     shards = Shards.open(tmp_path / "out")
     tokens = shards.read(0, shards.tokens)
     words = load_tokenizer(str(tmp_path / "out"))[0]
     parts = np.split(tokens, np.flatnonzero(tokens == shards.end_id) + 1)[:-1]
     texts = ["a", "bad \ufffd byte", "half \ufffd pair", "whole 😀 pair", "nul \0 inside"]
-    assert [words.decode(part.tolist()[:-1]) for part in parts] == texts
+    assert [words.decode(piece.tolist()[:-1]) for piece in parts] == texts
     sources = pq.read_table(tmp_path / "out" / "train" / "docs-00000.parquet").column("source").to_pylist()
     assert sources == [*["name-\ufffd"] * 4, "half \ufffd"]
 
@@ -297,11 +299,11 @@ def test_18_a_line_of_ten_megabytes_is_a_document_like_any_other(tmp_path):
     (tmp_path / "long.jsonl").write_text('{"text": "short"}\n{"text": "' + "ab" * 5_000_000 + '"}\n')
     load_tokenizer("train-bpe:300", ["ab" * 400, "short text"])[0].save(str(tmp_path / "t.json"))
     begun = time.monotonic()
-    made = prepare(
+    manifest = prepare(
         [str(tmp_path / "long.jsonl")], out=tmp_path / "out", tokenizer=str(tmp_path / "t.json"), validation=0
     )
     assert time.monotonic() - begun < 60
-    assert (made.total("train", "documents"), made.total("train", "utf8_bytes")) == (2, 10_000_005)
+    assert (manifest.total("train", "documents"), manifest.total("train", "utf8_bytes")) == (2, 10_000_005)
     assert Shards.open(tmp_path / "out").number_blocks(np.array([0]), 20)[0, -1] == 1
 
 
@@ -324,9 +326,9 @@ def test_18_a_pipe_is_skipped_in_a_folder_and_refused_by_name(tmp_path):
     (tmp_path / "in" / "folder" / "up").symlink_to(tmp_path / "in")
     (tmp_path / "in" / "a.txt").write_text("text")
     (tmp_path / "in" / "b.txt").symlink_to(tmp_path / "in" / "a.txt")
-    made = prepare([str(tmp_path / "in")], out=tmp_path / "out", tokenizer="train-bpe:257", validation=0)
-    assert (made.total("train", "documents"), made.skipped["special"]) == (2, 3)
-    assert ": 3" in made.remarks()[0]
+    manifest = prepare([str(tmp_path / "in")], out=tmp_path / "out", tokenizer="train-bpe:257", validation=0)
+    assert (manifest.total("train", "documents"), manifest.skipped["special"]) == (2, 3)
+    assert ": 3" in manifest.remarks()[0]
     for source, tokenizer in (("pipe", "train-bpe:257"), ("a.txt", str(tmp_path / "in" / "pipe"))):
         with pytest.raises(InputError, match="pipe"):
             prepare([str(tmp_path / "in" / source)], out=tmp_path / "other", tokenizer=tokenizer)
@@ -390,8 +392,8 @@ def test_19_what_is_done_is_not_done_again(corpus, whole, tmp_path, monkeypatch)
     state = json.loads((out / "progress.json").read_text())
     encoded, original = [], Encoder._encode
     monkeypatch.setattr(Encoder, "_encode", lambda *given: encoded.extend(given[1]) or original(*given))
-    made = prepare(**arguments(corpus, out))
-    total = made.total("train", "documents") + made.total("validation", "documents")
+    manifest = prepare(**arguments(corpus, out))
+    total = manifest.total("train", "documents") + manifest.total("validation", "documents")
     done = sum(shard["documents"] for split in state["shards"].values() for shard in split)
     assert done > 10
     assert len(encoded) == total - done
@@ -476,28 +478,22 @@ def test_19_kill_9_ends_the_workers_and_a_rerun_continues(corpus, whole, tmp_pat
 
 
 def test_19_an_interruption_while_train_prepares_ends_it_at_once(corpus, tmp_path, monkeypatch, capsys, ctrl_c):
-    """Exit 130 after the batch at hand, nothing but whole files, and the same command goes on."""
-    from adaponder.cli import main
-    from adaponder.data import prepare as module
-
+    """Exit 130 after the batch at hand, and the folder of the run is still empty."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "_CHUNK_DOCUMENTS", 5)
-    command = ["adaponder", "train", "cpu/demo", "--out", str(tmp_path / "run")]
-    settings = {"source": corpus, "tokenizer": "train-bpe:270", "validation": 0.3}
-    monkeypatch.setattr("sys.argv", command + [f"--set=data.{name}={value}" for name, value in settings.items()])
+    monkeypatch.setattr("adaponder.data.prepare._CHUNK_DOCUMENTS", 5)
     batches = []
 
-    def interrupted(self, batch) -> None:
+    def interrupted(writer: ShardWriter, batch: object) -> None:
         batches.append(batch)
         if len(batches) == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(module.ShardWriter, "add", interrupted)
-        with pytest.raises(SystemExit) as ended:
-            main()
-    assert ended.value.code == 130
-    assert len(batches) == 2
-    assert "interrupted; run the same command again" in capsys.readouterr().err
+    monkeypatch.setattr(ShardWriter, "add", interrupted)
+    command = ["adaponder", "train", "cpu/demo", "--out", "run", f"--set=data.source={corpus}"]
+    monkeypatch.setattr("sys.argv", [*command, "--set=data.tokenizer=train-bpe:270"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, len(batches)) == (130, 2)
+    assert "run the same command again" in capsys.readouterr().err
     assert not multiprocessing.active_children()
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]

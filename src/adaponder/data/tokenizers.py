@@ -44,16 +44,15 @@ def load_tokenizer(
     cannot forge its own end.
     """
     _check_settings(spec, end_token)
-    if spec.startswith(TRAIN):
-        tokenizer = train_bpe(int(spec.removeprefix(TRAIN)), documents, end_token=end_token or END)
+    if (path := tokenizer_file(spec)) is not None:
+        tokenizer = read_tokenizer(path)
+        end_token = end_token or _token_named("eos_token", path.parent / "tokenizer_config.json") or END
     elif spec == SYMBOLS:
         if end_token not in (None, END):
             raise InputError(f"--end-token {end_token}: the tokenizer {SYMBOLS} has only {END}; drop --end-token")
         tokenizer = symbol_tokenizer(END)
     else:
-        path = _file_of(spec)
-        tokenizer = read_tokenizer(path)
-        end_token = end_token or _token_named("eos_token", path.parent / "tokenizer_config.json") or END
+        tokenizer = train_bpe(int(spec.removeprefix(TRAIN)), documents, end_token=end_token or END)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
@@ -99,11 +98,6 @@ def special_tokens(spec: str, end_token: str | None = None) -> SpecialTokens:
     added = read_tokenizer(path).get_added_tokens_decoder().values()
     special = frozenset([end, *(token.content for token in added if token.special)])
     return SpecialTokens(_token_named("bos_token", settings) or end, end, special)
-
-
-def tokenizer_file(spec: str) -> Path | None:
-    """Returns the ``tokenizer.json`` that ``spec`` names; ``None`` for ``symbols`` and trained ones."""
-    return None if spec == SYMBOLS or spec.startswith(TRAIN) else _file_of(spec)
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
@@ -177,8 +171,10 @@ def _first_bytes(documents: Iterable[str], limit: int) -> Iterator[str]:
             return
 
 
-def _file_of(spec: str) -> Path:
-    """Returns the ``tokenizer.json`` of a file, a folder, a run folder or a hub repository."""
+def tokenizer_file(spec: str) -> Path | None:
+    """Returns the ``tokenizer.json`` of a file, a folder, a run folder or a hub repository; ``None`` if it has none."""
+    if spec == SYMBOLS or spec.startswith(TRAIN):
+        return None
     path = shipped(spec) or Path(spec)
     if os.path.isfile(path):
         return path

@@ -14,7 +14,7 @@ from adaponder.data import Batch, Sampler, Shards
 from adaponder.data.manifest import MANIFEST
 from adaponder.data.prepare import prepare
 from adaponder.data.tokenizers import read_tokenizer, tokenizer_hash
-from adaponder.errors import InputError, TrainingError
+from adaponder.errors import ConfigError, InputError, TrainingError
 from adaponder.policies import sequence_seeds
 from adaponder.recipes import Recipe
 from adaponder.terminal import console, line
@@ -100,7 +100,11 @@ class MicroBatches:
     @classmethod
     def of(cls, recipe: Recipe, sampler: Sampler, world: World) -> MicroBatches:
         """Divides the recipe's ``global_batch`` into micro-batches; each process must get whole ones."""
-        share = world.share(recipe.train.global_batch, "train.global_batch")
+        share, remainder = divmod(recipe.train.global_batch, world.size)
+        if remainder:
+            raise ConfigError(
+                f"train.global_batch={recipe.train.global_batch} must be divisible by {world.size} processes"
+            )
         size = min(recipe.train.micro_batch or share, share)
         if share % size:
             raise TrainingError(f"train.micro_batch={size} must divide the {share} windows of a process in a step")

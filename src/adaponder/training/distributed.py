@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from adaponder.backbones.families import decoder_layers
 from adaponder.devices import as_device
-from adaponder.errors import ConfigError
 from adaponder.halting import bottom_k_mean, pool_count
 from adaponder.modeling import AdaPonderForCausalLM
 
@@ -30,12 +29,6 @@ class World:
     @property
     def leads(self) -> bool:
         return self.rank == 0
-
-    def share(self, total: int, name: str) -> int:
-        """Returns this process's share of the ``total`` windows of ``name``."""
-        if total % self.size:
-            raise ConfigError(f"{name}={total} must be divisible by the {self.size} processes")
-        return total // self.size
 
     def sum(self, values: Tensor) -> Tensor:
         """Returns the sum over all processes, in each."""
@@ -59,7 +52,7 @@ class World:
 
     def any(self, flag: bool) -> bool:
         """Returns whether ``flag`` is true in any process, in each."""
-        return bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
+        return flag if self.size == 1 else bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
 
     def wait(self) -> None:
         if self.size > 1:

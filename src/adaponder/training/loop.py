@@ -190,7 +190,7 @@ class Trainer:
             self._log(step)
         if last or due(train.eval_every):
             self._validate(step)
-        stop = self.world.any(self.stop_requested()) if self.world.size > 1 else self.stop_requested()
+        stop = self.world.any(self.stop_requested())
         if not last and (stop or self.step == phase_end or due(train.save_every)):
             self.save()
         return stop and not last

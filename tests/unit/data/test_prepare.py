@@ -52,7 +52,7 @@ def prepared(corpus, tokenizer, tmp_path_factory) -> Path:
 def test_every_document_is_in_its_shard_followed_by_the_end_token(prepared, corpus):
     words, end_id = load_tokenizer(str(prepared))
     assert end_id == 0
-    found = {}
+    placed = {}
     for split in ("train", "validation"):
         for path in sorted((prepared / split).glob("tokens-*.bin")):
             tokens = np.fromfile(path, "<u2")
@@ -63,12 +63,12 @@ def test_every_document_is_in_its_shard_followed_by_the_end_token(prepared, corp
                 text = words.decode(body)
                 assert row["utf8_bytes"] == len(text.encode())
                 assert row["hash"] == content_hash(text)
-                found[text] = (split, row["source"])
-    assert len(found) == 120
+                placed[text] = (split, row["source"])
+    assert len(placed) == 120
     assert min(shard.tokens for shard in Manifest.load(prepared).splits["train"][:-1]) >= 900
     for document in documents([str(corpus)]):
         share = int.from_bytes(hashlib.sha256(document.text.encode()).digest()[:8], "big") / 2**64
-        assert found[document.text] == ("validation" if share < 0.2 else "train", document.source)
+        assert placed[document.text] == ("validation" if share < 0.2 else "train", document.source)
 
 
 def test_any_number_of_workers_gives_the_same_bytes(prepared, corpus, tokenizer, tmp_path, monkeypatch):
@@ -185,8 +185,10 @@ def test_the_vocabulary_decides_the_width_of_a_token(tmp_path):
     words.save(str(tmp_path / "wide.json"))
     assert vocabulary_size(words) == 65_600
     (tmp_path / "a.txt").write_text("a a b")
-    made = prepare([str(tmp_path / "a.txt")], out=tmp_path / "out", tokenizer=str(tmp_path / "wide.json"), validation=0)
-    assert made.dtype == "uint32"
+    manifest = prepare(
+        [str(tmp_path / "a.txt")], out=tmp_path / "out", tokenizer=str(tmp_path / "wide.json"), validation=0
+    )
+    assert manifest.dtype == "uint32"
     assert Shards.open(tmp_path / "out").read(0, 4).tolist() == [65_000, 65_000, 1, 65_599]
     write_megatron(tmp_path / "m", [[1, 2]])
     with pytest.raises(InputError, match=r"uint16.*65600"):
@@ -195,9 +197,9 @@ def test_the_vocabulary_decides_the_width_of_a_token(tmp_path):
 
 def test_megatron_documents_keep_their_tokens_and_end_once(tmp_path, tokenizer):
     write_megatron(tmp_path / "m", [[70, 71, 0], [72], [0]])
-    made = prepare([str(tmp_path / "m")], out=tmp_path / "out", tokenizer=str(tokenizer), validation=0)
+    manifest = prepare([str(tmp_path / "m")], out=tmp_path / "out", tokenizer=str(tokenizer), validation=0)
     assert Shards.open(tmp_path / "out").read(0, 6).tolist() == [70, 71, 0, 72, 0, 0]
-    assert (made.total("train", "documents"), made.total("train", "tokens")) == (3, 6)
+    assert (manifest.total("train", "documents"), manifest.total("train", "tokens")) == (3, 6)
     with pytest.raises(InputError, match=r"m\.bin.*tokenizer"):
         prepare([str(tmp_path / "m")], out=tmp_path / "other", tokenizer="train-bpe:300")
 
@@ -255,6 +257,6 @@ def test_the_command_prints_that_it_continues_only_after_a_complete_shard(
 def test_what_is_finished_needs_its_tokenizer_no_more(prepared, corpus, tmp_path, monkeypatch):
     """Prepared with a tokenizer of the hub, which is out of reach when the same command is given again."""
     monkeypatch.setattr(tokenizers, "_download", lambda name: prepared)
-    made = prepare([str(corpus)], out=tmp_path / "out", tokenizer="somebody/words")
+    manifest = prepare([str(corpus)], out=tmp_path / "out", tokenizer="somebody/words")
     monkeypatch.undo()
-    assert prepare([str(corpus)], out=tmp_path / "out", tokenizer="somebody/words") == made
+    assert prepare([str(corpus)], out=tmp_path / "out", tokenizer="somebody/words") == manifest

@@ -130,18 +130,6 @@ def test_hops_ask_every_number_alike_and_each_question_has_its_own_steps():
         assert sorted(question.needed for question in questions(words)) == [1, 1, 2, 2, 3, 4]
 
 
-def test_all_are_small_unless_last_letters_are_to_be_capitals():
-    for words in documents(settings_of(SMALL["hops"] + ",ends=4,capitals=1")):
-        steps, leads = words[: words.index("|")], set(words[: words.index("|") : 3])
-        ends = {then for then in steps[1::3] if then not in leads}
-        assert 1 <= len(ends) <= 4
-        assert all(end.isupper() for end in ends)
-        assert {word for word in words if word.isupper()} == ends
-    for words in documents(settings_of(SMALL["hops"] + ",ends=4")):
-        assert "".join(words).islower()
-        assert len(set(words[1 : words.index("|") : 3]) - set(words[: words.index("|") : 3])) <= 4
-
-
 def test_steps_stand_in_the_order_in_which_they_are_taken():
     """So no step can be joined with the next before a question asks for it: what follows is not written yet."""
     mixed = 0

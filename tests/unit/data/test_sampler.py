@@ -66,7 +66,7 @@ def test_a_permutation_of_any_size_needs_no_array_of_it(size, seed):
 
 def test_a_permutation_looks_random():
     """Over many keys each value goes everywhere about equally often, and neighbours part."""
-    size, keys = 7, 3500
+    size, keys = 7, 700
     counts = np.zeros((size, size))
     for epoch in range(keys):
         counts[np.arange(size), permute(np.arange(size), size, keys=round_keys(0, epoch))] += 1

@@ -48,8 +48,8 @@ def refused(path: Path | str, error: type[AdaPonderError], match: str) -> None:
 )
 def test_a_file_gives_its_text_or_its_records(tmp_path, name, data, expected):
     (tmp_path / name).write_bytes(data)
-    found = list(documents([str(tmp_path / name)]))
-    assert (found if name.partition(".")[2] != "jsonl" else [document.text for document in found]) == expected
+    actual = list(documents([str(tmp_path / name)]))
+    assert (actual if name.partition(".")[2] != "jsonl" else [document.text for document in actual]) == expected
 
 
 def test_a_folder_is_read_in_sorted_order_without_hidden_and_binary_files(tmp_path):
@@ -60,8 +60,8 @@ def test_a_folder_is_read_in_sorted_order_without_hidden_and_binary_files(tmp_pa
     (tmp_path / "packed").write_bytes(bytes(range(128, 256)))
     (tmp_path / "d.jsonl").write_bytes(LINES)
     counts = Counts()
-    found = [document.text for document in documents([str(tmp_path)], counts=counts)]
-    assert found == ["a.txt", *TEXTS, "b/1.txt", "b/2.txt"]
+    actual = [document.text for document in documents([str(tmp_path)], counts=counts)]
+    assert actual == ["a.txt", *TEXTS, "b/1.txt", "b/2.txt"]
     assert (counts.hidden, counts.binary, counts.documents) == (2, 2, 6)
 
 
@@ -95,8 +95,8 @@ def test_text_and_records_are_the_same_however_they_are_compressed(tmp_path, com
     assert list(documents([str(tmp_path / f"part.jsonl{compression}")])) == records
     assert list(documents([str(tmp_path / f"notes.txt{compression}")])) == [Document(text, "txt")]
     counts = Counts()
-    found = {document[:2] for document in documents([str(tmp_path)], counts=counts)}
-    assert found == {document[:2] for document in records} | {(text, source) for source in ("txt", "text", "py")}
+    actual = {document[:2] for document in documents([str(tmp_path)], counts=counts)}
+    assert actual == {document[:2] for document in records} | {(text, source) for source in ("txt", "text", "py")}
     assert counts.binary == 1
 
 

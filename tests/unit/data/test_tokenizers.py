@@ -39,12 +39,12 @@ def test_the_tokenizer_of_a_run_folder_is_that_of_the_checkpoint_it_means(tmp_pa
         (tmp_path / "run" / name).mkdir(parents=True)
         (tmp_path / "run" / name / "tokenizer.json").write_text(content)
     (tmp_path / "one.txt").write_text("a word or two")
-    made = [
+    manifests = [
         prepare([str(tmp_path / "one.txt")], out=tmp_path / str(number), tokenizer=str(spec))
         for number, spec in enumerate((tmp_path / "run", tokenizer))
     ]
-    assert made[0].tokenizer_hash == made[1].tokenizer_hash
-    assert made[0].fingerprint["tokenizer_file"] == made[1].fingerprint["tokenizer_file"] is not None
+    assert manifests[0].tokenizer_hash == manifests[1].tokenizer_hash
+    assert manifests[0].fingerprint["tokenizer_file"] == manifests[1].fingerprint["tokenizer_file"] is not None
 
 
 def test_the_hash_is_of_the_tokenizer_not_of_its_layout_or_habits(tokenizer):

@@ -14,10 +14,10 @@ CPU = torch.device("cpu")
 
 def draws_again(device: torch.device, draw) -> None:
     """Asserts that what is drawn after a state was taken is drawn again after it was restored from JSON."""
-    kept = json.loads(json.dumps(random_states(World(device=device))))
+    saved = json.loads(json.dumps(random_states(World(device=device))))
     first = (torch.rand(3).tolist(), draw().tolist())
     assert (torch.rand(3).tolist(), draw().tolist()) != first
-    (state,) = parse_random_states(kept)
+    (state,) = parse_random_states(saved)
     restore_random_state(state, device)
     assert (torch.rand(3).tolist(), draw().tolist()) == first
 
@@ -27,14 +27,14 @@ def test_the_cpu_draws_again_what_it_drew():
 
 
 def test_a_device_has_a_generator_of_its_own_which_draws_again_what_it_drew(monkeypatch):
-    device, generator, asked = torch.device("cuda", 1), torch.Generator().manual_seed(7), []
+    device, generator, devices = torch.device("cuda", 1), torch.Generator().manual_seed(7), []
     module = SimpleNamespace(
-        get_rng_state=lambda which: asked.append(which) or generator.get_state(),
-        set_rng_state=lambda state, which: asked.append(which) or generator.set_state(state),
+        get_rng_state=lambda which: devices.append(which) or generator.get_state(),
+        set_rng_state=lambda state, which: devices.append(which) or generator.set_state(state),
     )
     monkeypatch.setattr(torch, "get_device_module", {device: module}.__getitem__)
     draws_again(device, lambda: torch.rand(2, generator=generator))
-    assert asked == [device, device]
+    assert devices == [device, device]
 
 
 @pytest.mark.gpu
@@ -57,7 +57,7 @@ def test_each_process_has_a_state_of_its_own(monkeypatch):
     monkeypatch.setattr(
         torch.distributed, "all_gather", lambda places, mine: [a.copy_(b) for a, b in zip(places, told, strict=True)]
     )
-    kept = random_states(World(rank=1, size=2))
-    for state, generator in zip(parse_random_states(kept), states.values(), strict=True):
+    saved = random_states(World(rank=1, size=2))
+    for state, generator in zip(parse_random_states(saved), states.values(), strict=True):
         restore_random_state(state, CPU)
         assert torch.equal(torch.rand(3), torch.rand(3, generator=generator))

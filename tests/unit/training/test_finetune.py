@@ -24,7 +24,7 @@ from adaponder.training.data import MicroBatches, sampler_of
 from adaponder.training.distributed import World
 from adaponder.training.run import train
 from adaponder.training.validation import validate
-from training_support import WORDS, corpus, small, weights
+from training_support import WORDS, assert_same_weights, corpus, small, weights
 
 TEMPLATE = """{% for message in messages %}{% if message.role == "user" %}ask {{ message.content }}
 {% else %}{{ message.content }}{{ eos_token }}{% endif %}{% endfor %}"""
@@ -147,8 +147,8 @@ def test_validation_scores_what_training_learns(tuned, chats):
 
 def test_the_template_is_saved_with_the_model(tuned):
     words = AutoTokenizer.from_pretrained(tuned.run / "final")
-    asked = words.apply_chat_template([{"role": "user", "content": "the cat"}], tokenize=False)
-    assert asked == "ask the cat\n"
+    rendered = words.apply_chat_template([{"role": "user", "content": "the cat"}], tokenize=False)
+    assert rendered == "ask the cat\n"
 
 
 @pytest.mark.parametrize("rank", ["null", "2"])
@@ -176,9 +176,9 @@ def test_adapters_train_alone_and_the_final_model_has_them_merged(base, tmp_path
         assert not any("lora" in name for name, _ in opened.named_parameters())
     merged = AdaPonderForCausalLM.from_pretrained(tmp_path / "run" / "final", dtype=torch.float64)
     text = torch.randint(300, (2, 20), generator=torch.Generator().manual_seed(0))
-    expected, found = adapted(text), merged(text)
-    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-10)
-    assert torch.equal(found.depth, expected.depth)
+    expected, actual = adapted(text), merged(text)
+    torch.testing.assert_close(actual.logits, expected.logits, rtol=0, atol=1e-10)
+    assert torch.equal(actual.depth, expected.depth)
 
 
 @pytest.fixture(scope="module")
@@ -199,8 +199,7 @@ def test_a_resumed_run_with_adapters_is_the_unbroken_one(with_dropout, tmp_path)
     train(recipe, out=tmp_path / "whole", quiet=True)
     source = tmp_path / "whole" / "checkpoints" / "step-00000003"
     resumed = train(recipe, out=tmp_path / "resumed", resume=str(source), quiet=True)
-    for name, value in weights(tmp_path / "whole" / "final").items():
-        assert torch.equal(value, weights(tmp_path / "resumed" / "final")[name]), name
+    assert_same_weights(tmp_path / "resumed", tmp_path / "whole")
     assert resumed.trainer.before is None, "another folder does not know what was before"
     (tmp_path / "whole" / "final").rename(tmp_path / "elsewhere")
     again = train(recipe, out=tmp_path / "whole", resume="auto", quiet=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from adaponder import AdaPonderError, Objective
+from adaponder import AdaPonderError, FixedDepth, Objective
 from adaponder.errors import CheckpointError
 from adaponder.halting import bottom_k_mean, ponder_fraction
 from adaponder.integrations import PonderCallback
@@ -54,7 +54,7 @@ def test_the_loss_has_the_ponder_term_and_k_follows_the_step(tmp_path):
         torch.testing.assert_close(output.terms["ponder"], expected)
         assert (expected.item() > 0) == (step > START)
         torch.testing.assert_close(output.loss, output.terms["cross_entropy"] + share * 0.5 * expected)
-    logged = [sum(output.loss.item() for step, _, output in seen if step == one) for one in range(STEPS)]
+    logged = [sum(output.loss.item() for step, _, output in seen if step == number) for number in range(STEPS)]
     assert losses(run) == pytest.approx(logged, rel=1e-5)
     assert model.training_objective is None
     assert model.training_policy is None
@@ -83,23 +83,16 @@ def test_gates_learn_at_once_or_from_their_start_on(tmp_path, method, start, exp
 
 
 def test_what_a_training_that_raised_left_behind_is_gone_when_the_next_begins(tmp_path):
-    class Raises(PonderCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            raise KeyboardInterrupt
-
     model, left = tiny(dtype=torch.float32), []
 
     class Looks(PonderCallback):
         def on_train_begin(self, args, state, control, **kwargs):
             super().on_train_begin(args, state, control, **kwargs)
-            left.append((model.training_objective, model.training_policy))
+            left.append((model.training_objective, model.training_policy, model.training_seed))
 
-    with pytest.raises(KeyboardInterrupt):
-        trainer(model, tmp_path, steps=1, callbacks=[Raises(**SCHEDULE)]).train()
-    assert model.training_objective is not None
-    assert model.training_policy is not None
+    model.training_objective, model.training_policy, model.training_seed = Objective(), FixedDepth(1), 3
     trainer(model, tmp_path, steps=1, callbacks=[Looks(**SCHEDULE)]).train()
-    assert left == [(None, None)]
+    assert left == [(None, None, None)]
 
 
 def test_evaluation_sees_nothing_of_the_training_objective():
@@ -116,16 +109,16 @@ def test_evaluation_sees_nothing_of_the_training_objective():
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in ("act", "pondernet")])  # as ouro's
 def test_training_gates_without_a_ponder_term_warns_once(method, tmp_path):
     model = tiny(method, dtype=torch.float32)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model(ids(), labels=ids())
         model.train()(ids())
         model(ids(), labels=ids(), objective=Objective())
         with torch.no_grad():
             model(ids(), labels=ids())
-        assert not [one for one in told if "PonderCallback" in str(one.message)]
+        assert not [entry for entry in caught if "PonderCallback" in str(entry.message)]
         trainer(model, tmp_path, steps=2).train()
-    found = [one for one in told if "PonderCallback" in str(one.message)]
+    found = [entry for entry in caught if "PonderCallback" in str(entry.message)]
     assert len(found) == (1 if method == "adaponder" else 0)
 
 
@@ -143,8 +136,8 @@ def test_a_resumed_run_has_the_losses_and_weights_of_an_unbroken_one(tmp_path, f
     go(tmp_path / "broken", 3)
     resumed, found = go(tmp_path / "broken", STEPS, str(tmp_path / "broken" / "checkpoint-3"))
     assert found == expected
-    for (name, one), other in zip(whole.named_parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(one, other), name
+    for (name, value), other in zip(whole.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(value, other), name
 
 
 def test_a_checkpoint_whose_head_has_another_name_is_refused_by_the_trainer_and_opened_by_us(tmp_path):
@@ -175,33 +168,33 @@ def test_what_cannot_be_scheduled_is_refused_before_the_first_step(tmp_path):
 
 @pytest.mark.parametrize("added", [False, True], ids=["given", "added"])
 def test_earlier_callbacks_receive_the_depth_in_training_and_evaluation(tmp_path, added):
-    told = []
+    logged = []
 
     class Reporter(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **kwargs):
-            told.append(dict(logs))
+            logged.append(dict(logs))
 
     ours = PonderCallback(**SCHEDULE)
     listed = [Reporter()] if added else [Reporter(), ours]
     run = trainer(tiny(dtype=torch.float32), tmp_path, steps=1, callbacks=listed)
     if added:
         run.add_callback(ours)
-    others = [one for one in run.callback_handler.callbacks if one is not ours]
+    others = [entry for entry in run.callback_handler.callbacks if entry is not ours]
     run.train()
     assert run.callback_handler.callbacks == [ours, *others]
-    step, summary = told
+    step, summary = logged
     assert (step["depth"], step["halted_1"], step["halted_2"]) == (3.0, 0.0, 0.0)
     assert all(isinstance(value, (int, float)) for value in step.values()), "reporters drop everything else"
     assert not [name for name in summary if "depth" in name or "halted" in name]
     returned = run.evaluate(run.train_dataset)
-    assert "eval_depth" in told[-1]
-    assert 1 <= told[-1]["eval_depth"] <= 3
-    assert 0 <= told[-1]["eval_halted_1"] <= told[-1]["eval_halted_2"] <= 1
-    assert {name: returned[name] for name in told[-1]} == told[-1]
-    assert run.state.log_history[-1] == told[-1] | {"step": 1}
+    assert "eval_depth" in logged[-1]
+    assert 1 <= logged[-1]["eval_depth"] <= 3
+    assert 0 <= logged[-1]["eval_halted_1"] <= logged[-1]["eval_halted_2"] <= 1
+    assert {name: returned[name] for name in logged[-1]} == logged[-1]
+    assert run.state.log_history[-1] == logged[-1] | {"step": 1}
     several = run.evaluate({"one": run.train_dataset[:4], "other": run.train_dataset[4:]})
-    assert [entry["eval_one_depth"] for entry in told if "eval_one_depth" in entry] == [several["eval_one_depth"]]
-    assert several["eval_other_depth"] == told[-1]["eval_other_depth"]
+    assert [entry["eval_one_depth"] for entry in logged if "eval_one_depth" in entry] == [several["eval_one_depth"]]
+    assert several["eval_other_depth"] == logged[-1]["eval_other_depth"]
     together = (4 * several["eval_one_depth"] + 12 * several["eval_other_depth"]) / 16
     assert together == pytest.approx(returned["eval_depth"])
 
@@ -212,8 +205,8 @@ def test_only_what_an_evaluation_read_counts_for_its_depth(tmp_path):
             raise KeyboardInterrupt
 
     run = trainer(tiny(dtype=torch.float32), tmp_path, callbacks=[PonderCallback(**SCHEDULE)])
-    one, other = run.train_dataset[:4], run.train_dataset[8:]
-    expected = {name: value for name, value in run.evaluate(one).items() if "depth" in name or "halted" in name}
+    some, other = run.train_dataset[:4], run.train_dataset[8:]
+    expected = {name: value for name, value in run.evaluate(some).items() if "depth" in name or "halted" in name}
     predicted = run.predict(other).metrics
     assert predicted["test_depth"] != expected["eval_depth"]
     run.model(torch.stack([row["input_ids"] for row in other]), labels=torch.stack([row["labels"] for row in other]))
@@ -221,7 +214,7 @@ def test_only_what_an_evaluation_read_counts_for_its_depth(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run.evaluate(other)
     run.remove_callback(Stops)
-    again = run.evaluate(one)
+    again = run.evaluate(some)
     assert {name: again[name] for name in expected} == expected
     assert len(expected) == 3
 

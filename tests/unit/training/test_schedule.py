@@ -20,17 +20,17 @@ from support import METHODS, tiny
 def test_the_learning_rate_is_a_line_up_and_a_cosine_down_that_ends_exactly_at_its_floor():
     train = TrainRecipe(steps=8, global_batch=1, warmup=3, min_lr_ratio=0.1)
     down = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done / 4)) for done in range(5)]
-    found = [learning_rate_factor(train, step) for step in range(8)]
-    assert found == pytest.approx([1 / 3, 2 / 3, 1.0, *down], rel=1e-12)
-    assert found[3] == 1.0
-    assert found[7] == pytest.approx(0.1, rel=1e-12)
+    actual = [learning_rate_factor(train, step) for step in range(8)]
+    assert actual == pytest.approx([1 / 3, 2 / 3, 1.0, *down], rel=1e-12)
+    assert actual[3] == 1.0
+    assert actual[7] == pytest.approx(0.1, rel=1e-12)
 
 
 def test_the_ponder_term_begins_at_its_step_and_grows_to_its_full_share():
     train = TrainRecipe(steps=10, global_batch=1, ponder_start=3, ponder_full=7, ponder_weight=0.5, k_max=0.4)
-    found = [objective_at(train, step) for step in range(10)]
-    assert [each.ponder_weight for each in found] == [0.0] * 3 + [0.5] * 7
-    assert [each.ponder_fraction for each in found] == pytest.approx([0.0] * 4 + [0.1, 0.2, 0.3] + [0.4] * 3)
+    actual = [objective_at(train, step) for step in range(10)]
+    assert [objective.ponder_weight for objective in actual] == [0.0] * 3 + [0.5] * 7
+    assert [objective.ponder_fraction for objective in actual] == pytest.approx([0.0] * 4 + [0.1, 0.2, 0.3] + [0.4] * 3)
 
 
 @pytest.mark.parametrize("method", ["adaponder", "ouro"])
@@ -46,14 +46,14 @@ def test_no_token_halts_before_the_ponder_term_unless_set(method):
 def test_matrices_decay_and_vectors_do_not_and_gates_have_a_rate_and_a_start_of_their_own():
     model = tiny()
     train = TrainRecipe(steps=10, global_batch=1, lr=1e-3, gate_lr=1e-2, gate_start=4, weight_decay=0.3, warmup=0)
-    shapes, found = {name: value.ndim for name, value in model.named_parameters()}, {}
+    shapes, actual = {name: value.ndim for name, value in model.named_parameters()}, {}
     for group in named_groups(model, train):
-        found |= dict.fromkeys(group["names"], (group["peak"], group["weight_decay"], group["start"]))
+        actual |= dict.fromkeys(group["names"], (group["peak"], group["weight_decay"], group["start"]))
     expected = {
         name: (1e-2 if name.startswith("method.") else 1e-3, 0.3 if ndim > 1 else 0.0, 4 * name.startswith("method."))
         for name, ndim in shapes.items()
     }
-    assert found == expected
+    assert actual == expected
     optimizer = build_optimizer(model, train)
     for step, gates in ((3, 0.0), (4, 1e-2 * learning_rate_factor(train, 4))):
         assert set_learning_rate(optimizer, train, step) == 1e-3 * learning_rate_factor(train, step)
@@ -71,9 +71,9 @@ def test_a_plain_decoder_has_groups_too():
 @pytest.mark.parametrize("method", METHODS)
 def test_only_gates_that_a_ponder_term_presses_on_wait_for_a_third_of_stage_1(method):
     model, train = tiny(method), TrainRecipe(steps=10, global_batch=1, ponder_start=6, ponder_full=6)
-    own = {group["start"] for group in named_groups(model, train) if group["names"][0].startswith("method.")}
-    assert own <= {2 if model.method.has_ponder_term else 0}
-    assert bool(own) == any(True for _ in model.method.parameters())
+    starts = {group["start"] for group in named_groups(model, train) if group["names"][0].startswith("method.")}
+    assert starts <= {2 if model.method.has_ponder_term else 0}
+    assert bool(starts) == any(True for _ in model.method.parameters())
 
 
 def test_joint_training_warms_up_again_and_ouros_beta_follows_a_line():
