@@ -155,10 +155,6 @@ def folder_as_weights(folder: Path, canary: Path) -> None:
     (folder / WEIGHTS).mkdir()
 
 
-def together(*plants: Callable[[Path, Path], Any]) -> Callable[[Path, Path], None]:
-    return lambda folder, canary: [plant(folder, canary) for plant in plants] and None
-
-
 CODE = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil", "AutoTokenizer": ["evil.Evil", "evil.Evil"]}
 DEEP, LONG = '{"a":' * 100_000, '{"vocab_size": ' + "9" * 5000 + "}"
 CASES = {
@@ -284,23 +280,26 @@ def run(argv: list[str], monkeypatch, capsys) -> tuple[int, str]:
     return int(end.value.code or 0), said.err if argv[0] != "doctor" else said.out
 
 
+def hostile(name: str, good: Path, tmp_path: Path) -> tuple[Case, Path, Path]:
+    """(case, folder, canary): a good folder made hostile, and the file that its code would create."""
+    case, canary = CASES[name], tmp_path / "canary"
+    folder = Path(shutil.copytree(good / case.base, tmp_path / "CKPT"))
+    if "manifest" not in name:
+        (folder / "manifest.json").unlink(missing_ok=True)  # whoever changes a file can seal it anew
+    case.plant(folder, canary)
+    return case, folder, canary
+
+
 def arguments(door: str, checkpoint: Path, good: Path, tmp_path: Path) -> list[str]:
     places = {"CKPT": checkpoint, "GOOD": good / "family", "TEXT": good / "text.txt", "OUT": tmp_path / "out"}
     return [str(places.get(word, word)) for word in DOORS[door]]
 
 
-def test_there_are_thirty_of_them_through_every_door():
-    assert len(CASES) >= 30
-    assert {door for _, door in RUNS} == set(DOORS)
-
-
 @pytest.mark.parametrize("base", ["stock", "family"])
 @pytest.mark.parametrize("door", ["generate", "inspect", "words"])
 def test_the_folders_are_good_before_they_are_spoiled(good, tmp_path, monkeypatch, capsys, base, door):
-    monkeypatch.setattr(sys, "argv", ["adaponder", *arguments(door, good / base, good, tmp_path)])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert not end.value.code, capsys.readouterr().err
+    code, errors = run(arguments(door, good / base, good, tmp_path), monkeypatch, capsys)
+    assert not code, errors
 
 
 @pytest.mark.parametrize(
@@ -309,11 +308,7 @@ def test_the_folders_are_good_before_they_are_spoiled(good, tmp_path, monkeypatc
 def test_a_hostile_checkpoint_is_refused_in_one_line_and_nothing_of_it_runs(
     good, tmp_path, monkeypatch, capsys, name, door
 ):
-    case, canary = CASES[name], tmp_path / "canary"
-    folder = Path(shutil.copytree(good / case.base, tmp_path / "CKPT"))
-    if "manifest" not in name:
-        (folder / "manifest.json").unlink(missing_ok=True)  # whoever changes a file can seal it anew
-    case.plant(folder, canary)
+    case, folder, canary = hostile(name, good, tmp_path)
     code, said = run(arguments(door, folder, good, tmp_path), monkeypatch, capsys)
     assert code in (1, 2)
     assert case.says in said
@@ -328,10 +323,7 @@ def test_a_hostile_checkpoint_is_refused_in_one_line_and_nothing_of_it_runs(
 
 @pytest.mark.parametrize("name", ["auto-map", "auto-map-of-a-foreign-family", "pickle-in-the-index", "nan-stock"])
 def test_training_from_a_hostile_checkpoint_is_refused(good, tmp_path, name):
-    case, canary = CASES[name], tmp_path / "canary"
-    folder = Path(shutil.copytree(good / case.base, tmp_path / "CKPT"))
-    (folder / "manifest.json").unlink(missing_ok=True)
-    case.plant(folder, canary)
+    case, folder, canary = hostile(name, good, tmp_path)
     with pytest.raises(CheckpointError, match=re.escape(case.says)):
         build_model(load_recipe("cpu/demo", [f"model.backbone={folder}"]), 28)
     assert not canary.exists()
@@ -340,9 +332,7 @@ def test_training_from_a_hostile_checkpoint_is_refused(good, tmp_path, name):
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("auto-map", "pickle", "shard", "kernel"))])
 def test_code_and_foreign_weights_are_refused_before_any_of_it_is_loaded(good, tmp_path, name):
     """By the folder's metadata alone: nothing further on has to refuse it again."""
-    case = CASES[name]
-    folder = Path(shutil.copytree(good / case.base, tmp_path / "CKPT"))
-    case.plant(folder, tmp_path / "canary")
+    case, folder, _ = hostile(name, good, tmp_path)
     with pytest.raises(CheckpointError, match=re.escape(case.says)):
         refuse_unsafe(folder)
 

@@ -101,14 +101,11 @@ def _answers(model: AdaPonderForCausalLM, text: Text, batch_size: int, arguments
             output = model(ids[:, :-1], **arguments)
             right = (output.logits.argmax(-1) == ids[:, 1:]).cpu().numpy()
             need = np.stack([needed(row) for row in tokens])[:, 1:]
-            is_question = need > 0
-            batches.append([need[is_question], right[is_question], output.depth.cpu().numpy()[is_question]])
+            batches.append([values[need > 0] for values in (need, right, output.depth.cpu().numpy())])
     finally:
         model.train(training)
-    if not batches:
-        raise InputError("the text has no document of more than one token")
     answers = [np.concatenate(values) for values in zip(*batches, strict=True)]
-    if not len(answers[0]):
+    if not answers or not len(answers[0]):
         raise InputError("the text asks nothing that needs depth; use hops (two questions a document or more) or mano")
     return answers
 

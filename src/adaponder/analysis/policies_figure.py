@@ -6,7 +6,7 @@ An entry is :meth:`adaponder.evaluation.lab.lab.Measurement.as_dict`, so figures
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from adaponder.analysis.style import COLUMN, PAGE, PALETTE, Theme, depth_limits, house, new_figure, series
+from adaponder.analysis.style import PAGE, PALETTE, Theme, depth_limits, house, new_figure, series
 
 Entry = Mapping[str, Any]
 ORACLE = "oracle by NLL"
@@ -30,48 +30,50 @@ def flat(rows: Sequence[Entry]) -> pd.DataFrame:
 def _flat(row: Entry) -> dict[str, Any]:
     gap = row["difference"] or {"mean": None, "interval": None}
     intervals = {"depth": row["depth_interval"], "loss": row["loss_interval"], "difference": gap["interval"]}
-    nested = ("depth_interval", "loss_interval", "difference", "active")
-    cells = {key: value for key, value in row.items() if key not in nested}
+    cells = {key: value for key, value in row.items() if key != "active" and not key.endswith("_interval")}
+    cells["difference"] = gap["mean"]
     for name, interval in intervals.items():
-        low, high = interval or (None, None)
-        cells |= {"difference": gap["mean"]} if name == "difference" else {}
-        cells |= {f"{name}_low": low, f"{name}_high": high}
+        cells[f"{name}_low"], cells[f"{name}_high"] = interval or (None, None)
     return cells | {f"active_{i}": share for i, share in enumerate(row["active"], 1)}
 
 
-def loss_against_compute(rows: Sequence[Entry], *, dark: bool = False) -> Figure:
+def loss_against_compute(rows: Sequence[Entry]) -> Figure:
     """Draws held-out loss over the budgets, against mean depth and against true FLOPs: a panel for each policy.
 
     A panel shows its policy and the learned gate, with the others faintly behind. The oracle, far below all of them,
     is given in words: it would flatten the other differences.
     """
-    with house(dark=dark) as theme:
-        tuned = [row for row in rows if row["budget"] is not None and row["loss"] is not None]
-        shown = [row for row in tuned if row["policy"] != ORACLE]
-        trained = [row for row in rows if row["budget"] is None]
-        kinds = list(dict.fromkeys(_kind(row["policy"]) for row in shown if row["policy"] != LEARNED)) or [LEARNED]
-        columns = min(4, len(kinds))
-        lines = math.ceil(len(kinds) / columns)
+    tuned = [row for row in rows if row["budget"] is not None and row["loss"] is not None]
+    shown, trained = [row for row in tuned if row["policy"] != ORACLE], [row for row in rows if row["budget"] is None]
+    kinds = list(dict.fromkeys(_kind(row["policy"]) for row in shown if row["policy"] != LEARNED)) or [LEARNED]
+    columns = min(4, len(kinds))
+    lines = math.ceil(len(kinds) / columns)
+    star: dict[str, Any] = {"marker": "*", "markersize": 7.0, "linestyle": "none", "zorder": 6, "clip_on": False}
+    legend: dict[str, Any] = {}
+    with house() as theme:
         figure = new_figure(width=PAGE, height=1.1 + 2 * (0.35 + 1.25 * lines))
-        star: dict[str, Any] = {"marker": "*", "markersize": 7.0, "linestyle": "none", "zorder": 6, "clip_on": False}
-        drawn: dict[str, Any] = {}
-        for part, field in zip(figure.subfigures(2, 1, squeeze=False).ravel(), ("depth", "mflops"), strict=True):
-            panels = part.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel()
+        halves = zip(
+            figure.subfigures(2, 1, squeeze=False).ravel(),
+            (("depth", "mean iterations"), ("mflops", "MFLOP")),
+            strict=True,
+        )
+        for half, (field, label) in halves:
+            panels = half.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel()
             for axes, kind in zip(panels, kinds, strict=False):
                 _draw_rule(axes, kind, shown, field, theme)
                 for row in trained:
                     axes.plot([row[field]], [row["loss"]], **star, color=theme.ink, label=row["policy"])
                 axes.set_title(kind, fontsize=7.0, loc="center")
-                drawn |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+                legend |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
             _hide_unused(panels, len(kinds), columns)
             ylim = _margin([row["loss"] for row in (*shown, *trained)], 0.08)
             panels[0].set(xlim=_across([*shown, *trained], field), ylim=ylim)
-            part.supxlabel("mean iterations per token" if field == "depth" else "MFLOP per token", fontsize=8.0)
-            part.supylabel("held-out loss (nats)", fontsize=8.0)
+            half.supxlabel(f"{label} per token", fontsize=8.0)
+            half.supylabel("held-out loss (nats)", fontsize=8.0)
         if oracle := [row for row in tuned if row["policy"] == ORACLE]:
             best = ", ".join(f"{row['loss']:.3f} at depth {row['depth']:.2f}" for row in oracle)
             figure.suptitle(f"{ORACLE}, below these axes: {best}", fontsize=7.0, color=theme.muted)
-        figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=3)
+        figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=3)
     return figure
 
 
@@ -105,7 +107,7 @@ def _look(causal: bool, theme: Theme) -> dict[str, Any]:
     return {"color": PALETTE[2], "marker": "D", "markerfacecolor": theme.paper, "linestyle": ":", "zorder": 5}
 
 
-def _hide_unused(panels: Sequence[Axes], count: int, columns: int) -> None:
+def _hide_unused(panels: Iterable[Axes], count: int, columns: int) -> None:
     """Hides the panels beyond ``count`` and labels the x axis of the lowest visible ones."""
     for index, axes in enumerate(panels):
         axes.set_visible(index < count)
@@ -114,9 +116,8 @@ def _hide_unused(panels: Sequence[Axes], count: int, columns: int) -> None:
 
 def _across(rows: Sequence[Entry], field: str) -> tuple[float, float]:
     """Returns the limits of an axis of this field."""
-    low, high = _margin([row[field] for row in rows], 0.05)
-    deepest = max(len(row["active"]) for row in rows)
-    return depth_limits(low, high, deepest, margin=0.0) if field == "depth" else (low, high)
+    limits = _margin([row[field] for row in rows], 0.05)
+    return limits if field != "depth" else depth_limits(*limits, max(len(row["active"]) for row in rows), margin=0.0)
 
 
 def _margin(values: Sequence[float], share: float) -> tuple[float, float]:
@@ -130,7 +131,7 @@ def _columns(rows: Sequence[Entry], field: str) -> tuple[list[float], list[float
     return [row[field] for row in rows], [row["loss"] for row in rows]
 
 
-def differences(rows: Sequence[Entry], budget: float, *, dark: bool = False) -> Figure:
+def differences(rows: Sequence[Entry], budget: float) -> Figure:
     """Draws each policy's loss minus the learned gate's at one budget, with the interval of the paired difference.
 
     Values far outside the others (the oracle's) are arrows at the edge; numbers are printed beside the lines.
@@ -145,7 +146,7 @@ def differences(rows: Sequence[Entry], budget: float, *, dark: bool = False) -> 
     if any(not low <= row["difference"]["mean"] <= high for row in compared):
         legend += "; arrow: beyond this axis"
     ahead = "" if all(row["causal"] for row in shown) else f"; hollow{_AHEAD}"
-    with house(dark=dark) as theme:
+    with house() as theme:
         figure = new_figure(width=PAGE, height=1.05 + 0.19 * len(shown))
         axes = figure.subplots()
         axes.set(
@@ -164,28 +165,26 @@ def differences(rows: Sequence[Entry], budget: float, *, dark: bool = False) -> 
                 note, (1.01, height), xycoords=("axes fraction", "data"), fontsize=6.5, va="center", color=theme.muted
             )
             if row["loss"] is not None:
-                _draw_difference(axes, row, height, low, high, theme)
+                _draw_difference(axes, row, height, theme)
         axes.set_yticks(range(len(shown)), [row["policy"] for row in shown])
         axes.grid(axis="y", visible=False)
     return figure
 
 
-def _draw_difference(axes: Axes, row: Entry, height: int, low: float, high: float, theme: Theme) -> None:
+def _draw_difference(axes: Axes, row: Entry, height: int, theme: Theme) -> None:
     """Draws one difference with its interval, or an arrow where it lies outside the axis."""
-    gap = row["difference"]
-    look = _look(row["causal"], theme)
+    (low, high), gap, look = axes.get_xlim(), row["difference"], _look(row["causal"], theme)
     inside = min(max(gap["mean"], low), high)
-    if gap["interval"] is not None and inside == gap["mean"]:
-        axes.plot(gap["interval"], [height, height], color=look["color"], linewidth=1.2, linestyle="-", marker="none")
-    look |= {"linestyle": "none", "clip_on": False, "zorder": 5}
     if inside != gap["mean"]:
         look |= {"marker": "<" if inside == low else ">"}
-    axes.plot([inside], [height], **look)
+    elif gap["interval"] is not None:
+        axes.plot(gap["interval"], [height, height], color=look["color"], linewidth=1.2, linestyle="-", marker="none")
+    axes.plot([inside], [height], **look | {"linestyle": "none", "clip_on": False, "zorder": 5})
 
 
-def keep_probability(rows: Sequence[Entry], budget: float, *, dark: bool = False) -> Figure:
+def keep_probability(rows: Sequence[Entry], budget: float) -> Figure:
     """Draws the share of tokens active at iteration 1 … K, one small panel per policy."""
-    with house(dark=dark):
+    with house():
         shown = [row for row in rows if row["budget"] == budget and row["active"]]
         columns = min(5, len(shown))
         lines = math.ceil(len(shown) / columns)
@@ -195,8 +194,8 @@ def keep_probability(rows: Sequence[Entry], budget: float, *, dark: bool = False
             active = row["active"]
             iterations = range(1, len(active) + 1)
             # One colour: the depth ramp is for depths of tokens, and these are iterations.
-            drawn = axes.bar(iterations, active, color=PALETTE[0], width=0.75)
-            axes.bar_label(drawn, [f"{share:.2f}".removeprefix("0") for share in active], fontsize=5.5, padding=1)
+            bars = axes.bar(iterations, active, color=PALETTE[0], width=0.75)
+            axes.bar_label(bars, [f"{share:.2f}".removeprefix("0") for share in active], fontsize=5.5, padding=1)
             # A long name takes two lines, so that it does not run into its neighbour.
             name = row["policy"].replace(", ", ",\n", 1)
             axes.set_title(name if row["causal"] else f"{name} †", fontsize=7.0, loc="center")
@@ -209,13 +208,13 @@ def keep_probability(rows: Sequence[Entry], budget: float, *, dark: bool = False
     return figure
 
 
-def frontier(rows: Sequence[Entry], *, dark: bool = False) -> Figure:
+def frontier(rows: Sequence[Entry]) -> Figure:
     """Draws held-out loss against mean depth: budgets met by thresholds, and fixed depths."""
     ordered = sorted(rows, key=lambda row: row["depth"])
     met = [row for row in ordered if row["budget"] is not None]
     fixed = [row for row in ordered if row["budget"] is None]
-    with house(dark=dark) as theme:
-        figure = new_figure(width=COLUMN * 1.5, height=3.0)
+    with house() as theme:
+        figure = new_figure(width=5.1, height=3.0)
         axes = figure.subplots()
         for index, (points, label) in enumerate([(met, "learned gate, calibrated"), (fixed, "fixed depth")]):
             axes.plot(*_columns(points, "depth"), **series(index), label=label, clip_on=False)

@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 
 from adaponder.analysis.trace import Trace
-from adaponder.errors import AdaPonderError
 from adaponder.evaluation.summary import FEW, Interval, bootstrap
 
 # For the interval of a group's mean: there are many groups, and two digits suffice.
@@ -83,7 +82,7 @@ class Means(NamedTuple):
 
     def pick(self, rows: Any) -> Means:
         """Returns the groups at ``rows``: a slice, a mask or indices."""
-        return Means(*(part[rows] for part in self))
+        return Means(*(values[rows] for values in self))
 
     @property
     def bars(self) -> np.ndarray:
@@ -125,13 +124,6 @@ def _per_document(
     return sums, counts.astype(np.float64)
 
 
-def adds_up(shares: np.ndarray, averages: np.ndarray, whole: float) -> None:
-    """Raises unless shares times means add up to the overall mean: a check that each token was counted once."""
-    total = float(np.nansum(shares * averages))
-    if abs(float(np.sum(shares)) - 1.0) > 1e-9 or abs(total - whole) > 1e-9 * max(1.0, abs(whole)):
-        raise AdaPonderError(f"shares times means add up to {total!r}, the overall mean is {whole!r}")
-
-
 class Correlation(NamedTuple):
     """Spearman's rho (``None`` where one side is constant) and its interval over resampled documents."""
 
@@ -146,46 +138,34 @@ class Correlation(NamedTuple):
 
 
 def spearman(x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None) -> float | None:
-    """Returns the correlation of the mid-ranks of ``x`` and ``y``, each pair counted ``weights`` times."""
+    """Returns Spearman's correlation of whole numbers from 0 on, each pair counted ``weights`` times."""
     weights = np.ones(len(x)) if weights is None else weights.astype(np.float64)
-    return _spearman(*_levels(x, y), weights)
-
-
-def _levels(*sides: np.ndarray) -> list[np.ndarray]:
-    """Replaces values by their index among distinct ones, so that resamples need no sorting."""
-    return [np.unique(side, return_inverse=True)[1] for side in sides]
-
-
-def _spearman(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> float | None:
-    first, second = (_midranks(side, weights) for side in (x, y))
+    ranks = []
+    for side in (x, y):
+        tied = np.bincount(side, weights=weights)
+        # Tied values share the middle rank; the mean of all ranks is half of the total.
+        ranks.append((np.cumsum(tied) - tied / 2 - weights.sum() / 2)[side])
+    first, second = ranks
     spread = float(np.sqrt((weights * first**2).sum() * (weights * second**2).sum()))
     return float((weights * first * second).sum()) / spread if spread > 0 else None
 
 
-def _midranks(groups: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Returns ranks minus their mean; tied values share the middle rank."""
-    tied = np.bincount(groups, weights=weights)
-    middle = np.cumsum(tied) - tied / 2
-    # The mean of the mid-ranks is half the total, with or without ties.
-    return (middle - weights.sum() / 2)[groups]
-
-
 def rank_correlation(trace: Trace, x: np.ndarray, y: np.ndarray) -> Correlation:
     """Returns Spearman's rho of two values per prediction, and its percentile interval over resampled documents."""
-    levels = _levels(x, y)
-    rho = _spearman(*levels, np.ones(len(x)))
-    document = trace["document"]
+    # Indices among distinct values have the same ranks, and resamples of them need no sorting.
+    x, y = (np.unique(side, return_inverse=True)[1] for side in (x, y))
+    rho, document = spearman(x, y), trace["document"]
     documents = int(document.max()) + 1
     if rho is None or documents < FEW:
         return Correlation(rho, None)
     # A resample takes time proportional to the tokens: a million of them get fewer.
     resamples = int(np.clip(2e8 / len(trace), 200, 1000))
     generator = np.random.default_rng(trace.about.seed)
-    drawn = []
+    draws = []
     for _ in range(resamples):
         times = np.bincount(generator.integers(documents, size=documents), minlength=documents)
-        drawn.append(_spearman(*levels, times[document].astype(np.float64)))
-    defined = [value for value in drawn if value is not None]
+        draws.append(spearman(x, y, times[document]))
+    defined = [draw for draw in draws if draw is not None]
     if not defined:
         return Correlation(rho, None)
     low, high = np.quantile(defined, [0.025, 0.975])
@@ -198,10 +178,6 @@ def quantile_bins(values: np.ndarray, bins: int) -> np.ndarray:
     return np.unique(np.searchsorted(edges, values, side="left"), return_inverse=True)[1]
 
 
-def geometric_bins(values: np.ndarray, base: int = 2) -> np.ndarray:
-    """Equals ``floor(log_base(value))`` of positive whole numbers: bin b holds ``base**b … base**(b+1) - 1``."""
-    edges, edge = [], base
-    while edge <= values.max():
-        edges.append(edge)
-        edge *= base
-    return np.searchsorted(np.array(edges, np.int64), values, side="right")
+def geometric_bins(values: np.ndarray) -> np.ndarray:
+    """Equals ``floor(log2(value))`` of positive whole numbers: bin b holds ``2**b … 2**(b+1) - 1``."""
+    return np.frexp(values)[1] - 1

@@ -18,7 +18,7 @@ import torch
 from adaponder.backbones.shape import shape_of
 from adaponder.errors import InputError
 from adaponder.evaluation.meter import Spent, deciding_flops
-from adaponder.evaluation.scoring import Scores, ScoringOptions, score_portions
+from adaponder.evaluation.scoring import ScoringOptions, score_portions
 from adaponder.evaluation.text import Text, Windows
 from adaponder.files import open_plain, parse_json, replacing
 from adaponder.journal import Journal
@@ -35,18 +35,8 @@ _LIBRARIES = ("torch", "transformers", "numpy", "pyarrow")
 _WORDS = ("token", "target", "source")
 # Columns of every trace: the token and the one predicted from it, their position, whether that one is learned, the
 # depth and the loss.
-FIXED: dict[str, Any] = {
-    "document": np.int32,
-    "position": np.int32,
-    "window_position": np.int32,
-    "token_id": np.int32,
-    "target_id": np.int32,
-    "count": np.int32,
-    "rank": np.int32,
-    "learned": np.bool_,
-    "depth": np.int8,
-    "nll": np.float64,
-}
+_WHOLE = ("document", "position", "window_position", "token_id", "target_id", "count", "rank")
+FIXED: dict[str, Any] = dict.fromkeys(_WHOLE, np.int32) | {"learned": np.bool_, "depth": np.int8, "nll": np.float64}
 
 
 @dataclass(frozen=True)
@@ -172,17 +162,9 @@ def make_trace(
     """
     how = how or ScoringOptions()
     planned = planned_scorings(model, how)
+    shared: dict[str, Any] = {"batch_size": batch_size, "journal": journal, "advance": advance}
     runs = [
-        score_portions(
-            model,
-            text,
-            windows,
-            how=options,
-            name=f"reading {number} of {len(planned)}",
-            batch_size=batch_size,
-            journal=journal,
-            advance=advance,
-        )
+        score_portions(model, text, windows, how=options, name=f"reading {number} of {len(planned)}", **shared)
         for number, options in enumerate(planned, 1)
     ]
     scores = runs[0] if model.method.halts else runs[-1]
@@ -190,37 +172,18 @@ def make_trace(
     if len(runs) > 1 and not model.method.halts:
         blocks["nll"] = blocks["full_nll"] = np.stack([run.nll for run in runs], axis=1)
         blocks["entropy"] = np.concatenate([run.entropy for run in runs if run.entropy is not None], axis=1)
-    frame = _words_and_places(text, windows)
-    frame["depth"], frame["nll"] = scores.depth, scores.nll
-    frame = frame.astype(FIXED)
     columns = {
-        f"{name}_{i + 1}": block[:, i].astype(np.float32)
+        f"{name}_{i}": values.astype(np.float32)
         for name, block in (blocks | {"gate": scores.gates}).items()
         if block is not None
-        for i in range(block.shape[1])
+        for i, values in enumerate(block.T, 1)
     }
-    about = _about(model, text, windows, scores, how, checkpoint=checkpoint, data=data)
-    whole = pd.concat([frame, pd.DataFrame(columns)], axis=1).reindex(columns=columns_of(about))
-    return check(Trace(whole, about), "the trace")
-
-
-def _about(
-    model: AdaPonderForCausalLM,
-    text: Text,
-    windows: Windows,
-    own: Scores,
-    how: ScoringOptions,
-    *,
-    checkpoint: str,
-    data: str,
-) -> About:
-    kind = kind_of(model, how)
-    policy = how.policy if how.policy is not None else model.method.default_policy(training=False)
-    tau = None
+    frame = _words_and_places(text, windows).assign(depth=scores.depth, nll=scores.nll).astype(FIXED)
+    kind, policy, tau = kind_of(model, how), how.policy or model.method.default_policy(training=False), None
     if isinstance(policy, LearnedGate):
-        every = policy.tau if isinstance(policy.tau, tuple) else (policy.tau,) * model.config.iterations
-        tau = every[: kind.deepest - 1]
-    return About(
+        taus = policy.tau if isinstance(policy.tau, tuple) else (policy.tau,) * model.config.iterations
+        tau = taus[: kind.deepest - 1]
+    about = About(
         checkpoint=checkpoint,
         **vars(kind),
         iterations=model.config.iterations,
@@ -233,9 +196,11 @@ def _about(
         seed=how.seed,
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
-        spent=_spent(model, own.spent, how),
+        spent=_spent(model, scores.spent, how),
         versions={"adaponder": __version__} | {name: version(name) for name in _LIBRARIES},
     )
+    frame = pd.concat([frame, pd.DataFrame(columns)], axis=1).reindex(columns=columns_of(about))
+    return check(Trace(frame, about), "the trace")
 
 
 def _spent(model: AdaPonderForCausalLM, spent: Spent, how: ScoringOptions) -> dict[str, Any]:

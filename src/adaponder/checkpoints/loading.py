@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -263,30 +264,7 @@ def require_exact_keys(where: str, info: dict[str, Any]) -> None:
 
 
 def model_card(config: AdaPonderConfig, parameters: int, added: int) -> str:
-    """Returns the README of a saved checkpoint."""
-    backbone = config.backbone_config
+    """Returns the README of a saved checkpoint: ``card.md`` filled in."""
     tags = ", ".join(dict.fromkeys(("adaponder", config.method, "adaptive-computation")))
-    return f"""---
-library_name: transformers
-tags: [{tags}]
-pipeline_tag: text-generation
----
-# A {backbone.model_type} backbone read up to {config.iterations} times per token ({config.method})
-
-| | |
-|---|---|
-| backbone | {backbone.model_type}, {backbone.num_hidden_layers} layers, hidden size {backbone.hidden_size} |
-| vocabulary | {backbone.vocab_size} |
-| method | {config.method} |
-| iterations (K) | {config.iterations} |
-| parameters | {parameters:,} (of which the method adds {added:,}) |
-
-```python
-import adaponder  # registers the Auto classes
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("PATH")
-output = model(input_ids)
-output.depth  # the iterations of each token
-```
-"""
+    card = resources.files("adaponder.checkpoints").joinpath("card.md").read_text("utf-8")
+    return card.format(backbone=config.backbone_config, config=config, tags=tags, parameters=parameters, added=added)

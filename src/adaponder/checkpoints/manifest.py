@@ -46,11 +46,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     content = parse_json(raw, path)
     older = content.get("format") == _OLDER and "checksum" not in content
     files: Any = content.get("files")
-    whole = (older or content.get("format") == FORMAT) and isinstance(files, dict)
-    if not whole or not all(_is_entry(name, entry) for name, entry in files.items()):
+    complete = (older or content.get("format") == FORMAT) and isinstance(files, dict)
+    if not complete or not all(_is_entry(name, entry) for name, entry in files.items()):
         raise CheckpointError(f"{path} is not a manifest of a whole checkpoint; {_cure(folder)}")
-    rest = {key: value for key, value in content.items() if key != "checksum"}
-    if not older and (not is_sealed(content) or raw != sealed(rest).encode()):
+    unsealed = {key: value for key, value in content.items() if key != "checksum"}
+    if not older and (not is_sealed(content) or raw != sealed(unsealed).encode()):
         raise CheckpointError(f"{path}: checksum differs from what was written; {_cure(folder)}")
     return content
 

@@ -56,10 +56,10 @@ def _id_of(folder: Path, content: dict[str, Any], settings: dict[str, Any], role
 def _vocabulary(content: dict[str, Any]) -> dict[str, int]:
     """Returns each token's id from the content of a ``tokenizer.json``: a mapping, or for unigrams an ordered list."""
     model, added = content.get("model"), content.get("added_tokens")
-    held = model.get("vocab") if isinstance(model, dict) else None
-    ids: dict[str, Any] = dict(held) if isinstance(held, dict) else {}
-    if isinstance(held, list):
-        ids = {str(entry[0]): index for index, entry in enumerate(held) if isinstance(entry, list) and entry}
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids: dict[str, Any] = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    if isinstance(vocabulary, list):
+        ids = {str(entry[0]): index for index, entry in enumerate(vocabulary) if isinstance(entry, list) and entry}
     for token in added if isinstance(added, list) else []:
         if isinstance(token, dict):
             ids[str(token.get("content"))] = token.get("id")
@@ -84,8 +84,8 @@ def disagreements(
     if tokens is None:
         return []
     if config is None:
-        whole = read_json(folder / "config.json")
-        config = whole.get("backbone_config", whole)
+        settings = read_json(folder / "config.json")
+        config = settings.get("backbone_config", settings)
     if generation is None:
         generation = read_json(folder / GENERATION) if os.path.lexists(folder / GENERATION) else {}
     if not isinstance(config, Mapping):
@@ -144,9 +144,9 @@ def mend(folder: Path) -> list[str]:
     tokens, changes = read_special_tokens(folder), []
     if tokens is None or not disagreements(folder):
         return []
-    whole = read_json(folder / "config.json")
-    config = whole.get("backbone_config", whole)
-    files = {"config.json": (whole, config)}
+    model = read_json(folder / "config.json")
+    config = model.get("backbone_config", model)
+    files = {"config.json": (model, config)}
     if os.path.lexists(folder / GENERATION):
         generation = read_json(folder / GENERATION)
         files[GENERATION] = (generation, generation)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Sequence
+from importlib import resources
 from pathlib import Path, PurePath
 from typing import Any
 
+import jinja2
 import torch
 import transformers
 from huggingface_hub import EvalResult, ModelCardData
@@ -84,7 +85,7 @@ def card_text(
     measured: dict[str, Any] | None,
     license: str | None,
 ) -> str:
-    """Returns the text of README.md: the hub's metadata, then the page.
+    """Returns the text of README.md, ``card.md.jinja`` filled in: the hub's metadata, then the page.
 
     Args:
         name: what the reader opens: a hub name, or the folder.
@@ -99,16 +100,28 @@ def card_text(
         tags=["adaponder", "adaptive-computation", "custom_code", config.backbone_config.model_type],
         model_name=name.rpartition("/")[2],
         eval_results=None if measured is None else _eval_results(measured),
-    ).to_yaml()
-    sections = (
-        _title(name, config),
-        _use(name, config),
-        _model(config, dtype),
-        _trained(training),
-        _cost_by_depth(config) if measured is None else _results(measured),
-        _limits(license),
     )
-    return f"---\n{metadata}\n---\n\n" + "\n\n".join(sections) + "\n"
+    shape = shape_of(config)
+    context = min(2048, config.max_position_embeddings or 2048) - 1
+    template = resources.files("adaponder.conversion").joinpath("card.md.jinja").read_text("utf-8")
+    environment = jinja2.Environment(trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
+    return environment.from_string(template).render(
+        metadata=metadata.to_yaml(),
+        name=name,
+        config=config,
+        method=method_class(config.method),
+        shape=shape,
+        parameters=parameters_of(config, shape=shape),
+        dtype=dtype,
+        training=training,
+        measured=measured,
+        context=context,
+        costs=per_depth(config, context=context, shape=shape),
+        license=license,
+        least_transformers=LEAST_TRANSFORMERS,
+        versions=f"adaponder {__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
+        machine=platform.machine(),
+    )
 
 
 def _eval_results(measured: dict[str, Any]) -> list[EvalResult]:
@@ -132,136 +145,3 @@ def _eval_results(measured: dict[str, Any]) -> list[EvalResult]:
         for kind, words, column in columns
         if first[column] is not None
     ]
-
-
-def _title(name: str, config: AdaPonderConfig) -> str:
-    how = (
-        "After each iteration a small gate decides, token by token, whether to read again; a token that has halted\n"
-        "keeps its keys, values and hidden state, and costs nothing more."
-        if method_class(config.method).halts
-        else "Every token is read equally often."
-    )
-    backbone, most = config.backbone_config.model_type, config.iterations
-    return f"""# {name.rpartition("/")[2]}
-
-A {backbone} decoder that reads each token up to {most} times before it predicts the next ({config.method}): between two
-iterations the embedding that it expects next is added to the token's own.
-{how}
-The method is that of *AdaPonderLM: Gated Pondering Language Models with Token-Wise Adaptive Depth* (2026)."""
-
-
-def _use(name: str, config: AdaPonderConfig) -> str:
-    dial = (
-        f"\nmodel.config.tau = 0.01  # a higher threshold than {config.tau:g}: tokens halt earlier"
-        if method_class(config.method).halts
-        else ""
-    )
-    fewer = max(1, config.iterations - 1)
-    return f"""## How to use
-
-With torch and transformers {LEAST_TRANSFORMERS} or newer. The model's code is `modeling_adaponder.py` in this folder;
-read it before you trust it.
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
-inputs = tokenizer("Once upon a time", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
-
-model(**inputs).depth  # how often each token was read
-model.generate(**inputs, max_new_tokens=50, max_iterations={fewer})  # read no token more often{dial}
-```
-
-`pipeline("text-generation", "{name}", trust_remote_code=True)` and `lm_eval --model hf --model_args
-pretrained={name},trust_remote_code=True` work as for any model. Where the package
-`adaponder` is installed, its commands open this folder by their own classes (an engine that batches by depth, other
-halting rules, training) and never run the code in it."""
-
-
-def _model(config: AdaPonderConfig, dtype: str) -> str:
-    shape = shape_of(config)
-    counted = parameters_of(config, shape=shape)
-    facts: dict[str, Any] = {
-        "backbone": f"{config.backbone_config.model_type}, {shape.layers} layers, hidden size {shape.hidden}",
-        "vocabulary": f"{shape.vocabulary:,}",
-        "positions": config.max_position_embeddings,
-        "parameters": f"{counted.total:,}, of which the recurrence adds {counted.added:,}",
-        "iterations K": config.iterations,
-        "embedding scale": f"{config.embedding_scale:g}",
-        "precision": dtype,
-    }
-    facts |= method_class(config.method).described(config)
-    return "## The model\n\n" + _table(("", ""), facts.items())
-
-
-def _trained(training: dict[str, Any] | None) -> str:
-    if training is None:
-        return (
-            "## Training\n\nThe checkpoint does not record how it was trained: data, number of tokens and schedule are "
-            "not known here."
-        )
-    rows = []
-    for name in ("data", "tokens", "tokenizer", "steps", "recipe", "seed"):
-        value = training[name]
-        counted = f"{value:,}" if name in ("tokens", "steps") and value is not None else value
-        rows.append((name, "not recorded" if value is None else counted))
-    if (validation := training["validation"]) is not None:
-        tokens, depth = validation["tokens"], validation["depth"]
-        first = "" if tokens is None else f" (first {tokens:,} tokens)"
-        at_depth = "" if depth is None else f" at mean depth {depth:.3f}"
-        rows.append((f"validation loss of the run{first}", f"{validation['loss']:.4f}{at_depth}"))
-    return "## Training\n\n" + _table(("", ""), rows)
-
-
-def _cost_by_depth(config: AdaPonderConfig) -> str:
-    context = min(2048, config.max_position_embeddings or 2048) - 1
-    costs = per_depth(config, context=context, shape=shape_of(config))
-    rows = [(depth, f"{cost.flops / 1e6:,.2f}", f"{cost.ratio:.2f}") for depth, cost in enumerate(costs, 1)]
-    return (
-        "## Results\n\nLoss by depth and mean depth were not measured when this folder was exported "
-        "(`adaponder export --data TEXT` measures them). What one more token costs after "
-        f"{context:,} others, counted by formula:\n\n" + _table(("depth", "MFLOP", "x plain decoder"), rows)
-    )
-
-
-def _results(measured: dict[str, Any]) -> str:
-    rows = [
-        (
-            row["label"],
-            f"{row['loss']:.4f}",
-            f"{row['perplexity']:,.2f}",
-            "" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}",
-            f"{row['depth']:.3f}",
-            f"{row['flops'] / 1e6:,.2f}",
-            f"{row['ratio']:.2f}",
-        )
-        for row in measured["rows"]
-    ]
-    split = "" if measured["split"] is None else f", {measured['split']}"
-    versions = f"adaponder {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
-    head = ("", "loss", "perplexity", "bits/byte", "mean depth", "MFLOP/token", "x plain decoder")
-    return (
-        f"## Results\n\nOn {measured['data']}{split}: {measured['tokens']:,} tokens, {measured['windows']}. FLOPs are "
-        f"counted by formula, head, expectation, gates\nand attention included.\n\n{_table(head, rows)}\n\n"
-        f"Measured with {versions} on {platform.machine()}."
-    )
-
-
-def _limits(license: str | None) -> str:
-    unknown = "" if license else "- No licence was stated when this folder was exported: ask its author.\n"
-    return f"""## Limits
-
-{unknown}- What its training text holds it may repeat. Whether anything was done about that, or to make it follow
-  instructions, is not recorded.
-- Attention is `sdpa` or `eager`. Documents packed into one sequence are not kept apart.
-- The cache holds K rows of keys and values per token, and a batch waits for its deepest token; the package's engine
-  does neither.
-- The loss of a forward is cross-entropy alone: it fine-tunes the backbone, but nothing teaches gates to halt."""
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Formats a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)

@@ -66,12 +66,12 @@ def compare_with_ponderlm(
 
     names = ("embedding_scale", "initial_multiplier")
     same = all(getattr(model.config, name) == source[name] for name in names)
-    one = compare("one iteration equals PonderLM's", model(ids, max_iterations=1).logits, released(0), bounded=same)
+    once = compare("one iteration equals PonderLM's", model(ids, max_iterations=1).logits, released(0), bounded=same)
     if model.config.method not in ("ponder", "adaponder") or model.config.iterations != source["iterations"]:
-        return [one]
+        return [once]
     expected = released(source["iterations"] - 1)
     if not isinstance(model.method, AdaPonder):
-        return [one, compare("full depth equals PonderLM", model(ids).logits, expected, bounded=same)]
+        return [once, compare("full depth equals PonderLM", model(ids).logits, expected, bounded=same)]
     with _gates_at(model.method, 1e4):
         wide_open = compare("full depth with gates at 1", model(ids).logits, expected, bounded=same)
     as_is = compare("full depth with gates as they start", model(ids).logits, expected, bounded=False)
@@ -79,7 +79,7 @@ def compare_with_ponderlm(
     with _gates_at(model.method, model.config.gate_bias + math.log(2)):
         halved = relative_difference(model(ids).logits, expected)
     bound = 0.75 * as_is.difference + rounding_bound(expected.dtype) if same else None
-    return [one, wide_open, as_is, Check("the same, gates half as far from 1", halved, bound)]
+    return [once, wide_open, as_is, Check("the same, gates half as far from 1", halved, bound)]
 
 
 @torch.no_grad()

@@ -122,11 +122,11 @@ def _to_family(
         if opened.kind == "ponderlm":
             checks += compare_with_ponderlm(model, stock, ids, opened.recurrence)
         else:
-            one = {"max_iterations": 1} if opened.kind == "adaponder" else {}
+            once = {"max_iterations": 1} if opened.kind == "adaponder" else {}
             # With another embedding scale it is another function: the difference is reported without a bound.
             source_scale = opened.model.config.input_scale if is_ours(opened.model) else 1.0
             same = model.config.input_scale == source_scale
-            ours, theirs = model(ids, max_iterations=1).logits, opened.model(ids, **one).logits
+            ours, theirs = model(ids, max_iterations=1).logits, opened.model(ids, **once).logits
             checks.append(compare("one iteration equals the source", ours, theirs, bounded=same))
     return model, checks
 

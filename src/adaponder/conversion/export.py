@@ -24,7 +24,7 @@ from adaponder.config import OUR_AUTO_MAP, AdaPonderConfig
 from adaponder.conversion.checks import Check, compare, probe_ids, require_checks
 from adaponder.conversion.convert import copy_tokenizer, require_room
 from adaponder.conversion.exported import modeling_adaponder as exported
-from adaponder.errors import AdaPonderError, CheckpointError, InputError, choice, in_one_line
+from adaponder.errors import AdaPonderError, CheckpointError, InputError, in_one_line
 from adaponder.files import read_json
 from adaponder.methods import method_class, method_names
 from adaponder.modeling import AdaPonderForCausalLM
@@ -38,20 +38,18 @@ _NOT_LISTED = ("README.md", *CODE)
 
 def require_exportable(config: AdaPonderConfig, source: str) -> None:
     """Raises where the exported file does not compute what a model of this config computes."""
-    if not method_class(config.method).can_be_exported():
-        names = [name for name in method_names() if method_class(name).can_be_exported()]
-        raise InputError(
-            f"{source}: method={config.method} cannot be exported, only {' and '.join(names)}: the exported file has "
-            "no other recurrence; share the checkpoint itself, which opens where adaponder is installed"
-        )
+    methods = [name for name in method_names() if method_class(name).can_be_exported()]
     family = config.backbone_config.model_type
-    if family not in FAMILIES:
-        raise InputError(f"{source}: backbone {family} cannot be exported; use {choice(family, FAMILIES)}")
-    if config.reuse != "state":
-        raise InputError(
-            f"{source}: reuse={config.reuse} cannot be exported, only reuse=state: the exported file does not update "
-            "halted tokens"
-        )
+    for field, value, known in (
+        ("method", config.method, methods),
+        ("backbone", family, FAMILIES),
+        ("reuse", config.reuse, ("state",)),
+    ):
+        if value not in known:
+            raise InputError(
+                f"{source}: {field}={value} cannot be exported, only {', '.join(known)}; share the checkpoint itself, "
+                "which opens where adaponder is installed"
+            )
 
 
 def export(

@@ -100,5 +100,5 @@ def layers_of(model: AdaPonderForCausalLM) -> set[nn.Module]:
 def weight_bytes(model: AdaPonderForCausalLM) -> int:
     """Returns the bytes of the weights, scales of quantised ones included; shared weights count once."""
     quantised = [module for module in model.modules() if isinstance(module, NarrowLinear)]
-    held = [*model.parameters(), *(buffer for module in quantised for buffer in module.buffers())]
-    return sum(tensor.numel() * tensor.element_size() for tensor in held)
+    tensors = [*model.parameters(), *(buffer for module in quantised for buffer in module.buffers())]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

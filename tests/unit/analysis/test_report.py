@@ -11,11 +11,9 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from adaponder import AdaPonderForCausalLM
-from adaponder.analysis.report import facts, write_report
+from adaponder.analysis.report import write_report
 from adaponder.analysis.style import DARK, LIGHT, PAGE
-from adaponder.analysis.tables import numbers
 from adaponder.analysis.trace import read_trace
-from adaponder.cli import main
 from adaponder.commands import analyze
 from adaponder.data.tokenizers import train_bpe
 from adaponder.errors import AdaPonderError, InputError
@@ -51,12 +49,6 @@ class Page(HTMLParser):
 def written(tmp_path_factory):
     out = tmp_path_factory.mktemp("report")
     return write_report(made_up(200), out, only=SHOWN), Page(out / "report.html"), out
-
-
-def test_documents_are_counted():
-    for documents, words in ((1, "of 1 document, disjoint"), (2, "of 2 documents, disjoint")):
-        trace = made_up(40, documents=documents, sources=1)
-        assert words in facts(trace, numbers(trace))["text"]
 
 
 def test_a_figure_is_written_as_picture_table_and_section(written):
@@ -194,27 +186,14 @@ def test_analyze_traces_a_checkpoint_and_redraws_without_it(checkpoint, tmp_path
     assert "Hardest" in Page(tmp_path / "elsewhere" / "report.html").text
 
 
-def test_a_text_of_one_token_has_a_report(checkpoint, tmp_path):
-    report = analyze.analyze(
-        checkpoint=str(checkpoint("loop")), data=data(tmp_path, "a"), out=tmp_path / "out", only=["halting"]
-    )
-    assert report.numbers.tokens == 2
-    assert "Every token has depth 3" in report.drawn[0].caption()
-
-
 @pytest.mark.parametrize(
     ("method", "options", "word"),
     [
         ("loop", {"only": ["gates"]}, "--only gates: loop has no gates"),
-        ("loop", {"text": ""}, "--data"),
         ("loop", {"window": 65}, "--window 65"),
         ("loop", {"data": None}, "--data is needed"),
         ("loop", {"out": None}, "--out is needed"),
-        ("loop", {"only": ["pie"]}, "--only pie"),
         ("loop", {"tau": 0.1}, "loop"),
-        ("loop", {"max_tokens": 0}, "--max-tokens 0"),
-        ("adaponder", {"max_iterations": 9}, "--max-iterations 9"),
-        ("adaponder", {"batch_size": 0}, "--batch-size 0"),
         ("adaponder", {"tokenizer": "nowhere/at/all"}, "--tokenizer nowhere/at/all"),
     ],
 )
@@ -276,14 +255,3 @@ def test_an_interrupted_trace_resumes_and_ends_the_same(checkpoint, tmp_path, mo
 
 def interrupted(*args, **options):
     raise KeyboardInterrupt
-
-
-def test_a_control_c_ends_with_130_and_says_what_is_kept(checkpoint, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(scoring, "score", interrupted)
-    asked = ["analyze", str(checkpoint("loop")), "--data", data(tmp_path, TEXT), "--out", str(tmp_path / "out")]
-    monkeypatch.setattr("sys.argv", ["adaponder", *asked])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 130
-    assert "nothing was saved" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

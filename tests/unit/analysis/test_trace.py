@@ -7,16 +7,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, models
 
 from adaponder.analysis.trace import Trace, check, columns_of, make_trace, planned_scorings, read_trace, write_trace
-from adaponder.data.tokenizers import train_bpe
 from adaponder.errors import EvaluationError, InputError
 from adaponder.evaluation import scoring
 from adaponder.evaluation.scoring import ScoringOptions, score
 from adaponder.evaluation.text import Text, Vocabulary, Windows
 from adaponder.policies import FixedDepth, LearnedGate
-from adaponder.text.spelling import token_texts
 from support import METHODS, VOCABULARY, tiny
 from trace_support import made_up
 
@@ -47,6 +45,8 @@ def test_a_trace_says_what_scoring_says_at_every_depth(method):
     trace, alone = traced(model), score(model, text(), WINDOWS)
     assert list(trace.frame.columns) == columns_of(trace.about)
     assert len(trace) == text().predictions
+    spent = {k: v for k, v in alone.spent.as_dict().items() if k not in ("tokens_per_second", "seconds")}
+    assert trace.about.spent == spent, "gates that only a trace evaluates are not counted"
     np.testing.assert_array_equal(trace["depth"], alone.depth)
     np.testing.assert_allclose(trace["nll"], alone.nll, rtol=0, atol=1e-12)
     for depth in range(1, model.config.iterations):
@@ -122,12 +122,6 @@ def test_places_counts_and_sources_are_those_of_the_text():
     np.testing.assert_array_equal(trace["window_position"], place)
 
 
-def test_what_it_cost_is_counted_as_if_nobody_had_watched():
-    model = tiny()
-    alone, trace = score(model, text(), WINDOWS).spent.as_dict(), traced(model)
-    assert trace.about.spent == {k: v for k, v in alone.items() if k not in ("tokens_per_second", "seconds")}
-
-
 def test_fewer_iterations_than_the_model_has():
     trace = traced(tiny(iterations=4), how=ScoringOptions(policy=LearnedGate((0.5, 0.4, 0.3)), max_iterations=2))
     assert (trace.about.iterations, trace.about.deepest, trace.about.gates) == (4, 2, 1)
@@ -198,27 +192,3 @@ def test_a_model_that_overflowed_is_told_so():
     trace = traced(tiny("ponder"))
     with pytest.raises(InputError, match="full_nll_1"):
         check(Trace(trace.frame.assign(full_nll_1=np.nan), trace.about), "the trace")
-
-
-def test_bytes_that_are_no_character_alone_are_shown():
-    tokenizer = train_bpe(300, ["naïve café 中文 and some more text"])
-    ids = np.array(tokenizer.encode("a é中\n").ids)
-    spelled = token_texts(tokenizer, np.arange(tokenizer.get_vocab_size()))
-    assert len(spelled) == tokenizer.get_vocab_size()
-    assert spelled[0] == "<|endoftext|>"
-    assert {"\\xe4", "\\xff", " ", "\n", "a"} <= set(spelled)
-    joined = "".join(spelled[i] for i in ids)
-    assert joined.startswith("a ")
-    assert joined.endswith("\n")
-
-
-def test_whole_words_stand_apart():
-    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "=": 2}, unk_token="<unk>"))
-    assert "".join(token_texts(tokenizer, np.array([1, 2, 1]))) == " " + tokenizer.decode([1, 2, 1]) == " a = a"
-
-
-def test_sentence_pieces_keep_their_space_and_their_bytes():
-    vocabulary = {"<unk>": 0, "▁the": 1, "cat": 2, "<0xE2>": 3, "<0x41>": 4}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Strip(" ", 1)])
-    assert token_texts(tokenizer, np.arange(6)) == ["<unk>", " the", "cat", "\\xe2", "A", "<5>"]

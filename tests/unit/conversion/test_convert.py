@@ -50,6 +50,7 @@ def ponderlm(folder, *, steps=3, scale=True, multiply=True):
 PAIRS = list(zip(METHODS, itertools.cycle(FAMILIES))) + list(zip(itertools.cycle(METHODS[1:]), FAMILIES))
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("method", "family"), sorted(set(PAIRS)))
 def test_a_stock_checkpoint_keeps_its_function_at_one_iteration(tmp_path, family, method):
     base = stock(family, dtype=torch.float32)
@@ -62,19 +63,15 @@ def test_a_stock_checkpoint_keeps_its_function_at_one_iteration(tmp_path, family
     assert torch.equal(model(ids(), max_iterations=1).logits, reloaded(ids()).logits)
 
 
-@pytest.mark.parametrize(
-    ("steps", "scale", "multiply"), [(1, True, True), (3, False, True), (3, True, False), (3, True, True)]
-)
+@pytest.mark.parametrize(("steps", "scale", "multiply"), [(1, True, True), (3, False, True), (3, True, False)])
 def test_a_ponderlm_release_becomes_adaponder_and_ponder(tmp_path, steps, scale, multiply):
     base = ponderlm(tmp_path / "source", steps=steps, scale=scale, multiply=multiply)
     done = convert.convert(str(tmp_path / "source"), tmp_path / "ada", gate_bias=6.0)
     assert done.kind == "ponderlm"
     assert done.iterations == steps + 1
     assert done.gates_open == pytest.approx(0.997527, abs=1e-6)
-    one, exact, at_bias, halved = done.checks
-    assert one.holds
-    assert exact.holds
-    assert halved.holds
+    assert all(check.holds for check in done.checks)
+    at_bias = done.checks[2]
     # The gates scale each update by s, so the distance is of the order of 1 - s.
     assert at_bias.difference < 50 * (1 - done.gates_open)
     convert.convert(str(tmp_path / "source"), tmp_path / "ponder", method="ponder")

@@ -408,9 +408,8 @@ def test_the_figures_show_every_policy_that_was_measured(result):
     assert LEARNED not in labels
 
 
-@pytest.mark.parametrize("dark", [False, True])
-def test_loss_against_compute_has_a_panel_for_each_rule_and_no_colour_for_two_things(result, dark):
-    drawn = figures.loss_against_compute(result["rows"], dark=dark)
+def test_loss_against_compute_has_a_panel_for_each_rule_and_no_colour_for_two_things(result):
+    drawn = figures.loss_against_compute(result["rows"])
     names = {row["policy"] for row in result["rows"] if row["loss"] is not None} - {figures.ORACLE, TRAINED}
     rules = list(dict.fromkeys(name.split(",")[0] for name in names - {LEARNED}))
     shown = [axis for axis in drawn.axes if axis.get_visible()]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from adaponder.analysis.figures.difficulty import DepthByDifficulty, DepthByPlace
-from adaponder.analysis.figures.gains import ForgoneGain, GainByIteration
-from adaponder.analysis.figures.halting import ActiveTokens, GateValues, LossByDepth
+from adaponder.analysis.figures.depths import ActiveTokens, DepthByDifficulty, DepthByPlace, GateValues
+from adaponder.analysis.figures.losses import ForgoneGain, GainByIteration, LossByDepth
 from adaponder.analysis.figures.plate import Plate
 from adaponder.analysis.figures.tokens import EXCERPTS, TokenGrid
 from adaponder.analysis.trace import Kind

@@ -1,4 +1,4 @@
-"""The base class of a figure of the report, and what figures share: conditions, number formats, axes, bars."""
+"""The base class of a figure of the report, and what figures share: number formats, axes, bars."""
 
 from __future__ import annotations
 
@@ -29,19 +29,25 @@ class Plate(ABC):
     Attributes:
         name: of its files, and of ``--only``.
         alt: alternative text; the numbers are in the caption.
+        needs: what the traced method must have: ``halting``, ``gates``, a second of its ``iterations``.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     alt: ClassVar[str]
+    needs: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def __init__(self, trace: Trace): ...
 
-    @staticmethod
-    def missing(kind: Kind) -> str | None:
-        """Returns why the figure cannot be drawn from a trace of this kind; ``None`` if it can."""
-        return None
+    @classmethod
+    def missing(cls, kind: Kind) -> str | None:
+        """Returns why the figure cannot be bars from a trace of this kind; ``None`` if it can."""
+        if "halting" in cls.needs and not kind.halts:
+            return f"{kind.method} never halts: every token has depth {kind.deepest}"
+        if "gates" in cls.needs and not kind.gates:
+            return f"{kind.method} has no gates" + (" with one iteration" if kind.halts else "")
+        return "there is only one iteration" if "iterations" in cls.needs and kind.deepest == 1 else None
 
     @abstractmethod
     def draw(self, theme: Theme) -> Figure: ...
@@ -58,10 +64,6 @@ def facts_of(kind: Kind) -> type[Method]:
     return method_class(kind.method) if kind.method in method_names() else Method
 
 
-def needs_halting(kind: Kind) -> str | None:
-    return None if kind.halts else f"{kind.method} never halts: every token has depth {kind.deepest}"
-
-
 def percent(share: float) -> str:
     """Formats a share as a percentage; below one percent with two significant digits."""
     return f"{share:.1%}" if share == 0 or share >= 0.01 else f"{100 * share:.2g}%"
@@ -74,23 +76,20 @@ def spread(low: float, high: float) -> str:
 
 def listed(parts: list[str]) -> str:
     """Joins words as ``a, b and c``."""
-    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
 
 def draw_bars(axes: Axes, x: Any, height: Any, interval: ArrayLike, theme: Theme, **look: Any) -> None:
     """Draws bars with intervals; a rim in the colour of the paper keeps intervals visible on dark bars."""
     axes.bar(x, height, **look)
-    drawn = axes.errorbar(x, height, yerr=interval, fmt="none", ecolor=theme.ink, elinewidth=1.0, zorder=3)
-    for line in (*drawn.lines[1], *drawn.lines[2]):
+    bars = axes.errorbar(x, height, yerr=interval, fmt="none", ecolor=theme.ink, elinewidth=1.0, zorder=3)
+    for line in (*bars.lines[1], *bars.lines[2]):
         line.set_path_effects([Stroke(linewidth=2.6, foreground=theme.paper), Normal()])
 
 
 def draw_zero(axes: Axes, theme: Theme) -> None:
-    axes.axhline(0.0, color=theme.ink, linewidth=0.8)
-
-
-def keep_height(axes: Axes) -> None:
-    """Makes an axis of nats high enough that rounding errors do not fill it."""
+    """Draws the line of no gain, on an axis of nats high enough that rounding errors do not fill it."""
+    axes.axhline(0.0, color=theme.ink, linewidth=0.8, zorder=1.5)
     low, high = axes.get_ylim()
     if (more := _MIN_HEIGHT - (high - low)) > 0:
         axes.set_ylim(low - more / 2, high + more / 2)

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from rich.text import Text
 
-from adaponder.analysis.figures.plate import HATCH, Plate, facts_of, needs_halting, percent
+from adaponder.analysis.figures.plate import HATCH, Plate, facts_of, percent
 from adaponder.analysis.figures.words import for_figure, for_html, on_one_line, visible
 from adaponder.analysis.style import PAGE, Theme, depth_colours, new_figure
 from adaponder.analysis.trace import Trace
@@ -33,7 +33,7 @@ class TokenGrid(Plate):
         "A grid: tokens of a real stretch of text from left to right, iterations upwards; filled cells were computed, "
         "hatched ones were not."
     )
-    missing = staticmethod(needs_halting)
+    needs = ("halting",)
 
     def __init__(self, trace: Trace):
         self.first, length = busiest(trace["depth"], trace["document"], TOKENS)
@@ -49,13 +49,12 @@ class TokenGrid(Plate):
         figure = new_figure(width=PAGE, height=1.35 + 0.24 * deepest + _LINE * more_lines)
         axes = figure.subplots()
         colours = depth_colours(deepest)
-        looks: dict[bool, dict[str, Any]] = {True: {"edgecolor": theme.ink}}
-        looks[False] = {"edgecolor": theme.muted, "facecolor": theme.paper, "hatch": HATCH}
+        unread: dict[str, Any] = {"edgecolor": theme.muted, "facecolor": theme.paper, "hatch": HATCH}
         for column, depth in enumerate(self.depths):
-            looks[True]["facecolor"] = colours[depth - 1]
+            computed = {"edgecolor": theme.ink, "facecolor": colours[depth - 1]}
             for row in range(deepest):
-                cell = Rectangle((column + 0.06, row + 0.06), 0.88, 0.88, linewidth=0.6, **looks[row < depth])
-                axes.add_patch(cell)
+                look = computed if row < depth else unread
+                axes.add_patch(Rectangle((column + 0.06, row + 0.06), 0.88, 0.88, linewidth=0.6, **look))
         axes.set(xlim=(0, max(count, 12)), ylim=(0, deepest), ylabel="iteration", xlabel="token")
         axes.set_yticks(np.arange(deepest) + 0.5, [str(i) for i in range(1, deepest + 1)])
         for tick in axes.set_xticks(np.arange(count) + 0.5, self.words, rotation=60, ha="right"):
@@ -65,22 +64,18 @@ class TokenGrid(Plate):
         axes.grid(visible=False)
         axes.spines[:].set_visible(False)
         handles = [Patch(facecolor=colours[depth - 1], label=f"computed, depth {depth}") for depth in used]
-        handles.append(Patch(**looks[False], label=self.after))
+        handles.append(Patch(**unread, label=self.after))
         columns = min(len(handles), _ENTRIES)
         figure.legend(handles=handles, loc="outside upper center", ncols=columns, columnspacing=1.2, handlelength=1.4)
         return figure
 
     def caption(self) -> str:
         count, spent = len(self.depths), int(self.depths.sum())
-        whole = count * self.deepest
-        halted = int((self.depths < self.deepest).sum())
-        where, remark = "", ""
-        if len(np.unique(self.depths)) > 1:
-            where, remark = ", where depths differ most", "; selected for variety, these tokens are not typical"
+        rows, halted = count * self.deepest, int((self.depths < self.deepest).sum())
+        typical = "" if len(np.unique(self.depths)) == 1 else "; selected because depths differ most, not typical"
         return (
-            f"Tokens {self.first:,} to {self.first + count - 1:,} of the text{where}: "
-            f"{spent} of {whole} rows are computed ({percent(spent / whole)}), {halted} of {count} tokens halt early"
-            f"{remark}."
+            f"Tokens {self.first:,} to {self.first + count - 1:,} of the text: {spent} of {rows} rows are computed "
+            f"({percent(spent / rows)}), {halted} of {count} tokens halt early{typical}."
         )
 
     def table(self) -> pd.DataFrame:
@@ -136,41 +131,38 @@ def extremes(trace: Trace, *, hardest: bool, count: int = 6) -> list[Excerpt]:
 def passage(trace: Trace, length: int = PASSAGE) -> Excerpt:
     """Returns the ``length`` tokens whose depths differ most."""
     first, length = busiest(trace["depth"], trace["document"], length)
-    rows = np.arange(first, first + length)
-    mean = float(trace["depth"][rows].mean())
-    remark = f"{length:,} tokens from token {first:,} on, mean depth {mean:.2f} ({trace['depth'].mean():.2f} overall)."
-    return Excerpt(*_words(trace, rows), target=None, remark=remark)
+    tokens = trace.frame.iloc[first : first + length]
+    means = f"mean depth {tokens['depth'].mean():.2f} ({trace['depth'].mean():.2f} overall)"
+    return _excerpt(tokens, f"{length:,} tokens from token {first:,} on, {means}.")
+
+
+def _excerpt(tokens: pd.DataFrame, remark: str, target: int | None = None) -> Excerpt:
+    words = [str(word) for word in tokens["token"]]
+    return Excerpt(words, tokens["depth"].tolist(), tokens["nll"].tolist(), target, remark)
 
 
 def _around(trace: Trace, row: int) -> Excerpt:
     """Returns the excerpt of the document around prediction ``row``."""
-    document = trace["document"]
+    prediction, deepest = trace.frame.iloc[row], trace.about.deepest
     rows = np.arange(max(0, row - BEFORE), min(len(trace), row + 2 + AFTER))
-    rows = rows[document[rows] == document[row]]
-    words, depths, losses = _words(trace, rows)
-    target = int(np.searchsorted(rows, row)) + 1
-    if target == len(words):
-        # The document's last word is predicted, but predicts nothing in this document.
-        words, depths, losses = [*words, str(trace.frame["target"].iloc[row])], [*depths, 0], [*losses, float("nan")]
-    return Excerpt(words, depths, losses, target, _remark(trace, row))
-
-
-def _words(trace: Trace, rows: np.ndarray) -> tuple[list[str], list[int], list[float]]:
-    part = trace.frame.iloc[rows]
-    return [str(word) for word in part["token"]], part["depth"].tolist(), part["nll"].tolist()
-
-
-def _remark(trace: Trace, row: int) -> str:
-    deepest, prediction = trace.about.deepest, trace.frame.iloc[row]
+    rows = rows[trace["document"][rows] == prediction["document"]]
     # Rounding may leave a loss just below 0: z writes no -0.000.
     losses = f"NLL {prediction['full_nll_1']:z.3f} after one iteration, {prediction['nll']:z.3f} at its depth"
     if deepest > 1:
         losses += f", {prediction[f'full_nll_{deepest}']:z.3f} with every token at depth {deepest}"
-    return f"“{on_one_line(str(prediction['target']))}” after a token of depth {prediction['depth']}: {losses}."
+    word = str(prediction["target"])
+    remark = f"“{on_one_line(word)}” after a token of depth {prediction['depth']}: {losses}."
+    excerpt = _excerpt(trace.frame.iloc[rows], remark, target=int(np.searchsorted(rows, row)) + 1)
+    if excerpt.target == len(rows):
+        # The document's last word is predicted, but predicts nothing in this document.
+        excerpt.words.append(word)
+        excerpt.depths.append(0)
+        excerpt.losses.append(float("nan"))
+    return excerpt
 
 
 def as_html(excerpt: Excerpt) -> str:
-    """Returns the excerpt as HTML: coloured spans, with everything from data escaped."""
+    """Returns the words as coloured HTML spans, with everything from data escaped."""
     spans = []
     for index, (word, depth, loss) in enumerate(zip(excerpt.words, excerpt.depths, excerpt.losses, strict=True)):
         kind = f"d{depth}" + (" target" if index == excerpt.target else "")
@@ -178,7 +170,7 @@ def as_html(excerpt: Excerpt) -> str:
         # A line's end lies between two spans, so that the box of a token of several lines is closed on each of them.
         lines = for_html(word).split("\n")
         spans.append("\n".join(f'<span class="{kind}" title="{about}">{line}</span>' if line else "" for line in lines))
-    return f'<p class="remark">{for_html(excerpt.remark)}</p>\n<pre class="words">{"".join(spans)}</pre>'
+    return "".join(spans)
 
 
 def as_text(excerpt: Excerpt, deepest: int) -> Text:

@@ -11,7 +11,7 @@ from matplotlib.font_manager import FontProperties, findfont, get_font
 
 _SPACES = {" ": "␣", "\n": "↵", "\t": "⇥"}
 # Controls, characters of no width or that turn text around, halves of pairs, private use, ends of lines and paragraphs.
-_UNSEEN = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
+_INVISIBLE = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 
 
 def visible(text: str, *, keep: str = "\n") -> str:
@@ -19,12 +19,13 @@ def visible(text: str, *, keep: str = "\n") -> str:
 
     So no token can move a cursor, change the direction of writing or hide.
     """
-    return "".join(_number(letter) if category(letter) in _UNSEEN and letter not in keep else letter for letter in text)
+    return "".join(
+        _number(letter) if category(letter) in _INVISIBLE and letter not in keep else letter for letter in text
+    )
 
 
 def _number(letter: str) -> str:
-    code = ord(letter)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return letter.encode("unicode_escape").decode()
 
 
 def for_html(text: str) -> str:

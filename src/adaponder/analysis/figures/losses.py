@@ -1,4 +1,4 @@
-"""Figures of what iterations are worth: the loss gained by each, and the gain that halted tokens gave up."""
+"""Figures of losses: by depth, by iteration, and what halting gave up."""
 
 from __future__ import annotations
 
@@ -11,23 +11,139 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from adaponder.analysis.figures.plate import (
+    DEPTH,
     HATCH,
     Plate,
+    depth_axis,
     draw_bars,
     draw_zero,
     iteration_axis,
-    keep_height,
     listed,
-    needs_halting,
+    percent,
     spread,
 )
-from adaponder.analysis.style import LINES, MARKERS, PAGE, PALETTE, Theme, depth_colours, new_figure
+from adaponder.analysis.style import LINES, MARKERS, PAGE, PALETTE, Theme, density_map, depth_colours, new_figure
 from adaponder.analysis.tables import Means, means
-from adaponder.analysis.trace import Kind, Trace
+from adaponder.analysis.trace import Trace
 
-_NAMES = ("all tokens", "tokens still active", "tokens that had halted")
+BINS = 40
+_CHECK_MARK = "the paper's check mark (\N{CHECK MARK}), where loss falls to a middle depth and is highest at the last"
+_GROUPS = ("all tokens", "tokens still active", "tokens that had halted")
 # Most iterations whose numbers of tokens fit below the axis.
 _ROOM = 5
+
+
+class LossByDepth(Plate):
+    """Shows mean loss, number of tokens and distribution of losses by depth; the paper reports a check mark.
+
+    ``groups`` has an entry per depth; ``density[bin, depth]``, per nat, integrates to at most 1 at each depth.
+    """
+
+    name = "halting"
+    title = "Loss by halting iteration"
+    alt = (
+        "Points: mean loss of the tokens of each depth, with 95% intervals where there are documents enough. "
+        "Bars: how many tokens have that depth. Map: how losses spread at each depth."
+    )
+
+    def __init__(self, trace: Trace):
+        trace = trace.scored
+        nll, label = trace["nll"], trace["depth"].astype(np.int64) - 1
+        self.loss, self.deepest = trace.loss, trace.about.deepest
+        self.depths = np.arange(1, self.deepest + 1)
+        self.groups = means(trace, nll, label, self.deepest)
+        # The highest one percent of losses would compress the rest.
+        self.clip = max(float(np.quantile(nll, 0.99)), 1e-6)
+        self.beyond = float((nll > self.clip).mean())
+        edges = np.linspace(0.0, self.clip, BINS + 1)
+        losses = [nll[label == index] for index in range(self.deepest)]
+        histograms = np.stack([np.histogram(values, edges)[0] for values in losses], axis=1)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            self.density = histograms / self.groups.tokens / edges[1]
+        self.medians = np.array([np.median(values) if len(values) else np.nan for values in losses])
+
+    def draw(self, theme: Theme) -> Figure:
+        figure = new_figure(width=PAGE, height=3.5)
+        grid = figure.add_gridspec(2, 2, height_ratios=(3, 2), width_ratios=(1, 1.15))
+        top, below, right = (figure.add_subplot(cell) for cell in (grid[0, 0], grid[1, 0], grid[:, 1]))
+        self._draw_means(top, theme)
+        bars = below.bar(self.depths, 100 * self.groups.share, width=0.7, color=depth_colours(self.deepest))
+        below.bar_label(bars, [f"{tokens:,}" for tokens in self.groups.tokens], fontsize=7, padding=1)
+        below.set(ylim=(0, 125 * self.groups.share.max()), ylabel="tokens (%)", xlabel=DEPTH)
+        image = right.imshow(
+            self.density,
+            origin="lower",
+            aspect="auto",
+            extent=(0.5, self.deepest + 0.5, 0.0, self.clip),
+            cmap=density_map(theme),
+            vmin=0.0,
+            interpolation="nearest",
+        )
+        self._mark_density(right, theme)
+        for axes in (top, below, right):
+            depth_axis(axes, self.deepest)
+        top.tick_params(labelbottom=False)
+        right.set(xlim=(0.5, self.deepest + 0.5), ylim=(0.0, self.clip), xlabel=DEPTH, ylabel="NLL (nats)")
+        figure.colorbar(image, ax=right, label="share of that depth's tokens per nat", pad=0.02)
+        return figure
+
+    def _draw_means(self, axes: Axes, theme: Theme) -> None:
+        groups = self.groups
+        axes.axhline(self.loss, color=theme.muted, linestyle=":", linewidth=1.0)
+        # A depth without tokens has a mean of NaN, where the line breaks: between its neighbours nothing was measured.
+        axes.errorbar(self.depths, groups.mean, yerr=groups.bars, color=theme.ink, linewidth=1.0, zorder=2)
+        colours = depth_colours(self.deepest)
+        axes.scatter(self.depths, groups.mean, c=colours, edgecolors=theme.ink, s=36, zorder=3)
+        low, high = groups.range
+        pad = 0.25 * max(high - low, 0.2 * abs(self.loss), 0.1)
+        axes.set(ylim=(max(0.0, low - pad), high + pad), ylabel="mean NLL (nats)")
+        axes.set_title(f"dotted: all tokens, {self.loss:.3f}", color=theme.muted)
+
+    def _mark_density(self, axes: Axes, theme: Theme) -> None:
+        for edge in self.depths[:-1] + 0.5:
+            axes.axvline(edge, color=theme.paper, linewidth=2.0)
+        # White on black is visible on every shade.
+        for colour, width in (("black", 3.6), ("white", 1.8)):
+            axes.plot(self.depths, self.medians, "_", color=colour, markeredgewidth=width, markersize=13 + width)
+        axes.plot(self.depths, self.groups.mean, "o", color="white", markeredgecolor="black")
+        for depth in self.depths[self.groups.tokens == 0]:
+            axes.text(depth, self.clip / 2, "no tokens", ha="center", va="center", rotation=90, color=theme.muted)
+        axes.grid(visible=False)
+        axes.set_title("circle: mean; bar: median", color=theme.muted)
+
+    def caption(self) -> str:
+        groups, present = self.groups, np.flatnonzero(self.groups.tokens)
+        tail = f" The {percent(self.beyond)} of losses above {self.clip:.1f} nats are outside the map."
+        if len(present) == 1:
+            return f"Every token has depth {present[0] + 1}, with a mean NLL of {self.loss:.3f} nats.{tail}"
+        by_depth = listed([f"{groups.mean[i]:.3f} at depth {i + 1} ({percent(groups.share[i])})" for i in present])
+        return f"Mean NLL is {by_depth}; over all tokens it is {self.loss:.3f} nats. {_shape(groups)}{tail}"
+
+    def table(self) -> pd.DataFrame:
+        frame = self.groups.frame("mean NLL", depth=self.depths)
+        frame["median NLL"] = self.medians
+        frame["share x mean"] = self.groups.share * self.groups.mean
+        return frame
+
+
+def _shape(groups: Means) -> str:
+    """Describes the curve of mean losses in words, and whether it may be chance."""
+    present = np.flatnonzero(groups.tokens)
+    mean = groups.mean[present]
+    first, last, lowest, highest = present[0], present[-1], present[np.argmin(mean)], present[np.argmax(mean)]
+    turns, ends = f"lowest at depth {lowest + 1}, highest at depth {highest + 1}", [(lowest, highest)]
+    if first < lowest < last == highest:
+        words, ends = f"This is {_CHECK_MARK}: {turns}", [(lowest, first), (lowest, last)]
+    elif (np.diff(mean) > 0).all():
+        words = f"Loss rises with depth: tokens that halt early are the easier ones, without {_CHECK_MARK}"
+    elif (np.diff(mean) < 0).all():
+        words = "Loss falls with depth: tokens that halt early are the harder ones, the opposite of the paper's claim"
+    else:
+        words = f"This is not {_CHECK_MARK}: {turns}"
+    if all(groups.high[below] < groups.low[above] for below, above in ends):
+        return f"{words}."
+    reason = "there are too few documents for intervals" if np.isnan(groups.low[present]).any() else "intervals overlap"
+    return f"{words}; it may be chance, {reason}."
 
 
 class GainByIteration(Plate):
@@ -44,10 +160,7 @@ class GainByIteration(Plate):
         "Left: how the mean loss changes with each iteration when every token has full depth, a line for the "
         "tokens of each depth. Right: bars of the loss gained by each iteration."
     )
-
-    @staticmethod
-    def missing(kind: Kind) -> str | None:
-        return None if kind.deepest > 1 else "every token has depth 1: there is no second iteration"
+    needs = ("iterations",)
 
     def __init__(self, trace: Trace):
         trace = trace.scored
@@ -72,13 +185,13 @@ class GainByIteration(Plate):
         self._draw_curves(left, theme)
         self._draw_gains(right, theme)
         for axes in (left, right):
+            draw_zero(axes, theme)
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, columnspacing=1.2)
         return figure
 
     def _draw_curves(self, axes: Axes, theme: Theme) -> None:
         iterations, change = np.arange(1, self.deepest + 1), self.losses - self.losses[:, :1]
-        draw_zero(axes, theme)
-        axes.plot(iterations, change[-1], color=theme.ink, linewidth=2.2, label=_NAMES[0])
+        axes.plot(iterations, change[-1], color=theme.ink, linewidth=2.2, label=_GROUPS[0])
         for depth in iterations[self.tokens > 0] if self.halts else []:
             axes.plot(
                 iterations,
@@ -91,17 +204,12 @@ class GainByIteration(Plate):
                 markeredgecolor=theme.ink,
                 label=f"depth {depth} ({self.tokens[depth - 1]:,})",
             )
-        keep_height(axes)
         ylabel = "change of NLL since\nthe first iteration (nats)"
         axes.set(xticks=iterations, xlabel="iterations of every token", ylabel=ylabel)
 
     def _draw_gains(self, axes: Axes, theme: Theme) -> None:
         iterations = np.arange(2, self.deepest + 1)
-        looks: tuple[dict[str, Any], ...] = (
-            {"color": theme.muted},
-            {"color": PALETTE[0]},
-            {"color": theme.paper, "hatch": HATCH},
-        )
+        looks = ({"color": theme.muted}, {"color": PALETTE[0]}, {"color": theme.paper, "hatch": HATCH})
         # Where no token halts, or all do at once, one of the groups is empty.
         shown = [index for index in range(3 if self.halts else 1) if self.gains[index].tokens.any()]
         wide = 0.8 / len(shown)
@@ -109,9 +217,7 @@ class GainByIteration(Plate):
             present = self.gains[index].tokens > 0
             gains = self.gains[index].pick(present)
             x = iterations[present] + wide * (place - (len(shown) - 1) / 2)
-            draw_bars(axes, x, gains.mean, gains.bars, theme, width=wide, label=_NAMES[index], **looks[index])
-        draw_zero(axes, theme)
-        keep_height(axes)
+            draw_bars(axes, x, gains.mean, gains.bars, theme, width=wide, label=_GROUPS[index], **looks[index])
         iteration_axis(axes, iterations)
         axes.set(xlabel="iteration", ylabel="NLL gained by it (nats)")
 
@@ -119,31 +225,27 @@ class GainByIteration(Plate):
         everyone, active, halted = self.gains
         by_iteration = listed([f"{gain:+.4f} (iteration {i})" for i, gain in enumerate(everyone.mean, 2)])
         first, last = self.losses[-1, 0], self.losses[-1, -1]
-        whole = (
+        caption = (
             f"At full depth of every token the loss goes from {first:.4f} to {last:.4f} nats: gains of {by_iteration}."
         )
-        compared = np.nonzero((halted.tokens > 0) & (active.tokens > 0))[0]
-        if not self.halts or not len(compared):
-            return whole
+        compared = (halted.tokens > 0) & (active.tokens > 0)
         less, more = halted.high < active.low, halted.low > active.high
         unknown = np.isnan(halted.low) | np.isnan(active.low)
-        kinds = (
-            ("there are too few documents to tell halted tokens from active ones", unknown),
-            ("halted tokens would gain less than active ones", less),
-            ("halted tokens would gain more than active ones", more),
-            ("halted and active tokens do not differ significantly", ~(less | more | unknown)),
-        )
-        findings = []
-        for kind, mask in kinds:
-            which = [str(i + 2) for i in compared if mask[i]]
-            findings += [f"at iteration{'s' if len(which) > 1 else ''} {listed(which)} {kind}"] if which else []
-        sentence = "; ".join(findings)
-        return f"{whole} {sentence[0].upper()}{sentence[1:]}."
+        verdicts = {
+            "there are too few documents to tell halted tokens from active ones": unknown,
+            "halted tokens would gain less than active ones": less,
+            "halted tokens would gain more than active ones": more,
+            "halted and active tokens do not differ significantly": ~(less | more | unknown),
+        }
+        for verdict, holds in verdicts.items():
+            if which := [str(i + 2) for i in np.flatnonzero(compared & holds)]:
+                caption += f" At iteration{'s' if len(which) > 1 else ''} {listed(which)} {verdict}."
+        return caption
 
     def table(self) -> pd.DataFrame:
         frames = [
             gains.frame("NLL gained", **{"gained by": name, "iteration": range(2, self.deepest + 1)})
-            for name, gains in zip(_NAMES, self.gains, strict=True)
+            for name, gains in zip(_GROUPS, self.gains, strict=True)
         ]
         return pd.concat(frames if self.halts else frames[:1], ignore_index=True)
 
@@ -168,12 +270,7 @@ class ForgoneGain(Plate):
         "Bars, for each iteration after which tokens halted: the loss they would have gained at full depth, "
         "beside that of random tokens. Right: the sum over the whole text."
     )
-
-    @staticmethod
-    def missing(kind: Kind) -> str | None:
-        if kind.halts and kind.deepest < 2:
-            return "with one iteration no token can continue"
-        return needs_halting(kind)
+    needs = ("halting", "iterations")
 
     def __init__(self, trace: Trace):
         trace = trace.scored
@@ -196,26 +293,24 @@ class ForgoneGain(Plate):
         right.bar(0, self.halted, width=0.6, color=PALETTE[0])
         ends = np.maximum([[middle - low], [high - middle]], 0.0)
         draw_bars(right, [1], [middle], ends, theme, width=0.6, color=theme.paper, hatch=HATCH)
-        draw_zero(right, theme)
         iteration_axis(right, [0, 1], [f"these\ndepths\n{self.halted:+.4f}", f"permuted at\nrandom\n{middle:+.4f}"])
         right.margins(y=0.15)
-        keep_height(right)
         right.set_ylabel("given up per token of\nthe text (nats)")
+        for axes in (left, right):
+            draw_zero(axes, theme)
         return figure
 
     def _draw_groups(self, axes: Axes, theme: Theme) -> None:
-        present, deepest = np.nonzero(self.groups.tokens)[0], self.deepest
+        present, deepest = np.flatnonzero(self.groups.tokens), self.deepest
         groups = self.groups.pick(present)
         colours = [depth_colours(deepest)[index] for index in present]
         draw_bars(axes, present + 0.8, groups.mean, groups.bars, theme, width=0.38, color=colours)
         hatched: dict[str, Any] = {"width": 0.38, "color": theme.paper, "hatch": HATCH}
         draw_bars(axes, present + 1.2, self.random[present], self.band[present], theme, **hatched)
-        draw_zero(axes, theme)
         # Among many iterations there is no room for numbers of tokens.
         counts = [f"\n({tokens:,} tokens)" if deepest <= _ROOM else "" for tokens in self.groups.tokens]
         iteration_axis(axes, range(1, deepest), [f"{depth}{count}" for depth, count in enumerate(counts, 1)])
         axes.margins(y=0.12)
-        keep_height(axes)
         axes.set(xlabel="iteration after which tokens halted", ylabel=f"NLL gained by\ndepth {deepest} (nats)")
         handles = [
             Patch(facecolor=theme.muted, label="tokens that halted there"),
@@ -224,31 +319,25 @@ class ForgoneGain(Plate):
         axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, borderaxespad=0.2)
 
     def caption(self) -> str:
-        groups = self.groups
+        groups, (middle, low, high) = self.groups, self.chance
         if not groups.tokens.any():
             return f"No token halted before iteration {self.deepest}: nothing was given up."
         gains = [
             f"{groups.mean[i]:+.4f} nats{spread(groups.low[i], groups.high[i])} if halted after iteration {i + 1} "
             f"(random tokens {self.random[i]:+.4f})"
-            for i in np.nonzero(groups.tokens)[0]
+            for i in np.flatnonzero(groups.tokens)
         ]
+        if low <= self.halted <= high:
+            verdict = "the choice of halted tokens does not differ significantly from chance"
+        elif self.halted > high:
+            verdict = "the tokens that halt are those with more to gain: worse than chance"
+        else:
+            verdict = "the tokens that halt are those with less to gain: better than chance"
         return (
             f"At depth {self.deepest}, halted tokens would have gained {'; '.join(gains)}. "
             f"Over the whole text halting gives up {self.halted:+.4f} nats per token; the same depths permuted within "
-            "each document give up "
-            f"{self.chance[0]:+.4f} [{self.chance[1]:+.4f}, {self.chance[2]:+.4f}]: {self._verdict()}."
+            f"each document give up {middle:+.4f} [{low:+.4f}, {high:+.4f}]: {verdict}."
         )
-
-    def _verdict(self) -> str:
-        """Returns whether the policy halts better or worse than chance, in words."""
-        middle, low, high = self.chance
-        cheap = "; halting cost nothing" if self.halted <= 0 else ""
-        if low <= self.halted <= high:
-            return f"the choice of halted tokens does not differ significantly from chance{cheap}"
-        if self.halted > high:
-            return f"the tokens that halt are those with more to gain: worse than chance{cheap}"
-        saved = f", avoiding {1 - self.halted / middle:.0%} of the loss of a random choice" if middle > 0 else ""
-        return f"the tokens that halt are those with less to gain: better than chance{saved}{cheap}"
 
     def table(self) -> pd.DataFrame:
         frame = self.groups.frame("gain by continuing", **{"halted after": range(1, self.deepest)})
