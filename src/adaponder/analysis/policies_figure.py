@@ -29,11 +29,12 @@ def flat(rows: Sequence[Entry]) -> pd.DataFrame:
 
 def _flat(row: Entry) -> dict[str, Any]:
     gap = row["difference"] or {"mean": None, "interval": None}
-    intervals = {"depth": row["depth_interval"], "loss": row["loss_interval"], "difference": gap["interval"]}
-    cells = {key: value for key, value in row.items() if key != "active" and not key.endswith("_interval")}
+    cells = {key: value for key, value in row.items() if not key.endswith("_interval")}
+    del cells["active"], cells["difference"]
+    cells["depth_low"], cells["depth_high"] = row["depth_interval"] or (None, None)
+    cells["loss_low"], cells["loss_high"] = row["loss_interval"] or (None, None)
     cells["difference"] = gap["mean"]
-    for name, interval in intervals.items():
-        cells[f"{name}_low"], cells[f"{name}_high"] = interval or (None, None)
+    cells["difference_low"], cells["difference_high"] = gap["interval"] or (None, None)
     return cells | {f"active_{i}": share for i, share in enumerate(row["active"], 1)}
 
 
