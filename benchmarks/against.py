@@ -117,33 +117,24 @@ def _decode(settings: dict[str, Any], device: Any) -> None:
 # --- both trees ----------------------------------------------------------------------------------------------------
 
 
-class TreeProcess:
-    """The process of one tree."""
+def start(tree: Path, case: str, device: str) -> subprocess.Popen[str]:
+    """Starts the worker of one tree."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree / "src"), str(tree)])}
+    command = [sys.executable, str(HERE), "--work", case, "--device", device]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, cwd=tree)
 
-    def __init__(self, tree: Path, case: str, device: str):
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree / "src"), str(tree)])}
-        command = [sys.executable, str(HERE), "--work", case, "--device", device]
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, cwd=tree)
 
-    def answer(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"a worker ended with {self.process.wait()}: see its message above")
-        return json.loads(line)
-
-    def seconds(self, count: int) -> float:
-        """Returns the median time of ``count`` steps."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{count}\n")
-        self.process.stdin.flush()
-        return statistics.median(self.answer())
-
-    def end(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+def ask(worker: subprocess.Popen[str], request: str = "") -> Any:
+    """Sends a request, if any, and returns the worker's next answer."""
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    worker.stdin.write(request)
+    worker.stdin.flush()
+    line = worker.stdout.readline()
+    if not line:
+        raise SystemExit(f"a worker ended with {worker.wait()}: see its message above")
+    return json.loads(line)
 
 
 def compare(other: Path, case: str, *, device: str, rounds: int, steps: int) -> dict[str, Any]:
@@ -151,15 +142,15 @@ def compare(other: Path, case: str, *, device: str, rounds: int, steps: int) -> 
 
     The tree that goes first changes from round to round.
     """
-    trees = [TreeProcess(HERE.parents[1], case, device), TreeProcess(other, case, device)]
-    for tree in trees:
-        tree.answer()
+    workers = [start(tree, case, device) for tree in (HERE.parents[1], other)]
+    for worker in workers:
+        ask(worker)  # until it is ready
     turns: list[list[float]] = [[], []]
     for index in range(rounds):
         for which in (0, 1) if index % 2 else (1, 0):
-            turns[which].append(trees[which].seconds(steps))
-    for tree in trees:
-        tree.end()
+            turns[which].append(statistics.median(ask(workers[which], f"{steps}\n")))
+    for worker in workers:
+        worker.communicate()
     ratios = [here / there for here, there in zip(*turns, strict=True)]
     this, theirs = map(statistics.median, turns)
     return {"case": case, "this": this, "other": theirs, "ratio": statistics.median(ratios), "ratios": ratios}

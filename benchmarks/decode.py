@@ -115,7 +115,7 @@ def run(
     if subset and (counts or lengths or means):
         raise InputError("--subset has its own lanes, contexts and depths: leave it out to choose them")
     usual = ON_GPU if device.type == "cuda" else ON_CPU
-    sizes = usual | {"lanes": counts or usual["lanes"], "contexts": lengths or usual["contexts"]}
+    sizes: dict[str, Any] = usual | {"lanes": counts or usual["lanes"], "contexts": lengths or usual["contexts"]}
     if scenario is not None:
         name, every = f"decode-{scenario}", served("ouro-1.4b", counts or (1, 32, 128), lengths[0] if lengths else 1024)
     elif checkpoint is not None:
@@ -125,15 +125,15 @@ def run(
         shapes = shape or (["70m", "410m"] if device.type == "cuda" else ["tiny"])
         name = "-".join(["decode", *shapes, *(["subset"] if subset else [])])
         every = subset_cases(shapes) if subset else cases(shapes, means or tuple(SHARES), **sizes)
-    chosen = harness.select(every, options.only)
+    selected = harness.select(every, options.only)
     opened = None if checkpoint is None or data is None else open_checkpoint(checkpoint, data, precision, device)
     settings = {"dtype": precision, "tokens": tokens, "subset": subset, "scenario": scenario, "checkpoint": checkpoint}
-    forced = {case.depth for case in chosen if case.depth is not None}
+    forced = {case.depth for case in selected if case.depth is not None}
     settings |= {"shares": {f"{depth:g}": shares_of(depth) for depth in sorted(forced)}}
     bench = Run(options, name, settings)
     rate, steps = bench.hardware["copy_bytes"], options.how_often | {"part": tokens}
-    sides = Sides(device, DTYPES[precision], options.seed or 0, chosen, rate, opened, **steps)
-    rows = bench.measure_all(chosen, lambda case: row_of(case, sides.measure), compare=lambda found: None, show=show)
+    sides = Sides(device, DTYPES[precision], options.seed or 0, rate, opened, **steps)
+    rows = bench.measure_all(selected, lambda case: row_of(case, sides.measure), compare=lambda result: None, show=show)
     bench.keep(ratios=(ratios := ratios_of(rows)))
     if ratios:
         cells = [
@@ -158,20 +158,20 @@ def cases(
     One stream and ``lanes`` at full depth over all contexts; every depth at the middle context; the other sides there,
     at full depth and at mean depth 2. ``new`` is the length of requests that run to their ends.
     """
-    found: list[DecodeCase] = []
+    result: list[DecodeCase] = []
     # Sides and depths are compared at 64 lanes, or the nearest number there is.
     many = min(lanes, key=lambda count: abs(count - 64))
     middle, full = sorted(contexts)[len(contexts) // 2], max(depths)
     low = 2.0 if 2.0 in depths else min(depths)
     for shape in shapes:
         for count in lanes:
-            found += [DecodeCase(ENGINE, shape, count, context, full) for context in contexts]
-            found += [DecodeCase(ENGINE, shape, count, middle, depth) for depth in depths if count == many]
-        found += [DecodeCase(ENGINE, shape, max(2, many // 2), middle, depth, MEMORY, new) for depth in (full, low)]
-        found.append(DecodeCase(DRAFTING, shape, min(lanes), min(contexts), full))
-        found += _other_sides(shape, (min(lanes), many), min(contexts), full)
-        found.append(DecodeCase(HF_BATCH, shape, many, min(contexts), 1.0, WHOLE, new))
-    return list(dict.fromkeys(found))
+            result += [DecodeCase(ENGINE, shape, count, context, full) for context in contexts]
+            result += [DecodeCase(ENGINE, shape, count, middle, depth) for depth in depths if count == many]
+        result += [DecodeCase(ENGINE, shape, max(2, many // 2), middle, depth, MEMORY, new) for depth in (full, low)]
+        result.append(DecodeCase(DRAFTING, shape, min(lanes), min(contexts), full))
+        result += _other_sides(shape, (min(lanes), many), min(contexts), full)
+        result.append(DecodeCase(HF_BATCH, shape, many, min(contexts), 1.0, WHOLE, new))
+    return list(dict.fromkeys(result))
 
 
 def _other_sides(shape: str, lanes: Sequence[int], context: int, full: float) -> list[DecodeCase]:
@@ -181,12 +181,12 @@ def _other_sides(shape: str, lanes: Sequence[int], context: int, full: float) ->
 
 def subset_cases(shapes: Sequence[str]) -> list[DecodeCase]:
     """Returns the rows that the aims are stated for, which take a few minutes."""
-    found = [DecodeCase(side, shape, 1, 128) for shape in shapes for side in (ENGINE, DRAFTING)]
+    result = [DecodeCase(side, shape, 1, 128) for shape in shapes for side in (ENGINE, DRAFTING)]
     last = shapes[-1]
-    found += [DecodeCase(ENGINE, last, 64, 512, depth) for depth in (4.0, 3.7, 2.0)]
-    found += [DecodeCase(ENGINE, last, 32, 512, depth, MEMORY) for depth in (4.0, 2.0)]
-    found += _other_sides(last, (1, 64), 128, float(ITERATIONS))
-    return [*found, DecodeCase(HF_BATCH, last, 64, 128, 1.0, WHOLE)]
+    result += [DecodeCase(ENGINE, last, 64, 512, depth) for depth in (4.0, 3.7, 2.0)]
+    result += [DecodeCase(ENGINE, last, 32, 512, depth, MEMORY) for depth in (4.0, 2.0)]
+    result += _other_sides(last, (1, 64), 128, float(ITERATIONS))
+    return [*result, DecodeCase(HF_BATCH, last, 64, 128, 1.0, WHOLE)]
 
 
 def served(shape: str, lanes: Sequence[int] = (1, 32, 128), context: int = 1024, new: int = 128) -> list[DecodeCase]:
@@ -211,7 +211,7 @@ def ratios_of(rows: Sequence[Row]) -> list[Row]:
     """Returns how much faster ours is where two rows differ in one thing only: the depth or the side."""
     names = DecodeCase.__dataclass_fields__
     by_case = {DecodeCase(**{name: row[name] for name in names}): row for row in rows if row.get("tokens_per_second")}
-    found = []
+    result = []
     for case, row in by_case.items():
         others = {}
         if case.side == DRAFTING:
@@ -226,8 +226,8 @@ def ratios_of(rows: Sequence[Row]) -> list[Row]:
             ratio = {"name": row["name"], "what": what, "times": row["tokens_per_second"] / base["tokens_per_second"]}
             if row.get("resident_lanes") and base.get("resident_lanes"):
                 ratio["lanes_times"] = row["resident_lanes"] / base["resident_lanes"]
-            found.append(ratio)
-    return found
+            result.append(ratio)
+    return result
 
 
 # --- tables and figure ---------------------------------------------------------------------------------------------

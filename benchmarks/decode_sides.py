@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 from transformers import GenerationConfig
 
-from adaponder.backbones.shape import Shape, shape_of
+from adaponder.backbones.shape import shape_of
 from adaponder.config import AdaPonderConfig
 from adaponder.inference.engine import Engine
 from adaponder.inference.request import Request
@@ -94,13 +93,10 @@ def open_checkpoint(checkpoint: str, data: str, dtype: str, device: torch.device
 
 @dataclass
 class Sides:
-    """Measures cases, with one model and one engine in memory at a time, kept while the next case needs the same.
+    """Measures cases, with one model in memory at a time, kept while the next case needs the same.
 
     Attributes:
-        device: where to run.
-        dtype: of weights, and of keys and values.
         seed: of weights, prompts and depths.
-        all_cases: what will be measured, so that an engine is opened with room for all its cases.
         copy_rate: bytes per second that a large copy reads and writes.
         opened: a checkpoint that takes the place of a shape; without it prompts are random.
         warmup: parts that are not timed.
@@ -111,31 +107,26 @@ class Sides:
     device: torch.device
     dtype: torch.dtype
     seed: int
-    all_cases: Sequence[DecodeCase]
     copy_rate: float
     opened: Opened | None = None
     warmup: int = 3
     repeats: int = 10
     part: int = 16
-    _held: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    _kept: tuple[Any, Any] = field(init=False, default=(None, None))
 
     def measure(self, case: DecodeCase) -> Row:
-        """Returns the measured fields of a case's row; an error leaves no model or engine in memory."""
+        """Returns the measured fields of a case's row."""
         try:
-            return self._in_engine(case) if case.side in IN_ENGINE else self._outside(case)
+            row, shares, context = self._in_engine(case) if case.side in IN_ENGINE else self._outside(case)
         except BaseException:
-            self._held.clear()
-            forget(self.device)
+            self._kept = None, None
             raise
-
-    def _kept(self, kind: str, key: object, make: Callable[[], Any]) -> Any:
-        """Returns the ``model`` or ``engine`` under this key, after freeing another one."""
-        if kind not in self._held or self._held[kind][0] != key:
-            self._held.pop("engine", None)
-            self._held.pop(kind, None)
-            forget(self.device)
-            self._held[kind] = key, make()
-        return self._held[kind][1]
+        # With drafting a tick holds several tokens of each lane, and the limit depends on how many are accepted.
+        if case.kind == STEADY and case.side != DRAFTING:
+            where: dict[str, Any] = {"lanes": row["resident_lanes"] or case.lanes, "context": context}
+            most = limit(self._config(case), shares, **where, dtype=self.dtype, copy_rate=self.copy_rate)
+            row |= {"limit_tokens_per_second": most, "limit_share": row["tokens_per_second"] / most}
+        return row
 
     def _config(self, case: DecodeCase) -> AdaPonderConfig:
         if self.opened is not None:
@@ -143,102 +134,66 @@ class Sides:
         return shape_config(case.shape, vanilla=case.side in PLAIN_SIDES)
 
     def _model(self, case: DecodeCase, build: Callable[..., Any] = build) -> Any:
+        """Returns the case's model, after freeing another one."""
         if self.opened is not None:
             return self.opened.model
-        config, key = self._config(case), (build, case.shape, case.side in PLAIN_SIDES)
-        return self._kept("model", key, lambda: build(config, device=self.device, dtype=self.dtype, seed=self.seed))
+        key = build, case.shape, case.side in PLAIN_SIDES
+        if self._kept[0] != key:
+            self._kept = None, None
+            forget(self.device)
+            model = build(self._config(case), device=self.device, dtype=self.dtype, seed=self.seed)
+            self._kept = key, model
+        return self._kept[1]
 
-    def _limited(self, row: Row, case: DecodeCase, shares: Sequence[float], context: float) -> Row:
-        """Adds the most tokens per second that the memory's rate allows.
-
-        With drafting a tick holds several tokens of each lane, and the limit depends on how many are accepted.
-        """
-        if case.side == DRAFTING:
-            return row
-        config, lanes = self._config(case), row["resident_lanes"] or case.lanes
-        where: dict[str, Any] = {"lanes": lanes, "context": context, "dtype": self.dtype}
-        most = limit(config, shape_of(config), shares, copy_rate=self.copy_rate, **where)
-        return row | {"limit_tokens_per_second": most, "limit_share": row["tokens_per_second"] / most}
-
-    # --- in the engine ----------------------------------------------------------------------------------------------
-
-    def _in_engine(self, case: DecodeCase) -> Row:
-        engine = self._engine(case)
-        prompts = None if self.opened is None else self.opened.prompts
+    def _in_engine(self, case: DecodeCase) -> tuple[Row, Sequence[float], float]:
+        """Returns a row, the shares of its tokens by depth, and the mean number of tokens that a row attends to."""
+        model, prompts = self._model(case), None if self.opened is None else self.opened.prompts
+        forget(self.device)
+        most, iterations = model.config.max_position_embeddings, model.config.iterations
+        steps = {"warmup": self.warmup, "repeats": self.repeats, "part": self.part}
+        new = {STEADY: steady_length(case, **steps), MEMORY: 2 * case.new}.get(case.kind, case.new)
+        settings: dict[str, Any] = {"lanes": case.lanes, "tokens": min(case.context + new, most or 2**31)}
+        if case.kind == MEMORY:
+            # Rows for `lanes` sequences of full depth and average length, and lanes enough for shallower ones.
+            settings |= {"lanes": 3 * case.lanes, "rows": case.lanes * (case.context + case.new) * iterations}
+        engine = Engine(model, **settings, drafts=iterations - 1 if case.side == DRAFTING else 0)
         # The first load captures graphs and compiles kernels.
         first, load = (DecodeLoad(engine, case, self.seed + more, prompts) for more in (1, 0))
-        if case.kind == MEMORY:
-            first.run(through_memory)
-            return load.run(through_memory)
         if case.kind == STEADY:
             first.run(first_tokens)
-            row = load.run(steady, warmup=self.warmup, repeats=self.repeats, part=self.part)
-            return self._limited(row, case, load.shares(), load.mean_context())
-        first.run(end_to_end, rounds=1)
-        return load.run(end_to_end)
+            row = load.run(steady, **steps)
+        elif case.kind == MEMORY:
+            first.run(through_memory)
+            row = load.run(through_memory)
+        else:
+            first.run(end_to_end, rounds=1)
+            row = load.run(end_to_end)
+        return row, load.shares(), case.context + load.total / max(1, len(load.arrived)) / 2
 
-    def _engine(self, case: DecodeCase) -> Engine:
-        """Returns the engine for this case and for all that differ in context and depth only."""
-
-        def key(case: DecodeCase) -> tuple[object, ...]:
-            return case.side, case.shape, case.lanes, case.kind
-
-        def make() -> Engine:
-            tokens = max(self._tokens(other) for other in (case, *self.all_cases) if key(other) == key(case))
-            most = model.config.max_position_embeddings
-            settings: dict[str, Any] = {"lanes": case.lanes, "tokens": tokens if most is None else min(tokens, most)}
-            if case.kind == MEMORY:
-                # Rows for `lanes` sequences of full depth and average length, and lanes enough for shallower ones.
-                rows = case.lanes * (case.context + case.new) * model.config.iterations
-                settings |= {"lanes": 3 * case.lanes, "rows": rows}
-            return Engine(model, **settings, drafts=model.config.iterations - 1 if case.side == DRAFTING else 0)
-
-        model = self._model(case)
-        return self._kept("engine", key(case), make)
-
-    def _tokens(self, case: DecodeCase) -> int:
-        """Returns the length of a case's longest sequence."""
-        steps = steady_length(case, warmup=self.warmup, repeats=self.repeats, part=self.part)
-        return case.context + {STEADY: steps, MEMORY: 2 * case.new}.get(case.kind, case.new)
-
-    # --- outside of it ----------------------------------------------------------------------------------------------
-
-    def _outside(self, case: DecodeCase) -> Row:
-        self._held.pop("engine", None)
+    def _outside(self, case: DecodeCase) -> tuple[Row, Sequence[float], float]:
+        """Returns the same of a side outside of the engine: the time of all new tokens after the first."""
         new, device = _NEW[case.side], self.device
+        model = self._model(case, build if case.side == PORTABLE else build_stock)
         generator = torch.Generator().manual_seed(self.seed)
         ids = torch.randint(self._config(case).vocab_size, (case.lanes, case.context), generator=generator).to(device)
-        model = self._model(case, build if case.side == PORTABLE else build_stock)
         if case.side == HF_BATCH:
-            return _continuous(model, ids.tolist(), new=new, device=device)
-        policy = {}
+            return _continuous(model, ids.tolist(), new=new, device=device), (1.0,), 0.0
+        fixed: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": True, "pad_token_id": 0}
         if case.shares is not None:
             depths = [draw_depths(case.shares, case.context + new, seed=self.seed + lane) for lane in range(case.lanes)]
-            policy = {"policy": ForcedDepths(torch.tensor(depths, device=device))}
-        row = _timed(_generating(model, ids, **policy), case, new=new, device=device)
-        return self._limited(row, case, case.shares or (1.0,), case.context + new / 2)
+            fixed["policy"] = ForcedDepths(torch.tensor(depths, device=device))
 
+        @torch.no_grad()
+        def seconds(new: int) -> float:
+            return _seconds(lambda: model.generate(ids, max_new_tokens=new, min_new_tokens=new, **fixed), device)
 
-def _generating(model: Any, ids: Tensor, **more: Any) -> Callable[[int], None]:
-    """Returns a function that generates that many tokens of every sequence."""
-    fixed: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": True, "pad_token_id": 0, **more}
-
-    @torch.no_grad()
-    def run(new: int) -> None:
-        model.generate(ids, max_new_tokens=new, min_new_tokens=new, **fixed)
-
-    return run
-
-
-def _timed(run: Callable[[int], None], case: DecodeCase, *, new: int, device: torch.device) -> Row:
-    """Returns the tokens per second after the first: the time of ``new`` tokens less that of one."""
-    run(2)
-    reset_peak(device)
-    first = _seconds(lambda: run(1), device)
-    rates = [case.lanes * (new - 1) / max(1e-9, _seconds(lambda: run(new), device) - first) for _ in range(2)]
-    between, memory = [case.lanes / rate for rate in rates], {"peak_bytes": peak(device)}
-    shares = case.shares or (1.0,)
-    return as_row(rates, shares=shares, first=[first], between=between, resident_lanes=case.lanes, **memory)
+        seconds(2)
+        reset_peak(device)
+        first, shares = seconds(1), case.shares or (1.0,)
+        rates = [case.lanes * (new - 1) / max(1e-9, seconds(new) - first) for _ in range(2)]
+        more = {"resident_lanes": case.lanes, "peak_bytes": peak(device)}
+        row = as_row(rates, shares=shares, first=[first], between=[case.lanes / rate for rate in rates], **more)
+        return row, shares, case.context + new / 2
 
 
 def _continuous(model: Any, prompts: list[list[int]], *, new: int, device: torch.device) -> Row:
@@ -362,21 +317,17 @@ class DecodeLoad:
 
     def between(self, since: float) -> list[float]:
         """Returns the seconds per token since then; tokens that came together share the time before them."""
-        found = []
+        seconds = []
         for times in self.arrived.values():
             for (before, _), (now, count) in pairwise(times):
                 if before >= since:
-                    found += [(now - before) / count] * count
-        return found
+                    seconds += [(now - before) / count] * count
+        return seconds
 
     def shares(self) -> list[float]:
         """Returns the share of the noted tokens of depth 1, 2, …"""
         depths = range(1, max(self.depths, default=1) + 1)
         return [self.depths[depth] / max(1, self.depths.total()) for depth in depths]
-
-    def mean_context(self) -> float:
-        """Returns the mean number of tokens that a row attends to."""
-        return self.case.context + self.total / max(1, len(self.arrived)) / 2
 
     def row(self, rates: Sequence[float], resident: Sequence[int], *, since: float, **more: Any) -> Row:
         """Returns the measured fields of the case's row; ``resident`` are the lanes that decoded in each step."""
@@ -511,7 +462,7 @@ class TickBytes(NamedTuple):
 
 
 def tick_bytes(
-    config: AdaPonderConfig, shape: Shape, shares: Sequence[float], *, lanes: float, context: float, dtype: torch.dtype
+    config: AdaPonderConfig, shares: Sequence[float], *, lanes: float, context: float, dtype: torch.dtype
 ) -> TickBytes:
     """Returns the bytes of a tick over one row of each of ``lanes`` sequences of ``context`` tokens.
 
@@ -520,7 +471,7 @@ def tick_bytes(
     reads the keys and values before it and writes its own. Activations and indices are left out: thousandths.
     ``shares[d - 1]`` is the share of tokens of depth d.
     """
-    method, width = method_class(config.method), dtype.itemsize
+    method, shape, width = method_class(config.method), shape_of(config), dtype.itemsize
     slots = method.slots_per_token(config.iterations)
     reach = [sum(shares[i:]) for i in range(len(shares))]  # the share of tokens that iteration i reads
     depth = sum(reach)
@@ -540,12 +491,10 @@ def tick_bytes(
     )
 
 
-def limit(
-    config: AdaPonderConfig, shape: Shape, shares: Sequence[float], *, lanes: float, copy_rate: float, **how: Any
-) -> float:
+def limit(config: AdaPonderConfig, shares: Sequence[float], *, lanes: float, copy_rate: float, **how: Any) -> float:
     """Returns the tokens per second if bytes moved at the rate of a large copy and nothing else took time."""
     depth = 1.0 if method_class(config.method).slots_per_token(config.iterations) > 1 else mean_depth(shares)
-    return copy_rate * lanes / depth / sum(tick_bytes(config, shape, shares, lanes=lanes, **how))
+    return copy_rate * lanes / depth / sum(tick_bytes(config, shares, lanes=lanes, **how))
 
 
 def _any(share: float, lanes: float) -> float:

@@ -181,9 +181,9 @@ def numbers(
     try:
         values = [kind(word) for word in text.split(",")]
     except ValueError:
-        raise InputError(f"{option} {text} must be numbers separated by commas") from None
-    if count is not None and len(values) != count:
-        raise InputError(f"{option} {text} must be {count} numbers separated by commas")
+        values = []
+    if not values or len(values) != (count or len(values)):
+        raise InputError(f"{option} {text} must be {count or 'some'} numbers separated by commas")
     if wrong := [value for value in values if not low <= value <= high]:
         raise InputError(f"{option} {text}: {wrong[0]:g} must be between {low:g} and {high:g}")
     return values

@@ -86,7 +86,7 @@ def run(
     harness.one_of("--dtype", dtype, DTYPES)
     sizes = [Size(*harness.numbers("--size", text, int, 1, 2**40, count=3)) for text in size or ()]
     sizes = sizes or (ON_GPU if device.type == "cuda" else ON_CPU)
-    chosen = harness.select(cases(sizes), options.only, always=PLAIN)
+    selected = harness.select(cases(sizes), options.only, always=PLAIN)
     bench = Run(options, "ops", {"sizes": [list(size) for size in sizes], "dtype": dtype})
     if not torch_has_it():
         console.print(f"torch {torch.__version__} has no linear_cross_entropy: no row for it")
@@ -101,7 +101,7 @@ def run(
             some = [row for row in rows if _work_key(row) == (op, size)]
             harness.print_table(f"\n{op}: {size}, {dtype}", _COLUMNS, some)
 
-    bench.measure_all(chosen, row_of, compare=compare_with_plain, show=show)
+    bench.measure_all(selected, row_of, compare=compare_with_plain, show=show)
     return bench.finish()
 
 

@@ -66,9 +66,9 @@ def run(
     work = models.choose_workload(options, recipe_name, overrides, batch, shares)
     recipe, depths = work.recipe, work.depths
     assert depths is not None  # there are shares
-    chosen = harness.select(variants(compiles=compiles, by=recipe.train.compile_by), options.only, always=PLAIN)
+    selected = harness.select(variants(compiles=compiles, by=recipe.train.compile_by), options.only, always=PLAIN)
     # Dense and compact begin with the same compiled pass.
-    keeps_graphs = {after: before.by == after.by for before, after in pairwise(chosen)}
+    keeps_graphs = {after: before.by == after.by for before, after in pairwise(selected)}
     bench = work.begin("prefill")
 
     def row_of(variant: PrefillVariant) -> Row:
@@ -79,7 +79,7 @@ def run(
         return row | {"tokens_per_second": ratio(depths.numel(), median)} | harness.timing_fields(timing)
 
     bench.measure_all(
-        chosen,
+        selected,
         row_of,
         compare=lambda rows: compare_with_dense(rows, recipe.train.compile_by),
         show=lambda rows: harness.print_table(work.title("a prefill"), _COLUMNS, rows),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -21,7 +21,7 @@ from adaponder.errors import EvaluationError, InputError
 from adaponder.policies import parse_policy
 from adaponder.terminal import console, line
 from benchmarks import harness
-from benchmarks.harness import SEVERAL, number, print_table, record_path, save
+from benchmarks.harness import SEVERAL, Row, number, print_table, record_path, save
 from benchmarks.record import ROOT, commit_of
 from benchmarks.serve_client import (
     Answer,
@@ -35,7 +35,6 @@ from benchmarks.serve_client import (
     summary,
 )
 
-Row = dict[str, Any]
 KEY = "ADAPONDER_API_KEY"
 PACKAGES = ("fastapi", "starlette", "uvicorn", "httptools", "uvloop", "httpx")
 # Shares of the server's maximum at which it is loaded where no rates are given.
@@ -153,15 +152,13 @@ def _load_server(
 ) -> dict[str, Any]:
     """Measures all streams at once, then rates that rise."""
     load = options.load(url, key)
-    burst = all_at_once(url, load, key=key, repeats=options.repeats)
-    found = _compared(options.kind, load.streams, alone, burst)
-    print_table("\nAll streams at once", _BURST_COLUMNS, [found])
-    rates = rates or [share * burst.rate / options.new for share in USUAL_SHARES]
+    burst = all_at_once(url, load, key=key, repeats=options.repeats, what=options.kind, alone=alone)
+    print_table("\nAll streams at once", _BURST_COLUMNS, [burst])
     rows = []
-    for row in at_rates(url, load, rates, key=key):
+    for row in at_rates(url, load, rates or usual_rates(burst, load), key=key):
         rows.append(row | {"server_rss": None if server is None else server.rss()})
         print_table("" if rows[1:] else "\nRequests that arrive at random times", _RATE_COLUMNS, rows[-1:])
-    return {"all_at_once": [found], "rates": rows}
+    return {"all_at_once": [burst], "rates": rows}
 
 
 def _load_stand_ins(
@@ -171,33 +168,32 @@ def _load_stand_ins(
     from adaponder.inference import Request
     from benchmarks.stand_in import SleepingEngine, engine_rate, stand_in_model
 
-    found, rows, model = [], [], stand_in_model()
+    bursts, rows, model = [], [], stand_in_model()
     for lanes, tick in ((int(lanes), tick) for lanes, tick in stand_ins):
         with started(["-m", "benchmarks.stand_in", str(lanes), str(tick)]) as server:
             load = options.load(server.url, None, streams=lanes)
-            request = Request(prompt=[0], max_new_tokens=load.new, ignore_eos=True, seed=0)
-            requests = [replace(request, prompt=body["prompt"]) for body in load.bodies(lanes, part=0)]
+            how: dict[str, Any] = {"max_new_tokens": load.new, "ignore_eos": True, "seed": 0}
+            requests = [Request(prompt=body["prompt"], **how) for body in load.bodies(lanes, part=0)]
 
             def alone(lanes: int = lanes, tick: float = tick, requests: list[Request] = requests) -> float:
                 return engine_rate(SleepingEngine(model, lanes=lanes, tick=tick / 1e3), requests)
 
             # Half of the engine's repetitions before and half after, so that both meet the same machine.
-            speeds = [alone(), alone()]
-            before = server.cpu_seconds()
-            burst = all_at_once(server.url, load, key=None, repeats=options.repeats)
+            speeds, before = [alone(), alone()], server.cpu_seconds()
+            row = all_at_once(
+                server.url, load, key=None, repeats=options.repeats, what=f"{lanes} tokens per {tick:g} ms"
+            )
             after = server.cpu_seconds()
             speeds += [alone(), alone()]
-            row = _compared(f"{lanes} tokens per {tick:g} ms", lanes, median(speeds), burst)
+            row |= against_engine(row["server_tokens_per_second"], median(speeds))
             row |= {"lanes": lanes, "tick_ms": tick, "engine_repetitions": speeds}
             if before is not None and after is not None:
                 row["cpu_us_per_token"] = 1e6 * (after - before) / (lanes * load.new * (options.repeats + 1))
-            found.append(row)
-            print_table("" if found[1:] else "\nAll streams at once", _BURST_COLUMNS, [row])
-            if not rows:
-                at = rates or [share * burst.rate / options.new for share in USUAL_SHARES]
-                rows = list(at_rates(server.url, load, at, key=None))
+            bursts.append(row)
+            print_table("" if bursts[1:] else "\nAll streams at once", _BURST_COLUMNS, [row])
+            rows = rows or list(at_rates(server.url, load, rates or usual_rates(row, load), key=None))
     print_table("\nRequests that arrive at random times", _RATE_COLUMNS, rows)
-    return {"all_at_once": found, "rates": rows}
+    return {"all_at_once": bursts, "rates": rows}
 
 
 def _engine_alone(options: ServeOptions, device: torch.device) -> float:
@@ -210,31 +206,17 @@ def _engine_alone(options: ServeOptions, device: torch.device) -> float:
     engine = Engine(model.eval(), lanes=options.streams)
     prompts = ServerLoad("alone", model.config.vocab_size, options.context, options.new, seed=options.seed)
     policy = None if options.policy is None else parse_policy(options.policy)
-    request = Request(prompt=[0], max_new_tokens=options.new, ignore_eos=True, temperature=0.0, policy=policy, seed=0)
+    how: dict[str, Any] = {"max_new_tokens": options.new, "ignore_eos": True, "temperature": 0.0, "seed": 0}
     rates = []
     for part in range(options.repeats + 1):  # the first is a warm-up
         bodies = prompts.bodies(options.streams, part=part)
-        rates.append(engine_rate(engine, [replace(request, prompt=body["prompt"]) for body in bodies]))
+        rates.append(engine_rate(engine, [Request(prompt=body["prompt"], policy=policy, **how) for body in bodies]))
     del engine, model
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return sorted(rates[1:])[len(rates[1:]) // 2]
+    harness.forget(device)
+    return median(rates[1:])
 
 
 # --- measurements --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Burst:
-    """All streams at once: tokens/s of each repetition, and the summary of the last."""
-
-    rates: list[float]
-    last: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def rate(self) -> float:
-        return median(self.rates) if self.rates else 0.0
 
 
 def served_model(url: str, key: str | None, *, timeout: float = 30.0) -> dict[str, Any]:
@@ -258,19 +240,35 @@ def wait_until_ready(url: str, key: str | None, *, patience: float) -> None:
         time.sleep(0.05)
 
 
-def all_at_once(url: str, load: ServerLoad, *, key: str | None, repeats: int) -> Burst:
-    """Starts every stream at once and measures tokens/s while all of them run; the first repetition is a warm-up."""
+def all_at_once(
+    url: str, load: ServerLoad, *, key: str | None, repeats: int, what: str, alone: float | None = None
+) -> Row:
+    """Starts every stream at once and measures tokens/s while all of them run; the first repetition is a warm-up.
+
+    ``alone`` is the engine's speed without the server.
+    """
     rates: list[float] = []
-    last: dict[str, Any] = {}
+    last: Row = {}
     for part in range(repeats + 1):
         answers = _send(url, load, [0.0] * load.streams, part, key)
         last = summary(answers, max((answer.ended for answer in answers), default=0.0))
         if last["answered"] != load.streams:
             why = next(iter(last["failures"]), "status 429: its queue is full")
             raise EvaluationError(f"{load.streams - last['answered']} of {load.streams} streams failed: {why}")
-        if part:
-            rates.append(steady_rate(answers))
-    return Burst(rates, last)
+        rates += [steady_rate(answers)] if part else []
+    row = {"what": what, "streams": load.streams} | against_engine(median(rates), alone) | {"repetitions": rates}
+    return row | {name: last[name] for name in ("first_token", "between_tokens", "tokens", "mean_depth")}
+
+
+def against_engine(speed: float, alone: float | None) -> Row:
+    """Returns the server's and the engine's tokens/s; ``overhead`` is the share of the engine's that is lost."""
+    overhead = 1.0 - speed / alone if alone else None
+    return {"engine_tokens_per_second": alone, "server_tokens_per_second": speed, "overhead": overhead}
+
+
+def usual_rates(burst: Row, load: ServerLoad) -> list[float]:
+    """Returns shares of the server's maximum, in requests per second."""
+    return [share * burst["server_tokens_per_second"] / load.new for share in USUAL_SHARES]
 
 
 def at_rates(url: str, load: ServerLoad, rates: Sequence[float], *, key: str | None) -> Iterator[Row]:
@@ -292,20 +290,6 @@ def client_limit() -> float:
         answers = _send(server.url, load, [0.0] * _CLIENT_STREAMS, 0, None)
     seconds = max(answer.ended for answer in answers) - min(answer.sent for answer in answers)
     return sum(answer.tokens for answer in answers) / seconds
-
-
-def _compared(what: str, streams: int, alone: float | None, burst: Burst) -> Row:
-    """Returns the row of all streams at once; ``overhead`` is the share of the engine's tokens/s that is lost."""
-    return {
-        "what": what,
-        "streams": streams,
-        "engine_tokens_per_second": alone,
-        "server_tokens_per_second": burst.rate,
-        "repetitions": burst.rates,
-        "overhead": None if not alone else 1.0 - burst.rate / alone,
-        "first_token": burst.last["first_token"],
-        "between_tokens": burst.last["between_tokens"],
-    }
 
 
 # --- tables and figure ---------------------------------------------------------------------------------------------
@@ -343,27 +327,21 @@ def draw(rows: Sequence[Row], path: Path, title: str, *, most: float | None) -> 
     from adaponder.analysis.style import PAGE, house, new_figure, save, series
 
     offered = [row["offered_tokens_per_second"] for row in rows]
+    answered = [row["tokens_per_second"] for row in rows]
     with house():
         figure = new_figure(width=PAGE, height=3.2)
         speed, first, between = figure.subplots(1, 3)
-        speed.plot(offered, [row["tokens_per_second"] for row in rows], **series(0, 3), label="answered")
+        speed.plot(offered, answered, **series(0, 3), label="answered")
         speed.plot(offered, offered, **series(1, 3), label="offered")
         if most:
             speed.axhline(most, color="0.5", linewidth=0.8, linestyle=":", label="all streams at once")
         speed.set(title=title, ylabel="tokens/s")
-        speed.set_ylim(bottom=0, top=1.15 * max([*(row["tokens_per_second"] for row in rows), most or 0.0]) or 1.0)
-        for axes, name, what in (
-            (first, "first_token", "to the first token"),
-            (between, "between_tokens", "between tokens"),
-        ):
+        speed.set_ylim(bottom=0, top=1.15 * max([*answered, most or 0.0]) or 1.0)
+        latencies = {"first_token": (first, "to the first token"), "between_tokens": (between, "between tokens")}
+        for name, (axes, what) in latencies.items():
             for index, share in enumerate(("p50", "p95", "p99")):
-                points = [
-                    (load, 1e3 * row[name][share])
-                    for load, row in zip(offered, rows, strict=True)
-                    if row[name][share] is not None
-                ]
-                if points:
-                    axes.plot(*zip(*points, strict=True), **series(index, 3), label=share)
+                values = [1e3 * row[name][share] if row[name][share] is not None else math.nan for row in rows]
+                axes.plot(offered, values, **series(index, 3), label=share)
             axes.set(title=what, ylabel="ms")
             axes.set_ylim(bottom=0)
         for axes in (speed, first, between):

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
-import queue
 import random
 import re
-import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -26,12 +24,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from adaponder.errors import EvaluationError, InputError
 
 _ROOT = Path(__file__).resolve().parents[1]
 _ADDRESS = re.compile(r"https?://(?:\[[0-9a-fA-F:]+\]|[\w.-]+):\d+")
-# Lines of a server's output that errors quote from.
-_OUTPUT_LINES = 40
 
 
 # --- requests and answers ------------------------------------------------------------------------------------------
@@ -42,7 +40,6 @@ class ServerLoad:
     """Describes the requests of a load.
 
     Attributes:
-        model: the name of the served model.
         vocabulary: prompts are drawn from token ids below it.
         context: tokens of a prompt.
         new: tokens to generate.
@@ -67,11 +64,9 @@ class ServerLoad:
         """Returns the bodies of streaming completions; no two parts of a measurement share a prompt."""
         common = {"model": self.model, "max_tokens": self.new, "stream": True, "temperature": 0}
         common |= {"stream_options": {"include_usage": True}} | self.settings
-        bodies = []
-        for index in range(count):
-            draw = random.Random(self.seed * 1_000_003 + part * 100_003 + index)
-            bodies.append(common | {"prompt": [draw.randrange(1, self.vocabulary) for _ in range(self.context)]})
-        return bodies
+        draws = [random.Random(self.seed * 1_000_003 + part * 100_003 + index) for index in range(count)]
+        prompts = ([draw.randrange(1, self.vocabulary) for _ in range(self.context)] for draw in draws)
+        return [common | {"prompt": prompt} for prompt in prompts]
 
 
 def poisson_times(rate: float, seconds: float, *, seed: int) -> list[float]:
@@ -101,7 +96,7 @@ class Answer:
     due: float
     sent: float = 0.0
     status: int = 0
-    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    arrivals: list[Sequence[Any]] = field(default_factory=list)
     tokens: int = 0
     mean_depth: float | None = None
     ended: float = 0.0
@@ -125,23 +120,17 @@ class Answer:
 
     def gaps(self) -> list[float]:
         """Returns the seconds between tokens; tokens that came together share the time before them."""
-        found: list[float] = []
+        quantiles: list[float] = []
         for (before, _), (now, count) in pairwise(self.scaled()):
-            found += [(now - before) / max(count, 1e-9)] * max(1, round(count))
-        return found
-
-
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """Returns the smallest value that at least ``share`` of the values do not exceed; ``None`` without values."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+            quantiles += [(now - before) / max(count, 1e-9)] * max(1, round(count))
+        return quantiles
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
-    """Returns the median, the 95th and the 99th percentile."""
-    return {f"p{round(100 * share)}": percentile(values, share) for share in (0.5, 0.95, 0.99)}
+    """Returns the median, the 95th and the 99th percentile: each the smallest value that so many do not exceed."""
+    shares = (50, 95, 99)
+    quantiles = np.percentile(values, shares, method="inverted_cdf").tolist() if values else [None] * len(shares)
+    return {f"p{share}": value for share, value in zip(shares, quantiles, strict=True)}
 
 
 def summary(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
@@ -152,25 +141,22 @@ def summary(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
     """
     done = [answer for answer in answers if answer.works]
     within = sum(count for answer in done for when, count in answer.scaled() if seconds / 2 < when <= seconds)
-    failures: dict[str, int] = {}
-    for answer in answers:
-        if not answer.works and not answer.refused:
-            reason = answer.error or f"status {answer.status}"
-            failures[reason] = failures.get(reason, 0) + 1
+    failed = (answer for answer in answers if not answer.works and not answer.refused)
+    failures = Counter(answer.error or f"status {answer.status}" for answer in failed)
     depths = [(answer.mean_depth, answer.tokens) for answer in done if answer.mean_depth is not None]
     weight = sum(tokens for _, tokens in depths)
     return {
         "requests": len(answers),
         "answered": len(done),
         "refused": sum(answer.refused for answer in answers),
-        "failed": sum(failures.values()),
-        "failures": failures,
+        "failed": failures.total(),
+        "failures": dict(failures),
         "tokens": sum(answer.tokens for answer in done),
         "tokens_per_second": within / (seconds / 2) if seconds else 0.0,
         "first_token": percentiles([answer.arrivals[0][0] - answer.due for answer in done if answer.arrivals]),
         "between_tokens": percentiles([gap for answer in done for gap in answer.gaps()]),
         "mean_depth": sum(depth * tokens for depth, tokens in depths) / weight if weight else None,
-        "client_late": percentile([answer.sent - answer.due for answer in answers], 0.99),
+        "client_late": percentiles([answer.sent - answer.due for answer in answers])["p99"],
     }
 
 
@@ -198,8 +184,7 @@ def run_client(
     done = subprocess.run(command, check=False, env=_environment(), **pipes)
     if done.returncode != 0:
         raise EvaluationError(f"the client of the load failed: {done.stderr.strip().splitlines()[-1:]}")
-    fields = json.loads(done.stdout)
-    return [Answer(**(each | {"arrivals": [(when, count) for when, count in each["arrivals"]]})) for each in fields]
+    return [Answer(**fields) for fields in json.loads(done.stdout)]
 
 
 async def send_all(
@@ -294,11 +279,16 @@ def get(url: str, path: str, key: str | None, timeout: float) -> tuple[int, byte
 
 @dataclass
 class ServerProcess:
-    """A server that listens: its address, its process, and the last lines of its output."""
+    """A server that listens: its address, its process, and the file with its output."""
 
     url: str
-    process: subprocess.Popen[str]
-    output: list[str] = field(default_factory=list)
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def output(self) -> list[str]:
+        """Returns the last lines of its output."""
+        return self.log.read_text(errors="replace").splitlines()[-40:]
 
     def rss(self) -> int | None:
         """Returns the bytes of memory that its process holds; ``None`` where the system does not say."""
@@ -330,43 +320,25 @@ def started(
 
     It is ended with SIGTERM, and killed if it still runs after ``ending`` seconds.
     """
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env={**_environment(), **(environment or {})},
-    )
-    output, address = [], queue.Queue[str | None]()
-    threading.Thread(target=_read, args=(process, output, address), daemon=True).start()
-    try:
+    with tempfile.NamedTemporaryFile() as log:
+        command, variables = [sys.executable, *arguments], _environment() | dict(environment or {})
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=variables)
+        server, until = ServerProcess("", process, Path(log.name)), time.monotonic() + patience
         try:
-            url = address.get(timeout=patience)
-        except queue.Empty:
-            raise EvaluationError("the server did not print its address in time: " + " / ".join(output[-5:])) from None
-        if url is None:
-            raise EvaluationError("the server ended before it listened: " + " / ".join(output[-5:]))
-        yield ServerProcess(url, process, output)
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
+            while (match := _ADDRESS.search("\n".join(server.output))) is None:
+                if process.poll() is not None or time.monotonic() > until:
+                    how = "ended before it listened" if process.poll() is not None else "printed no address in time"
+                    raise EvaluationError(f"the server {how}: {' / '.join(server.output[-5:])}")
+                time.sleep(0.02)
+            server.url = match.group()
+            yield server
+        finally:
+            process.terminate()
             try:
                 process.wait(ending)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def _read(process: subprocess.Popen[str], output: list[str], address: queue.Queue[str | None]) -> None:
-    """Keeps the last lines of a process's output; queues the address once it is printed, ``None`` at the end."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        output.append(line.rstrip())
-        del output[:-_OUTPUT_LINES]
-        if match := _ADDRESS.search(line):
-            address.put(match.group())
-    address.put(None)
 
 
 def _environment() -> dict[str, str]:
@@ -412,15 +384,12 @@ def main() -> None:
         asyncio.run(echo(float(sys.argv[2])))
         return
     plan = json.load(sys.stdin)
-    how = {name: plan[name] for name in ("key", "timeout")}
-    running = send_all(plan["url"], plan["bodies"], plan["due"], **how)
+    running = send_all(plan["url"], plan["bodies"], plan["due"], key=plan["key"], timeout=plan["timeout"])
     try:
-        import uvloop
+        from uvloop import run
     except ImportError:
-        answers = asyncio.run(running)
-    else:
-        answers = uvloop.run(running)
-    json.dump([asdict(answer) for answer in answers], sys.stdout)
+        from asyncio import run
+    json.dump([asdict(answer) for answer in run(running)], sys.stdout)
 
 
 if __name__ == "__main__":

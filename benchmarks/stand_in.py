@@ -8,9 +8,8 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -34,49 +33,23 @@ _COUNTS = ("ticks", "rows", "tokens", "waiting", "resident", "most_resident", "p
 _COUNTS += ("prefix_tokens_reused", "drafted", "accepted")
 
 
-@dataclass
-class _Sample:
-    """One sample of a request."""
-
-    number: int
-    sample: int
-    request: Request
-    completion: Completion
-    prompt_read: bool = False
-
-    def next_token(self, vocabulary: int, iterations: int, eos_ids: frozenset[int]) -> Token:
-        """Returns a token that depends on prompt, seed, sample and position alone and is no end of sequence."""
-        position = len(self.completion.tokens)
-        mixed = (sum(self.completion.prompt) + int(self.request.seed) + self.sample) * 7919 + position * 104_729
-        first = FIRST_WORD if vocabulary > FIRST_WORD else 0
-        token_id = first + mixed % (vocabulary - first)
-        while token_id in eos_ids and len(eos_ids) < vocabulary:
-            token_id = (token_id + 1) % vocabulary
-        return Token(id=token_id, depth=1 + position % iterations)
-
-
 class SleepingEngine:
     """Has the interface of :class:`adaponder.inference.Engine` as far as a server uses it.
 
-    Each tick sleeps ``tick`` seconds and gives every resident sequence one token; a prompt takes one tick.
-
-    Args:
-        model: validates requests; never run.
-        lanes: sequences that get a token in each tick.
-        tick: seconds that a tick sleeps.
+    Each tick sleeps ``tick`` seconds and gives each of the first ``lanes`` samples one token; a prompt takes one tick.
+    ``model`` validates requests and is never run.
     """
 
     def __init__(self, model: AdaPonderForCausalLM, *, lanes: int = 64, tick: float = 0.008) -> None:
         self.model, self.config = model, model.config
         self.lanes, self.tick = lanes, tick
         self.tokens, self.iterations, self.eos_ids = max_tokens(model, None), model.config.iterations, eos_ids(model)
-        self.waiting: deque[_Sample] = deque()
-        self.resident: dict[tuple[int, int], _Sample] = {}
-        self._unfinished: dict[int, int] = {}
+        # Unfinished samples by (request, sample), in the order in which they came.
+        self._samples: dict[tuple[int, int], Completion] = {}
         self._callbacks: dict[int, Callable[[Event], None]] = {}
-        self._ended: list[Event] = []
+        self._events: list[Event] = []
         self._numbers = itertools.count()
-        self._ticks = self._tokens = self._most_resident = 0
+        self._counts = Counter[str]()
 
     def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> int:
         """Queues a request and returns its number; raises :class:`InputError` if it cannot be honoured."""
@@ -84,26 +57,21 @@ class SleepingEngine:
         if request.prompt_log_probabilities is not None or request.log_probabilities is not None:
             raise InputError("log_probabilities: the stand-in has no distribution; leave them out")
         number = next(self._numbers)
-        self._unfinished[number] = request.samples
+        for sample in range(request.samples):
+            self._samples[number, sample] = Completion(request=request, sample=sample, prompt=list(request.prompt))
         if on_event is not None:
             self._callbacks[number] = on_event
-        for sample in range(request.samples):
-            completion = Completion(request=request, sample=sample, prompt=list(request.prompt))
-            self.waiting.append(_Sample(number, sample, request, completion))
         return number
 
     def cancel(self, number: int, sample: int | None = None) -> None:
         """Ends a request's unfinished samples, or one of them."""
-        for each in [*self.waiting, *self.resident.values()]:
-            if each.number == number and sample in (None, each.sample):
-                if self.resident.pop((number, each.sample), None) is None:
-                    self.waiting.remove(each)
-                self._ended.append(self._end(each, "cancelled"))
+        for key in [key for key in self._samples if key[0] == number and sample in (None, key[1])]:
+            self._end(key, "cancelled")
 
     @property
     def busy(self) -> bool:
         """Returns whether a request is unfinished, or its last event is not yet returned."""
-        return bool(self._unfinished)
+        return bool(self._samples or self._events)
 
     @property
     def longest_request(self) -> int:
@@ -112,55 +80,62 @@ class SleepingEngine:
 
     def step(self) -> list[Event]:
         """Runs one tick and returns its events."""
-        while self.waiting and len(self.resident) < self.lanes:
-            admitted = self.waiting.popleft()
-            self.resident[admitted.number, admitted.sample] = admitted
-        self._most_resident = max(self._most_resident, len(self.resident))
-        events, self._ended = self._ended, []
-        if self.resident:
+        resident = self._resident()
+        self._counts["most_resident"] = max(self._counts["most_resident"], len(resident))
+        if resident:
             time.sleep(self.tick)
-            self._ticks += 1
-            for sample in list(self.resident.values()):
-                events += self._advance(sample)
+            self._counts["ticks"] += 1
+        for key in resident:
+            self._advance(key)
+        events, self._events = self._events, []
         for event in events:
-            callback = self._callbacks.get(event.request)
-            if event.completion is not None:
-                self._unfinished[event.request] -= 1
-                if not self._unfinished[event.request]:
-                    del self._unfinished[event.request]
-                    self._callbacks.pop(event.request, None)
-            if callback is not None:
-                callback(event)
+            if event.request in self._callbacks:
+                self._callbacks[event.request](event)
+            if event.completion is not None and not any(number == event.request for number, _ in self._samples):
+                self._callbacks.pop(event.request, None)
         return events
 
-    def _advance(self, sample: _Sample) -> list[Event]:
+    def _resident(self) -> list[tuple[int, int]]:
+        return list(itertools.islice(self._samples, self.lanes))
+
+    def _advance(self, key: tuple[int, int]) -> None:
         """Reads a sample's prompt, or gives it a token."""
-        completion, request = sample.completion, sample.request
-        if not sample.prompt_read:
-            sample.prompt_read = True
+        completion = self._samples[key]
+        request, position = completion.request, len(completion.tokens)
+        if not completion.prompt_depths:
             completion.prompt_depths = [self.iterations] * len(completion.prompt)
-            return []
-        token = sample.next_token(self.config.vocab_size, self.iterations, self.eos_ids)
+            return
+        token = Token(id=self._token_id(completion), depth=1 + position % self.iterations)
         completion.tokens.append(token)
-        self._tokens += 1
-        events = [Event(sample.number, sample.sample, token=token)]
-        stopped = token.id in request.stop_ids
-        if stopped or len(completion.tokens) >= request.max_new_tokens:
-            del self.resident[sample.number, sample.sample]
-            completion.stop_id = token.id if stopped else None
-            events.append(self._end(sample, "stop" if stopped else "length"))
-        return events
+        self._counts["tokens"] += 1
+        self._events.append(Event(*key, token=token))
+        if token.id in request.stop_ids:
+            completion.stop_id = token.id
+            self._end(key, "stop")
+        elif len(completion.tokens) >= request.max_new_tokens:
+            self._end(key, "length")
 
-    def _end(self, sample: _Sample, reason: FinishReason) -> Event:
-        sample.completion.finish_reason = reason
-        return Event(sample.number, sample.sample, completion=sample.completion)
+    def _token_id(self, completion: Completion) -> int:
+        """Returns a token id that depends on prompt, seed, sample and position alone and is no end of sequence."""
+        seed, vocabulary = int(completion.request.seed) + completion.sample, self.config.vocab_size
+        mixed = (sum(completion.prompt) + seed) * 7919 + len(completion.tokens) * 104_729
+        first = FIRST_WORD if vocabulary > FIRST_WORD else 0
+        token_id = first + mixed % (vocabulary - first)
+        while token_id in self.eos_ids and len(self.eos_ids) < vocabulary:
+            token_id = (token_id + 1) % vocabulary
+        return token_id
+
+    def _end(self, key: tuple[int, int], reason: FinishReason) -> None:
+        completion = self._samples.pop(key)
+        completion.finish_reason = reason
+        self._events.append(Event(*key, completion=completion))
 
     @property
     def statistics(self) -> dict[str, int]:
         """Returns the counts of :attr:`adaponder.inference.Engine.statistics`; a page is a resident sequence."""
-        counts = {"ticks": self._ticks, "rows": self._tokens, "tokens": self._tokens, "waiting": len(self.waiting)}
-        counts |= {"resident": len(self.resident), "most_resident": self._most_resident}
-        return dict.fromkeys(_COUNTS, 0) | counts | {"pages": self.lanes, "pages_held": len(self.resident)}
+        resident, tokens = len(self._resident()), self._counts["tokens"]
+        counts = {"rows": tokens, "tokens": tokens, "waiting": len(self._samples) - resident, "resident": resident}
+        return dict.fromkeys(_COUNTS, 0) | counts | self._counts | {"pages": self.lanes, "pages_held": resident}
 
 
 def engine_rate(engine: Engine | SleepingEngine, requests: list[Request]) -> float:
@@ -168,18 +143,19 @@ def engine_rate(engine: Engine | SleepingEngine, requests: list[Request]) -> flo
 
     It is to an engine what :func:`benchmarks.serve_client.steady_rate` is to a server.
     """
-    numbers = [engine.submit(request) for request in requests]
+    for request in requests:
+        engine.submit(request)
     begun: set[int] = set()
-    since, tokens, rate = None, 0, 0.0
+    since, tokens, rate = 0.0, 0, 0.0
     while engine.busy:
         events = engine.step()
         now = time.perf_counter()
-        if since is not None and not rate:
+        if since and not rate:
             tokens += sum(event.token is not None for event in events)
             if any(event.completion is not None for event in events):
                 rate = tokens / (now - since)
         begun |= {event.request for event in events if event.token is not None}
-        if since is None and len(begun) == len(numbers):
+        if not since and len(begun) == len(requests):
             since = now
     return rate
 
@@ -206,7 +182,7 @@ def stand_in_worker(lanes: int, tick: float):
 
 def main() -> None:
     """Serves on a free port of 127.0.0.1 until it is ended."""
-    from adaponder.serving.routes import make_app
+    from adaponder.serving.app import make_app
     from adaponder.serving.server import address_of, listen, run
     from adaponder.serving.settings import Settings
 

@@ -96,10 +96,10 @@ def run(
         raise InputError(f"--largest needs a GPU, not --device {options.device}: only a GPU reports full memory")
     work = models.choose_workload(options, recipe_name, overrides, batch, shares)
     recipe, depths = work.recipe, work.depths
-    chosen = variants(options.target, compiles=compiles, by=recipe.train.compile_by, halting=bool(shares))
-    chosen = harness.select(chosen, options.only, always=PLAIN)
+    selected = variants(options.target, compiles=compiles, by=recipe.train.compile_by, halting=bool(shares))
+    selected = harness.select(selected, options.only, always=PLAIN)
     # Two methods of one shape run the same compiled pass; another budget splits it elsewhere.
-    keeps_graphs = {b: (a.memory_budget, a.by) == (b.memory_budget, b.by) for a, b in pairwise(chosen)}
+    keeps_graphs = {b: (a.memory_budget, a.by) == (b.memory_budget, b.by) for a, b in pairwise(selected)}
     bench = work.begin("train" if depths is None else "train-halting")
     if depths is not None:
         bench.keep(compact_over_dense_by_flops=promised_over_dense(recipe, depths))
@@ -112,12 +112,12 @@ def run(
         return as_row(recipe, variant, work.batch, done, flops=flops, matmul_rate=bench.hardware["matmul_flops"])
 
     rows = bench.measure_all(
-        chosen,
+        selected,
         row_of,
         compare=compare_with_plain,
         show=lambda found: harness.print_table(work.title("a training step"), _COLUMNS, found),
     )
-    by_variant = dict(zip(chosen, rows, strict=True))
+    by_variant = dict(zip(selected, rows, strict=True))
     ratios = {"adaponder_over_ponder": over_ponder(by_variant)}
     if depths is not None:
         speeds = {variant.execution: row["tokens_per_second"] for variant, row in by_variant.items()}
@@ -234,9 +234,8 @@ def flops_per_token(recipe: Recipe, variant: TrainVariant, depths: Tensor | None
 
 def promised_over_dense(recipe: Recipe, depths: Tensor) -> float:
     """Returns how much faster compact execution would be than dense if every FLOP took the same time."""
-    dense, compact = (
-        flops_per_token(recipe, TrainVariant(METHOD, execution=way), depths) for way in ("dense", "compact")
-    )
+    ways = (TrainVariant(METHOD, execution=way) for way in ("dense", "compact"))
+    dense, compact = (flops_per_token(recipe, variant, depths) for variant in ways)
     return dense / compact
 
 
@@ -271,11 +270,9 @@ def compare_with_plain(rows: list[Row]) -> None:
 def over_ponder(rows: Mapping[TrainVariant, Row]) -> float | None:
     """Returns AdaPonder's tokens/s over PonderLM's, both dense and run the same way; ``None`` where one is missing."""
     speeds = {variant: row["tokens_per_second"] for variant, row in rows.items()}
-    ponder = next((variant for variant in speeds if variant.method == "ponder"), None)
-    if ponder is None:
-        return None
-    dense = [replace(ponder, method=METHOD, execution=execution) for execution in (None, "dense")]
-    return ratio(next((speeds[variant] for variant in dense if variant in speeds), None), speeds[ponder])
+    ponder = next((variant for variant in speeds if variant.method == "ponder"), TrainVariant("ponder"))
+    dense = (speeds.get(replace(ponder, method=METHOD, execution=execution)) for execution in (None, "dense"))
+    return ratio(next(filter(None, dense), None), speeds.get(ponder))
 
 
 # --- the largest batch ---------------------------------------------------------------------------------------------

@@ -104,8 +104,8 @@ def run(
     from experiments.records import carry_out
 
     queue, numbers = options.where.queue, _numbers(seeds)
-    known = [each for name in queue.claims for some in ((), numbers) for each in queue.of_claim(name, some)]
-    experiment = next((each for each in known if each.label == label), None)
+    known = [experiment for name in queue.claims for some in ((), numbers) for experiment in queue.of_claim(name, some)]
+    experiment = next((experiment for experiment in known if experiment.label == label), None)
     if experiment is None:
         raise InputError(f"{label}: no such run in the queue; python -m experiments list --json PATH writes the labels")
     names = [name for name in queue.measures_of(experiment) if name not in TIMED or not beside]
@@ -143,7 +143,7 @@ app.command()(results)
 app.command()(corpus)
 
 
-def _train(setup: Setup, chosen: Sequence[Experiment], minutes: float | None, jobs: int, json: Path | None) -> None:
+def _train(setup: Setup, selected: Sequence[Experiment], minutes: float | None, jobs: int, json: Path | None) -> None:
     """Trains those of the ``chosen`` runs that have no record, shows all of them, and exits with the exit code."""
     from experiments.measures import TIMED
     from experiments.runner import work_through
@@ -151,16 +151,16 @@ def _train(setup: Setup, chosen: Sequence[Experiment], minutes: float | None, jo
     for corpus in setup.queue.corpora.values():
         if corpus.folder is None or (Path(corpus.folder) / "manifest.json").is_file():
             continue
-        if count := sum(each.corpus == corpus.name for each in chosen):
+        if count := sum(experiment.corpus == corpus.name for experiment in selected):
             text = f"{count} runs are left out until their text is prepared: {corpus.prepare}"
             console.print(text, soft_wrap=True)
-        chosen = [each for each in chosen if each.corpus != corpus.name]
-    timing = [each for each in chosen if set(each.measures) & set(TIMED)] if jobs > 1 else []
+        selected = [experiment for experiment in selected if experiment.corpus != corpus.name]
+    timing = [experiment for experiment in selected if set(experiment.measures) & set(TIMED)] if jobs > 1 else []
     if timing:
         console.print(f"{len(timing)} runs that time the device are left out: start them with --jobs 1")
-        chosen = [each for each in chosen if each not in timing]
-    code = work_through(chosen, setup, minutes=minutes, jobs=jobs)
-    _show(setup, chosen, json)
+        selected = [experiment for experiment in selected if experiment not in timing]
+    code = work_through(selected, setup, minutes=minutes, jobs=jobs)
+    _show(setup, selected, json)
     raise typer.Exit(code)
 
 
@@ -184,17 +184,21 @@ def _numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",") if text]
 
 
-def _show(setup: Setup, chosen: Sequence[Experiment], json: Path | None) -> None:
+def _show(setup: Setup, selected: Sequence[Experiment], json: Path | None) -> None:
     """Prints one table per claim: its runs, whether each is done, and its loss and depth."""
     from experiments.records import read_records
 
     known, entries = read_records(setup.records), []
-    for name in dict.fromkeys(each.claim for each in chosen):
+    for name in dict.fromkeys(experiment.claim for experiment in selected):
         rows = []
-        for each in (each for each in chosen if each.claim == name):
-            record = setup.record_of(each, known)
-            entry: dict[str, Any] = {"claim": name, "recipe": each.recipe, "set": list(each.changes)}
-            entry |= {"seed": each.seed, "label": each.label, "state": "waiting" if record is None else "done"}
+        for experiment in (experiment for experiment in selected if experiment.claim == name):
+            record = setup.record_of(experiment, known)
+            entry: dict[str, Any] = {"claim": name, "recipe": experiment.recipe, "set": list(experiment.changes)}
+            entry |= {
+                "seed": experiment.seed,
+                "label": experiment.label,
+                "state": "waiting" if record is None else "done",
+            }
             figures = ("—", "—", "—")
             if record is not None:
                 last = record["validation"][-1]
@@ -203,10 +207,10 @@ def _show(setup: Setup, chosen: Sequence[Experiment], json: Path | None) -> None
                 figures = (f"{record['embedding_scale']:.4g}", loss, depth)
             entries.append(entry)
             # One column describes the run, so that a narrow terminal keeps its settings beside its figures.
-            words = [each.recipe, *(change.partition(".")[2] for change in each.changes)]
-            words += [f"from {each.source.setting}"] if each.source else []
-            words += [f"on {each.corpus}"] if each.corpus else []
-            rows.append((" ".join(words), str(each.seed), *figures, entry["state"]))
+            words = [experiment.recipe, *(change.partition(".")[2] for change in experiment.changes)]
+            words += [f"from {experiment.source.setting}"] if experiment.source else []
+            words += [f"on {experiment.corpus}"] if experiment.corpus else []
+            rows.append((" ".join(words), str(experiment.seed), *figures, entry["state"]))
         columns = ("run", "seed", "emb. scale", "loss", "depth", "state")
         console.print(table(f"\n{name}: {setup.queue.claims[name]}", columns, rows))
     write_json(json, {"data": setup.queue.main.hash, "runs": entries})

@@ -161,11 +161,11 @@ def collect(
             except UnicodeDecodeError:
                 skipped["not UTF-8"] += 1
                 continue
-            if not (reason := why_not(path, text)):
-                telling = {line.strip() for line in text.splitlines() if len(line.strip()) >= _TELLING}
-                hashes = {int.from_bytes(hashlib.blake2b(line.encode(), digest_size=8).digest()) for line in telling}
-                if not hashes or len(hashes & seen) > _SEEN_SHARE * len(hashes):
-                    reason = "near copy"
+            telling = {line.strip() for line in text.splitlines() if len(line.strip()) >= _TELLING}
+            hashes = {int.from_bytes(hashlib.blake2b(line.encode(), digest_size=8).digest()) for line in telling}
+            reason = why_not(path, text)
+            if not reason and (not hashes or len(hashes & seen) > _SEEN_SHARE * len(hashes)):
+                reason = "near copy"
             if reason:
                 skipped[reason] += 1
                 continue
@@ -176,23 +176,18 @@ def collect(
 
 def contents_of(documents: Sequence[dict[str, str]]) -> str:
     """Returns a hash of all texts in their order."""
-    digest = hashlib.sha256()
-    for document in documents:
-        digest.update(hashlib.sha256(document["text"].encode()).digest())
-    return digest.hexdigest()
+    digests = (hashlib.sha256(document["text"].encode()).digest() for document in documents)
+    return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def shards(documents: Sequence[dict[str, str]], size: int = _SHARD) -> list[bytes]:
     """Joins documents to JSON lines of about ``size`` bytes each."""
-    parts, current, length = [], [], 0
+    parts = [bytearray()]
     for document in documents:
-        line = (json.dumps(document, ensure_ascii=False) + "\n").encode()
-        current.append(line)
-        length += len(line)
-        if length >= size:
-            parts.append(b"".join(current))
-            current, length = [], 0
-    return [*parts, b"".join(current)] if current else parts
+        if len(parts[-1]) >= size:
+            parts.append(bytearray())
+        parts[-1] += (json.dumps(document, ensure_ascii=False) + "\n").encode()
+    return [bytes(part) for part in parts if part]
 
 
 def build(out: Path, *, lock: Path = LOCK, wheels: Path | None = None) -> None:

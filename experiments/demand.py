@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,30 +32,30 @@ class Subject(NamedTuple):
     seed: int
     iterations: int
     halts: bool
-    made: Mapping[str, Any]
+    result: Mapping[str, Any]
 
     @property
     def full(self) -> Sequence[float]:
         """Returns accuracy by need with every token read K times."""
-        return self.made["at_depth"][str(self.iterations)]
+        return self.result["at_depth"][str(self.iterations)]
 
 
 def subjects(evidence: Evidence, claim: str = CLAIM) -> list[Subject]:
     """Returns every measured model of the claim, in the order of the queue."""
-    found = []
+    models = []
     for run in dict.fromkeys(evidence.queue.of_claim(claim)):
-        if (made := evidence.measured(run.setting, MEASURE).get(run.seed)) is not None:
+        if (result := evidence.measured(run.setting, MEASURE).get(run.seed)) is not None:
             model = run.shaped.model
             halts = method_class(model.method).halts
-            found.append(Subject(evidence.title(run.setting), run.seed, model.iterations, halts, made))
-    return found
+            models.append(Subject(evidence.title(run.setting), run.seed, model.iterations, halts, result))
+    return models
 
 
 def fixed_depths(models: Sequence[Subject]) -> dict[int, list[float]]:
     """Returns accuracy by need for each separately trained K: the seed mean of the best method at that need."""
     best: dict[int, list[float]] = {}
-    for seeds in _settings([model for model in models if not model.halts]):
-        k, means = seeds[0].iterations, _means(model.full for model in seeds)
+    for seeds in _settings(model for model in models if not model.halts):
+        k, means = seeds[0].iterations, _mean_accuracy(seeds)
         best[k] = [max(pair) for pair in zip(means, best.get(k, means), strict=True)]
     return dict(sorted(best.items()))
 
@@ -63,21 +63,17 @@ def fixed_depths(models: Sequence[Subject]) -> dict[int, list[float]]:
 def needed_depths(models: Sequence[Subject]) -> list[int | None]:
     """Returns the smallest separately trained K that solves each need."""
     fixed = fixed_depths(models)
-    needs = range(len(models[0].made["needs"]) if models else 0)
+    needs = range(len(models[0].result["needs"]) if models else 0)
     return [next((k for k in fixed if fixed[k][i] >= SOLVED), None) for i in needs]
 
 
 def rank_correlation(by_depth: Sequence[Sequence[int]], needed: Needed) -> float | None:
     """Returns Spearman's correlation of needed depth and depth over questions; ``None`` without spread."""
-    cells = [
-        (need, depth, count)
-        for need, counts in zip(needed, by_depth, strict=True)
-        for depth, count in enumerate(counts, 1)
-        if need is not None
-    ]
+    rows = zip(needed, by_depth, strict=True)
+    cells = [(need, depth, n) for need, counts in rows if need is not None for depth, n in enumerate(counts, 1)]
     questions = np.repeat([cell[:2] for cell in cells], [cell[2] for cell in cells], axis=0) if cells else []
-    ranks = pd.DataFrame(questions, columns=["need", "depth"]).rank()
-    return float(ranks["need"].corr(ranks["depth"])) if (ranks.nunique() > 1).all() else None
+    ranks = pd.DataFrame(questions, columns=pd.Index(["need", "depth"])).rank()
+    return float(ranks.corr().to_numpy()[0, 1]) if (ranks.nunique() > 1).all() else None
 
 
 class Aims(NamedTuple):
@@ -90,25 +86,17 @@ class Aims(NamedTuple):
 
 def aims(model: Subject, needed: Needed) -> Aims:
     """Computes a model's measures over all questions; iterations over need only where the needed depth is known."""
-    made = model.made
-    lost = np.average(model.full, weights=made["questions"]) - np.average(made["accuracy"], weights=made["questions"])
-    known = [i for i, need in enumerate(needed) if need is not None]
-    spare = None
-    if known:
-        over = [made["depth"][i] - (needed[i] or 0) for i in known]
-        spare = float(np.average(over, weights=[made["questions"][i] for i in known]))
-    return Aims(rank_correlation(made["by_depth"], needed), float(lost), spare)
-
-
-def followed(model: Subject, needed: Needed) -> float:
-    """Returns the rank correlation of depth and need; 0 where all tokens have one depth."""
-    return rank_correlation(model.made["by_depth"], needed) or 0.0
+    result, questions = model.result, model.result["questions"]
+    lost = np.average(model.full, weights=questions) - np.average(result["accuracy"], weights=questions)
+    over = [(depth - need, n) for depth, need, n in zip(result["depth"], needed, questions, strict=True) if need]
+    spare = float(np.average([depth for depth, _ in over], weights=[n for _, n in over])) if over else None
+    return Aims(rank_correlation(result["by_depth"], needed), float(lost), spare)
 
 
 def best_of(halting: Sequence[Subject], needed: Needed) -> Subject | None:
     """Returns the run with the best rank correlation among those that solve every need at full depth."""
     solved = (model for model in halting if min(model.full) >= SOLVED)
-    return max(solved, key=lambda model: followed(model, needed), default=None)
+    return max(solved, key=lambda model: aims(model, needed).rho or 0.0, default=None)
 
 
 def section(evidence: Evidence, command: str) -> list[str]:
@@ -125,7 +113,7 @@ def tables(models: Sequence[Subject]) -> list[str]:
     fixed, halting = [model for model in models if not model.halts], [model for model in models if model.halts]
     if not fixed:
         return []
-    needed, needs = needed_depths(models), [_hops(need) for need in fixed[0].made["needs"]]
+    needed, needs = needed_depths(models), [_hops(need) for need in fixed[0].result["needs"]]
     rows = [[model.title, str(model.seed), *map(_percent, model.full)] for model in fixed]
     rows.append(["**needed depth**", "", *(NONE if depth is None else f"**{depth}**" for depth in needed)])
     lines = markdown(["every token read K times", "seed", *needs], rows)
@@ -133,17 +121,14 @@ def tables(models: Sequence[Subject]) -> list[str]:
         return lines
     rows = []
     for model in halting:
-        pairs = zip(model.made["accuracy"], model.made["depth"], strict=True)
+        pairs = zip(model.result["accuracy"], model.result["depth"], strict=True)
         rho, lost, spare = aims(model, needed)
-        cells = [
-            *(f"{_percent(share)} at {depth:.2f}" for share, depth in pairs),
-            NONE if rho is None else f"{rho:.3f}",
-        ]
-        cells += [f"{100 * lost:+.1f} points", NONE if spare is None else f"{spare:+.2f}"]
-        rows.append([model.title, str(model.seed), *cells])
-    head = ["models that halt", "seed", *needs]
-    head += ["rank correlation", "accuracy lost to full depth", "iterations over need"]
-    return [*lines, "", *markdown(head, rows), "", *_verdicts(fixed, halting, needed)]
+        cells = [f"{_percent(share)} at {depth:.2f}" for share, depth in pairs]
+        cells += [NONE if rho is None else f"{rho:.3f}", f"{100 * lost:+.1f} points"]
+        rows.append([model.title, str(model.seed), *cells, NONE if spare is None else f"{spare:+.2f}"])
+    measures = ["rank correlation", "accuracy lost to full depth", "iterations over need"]
+    halting_table = markdown(["models that halt", "seed", *needs, *measures], rows)
+    return [*lines, "", *halting_table, "", *_verdicts(fixed, halting, needed)]
 
 
 def _verdicts(fixed: Sequence[Subject], halting: Sequence[Subject], needed: Needed) -> list[str]:
@@ -151,26 +136,31 @@ def _verdicts(fixed: Sequence[Subject], halting: Sequence[Subject], needed: Need
     least, most = min(by_depth), max(by_depth)
     hard = [
         f"{_hops(need)} {_percent(low)} against {_percent(high)}"
-        for need, low, high in zip(fixed[0].made["needs"], by_depth[least], by_depth[most], strict=True)
+        for need, low, high in zip(fixed[0].result["needs"], by_depth[least], by_depth[most], strict=True)
         if low < SOLVED <= high
     ]
     lines = [f"- K = {least} fails where K = {most} succeeds: {', '.join(hard) if hard else 'nowhere'}."]
     settings = _settings(halting)
-    solved = [seeds for seeds in settings if min(_means(model.full for model in seeds)) >= SOLVED]
+    solved = [seeds for seeds in settings if min(_mean_accuracy(seeds)) >= SOLVED]
     if not solved:
         return [*lines, "- Depth follows need: no model that halts solves them."]
-    seeds = max(solved, key=lambda seeds: statistics.fmean(followed(model, needed) for model in seeds))
-    measures = {model.seed: aims(model, needed) for model in seeds}
-    rho = estimate({seed: made.rho or 0.0 for seed, made in measures.items()})
-    lost = estimate({seed: made.lost for seed, made in measures.items()})
-    spare = estimate({seed: made.spare for seed, made in measures.items() if made.spare is not None})
+    measured = [{model.seed: aims(model, needed) for model in seeds} for seeds in solved]
+    by_seed = max(measured, key=lambda by_seed: fmean(result.rho or 0.0 for result in by_seed.values()))
+    title = solved[measured.index(by_seed)][0].title
+    rho = estimate({seed: result.rho or 0.0 for seed, result in by_seed.items()})
+    lost = estimate({seed: result.lost for seed, result in by_seed.items()})
+    spare = estimate({seed: result.spare for seed, result in by_seed.items() if result.spare is not None})
     verdicts = {
         f"rank correlation with the needed depth {shown(rho, digits=3)}, aim {_RHO}": within(rho, _RHO, math.inf),
         f"accuracy lost to full depth {shown(lost, percent=True)}, aim {_POINT:.0%}": within(lost, -math.inf, _POINT),
         f"iterations over need {shown(spare, digits=2)}, aim {_SPARE}": within(spare, -math.inf, _SPARE),
     }
-    chosen = f"{seeds[0].title}: the best of {len(settings)} settings that halt, by mean rank correlation"
-    return [*lines, f"- {chosen}. Over its seeds:", *(f"    - {what}: **{said}**" for what, said in verdicts.items())]
+    best = f"{title}: the best of {len(settings)} settings that halt, by mean rank correlation"
+    return [
+        *lines,
+        f"- {best}. Over its seeds:",
+        *(f"    - {what}: **{verdict}**" for what, verdict in verdicts.items()),
+    ]
 
 
 def figure_points(evidence: Evidence) -> tuple[Any, ...]:
@@ -180,17 +170,21 @@ def figure_points(evidence: Evidence) -> tuple[Any, ...]:
     fixed = fixed_depths(models)
     if best is None or not fixed:
         return ()
-    made = best.made
-    return made["needs"], fixed, f"{best.title}, seed {best.seed}", made["accuracy"], made["by_depth"]
+    result = best.result
+    return result["needs"], fixed, f"{best.title}, seed {best.seed}", result["accuracy"], result["by_depth"]
 
 
-def _settings(models: Sequence[Subject]) -> list[list[Subject]]:
+def _settings(models: Iterable[Subject]) -> list[list[Subject]]:
     """Groups models by setting, so that all seeds of one are together."""
-    return [[model for model in models if model.title == title] for title in dict.fromkeys(m.title for m in models)]
+    groups: dict[str, list[Subject]] = {}
+    for model in models:
+        groups.setdefault(model.title, []).append(model)
+    return list(groups.values())
 
 
-def _means(rows: Iterable[Sequence[float]]) -> list[float]:
-    return [statistics.fmean(column) for column in zip(*rows, strict=True)]
+def _mean_accuracy(seeds: Sequence[Subject]) -> list[float]:
+    """Returns accuracy by need at full depth, as a mean over seeds."""
+    return [fmean(column) for column in zip(*(model.full for model in seeds), strict=True)]
 
 
 def _hops(need: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from adaponder.files import read_yaml
 from adaponder.methods.cost import Parameters, cost_of, parameters_of, training_flops
 from adaponder.recipes import load_recipe
 from adaponder.training.build import config_of
-from experiments.queue import Experiment, Queue
+from experiments.queue import Corpus, Experiment, Queue
 from experiments.records import record_of, records_of
 from experiments.statistics import at_depth
 
@@ -69,26 +69,17 @@ def _model(recipe: str, changes: tuple[str, ...]) -> tuple[AdaPonderConfig, Shap
     loaded = load_recipe(recipe, changes)
     config = config_of(loaded)
     assert config is not None  # a backbone by its shape, not by the name of a checkpoint
-    return config, _shape(config.backbone_config.to_json_string()), loaded.data.sequence
-
-
-@cache
-def _shape(backbone: str) -> Shape:
-    """Returns the shape of a backbone from its config as JSON."""
-    return shape_of(AdaPonderConfig(backbone_config=json.loads(backbone)))
+    return config, shape_of(config), loaded.data.sequence
 
 
 @cache
 def _window_costs(recipe: str, changes: tuple[str, ...], shares: tuple[float, ...]) -> tuple[float, float, float]:
     """Returns (MFLOP per token, ratio to the plain decoder, MFLOP per token of a training step)."""
     config, shape, length = _model(recipe, changes)
-    depths = torch.ones(_WINDOWS * length, dtype=torch.long)
     # Depths in these shares, spread evenly over the windows: a multiple of the golden ratio visits all parts alike.
-    place = torch.arange(len(depths), dtype=torch.float64) * 0.6180339887498949 % 1.0
-    halted = 0.0
-    for share in shares[:-1]:
-        halted += share
-        depths += (place >= halted).long()
+    place = torch.arange(_WINDOWS * length, dtype=torch.float64) * 0.6180339887498949 % 1.0
+    bounds = itertools.accumulate(shares[:-1])
+    depths = sum(((place >= bound).long() for bound in bounds), torch.ones(len(place), dtype=torch.long))
     skipping = cost_of(depths.view(_WINDOWS, length), config, shape=shape)
     training = training_flops(config, sequence=length, shape=shape)
     return skipping.flops / len(depths) / 1e6, skipping.ratio, training / 1e6
@@ -99,44 +90,23 @@ def _window_costs(recipe: str, changes: tuple[str, ...], shares: tuple[float, ..
 
 @dataclass(frozen=True)
 class Point:
-    """One run as its record has it; ``weights`` is the ``loss`` of :class:`experiments.queue.Corpus`."""
+    """One run as its record has it.
+
+    Attributes:
+        loss: what the run is judged by.
+        depth: mean depth of the validation tokens.
+        shares: shares of the validation tokens by depth, 1 … K.
+    """
 
     experiment: Experiment
     record: Mapping[str, Any]
-    weights: str | None = None
-
-    @property
-    def loss(self) -> float:
-        return self.record[self.weights]["report"] if self.weights else self._last["validation_loss"]
-
-    @property
-    def depth(self) -> float:
-        return self._last["validation_depth"]
-
-    @property
-    def _last(self) -> Mapping[str, Any]:
-        return self.record["validation"][-1]
-
-    @property
-    def shares(self) -> tuple[float, ...]:
-        """Returns the shares of validation tokens by depth, 1 … K."""
-        return tuple(after - before for before, after in pairwise([0.0, *self._last["validation_halted"], 1.0]))
+    loss: float
+    depth: float
+    shares: tuple[float, ...]
 
     @cached_property
     def cost(self) -> Cost:
         return costs(self.experiment, self.shares)
-
-    @property
-    def mflops(self) -> float:
-        return self.cost.mflops
-
-    @property
-    def ratio(self) -> float:
-        return self.cost.ratio
-
-    @property
-    def training(self) -> float:
-        return self.cost.training
 
     @property
     def halted(self) -> float:
@@ -153,6 +123,17 @@ class Point:
     def collapsed(self) -> bool:
         """Returns whether 99 % of the tokens have one depth."""
         return max(self.shares) > 0.99
+
+    def get(self, name: str) -> float:
+        """Returns a number of the run: an attribute, or one of its :class:`Cost`."""
+        return getattr(self.cost if name in Cost._fields else self, name)
+
+
+def point_of(experiment: Experiment, record: Mapping[str, Any], corpus: Corpus) -> Point:
+    last = record["validation"][-1]
+    loss = record[corpus.loss]["report"] if corpus.loss else last["validation_loss"]
+    shares = tuple(after - before for before, after in pairwise([0.0, *last["validation_halted"], 1.0]))
+    return Point(experiment, record, loss, last["validation_depth"], shares)
 
 
 @dataclass(frozen=True)
@@ -197,7 +178,7 @@ class Evidence:
             corpus = self.queue.corpora[run.corpus]
             by_seed = {seed: records_of(run.with_seed(seed), self.records, corpus) for seed in self._seeds}
             self._found[setting] = {
-                seed: [Point(run, record, corpus.loss) for record in records]
+                seed: [point_of(run, record, corpus) for record in records]
                 for seed, records in by_seed.items()
                 if records
             }
@@ -217,13 +198,13 @@ class Evidence:
 
     def values(self, name: str, of: str = "loss") -> dict[int, float]:
         """Returns one number per seed: ``loss``, ``depth``, ``mflops``, ``ratio`` or ``training``."""
-        return {seed: getattr(point, of) for seed, point in self.points(name).items()}
+        return {seed: point.get(of) for seed, point in self.points(name).items()}
 
     def point(self, experiment: Experiment) -> Point | None:
         """Returns the run if its record holds all measurements of the claim."""
         corpus = self.queue.corpora[experiment.corpus]
         record = record_of(experiment, self.records, corpus)
-        return None if record is None else Point(experiment, record, corpus.loss)
+        return None if record is None else point_of(experiment, record, corpus)
 
     @cached_property
     def done(self) -> set[str]:
@@ -266,8 +247,8 @@ class Evidence:
         first: dict[int, Point] = {}
         for seed, runs in sorted(self.runs(name).items()):
             for run in runs:
-                made = run.record.get("measured", {}).get(measurement)
-                if made is not None and "missing" not in made:
+                result = run.record.get("measured", {}).get(measurement)
+                if result is not None and "missing" not in result:
                     first.setdefault(seed, run)
         return first
 
@@ -282,15 +263,16 @@ class Evidence:
 
         Only where the curve's models on both sides have that seed.
         """
-        values = {seed: self._on_curve(curve, seed, getattr(p, of), of) for seed, p in self.points(name).items()}
-        return {seed: self.points(name)[seed].loss - value for seed, value in values.items() if value is not None}
+        points = self.points(name)
+        values = {seed: self._on_curve(curve, seed, point.get(of), of) for seed, point in points.items()}
+        return {seed: points[seed].loss - value for seed, value in values.items() if value is not None}
 
     def _on_curve(self, curve: Sequence[str], seed: int, x: float, of: str) -> float | None:
         """Interpolates the curve's loss at ``x`` for this seed; ``None`` if a neighbour lacks the seed."""
         models = [self.points(name) for name in curve]
-        ends = sorted({getattr(point, of) for points in models for point in points.values()})
+        ends = sorted({point.get(of) for points in models for point in points.values()})
         around = [end for end in ends if end <= x][-1:] + [end for end in ends if end >= x][:1]
-        line = [(getattr(points[seed], of), points[seed].loss) for points in models if seed in points]
+        line = [(points[seed].get(of), points[seed].loss) for points in models if seed in points]
         return at_depth(line, x) if around and set(around) <= {end for end, _ in line} else None
 
     def dialled(self, name: str) -> dict[int, list[tuple[float, float, float]]]:
@@ -332,8 +314,6 @@ _STATEMENT = {"claim", "where", "says", "paper", "fixed", "tests"}
 
 def read_claims(path: Path) -> Mapping[str, Any]:
     """Reads ``claims.yaml``: the statements of the paper and ours, their tests, and the rows of the tables."""
-    if not path.exists():
-        raise InputError(f"{path}: there is no such file; a checkout has experiments/claims.yaml")
     claims = read_yaml(path, InputError)
     problems = [f"{field} is missing" for field in sorted({"runs", "statements", *_FIELDS} - claims.keys())]
     for statement in claims.get("statements", ()):

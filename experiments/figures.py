@@ -114,7 +114,7 @@ def frontier_points(evidence: Evidence) -> tuple[list[Group], list[Group], list[
 
     def spots_of(name: str) -> list[Spot]:
         points = sorted(evidence.points(name).items())
-        return [Spot(seed, p.depth, p.ratio, p.loss - plain[seed]) for seed, p in points if seed in plain]
+        return [Spot(seed, p.depth, p.cost.ratio, p.loss - plain[seed]) for seed, p in points if seed in plain]
 
     dials = [
         Group(evidence.title(name), [Spot(seed, depth, ratio, loss - plain[seed]) for depth, ratio, loss in turned])
@@ -199,10 +199,13 @@ def step_points(evidence: Evidence) -> tuple[Any, ...]:
     count = len(next(iter(by_seed.values()))["tokens"])
     curves = []
     for way, name in _WAYS.items():
-        at = {i + 1: {s: made[way][i] for s, made in by_seed.items() if made[way][i] is not None} for i in range(count)}
+        at = {
+            i + 1: {s: result[way][i] for s, result in by_seed.items() if result[way][i] is not None}
+            for i in range(count)
+        }
         curves.append(Curve(name, {step: values for step, values in at.items() if values}))
-    total = sum(sum(made["tokens"]) for made in by_seed.values())
-    return curves, {i + 1: sum(made["tokens"][i] for made in by_seed.values()) / total for i in range(count)}
+    total = sum(sum(result["tokens"]) for result in by_seed.values())
+    return curves, {i + 1: sum(result["tokens"][i] for result in by_seed.values()) / total for i in range(count)}
 
 
 def draw_steps(curves: Sequence[Curve], shares: Mapping[int, float]) -> Figure:
@@ -227,9 +230,9 @@ def draw_steps(curves: Sequence[Curve], shares: Mapping[int, float]) -> Figure:
 def policy_points(evidence: Evidence) -> tuple[Any, ...]:
     """Returns each policy's loss minus the learned gate's by seed, without oracles."""
     gaps: dict[str, dict[int, float]] = {}
-    for seed, made in evidence.measured(_ANALYSED, "policies").items():
-        learned = made["compared"]["learned gate"]["loss"]
-        for name, policy in made["compared"].items():
+    for seed, result in evidence.measured(_ANALYSED, "policies").items():
+        learned = result["compared"]["learned gate"]["loss"]
+        for name, policy in result["compared"].items():
             if None not in (policy["loss"], learned) and name != "learned gate" and "oracle" not in name:
                 gaps.setdefault(name, {})[seed] = policy["loss"] - learned
     return (gaps,) if gaps else ()

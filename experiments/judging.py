@@ -25,7 +25,7 @@ class Finding(NamedTuple):
 
 def find(evidence: Evidence, test: Test) -> Finding:
     """Runs one test."""
-    return KINDS[_kind(test)](evidence, test)
+    return KINDS[kind_of(test)](evidence, test)
 
 
 def judge(evidence: Evidence, tests: Sequence[Test]) -> tuple[str, list[Finding]]:
@@ -34,14 +34,8 @@ def judge(evidence: Evidence, tests: Sequence[Test]) -> tuple[str, list[Finding]
     return statistics.all_of([finding.verdict for finding in findings]), findings
 
 
-def check_tests(claims: Mapping[str, Any]) -> None:
-    """Raises for a test of an unknown kind."""
-    for entry in (*claims["statements"], *claims["questions"]):
-        for test in entry.get("tests", ()):
-            _kind(test)
-
-
-def _kind(test: Test) -> str:
+def kind_of(test: Test) -> str:
+    """Returns the kind of a test; raises unless it has exactly one that is known."""
     kinds = [kind for kind in KINDS if kind in test]
     if len(kinds) != 1:
         raise InputError(f"claims.yaml: {dict(test)}: a test has one of {', '.join(KINDS)}")
@@ -110,17 +104,16 @@ def _saved(evidence: Evidence, test: Test) -> Finding:
 
 def _below_curve(evidence: Evidence, test: Test) -> Finding:
     """Tests the loss, or at a ``depth`` that of the dial, against the lines between other runs."""
-    of, by = test.get("of", "depth"), test.get("by", 0.0)
-    curve = test.get("against", evidence.claims["curve"])
+    of, curve = test.get("of", "depth"), test.get("against", evidence.claims["curve"])
     line = f"the lines between {'; '.join(map(evidence.title, curve))}," if "against" in test else "the curve"
     if "dial_below_curve" in test:
         name, at = test["dial_below_curve"], f" at {test['depth']:g}"
-        over = estimate(evidence.dial_over_curve(name, curve, test["depth"], of))
+        over = evidence.dial_over_curve(name, curve, test["depth"], of)
     else:
         name, at = test["below_curve"], ""
-        over = estimate(evidence.over_curve(name, curve, of))
-    aimed = None if over is None else estimate({seed: value + by for seed, value in over.values.items()})
-    words = f"{evidence.title(name)}{at} minus {line} at equal {_NAMES[of]}: {shown(over)}"
+        over = evidence.over_curve(name, curve, of)
+    aimed = estimate({seed: value + test.get("by", 0.0) for seed, value in over.items()})
+    words = f"{evidence.title(name)}{at} minus {line} at equal {_NAMES[of]}: {shown(estimate(over))}"
     return Finding(statistics.lower(aimed), words)
 
 
@@ -129,8 +122,9 @@ def _collapse(evidence: Evidence, test: Test) -> Finding:
     if not points:
         return Finding(NOT_RUN, NONE)
     cases = {seed: point.collapsed for seed, point in points.items()}
-    low, high = statistics.exact_interval(sum(cases.values()), len(cases))
-    seeds = f"{sum(cases.values())} of {len(cases)} {'seed' if len(cases) == 1 else 'seeds'}"
+    count, total = sum(cases.values()), len(cases)
+    low, high = statistics.exact_interval(count, total)
+    seeds = f"{count} of {total} {'seed' if total == 1 else 'seeds'}"
     depths = ", ".join(f"{point.depth:.2f}" for point in points.values())
     words = f"{evidence.title(test['collapse'])}: {seeds}, exact interval of the share [{low:.2f}, {high:.2f}]"
     return Finding(statistics.often(cases), f"{words} (mean depth {depths})")
@@ -141,44 +135,40 @@ def _same_order(evidence: Evidence, test: Test) -> Finding:
 
     A pair counts for a verdict where both of its differences are told from 0.
     """
-    by, turned, seeds, verdicts = test["by"], [], 3, []
+    turned, seeds, verdicts = [], 3, []
     for (first, first_half), (second, second_half) in itertools.combinations(test["same_order"], 2):
         full = paired(evidence.values(first), evidence.values(second))
         half = paired(evidence.values(first_half), evidence.values(second_half))
         if full is None or half is None:
             return Finding(NOT_RUN, NONE)
         seeds = min(seeds, len(full.values), len(half.values))
-        if abs(full.mean) <= by:
+        if abs(full.mean) <= test["by"]:
             continue
         same = full.mean * half.mean > 0
-        told = statistics.UNRESOLVED not in (statistics.lower(full), statistics.lower(half))
-        verdicts.append((HOLDS if same else FAILS) if told else UNRESOLVED)
+        resolved = statistics.UNRESOLVED not in (statistics.lower(full), statistics.lower(half))
+        verdicts.append((HOLDS if same else FAILS) if resolved else UNRESOLVED)
         if not same:
             turned.append(f"{first} minus {second} is {full.mean:+.4f}, after half of the steps {half.mean:+.4f}")
     counts = f"{len(verdicts) - len(turned)} of {len(verdicts)}"
-    words = f"{test['what']}: {counts} pairs that differ by more than {by:g} do so in the same direction"
+    words = f"{test['what']}: {counts} pairs that differ by more than {test['by']:g} do so in the same direction"
     words += " (one seed)" if seeds < 2 else ""
     return Finding(statistics.all_of(verdicts) if verdicts else UNRESOLVED, "; ".join([words, *turned]))
 
 
 def _policy(evidence: Evidence, test: Test) -> Finding:
-    first, second = test["policy"]
-    compared = {seed: made["compared"] for seed, made in evidence.measured(test["run"], "policies").items()}
-    losses = [
-        {seed: loss for seed, made in compared.items() if (loss := made.get(name, {}).get("loss")) is not None}
-        for name in (first, second)
-    ]
-    difference = paired(*losses)
-    return Finding(statistics.lower(difference), f"{first} minus {second}: {shown(difference)}")
+    compared = {seed: result["compared"] for seed, result in evidence.measured(test["run"], "policies").items()}
+    losses = [{seed: result.get(name, {}).get("loss") for seed, result in compared.items()} for name in test["policy"]]
+    difference = paired(*({seed: loss for seed, loss in by_seed.items() if loss is not None} for by_seed in losses))
+    return Finding(statistics.lower(difference), f"{' minus '.join(test['policy'])}: {shown(difference)}")
 
 
 def _check_mark(evidence: Evidence, test: Test) -> Finding:
-    by_seed = {seed: made["nll"] for seed, made in evidence.measured(test["check_mark"], "steps").items()}
+    by_seed = {seed: result["nll"] for seed, result in evidence.measured(test["check_mark"], "steps").items()}
     if not by_seed:
         return Finding(NOT_RUN, NONE)
     # Without tokens that halt at every step there is no curve to have a shape.
-    whole = {seed: losses for seed, losses in by_seed.items() if None not in losses}
-    cases = {seed: min(losses) == losses[1] and max(losses) == losses[-1] for seed, losses in whole.items()}
+    complete = {seed: losses for seed, losses in by_seed.items() if None not in losses}
+    cases = {seed: min(losses) == losses[1] and max(losses) == losses[-1] for seed, losses in complete.items()}
     listed = "; ".join(
         f"seed {seed}: " + ", ".join("none" if loss is None else f"{loss:.2f}" for loss in losses)
         for seed, losses in by_seed.items()
@@ -189,8 +179,8 @@ def _check_mark(evidence: Evidence, test: Test) -> Finding:
 
 def _easier(evidence: Evidence, test: Test) -> Finding:
     differences = {}
-    for seed, made in evidence.measured(test["easier"], "steps").items():
-        *early, (_, last) = zip(made["tokens"], made[test["at"]], strict=True)
+    for seed, result in evidence.measured(test["easier"], "steps").items():
+        *early, (_, last) = zip(result["tokens"], result[test["at"]], strict=True)
         early = [(count, loss) for count, loss in early if loss is not None]
         if early and last is not None:
             differences[seed] = sum(count * loss for count, loss in early) / sum(count for count, _ in early) - last
@@ -200,7 +190,7 @@ def _easier(evidence: Evidence, test: Test) -> Finding:
 
 
 def _gap(evidence: Evidence, test: Test) -> Finding:
-    gaps = estimate({seed: made["gap"] for seed, made in evidence.measured(test["gap"], "reuse").items()})
+    gaps = estimate({seed: result["gap"] for seed, result in evidence.measured(test["gap"], "reuse").items()})
     words = f"{evidence.title(test['gap'])}, skipping minus as trained: {shown(gaps)}"
     return Finding(statistics.higher(gaps), words)
 
@@ -209,7 +199,7 @@ def _faster(evidence: Evidence, test: Test) -> Finding:
     """Compares speeds, measured only where a run had the device to itself."""
     at = test["at"]
     first, second = (
-        {seed: made[at]["tokens_per_second"] for seed, made in evidence.measured(name, "speed").items()}
+        {seed: result[at]["tokens_per_second"] for seed, result in evidence.measured(name, "speed").items()}
         for name in test["faster"]
     )
     slower = estimate({seed: second[seed] / first[seed] - 1 for seed in sorted(first.keys() & second.keys())})
@@ -219,10 +209,10 @@ def _faster(evidence: Evidence, test: Test) -> Finding:
 
 def _above_chance(evidence: Evidence, test: Test) -> Finding:
     name = test["above_chance"]
-    scores = {seed: _downstream(made) for seed, made in evidence.measured(name, "tasks").items()}
+    scores = {seed: _downstream(result) for seed, result in evidence.measured(name, "tasks").items()}
     if not scores:
         tried = [run.record.get("measured", {}).get("tasks") for runs in evidence.runs(name).values() for run in runs]
-        why = next((made["missing"] for made in tried if made is not None), None)
+        why = next((result["missing"] for result in tried if result is not None), None)
         return Finding(NOT_RUN, NONE if why is None else f"could not be measured: {why}")
     over = estimate({seed: score - chance for seed, (score, chance) in scores.items()})
     verdict = statistics.higher(over)
@@ -231,11 +221,8 @@ def _above_chance(evidence: Evidence, test: Test) -> Finding:
 
 
 def _right(evidence: Evidence, test: Test) -> Finding:
-    scores = [
-        {seed: _downstream(made)[0] for seed, made in evidence.measured(name, "tasks").items()}
-        for name in test["right"]
-    ]
-    difference = paired(*scores)
+    measured = (evidence.measured(name, "tasks") for name in test["right"])
+    difference = paired(*({seed: _downstream(result)[0] for seed, result in scores.items()} for scores in measured))
     equal = statistics.equal(difference, test["within"]) if "within" in test else None
     words = f"{_versus(evidence, test['right'])} in mean accuracy: {shown(difference, percent=True)}"
     return Finding(equal or statistics.higher(difference), words)
@@ -245,10 +232,6 @@ def _downstream(measured: Mapping[str, Any]) -> tuple[float, float]:
     """Returns (mean accuracy, mean chance level) over the sets."""
     scores = {task["task"]: task["metrics"]["acc"]["value"] for task in measured["tasks"]}
     return sum(scores.values()) / len(scores), sum(_CHANCE[name] for name in scores) / len(scores)
-
-
-def _untestable(evidence: Evidence, test: Test) -> Finding:
-    return Finding(UNTESTABLE, test["untestable"])
 
 
 KINDS: Mapping[str, Callable[[Evidence, Test], Finding]] = {
@@ -267,7 +250,7 @@ KINDS: Mapping[str, Callable[[Evidence, Test], Finding]] = {
     "faster": _faster,
     "above_chance": _above_chance,
     "right": _right,
-    "untestable": _untestable,
+    "untestable": lambda evidence, test: Finding(UNTESTABLE, test["untestable"]),
 }
 
 

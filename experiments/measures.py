@@ -27,7 +27,6 @@ from adaponder.evaluation.scoring import ScoringOptions, default_length, score
 from adaponder.evaluation.text import Text, Windows, open_text, open_vocabulary
 from adaponder.inference import Engine, Request
 from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.policies import Policy
 from adaponder.terminal import console
 from experiments.records import Measure
 from experiments.statistics import at_depth
@@ -80,10 +79,10 @@ def measuring(names: Sequence[str], *, device: str, dtype: str = "float32") -> M
             began = time.perf_counter()
             try:
                 with autocast(dtype, subject.model.device):
-                    made = MEASURES[name](subject)
+                    result = MEASURES[name](subject)
             except Exception as error:  # whatever it is, the others are made
-                made = {"missing": in_one_line(error)}
-            yield name, made | {"seconds": round(time.perf_counter() - began, 1)}
+                result = {"missing": in_one_line(error)}
+            yield name, result | {"seconds": round(time.perf_counter() - began, 1)}
 
     return measure
 
@@ -93,11 +92,8 @@ def steps(subject: Subject) -> dict[str, Any]:
 
     The first is endogenous: a token's depth decides its loss too. At one forced depth all tokens are compared alike.
     """
-    windows = subject.windows()
-    trace = make_trace(
-        subject.model, subject.text(), windows, checkpoint=str(subject.folder), data="", batch_size=_BATCH
-    )
-    trace = trace.scored
+    how: dict[str, Any] = {"checkpoint": str(subject.folder), "data": "", "batch_size": _BATCH}
+    trace = make_trace(subject.model, subject.text(), subject.windows(), **how).scored
     depth, deepest = trace["depth"].astype(int), trace.about.deepest
     full = trace.by_iteration("full_nll")
     groups = [depth == step for step in range(1, deepest + 1)]
@@ -162,13 +158,12 @@ def reuse(subject: Subject) -> dict[str, Any]:
 
     Only the first skips work: it is what inference does, whatever the model was trained with.
     """
-    text, windows, config = subject.text(), subject.windows(), subject.model.config
+    config = subject.model.config
     trained, found = config.reuse, {}
     try:
         for rule in ("state", "kv", "none"):
             config.reuse = rule
-            scores = score(subject.model, text, windows, how=ScoringOptions(execution="dense"), batch_size=_BATCH)
-            found[rule] = {"loss": scores.loss, "depth": float(scores.depth.mean())}
+            found[rule] = _scored(subject, ScoringOptions(execution="dense"))
     finally:
         config.reuse = trained
     return {"trained": trained, "as": found, "gap": found["state"]["loss"] - found[trained]["loss"]}
@@ -176,13 +171,13 @@ def reuse(subject: Subject) -> dict[str, Any]:
 
 def rules(subject: Subject) -> dict[str, Any]:
     """Measures the loss under the causal rule of generation and under training's, which may see later tokens."""
-    text, windows, method = subject.text(), subject.windows(), subject.model.method
-    found = {}
-    chosen: dict[str, Policy | None] = {"causal": None, "training": method.training_policy(1.0)}
-    for name, policy in chosen.items():
-        scores = score(subject.model, text, windows, how=ScoringOptions(policy=policy), batch_size=_BATCH)
-        found[name] = {"loss": scores.loss, "depth": float(scores.depth.mean())}
-    return found
+    training = ScoringOptions(policy=subject.model.method.training_policy(1.0))
+    return {"causal": _scored(subject, ScoringOptions()), "training": _scored(subject, training)}
+
+
+def _scored(subject: Subject, how: ScoringOptions) -> dict[str, float]:
+    scores = score(subject.model, subject.text(), subject.windows(), how=how, batch_size=_BATCH)
+    return {"loss": scores.loss, "depth": float(scores.depth.mean())}
 
 
 def demand(subject: Subject) -> dict[str, Any]:

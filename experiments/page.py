@@ -13,7 +13,7 @@ from adaponder.files import read_json, write_whole
 from adaponder.terminal import console, line
 from experiments import demand, tables
 from experiments.evidence import Evidence, read_claims
-from experiments.judging import NONE, check_tests, find, judge
+from experiments.judging import NONE, find, judge
 from experiments.queue import read_queue
 from experiments.records import read_records
 from experiments.statistics import FAILS, HOLDS, MARGIN, NOT_RUN, VERDICTS
@@ -49,7 +49,6 @@ def write(experiments: Path) -> None:
 def read_evidence(experiments: Path) -> Evidence:
     """Reads queue, records and claims in the folder ``experiments``."""
     claims = read_claims(experiments / "claims.yaml")
-    check_tests(claims)
     return Evidence(read_queue(experiments / "queue.yaml"), read_records(experiments / "records"), claims)
 
 

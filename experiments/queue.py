@@ -203,8 +203,8 @@ class Queue:
         """Returns the runs of one claim; with ``seeds``, each of its settings with those seeds."""
         if claim not in self.claims:
             raise InputError(f"{claim}: no such claim; choose one of {', '.join(self.claims)}")
-        chosen = [run for run in self.experiments if run.claim == claim]
-        return list(dict.fromkeys(run.with_seed(seed) for seed in seeds for run in chosen)) if seeds else chosen
+        selected = [run for run in self.experiments if run.claim == claim]
+        return list(dict.fromkeys(run.with_seed(seed) for seed in seeds for run in selected)) if seeds else selected
 
     def measures_of(self, experiment: Experiment) -> tuple[str, ...]:
         """Returns the measurements of all claims on this run, which is trained once for all of them."""

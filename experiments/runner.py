@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from adaponder.devices import hardware_name
 from adaponder.errors import InputError
@@ -70,8 +71,7 @@ class Setup:
             return 0
 
 
-@dataclass
-class Running:
+class Running(NamedTuple):
     """A run that has been started: its process and the file with its output."""
 
     experiment: Experiment
@@ -96,25 +96,27 @@ def work_through(chosen: Sequence[Experiment], setup: Setup, *, minutes: float |
     running: list[Running] = []
     failed, reported, handler = 0, begin, signal.getsignal(signal.SIGTERM)
 
-    def left() -> float | None:
-        return None if minutes is None else begin + 60 * minutes - time.monotonic()
+    def left() -> float:
+        return math.inf if minutes is None else begin + 60 * minutes - time.monotonic()
 
     def until_done(new: Experiment) -> float:
-        rest = sum(seconds[run.experiment] * undone(run.experiment, setup) for run in running)
-        return wall_seconds(rest + seconds[new], setup.queue)
+        work = sum(seconds[run.experiment] * undone(run.experiment, setup) for run in running)
+        return wall_seconds(work + seconds[new], setup.queue)
 
     try:
-        signal.signal(signal.SIGTERM, _interrupt)
+        # As Ctrl-C, so that child processes end too.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         while True:
             for ended in [run for run in running if run.process.poll() is not None]:
                 running.remove(ended)
                 failed += _report(ended)
-            while len(running) < jobs and (experiment := choose(waiting, until_done, left=left())) is not None:
-                waiting.remove(experiment)
-                running.append(start(experiment, setup, beside=jobs - 1))
+            # The first run that ends in time; a shorter one goes first where a longer one cannot finish.
+            while len(running) < jobs and (fitting := [run for run in waiting if until_done(run) <= left()]):
+                waiting.remove(fitting[0])
+                running.append(start(fitting[0], setup, beside=jobs - 1))
             if not running:
                 break
-            if (rest := left()) is not None and rest <= 0:
+            if left() <= 0:
                 console.print(f"{minutes:g} minutes are over: {len(running)} runs are stopped and leave no record")
                 failed += len(running)
                 break
@@ -131,11 +133,6 @@ def work_through(chosen: Sequence[Experiment], setup: Setup, *, minutes: float |
     if waiting:
         console.print(f"{len(waiting)} runs are left: none of them fits into the time")
     return 1 if failed else 0
-
-
-def _interrupt(*_: object) -> None:
-    """Treats SIGTERM as Ctrl-C, so that child processes end too."""
-    raise KeyboardInterrupt
 
 
 def start(experiment: Experiment, setup: Setup, *, beside: int) -> Running:
@@ -174,11 +171,11 @@ def _stop(running: Sequence[Running]) -> None:
             run.process.wait()
 
 
-def _progress(running: Sequence[Running], setup: Setup, waiting: int, left: float | None) -> str:
+def _progress(running: Sequence[Running], setup: Setup, waiting: int, left: float) -> str:
     """Returns one line: the step of each run, the number of waiting runs, and the minutes left."""
     steps = [(run.experiment.label, setup.steps_taken(run.experiment)) for run in running]
     words = " · ".join(f"{label} {f'step {step:,}' if step else 'starting'}" for label, step in steps)
-    return f"{words}; {waiting} waiting" + ("" if left is None else f"; {left / 60:.1f} minutes left")
+    return f"{words}; {waiting} waiting" + ("" if left == math.inf else f"; {left / 60:.1f} minutes left")
 
 
 # --- time -----------------------------------------------------------------------------------------------------------
@@ -188,14 +185,15 @@ def seconds_alone(
     setup: Setup, waiting: Sequence[Experiment], known: Sequence[Mapping[str, Any]]
 ) -> dict[Experiment, float]:
     """Returns the seconds that each run takes alone on the device; raises if one cannot be estimated."""
-    hardware = hardware_name(setup.device)
-    estimates = {run: device_seconds(run, setup.queue, known, hardware) for run in waiting}
-    if untimed := [run.label for run, seconds in estimates.items() if seconds is None]:
-        raise InputError(
-            f"--minutes needs a timed run: no run of this kind has been timed on {hardware}; "
-            f"time one first with: python -m experiments run {untimed[0]} --device {setup.device}"
-        )
-    return {run: seconds for run, seconds in estimates.items() if seconds is not None}
+    hardware, estimates = hardware_name(setup.device), {}
+    for run in waiting:
+        if (seconds := device_seconds(run, setup.queue, known, hardware)) is None:
+            raise InputError(
+                f"--minutes needs a timed run: no run of this kind has been timed on {hardware}; "
+                f"time one first with: python -m experiments run {run.label} --device {setup.device}"
+            )
+        estimates[run] = seconds
+    return estimates
 
 
 def device_seconds(
@@ -235,13 +233,6 @@ def wall_seconds(work: float, queue: Queue) -> float:
     ``work`` is the sum of the seconds that each still needs alone: however the device is shared, all end by then.
     """
     return queue.seconds["start"] + _MARGIN * work
-
-
-def choose(
-    waiting: Sequence[Experiment], cost: Callable[[Experiment], float], *, left: float | None
-) -> Experiment | None:
-    """Returns the first run that ends within the seconds ``left`` (``None``: no limit)."""
-    return next((run for run in waiting if left is None or cost(run) <= left), None)
 
 
 def undone(experiment: Experiment, setup: Setup) -> float:

@@ -48,22 +48,11 @@ def paired(first: Mapping[int, float], second: Mapping[int, float]) -> Estimate 
     return estimate({seed: first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())})
 
 
-# P(|T| <= t) = 0.95 by degrees of freedom 1 … 30; the records need no more, and the GPU machine has no scipy.
-_T95 = (
-    *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281),
-    *(2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860),
-    *(2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423),
-)
-
-
 def t_quantile(freedom: int) -> float:
-    """Returns the t with ``P(|T| <= t) = 0.95`` for Student's T; beyond 30 degrees of freedom by its expansion."""
-    if freedom < 1:
-        raise ValueError(f"freedom={freedom} must be at least 1: an interval needs two values")
-    if freedom <= len(_T95):
-        return _T95[freedom - 1]
-    z = statistics.NormalDist().inv_cdf(0.975)
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    """Returns the t with ``P(|T| <= t) = 0.95`` for Student's T."""
+    from scipy.stats import t  # here, since the GPU machine trains runs without scipy
+
+    return float(t.ppf(0.975, freedom))
 
 
 def lower(difference: Estimate | None) -> str:
@@ -113,27 +102,15 @@ def often(cases: Mapping[int, bool], *, least: int = 3) -> str:
 
 def exact_interval(count: int, total: int) -> tuple[float, float]:
     """Returns the exact (Clopper-Pearson) 95 % interval of a share that was seen ``count`` times in ``total``."""
+    from scipy.stats import beta
 
-    def at_least(least: int, share: float) -> float:
-        return sum(math.comb(total, k) * share**k * (1 - share) ** (total - k) for k in range(least, total + 1))
-
-    def share_where(least: int, probability: float) -> float:
-        low, high = 0.0, 1.0
-        for _ in range(50):
-            middle = (low + high) / 2
-            low, high = (middle, high) if at_least(least, middle) < probability else (low, middle)
-        return (low + high) / 2
-
-    lower_end = share_where(count, 0.025) if count else 0.0
-    return lower_end, share_where(count + 1, 0.975) if count < total else 1.0
+    low = float(beta.ppf(0.025, count, total - count + 1)) if count else 0.0
+    return low, float(beta.ppf(0.975, count + 1, total - count)) if count < total else 1.0
 
 
 def all_of(verdicts: Sequence[str]) -> str:
     """Combines verdicts: fails if one fails, holds only if all hold."""
-    for verdict in (FAILS, UNTESTABLE, NOT_RUN, UNRESOLVED):
-        if verdict in verdicts:
-            return verdict
-    return HOLDS
+    return next((verdict for verdict in (FAILS, UNTESTABLE, NOT_RUN, UNRESOLVED) if verdict in verdicts), HOLDS)
 
 
 def at_depth(points: Iterable[tuple[float, float]], depth: float, *, beyond: float = 0.05) -> float | None:

@@ -34,7 +34,7 @@ def prose(*sentences: str) -> list[str]:
 
 
 def _mean(points: Points, of: str) -> float:
-    return statistics.fmean(getattr(point, of) for point in points.values()) if points else math.nan
+    return statistics.fmean(point.get(of) for point in points.values()) if points else math.nan
 
 
 def _losses(points: Points) -> str:
@@ -204,8 +204,8 @@ def measured_tables(evidence: Evidence, claim: str) -> list[str]:
         rows: list[list[str]] = []
         head: Sequence[str] = ()
         for setting in dict.fromkeys(run.setting for run in experiments):
-            for seed, made in evidence.measured(setting, name).items():
-                head, cells = _MEASURED[name](made)
+            for seed, result in evidence.measured(setting, name).items():
+                head, cells = _MEASURED[name](result)
                 rows += [[evidence.title(setting), str(seed), *row] for row in cells]
         if rows:
             lines += ["", *markdown(["", "seed", *head], rows)]
@@ -219,9 +219,9 @@ def _number(value: float | None, digits: int = 4) -> str:
     return NONE if value is None else f"{value:,.{digits}f}"
 
 
-def _steps(made: Mapping[str, Any]) -> Cells:
+def _steps(result: Mapping[str, Any]) -> Cells:
     head = ["halted at step", "tokens", "loss", "at forced depth 1", "at full depth"]
-    columns = zip(made["tokens"], made["nll"], made["nll_at_depth_1"], made["nll_at_full_depth"], strict=True)
+    columns = zip(result["tokens"], result["nll"], result["nll_at_depth_1"], result["nll_at_full_depth"], strict=True)
     rows = [
         [str(step), f"{tokens:,}", *(_number(loss, 3) for loss in losses)]
         for step, (tokens, *losses) in enumerate(columns, 1)
@@ -229,37 +229,39 @@ def _steps(made: Mapping[str, Any]) -> Cells:
     return head, rows
 
 
-def _policies(made: Mapping[str, Any]) -> Cells:
+def _policies(result: Mapping[str, Any]) -> Cells:
     """Returns one row per loss: with one gate several policies halt the same tokens."""
-    learned = made["compared"]["learned gate"]["loss"]
+    learned = result["compared"]["learned gate"]["loss"]
     alike: dict[tuple[float | None, bool], list[str]] = {}
-    for name, policy in made["compared"].items():
+    for name, policy in result["compared"].items():
         alike.setdefault((policy["loss"], policy["causal"]), []).append(name)
     rows = []
     for (loss, causal), names in sorted(alike.items(), key=lambda pair: pair[0][0] or math.inf):
         gap = NONE if loss is None or learned is None else f"{loss - learned:+.4f}"
-        rows.append(["; ".join(names), "yes" if causal else "no", f"{made['depth']:.3f}", _number(loss), gap])
+        rows.append(["; ".join(names), "yes" if causal else "no", f"{result['depth']:.3f}", _number(loss), gap])
     return ["policy", "causal", "iterations", "loss", "minus learned gate"], rows
 
 
-def _reuse(made: Mapping[str, Any]) -> Cells:
-    losses = [_number(made["as"][rule]["loss"]) for rule in ("state", "kv", "none")]
+def _reuse(result: Mapping[str, Any]) -> Cells:
+    losses = [_number(result["as"][rule]["loss"]) for rule in ("state", "kv", "none")]
     head = ["trained with reuse of", "loss, state reused (skipping)", "keys and values alone", "nothing", "gap"]
-    return head, [[made["trained"], *losses, f"{made['gap']:+.4f}"]]
+    return head, [[result["trained"], *losses, f"{result['gap']:+.4f}"]]
 
 
-def _speed(made: Mapping[str, Any]) -> Cells:
+def _speed(result: Mapping[str, Any]) -> Cells:
     cells = [
         text
-        for stage in (made["prefill"], made["decode"])
+        for stage in (result["prefill"], result["decode"])
         for text in (_number(stage["tokens_per_second"], 0), f"{stage['depth']:.2f}")
     ]
-    decode = f"decode tokens/s, {made['decode']['lanes']} lanes"
+    decode = f"decode tokens/s, {result['decode']['lanes']} lanes"
     return ["prefill tokens/s", "its iterations", decode, "its iterations"], [cells]
 
 
-def _tasks(made: Mapping[str, Any]) -> Cells:
-    rows = [[task["task"], f"{task['items']:,}", _number(task["metrics"]["acc"]["value"], 3)] for task in made["tasks"]]
+def _tasks(result: Mapping[str, Any]) -> Cells:
+    rows = [
+        [task["task"], f"{task['items']:,}", _number(task["metrics"]["acc"]["value"], 3)] for task in result["tasks"]
+    ]
     return ["set", "items", "accuracy"], rows
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,15 +17,6 @@ from benchmarks.__main__ import app
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def test_measuring_leaves_warm_ups_out():
-    calls = []
-    found = harness.measure(lambda: calls.append(0), CPU, warmup=2, repeats=3)
-    assert len(calls) == 5
-    assert len(found.seconds) == 3
-    assert found.peak_bytes is None
-    assert replace(found, seconds=[1.0, 3.0, 2.0]).median == 2.0
 
 
 def test_only_a_lack_of_memory_is_a_row_without_figures():
@@ -191,15 +181,10 @@ def test_what_is_timed_computes_the_same(op, backward):
     [
         ("ops --device abacus", "--device abacus"),
         ("train --largest", "--largest"),
-        ("train --largest --keep 1,.5,.5", "--largest"),
         ("train --keep 1,.5", "--keep 1,0.5"),
-        ("train --keep 1,nan", "--keep 1,nan"),
         ("prefill --keep 1,.5,.6", "--keep 1,0.5,0.6"),
-        ("prefill --keep .9,.5,.5", "--keep 0.9,0.5,0.5"),
-        ("prefill --keep 1,.5,-.5", "--keep 1,.5,-.5"),
         ("prefill --keep all", "--keep all"),
         ("ops --size 4,4", "--size 4,4"),
-        ("ops --size 4,4,0", "--size 4,4,0"),
         ("ops --dtype int3", "--dtype int3"),
         ("train --recipe paper/adaponder-2.8b-from-ponder", "--recipe paper/adaponder-2.8b-from-ponder"),
         ("decode --scenario=ouro --subset", "--scenario ouro"),
@@ -217,13 +202,6 @@ def test_wrong_options_are_named(line, option):
     result = invoke(name, *rest, "--trust", "--no-record", *shape)
     assert isinstance(result.exception, InputError), result.output
     assert option in str(result.exception)
-
-
-@pytest.mark.parametrize("line", ["train --batch 0", "train --repeats 0", "prefill --warmup -1", "decode --tokens 0"])
-def test_options_out_of_range_are_wrong_use(line):
-    result = invoke(*line.split(), "--trust", "--no-record")
-    assert result.exit_code == 2
-    assert line.split()[1] in result.output
 
 
 def test_commands_in_documents_and_help_are_ones_that_the_command_line_takes():

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 
-from adaponder.backbones.shape import shape_of
 from bench_support import measured as run_command
 from benchmarks import decode, decode_sides
 from benchmarks.decode import COLUMNS, DecodeCase
@@ -16,12 +13,6 @@ from benchmarks.models import SHARES, draw_depths, shape_config, shares_of
 from harness_support import reader, words
 
 QUICK = ("--trust", "--no-record", "--warmup", "0", "--repeats", "2", "--tokens", "3", "--commit", "abc")
-
-
-@cache
-def shaped(name: str):
-    """The config of a shape, and what it costs to read."""
-    return shape_config(name), shape_of(shape_config(name))
 
 
 def measured(*arguments: str, tmp_path) -> dict:
@@ -51,31 +42,20 @@ def test_drawn_depths_are_in_exact_shares_and_random_order():
 
 
 def test_one_stream_moves_k_bodies_k_heads_and_k_minus_one_tables():
-    config, shape = shaped("410m")
+    config = shape_config("410m")
     body, table = 24 * 12 * 1024**2, 50304 * 1024
     gate, kv = 4 * 1024**2 + 4 * 1024, 2 * 24 * 1024
-    moved = tick_bytes(config, shape, SHARES[4.0], lanes=1, context=200, dtype=torch.bfloat16)
+    moved = tick_bytes(config, SHARES[4.0], lanes=1, context=200, dtype=torch.bfloat16)
     token = 2 * (4 * body + 4 * table + 3 * table + 3 * gate + 4 * 201 * kv)
     assert 4 * sum(moved) == pytest.approx(token)
-    rate = limit(config, shape, SHARES[4.0], lanes=1, context=200, dtype=torch.bfloat16, copy_rate=4.26e12)
+    rate = limit(config, SHARES[4.0], lanes=1, context=200, dtype=torch.bfloat16, copy_rate=4.26e12)
     assert rate == pytest.approx(4.26e12 / token)
     assert 1200 < rate < 1400
 
 
-def test_lanes_share_the_weights_and_not_their_rows():
-    config, shape = shaped("410m")
-    one, many = (
-        tick_bytes(config, shape, SHARES[2.0], lanes=lanes, context=512, dtype=torch.bfloat16) for lanes in (1, 64)
-    )
-    assert one.body == many.body
-    assert many.rows == 64 * one.rows
-    assert one.table == pytest.approx(many.table / 2, rel=1e-3)  # one row of two reads on; of 64 always one
-    assert one.gates < many.gates <= 3 * (4 * 1024**2 + 4 * 1024) * 2
-
-
 def test_a_method_that_mixes_no_vocabulary_reads_its_head_once_a_token():
-    config, shape = shaped("ouro-1.4b")
-    moved = tick_bytes(config, shape, SHARES[4.0], lanes=1, context=8, dtype=torch.bfloat16)
+    config = shape_config("ouro-1.4b")
+    moved = tick_bytes(config, SHARES[4.0], lanes=1, context=8, dtype=torch.bfloat16)
     assert 4 * moved.head == pytest.approx(49152 * 2048 * 2)
     assert moved.table == 0
 
@@ -205,7 +185,7 @@ def test_a_checkpoint_decides_its_own_depths(tmp_path):
 def test_hugging_face_decodes_the_plain_shape(monkeypatch):
     monkeypatch.setattr(decode_sides, "_NEW", dict.fromkeys(decode_sides._NEW, 4))
     how = {"warmup": 0, "repeats": 1, "part": 2}
-    sides = decode_sides.Sides(torch.device("cpu"), torch.float32, 0, (), 1e9, **how)
+    sides = decode_sides.Sides(torch.device("cpu"), torch.float32, 0, 1e9, **how)
     for side in (decode.HF, decode.VANILLA):
         row = sides.measure(DecodeCase(side, "tiny", 2, 6, 1.0))
         assert row["tokens_per_second"] > 0

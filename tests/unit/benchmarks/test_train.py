@@ -1,6 +1,5 @@
 """benchmarks train and prefill: the plain version computes what ours does, and rows are compared within one run."""
 
-import json
 from functools import partialmethod
 
 import pytest
@@ -10,7 +9,7 @@ from torch._dynamo.utils import counters
 from adaponder.errors import EvaluationError, InputError
 from adaponder.recipes import load_recipe
 from bench_support import QUICK, SET, TINY, invoke, measured, tiny_recipe
-from benchmarks import models, prefill, train
+from benchmarks import models, train
 from benchmarks.harness import Common, Timing
 from benchmarks.train import TrainVariant
 
@@ -208,19 +207,6 @@ def test_compiled_training_that_skips_tokens_stays_compiled(monkeypatch, tmp_pat
     assert compiled[0] == pytest.approx(compiled[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("known", [torch.OutOfMemoryError("no"), EvaluationError("they differ")], ids=repr)
-def test_training_that_skips_tokens_is_not_timed_unless_it_was_compared(monkeypatch, known):
-    def fails(*args, **kwargs):
-        raise known
-
-    monkeypatch.setattr(models, "disagreement", fails)
-    result = invoke("train", *QUICK, "--no-compile", "--batch=2", "--keep=1,.5,.5", *SET)
-    memory = isinstance(known, torch.OutOfMemoryError)
-    assert isinstance(result.exception, InputError if memory else EvaluationError)
-    assert ("--batch 2" if memory else "they differ") in str(result.exception)
-    assert "measuring plain" not in result.output
-
-
 def test_forced_depths_hold_for_adaponder_alone_and_are_what_is_read(monkeypatch):
     depths, seen = models.depths_of((1, 0.5, 0.25), 2, 12, seed=0), []
     forward = models.AdaPonderForCausalLM.forward
@@ -237,25 +223,6 @@ def test_forced_depths_hold_for_adaponder_alone_and_are_what_is_read(monkeypatch
     assert [execution for execution, _ in seen] == ["dense", "dense", "compact"]
     assert (seen[0][1] == 3).all()
     assert all(torch.equal(depth, depths) for _, depth in seen[1:])
-
-
-def test_rows_measured_before_a_failure_are_kept(monkeypatch, tmp_path):
-    measure = train.measure_training
-
-    def falls(recipe, variant, **rest):
-        if variant.method == "adaponder":
-            raise RuntimeError("fell")
-        return measure(recipe, variant, **rest)
-
-    monkeypatch.setattr(train, "measure_training", falls)
-    out = tmp_path / "out.json"
-    result = invoke("train", *QUICK, "--no-compile", "--batch=2", "--keep=1,.5,.5", *SET, "--json", str(out))
-    assert str(result.exception) == "fell"
-    found = json.loads(out.read_text())
-    assert (found["complete"], found["recipe"]["name"], found["settings"]["batch"]) == (False, "cpu/demo", 2)
-    assert list(tmp_path.iterdir()) == [out]
-    assert found["metrics"].keys() == {"dense_and_compact_differ_by", "compact_over_dense_by_flops", "rows"}
-    assert [row["variant"] for row in found["metrics"]["rows"]] == ["plain", "ponder, eager"]
 
 
 # --- prefill -------------------------------------------------------------------------------------------------------
@@ -301,16 +268,3 @@ def test_prefill_refuses_to_time_what_disagrees(monkeypatch):
     assert isinstance(result.exception, EvaluationError)
     assert "differ" in str(result.exception)
     assert "measuring plain" not in result.output
-
-
-def test_compact_is_promised_what_it_skips():
-    depths = models.depths_of((1, 0.5, 0.5), 2, 12, seed=0)
-    plain, dense, compact = (
-        prefill.flops_of(variant, depths, tiny_recipe()) for variant in prefill.variants(compiles=False)
-    )
-    compiled = prefill.variants(by="pass")[3:]
-    assert [variant.name for variant in compiled] == ["dense, compiled by pass", "compact, compiled by pass"]
-    assert [dense, compact] == [prefill.flops_of(variant, depths, tiny_recipe()) for variant in compiled]
-    gates = 2 * 12 * 2 * (2 * (16 * 64 + 64))
-    assert dense - plain == gates
-    assert compact < dense

@@ -1,26 +1,24 @@
 """The section on depth on demand: needed depths, correlations from counts, aims and verdicts of made-up models."""
 
-import types
-
 import pytest
 from scipy.stats import spearmanr
 
 from experiments import demand
-from experiments.demand import Subject, aims, best_of, needed_depths, rank_correlation
+from experiments.demand import Subject, aims, needed_depths, rank_correlation
 from experiments.statistics import FAILS, HOLDS, UNRESOLVED
 
 QUESTIONS = [100, 100, 50, 50]
 
 
 def fixed(k: int, *shares: float, seed: int = 0, method: str = "") -> Subject:
-    made = {"needs": [1, 2, 3, 4], "questions": QUESTIONS, "at_depth": {str(k): list(shares)}}
-    return Subject(f"{method}K = {k}", seed, k, False, made)
+    result = {"needs": [1, 2, 3, 4], "questions": QUESTIONS, "at_depth": {str(k): list(shares)}}
+    return Subject(f"{method}K = {k}", seed, k, False, result)
 
 
 def halting(name: str, by_depth: list[list[int]], accuracy: list[float], full: list[float], seed: int = 0) -> Subject:
     depth = [sum(d * n for d, n in enumerate(row, 1)) / sum(row) for row in by_depth]
-    made = {"needs": [1, 2, 3, 4], "questions": QUESTIONS, "at_depth": {"4": full}, "accuracy": accuracy}
-    return Subject(name, seed, 4, True, made | {"depth": depth, "by_depth": by_depth})
+    result = {"needs": [1, 2, 3, 4], "questions": QUESTIONS, "at_depth": {"4": full}, "accuracy": accuracy}
+    return Subject(name, seed, 4, True, result | {"depth": depth, "by_depth": by_depth})
 
 
 SEPARATE = [
@@ -51,18 +49,18 @@ def test_the_least_depth_that_solves_each_need_over_seeds():
 def test_correlations_from_counts_are_those_of_the_questions(needed):
     rows = [
         (need, depth)
-        for need, counts in zip(needed, FOLLOWS.made["by_depth"], strict=True)
+        for need, counts in zip(needed, FOLLOWS.result["by_depth"], strict=True)
         for depth, count in enumerate(counts, 1)
         for _ in range(count)
         if need is not None
     ]
     expected = spearmanr([need for need, _ in rows], [depth for _, depth in rows]).statistic
-    assert rank_correlation(FOLLOWS.made["by_depth"], needed) == pytest.approx(expected)
+    assert rank_correlation(FOLLOWS.result["by_depth"], needed) == pytest.approx(expected)
 
 
 def test_no_spread_has_no_correlation():
-    assert rank_correlation(FULL.made["by_depth"], [1, 2, 3, 4]) is None
-    assert rank_correlation(FOLLOWS.made["by_depth"], [None] * 4) is None
+    assert rank_correlation(FULL.result["by_depth"], [1, 2, 3, 4]) is None
+    assert rank_correlation(FOLLOWS.result["by_depth"], [None] * 4) is None
 
 
 def test_aims_of_models_that_follow_read_all_or_lose():
@@ -73,11 +71,6 @@ def test_aims_of_models_that_follow_read_all_or_lose():
     assert (full.rho, full.lost, full.spare > 0.25) == (None, 0.0, True)
     assert aims(LOST, [1, 2, 3, 4]).lost > 0.01
     assert aims(FOLLOWS, [None] * 4).spare is None
-
-
-def test_only_models_that_solve_the_puzzles_are_judged():
-    best = [best_of(models, [1, 2, 3, 4]) for models in ([FULL, FOLLOWS, LOST], [FULL, LOST], [LOST])]
-    assert best == [FOLLOWS, FULL, None]
 
 
 def page(models: list[Subject]) -> str:
@@ -106,11 +99,11 @@ def test_aims_are_judged_over_all_seeds_of_a_setting():
     assert alone.count(f"(seed 0 alone), aim 0.9: **{UNRESOLVED}**") == 1
     assert alone.count(f": **{UNRESOLVED}**") == 3, "one seed resolves nothing"
 
-    def seeds(*made: Subject) -> str:
+    def seeds(*result: Subject) -> str:
         return page(
             [
                 *SEPARATE,
-                *(halting("same", m.made["by_depth"], m.made["accuracy"], m.full, i) for i, m in enumerate(made)),
+                *(halting("same", m.result["by_depth"], m.result["accuracy"], m.full, i) for i, m in enumerate(result)),
             ]
         )
 
@@ -118,14 +111,3 @@ def test_aims_are_judged_over_all_seeds_of_a_setting():
     assert f"needed depth +0.000 [+0.000, +0.000] (seeds 0, 1, 2), aim 0.9: **{FAILS}**" in seeds(FULL, FULL, FULL)
     # One seed of three reads every token to the end: the best one says nothing about the others.
     assert seeds(FOLLOWS, FULL, FOLLOWS).count(f": **{UNRESOLVED}**") == 3
-
-
-def test_an_earlier_form_has_its_own_table(monkeypatch):
-    by_claim = {demand.CLAIM: [*SEPARATE, FULL], "hops-capitals": [*SEPARATE, LOST]}
-    monkeypatch.setattr(demand, "subjects", lambda evidence, claim=demand.CLAIM: by_claim.get(claim, ()))
-    evidence = types.SimpleNamespace(queue=types.SimpleNamespace(claims={"hops-capitals": "As it was."}))
-    both = "\n".join(demand.section(evidence, "python -m experiments claim hops"))
-    assert both.startswith(page([*SEPARATE, FULL]))
-    assert "**As it was.** `python -m experiments claim hops-capitals`" in both
-    by_claim[demand.CLAIM] = []
-    assert demand.section(evidence, "python -m experiments claim hops")[0] == "Not run yet."

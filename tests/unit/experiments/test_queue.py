@@ -15,8 +15,7 @@ from adaponder.recipes import DataRecipe, ModelRecipe, TrainRecipe, load_recipe
 from adaponder.training.build import config_of
 from experiments.measures import MEASURES
 from experiments.queue import Experiment, Queue, frozen_defaults, identity, read_queue
-from experiments.records import read_records, record_of
-from experiments.runner import choose, device_seconds, wall_seconds
+from experiments.runner import device_seconds, wall_seconds
 from queue_support import written
 
 HERE = Path(__file__).parent
@@ -53,25 +52,6 @@ def test_every_run_builds_a_model_and_measures_what_can_be_measured(shipped):
         assert method_class(config.method).own_parameters(config) >= 0
     for run in shipped.experiments:
         assert set(run.measures) <= set(MEASURES), run.label
-
-
-def test_claims_of_the_paper_have_runs(shipped):
-    claims = {"table1", "frontier", "gates", "kv-reuse", "iterations", "sensitivity", "schedule", "table2", "policies"}
-    assert claims | {"nll-by-step", "acceleration", "downstream"} <= {run.claim for run in shipped.experiments}
-    methods = {run.shaped.model.method for run in shipped.of_claim("lr")}
-    assert methods == {"vanilla", "ponder", "loop", "adaponder", "mor", "ouro", "pause"}
-    for recipe in ("vanilla", "ponder-k2", "ponder-k3", "ponder", "adaponder"):
-        wanted = (f"mini/{recipe}", ("train.lr=0.004",))
-        seeds = {run.seed for run in shipped.of_claim("table1") if (run.recipe, run.changes) == wanted}
-        assert seeds >= {0, 1, 2}, recipe
-
-
-def test_records_that_ship_are_of_runs_in_the_queue(shipped):
-    records = [each for each in read_records(EXPERIMENTS / "records") if each["data"] == shipped.main.hash]
-    named = {"date", "commit", "hardware", "versions", "recipe_hash", "seed", "data", "embedding_scale"}
-    assert all(named <= record.keys() for record in records)
-    done = {(run.recipe, run.changes) for run in shipped.of_claim("lr") if record_of(run, records, shipped.main)}
-    assert {("mini/vanilla", (f"train.lr={lr}",)) for lr in (0.002, 0.004, 0.008)} <= done
 
 
 # --- reading a queue ------------------------------------------------------------------------------------------------
@@ -161,10 +141,3 @@ def test_seconds_come_from_runs_of_the_same_model_on_the_same_hardware(tmp_path)
     assert device_seconds(run, queue, [timed], "another") == pytest.approx(100)
     assert device_seconds(dataclasses.replace(run, recipe="mini/ponder"), queue, [timed], "another") is None
     assert wall_seconds(150, queue) >= 10 + 150
-
-
-def test_a_shorter_run_goes_first_where_a_longer_one_cannot_finish():
-    long, short = (Experiment("lr", "mini/ponder", (), seed) for seed in (0, 1))
-    cost = {long: 100.0, short: 40.0}.__getitem__
-    chosen = [choose([long, short], cost, left=left) for left in (100, 99, 39, None)]
-    assert chosen == [long, short, None, long]

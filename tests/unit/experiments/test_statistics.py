@@ -21,20 +21,11 @@ from experiments.statistics import (
     lower,
     often,
     paired,
-    t_quantile,
-    within,
 )
 
 
 def between(low: float, high: float) -> Estimate:
     return Estimate((low + high) / 2, low, high, {})
-
-
-@pytest.mark.parametrize(
-    ("freedom", "quantile"), [(1, 12.7062), (2, 4.3027), (3, 3.1824), (4, 2.7764), (9, 2.2622), (30, 2.0423)]
-)
-def test_t_quantiles_are_those_of_the_tables(freedom, quantile):
-    assert t_quantile(freedom) == pytest.approx(quantile, abs=1e-4)
 
 
 def test_an_interval_is_of_differences_within_a_seed_and_leaves_out_who_has_no_partner():
@@ -72,11 +63,6 @@ def test_verdicts_need_the_whole_interval(low, high, difference, equality):
     assert (lower(between(low, high)), equal(between(low, high))) == (difference, equality)
 
 
-def test_a_range_needs_the_whole_interval():
-    assert within(between(0.07, 0.09), 0.06, 0.1) == HOLDS
-    assert within(between(0.04, 0.055), 0.06, 0.1) == FAILS
-
-
 def test_what_happens_often_needs_three_seeds():
     assert often({0: True, 1: True}) == UNRESOLVED
     assert often({0: True, 1: True, 2: False}) == HOLDS
@@ -105,9 +91,7 @@ def test_values_between_points_lie_on_a_line_and_beyond_them_there_are_none():
     assert at_depth([], 2.0) is None
 
 
-@pytest.mark.parametrize(
-    ("count", "total", "low", "high"),
-    [(0, 3, 0.0, 0.7076), (3, 3, 0.2924, 1.0), (1, 3, 0.0084, 0.9057), (5, 10, 0.1871, 0.8129)],
-)
-def test_exact_intervals_are_those_of_clopper_and_pearson(count, total, low, high):
-    assert exact_interval(count, total) == pytest.approx((low, high), abs=1e-4)
+def test_exact_intervals_are_those_of_clopper_and_pearson():
+    known = {(0, 3): (0.0, 0.7076), (3, 3): (0.2924, 1.0), (1, 3): (0.0084, 0.9057), (5, 10): (0.1871, 0.8129)}
+    for (count, total), interval in known.items():
+        assert exact_interval(count, total) == pytest.approx(interval, abs=1e-4)
