@@ -138,6 +138,9 @@ def test_logits_and_depths_are_the_packages(probe, name):
         close(found[kind]["logits"][REAL], expected.logits[REAL])
         assert torch.equal(found[kind]["depth"], expected.depth)
     close(found["by tokens"][REAL], expected.logits[REAL])
+    computed, depths = found["rows"]  # halted tokens are not computed
+    assert computed == depths
+    assert (depths < MASK.sum() * model.config.iterations) == (name in HALTING)
 
 
 @pytest.mark.parametrize("name", HALTING)
@@ -145,13 +148,6 @@ def test_gates_are_the_packages_until_a_token_halts(probe, name):
     expected, found = package(name)(IDS), probe[name]["plain"]["gates"]
     asked = torch.arange(found.shape[-1]) < expected.depth[..., None]
     close(found, torch.where(asked, expected.gates, 0.0))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_halted_tokens_are_not_computed(probe, name):
-    computed, depths = probe[name]["rows"]
-    assert computed == depths
-    assert (depths < MASK.sum() * package(name).config.iterations) == (name in HALTING)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,4 +1,7 @@
-"""Compiling one layer for all: the same numbers for every family and method, graphs that do not grow with depth."""
+"""Compiled layers and functions between passes: the same numbers, and graphs that do not grow with depth."""
+
+import copy
+import shutil
 
 import pytest
 import torch
@@ -7,8 +10,11 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from adaponder import AdaPonderForCausalLM
 from adaponder.backbones.views import DenseView
+from adaponder.backbones.wrapper import Backbone
 from adaponder.errors import BackboneError, ConfigError
+from adaponder.halting import Gate, freeze_halted, pondered, read_gate
 from adaponder.methods import Objective
+from kernel_support import draw
 from packed_support import PADDED, packed_results
 from support import METHODS, ids, stir, tiny
 
@@ -151,3 +157,84 @@ def test_what_cannot_be_compiled_so_is_named():
     model.backbone.base_model.layers[1].forward = model.backbone.base_model.layers[1].forward
     with pytest.raises(BackboneError, match="by='pass'"):
         gradients(model)
+
+
+# --- small functions between passes --------------------------------------------------------------------------------
+
+ROWS = (2, 5)
+
+
+def gate(width, dtype=torch.float64, seed=0):
+    torch.manual_seed(seed)
+    made = Gate(16, width=width, bias=1.0)
+    made.reset_parameters()
+    torch.nn.init.normal_(made.out.weight)
+    return made.to(dtype)
+
+
+def results(function, module, given):
+    """The value and every gradient."""
+    given = [part.detach().clone().requires_grad_(part.is_floating_point()) for part in given]
+    value = function(*([] if module is None else [module]), *given)
+    weights = list(module.parameters()) if module is not None else []
+    wanted = [part for part in [*given, *weights] if part.requires_grad]
+    return [
+        value.detach(),
+        *torch.autograd.grad(value, wanted, torch.ones_like(value).cumsum(0), materialize_grads=True),
+    ]
+
+
+ACTIVE = torch.tensor([[True, False, True, True, False], [False, False, False, False, True]])
+CASES = {
+    "gate": (read_gate, 4, [draw(*ROWS, 16, seed=0)]),
+    "linear gate": (read_gate, 0, [draw(*ROWS, 16, seed=0)]),
+    "eq. 9": (
+        pondered,
+        None,
+        [draw(*ROWS, 16, seed=0), draw(*ROWS, 16, seed=1), ACTIVE, draw(*ROWS, seed=2).sigmoid()],
+    ),
+    "halted tokens": (freeze_halted, None, [ACTIVE, draw(*ROWS, 16, seed=0), draw(*ROWS, 16, seed=1)]),
+}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.compiler)])
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_they_compute_what_they_do_eagerly(case, backend):
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor compiles with g++ on a CPU")
+    function, width, given = CASES[case]
+    module = None if width is None else gate(width)
+    torch._dynamo.reset()
+    compiled = results(torch.compile(function, backend=backend, fullgraph=True), module, given)
+    for mine, theirs in zip(compiled, results(function, module, given), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+
+
+def test_a_gate_is_float32_where_half_precision_computes_it():
+    """Dense runs compute it compiled and compact ones do not: neither rounds the result to bf16."""
+    exact, given = gate(4), draw(64, 16, seed=0)
+    truth = exact(given)
+    low = copy.deepcopy(exact).float()
+    torch._dynamo.reset()
+    for function in (read_gate, torch.compile(read_gate, backend="aot_eager", fullgraph=True)):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = function(low, given.float())
+        assert found.dtype == torch.float32
+        assert float((found.double() - truth).detach().norm() / truth.detach().norm()) < 4e-3
+        assert not torch.equal(found, found.bfloat16().float()), "not rounded to bf16 in the end"
+    assert gate(4, torch.bfloat16)(given.bfloat16()).dtype == torch.float32
+
+
+def test_they_are_compiled_with_passes_for_dense_runs_only(monkeypatch):
+    model = tiny(iterations=3).eval()
+    assert model.wrapped.compiled(freeze_halted) is freeze_halted
+    model.compile_passes(backend="eager")
+    assert model.wrapped.compiled(freeze_halted) is model.wrapped.compiled(freeze_halted) is not freeze_halted
+    assert copy.deepcopy(model).wrapped.compiled(freeze_halted) is not model.wrapped.compiled(freeze_halted)
+    asked = []
+    compiled = Backbone.compiled
+    monkeypatch.setattr(Backbone, "compiled", lambda self, function: asked.append(function) or compiled(self, function))
+    model(torch.arange(6)[None], execution="compact")
+    assert not asked
+    model(torch.arange(6)[None], execution="dense")
+    assert set(asked) == {read_gate, pondered, freeze_halted}

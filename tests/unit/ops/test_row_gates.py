@@ -1,4 +1,4 @@
-"""Each row asks its own gate, whichever iteration it stands at."""
+"""Each row gets the gate of its own iteration."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def one_by_one(gates: nn.ModuleList, values: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("width", [0, 2])
-def test_each_row_hears_its_own_gate(width, count):
+def test_each_row_gets_the_gate_of_its_iteration(width, count):
     gates, values = gates_of(width, torch.float64, count), draw(5, 20, seed=1)
-    asked = RowGates(gates)
-    assert asked.stacked is not None
-    logits = asked(values[:, None], ITERATION[:, None]).detach()
+    row_gates = RowGates(gates)
+    assert row_gates.stacked is not None
+    logits = row_gates(values[:, None], ITERATION[:, None]).detach()
     assert logits.shape == (5, 1)
     assert torch.allclose(logits[:, 0], one_by_one(gates, values), atol=1e-13, rtol=0)
 

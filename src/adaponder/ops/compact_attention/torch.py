@@ -86,11 +86,11 @@ def compact_attention(
         ``[n, heads, value size]``.
     """
     grouped = query.shape[1] != keys.shape[1]
-    asked = query.transpose(0, 1)[None]
+    packed_query = query.transpose(0, 1)[None]
     with masked_attention():
         mixed = [
             scaled_dot_product_attention(
-                asked[:, :, part],
+                packed_query[:, :, part],
                 keys[sequence : sequence + 1],
                 values[sequence : sequence + 1],
                 attn_mask=mask,

@@ -56,7 +56,7 @@ def begin_rows(books: Books, lane: Tensor, *, width: int, vanishes: bool) -> Beg
     books.used.index_copy_(0, lane, books.used[lane] + width)
     place, iteration = books.place[lane], books.iteration[lane]
     slot = (place[:, None] * width + count).flatten()
-    lanes, iterations = (one.repeat_interleave(width) for one in (lane, iteration))
+    lanes, iterations = (x.repeat_interleave(width) for x in (lane, iteration))
     book_rows(books.index, lanes, slot, iterations, row.flatten(), vanishes=vanishes)
     return Begun(books.token[lane], place, iteration, books.last[lane], row)
 
@@ -92,8 +92,8 @@ def end_rows(
     books.token.index_copy_(0, lane, torch.where(goes_on, begun.token, chosen))
     books.place.index_copy_(0, lane, torch.where(goes_on, begun.place, (begun.place + 1).clamp(max=places - 1)))
     books.iteration.index_copy_(0, lane, torch.where(goes_on, begun.iteration + 1, 0))
-    said = torch.where(goes_on, GOES_ON, torch.where(bad, NOT_A_NUMBER, chosen))
-    log.index_copy_(0, books.tick, said[None])
+    outcome = torch.where(goes_on, GOES_ON, torch.where(bad, NOT_A_NUMBER, chosen))
+    log.index_copy_(0, books.tick, outcome[None])
 
 
 def resume_rows(first: Tensor, kept: Tensor, lane: Tensor, iteration: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class WindowRows(NamedTuple):
     """Describes the rows of a tick, ``[n]`` each.
 
     Attributes:
-        lane: the lane of each, nobody's where a token has halted or there is none.
+        lane: the lane of each; the unused lane where a token has halted or there is none.
         seat: where its state is kept: ``lane * window + place % window``.
         begun: what the row reads.
         which: the rows' places in the windows of all lanes, flat; ``None`` where every place has one.
@@ -185,7 +185,7 @@ def begin_windows(
     """
     every = lane.device.type != "cpu" if every is None else every
     books.tick.add_(1)
-    nobody, size = len(books.token) - 1, windows.size
+    unused_lane, size = len(books.token) - 1, windows.size
     column = torch.arange(size, device=lane.device)
     place, live = _standing(windows, lane)
     which = None
@@ -193,15 +193,15 @@ def begin_windows(
         which = live.flatten().nonzero()[:, 0]
         which = which if len(which) else which.new_zeros(min(1, live.numel()))
     values = (
-        torch.where(live, lane[:, None], nobody),
+        torch.where(live, lane[:, None], unused_lane),
         column.expand_as(place),
         windows.token[lane],
         torch.where(live, place, 0),
         torch.where(live, windows.iteration[lane], 0),
         torch.where(live, place - windows.origin[lane][:, None], 0),
     )
-    flat = (one.flatten() for one in values)
-    owner, at, token, place, iteration, number = flat if which is None else (one[which] for one in flat)
+    flat = [grid.flatten() for grid in values]
+    owner, at, token, place, iteration, number = flat if which is None else (entry[which] for entry in flat)
     where = number * passes + iteration
     row = books.pages[owner, where // books.page_size].long() * books.page_size + where % books.page_size
     book_rows(books.index, owner, place, iteration, row, vanishes=vanishes)
@@ -212,9 +212,9 @@ def begin_windows(
 def end_windows(
     books: Books, windows: DraftWindows, lane: Tensor, goes_on: Tensor, chosen: Tensor, bad: Tensor, log: Tensor
 ) -> None:
-    """Moves the windows on by what their rows said; ``goes_on``, ``chosen`` and ``bad`` are ``[n, window]``.
+    """Advances the windows by the results of their rows; ``goes_on``, ``chosen`` and ``bad`` are ``[n, window]``.
 
-    Where there was no row they have no meaning. ``log[tick]`` gets of each lane what the tokens of its window say
+    Where there was no row they have no meaning. ``log[tick]`` gets of each lane the choices of its window's tokens
     (:data:`NOT_A_NUMBER` for a choice that is ``bad``), their iterations (-1: no row), and how many were accepted.
     """
     place, live = _standing(windows, lane)
@@ -226,14 +226,14 @@ def end_windows(
     differs = (choice != token.roll(-1, dims=1)) & (place + 1 < stop)
     stop = torch.where(differs, place + 1, stop).amin(1, keepdim=True)
     front = torch.where(halted | (place >= stop), stop, place).amin(1, keepdim=True)
-    said, heard = torch.where(bad, NOT_A_NUMBER, chosen), torch.where(live, iteration, -1)
+    answers, iterations = torch.where(bad, NOT_A_NUMBER, chosen), torch.where(live, iteration, -1)
     accepted = front - windows.front[lane][:, None]
-    log.index_copy_(0, books.tick, torch.cat([said, heard, accepted], dim=1)[None])
+    log.index_copy_(0, books.tick, torch.cat([answers, iterations, accepted], dim=1)[None])
 
     begins = (stop - front < windows.room[lane][:, None]) & (stop <= windows.final[lane][:, None])
     begun = begins & (column == stop % windows.size)
     latest = choice.gather(1, (stop - 1) % windows.size)
-    for kept, values in (
+    for stored, values in (
         (windows.token, torch.where(begun, latest, token)),
         (windows.iteration, torch.where(begun, 0, iteration + live)),
         (windows.halted, halted & ~begun),
@@ -241,7 +241,7 @@ def end_windows(
         (windows.front, front[:, 0]),
         (windows.stop, (stop + begins)[:, 0]),
     ):
-        kept.index_copy_(0, lane, values)
+        stored.index_copy_(0, lane, values)
 
 
 def _standing(windows: DraftWindows, lane: Tensor) -> tuple[Tensor, Tensor]:

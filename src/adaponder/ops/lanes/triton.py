@@ -63,7 +63,7 @@ def ponder_rows(embedding: Tensor, expected: Tensor, active: Tensor, probability
 def force_rows(keep: Tensor, forced: Tensor, lane: Tensor, place: Tensor, iteration: Tensor, last: Tensor) -> Tensor:
     """Equals :func:`adaponder.ops.lanes.torch.force_rows`."""
     out = torch.empty_like(lane, dtype=torch.bool)
-    rows = [one.contiguous() for one in (keep, lane, place, iteration)]
+    rows = [x.contiguous() for x in (keep, lane, place, iteration)]
     with on_device_of(lane):
         _force_kernel[(lane.numel(),)](*rows, forced, last, out, forced.stride(0), last.stride(0), num_warps=1)
     return out
@@ -143,8 +143,8 @@ def _end_kernel(
     tl.store(tokens + lane, tl.where(on, tl.load(token_in + i), choice))
     tl.store(places + lane, tl.where(on, place, tl.minimum(place + 1, most - 1)))
     tl.store(iterations + lane, tl.where(on, tl.load(iteration_in + i) + 1, 0))
-    said = tl.where(on, -1, tl.where(tl.load(bad + i), -2, choice))
-    tl.store(log + tl.load(tick) * log_stride + i, said)
+    outcome = tl.where(on, -1, tl.where(tl.load(bad + i), -2, choice))
+    tl.store(log + tl.load(tick) * log_stride + i, outcome)
 
 
 # --- windows of drafted tokens ------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def _end_windows_kernel(
     token, iteration = tl.load(tokens + at, mask=inside, other=0), tl.load(iterations + at, mask=inside, other=0)
     follower = tl.load(tokens + lane * SIZE + (column + 1) % SIZE, mask=inside, other=0)
     choice = tl.load(chosen + row, mask=inside, other=0)
-    said = tl.where(tl.load(bad + row, mask=inside, other=0) != 0, -2, choice)
+    outcome = tl.where(tl.load(bad + row, mask=inside, other=0) != 0, -2, choice)
     choice = tl.where(live, choice, tl.load(choices + at, mask=inside, other=0))
     halted = tl.where(live, tl.load(goes_on + row, mask=inside, other=0) == 0, was_halted)
 
@@ -234,7 +234,7 @@ def _end_windows_kernel(
     stop = tl.min(tl.where(differs, place + 1, stop), axis=0)
     front = tl.min(tl.where(halted | (place >= stop) | (inside == 0), stop, place), axis=0)
     line = log + tl.load(tick) * log_stride + i * (2 * SIZE + 1)
-    tl.store(line + column, said, mask=inside)
+    tl.store(line + column, outcome, mask=inside)
     tl.store(line + SIZE + column, tl.where(live, iteration, -1), mask=inside)
     tl.store(line + 2 * SIZE, front - before)
 

@@ -105,7 +105,7 @@ def _walk_one(
     q,  # [1, size]
     own,  # [1], score of the row's own key; minus infinity where another program has it
     own_value,  # [1, size]
-    found,  # pool rows of the first block
+    pool_rows,  # pool rows of the first block
     k, v,  # its keys and values; None: not loaded yet
     ids, begin, end, keys, values, key_row, value_row, scale,
     SIZE: tl.constexpr, KEYS: tl.constexpr,
@@ -118,22 +118,22 @@ def _walk_one(
     coming = _ids_at(ids, begin + KEYS, end, KEYS)
     for start in range(begin, end, KEYS):
         # Ahead: the next block is loaded while this one is computed.
-        which = coming if AHEAD else found
+        which = coming if AHEAD else pool_rows
         loaded_k, loaded_v = rows_of(which, keys, key_row, SIZE), rows_of(which, values, value_row, SIZE)
         this_k, this_v = (k, v) if AHEAD else (loaded_k, loaded_v)
         later = _ids_at(ids, start + 2 * KEYS, end, KEYS)
-        scores = tl.where(found >= 0, tl.sum(this_k.to(tl.float32) * q, 1) * scale, -float("inf"))
+        scores = tl.where(pool_rows >= 0, tl.sum(this_k.to(tl.float32) * q, 1) * scale, -float("inf"))
         higher = tl.maximum(top, scores)
         weight, fading = tl.exp2(scores - finite(higher)), tl.exp2(top - finite(higher))
         total = total * fading + weight
         sums = sums * fading[:, None] + weight[:, None] * this_v.to(tl.float32)
-        top, found, coming = higher, coming, later
+        top, pool_rows, coming = higher, coming, later
         if AHEAD:
             k, v = loaded_k, loaded_v
     highest = tl.max(top, 0)
     fading = tl.exp2(top - finite(highest))
-    one = tl.zeros([1], tl.float32)
-    return one + highest, one + tl.sum(total * fading, 0), tl.sum(sums * fading[:, None], 0)[None, :]
+    zero = tl.zeros([1], tl.float32)
+    return zero + highest, zero + tl.sum(total * fading, 0), tl.sum(sums * fading[:, None], 0)[None, :]
 
 
 @triton.jit
@@ -148,10 +148,10 @@ def _walk_shared(
     total = tl.where(top == -float("inf"), 0.0, 1.0)
     sums = total[:, None] * own_value
     for start in tl.range(begin, end, KEYS):
-        found = _ids_at(ids, start, end, KEYS)
-        k, v = rows_of(found, keys, key_row, SIZE), rows_of(found, values, value_row, SIZE)
+        pool_rows = _ids_at(ids, start, end, KEYS)
+        k, v = rows_of(pool_rows, keys, key_row, SIZE), rows_of(pool_rows, values, value_row, SIZE)
         scores = tl.dot(q.to(k.dtype), tl.trans(k), input_precision=EXACT) * scale
-        scores = tl.where((found >= 0)[None, :], scores, -float("inf"))
+        scores = tl.where((pool_rows >= 0)[None, :], scores, -float("inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         weight, fading = tl.exp2(scores - finite(higher)[:, None]), tl.exp2(top - finite(higher))
         total = total * fading + tl.sum(weight, 1)
@@ -227,9 +227,9 @@ def alone_kernel(
     keys, values, query = keys + group * SIZE, values + group * SIZE, query + row * query_row
     width, part = tl.arange(0, WIDTH)[:, None], across(SIZE)
     mask = (width < GROUPS) & (part < SIZE)
-    found, first_k, first_v = _ids_at(ids, begin, end, KEYS), None, None
+    pool_rows, first_k, first_v = _ids_at(ids, begin, end, KEYS), None, None
     if AHEAD:
-        first_k, first_v = rows_of(found, keys, key_row, SIZE), rows_of(found, values, value_row, SIZE)
+        first_k, first_v = rows_of(pool_rows, keys, key_row, SIZE), rows_of(pool_rows, values, value_row, SIZE)
     cosine, sine = _angles(positions, row, cos, sin, SIZE, ROTARY)
     wait_for_previous(DEPENDENT)
     if own_rows is None:
@@ -248,7 +248,7 @@ def alone_kernel(
         v = v.to(tl.float32)
     if GROUPS == 1:
         top, total, sums = _walk_one(
-            q, own, v, found, first_k, first_v, ids, begin, end, keys, values, key_row, value_row, scale, SIZE, KEYS
+            q, own, v, pool_rows, first_k, first_v, ids, begin, end, keys, values, key_row, value_row, scale, SIZE, KEYS
         )
     else:
         top, total, sums = _walk_shared(q, own, v, ids, begin, end, keys, values, key_row, value_row, scale, SIZE, KEYS)
@@ -286,16 +286,18 @@ def enter_kernel(
 
 @triton.jit
 def _block_of_keys(
-    q, top, total, sums, found,
+    q, top, total, sums, pool_rows,
     seen,  # [queries, keys], or None where all see all that is there
     keys, values, key_row, value_row, scale, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Does one step of the online softmax of a block of queries."""
     EXACT: tl.constexpr = "ieee" if keys.dtype.element_ty == tl.float32 else "tf32"
-    k = rows_of(found, keys, key_row, SIZE)
-    v = rows_of(found, values, value_row, SIZE)
+    k = rows_of(pool_rows, keys, key_row, SIZE)
+    v = rows_of(pool_rows, values, value_row, SIZE)
     # Adding is free where a product is scaled: an absent key has minus infinity.
-    scores = tl.dot(q, tl.trans(k), input_precision=EXACT) * scale + tl.where(found >= 0, 0.0, -float("inf"))[None, :]
+    scores = (
+        tl.dot(q, tl.trans(k), input_precision=EXACT) * scale + tl.where(pool_rows >= 0, 0.0, -float("inf"))[None, :]
+    )
     if seen is not None:
         scores = tl.where(seen, scores, -float("inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
@@ -333,18 +335,18 @@ def cohort_kernel(
         begin = tl.maximum(lowest + 1 - window, 0) // KEYS * KEYS
         plain = begin
     for start in tl.range(begin, plain, KEYS):
-        found = tl.load(ids + start + lane)
+        pool_rows = tl.load(ids + start + lane)
         top, total, sums = _block_of_keys(
-            q, top, total, sums, found, None, keys, values, key_row, value_row, scale, SIZE
+            q, top, total, sums, pool_rows, None, keys, values, key_row, value_row, scale, SIZE
         )
     for start in tl.range(plain, end, KEYS):
         column = start + lane
-        found = tl.load(ids + column, mask=column < end, other=-1)
+        pool_rows = tl.load(ids + column, mask=column < end, other=-1)
         seen = column[None, :] <= slot[:, None]
         if window is not None:
             seen = seen & (column[None, :] > slot[:, None] - window)
         top, total, sums = _block_of_keys(
-            q, top, total, sums, found, seen, keys, values, key_row, value_row, scale, SIZE
+            q, top, total, sums, pool_rows, seen, keys, values, key_row, value_row, scale, SIZE
         )
     out = mixed + (row.to(tl.int64)[:, None] * HEADS + head) * SIZE + part
     tl.store(out, sums / tl.where(total == 0.0, 1.0, total)[:, None], mask=mask)

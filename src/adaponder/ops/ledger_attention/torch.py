@@ -199,10 +199,10 @@ def _alone(
     seen = _seen(ids, rows.slot[part], window)
     # What is not seen reads the query's own row, which holds numbers: no NaN of an unwritten row times zero.
     ids = torch.where(seen, ids, rows.row[part, None])
-    found_keys, found_values = keys[ids].transpose(1, 2), values[ids].transpose(1, 2)
-    asked = query.unflatten(1, (keys.shape[1], -1))
-    mask = seen[:, None, None].expand(-1, -1, asked.shape[2], -1)
-    mixed = scaled_dot_product_attention(asked, found_keys, found_values, attn_mask=mask, scale=scale)
+    row_keys, row_values = keys[ids].transpose(1, 2), values[ids].transpose(1, 2)
+    grouped_query = query.unflatten(1, (keys.shape[1], -1))
+    mask = seen[:, None, None].expand(-1, -1, grouped_query.shape[2], -1)
+    mixed = scaled_dot_product_attention(grouped_query, row_keys, row_values, attn_mask=mask, scale=scale)
     return mixed.flatten(1, 2).masked_fill(~seen.any(1)[:, None, None], 0.0)
 
 
@@ -220,11 +220,11 @@ def _together(
     ids = rows.index[cohort.lane, cohort.iteration, : cohort.last_slot + 1]
     seen = _seen(ids, rows.slot[cohort.start : cohort.stop], window)
     ids = torch.where(ids >= 0, ids, rows.row[cohort.start])
-    asked = query.unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)
-    heads = asked.shape[1]
-    found_keys, found_values = (x[ids].transpose(0, 1)[:, None].expand(-1, heads, -1, -1) for x in (keys, values))
-    mask = seen[None, None].expand(asked.shape[0], -1, -1, -1)
-    mixed = scaled_dot_product_attention(asked, found_keys, found_values, attn_mask=mask, scale=scale)
+    grouped_query = query.unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)
+    heads = grouped_query.shape[1]
+    row_keys, row_values = (x[ids].transpose(0, 1)[:, None].expand(-1, heads, -1, -1) for x in (keys, values))
+    mask = seen[None, None].expand(grouped_query.shape[0], -1, -1, -1)
+    mixed = scaled_dot_product_attention(grouped_query, row_keys, row_values, attn_mask=mask, scale=scale)
     return mixed.permute(2, 0, 1, 3).flatten(1, 2)
 
 

@@ -177,8 +177,8 @@ def splits_for(programs: int, processors: int, reach: int) -> int:
 
 def block_for(size: int, programs: int, processors: int) -> tuple[int, int, bool]:
     """Keys of a block, warps, and whether the next block is loaded ahead, for rows alone that share no keys."""
-    choices = next(found for most, found in ALONE.items() if size <= most)
-    return next(found for most, found in choices.items() if programs <= most * processors)
+    choices = next(blocks for most, blocks in ALONE.items() if size <= most)
+    return next(blocks for most, blocks in choices.items() if programs <= most * processors)
 
 
 @lru_cache(maxsize=16)

@@ -16,9 +16,9 @@ from adaponder.ops.linear_cross_entropy.torch import IGNORE, Pointwise
 
 def losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Returns ``logsumexp(z) - z[target]`` of each row in float32; 0 for ignored targets, NaN for unknown ones."""
-    found = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    launch_rows(_losses_kernel, logits, targets, found, IGNORE)
-    return found
+    out = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    launch_rows(_losses_kernel, logits, targets, out, IGNORE)
+    return out
 
 
 def slopes_(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
@@ -30,9 +30,9 @@ def slopes_(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
 
 def losses_and_slopes_(logits: Tensor, targets: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Equals :func:`losses` and :func:`slopes_` in one launch: a row is read twice and written once."""
-    found = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    launch_rows(_losses_and_slopes_kernel, logits, targets, found, grad.contiguous(), IGNORE)
-    return found, logits
+    out = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    launch_rows(_losses_and_slopes_kernel, logits, targets, out, grad.contiguous(), IGNORE)
+    return out, logits
 
 
 _FUSED = Pointwise(losses, slopes_, losses_and_slopes_, CHUNK_ELEMENTS)
@@ -41,12 +41,12 @@ linear_cross_entropy_sum = partial(plain.linear_cross_entropy_sum, pointwise=_FU
 
 
 @triton.jit
-def _losses_kernel(logits, targets, found, ignore, vocabulary, stride, BLOCK: tl.constexpr):
+def _losses_kernel(logits, targets, out, ignore, vocabulary, stride, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
     top, total = normaliser(row, tl.arange(0, BLOCK), vocabulary, BLOCK)
     target = tl.load(targets + index)
-    tl.store(found + index, _loss(row, target, top, total, ignore, vocabulary))
+    tl.store(out + index, _loss(row, target, top, total, ignore, vocabulary))
 
 
 @triton.jit
@@ -61,13 +61,13 @@ def _slopes_kernel(logits, targets, grads, ignore, vocabulary, stride, BLOCK: tl
 
 
 @triton.jit
-def _losses_and_slopes_kernel(logits, targets, found, grads, ignore, vocabulary, stride, BLOCK: tl.constexpr):
+def _losses_and_slopes_kernel(logits, targets, out, grads, ignore, vocabulary, stride, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
     column = tl.arange(0, BLOCK)
     top, total = normaliser(row, column, vocabulary, BLOCK)
     target = tl.load(targets + index)
-    tl.store(found + index, _loss(row, target, top, total, ignore, vocabulary))
+    tl.store(out + index, _loss(row, target, top, total, ignore, vocabulary))
     grad = tl.where(target != ignore, tl.load(grads + index), 0.0)
     # Each warp reads the target's logit for itself: none may overwrite it before all have.
     tl.debug_barrier()

@@ -1,7 +1,7 @@
 """Tokens picked without a tensor of noise, and the threshold of truncation from sorted logits.
 
 To pick, each program hashes and compares a part of one row's vocabulary. To truncate, one program per row goes through
-its sorted logits up to where the kept tokens end.
+its sorted logits up to where the num_kept tokens end.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _least_kernel(
             start += BLOCK
             head = tl.load(values + start, mask=start < vocabulary, other=float("-inf")).to(tl.float64)
         mass *= top_p
-    kept, more = 0, 1
+    num_kept, more = 0, 1
     start, before = 0, tl.zeros((), tl.float64)
     while (start < vocabulary) & (more > 0):
         inside = start + offsets < vocabulary
@@ -165,7 +165,7 @@ def _least_kernel(
             stays = stays & (before + tl.cumsum(weight, 0) - weight < mass)
             before += tl.sum(weight, 0)
         count = tl.sum(stays.to(tl.int32), 0)
-        kept += count
+        num_kept += count
         more = (count == BLOCK).to(tl.int32)
         start += BLOCK
-    tl.store(least + row, tl.load(values + tl.maximum(kept, 1) - 1))
+    tl.store(least + row, tl.load(values + tl.maximum(num_kept, 1) - 1))

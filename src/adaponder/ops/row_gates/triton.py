@@ -73,6 +73,6 @@ def _gate_kernel(
     tl.debug_barrier()
     if tl.atomic_add(done + row, 1, sem="acq_rel") == blocks - 1:
         number = tl.arange(0, PARTS)
-        found = tl.load(parts + row * blocks + number, mask=number < blocks, other=0.0, cache_modifier=".cg")
-        tl.store(logits + row, tl.sum(found, 0) + tl.load(out_bias + gate).to(tl.float32))
+        block_sums = tl.load(parts + row * blocks + number, mask=number < blocks, other=0.0, cache_modifier=".cg")
+        tl.store(logits + row, tl.sum(block_sums, 0) + tl.load(out_bias + gate).to(tl.float32))
         tl.store(done + row, 0)

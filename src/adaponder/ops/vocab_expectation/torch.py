@@ -125,14 +125,14 @@ class _VocabExpectation(torch.autograd.Function):
     ) -> Tensor:
         narrow_weight, narrow_table, narrow_bias = narrowed(rows.dtype, weight, table, bias)
         mixed = narrow_table.new_empty(rows.shape[0], table.shape[1])
-        kept = []
+        kept_logits = []
         for start in range(0, rows.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = torch.nn.functional.linear(rows[part], narrow_weight, narrow_bias)
             mixed[part] = pointwise.softmax(logits, keep_logits) @ narrow_table
             if keep_logits:
-                kept.append(logits)
-        ctx.save_for_backward(rows, weight, table, bias, *kept)
+                kept_logits.append(logits)
+        ctx.save_for_backward(rows, weight, table, bias, *kept_logits)
         ctx.chunk, ctx.keep_logits, ctx.pointwise = chunk, keep_logits, pointwise
         return mixed
 
@@ -140,7 +140,7 @@ class _VocabExpectation(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, *parameters = ctx.saved_tensors[:4]
-        kept = ctx.saved_tensors[4:]
+        kept_logits = ctx.saved_tensors[4:]
         grad_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
         totals = sums_of(ctx.needs_input_grad[1:4], wide_dtype(rows.dtype), *parameters)
         grad_weight, grad_table, grad_bias = totals
@@ -148,7 +148,7 @@ class _VocabExpectation(torch.autograd.Function):
         grad = grad.contiguous()
         for index, start in enumerate(range(0, rows.shape[0], ctx.chunk)):
             part = slice(start, start + ctx.chunk)
-            logits = kept[index] if ctx.keep_logits else torch.nn.functional.linear(rows[part], weight, bias)
+            logits = kept_logits[index] if ctx.keep_logits else torch.nn.functional.linear(rows[part], weight, bias)
             probability, slope = ctx.pointwise.slopes(logits, grad[part] @ table.t(), ctx.keep_logits)
             if grad_table is not None:
                 add_product_(grad_table, probability.t(), grad[part])

@@ -40,21 +40,27 @@ vocab_expectation = partial(plain.vocab_expectation, pointwise=Pointwise(softmax
 
 
 @triton.jit
-def _softmax_kernel(logits, found, found_stride, vocabulary, stride, BLOCK: tl.constexpr):
+def _softmax_kernel(logits, probability, probability_stride, vocabulary, stride, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
-    row, found_row = logits + index * stride, found + index * found_stride
+    row, probability_row = logits + index * stride, probability + index * probability_stride
     column = tl.arange(0, BLOCK)
     top, total = normaliser(row, column, vocabulary, BLOCK)
     for start in range(0, vocabulary, BLOCK):
         at = start + column
         z = tl.load(row + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
-        tl.store(found_row + at, tl.exp(z - top) / total, mask=at < vocabulary)
+        tl.store(probability_row + at, tl.exp(z - top) / total, mask=at < vocabulary)
 
 
 @triton.jit
-def _slopes_kernel(logits, found, grads, found_stride, grad_stride, vocabulary, stride, BLOCK: tl.constexpr):
+def _slopes_kernel(
+    logits, probability, grads, probability_stride, grad_stride, vocabulary, stride, BLOCK: tl.constexpr
+):
     index = tl.program_id(0).to(tl.int64)
-    row, found_row, grad_row = logits + index * stride, found + index * found_stride, grads + index * grad_stride
+    row, probability_row, grad_row = (
+        logits + index * stride,
+        probability + index * probability_stride,
+        grads + index * grad_stride,
+    )
     column = tl.arange(0, BLOCK)
     # As in `normaliser`, with the sum of p * dp along.
     top, total, along = -float("inf"), 0.0, 0.0
@@ -74,5 +80,5 @@ def _slopes_kernel(logits, found, grads, found_stride, grad_stride, vocabulary, 
         z = tl.load(row + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
         dp = tl.load(grad_row + at, mask=at < vocabulary, other=0.0).to(tl.float32)
         p = tl.exp(z - top) / total
-        tl.store(found_row + at, p, mask=at < vocabulary)
+        tl.store(probability_row + at, p, mask=at < vocabulary)
         tl.store(grad_row + at, p * (dp - along), mask=at < vocabulary)
