@@ -150,6 +150,8 @@ def test_validation_is_what_evaluation_scores_and_never_holds_the_logits_of_all_
     sizes = ["model.backbone.vocab_size=2000", "train.eval_tokens=160", "train.steps=1", "model.tau=0.99"]
     recipe = small(shards, "train.dtype=float64", "train.ponder_start=0", "train.ponder_full=0", *sizes)
     trainer = train(recipe, out=tmp_path / "run", quiet=True).trainer
+    for gate in trainer.model.method.gates:  # so that depths differ
+        gate.out.weight.data.normal_(std=20.0, generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", 2000 * 40)
     with LargestTensor() as largest:
         measured = trainer.evaluate(160)
