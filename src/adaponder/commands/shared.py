@@ -293,23 +293,17 @@ class Depth:
         limit, most = self.max_iterations, model.config.iterations
         if limit is not None and not 1 <= limit <= most:
             raise InputError(f"--max-iterations{side} {limit} must be between 1 and {most}, the model's iterations")
-        ways = {"policy": self.policy, "tau": self.tau, "profile": self.profile}
-        given = [f"--{name}{side}" for name, value in ways.items() if value is not None]
-        if len(given) > 1:
-            raise InputError(f"{' and '.join(given)} both choose the policy: give one of them")
-        from adaponder.evaluation.lab.profiles import load_profile
-        from adaponder.policies import LearnedGate, parse_policy
+        from adaponder.evaluation.lab.profiles import stored
+        from adaponder.policies import choose_policy
 
-        if self.profile is not None:
-            return load_profile(folder, self.profile, option=f"--profile{side}")
-        if self.tau is not None:
-            return LearnedGate(self.tau)
-        if not isinstance(self.policy, str):
-            return self.policy
-        try:
-            return parse_policy(self.policy)
-        except InputError as error:
-            raise InputError(str(error).replace("--policy", f"--policy{side}", 1)) from None
+        return choose_policy(
+            most,
+            policy=self.policy,
+            tau=self.tau,
+            budget=self.profile,
+            profiles={} if self.profile is None else stored(folder),
+            name=lambda field: f"--{'profile' if field == 'budget' else field}{side}",
+        )
 
     def scoring(self, subject: Subject, seed: int, *, execution: str | None = None, side: str = "") -> ScoringOptions:
         """Returns how to score with this rule; raises if the model cannot run it."""

@@ -71,6 +71,22 @@ class Spent:
     def tokens_per_second(self) -> float | None:
         return self.tokens / self.seconds if self.seconds else None
 
+    def __add__(self, other: Spent) -> Spent:
+        """Adds the costs of two portions of one scoring."""
+        return replace(
+            self,
+            cost=self.cost + other.cost,
+            histogram=tuple(map(sum, zip(self.histogram, other.histogram, strict=True))),
+            seconds=self.seconds + other.seconds,
+            deepest=max(self.deepest, other.deepest),
+            scored=self.tokens + other.tokens,
+        )
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Spent:
+        """Inverts ``dataclasses.asdict``."""
+        return cls(**(values | {"cost": Cost(**values["cost"]), "histogram": tuple(values["histogram"])}))
+
     def cells(self) -> tuple[str, ...]:
         """Returns table cells of this cost, one for each of :data:`COLUMNS`."""
         tokens, speed = self.tokens, self.tokens_per_second

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,13 +19,10 @@ from adaponder.evaluation.meter import Meter, Spent
 from adaponder.evaluation.text import Text, WindowBatch, Windows
 from adaponder.journal import Journal
 from adaponder.methods import Iteration
-from adaponder.methods.cost import Cost
 from adaponder.modeling import AdaPonderForCausalLM, PolicyLike
 from adaponder.ops.precision import widened
 from adaponder.policies import ForcedDepths
-
-# Bounds the float32 copy of logits: about 200 MB.
-_CHUNK = 50_000_000
+from adaponder.policies.measures import entropy_of, in_chunks
 
 
 @dataclass(frozen=True)
@@ -78,13 +74,21 @@ class Scores:
     def loss(self) -> float:
         return float((self.nll if self.counted is None else self.nll[self.counted]).mean())
 
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Returns the arrays that are there, by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+
+    def at(self, predictions: np.ndarray) -> Scores:
+        """Returns the scores of the chosen predictions, ``bool[n]``; the cost stays that of all."""
+        return replace(self, **{name: array[predictions] for name, array in self.arrays.items()})
+
 
 def default_length(model: AdaPonderForCausalLM) -> int:
     """Returns the number of positions of the backbone, at most 2,048; pause tokens share their token's position."""
     return min(2048, model.config.max_position_embeddings or 2048)
 
 
-@torch.inference_mode()
 def score(
     model: AdaPonderForCausalLM,
     text: Text,
@@ -104,38 +108,72 @@ def score(
     if batch_size < 1:
         raise InputError(f"--batch-size {batch_size} must be at least 1")
     check_fits(model, text, windows)
-    nll = np.zeros(text.predictions)
-    depth = np.zeros(text.predictions, np.int64)
-    extra: dict[str, np.ndarray] = {}
-    scored, dense = 0, how.execution == "dense"
+    arrays: dict[str, np.ndarray] = {}
+    scored = 0
     meter = Meter(model.config, dtype=model.dtype, device=model.device, shape=shape)
     training = model.training
     model.eval()
     try:
         for batch in windows.batches(text, batch_size):
-            index = _prediction_index(batch)[batch.fresh]
-            passes: list[dict[str, Tensor]] = []
-            targets = batch.targets.to(model.device)
-            watch = _watcher(model, targets, passes) if detail else None
-            with meter:
-                output = _forward(model, batch, how, detail, watch)
-            meter.add(
-                output.depth, max_iterations=how.max_iterations, every_gate=detail, dense=dense, policy=how.policy
-            )
-            nll[index] = _nll(output.logits, targets).cpu().numpy()[batch.fresh]
-            depth[index] = output.depth.cpu().numpy()[batch.fresh]
-            if detail:
-                _collect(extra, index, batch, passes, output.gates, text.predictions)
-            scored += len(index)
-            advance(len(index))
+            predictions = batch.index[batch.fresh]
+            for name, value in _score_batch(model, batch, how, detail, meter).items():
+                values = value.cpu().numpy()[batch.fresh]
+                _whole(arrays, name, values, text)[predictions] = values
+            scored += len(predictions)
+            advance(len(predictions))
     finally:
         model.train(training)
-    if not np.isfinite(nll).all():
+    finite = np.isfinite(arrays["nll"])
+    if not finite.all():
         raise EvaluationError(
-            f"the loss of prediction {int(np.argmax(~np.isfinite(nll)))} is not finite: the model overflows in "
+            f"the loss of prediction {int(np.argmin(finite))} is not finite: the model overflows in "
             f"{str(model.dtype).removeprefix('torch.')}; try --dtype float32"
         )
-    return Scores(nll, depth, meter.spent(scored), counted=text.learned, **extra)
+    return Scores(**arrays, spent=meter.spent(scored), counted=text.learned)
+
+
+@torch.inference_mode()
+def _score_batch(
+    model: AdaPonderForCausalLM, batch: WindowBatch, how: ScoringOptions, detail: bool, meter: Meter
+) -> dict[str, Tensor]:
+    """Returns the arrays of :class:`Scores` for each entry of the batch, ``[windows, length, …]``."""
+    targets = batch.targets.to(model.device)
+    passes: list[dict[str, Tensor]] = []
+
+    def watch(iteration: Iteration) -> None:
+        logits = model.wrapped.logits(iteration.hidden)
+        entropy = in_chunks(lambda rows: entropy_of(widened(rows)), logits)
+        passes.append({"nll_by_iteration": _nll(logits, targets), "entropy": entropy.float()})
+
+    arguments: dict[str, Any] = how.arguments() | {"output_gates": detail, "on_iteration": watch if detail else None}
+    if batch.documents is not None:
+        arguments["document_ids"] = batch.documents.to(model.device)
+    if how.depths is not None:
+        arguments["policy"] = ForcedDepths(torch.from_numpy(how.depths[batch.index]))
+    with meter:
+        output = model(batch.input_ids.to(model.device), **arguments)
+    dense = how.execution == "dense"
+    meter.add(output.depth, max_iterations=how.max_iterations, every_gate=detail, dense=dense, policy=how.policy)
+    values = {"nll": _nll(output.logits, targets), "depth": output.depth}
+    if detail:
+        values |= {name: torch.stack([each[name] for each in passes], dim=-1) for name in passes[0]}
+        if output.gates is not None:
+            values["gates"] = output.gates.float()
+    return values
+
+
+def _whole(arrays: dict[str, np.ndarray], name: str, values: np.ndarray, text: Text) -> np.ndarray:
+    """Returns the array ``name`` with an entry per prediction of the text, made with the first ``values`` for it."""
+    return arrays.setdefault(name, np.zeros((text.predictions, *values.shape[1:]), values.dtype))
+
+
+def _nll(logits: Tensor, targets: Tensor) -> Tensor:
+    """Returns per-token losses in float64; no float32 copy of all logits is made."""
+
+    def losses(rows: Tensor, ids: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(widened(rows), ids[:, 0], reduction="none")
+
+    return in_chunks(losses, logits, targets[..., None]).double()
 
 
 class SummedLoss(NamedTuple):
@@ -170,77 +208,6 @@ def check_fits(model: AdaPonderForCausalLM, text: Text, windows: Windows) -> Non
         )
 
 
-def _forward(
-    model: AdaPonderForCausalLM,
-    batch: WindowBatch,
-    how: ScoringOptions,
-    detail: bool,
-    watch: Callable[[Iteration], None] | None,
-) -> Any:
-    arguments: dict[str, Any] = how.arguments() | {"output_gates": detail, "on_iteration": watch}
-    if batch.documents is not None:
-        arguments["document_ids"] = batch.documents.to(model.device)
-    if how.depths is not None:
-        arguments["policy"] = ForcedDepths(torch.from_numpy(how.depths[_prediction_index(batch)]))
-    return model(batch.input_ids.to(model.device), **arguments)
-
-
-def _prediction_index(batch: WindowBatch) -> np.ndarray:
-    """Returns ``int64[windows, length]``: the index of each entry of the batch among the text's predictions."""
-    return batch.first[:, None] + np.arange(batch.input_ids.shape[1])
-
-
-def _nll(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns per-token losses in float64, computed in chunks: no float32 copy of all logits is made."""
-    flat_logits, flat_targets = logits.flatten(0, 1), targets.flatten()
-    size = max(1, _CHUNK // flat_logits.shape[-1])
-    parts = [
-        nn.functional.cross_entropy(widened(flat_logits[i : i + size]), flat_targets[i : i + size], reduction="none")
-        for i in range(0, len(flat_logits), size)
-    ]
-    return torch.cat(parts).double().view(targets.shape)
-
-
-def _entropy(logits: Tensor) -> Tensor:
-    """Returns the entropy of the next-token distribution of each token, in nats."""
-    flat = logits.flatten(0, -2)
-    size = max(1, _CHUNK // flat.shape[-1])
-    parts = []
-    for i in range(0, len(flat), size):
-        log_p = torch.log_softmax(widened(flat[i : i + size]), dim=-1)
-        parts.append(-(log_p.exp() * log_p).sum(-1))
-    return torch.cat(parts).view(logits.shape[:-1])
-
-
-def _watcher(model: AdaPonderForCausalLM, targets: Tensor, passes: list[dict[str, Tensor]]) -> Any:
-    """Returns a hook that appends losses and entropies after each iteration; logits are not stored."""
-
-    def watch(iteration: Iteration) -> None:
-        logits = model.wrapped.logits(iteration.hidden)
-        passes.append({"nll_by_iteration": _nll(logits, targets), "entropy": _entropy(logits).float()})
-
-    return watch
-
-
-def _collect(
-    extra: dict[str, np.ndarray],
-    index: np.ndarray,
-    batch: WindowBatch,
-    passes: list[dict[str, Tensor]],
-    gates: Tensor | None,
-    predictions: int,
-) -> None:
-    """Writes the batch's fresh predictions into ``extra``, whose arrays have an entry per prediction of the text."""
-    details = {name: torch.stack([values[name] for values in passes], dim=-1) for name in passes[0]}
-    if gates is not None:
-        details["gates"] = gates.float()
-    for name, value in details.items():
-        array = value.cpu().numpy()
-        if name not in extra:
-            extra[name] = np.zeros((predictions, array.shape[-1]), array.dtype)
-        extra[name][index] = array[batch.fresh]
-
-
 def fingerprint(model: AdaPonderForCausalLM, text: Text) -> str:
     """Returns the SHA-256 of the model's config and weights and of the text's tokens and learned mask."""
     digest = hashlib.sha256(json.dumps(model.config.to_dict(), sort_keys=True, default=str).encode())
@@ -254,7 +221,6 @@ def fingerprint(model: AdaPonderForCausalLM, text: Text) -> str:
 
 # Batches per portion: enough that saving costs little beside scoring.
 BATCHES = 32
-_OPTIONAL = ("gates", "nll_by_iteration", "entropy")
 
 
 def portions(windows: Windows, predictions: int, batch_size: int) -> list[Windows]:
@@ -277,45 +243,20 @@ def score_portions(
     """Equals ``score(..., detail=True)``, but skips portions that ``journal`` holds and saves the others there."""
     whole: dict[str, np.ndarray] = {}
     spent: list[Spent] = []
-    for part in portions(windows, text.predictions, batch_size):
-        chosen = part.scored(text.predictions)
-        key = f"{name}, portion {part.offset + 1} of {part.every}"
+    for portion in portions(windows, text.predictions, batch_size):
+        predictions = portion.scored(text.predictions)
+        key = f"{name}, portion {portion.offset + 1} of {portion.every}"
         saved = None if journal is None else journal.load(key)
-        if saved is not None:
-            arrays, cost = saved.arrays, _spent(saved.facts)
-            advance(int(chosen.sum()))
-        else:
-            scores = score(model, text, part, how=how, batch_size=batch_size, detail=True, advance=advance)
-            arrays, cost = _arrays(scores, chosen), scores.spent
+        if saved is None:
+            scores = score(model, text, portion, how=how, batch_size=batch_size, detail=True, advance=advance)
+            arrays = scores.at(predictions).arrays
+            spent.append(scores.spent)
             if journal is not None:
-                journal.save(key, asdict(cost), arrays)
+                journal.save(key, asdict(scores.spent), arrays)
+        else:
+            arrays = saved.arrays
+            spent.append(Spent.from_dict(saved.facts))
+            advance(int(predictions.sum()))
         for field, values in arrays.items():
-            target = whole.setdefault(field, np.zeros((text.predictions, *values.shape[1:]), values.dtype))
-            target[chosen] = values
-        spent.append(cost)
-    return Scores(**whole, spent=reduce(_sum, spent))
-
-
-def _arrays(scores: Scores, chosen: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns the arrays of ``scores`` at the chosen predictions."""
-    arrays = {name: getattr(scores, name) for name in ("nll", "depth", *_OPTIONAL)}
-    return {name: values[chosen] for name, values in arrays.items() if values is not None}
-
-
-def _spent(facts: dict) -> Spent:
-    """The inverse of ``dataclasses.asdict``."""
-    return Spent(**(facts | {"cost": Cost(**facts["cost"]), "histogram": tuple(facts["histogram"])}))
-
-
-def _sum(left: Spent, right: Spent) -> Spent:
-    """Adds the costs of two portions of one scoring."""
-    assert left.scored is not None  # score() sets it
-    assert right.scored is not None
-    return replace(
-        left,
-        cost=left.cost + right.cost,
-        histogram=tuple(a + b for a, b in zip(left.histogram, right.histogram, strict=True)),
-        seconds=left.seconds + right.seconds,
-        deepest=max(left.deepest, right.deepest),
-        scored=left.scored + right.scored,
-    )
+            _whole(whole, field, values, text)[predictions] = values
+    return Scores(**whole, spent=sum(spent[1:], spent[0]))

@@ -51,44 +51,33 @@ class Summary:
         return asdict(self) | {"perplexity": self.perplexity}
 
 
-def summarise(text: Text, nll: np.ndarray, depth: np.ndarray, *, seed: int = 0) -> Summary:
-    """Summarises one scoring of ``text``."""
-    counted = text.counted
-    sums, counts = per_document(text, nll * counted), per_document(text, counted)
-    size = int(text.utf8_bytes.sum()) if text.learned is None else 0
+def summarise(
+    text: Text, nll: np.ndarray, depth: np.ndarray, *, documents: np.ndarray | None = None, seed: int = 0
+) -> Summary:
+    """Summarises one scoring of ``text``, or of the chosen ``documents`` of it, ``bool[documents]``."""
+    if documents is None:
+        documents = np.ones(len(text.starts), bool)
+    here = documents[text.document]
+    counted = here & text.counted
+    sums, counts = per_document(text, nll * text.counted), per_document(text, text.counted)
+    size = int(text.utf8_bytes[documents].sum()) if text.learned is None else 0
     return Summary(
         loss=float(nll[counted].mean()),
-        interval=bootstrap(sums, counts, seed=seed),
-        bits_per_byte=float(nll.sum() / math.log(2) / size) if size else None,
-        depth=float(depth.mean()),
+        interval=bootstrap(sums[documents], counts[documents], seed=seed),
+        bits_per_byte=float(nll[here].sum() / math.log(2) / size) if size else None,
+        depth=float(depth[here].mean()),
         tokens=int(counted.sum()),
-        documents=len(text.starts),
+        documents=int(documents.sum()),
     )
 
 
 def by_source(text: Text, nll: np.ndarray, depth: np.ndarray, *, seed: int = 0) -> dict[str, Summary]:
     """Returns a summary for each source of documents, largest first; empty where all documents come from one."""
-    names = sorted(set(text.sources))
+    names, sources = sorted(set(text.sources)), np.array(text.sources)
     if len(names) < 2:
         return {}
-    of_document = np.array([names.index(name) for name in text.sources])
-    of_prediction = of_document[text.document]
-    counted = text.counted
-    sums, counts = per_document(text, nll * counted), per_document(text, counted)
-    summaries = {}
-    for index, name in enumerate(names):
-        documents, here = of_document == index, of_prediction == index
-        if not (here & counted).any():
-            continue
-        size = int(text.utf8_bytes[documents].sum()) if text.learned is None else 0
-        summaries[name] = Summary(
-            loss=float(nll[here & counted].mean()),
-            interval=bootstrap(sums[documents], counts[documents], seed=seed),
-            bits_per_byte=float(nll[here].sum() / math.log(2) / size) if size else None,
-            depth=float(depth[here].mean()),
-            tokens=int((here & counted).sum()),
-            documents=int(documents.sum()),
-        )
+    learned = [name for name in names if text.counted[(sources == name)[text.document]].any()]
+    summaries = {name: summarise(text, nll, depth, documents=sources == name, seed=seed) for name in learned}
     return dict(sorted(summaries.items(), key=lambda item: -item[1].tokens))
 
 

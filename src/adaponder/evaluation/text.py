@@ -223,12 +223,12 @@ def _joined(documents: Iterator[_Piece], vocabulary: Vocabulary, limit: int | No
 
 
 class WindowBatch(NamedTuple):
-    """A batch of windows of one length; window ``w`` holds predictions ``first[w] …`` of the stream.
+    """A batch of windows of one length, ``[windows, length]``; ``index`` is an entry's prediction of the stream.
 
     ``fresh`` marks predictions that no earlier window scored; ``documents`` is set where attention may not cross them.
     """
 
-    first: np.ndarray
+    index: np.ndarray
     input_ids: Tensor
     targets: Tensor
     fresh: np.ndarray
@@ -300,4 +300,4 @@ class Windows:
         documents = None
         if not self.across_documents:
             documents = torch.from_numpy(np.searchsorted(text.starts, index[:, :-1], "right") - 1)
-        return WindowBatch(first, tokens[:, :-1], tokens[:, 1:], index[:, :-1] >= scored[:, None], documents)
+        return WindowBatch(index[:, :-1], tokens[:, :-1], tokens[:, 1:], index[:, :-1] >= scored[:, None], documents)

@@ -7,10 +7,10 @@ iteration of each token.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from itertools import takewhile
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from adaponder.inference.policies import prefix_key
 from adaponder.methods import Iteration
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.ops.precision import widened
-from adaponder.policies import FixedDepth, Policy, PolicyInput
+from adaponder.policies import Custom, FixedDepth, Policy, PolicyInput
 
 # Bounds the float32 copy of logits: about 40 MB.
 _CHUNK = 10_000_000
@@ -99,33 +99,12 @@ class TokenScores:
 
 @dataclass(eq=False)
 class _CachedText:
-    """A scored text: its tokens, their scores, and their KV cache."""
+    """A scored text: the settings that it was scored with, its tokens, their scores, and their KV cache."""
 
+    key: Hashable
     ids: list[int]
     scores: list[TokenScore]
     ledger: Ledger
-
-
-@dataclass(frozen=True)
-class _Forced(Policy):
-    """Forces the depths of some slots and leaves the others to ``rule``."""
-
-    rule: Policy
-    depths: Tensor
-    word: ClassVar[str] = ""
-
-    def __call__(self, rows: PolicyInput) -> Tensor:
-        forced = self.depths.to(rows.slot.device)[rows.slot]
-        return torch.where(forced > 0, rows.iteration + 1 < forced, self.rule(rows))
-
-    def check(self, method: str, iterations: int) -> None:
-        self.rule.check(method, iterations)
-
-    def check_signal(self, signal: str, method: str, iterations: int) -> None:
-        self.rule.check_signal(signal, method, iterations)
-
-    def check_batch(self, sequences: int, slots: int) -> None:
-        self.rule.check_batch(sequences, slots)
 
 
 class TokenScorer:
@@ -140,17 +119,12 @@ class TokenScorer:
     def __init__(self, model: AdaPonderForCausalLM, *, kept: int = 16, kept_bytes: int = 1 << 28):
         self.model = model
         self._most, self._most_bytes = kept, kept_bytes
-        self._cache: OrderedDict[int, tuple[Hashable, _CachedText]] = OrderedDict()
-        self._numbers = 0
-
-    def forget(self) -> None:
-        """Clears the cache."""
-        self._cache.clear()
+        self._cache: list[_CachedText] = []  # the latest last
 
     @property
     def nbytes(self) -> int:
         """Returns the bytes of cached keys and values."""
-        return sum(entry.ledger.nbytes for _, entry in self._cache.values())
+        return sum(entry.ledger.nbytes for entry in self._cache)
 
     def score(self, ids: Sequence[int], how: Reading) -> TokenScores:
         """Scores a text of at least one token; raises :class:`InputError` for invalid ids or settings."""
@@ -170,19 +144,13 @@ class TokenScorer:
         self._check(ids, how)
         rule = how.policy or self.model.method.default_policy(training=False)
         decides = prefix_key(rule, how.seed)
-        depths = tuple(sorted((how.depths or {}).items()))
-        key = None if decides is None else (how.salt, decides, how.max_iterations, depths)
-        number, entry, common = self._find(key, ids)
-        if entry is not None and common == len(ids):
-            self._cache.move_to_end(number)
-            scores = entry.scores[: len(ids)]
-            self._name_likeliest(scores, how.top)
-            return TokenScores(scores, len(ids))
-        entry = self._cut(number, entry, common, how.max_iterations)
-        past = len(entry.scores)
+        key = (how.salt, decides, how.max_iterations, tuple(sorted((how.depths or {}).items())))
+        entry, past = self._beginning(None if decides is None else key, ids, how.max_iterations)
         try:
-            if past:
-                entry.scores[-1] = self._followed_by(entry.scores[-1], ids[past])
+            if 0 < past < len(ids):
+                last = replace(entry.scores[past - 1], nll=[])
+                self._measure([last], [ids[past]], 0)
+                entry.scores[past - 1] = last
             for start in range(past, len(ids), size):
                 end = min(start + size, len(ids))
                 entry.scores += self._read(ids, start, end, entry.ledger, how, rule)
@@ -190,12 +158,12 @@ class TokenScorer:
                 if end < len(ids):
                     yield
         finally:
-            if key is not None and entry.ids:
-                self._numbers += 1
-                self._cache[self._numbers] = (key, entry)
-                self._make_room()
-        scores = list(entry.scores)
-        self._name_likeliest(scores, how.top)
+            if entry.key is not None and entry.ids:
+                self._cache.append(entry)
+            while len(self._cache) > self._most or (self._cache and self.nbytes > self._most_bytes):
+                del self._cache[0]
+        scores = entry.scores[: len(ids)]
+        self._measure(scores, [*ids[1:], 0], how.top)
         return TokenScores(scores, past)
 
     def _check(self, ids: list[int], how: Reading) -> None:
@@ -209,94 +177,54 @@ class TokenScorer:
         if min(ids) < 0 or max(ids) > last:
             wrong = next(token for token in ids if not 0 <= token <= last)
             raise InputError(f"prompt: token id {wrong} must be from 0 to {last}")
-        most = config.iterations
         for slot, depth in (how.depths or {}).items():
-            if slot < 0 or not 1 <= depth <= most:
-                raise InputError(f"depths[{slot}]={depth} must be from 1 to {most}")
+            if slot < 0 or not 1 <= depth <= config.iterations:
+                raise InputError(f"depths[{slot}]={depth} must be from 1 to {config.iterations}")
         if how.depths and not self.model.method.halts:
             raise InputError("depths: this model gives every token the same depth; use max_iterations to reduce it")
 
-    # --- kept texts ---------------------------------------------------------------------------------------------
-
-    def _find(self, key: Hashable | None, ids: list[int]) -> tuple[int, _CachedText | None, int]:
-        """Returns the cached text with the longest common beginning, and its length."""
-        best: tuple[int, _CachedText | None, int] = (0, None, 0)
-        for number, (other, entry) in self._cache.items():
-            if other != key:
-                continue
-            common = _common(ids, entry.ids)
-            if common > best[2]:
-                best = number, entry, common
-        return best
-
-    def _cut(self, number: int, entry: _CachedText | None, common: int, max_iterations: int | None) -> _CachedText:
-        """Returns the first ``common`` tokens of a cached text to continue from."""
-        cut = common < _SHARE_LEFT * len(entry.ids) if entry is not None else True
-        if entry is None or (cut and common < _WORTH_COPYING):
-            return _CachedText([], [], self.model.new_ledger(max_iterations))
-        if cut:
-            entry = _CachedText(list(entry.ids), list(entry.scores), copy.deepcopy(entry.ledger))
-        else:
-            del self._cache[number]
-        entry.ledger.crop(common - entry.ledger.get_seq_length())
-        return _CachedText(entry.ids[:common], entry.scores[:common], entry.ledger)
-
-    def _make_room(self) -> None:
-        while len(self._cache) > self._most or (self._cache and self.nbytes > self._most_bytes):
-            self._cache.popitem(last=False)
-
-    # --- reading ------------------------------------------------------------------------------------------------
-
-    @torch.inference_mode()
-    def _followed_by(self, score: TokenScore, token: int) -> TokenScore:
-        """Returns the score with another next token."""
-        log_p = self._log_probabilities(torch.stack(score.hidden))
-        return replace(score, nll=(-log_p[:, token]).tolist())
-
-    def _log_probabilities(self, hidden: Tensor) -> Tensor:
-        return torch.log_softmax(widened(self.model.wrapped.logits(hidden)), -1)
-
-    @torch.inference_mode()
-    def _name_likeliest(self, scores: list[TokenScore], top: int) -> None:
-        """Adds the ``top`` likeliest tokens after each iteration to scores that lack them."""
-        top = min(top, self.model.config.vocab_size)
-        lacking = [score for score in scores if top and not (score.top and len(score.top[0]) == top)]
-        states = [(score, state) for score in lacking for state in score.hidden]
-        for score in lacking:
-            score.top = []
-        size = self._states_at_once
-        for start in range(0, len(states), size):
-            some = states[start : start + size]
-            log_p = self._log_probabilities(torch.stack([state for _, state in some]))
-            for (score, _), likeliest in zip(some, _likeliest(log_p, top), strict=True):
-                score.top.append(likeliest)
-
-    @property
-    def _states_at_once(self) -> int:
-        return max(1, _CHUNK // self.model.config.vocab_size)
+    def _beginning(self, key: Hashable, ids: list[int], max_iterations: int | None) -> tuple[_CachedText, int]:
+        """Takes the cached text with the longest common beginning, cut to it, and its length; else an empty text."""
+        best, common = None, 0
+        for entry in self._cache:
+            length = _common(ids, entry.ids) if entry.key == key else 0
+            if length > common:
+                best, common = entry, length
+        if best is not None and common == len(ids):
+            self._cache.remove(best)
+            return best, common
+        copied = best is not None and common < _SHARE_LEFT * len(best.ids)
+        if best is None or (copied and common < _WORTH_COPYING):
+            return _CachedText(key, [], [], self.model.new_ledger(max_iterations)), 0
+        if not copied:
+            self._cache.remove(best)
+        ledger = copy.deepcopy(best.ledger) if copied else best.ledger
+        ledger.crop(common - ledger.get_seq_length())
+        return _CachedText(key, best.ids[:common], best.scores[:common], ledger), common
 
     @torch.inference_mode()
     def _read(
         self, ids: list[int], past: int, end: int, ledger: Ledger, how: Reading, rule: Policy
     ) -> list[TokenScore]:
         """Scores the tokens from ``past`` to ``end``; earlier ones have rows in the ledger."""
-        model, device = self.model, self.model.device
         scores = [TokenScore() for _ in ids[past:end]]
-        targets = torch.tensor([*ids, 0][past + 1 : end + 1], device=device)
         policy = how.policy
         if how.depths:
-            forced = torch.zeros(len(ids), dtype=torch.long)
-            for slot, depth in how.depths.items():
-                if slot < len(ids):
-                    forced[slot] = depth
-            policy = _Forced(rule, forced)
+            self.model.check_policy(rule)
+            rule.check_batch(1, len(ids))
+            policy = Custom(_forced(rule, how.depths, len(ids), self.model.device))
 
         def watch(iteration: Iteration) -> None:
             active = iteration.active[0].nonzero().squeeze(1)
-            self._note(iteration, active, targets, scores, how.top)
+            tokens = active.tolist()
+            for token, state in zip(tokens, iteration.hidden[0, active], strict=True):
+                scores[token].hidden.append(state)
+            if iteration.gate is not None:
+                for token, gate in zip(tokens, iteration.gate[0, active].tolist(), strict=True):
+                    scores[token].gates.append(gate)
 
-        output = model(
-            torch.tensor([ids[past:end]], device=device),
+        output = self.model(
+            torch.tensor([ids[past:end]], device=self.model.device),
             past_key_values=ledger,
             use_cache=True,
             policy=policy,
@@ -308,43 +236,48 @@ class TokenScorer:
         )
         for score, depth in zip(scores, output.depth[0].tolist(), strict=True):
             score.depth = depth
+        self._measure(scores, [*ids, 0][past + 1 : end + 1], how.top)
         return scores
 
-    def _note(self, iteration: Iteration, active: Tensor, targets: Tensor, scores: list[TokenScore], top: int) -> None:
-        """Records gates, losses and likeliest tokens of the active tokens of an iteration."""
-        size = self._states_at_once
-        numbers = active.tolist()
-        if iteration.gate is not None:
-            for number, gate in zip(numbers, iteration.gate[0, active].tolist(), strict=True):
-                scores[number].gates.append(gate)
-        for start in range(0, len(numbers), size):
-            some = active[start : start + size]
-            hidden = iteration.hidden[0, some]
-            log_p = self._log_probabilities(hidden)
-            losses = -log_p.gather(-1, targets[some, None])[:, 0]
+    @torch.inference_mode()
+    def _measure(self, scores: list[TokenScore], targets: list[int], top: int) -> None:
+        """Adds losses of ``targets``, and ``top`` likeliest tokens, after each iteration to scores that lack them."""
+        vocabulary = self.model.config.vocab_size
+        top = min(top, vocabulary)
+        states: list[tuple[TokenScore, Tensor, int]] = []
+        for score, target in zip(scores, targets, strict=True):
+            lacks_top = top > 0 and (not score.top or len(score.top[0]) != top)
+            if not score.nll or lacks_top:
+                score.top = [] if top else score.top
+                states += [(score, state, target) for state in score.hidden]
+        size = max(1, _CHUNK // vocabulary)
+        for start in range(0, len(states), size):
+            chunk = states[start : start + size]
+            logits = self.model.wrapped.logits(torch.stack([state for _, state, _ in chunk]))
+            log_p = torch.log_softmax(widened(logits), -1)
+            ids = torch.tensor([target for _, _, target in chunk], device=log_p.device)
+            losses = -log_p.gather(-1, ids[:, None])[:, 0]
             if not bool(losses.isfinite().all()):
                 raise EvaluationError("prompt: the loss is not finite; the weights overflow in this precision")
-            for number, loss, state in zip(numbers[start : start + size], losses.tolist(), hidden, strict=True):
-                scores[number].nll.append(loss)
-                scores[number].hidden.append(state)
-            if top:
-                for number, likeliest in zip(numbers[start : start + size], _likeliest(log_p, top), strict=True):
-                    scores[number].top.append(likeliest)
+            values, likeliest = (found.tolist() for found in log_p.topk(top, -1))
+            for index, ((score, _, _), loss) in enumerate(zip(chunk, losses.tolist(), strict=True)):
+                if len(score.nll) < len(score.hidden):
+                    score.nll.append(loss)
+                if top:
+                    score.top.append(list(zip(likeliest[index], values[index], strict=True)))
 
 
-def _likeliest(log_p: Tensor, top: int) -> list[list[tuple[int, float]]]:
-    """Returns the ``top`` likeliest tokens of each distribution and their log-probabilities."""
-    values, ids = log_p.topk(min(top, log_p.shape[-1]), -1)
-    return [list(zip(*one, strict=True)) for one in zip(ids.tolist(), values.tolist(), strict=True)]
-
-
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
+def _common(left: list[int], right: list[int]) -> int:
     """Returns the length of the common beginning."""
-    length = min(len(left), len(right))
-    if left[:length] == right[:length]:
-        return length
-    low, high = 0, length  # the beginnings of length ``low`` are equal, those of ``high`` are not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if left[:middle] == right[:middle] else (low, middle)
-    return low
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
+
+
+def _forced(rule: Policy, depths: Mapping[int, int], slots: int, device: torch.device) -> Any:
+    """Returns a policy that forces the depths of some slots and leaves the others to ``rule``."""
+    forced = torch.tensor([depths.get(slot, 0) for slot in range(slots)], device=device)
+
+    def decide(rows: PolicyInput) -> Tensor:
+        depth = forced[rows.slot]
+        return torch.where(depth > 0, rows.iteration + 1 < depth, rule(rows))
+
+    return decide

@@ -59,23 +59,17 @@ class PolicyInput:
 class PolicyLine(NamedTuple):
     """A line of text split up: ``uniform:0.5@0.1,0.2`` has word ``uniform``, value ``0.5``, thresholds ``0.1,0.2``."""
 
-    text: str
     word: str
     value: str
     thresholds: str
 
-    @classmethod
-    def split(cls, text: str) -> PolicyLine:
-        word, _, rest = text.partition(":")
-        value, _, thresholds = rest.partition("@")
-        return cls(text, word, value, thresholds)
 
-    def numbers(self, part: str) -> tuple[float, ...]:
-        """Returns the numbers in a part of the line."""
-        try:
-            return tuple(float(number) for number in part.split(","))
-        except ValueError:
-            raise InputError(f"--policy {self.text}: {part!r} is not a number or a list of numbers") from None
+def numbers_of(text: str) -> tuple[float, ...]:
+    """Returns the numbers in a part of a line, between commas."""
+    try:
+        return tuple(float(number) for number in text.split(","))
+    except ValueError:
+        raise InputError(f"{text!r} is not a number or a list of numbers") from None
 
 
 def number_text(value: float | Sequence[float]) -> str:
@@ -111,8 +105,15 @@ class Policy(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if cls.__dict__.get("word"):
-            _register(cls)
+        word = cls.__dict__.get("word", "")
+        if any(mark in word for mark in ":@,"):
+            raise InputError(f"{cls.__qualname__}.word={word!r} must not contain a colon, a comma or @")
+        other = _BY_WORD.get(word)
+        # A class defined again (a notebook's cell run twice, dataclass(slots=True)) replaces itself.
+        if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise InputError(f"{cls.__qualname__}.word={word!r} is the word of {other.__qualname__}; choose another")
+        if word:
+            _BY_WORD[word] = cls
 
     @abstractmethod
     def __call__(self, rows: PolicyInput) -> Tensor:
@@ -135,8 +136,19 @@ class Policy(ABC):
         """Returns how often the policy computes a token's logits to decide after this iteration."""
         return 0
 
-    def check(self, method: str, iterations: int) -> None:  # noqa: B027 (many policies fit every model)
+    def check(self, method: str, iterations: int) -> None:
         """Raises where it cannot decide for a model of ``method`` that reads a token up to ``iterations`` times."""
+        if self.per_gate:
+            self.check_one_per_gate(self.value_field, iterations)
+
+    def check_one_per_gate(self, name: str, iterations: int) -> None:
+        """Raises if the field ``name`` is a list without one number for each gate of a model of K iterations."""
+        value = getattr(self, name)
+        if isinstance(value, Sequence) and len(value) != iterations - 1:
+            raise InputError(
+                f"policy={self.spelling}: {name} has {len(value)} entries, a model of K={iterations} has "
+                f"{iterations - 1} gates: give one number, or one per gate"
+            )
 
     def check_signal(self, signal: str, method: str, iterations: int) -> None:
         """Raises where it needs another signal than the one that a model of ``method`` provides as ``gate``."""
@@ -162,14 +174,14 @@ class Policy(ABC):
         """Returns the policy that a line describes; ``None`` where the line does not have the form of one."""
         if line.thresholds or (line.value and not cls.value_field):
             return None
-        return cls(**{cls.value_field: cls.parse_value(line)}) if cls.value_field else cls()
+        return cls(**{cls.value_field: cls.parse_value(line.value)}) if cls.value_field else cls()
 
     @classmethod
-    def parse_value(cls, line: PolicyLine) -> Any:
-        """Returns the line's value as ``value_field`` takes it."""
-        values = line.numbers(line.value)
+    def parse_value(cls, value: str) -> Any:
+        """Returns the value of a line as ``value_field`` takes it."""
+        values = numbers_of(value)
         if len(values) > 1 and not cls.per_gate:
-            raise InputError(f"--policy {line.word}: takes one value, {len(values)} were given")
+            raise InputError(f"{cls.word} takes one value, {len(values)} were given")
         return values[0] if len(values) == 1 else values
 
     def as_line(self) -> str:
@@ -184,34 +196,26 @@ class Policy(ABC):
 _BY_WORD: dict[str, type[Policy]] = {}
 
 
-def _register(policy: type[Policy]) -> None:
-    if any(mark in policy.word for mark in ":@,"):
-        raise InputError(f"{policy.__qualname__}.word={policy.word!r} must not contain a colon, a comma or @")
-    other = _BY_WORD.get(policy.word)
-    # A class defined again (a notebook's cell run twice, dataclass(slots=True)) replaces itself.
-    if other is not None and (other.__module__, other.__qualname__) != (policy.__module__, policy.__qualname__):
-        raise InputError(
-            f"{policy.__qualname__}.word={policy.word!r}: {other.__module__}.{other.__qualname__} has it already; "
-            "choose another"
-        )
-    _BY_WORD[policy.word] = policy
-
-
 def registered_policies() -> tuple[type[Policy], ...]:
     """Returns every policy class that has a word, in the order in which they were defined."""
     return tuple(_BY_WORD.values())
 
 
-def parse_policy(text: str) -> Policy:
-    """Returns the policy that a line of text describes; ``ranked-…`` ones are for evaluation only."""
-    line, classes = PolicyLine.split(text), registered_policies()
-    for policy_class in classes:
-        if line.word in policy_class.words():
-            policy = policy_class.parse(line)
-            if policy is not None:
-                return policy
-    known = ", ".join(word for policy_class in classes for word in policy_class.words())
-    raise InputError(f"--policy {text}: name one of {known}, then a colon and its value")
+def parse_policy(text: str, option: str = "--policy") -> Policy:
+    """Returns the policy that a line of text describes; ``ranked-…`` ones are for evaluation only.
+
+    ``option`` is named in errors.
+    """
+    word, _, rest = text.partition(":")
+    value, _, thresholds = rest.partition("@")
+    by_word = {word: kind for kind in registered_policies() for word in kind.words()}
+    try:
+        policy = by_word[word].parse(PolicyLine(word, value, thresholds)) if word in by_word else None
+    except InputError as error:
+        raise InputError(f"{option} {text}: {error}") from None
+    if policy is None:
+        raise InputError(f"{option} {text}: name one of {', '.join(by_word)}, then a colon and its value")
+    return policy
 
 
 def as_policy(policy: Policy | Callable[[PolicyInput], Tensor]) -> Policy:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adaponder.errors import InputError, shown
-from adaponder.policies.base import Policy, PolicyInput, PolicyLine
+from adaponder.policies.base import Policy, PolicyInput
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class FixedDepth(Policy):
             raise InputError(f"depth={shown(self.depth)} must be a whole number, at least 1")
 
     @classmethod
-    def parse_value(cls, line: PolicyLine) -> int:
-        depth = super().parse_value(line)
+    def parse_value(cls, value: str) -> int:
+        depth = super().parse_value(value)
         if not depth.is_integer():
-            raise InputError(f"--policy {line.text}: the depth must be a whole number")
+            raise InputError("the depth must be a whole number")
         return int(depth)
 
     def check(self, method: str, iterations: int) -> None:

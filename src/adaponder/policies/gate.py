@@ -12,7 +12,7 @@ from torch import Tensor
 from adaponder.errors import InputError
 from adaponder.halting import stays_active
 from adaponder.policies.base import Policy, PolicyInput
-from adaponder.policies.values import as_floats, as_number, as_share, at, check_one_per_gate, set_fields
+from adaponder.policies.values import as_floats, as_number, as_share, at, set_fields
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,6 @@ class LearnedGate(Policy):
         for tau in self.tau if isinstance(self.tau, tuple) else (self.tau,):
             if tau != math.inf:
                 as_share("tau", tau)
-
-    def check(self, method: str, iterations: int) -> None:
-        check_one_per_gate(self, "tau", self.tau, iterations)
 
     def __call__(self, rows: PolicyInput) -> Tensor:
         return stays_active(rows.gate, at(self.tau, rows.iteration, torch.float32))

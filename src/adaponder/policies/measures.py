@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adaponder.ops.precision import widened
 from adaponder.policies.base import Policy, PolicyInput
-from adaponder.policies.values import as_floats, at, check_one_per_gate, set_fields
+from adaponder.policies.values import as_floats, at, set_fields
 
 # Rows whose logits exist at one time: with 50,000 words, 200 MB in float32.
 _ROWS = 1024
@@ -35,9 +35,6 @@ class MeasureThreshold(Policy):
 
     def __post_init__(self) -> None:
         set_fields(self, threshold=as_floats("threshold", self.threshold))
-
-    def check(self, method: str, iterations: int) -> None:
-        check_one_per_gate(self, "threshold", self.threshold, iterations)
 
     @staticmethod
     @abstractmethod
@@ -61,8 +58,7 @@ class Entropy(MeasureThreshold):
         """Equals ``-sum p log p`` of the next-token distribution, in nats; logits exist for a few rows at a time."""
 
         def entropy(hidden: Tensor) -> Tensor:
-            log_p = torch.log_softmax(widened(rows.head(hidden)), dim=-1)
-            return -(log_p.exp() * log_p).sum(-1)
+            return entropy_of(widened(rows.head(hidden)))
 
         return in_chunks(entropy, rows.hidden)
 
@@ -154,8 +150,14 @@ class Similarity(MeasureThreshold):
         return _since_previous(rows, cosine, first=-math.inf)
 
 
+def entropy_of(logits: Tensor) -> Tensor:
+    """Returns the entropy of each next-token distribution, in nats."""
+    log_p = torch.log_softmax(logits, dim=-1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
 def in_chunks(function: Callable[..., Tensor], *states: Tensor) -> Tensor:
-    """Equals ``function(*states)`` of hidden states, computed a few rows at a time."""
+    """Equals ``function(*states)`` of hidden states or logits, computed a few rows at a time."""
     chunks = [state.flatten(0, -2).split(_ROWS) for state in states]
     return torch.cat([function(*chunk) for chunk in zip(*chunks, strict=True)]).view(states[0].shape[:-1])
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from adaponder.errors import InputError
 from adaponder.halting import stays_active
-from adaponder.policies.base import Policy, PolicyInput, PolicyLine, number_text, registered_policies
-from adaponder.policies.values import as_floats, as_share, at, check_one_per_gate, set_fields
+from adaponder.policies.base import Policy, PolicyInput, PolicyLine, number_text, numbers_of, registered_policies
+from adaponder.policies.values import as_floats, as_share, at, set_fields
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,13 @@ class Schedule(Policy):
     reads_seed: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        set_fields(self, thresholds=as_floats("thresholds", self.thresholds))
+        name = self.value_field
+        shares = self.checked_shares(name, getattr(self, name))
+        set_fields(self, **{"thresholds": as_floats("thresholds", self.thresholds), name: shares})
+
+    def checked_shares(self, name: str, value: Any) -> Any:
+        """Returns the value of a schedule's own field; raises unless it is a share."""
+        return as_share(name, value)
 
     @abstractmethod
     def share(self, iteration: int) -> float:
@@ -40,7 +46,7 @@ class Schedule(Policy):
 
     def check(self, method: str, iterations: int) -> None:
         if self.thresholds:
-            check_one_per_gate(self, "thresholds", self.thresholds, iterations)
+            self.check_one_per_gate("thresholds", iterations)
 
     def check_batch(self, sequences: int, slots: int) -> None:
         if not self.thresholds:
@@ -56,17 +62,16 @@ class Schedule(Policy):
         schedule = cls.parse_shares(line)
         if not schedule.thresholds:
             raise InputError(
-                f"--policy {line.text}: a share is kept by calibrated thresholds; adaponder calibrate --rule "
-                f"{line.word} makes a --profile of them, and ranked-{line.text} ranks within the sequence, for "
-                "evaluation only"
+                f"a share is kept by calibrated thresholds; adaponder calibrate --rule {line.word} makes a --profile "
+                f"of them, and ranked-{line.word}:{line.value} ranks within the sequence, for evaluation only"
             )
         return schedule
 
     @classmethod
     def parse_shares(cls, line: PolicyLine) -> Self:
         """Returns the schedule of a line, with its thresholds if the line has any."""
-        thresholds = line.numbers(line.thresholds) if line.thresholds else ()
-        return cls(thresholds, **{cls.value_field: cls.parse_value(line)})
+        thresholds = numbers_of(line.thresholds) if line.thresholds else ()
+        return cls(thresholds, **{cls.value_field: cls.parse_value(line.value)})
 
     def as_line(self) -> str:
         return self.shares_as_line() + (f"@{number_text(self.thresholds)}" if self.thresholds else "")
@@ -87,10 +92,6 @@ class Uniform(Schedule):
     word: ClassVar[str] = "uniform"
     value_field: ClassVar[str] = "keep"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        set_fields(self, keep=as_share("keep", self.keep))
-
     def share(self, iteration: int) -> float:
         return self.keep
 
@@ -102,10 +103,6 @@ class Geometric(Schedule):
     rate: float = field(default=1.0, kw_only=True)
     word: ClassVar[str] = "geometric"
     value_field: ClassVar[str] = "rate"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        set_fields(self, rate=as_share("rate", self.rate))
 
     def share(self, iteration: int) -> float:
         return self.rate ** (iteration + 1)
@@ -119,20 +116,18 @@ class Shares(Schedule):
     word: ClassVar[str] = "shares"
     value_field: ClassVar[str] = "shares"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        shares = as_floats("shares", self.shares)
-        if not isinstance(shares, tuple):
+    def checked_shares(self, name: str, value: Any) -> tuple[float, ...]:
+        if not isinstance(shares := as_floats(name, value), tuple):
             raise InputError(f"shares={shares} must be a list with one share per gate")
-        set_fields(self, shares=tuple(as_share("shares", share) for share in shares))
+        return tuple(as_share(name, share) for share in shares)
 
     @classmethod
-    def parse_value(cls, line: PolicyLine) -> tuple[float, ...]:
-        return line.numbers(line.value)
+    def parse_value(cls, value: str) -> tuple[float, ...]:
+        return numbers_of(value)
 
     def check(self, method: str, iterations: int) -> None:
         super().check(method, iterations)
-        check_one_per_gate(self, "shares", self.shares, iterations)
+        self.check_one_per_gate("shares", iterations)
 
     def share(self, iteration: int) -> float:
         if iteration >= len(self.shares):

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from adaponder.errors import InputError, shown
 
-if TYPE_CHECKING:
-    from adaponder.policies.base import Policy
-
 
 def at(value: float | Sequence[float] | Tensor, iteration: Tensor, dtype: torch.dtype) -> float | Tensor:
     """Equals ``value[iteration]`` row by row, in ``dtype``; one number serves all gates, a tensor has one per row.
 
     Nothing is copied from the host, so a CUDA graph can capture it. Rows at an iteration without an entry get NaN, for
-    which every comparison is false; :meth:`Policy.check` refuses such settings.
+    which every comparison is false; ``Policy.check`` refuses such settings.
     """
     if isinstance(value, Tensor):
         return value.to(dtype)
@@ -79,15 +75,6 @@ def as_share(name: str, value: float) -> float:
     return number
 
 
-def check_one_per_gate(policy: Policy, name: str, value: float | Sequence[float], iterations: int) -> None:
-    """Raises unless the list ``name`` of ``policy`` has one number for each gate of a model of K = ``iterations``."""
-    if isinstance(value, Sequence) and len(value) != iterations - 1:
-        raise InputError(
-            f"policy={policy.spelling}: {name} has {len(value)} entries, a model of K={iterations} has "
-            f"{iterations - 1} gates: give one number, or one per gate"
-        )
-
-
 def as_floats(name: str, value: float | Sequence[float]) -> float | tuple[float, ...]:
     """Returns one number, or one per gate, each checked by :func:`as_number`."""
     if not isinstance(value, Sequence):
@@ -97,7 +84,7 @@ def as_floats(name: str, value: float | Sequence[float]) -> float | tuple[float,
     return tuple(as_number(name, number) for number in value)
 
 
-def set_fields(policy: Policy, **fields: object) -> None:
+def set_fields(policy: object, **fields: object) -> None:
     """Sets checked values on a frozen policy, from its ``__post_init__``."""
     for name, value in fields.items():
         object.__setattr__(policy, name, value)

@@ -90,7 +90,6 @@ def depth_options(control: DepthControl, served: Served) -> dict[str, Any]:
     method = served.model.method
     try:
         policy = choose_policy(
-            method.default_policy(training=False),
             served.iterations,
             policy=control.policy,
             tau=control.tau,

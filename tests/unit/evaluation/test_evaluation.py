@@ -149,7 +149,7 @@ def test_every_prediction_is_scored_exactly_once(predictions, length, data):
     seen = np.zeros(predictions, int)
     windows = Windows(length, stride)
     for batch in windows.batches(text, size):
-        place = batch.first[:, None] + np.arange(batch.input_ids.shape[1])
+        place = batch.index
         assert batch.input_ids.numpy().tolist() == text.stream[place].tolist()
         assert batch.targets.numpy().tolist() == text.stream[place + 1].tolist()
         np.add.at(seen, place[batch.fresh], 1)

@@ -13,7 +13,7 @@ pytest.importorskip("lm_eval", reason="the extra eval is not installed")
 from adaponder.errors import InputError
 from adaponder.evaluation.tasks.lm_tasks import find_tasks, open_task, quiet
 from adaponder.evaluation.tasks.suites import PAPER
-from adaponder.evaluation.tasks.task_data import FIELDS, TaskData
+from adaponder.evaluation.tasks.task_data import TaskData
 from harness_support import ARC, LAMBADA, write_records
 
 HELLASWAG = [
@@ -81,7 +81,7 @@ def write(path, records):
 
 
 def test_every_task_of_the_suite_reads_the_public_fields(manager, tmp_path):
-    assert set(NINE) == set(PAPER.tasks) == set(FIELDS)
+    assert set(NINE) == set(PAPER.tasks)
     for name, records in NINE.items():
         write(tmp_path / name / f"{EVALUATED.get(name, 'test')}.jsonl", records)
     for name, records in NINE.items():
@@ -225,10 +225,10 @@ def refusals():
     yield "no object", "[1]\n", "line 1"
     yield "deep", good + "\n" + '{"question": ' * 100_000, "line 2"
     yield "digits", '{"question": ' + "9" * 5000 + "}", "line 1"
-    yield "surrogate", json.dumps(ARC[0] | {"question": "half \ud800"}), r"line 1 .*\\ud800"
+    yield "surrogate", json.dumps(ARC[0] | {"question": "half \ud800"}), r"test\.jsonl"
     yield "empty", "\n", r"test\.jsonl"
-    yield "fields", json.dumps({"question": "q", "choices": None}), "record 1 has no choices, answerKey"
-    yield "layout", json.dumps({"question": {"stem": "q"}, "answerKey": "A"}), "arc_easy: records"
+    yield "fields", json.dumps({"question": "q", "choices": None}), "record 1 has no answerKey, choices"
+    yield "layout", json.dumps({"question": {"stem": "q"}, "answerKey": "A"}), r"test\.jsonl: records of arc_easy"
     yield "kinds", good + "\n" + json.dumps(ARC[1] | {"question": 3}), r"test\.jsonl"
     yield "first", json.dumps(ARC[0] | {"answerKey": "Z"}), r"test\.jsonl"
 
@@ -245,13 +245,6 @@ def test_a_pipe_in_place_of_records_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "map.yaml").write_text("arc_easy: {test: pipe.jsonl}")
     with pytest.raises(InputError, match=r"arc_easy\.test"):
-        TaskData(tmp_path).read("arc_easy", "test")
-
-
-def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("adaponder.evaluation.tasks.task_data._LONGEST", 50)
-    write(tmp_path / "arc_easy" / "test.jsonl", ARC)
-    with pytest.raises(InputError, match="line 1"):
         TaskData(tmp_path).read("arc_easy", "test")
 
 

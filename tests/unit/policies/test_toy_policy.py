@@ -79,7 +79,7 @@ def test_the_toys_line_and_the_toy_are_each_other_and_the_list_of_words_names_it
     assert TopProbability(0.25).as_line() == "top:0.25"
     with pytest.raises(AdaPonderError, match=r"name one of .*\btop\b"):
         parse_policy("fast:1")
-    with pytest.raises(AdaPonderError, match="top: takes one value, 2 were given"):
+    with pytest.raises(AdaPonderError, match="top takes one value, 2 were given"):
         parse_policy("top:0.1,0.2")
 
 

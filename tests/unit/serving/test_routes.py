@@ -129,7 +129,7 @@ def test_budget_is_a_profile_or_a_mean_depth(server):
     depths = [depth(budget) for budget in (1, 1.5, 1.8, 2.6, 3)]
     assert depths == sorted(depths)
     assert (depths[0], depths[-1]) == (1.0, 3.0)
-    assert choose_policy(LearnedGate(0.5), 3, budget=1.8, profiles=PROFILES).tau == pytest.approx((0.6, 0.65))
+    assert choose_policy(3, budget=1.8, profiles=PROFILES).tau == pytest.approx((0.6, 0.65))
     for budget, word in ((0.5, "budget"), (3.5, "mean depth"), ("unknown", "budget-2")):
         response = server.post("/score", {"prompt": "ab", "adaponder": {"budget": budget}})
         assert response.status_code == 400

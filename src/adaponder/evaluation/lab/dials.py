@@ -37,11 +37,13 @@ from adaponder.policies import (
     Uniform,
     thresholds_for,
 )
-from adaponder.policies.random import unit_hash
+from adaponder.policies.measures import MeasureThreshold
+from adaponder.policies.values import unit_hash
 
 # A mean depth within CLOSE of the budget ends the search; one further away than REACHED counts as missed.
 CLOSE, REACHED = 0.004, 0.02
 MAX_RUNS = 6
+_MANNER = {False: "thresholds", True: "ranked"}
 # Settings that were scored already cost nothing to revisit.
 _MAX_LOOKS = 40
 
@@ -67,27 +69,27 @@ class Rule(NamedTuple):
     lowest: float = -math.inf
 
 
+def _measure_rule(name: str, kind: type[MeasureThreshold], unit: str) -> Rule:
+    """Returns the rule of a policy that compares a measure with a threshold."""
+
+    def signal(rows: PolicyInput) -> Tensor:
+        return -kind.measure(rows) if kind.at_most else kind.measure(rows)
+
+    return Rule(name, kind, unit, signal, kind.at_most, 2.0 if kind.reads_previous else 1.0)
+
+
+def _random_signal(rows: PolicyInput) -> Tensor:
+    return -unit_hash(rows.position, rows.seed, rows.iteration)
+
+
 RULES: dict[str, Rule] = {
-    "gate": Rule("learned gate", LearnedGate, "tau", lambda inputs: inputs.gate.float(), lowest=0.0),
-    "entropy": Rule("entropy", Entropy, "nats", Entropy.measure),
-    "kl": Rule("KL between iterations", Divergence, "nats", Divergence.measure, shallowest=2.0),
-    "change": Rule("hidden-state change", Change, "relative", Change.measure, shallowest=2.0),
-    "confidence": Rule("top-two gap", Confidence, "gap", lambda inputs: -Confidence.measure(inputs), ceiling=True),
-    "similarity": Rule(
-        "hidden-state similarity",
-        Similarity,
-        "cosine",
-        lambda inputs: -Similarity.measure(inputs),
-        ceiling=True,
-        shallowest=2.0,
-    ),
-    "random": Rule(
-        "random",
-        Random,
-        "keep",
-        lambda inputs: -unit_hash(inputs.position, inputs.seed, inputs.iteration),
-        ceiling=True,
-    ),
+    "gate": Rule("learned gate", LearnedGate, "tau", lambda rows: rows.gate.float(), lowest=0.0),
+    "entropy": _measure_rule("entropy", Entropy, "nats"),
+    "kl": _measure_rule("KL between iterations", Divergence, "nats"),
+    "change": _measure_rule("hidden-state change", Change, "relative"),
+    "confidence": _measure_rule("top-two gap", Confidence, "gap"),
+    "similarity": _measure_rule("hidden-state similarity", Similarity, "cosine"),
+    "random": Rule("random", Random, "keep", _random_signal, ceiling=True),
 }
 
 
@@ -177,31 +179,30 @@ class Dial:
     shallowest: float = 1.0
 
 
-def threshold_dial(full: FullDepth, rule: str, name: str | None = None) -> Dial:
+def threshold_dial(full: FullDepth, word: str, name: str | None = None) -> Dial:
     """Returns the dial of one of :data:`RULES`."""
-    chosen, signal = RULES[rule], full.signals[rule]
+    rule, signal = RULES[word], full.signals[word]
 
     def at(depth: float) -> Setting:
         threshold = threshold_at(signal, depth)
-        if rule == "random":
+        if word == "random":
             # A token continues where its number is below ``keep``: one step of the hash above the highest kept.
             keep = min(1.0, max(0.0, 2.0**-24 - threshold))
             return Setting(f"keep {keep:.4f}", Random(keep))
-        threshold = -threshold if chosen.ceiling else max(chosen.lowest, threshold)
-        return Setting(f"{chosen.unit} {threshold:.4g}", chosen.policy(threshold))
+        threshold = -threshold if rule.ceiling else max(rule.lowest, threshold)
+        return Setting(f"{rule.unit} {threshold:.4g}", rule.policy(threshold))
 
-    return Dial(name or chosen.name, at, shallowest=chosen.shallowest)
+    return Dial(name or rule.name, at, shallowest=rule.shallowest)
 
 
 def uniform_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
     """Keeps the same share after every iteration (section 5.2): at depth d, ``(d - 1) / (K - 1)`` of all tokens."""
-    gates = full.iterations - 1
 
     def at(depth: float) -> Setting:
-        keep = min(1.0, max(0.0, (depth - 1.0) / gates))
+        keep = min(1.0, max(0.0, (depth - 1.0) / (full.iterations - 1)))
         return Setting(f"keep {keep:.4f}", _scheduled(Uniform(keep=keep), full, ranked))
 
-    return Dial(f"uniform, {_manner(ranked)}", at, causal=not ranked)
+    return Dial(f"uniform, {_MANNER[ranked]}", at, causal=not ranked)
 
 
 def geometric_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
@@ -209,13 +210,10 @@ def geometric_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
     powers = np.arange(1, full.iterations)
 
     def at(depth: float) -> Setting:
-        low, high = 0.0, 1.0
-        for _ in range(60):
-            rate = (low + high) / 2
-            low, high = (rate, high) if (rate**powers).sum() < depth - 1.0 else (low, rate)
-        return Setting(f"rate {high:.4f}", _scheduled(Geometric(rate=high), full, ranked))
+        rate = _bisect(0.0, 1.0, lambda rate: (rate**powers).sum() < depth - 1.0)
+        return Setting(f"rate {rate:.4f}", _scheduled(Geometric(rate=rate), full, ranked))
 
-    return Dial(f"geometric, {_manner(ranked)}", at, causal=not ranked)
+    return Dial(f"geometric, {_MANNER[ranked]}", at, causal=not ranked)
 
 
 def decaying_dial(full: FullDepth, rate: float, *, ranked: bool = False) -> Dial:
@@ -226,10 +224,10 @@ def decaying_dial(full: FullDepth, rate: float, *, ranked: bool = False) -> Dial
         shares = scaled_shares(decay, depth - 1.0)
         return Setting(f"first share {shares[0]:.4f}", _scheduled(Shares(shares=shares), full, ranked))
 
-    return Dial(f"geometric at {rate:g}, {_manner(ranked)}", at, causal=not ranked)
+    return Dial(f"geometric at {rate:g}, {_MANNER[ranked]}", at, causal=not ranked)
 
 
-def shares_dial(full: FullDepth, shape: tuple[float, ...], name: str = "learned gate, tau per iteration") -> Dial:
+def shares_dial(full: FullDepth, shape: tuple[float, ...], name: str) -> Dial:
     """Gives the learned gate a tau per iteration, so that shares of active tokens have these proportions."""
 
     def at(depth: float) -> Setting:
@@ -243,13 +241,22 @@ def oracle_dial(full: FullDepth) -> Dial:
     """Gives each token the depth that is best for its own loss at a price per iteration; it knows the next token."""
 
     def at(depth: float) -> Setting:
-        low, high = -100.0, 100.0
-        for _ in range(60):
-            price = (low + high) / 2
-            low, high = (price, high) if priced_depths(full.nll, price).mean() > depth else (low, price)
-        return Setting(f"{high:.2g} nats an iteration", None, price=high)
+        price = _bisect(-100.0, 100.0, lambda price: priced_depths(full.nll, price).mean() > depth)
+        return Setting(f"{price:.2g} nats an iteration", None, price=price)
 
     return Dial("oracle by NLL", at, causal=False)
+
+
+def _scheduled(schedule: Schedule, full: FullDepth, ranked: bool) -> Policy:
+    return Ranked(schedule) if ranked else replace(schedule, thresholds=thresholds_for(schedule, full.gates))
+
+
+def _bisect(low: float, high: float, too_low: Callable[[float], bool], steps: int = 60) -> float:
+    """Returns the smallest number that is not too low, to the precision of so many steps."""
+    for _ in range(steps):
+        middle = (low + high) / 2
+        low, high = (middle, high) if too_low(middle) else (low, middle)
+    return high
 
 
 def priced_depths(nll: np.ndarray, price: float) -> np.ndarray:
@@ -276,23 +283,16 @@ def scaled_shares(shape: tuple[float, ...], total: float) -> tuple[float, ...]:
     weights = np.array(shape)
     if total >= len(weights) or not weights.any():
         return tuple([1.0] * len(weights) if total > 0 else [0.0] * len(weights))
-    low, high = 0.0, 1.0
     # Entries that are zero in the shape grow only once all others have reached 1.
     weights = np.maximum(weights, 1e-9 * weights.max())
-    while np.minimum(1.0, high * weights).sum() < total:
+
+    def too_low(scale: float) -> bool:
+        return np.minimum(1.0, scale * weights).sum() < total
+
+    high = 1.0
+    while too_low(high):
         high *= 2
-    for _ in range(80):
-        scale = (low + high) / 2
-        low, high = (scale, high) if np.minimum(1.0, scale * weights).sum() < total else (low, scale)
-    return tuple(float(share) for share in np.minimum(1.0, high * weights))
-
-
-def _scheduled(schedule: Schedule, full: FullDepth, ranked: bool) -> Policy:
-    return Ranked(schedule) if ranked else replace(schedule, thresholds=thresholds_for(schedule, full.gates))
-
-
-def _manner(ranked: bool) -> str:
-    return "ranked" if ranked else "thresholds"
+    return tuple(float(share) for share in np.minimum(1.0, _bisect(0.0, high, too_low, 80) * weights))
 
 
 class Tuned(NamedTuple):

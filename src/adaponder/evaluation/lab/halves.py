@@ -7,13 +7,11 @@ results say which.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from adaponder.backbones.shape import Shape
 from adaponder.errors import InputError
 from adaponder.evaluation.scoring import Scores, ScoringOptions, score
 from adaponder.evaluation.summary import FEW, Interval, Summary, bootstrap, per_document, summarise
@@ -54,33 +52,9 @@ class Half:
     def documents(self) -> int:
         return len(np.unique(self.text.document[self.chosen]))
 
-    def score(
-        self,
-        model: AdaPonderForCausalLM,
-        how: ScoringOptions,
-        *,
-        batch_size: int,
-        detail: bool = False,
-        shape: Shape | None = None,
-        advance: Callable[[int], None] = lambda predictions: None,
-    ) -> Scores:
-        """Scores the predictions of this half alone."""
-        scores = score(
-            model,
-            self.text,
-            self.windows,
-            how=how,
-            batch_size=batch_size,
-            detail=detail,
-            shape=shape,
-            advance=advance,
-        )
-        chosen = self.chosen
-        if chosen.all():
-            return scores
-        names = ("nll", "depth", "gates", "nll_by_iteration", "entropy", "counted")
-        arrays = {name: getattr(scores, name) for name in names}
-        return replace(scores, **{name: array[chosen] for name, array in arrays.items() if array is not None})
+    def score(self, model: AdaPonderForCausalLM, how: ScoringOptions, **options: Any) -> Scores:
+        """Scores the predictions of this half alone; ``options`` are further ones of :func:`scoring.score`."""
+        return score(model, self.text, self.windows, how=how, **options).at(self.chosen)
 
     def summarise(self, scores: Scores, *, seed: int) -> Summary:
         return summarise(self.own_text, scores.nll, scores.depth, seed=seed)
@@ -108,27 +82,26 @@ class Halves(NamedTuple):
 
 def halve(text: Text, windows: Windows) -> Halves:
     """Splits a text into halves of about equal size: by whole documents if there are many, else by windows."""
+    documents = len(text.starts)
     first = _assign(np.diff(text.starts, append=text.predictions))
-    counts = np.array([_gather(text, chosen).predictions if chosen.any() else 0 for chosen in (first, ~first)])
-    even = abs(counts[0] - counts[1]) <= _UNEQUAL * text.predictions
-    if len(text.starts) >= _ENOUGH_DOCUMENTS and even:
-        parts = [_gather(text, chosen) for chosen in (first, ~first)]
-        halves = [_with_targets(Half(part, windows, part)) for part in parts]
-        return Halves(*halves, f"{len(text.starts)} documents assigned whole", "documents")
-    if len(windows.starts(text.predictions)) < 2:
+    larger = max(first[text.document].sum(), (~first)[text.document].sum())
+    even = 2 * larger - text.predictions <= _UNEQUAL * text.predictions
+    if documents >= _ENOUGH_DOCUMENTS and even:
+        parts = [_documents(text, chosen) for chosen in (first, ~first)]
+        halves = [Half(part, windows, part) for part in parts]
+        how, drawn = f"{documents} documents assigned whole", "documents"
+    elif len(windows.starts(text.predictions)) < 2:
         raise InputError(
             f"--data has {text.predictions:,} tokens, one window of {windows.length:,}, and cannot be split in two; "
             "use more text or a shorter --window"
         )
-    halves = [_with_targets(_every_other(text, windows, offset)) for offset in (0, 1)]
-    few = counted(len(text.starts), "document")
-    return Halves(*halves, f"alternate windows ({few}: too few or too unequal to assign whole)", "windows")
-
-
-def _with_targets(half: Half) -> Half:
-    if not half.own_text.counted.any():
+    else:
+        halves = [_every_other(text, windows, offset) for offset in (0, 1)]
+        few = counted(documents, "document")
+        how, drawn = f"alternate windows ({few}: too few or too unequal to assign whole)", "windows"
+    if not all(half.learned for half in halves):
         raise InputError("--data: one half has no learned tokens to score; use more text")
-    return half
+    return Halves(*halves, how, drawn)
 
 
 def _assign(lengths: np.ndarray) -> np.ndarray:
@@ -140,37 +113,35 @@ def _assign(lengths: np.ndarray) -> np.ndarray:
     return chosen
 
 
-def _gather(text: Text, chosen: np.ndarray) -> Text:
+def _documents(text: Text, chosen: np.ndarray) -> Text:
     """Returns the chosen documents as a text of their own; each still follows an end token."""
     lengths = np.diff(text.starts, append=text.predictions)[chosen]
-    targets = text.stream[1:][chosen[text.document]]
-    return Text(
-        stream=np.concatenate([text.stream[:1], targets]),
-        starts=np.cumsum(lengths) - lengths,
-        sources=tuple(name for name, wanted in zip(text.sources, chosen, strict=True) if wanted),
-        utf8_bytes=text.utf8_bytes[chosen],
-        vocabulary=text.vocabulary,
-        learned=None if text.learned is None else text.learned[chosen[text.document]],
-    )
+    starts = np.cumsum(lengths) - lengths
+    return _part(text, chosen[text.document], starts, np.flatnonzero(chosen), text.utf8_bytes[chosen])
 
 
 def _every_other(text: Text, windows: Windows, offset: int) -> Half:
     """Returns the half of every second window, starting with window ``offset``."""
-    half = replace(windows, every=2, offset=offset)
-    chosen = half.scored(text.predictions)
+    windows = replace(windows, every=2, offset=offset)
+    chosen = windows.scored(text.predictions)
     index = np.flatnonzero(chosen)
     # A window begins where its first prediction does not follow the one before it.
     starts = np.flatnonzero(np.diff(index, prepend=-2) > 1)
     first = text.document[index[starts]]
     lengths = np.diff(starts, append=len(index))
     whole = np.diff(text.starts, append=text.predictions)[first]
-    own_text = Text(
+    # Bytes in proportion to tokens, of the document that the window begins in.
+    utf8_bytes = np.round(text.utf8_bytes[first] * lengths / whole).astype(np.int64)
+    return Half(text, windows, _part(text, chosen, starts, first, utf8_bytes))
+
+
+def _part(text: Text, chosen: np.ndarray, starts: np.ndarray, documents: np.ndarray, utf8_bytes: np.ndarray) -> Text:
+    """Returns the chosen predictions as a text of documents from ``starts``, each with the source of ``documents``."""
+    return replace(
+        text,
         stream=np.concatenate([text.stream[:1], text.stream[1:][chosen]]),
         starts=starts,
-        sources=tuple(text.sources[document] for document in first),
-        # Bytes in proportion to tokens, of the document that the window begins in.
-        utf8_bytes=np.round(text.utf8_bytes[first] * lengths / whole).astype(np.int64),
-        vocabulary=text.vocabulary,
+        sources=tuple(text.sources[document] for document in documents),
+        utf8_bytes=utf8_bytes,
         learned=None if text.learned is None else text.learned[chosen],
     )
-    return Half(text, half, own_text)

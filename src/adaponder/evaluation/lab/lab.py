@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -64,13 +65,11 @@ class Measurement:
     def from_dict(cls, values: dict[str, Any]) -> Measurement:
         """Inverts :meth:`as_dict`."""
         known: dict[str, Any] = {field.name: values[field.name] for field in fields(cls)}
-        for name in ("depth_interval", "loss_interval"):
-            known[name] = None if values[name] is None else Interval(*values[name])
-        if (gap := values["difference"]) is not None:
-            interval = None if gap["interval"] is None else Interval(*gap["interval"])
-            known["difference"] = Difference(**(gap | {"interval": interval}))
-        known["active"] = tuple(values["active"])
-        return cls(**known)
+        gap = known["difference"] and dict(known["difference"])
+        for facts, name in ((known, "depth_interval"), (known, "loss_interval"), (gap, "interval")):
+            if facts is not None and facts[name] is not None:
+                facts[name] = Interval(*facts[name])
+        return cls(**known | {"difference": gap and Difference(**gap), "active": tuple(known["active"])})
 
 
 class Lab:
@@ -94,19 +93,16 @@ class Lab:
         self.iterations = model.config.iterations
         self.shape = shape_of(model.config)
         self.full_depth = self._at_full_depth(halves.tuning, "tuning half at full depth")
-        self._losses: np.ndarray | None = None
 
     def _at_full_depth(self, half: Half, what: str) -> FullDepth:
         return at_full_depth(
             self.model, half, batch_size=self.batch_size, seed=self.seed, advance=self.show(what, half.tokens)
         )
 
-    @property
+    @cached_property
     def held_out_losses(self) -> np.ndarray:
         """Returns the held-out half's losses at every depth, which only the oracle uses."""
-        if self._losses is None:
-            self._losses = self._at_full_depth(self.halves.held_out, "held-out half at full depth").nll
-        return self._losses
+        return self._at_full_depth(self.halves.held_out, "held-out half at full depth").nll
 
     def tune(self, dial: Dial, budget: float) -> Tuned:
         """Sets ``dial`` to a mean depth of ``budget`` on the tuning half."""
@@ -117,13 +113,21 @@ class Lab:
 
         return tune(dial, budget, measure, iterations=self.iterations)
 
-    def held_out(self, tuned: Tuned, learned: Scores | None = None) -> tuple[Measurement, Scores]:
-        """Measures a tuned setting on the held-out half, paired with the ``learned`` gate's scores."""
-        setting, half = tuned.setting, self.halves.held_out
+    def held_out(self, tuned: Tuned, learned: Scores | None = None) -> tuple[Measurement, Scores | None]:
+        """Measures a tuned setting on the held-out half, paired with the ``learned`` gate's scores.
+
+        Without scores where the dial could not be set to the budget at all.
+        """
+        dial, setting, half = tuned.dial, tuned.setting, self.halves.held_out
+        planned = Measurement(
+            dial.name, dial.causal, tuned.budget, setting.words, setting.spec, tuned.runs, tuned.missed, tuned.depth
+        )
+        if tuned.scores is None:
+            return planned, None
         losses = self.held_out_losses if setting.policy is None else None
         how = setting.options(half, losses, iterations=self.iterations, seed=self.seed)
-        scores = self._score(half, how, f"{tuned.dial.name} at {tuned.budget:g}: held out")
-        return self._measured(_planned(tuned), setting.policy, scores, learned), scores
+        scores = self._score(half, how, f"{dial.name} at {tuned.budget:g}: held out")
+        return self._measured(planned, setting.policy, scores, learned), scores
 
     def own_depth(self) -> float:
         """Returns the mean depth of the tuning half under the method's own policy."""
@@ -185,19 +189,12 @@ class Lab:
                     continue
                 if learned is None and dial is not learned_dial:
                     # Its measurement is saved, its losses are not, and every other policy is paired with them.
-                    learned = self._tuned_and_measured(learned_dial, budget, None)[1]
-                measurement, scores = self._tuned_and_measured(dial, budget, learned)
+                    learned = self.held_out(self.tune(learned_dial, budget))[1]
+                measurement, scores = self.held_out(self.tune(dial, budget), learned)
                 learned = scores if dial is learned_dial else learned
                 if journal is not None:
                     journal.save(name, measurement.as_dict())
                 yield measurement
-
-    def _tuned_and_measured(
-        self, dial: Dial, budget: float, learned: Scores | None
-    ) -> tuple[Measurement, Scores | None]:
-        """Tunes the dial to the budget and measures it; returns no scores where it cannot meet the budget."""
-        tuned = self.tune(dial, budget)
-        return (_planned(tuned), None) if tuned.scores is None else self.held_out(tuned, learned)
 
     def _measured(
         self, planned: Measurement, policy: Policy | None, scores: Scores, learned: Scores | None
@@ -225,14 +222,6 @@ class Lab:
             deciding_mflops=deciding / 1e6,
             flops_ratio=spent.cost.ratio,
         )
-
-
-def _planned(tuned: Tuned) -> Measurement:
-    """Returns the fields that are known before the held-out half is scored."""
-    dial, setting = tuned.dial, tuned.setting
-    return Measurement(
-        dial.name, dial.causal, tuned.budget, setting.words, setting.spec, tuned.runs, tuned.missed, tuned.depth
-    )
 
 
 def require_halting(model: AdaPonderForCausalLM) -> None:

@@ -10,15 +10,15 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from adaponder.checkpoints.manifest import is_sealed, sealed
-from adaponder.errors import AdaPonderError, CheckpointError, InputError
+from adaponder.errors import CheckpointError, InputError
 from adaponder.files import lock, read_json, replace_file
 from adaponder.policies import Policy, parse_policy
+from adaponder.policies.choice import profile_policy
 
 FILE, FORMAT = "profiles.json", 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -26,20 +26,9 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _WHOLE, _BLOCKS, _BLOCK = 1 << 26, 64, 1 << 18
 
 
-def load_profile(folder: str | Path, name: str, *, option: str = "--profile") -> Policy:
-    """Returns the policy of the profile ``name`` that ``adaponder calibrate`` stored in ``folder``.
-
-    ``option`` is named in errors.
-    """
-    folder = Path(folder)
-    profiles = stored(folder)
-    if name not in profiles:
-        known = f"it has {', '.join(profiles)}" if profiles else "it has none"
-        raise InputError(f"{option} {name}: {folder} has no such profile, {known}; adaponder calibrate makes them")
-    try:
-        return parse_policy(profiles[name]["policy"])
-    except (KeyError, TypeError, AttributeError, AdaPonderError) as error:
-        raise CheckpointError(f"{folder / FILE}: the policy of profile {name} cannot be read ({error})") from None
+def load_profile(folder: str | Path, name: str) -> Policy:
+    """Returns the policy of the profile ``name`` that ``adaponder calibrate`` stored in ``folder``."""
+    return profile_policy(stored(Path(folder)), name, "--profile")
 
 
 def stored(folder: Path) -> dict[str, dict[str, Any]]:
@@ -59,14 +48,7 @@ def stored(folder: Path) -> dict[str, dict[str, Any]]:
         raise CheckpointError(f"{path}: checksum mismatch, the file was damaged or edited by hand; {cure}")
     if content.get("weights") != identity(folder):
         raise CheckpointError(f"{path}: its profiles were calibrated for other weights or another config; {cure}")
-    return dict(sorted(profiles.items(), key=_by_budget))
-
-
-def _by_budget(named: tuple[str, Any]) -> tuple[float, str]:
-    """Sort key of profiles: the budget, then the name."""
-    name, profile = named
-    budget = profile.get("budget") if isinstance(profile, dict) else None
-    return (budget if isinstance(budget, (int, float)) else math.inf), name
+    return dict(sorted(profiles.items(), key=lambda item: (item[1].get("budget", math.inf), item[0])))
 
 
 def store(folder: Path, name: str, profile: dict[str, Any]) -> Path:
@@ -74,29 +56,22 @@ def store(folder: Path, name: str, profile: dict[str, Any]) -> Path:
     check_name(name)
     parse_policy(profile["policy"])
     path = folder / FILE
-    with _alone_in(folder):
-        profiles = stored(folder) | {name: profile}
-        content: dict[str, Any] = {"format": FORMAT, "weights": identity(folder), "profiles": profiles}
-        try:
-            replace_file(path, sealed(content).encode())
-        except OSError as error:
-            raise CheckpointError(f"{path} could not be written: {error}; earlier profiles are untouched") from error
-    return path
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Locks the folder, so that of two processes that add profiles at once neither is lost."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # not every network file system can lock a folder
-            lock(descriptor, wait=True)
-        yield
+            lock(descriptor, wait=True)  # of two processes that add profiles at once, neither is lost
+        profiles = stored(folder) | {name: profile}
+        content: dict[str, Any] = {"format": FORMAT, "weights": identity(folder), "profiles": profiles}
+        replace_file(path, sealed(content).encode())
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be written: {error}; earlier profiles are untouched") from error
     finally:
         os.close(descriptor)
+    return path
 
 
 def check_name(name: str) -> None:
+    """Raises unless ``name`` can be the name of a profile."""
     if not _NAME.fullmatch(name):
         raise InputError(f"--name {name!r} must be at most 64 letters, digits, dots, dashes and underscores")
 
@@ -109,17 +84,11 @@ def identity(folder: Path) -> str:
             continue  # a step folder's moments are not part of the model
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
-        for block in _blocks(path, size):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _blocks(path: Path, size: int) -> Iterator[bytes]:
-    with path.open("rb") as file:
         if size <= _WHOLE:
-            while block := file.read(_BLOCK):
-                yield block
-            return
-        for index in range(_BLOCKS):
-            file.seek(index * (size - _BLOCK) // (_BLOCKS - 1))
-            yield file.read(_BLOCK)
+            digest.update(path.read_bytes())
+            continue
+        with path.open("rb") as file:
+            for index in range(_BLOCKS):
+                file.seek(index * (size - _BLOCK) // (_BLOCKS - 1))
+                digest.update(file.read(_BLOCK))
+    return digest.hexdigest()

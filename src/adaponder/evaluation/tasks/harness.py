@@ -13,24 +13,28 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import postprocess_generated_text, resolve_max_length
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+    resolve_max_length,
+)
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from adaponder.errors import InputError
+from adaponder.errors import InputError, shown
 from adaponder.evaluation.meter import Meter
 from adaponder.evaluation.scoring import ScoringOptions
-from adaponder.evaluation.stopping import GenerationSettings, StopAtStrings, generation_settings
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.ops.precision import wide_dtype
-from adaponder.text import chat_text
+from adaponder.text import TextStream, chat_text
 
 Answer = tuple[float, bool]
 Counting = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
@@ -58,7 +62,7 @@ class HarnessLM(TemplateLM):
         *,
         batch_size: int = 8,
         how: ScoringOptions | None = None,
-        counting: Counting = lambda task, texts: nullcontext(lambda some: None),
+        counting: Counting = lambda task, texts: nullcontext(lambda count: None),
     ):
         super().__init__()
         if batch_size < 1:
@@ -113,7 +117,7 @@ class HarnessLM(TemplateLM):
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Answer]:
         encode_and_score = super().loglikelihood
-        return self._by_task(requests, lambda some: encode_and_score(some, disable_tqdm=True))
+        return self._by_task(requests, lambda of_task: encode_and_score(of_task, disable_tqdm=True))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         return self._by_task(requests, self._roll)
@@ -172,21 +176,19 @@ class HarnessLM(TemplateLM):
         for row, continuation in zip(rows, continuations, strict=True):
             scored[row] = max(scored[row], len(continuation))
         # Padding on the left aligns the ends, so that only the last positions need logits.
-        kept = max(scored)
+        longest = max(scored)
         with self._meter as meter:
             output = self.model(
-                ids, attention_mask=mask, logits_to_keep=kept, output_gates=False, **self.how.arguments()
+                ids, attention_mask=mask, logits_to_keep=longest, output_gates=False, **self.how.arguments()
             )
         meter.add(output.depth, max_iterations=self.how.max_iterations, logits=sum(scored), policy=self.how.policy)
-        logits = output.logits
-        log_p = torch.log_softmax(logits, -1, dtype=wide_dtype(logits.dtype))
-        target, real = _left_padded(continuations, 0, self.device)
-        target, real = _widened(target, kept), _widened(real, kept).bool()
-        row = torch.tensor(rows, device=self.device)
-        chosen = log_p[row[:, None], torch.arange(kept, device=self.device), target]
-        total = torch.where(real, chosen, 0).double().sum(1)
-        greedy = ((log_p.argmax(-1)[row] == target) | ~real).all(1)
-        return list(zip(total.tolist(), greedy.tolist(), strict=True))
+        log_p = torch.log_softmax(output.logits, -1, dtype=wide_dtype(output.logits.dtype))
+        answers = []
+        for row, continuation in zip(rows, continuations, strict=True):
+            at_end, targets = log_p[row, -len(continuation) :], torch.tensor(continuation, device=self.device)
+            total = at_end.gather(1, targets[:, None]).double().sum()
+            answers.append((total.item(), bool((at_end.argmax(-1) == targets).all())))
+        return answers
 
     # --- generation ---------------------------------------------------------------------------------------------
 
@@ -255,7 +257,7 @@ class HarnessLM(TemplateLM):
             )
         new = result.sequences[:, width:].tolist()
         lengths = [length or len(tokens) for length, tokens in zip(stop.lengths, new, strict=True)]
-        self._count_decoding(result.past_key_values.depth.cpu(), width, lengths)
+        self._count_generation(result.past_key_values.depth.cpu(), width, lengths)
         return [
             postprocess_generated_text(
                 str(self.tokenizer.decode(tokens[:length], skip_special_tokens=True)), settings.until, None
@@ -281,22 +283,16 @@ class HarnessLM(TemplateLM):
         """Returns the meter of the current task, copied from a blank one that holds the model's shape."""
         return self.meters.setdefault(self._task, copy.copy(self._blank))
 
-    def _count_decoding(self, depth: Tensor, width: int, lengths: list[int]) -> None:
+    def _count_generation(self, depth: Tensor, width: int, lengths: list[int]) -> None:
         """Counts a prefill of ``width`` slots, then one token at a time up to each sequence's ``lengths`` new ones."""
         # The last new token of a sequence is generated, but never an input.
         read = torch.arange(depth.shape[1]) < width - 1 + torch.tensor(lengths)[:, None]
         depth = torch.where(read, depth, 0)
-        most = self.how.max_iterations
-        self._meter.add(depth[:, :width], max_iterations=most, logits=len(lengths), policy=self.how.policy)
+        arguments: dict[str, Any] = {"max_iterations": self.how.max_iterations, "policy": self.how.policy}
+        self._meter.add(depth[:, :width], logits=len(lengths), **arguments)
         for slot in range(width, depth.shape[1]):
             step = depth[:, slot : slot + 1]
-            self._meter.add(
-                step,
-                past=depth[:, :slot],
-                max_iterations=most,
-                logits=int((step > 0).sum()),
-                policy=self.how.policy,
-            )
+            self._meter.add(step, past=depth[:, :slot], logits=int((step > 0).sum()), **arguments)
 
     # --- batches ------------------------------------------------------------------------------------------------
 
@@ -315,7 +311,11 @@ class HarnessLM(TemplateLM):
         return self.prefix_token_id if pad is None else pad
 
     def _padded(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        return _left_padded(texts, self._filler, self.device)
+        """Returns ids ``[texts, longest]`` padded on the left, and their attention mask."""
+        rows = [torch.tensor(text) for text in texts]
+        ids = pad_sequence(rows, batch_first=True, padding_value=self._filler, padding_side="left")
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
+        return ids.to(self.device), mask.to(self.device)
 
 
 def _special(add: bool | None) -> dict[str, bool]:
@@ -323,14 +323,51 @@ def _special(add: bool | None) -> dict[str, bool]:
     return {} if add is None else {"add_special_tokens": add}
 
 
-def _left_padded(rows: Sequence[Sequence[int]], filler: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns ids ``[rows, longest]`` padded on the left, and their attention mask."""
-    tensors = [torch.tensor(row) for row in rows]
-    ids = pad_sequence(tensors, batch_first=True, padding_value=filler, padding_side="left")
-    mask = pad_sequence([torch.ones_like(row) for row in tensors], batch_first=True, padding_side="left")
-    return ids.to(device), mask.to(device)
+# --- settings and stop strings of generation ------------------------------------------------------------------------
 
 
-def _widened(values: Tensor, width: int) -> Tensor:
-    """Pads ``values`` with zeros on the left to ``width`` columns."""
-    return torch.nn.functional.pad(values, (width - values.shape[1], 0))
+class GenerationSettings(NamedTuple):
+    """Settings of a generation request; ``others`` goes to ``generate`` unchanged."""
+
+    until: list[str]
+    max_new_tokens: int
+    sampled: bool
+    others: dict[str, Any]
+
+
+def generation_settings(request: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> GenerationSettings:
+    """Returns the settings of an lm-eval request: 256 tokens and greedy by default; the end token always stops."""
+    kwargs: dict[str, Any] = dict(normalize_gen_kwargs(request, default_max_gen_toks=256))
+    end = tokenizer.eos_token
+    until = handle_stop_sequences(kwargs.pop("until"), eos=None if end is None else str(end))
+    sampled = kwargs.pop("do_sample")
+    if not sampled:
+        kwargs.pop("temperature", None)
+    most, known = kwargs.pop("max_gen_toks"), vars(GenerationConfig())
+    for name, value in kwargs.items():
+        if name not in known:
+            raise InputError(f"generation_kwargs: generate has no setting {shown(name)}; leave it out")
+        if name in ("num_beams", "num_return_sequences") and value != 1:
+            raise InputError(f"generation_kwargs: {name}={shown(value)} must be 1: one text is generated at a time")
+    return GenerationSettings([text for text in until if text], most, sampled, kwargs)
+
+
+class StopAtStrings(StoppingCriteria):
+    """Stops each sequence once its new text holds a stop string.
+
+    Attributes:
+        lengths: new tokens of each sequence when its stop string was complete, else 0.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: list[str], *, rows: int):
+        self._streams = [TextStream(tokenizer, stops=stops) for _ in range(rows)]
+        self._steps = 0
+        self.lengths = [0] * rows
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self._steps += 1
+        for row, token in enumerate(input_ids[:, -1].tolist()):
+            if not self.lengths[row]:
+                self._streams[row].add(token)
+                self.lengths[row] = self._steps if self._streams[row].stop is not None else 0
+        return torch.tensor([length > 0 for length in self.lengths], device=input_ids.device)

@@ -27,7 +27,7 @@ from lm_eval.tasks import TaskManager
 from adaponder.errors import AdaPonderError, InputError
 from adaponder.evaluation.meter import Spent
 from adaponder.evaluation.tasks.harness import HarnessLM
-from adaponder.evaluation.tasks.task_data import TaskData, TaskRecord, require_fields
+from adaponder.evaluation.tasks.task_data import FIELDS, TaskData
 
 _UNREADABLE = (KeyError, ValueError, TypeError, IndexError, jinja2.TemplateError)
 
@@ -91,12 +91,9 @@ def find_tasks(names: Sequence[str]) -> TaskManager:
         manager = TaskManager()
     for name in names:
         if name not in manager.all_subtasks:
-            near = difflib.get_close_matches(name, manager.all_subtasks, n=3)
-            group = " but a group or a tag: name its tasks" if name in manager.all_tasks else ""
-            raise InputError(
-                f"--tasks {name} is not a task of lm-eval{group}"
-                + (f"; did you mean {' or '.join(near)}?" if near else "")
-            )
+            group = ", but a group or a tag: name its tasks" if name in manager.all_tasks else ""
+            near = " or ".join(difflib.get_close_matches(name, manager.all_subtasks, n=3))
+            raise InputError(f"--tasks {name} is not a task of lm-eval{group}" + (near and f"; did you mean {near}?"))
     return manager
 
 
@@ -212,14 +209,11 @@ def _splits(config: dict[str, Any], split: str, examples: str | None, loaded: di
 
 
 def _dataset(name: str, config: dict[str, Any], data: TaskData, split: str, limit: int | None) -> datasets.Dataset:
-    records: list[TaskRecord] = data.read(name, split)[:limit]
-    file = data.find(name, split)
-    fields = _template_fields(config)
-    for number, record in enumerate(records, 1):
-        require_fields(record, fields, f"{file}: record {number}", name)
+    records = data.read(name, split, FIELDS.get(name) or _template_fields(config))
     try:
-        return datasets.Dataset.from_list(records)
+        return datasets.Dataset.from_list(records[:limit])
     except _UNREADABLE as error:
+        file = data.find(name, split)
         raise InputError(f"{file}: its records do not have fields of one kind ({error})") from None
 
 
@@ -294,11 +288,9 @@ def _metrics(task: Any, results: dict[str, Any], samples: list[dict[str, Any]]) 
         elif aggregation is perplexity and len(values) > 1:
             # The derivative of exp(-mean) is -exp(-mean).
             stderr = value * mean_stderr(values)
-        yield Metric(name if filtered == "none" else f"{name} ({filtered})", float(value), _finite(stderr))
-
-
-def _finite(number: float | None) -> float | None:
-    return number if number is not None and math.isfinite(number) else None
+        if stderr is not None and not math.isfinite(stderr):
+            stderr = None
+        yield Metric(name if filtered == "none" else f"{name} ({filtered})", float(value), stderr)
 
 
 @contextmanager

@@ -23,10 +23,9 @@ one article are put together, as the dataset that lm-eval reads was made).
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from adaponder.data.readers import COMPRESSIONS, decompressed
 from adaponder.errors import InputError
@@ -37,20 +36,13 @@ TaskRecord = dict[str, Any]
 SPLITS = ("train", "validation", "test")
 _ALIASES = {"validation": ("val", "valid", "dev")}
 _ENDINGS = tuple(f".jsonl{compression}" for compression in ("", *COMPRESSIONS))
-# The longest record of the known tasks has some 10 KB.
-_LONGEST = 2**26
 # Names that authors gave their files, where neither task nor split can be guessed from them.
 PUBLISHED = {("lambada_openai", "test"): ("lambada_test_openai", "lambada_test")}
-
+# Fields that a task's code reads; those of other tasks are in their templates.
 FIELDS = {
-    "lambada_openai": ("text",),
-    "lambada_standard": ("text",),
-    "arc_easy": ("question", "choices", "answerKey"),
-    "arc_challenge": ("question", "choices", "answerKey"),
     "winogrande": ("sentence", "option1", "option2", "answer"),
     "piqa": ("goal", "sol1", "sol2", "label"),
     "hellaswag": ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
-    "sciq": ("question", "support", "distractor1", "distractor2", "distractor3", "correct_answer"),
     "race": ("article", "problems"),
 }
 
@@ -59,13 +51,10 @@ class TaskData:
     """A folder of task data, or its ``map.yaml``; see the top of this module."""
 
     def __init__(self, path: Path):
-        self.folder, self._map = path, {}
-        if path.is_file():
-            self.folder, self._map = path.parent, _read_map(path)
-        elif not path.is_dir():
+        self.folder, map_file = (path.parent, path) if path.is_file() else (path, path / "map.yaml")
+        if not self.folder.is_dir():
             raise InputError(f"--task-data {path} must be a folder or a map.yaml")
-        elif (path / "map.yaml").is_file():
-            self._map = _read_map(path / "map.yaml")
+        self._map = _read_map(map_file) if map_file.is_file() else {}
 
     def find(self, task: str, split: str) -> Path | None:
         """Returns the file with that split of a task, if there is one."""
@@ -85,32 +74,33 @@ class TaskData:
         first = self._candidates(task, split)[0]
         return f"{first}[{'|'.join(COMPRESSIONS)}] (or a {split} file of {task} named in map.yaml)"
 
-    def read(self, task: str, split: str) -> list[TaskRecord]:
-        """Reads the records of a split, in the layout that lm-eval's task expects."""
+    def read(self, task: str, split: str, fields: Sequence[str] = ()) -> list[TaskRecord]:
+        """Reads the records of a split, in the layout that lm-eval's task expects; each must have all ``fields``."""
         path = self.find(task, split)
         if path is None:
             raise InputError(f"--task-data: {task} has no {split} split; looked for {self.looked_for(task, split)}")
-        records = list(_lines(path))
+        with decompressed(path, InputError) as (_, stream):
+            lines = ((line, f"{path}: line {number}") for number, line in enumerate(stream, 1) if line.strip())
+            records = [parse_json(line, where, InputError) for line, where in lines]
         if not records:
             raise InputError(f"{path} has no records")
-        records = _in_known_layout(task, records)
+        try:
+            records = _as_on_the_hub(task, records)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{path}: records of {task} with different layouts ({error!r})") from None
         for number, record in enumerate(records, 1):
-            require_fields(record, FIELDS.get(task, ()), f"{path}: record {number}", task)
+            if missing := [name for name in fields if record.get(name) is None]:
+                raise InputError(
+                    f"{path}: record {number} has no {', '.join(missing)}, which {task} needs; "
+                    f"it has {', '.join(record) or 'no field'}"
+                )
         return records
 
     def _candidates(self, task: str, split: str) -> list[Path]:
-        stems = [f"{task}/{name}" for name in (split, *_ALIASES.get(split, ()))]
-        stems += [f"{task}_{name}" for name in (split, *_ALIASES.get(split, ()))]
+        names = (split, *_ALIASES.get(split, ()))
+        stems = [f"{task}{mark}{name}" for mark in "/_" for name in names]
         stems += PUBLISHED.get((task, split), ())
         return [self.folder / (stem + ending) for stem in stems for ending in _ENDINGS]
-
-
-def require_fields(record: TaskRecord, fields: tuple[str, ...], where: str, task: str) -> None:
-    """Raises if a record lacks one of ``fields``."""
-    if missing := [name for name in fields if record.get(name) is None]:
-        raise InputError(
-            f"{where} has no {', '.join(missing)}, which {task} needs; it has {', '.join(record) or 'no field'}"
-        )
 
 
 def _read_map(path: Path) -> dict[str, dict[str, str]]:
@@ -126,93 +116,33 @@ def _read_map(path: Path) -> dict[str, dict[str, str]]:
     return tasks
 
 
-def _lines(path: Path) -> Iterator[TaskRecord]:
-    number = 0
-    with decompressed(path, InputError) as (_, stream):
-        while line := stream.readline(_LONGEST + 1):
-            number += 1
-            where = f"{path}: line {number}"
-            if len(line) > _LONGEST:
-                raise InputError(f"{where} has more than {_LONGEST:,} bytes, too long for a task record")
-            if line.strip():
-                yield _text_only(parse_json(line, where, InputError), where)
+def _as_on_the_hub(task: str, records: list[TaskRecord]) -> list[TaskRecord]:
+    """Rearranges the other published layouts of ARC and RACE, recognised by their first record."""
+    first = records[0]
+    if task in ("arc_easy", "arc_challenge") and isinstance(first.get("question"), dict):
+        return [_arc(record) for record in records]
+    if task != "race" or isinstance(first.get("problems"), str):
+        return records
+    if "problems" in first:  # RACE's problems are Python text on the hub, which lm-eval parses
+        return [record | {"problems": repr(record["problems"])} for record in records]
+    if "questions" in first:
+        names = ("questions", "answers", "options")
+        articles = [(record["article"], zip(*map(record.__getitem__, names), strict=True)) for record in records]
+    else:
+        by_article: dict[str, list[Any]] = {}
+        for record in records:
+            problem = (record["question"], record["answer"], record["options"])
+            by_article.setdefault(record["article"], []).append(problem)
+        articles = by_article.items()
+    return [{"article": article, "problems": _problems(problems)} for article, problems in articles]
 
 
-def _text_only(record: TaskRecord, where: str) -> TaskRecord:
-    """Returns ``record``; raises if it has half a surrogate pair, which no tokenizer can encode."""
-    try:
-        json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"{where} has half a surrogate pair ({error.object[error.start]!a}), which is not text"
-        ) from None
-    return record
-
-
-class _Layout(NamedTuple):
-    """Another published layout: how its first record is recognised, and how all are rearranged."""
-
-    known: Callable[[TaskRecord], bool]
-    rearrange: Callable[[list[TaskRecord]], list[TaskRecord]]
-
-
-def _in_known_layout(task: str, records: list[TaskRecord]) -> list[TaskRecord]:
-    for layout in _LAYOUTS.get(task, ()):
-        if layout.known(records[0]):
-            try:
-                return layout.rearrange(records)
-            except (KeyError, TypeError, ValueError) as error:
-                raise InputError(f"{task}: records with different layouts ({error!r})") from None
-    return records
-
-
-def _arc(records: list[TaskRecord]) -> list[TaskRecord]:
+def _arc(record: TaskRecord) -> TaskRecord:
     """Converts ARC as first released: the choices are a list of objects inside the question."""
-    return [
-        record
-        | {
-            "question": record["question"]["stem"],
-            "choices": {key: [choice[key] for choice in record["question"]["choices"]] for key in ("text", "label")},
-        }
-        for record in records
-    ]
+    question = record["question"]
+    choices = {key: [choice[key] for choice in question["choices"]] for key in ("text", "label")}
+    return record | {"question": question["stem"], "choices": choices}
 
 
-def _race_articles(records: list[TaskRecord]) -> list[TaskRecord]:
-    """Converts RACE as first released: an article with parallel lists of questions, options and answers."""
-    return [
-        {
-            "article": record["article"],
-            "problems": _problems(zip(record["questions"], record["answers"], record["options"], strict=True)),
-        }
-        for record in records
-    ]
-
-
-def _race_questions(records: list[TaskRecord]) -> list[TaskRecord]:
-    """Converts RACE with one question per record: groups them by article, in order of appearance."""
-    articles: dict[str, list[tuple[Any, Any, Any]]] = {}
-    for record in records:
-        articles.setdefault(record["article"], []).append((record["question"], record["answer"], record["options"]))
-    return [{"article": article, "problems": _problems(iter(parts))} for article, parts in articles.items()]
-
-
-def _race_lists(records: list[TaskRecord]) -> list[TaskRecord]:
-    """Converts RACE's problems from JSON to Python text, as on the hub, which lm-eval parses."""
-    return [record | {"problems": repr(record["problems"])} for record in records]
-
-
-def _problems(parts: Iterator[tuple[Any, Any, Any]]) -> str:
+def _problems(parts: Iterable[tuple[Any, Any, Any]]) -> str:
     return repr([{"question": question, "answer": answer, "options": options} for question, answer, options in parts])
-
-
-_ARC = (_Layout(lambda record: isinstance(record.get("question"), dict), _arc),)
-_LAYOUTS: dict[str, tuple[_Layout, ...]] = {
-    "arc_easy": _ARC,
-    "arc_challenge": _ARC,
-    "race": (
-        _Layout(lambda record: isinstance(record.get("problems"), list), _race_lists),
-        _Layout(lambda record: "questions" in record, _race_articles),
-        _Layout(lambda record: "question" in record and "problems" not in record, _race_questions),
-    ),
-}
