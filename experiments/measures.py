@@ -19,10 +19,9 @@ from adaponder.analysis.trace import make_trace
 from adaponder.conversion.open import load
 from adaponder.devices import autocast
 from adaponder.errors import InputError, in_one_line
-from adaponder.evaluation.lab.calibration import budgets_between
-from adaponder.evaluation.lab.calibration import frontier as frontier_rows
 from adaponder.evaluation.lab.halves import halve
-from adaponder.evaluation.lab.lab import LEARNED, Lab, Measurement
+from adaponder.evaluation.lab.lab import LEARNED, Lab, Measurement, budgets_between
+from adaponder.evaluation.lab.lab import frontier as frontier_rows
 from adaponder.evaluation.scoring import ScoringOptions, default_length, score
 from adaponder.evaluation.text import Text, Windows, open_text, open_vocabulary
 from adaponder.inference import Engine, Request

@@ -17,8 +17,7 @@ from adaponder.terminal import console, line, number, progress_bars, spread, tab
 from adaponder.version import __version__
 
 if TYPE_CHECKING:
-    from adaponder.evaluation.lab.calibration import Calibration
-    from adaponder.evaluation.lab.lab import Measurement
+    from adaponder.evaluation.lab.lab import Calibration, Measurement
 
 RESULT = "frontier.json"
 RULES = ("gate", "uniform", "geometric", "entropy", "kl", "change", "confidence", "similarity", "random")
@@ -64,17 +63,18 @@ def calibrate(
         shared.refuse("--budget without --frontier", out=out)
     elif rule != "gate":
         raise InputError(f"--rule {rule}: the frontier is the learned gate's; leave --rule or --frontier out")
-    from adaponder.evaluation.lab import calibration, profiles
+    from adaponder.evaluation.lab import lab as dial
+    from adaponder.evaluation.lab import profiles
     from adaponder.evaluation.lab.lab import Lab, check_budget, require_halting
     from adaponder.evaluation.scoring import fingerprint
     from adaponder.journal import FOLDER, Journal, resuming
 
     if budget is not None:
-        calibration.check_rule(rule, budget)
+        dial.check_rule(rule, budget)
     subject = shared.open_subject(checkpoint, opening)
     require_halting(subject.model)
     iterations, exists = subject.model.config.iterations, False
-    steps = calibration.budgets_between(iterations, step) if frontier else []
+    steps = dial.budgets_between(iterations, step) if frontier else []
     if budget is not None:
         check_budget(budget, iterations, "--budget")
         name = name or f"{'budget' if rule == 'gate' else rule}-{budget:g}"
@@ -96,13 +96,13 @@ def calibrate(
             subject.model, halves, batch_size=reading.batch_size, seed=reading.seed, show=bar_of_scorings(progress)
         )
         if budget is not None and name is not None:
-            thresholds = calibration.calibrate(lab, budget, rule=rule)
+            thresholds = dial.calibrate(lab, budget, rule=rule)
             result |= {"rule": rule, "name": name, "calibration": thresholds.as_dict()}
             show(thresholds)
             path = profiles.store(subject.folder, name, profile(thresholds, result))
             console.print(line("\nStored as ", (name, "bold"), f" in {path}; use it with --profile {name}"))
         if frontier:
-            measurements = calibration.frontier(lab, steps, journal=journal)
+            measurements = dial.frontier(lab, steps, journal=journal)
             rows = list(progress.track(measurements, len(steps) + iterations, description="rows"))
     if rows:
         result["rows"] = [row.as_dict() for row in rows]

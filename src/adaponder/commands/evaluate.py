@@ -77,7 +77,7 @@ def evaluate(
     by_label = {own: how} | forced(subject, fixed_depths, how)
     text = reading.text(subject, data)
     scorings = [scored(subject, text, windows, label, way, reading.batch_size) for label, way in by_label.items()]
-    from adaponder.evaluation.agreement import agreement
+    from adaponder.evaluation.scoring import agreement
     from adaponder.evaluation.summary import by_source
 
     sources = by_source(text, scorings[0].scores.nll, scorings[0].scores.depth, seed=reading.seed)

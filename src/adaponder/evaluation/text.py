@@ -7,6 +7,7 @@ token is predicted from the end token before it, and its closing end token count
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from tokenizers import Tokenizer
@@ -111,14 +111,9 @@ class Text:
         sizes = self.utf8_bytes[:count].copy()
         if count == len(self.starts) or self.starts[count] != predictions:
             sizes[-1] = 0
-        return Text(
-            self.stream[: predictions + 1],
-            self.starts[:count],
-            self.sources[:count],
-            sizes,
-            self.vocabulary,
-            None if self.learned is None else self.learned[:predictions],
-        )
+        learned = None if self.learned is None else self.learned[:predictions]
+        stream, starts, sources = self.stream[: predictions + 1], self.starts[:count], self.sources[:count]
+        return Text(stream, starts, sources, sizes, self.vocabulary, learned)
 
 
 def open_text(
@@ -153,18 +148,13 @@ def _prepared(folder: Path, split: str, vocabulary: Vocabulary, whose: str) -> I
     for shard in shards.manifest.splits[split]:
         table = pq.read_table(folder / split / shard.docs_name, columns=["length", "source", "utf8_bytes"])
         for batch in table.to_batches(max_chunksize=1024):
-            yield from _documents(shards, batch, first)
-            first += pa.compute.sum(batch.column("length")).as_py()
-
-
-def _documents(shards: Shards, batch: pa.RecordBatch, first: int) -> Iterator[_Piece]:
-    lengths = batch.column("length").to_numpy()
-    total, ends = int(lengths.sum()), np.cumsum(lengths)[:-1]
-    parts = np.split(shards.read(first, total), ends)
-    learned = shards.learned_blocks(np.array([first]), total)
-    masks = [None] * len(parts) if learned is None else np.split(learned[0], ends)
-    sizes = batch.column("utf8_bytes").to_pylist()
-    yield from map(_Piece, parts, batch.column("source").to_pylist(), sizes, masks)
+            lengths, names, sizes = (batch.column(name).to_pylist() for name in table.column_names)
+            total, ends = sum(lengths), np.cumsum(lengths)[:-1]
+            parts = np.split(shards.read(first, total), ends)
+            learned = shards.learned_blocks(np.array([first]), total)
+            masks = [None] * len(parts) if learned is None else np.split(learned[0], ends)
+            yield from map(_Piece, parts, names, sizes, masks)
+            first += total
 
 
 def _encoded(data: str, vocabulary: Vocabulary) -> Iterator[_Piece]:
@@ -191,34 +181,34 @@ def _mask(tokens: int, runs: list[int]) -> np.ndarray:
 
 
 def _joined(documents: Iterator[_Piece], vocabulary: Vocabulary, limit: int | None, data: str) -> Text:
-    parts, names, sizes, total = [np.array([vocabulary.end_id], np.int64)], [], [], 0
-    masks, masked = [], False
+    pieces: list[_Piece] = []
+    left = math.inf if limit is None else limit
     for piece in documents:
-        left = len(piece.tokens) if limit is None else limit - total
         if left <= 0:
             break
-        tokens, size = piece.tokens[:left], piece.utf8_bytes
-        if len(tokens) < len(piece.tokens):
-            # Count the bytes of what is left of a truncated document.
+        if len(piece.tokens) > left:
+            tokens = piece.tokens[: int(left)]
             size = len(vocabulary.tokenizer.decode(tokens.tolist()).encode())
-        parts.append(tokens)
-        masks.append(np.ones(len(tokens), bool) if piece.learned is None else piece.learned[:left])
-        masked = masked or piece.learned is not None
-        names.append(piece.source)
-        sizes.append(size)
-        total += len(tokens)
-    if total == 0:
+            learned = None if piece.learned is None else piece.learned[: len(tokens)]
+            piece = piece._replace(tokens=tokens, utf8_bytes=size, learned=learned)
+        pieces.append(piece)
+        left -= len(piece.tokens)
+    if not any(len(piece.tokens) for piece in pieces):
         raise InputError(f"--data {data} has no text")
-    if not any(mask.any() for mask in masks):
-        raise InputError(f"--data {data} has no learned tokens, so there is nothing to score")
-    lengths = np.array([len(part) for part in parts[1:]])
+    learned = None
+    if any(piece.learned is not None for piece in pieces):
+        masks = (np.ones(len(tokens), bool) if mask is None else mask for tokens, _, _, mask in pieces)
+        learned = np.concatenate(list(masks))
+        if not learned.any():
+            raise InputError(f"--data {data} has no learned tokens, so there is nothing to score")
+    lengths = np.array([len(piece.tokens) for piece in pieces])
     return Text(
-        stream=np.concatenate(parts),
+        stream=np.concatenate([np.array([vocabulary.end_id], np.int64), *(piece.tokens for piece in pieces)]),
         starts=np.cumsum(lengths) - lengths,
-        sources=tuple(names),
-        utf8_bytes=np.array(sizes, np.int64),
+        sources=tuple(piece.source for piece in pieces),
+        utf8_bytes=np.array([piece.utf8_bytes for piece in pieces], np.int64),
         vocabulary=vocabulary,
-        learned=np.concatenate(masks) if masked else None,
+        learned=learned,
     )
 
 

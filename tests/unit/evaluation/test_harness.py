@@ -1,6 +1,5 @@
 """lm-eval over the family: its own model's answers, whatever the batch, and every token's cost in its place."""
 
-import copy
 import random
 
 import pytest
@@ -136,17 +135,6 @@ def test_a_context_of_spaces_alone_is_no_context(beside):
     assert_same(spaces, spelled)
 
 
-def test_a_batch_may_mix_tasks_and_each_gets_its_own_cost():
-    harness = HarnessLM(reader(), words(), batch_size=4)
-    one, two = requests("loglikelihood", PAIRS[:2], "one"), requests("loglikelihood", PAIRS[2:], "two")
-    mixed = [two[0], one[0], *two[1:], one[1]]
-    answers = harness.loglikelihood(mixed)
-    apart = HarnessLM(reader(), words(), batch_size=4)
-    assert_same([answers[1], answers[-1]], apart.loglikelihood(one))
-    assert harness.meters["one"].cost == apart.meters["one"].cost
-    assert set(harness.meters) == {"one", "two"}
-
-
 def test_the_cost_of_a_task_is_that_of_reading_its_texts_once():
     model = reader()
     harness = HarnessLM(model, words(), batch_size=3)
@@ -157,6 +145,8 @@ def test_the_cost_of_a_task_is_that_of_reading_its_texts_once():
     expected = cost_of(model(first).depth, model.config, logits=1, dtype=model.dtype)
     expected += cost_of(model(second).depth, model.config, logits=scored, dtype=model.dtype)
     assert harness.meters["some"].cost == expected
+    harness.loglikelihood([*requests("loglikelihood", [("A", ".")], "other")])
+    assert harness.meters["some"].cost == expected, "costs of another task are its own"
 
 
 def test_generation_reads_the_prompt_and_all_new_tokens_but_the_last():
@@ -202,6 +192,7 @@ def test_a_row_that_has_stopped_costs_nothing_while_its_neighbours_go_on():
 
 
 def test_a_sampled_answer_depends_on_seed_and_repeat_alone():
+    before = torch.get_rng_state()
     settings = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 4, "until": []}
     asked = requests("generate_until", [("The river", settings), ("A", settings), ("The river", settings)])
     first = HarnessLM(reader(), words(), batch_size=1, how=ScoringOptions(seed=1)).generate_until(asked)
@@ -212,12 +203,6 @@ def test_a_sampled_answer_depends_on_seed_and_repeat_alone():
     assert turned == [first[1], first[0]]
     assert first[0] != first[2]
     assert first != other
-
-
-def test_sampling_leaves_the_ambient_random_state_alone():
-    before = torch.get_rng_state()
-    settings = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 3}
-    HarnessLM(reader(), words()).generate_until(requests("generate_until", [("A", settings)]))
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -242,20 +227,6 @@ def test_what_looks_at_the_future_is_refused_in_generation():
     harness = HarnessLM(reader(), words(), how=ScoringOptions(policy=Ranked(Uniform(keep=0.5))))
     with pytest.raises(InputError, match="policy"):
         harness.generate_until(ASKED["generate_until"])
-
-
-def test_a_chat_template_writes_what_a_task_says():
-    talk = [{"role": "user", "content": "hot?"}, {"role": "assistant", "content": "It is"}]
-    speaker = copy.deepcopy(words())
-    speaker.chat_template = (
-        "{% for one in messages %}{{ one.role[0] }}:{{ one.content }};{% endfor %}"
-        "{% if add_generation_prompt %}a:{% endif %}"
-    )
-    harness = HarnessLM(reader(), speaker)
-    assert harness.apply_chat_template(talk[:1]) == "u:hot?;a:"
-    assert harness.apply_chat_template(talk, add_generation_prompt=False) == "u:hot?;a:It is"
-    with pytest.raises(InputError, match="--apply_chat_template"):
-        HarnessLM(reader(), words()).apply_chat_template(talk)
 
 
 def test_bad_settings_name_the_option():

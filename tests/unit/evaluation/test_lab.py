@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 
 import support
-from adaponder import AdaPonderError, Entropy, FixedDepth, LearnedGate, Ranked, Uniform
+from adaponder import AdaPonderError, FixedDepth, LearnedGate
 from adaponder.analysis import policies_figure as figures
-from adaponder.analysis.style import depth_colours
 from adaponder.commands import policies as command
 from adaponder.evaluation.lab import dials
 from adaponder.evaluation.lab.dials import (
@@ -31,10 +30,11 @@ from adaponder.evaluation.lab.dials import (
     threshold_at,
     tune,
 )
-from adaponder.evaluation.lab.halves import Half, halve
+from adaponder.evaluation.lab.halves import halve
 from adaponder.evaluation.lab.lab import LEARNED, TRAINED, Lab, require_halting
 from adaponder.evaluation.scoring import ScoringOptions, score
 from adaponder.evaluation.text import Windows
+from adaponder.policies import parse_policy
 from adaponder.terminal import console
 from lab_support import K, made_up, opinionated
 
@@ -128,14 +128,6 @@ def test_the_trace_is_what_the_policies_see(model, halves):
         assert np.isinf(seen.signals[name][:, 0]).all()
         assert (seen.signals[name][:, 1:] > -1e-6).all()
         assert np.isfinite(seen.signals[name][:, 1:]).all()
-
-
-def test_the_trace_of_sliding_windows_has_each_prediction_once(model):
-    text = made_up([90])
-    half = Half(text, Windows(32, 10), text)
-    seen = at_full_depth(model, half, batch_size=3, seed=0)
-    scores = half.score(model, ScoringOptions(policy=FixedDepth(K)), batch_size=8, detail=True)
-    np.testing.assert_allclose(seen.signals["gate"], scores.gates, atol=1e-5)
 
 
 @given(seed=st.integers(0, 100), depth=st.floats(1.0, K), decimals=st.sampled_from([1, 2, 9]))
@@ -259,24 +251,6 @@ def test_on_a_short_text_the_search_ends_with_the_nearest_depth():
     assert found.missed is None
 
 
-def test_what_a_rule_cannot_do_is_reported_and_not_run():
-    found = tune(fake_dial(shallowest=2.0), 1.5, lambda setting: pytest.fail("was run"), iterations=K)
-    assert found.scores is None
-    assert found.depth is None
-    assert "at least 2" in found.missed
-
-
-def test_equal_gates_are_called_by_their_name(halves):
-    model = opinionated()
-    for gate in model.method.gates:
-        gate.out.weight.zero_()
-    lab = Lab(model, halves)
-    found = lab.tune(dials.threshold_dial(lab.full_depth, "gate"), 2.0)
-    assert "nearest depth" in found.missed
-    # Ranking needs no difference between gates.
-    assert lab.tune(dials.uniform_dial(lab.full_depth, ranked=True), 2.5).missed is None
-
-
 # --- the lab ------------------------------------------------------------------------------------------------------
 
 
@@ -321,29 +295,7 @@ def test_the_oracle_does_best_and_differences_are_to_the_learned_gate(rows):
         assert row.difference.mean == pytest.approx(row.loss - learned)
 
 
-def test_a_row_is_what_a_plain_scoring_of_its_policy_says(model, halves, rows):
-    row = next(row for row in rows if row.policy == "entropy")
-    threshold = float(row.spec.removeprefix("entropy:"))
-    half = halves.held_out
-    scores = score(model, half.text, half.windows, how=ScoringOptions(policy=Entropy(threshold)))
-    assert scores.loss == pytest.approx(row.loss)
-    assert scores.depth.mean() == row.depth
-    cost = scores.spent.cost
-    head = 2 * support.VOCABULARY * model.config.hidden_size
-    deciding = head * sum(row.active[: K - 1])
-    assert row.deciding_mflops * 1e6 == pytest.approx(deciding)
-    assert row.mflops * 1e6 == pytest.approx(cost.flops / cost.tokens)
-
-
-def test_the_ranked_row_is_the_papers_experiment(model, halves, rows):
-    row = next(row for row in rows if row.policy == "uniform, ranked")
-    half = halves.held_out
-    keep = float(row.spec.removeprefix("ranked-uniform:"))
-    scores = score(model, half.text, half.windows, how=ScoringOptions(policy=Ranked(Uniform(keep=keep))))
-    assert scores.loss == pytest.approx(row.loss)
-
-
-@pytest.mark.parametrize("method", ["mor", "ouro", "pondernet"])
+@pytest.mark.parametrize("method", ["mor", "ouro", "act"])
 def test_every_method_that_halts_has_a_lab(method):
     lab = Lab(opinionated(method, iterations=3), halve(made_up([32] * 24), WINDOWS))
     threshold = [dials.threshold_dial(lab.full_depth, rule) for rule in ("gate", "change")]
@@ -370,7 +322,19 @@ def test_nonsense_budgets_and_rates_are_refused(lab):
             lab.dials([rate])
 
 
-# --- pictures and tables ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["entropy", "uniform, ranked"])
+def test_a_row_equals_a_plain_scoring_with_its_policy(model, halves, rows, name):
+    row = next(row for row in rows if row.policy == name)
+    half = halves.held_out
+    scores = score(model, half.text, half.windows, how=ScoringOptions(policy=parse_policy(row.spec)))
+    assert scores.loss == pytest.approx(row.loss)
+    assert scores.depth.mean() == row.depth
+    head = 2 * support.VOCABULARY * model.config.hidden_size if name == "entropy" else 0
+    assert row.deciding_mflops * 1e6 == pytest.approx(head * sum(row.active[: K - 1]))
+    assert row.mflops * 1e6 == pytest.approx(scores.spent.cost.flops / scores.spent.cost.tokens)
+
+
+# --- figures and tables ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -395,20 +359,7 @@ def test_the_table_holds_every_number_of_the_rows(result):
             assert [line[f"active_{i}"] for i in range(1, K + 1)] == row["active"]
 
 
-def test_the_figures_show_every_policy_that_was_measured(result):
-    bars = figures.keep_probability(result["rows"], 3.0)
-    shown = [axis for axis in bars.axes if axis.get_visible()]
-    assert len(shown) == len([row for row in result["rows"] if row["budget"] == 3.0])
-    heights = [patch.get_height() for patch in shown[0].patches]
-    assert heights == next(row["active"] for row in result["rows"] if row["budget"] == 3.0)
-    forest = figures.differences(result["rows"], BUDGET)
-    labels = [label.get_text() for label in forest.axes[0].get_yticklabels()]
-    assert labels[-1] == "unable"
-    assert figures.ORACLE in labels
-    assert LEARNED not in labels
-
-
-def test_loss_against_compute_has_a_panel_for_each_rule_and_no_colour_for_two_things(result):
+def test_loss_against_compute_has_a_panel_for_each_rule_and_a_colour_for_each_line(result):
     drawn = figures.loss_against_compute(result["rows"])
     names = {row["policy"] for row in result["rows"] if row["loss"] is not None} - {figures.ORACLE, TRAINED}
     rules = list(dict.fromkeys(name.split(",")[0] for name in names - {LEARNED}))
@@ -448,30 +399,7 @@ def test_a_line_is_promised_where_one_is_drawn(result):
     assert "too few documents or windows for a 95 % interval" in label
 
 
-def test_the_words_around_the_differences_fit_the_page(result):
-    rows = [
-        row | {"difference": row["difference"] and row["difference"] | {"interval": None}} for row in result["rows"]
-    ]
-    unable = rows[-1] | {"budget": BUDGET, "loss": None, "missed": "reads every token at least 2 times"}
-    figure = figures.differences([*rows, unable], BUDGET)
-    figure.draw_without_rendering()
-    axis = figure.axes[0]
-    assert "arrow" in axis.get_xlabel()
-    for text in (axis.xaxis.label, axis._left_title):
-        box = text.get_window_extent()
-        assert box.x0 >= 0
-        assert box.x1 <= figure.bbox.x1
-
-
-def test_shares_of_iterations_do_not_wear_the_colours_of_depths(result):
-    drawn = figures.keep_probability(result["rows"], BUDGET)
-    bars = [patch.get_facecolor() for axis in drawn.axes for patch in axis.patches]
-    assert len(set(bars)) == 1
-    assert to_hex(bars[0]) not in map(to_hex, depth_colours(K))
-    lowest = [axis for axis in drawn.axes if axis.get_visible() and axis.xaxis.get_tick_params()["labelbottom"]]
-    assert len(lowest) == min(5, len([axis for axis in drawn.axes if axis.get_visible()]))
-
-
+@pytest.mark.every
 def test_a_result_is_saved_and_drawn_again_without_a_model(result, tmp_path):
     small = {"command": "policies", "budgets": [BUDGET], "rows": result["rows"][:3]}
     command.save(small, tmp_path / "first")
@@ -493,20 +421,6 @@ def test_what_is_no_result_is_not_drawn(tmp_path):
             command.redraw(path, out=tmp_path)
 
 
-def test_a_single_document_has_no_interval_and_still_a_picture(result):
-    rows = [dict(row) for row in result["rows"]]
-    for row in rows:
-        row["loss_interval"] = row["depth_interval"] = None
-        row["difference"] = row["difference"] and row["difference"] | {"interval": None}
-    figures.differences(rows, BUDGET)
-    figures.flat(rows)
-
-
-def test_windows_that_are_left_out_score_nothing_twice():
-    with pytest.raises(AdaPonderError, match="offset"):
-        replace(WINDOWS, every=2, offset=2)
-
-
 def test_a_column_of_intervals_is_there_if_there_is_one(rows, monkeypatch):
     monkeypatch.setattr(console, "width", 200)
 
@@ -521,8 +435,3 @@ def test_a_column_of_intervals_is_there_if_there_is_one(rows, monkeypatch):
     assert "to learned gate" in shown(bare)
     unable = replace(bare[2], loss=None, missed="reads every token at least 2 times")
     assert "cannot: reads every token at least 2 times" in shown([*bare, unable])
-    documents, windows = halve(made_up([32] * 24), WINDOWS), halve(made_up([300]), Windows(32))
-    assert command.described_intervals(documents) == "95 %, documents drawn again"
-    assert command.described_intervals(windows) == "left out, 5 windows being too few to draw again"
-    one = halve(made_up([64]), Windows(32))
-    assert command.described_intervals(one) == "left out, 1 window being too few to draw again"

@@ -50,8 +50,8 @@ def by_forward(model, text, how: Reading) -> list[dict]:
     return told
 
 
-def parted(scorer, text, how, size):
-    """The scores of a text that is read part by part, with another one between, and how many parts there were."""
+def in_parts(scorer, text, how, size):
+    """Scores a text part by part, and another text between parts; returns its scores and the number of parts."""
     parts, count = scorer.in_parts(text, how, size), 1
     while True:
         try:
@@ -63,9 +63,9 @@ def parted(scorer, text, how, size):
 
 
 def check(model, scorer, text, how=None, size=None) -> int:
-    """Compares with :func:`by_forward`; returns how many tokens were kept from before."""
+    """Compares with :func:`by_forward`; returns how many tokens were cached."""
     how = how or Reading(top=3)
-    scores = scorer.score(text, how) if size is None else parted(scorer, text, how, size)[0]
+    scores = scorer.score(text, how) if size is None else in_parts(scorer, text, how, size)[0]
     assert len(scores.tokens) == len(text)
     for slot, (score, expected) in enumerate(zip(scores.tokens, by_forward(model, text, how), strict=True)):
         assert score.depth == expected["depth"]
@@ -125,8 +125,8 @@ def test_a_text_read_in_parts_equals_one_read_at_once(how):
         scorer = TokenScorer(model)
         assert check(model, scorer, text, how, size) == 0
         assert check(model, scorer, [*text[:20], 9, 8, 7], how, size) == 20
-    assert parted(TokenScorer(model), text, how, 5)[1] == 5
-    assert parted(TokenScorer(model, kept_bytes=0), text, how, 5)[1] == 5  # what is not kept is not read again either
+    for scorer in (TokenScorer(model), TokenScorer(model, kept_bytes=0)):
+        assert in_parts(scorer, text, how, 5)[1] == 5
 
 
 def test_parts_that_nobody_goes_on_with_are_kept():
@@ -181,13 +181,6 @@ def test_texts_are_kept_apart_by_rule_seed_salt_and_limits():
     for how in ways:
         assert scorer.score(text, how).cached == 12
     assert scorer.score(text, Reading(seed=9)).cached == 12  # the gate does not look at it
-
-
-def test_full_depth_is_every_token_read_to_the_end():
-    for method in ("adaponder", "loop"):
-        model = tiny(method)
-        full = TokenScorer(model).score(ids(1, 9)[0].tolist(), Reading().at_full_depth(model))
-        assert set(full.depths) == {3}
 
 
 def test_only_the_last_texts_are_kept_and_few_bytes():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import support
-from adaponder import Entropy, FixedDepth, LearnedGate, PolicyInput
+from adaponder import Entropy, FixedDepth, LearnedGate
 from adaponder.policies import Change, Confidence, Divergence, Similarity
 from adaponder.policies.measures import MeasureThreshold
 from policy_support import EXECUTIONS, K, asked, depth_by_hand, padded
@@ -98,17 +98,3 @@ def test_the_logits_computed_to_decide_are_as_many_as_the_rule_says(model, polic
     spent = sum(hidden[..., 0].numel() for hidden in rows) - 18
     active = [int((output.depth > i).sum()) for i in range(K - 1)]
     assert spent == sum(policy.heads(i) * count for i, count in enumerate(active))
-
-
-def test_logits_exist_for_a_few_rows_at_a_time():
-    sizes = []
-
-    def head(hidden: Tensor) -> Tensor:
-        sizes.append(len(hidden))
-        return hidden
-
-    hidden = torch.randn(3000, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    rows: PolicyInput = dataclasses.replace(asked(torch.zeros(3000)), hidden=hidden, head=head)
-    best = hidden.softmax(-1).topk(2).values
-    assert torch.equal(Confidence(0.2)(rows), best[:, 0] - best[:, 1] <= 0.2)
-    assert max(sizes) <= 1024

@@ -15,7 +15,6 @@ import lab_support
 import support
 from adaponder import AdaPonderError, LearnedGate, Policy, PolicyInput, cli
 from adaponder.evaluation.lab.profiles import load_profile, store
-from adaponder.evaluation.meter import Meter
 from adaponder.policies import Ranked, Schedule, parse_policy
 from toy_policy import TopProbability
 
@@ -40,18 +39,6 @@ def test_the_toy_decides_depths_in_a_forward(model, execution):
     assert torch.equal(output.depth, depths_by_hand(output.iteration_logits, 0.2))
 
 
-def test_the_toy_is_metered_for_the_logits_it_decides_by(model):
-    depth = model(support.ids(3, 12), policy=TopProbability(0.2)).depth
-    spent = {}
-    for policy in (LearnedGate(), TopProbability(0.5)):
-        meter = Meter(model.config, dtype=torch.float32, device=torch.device("cpu"))
-        meter.add(depth, policy=policy)
-        spent[type(policy)] = meter.cost.gates
-    decisions = sum(int((depth > i).sum()) for i in range(K - 1))
-    head = 2 * support.VOCABULARY * model.config.hidden_size
-    assert spent[TopProbability] - spent[LearnedGate] == decisions * head
-
-
 def test_the_toy_is_evaluated_by_its_word_and_kept_in_a_profile(tmp_path):
     folder = lab_support.saved(tmp_path / "model", lab_support.opinionated())
     text = lab_support.written(tmp_path / "text.jsonl", documents=4)
@@ -72,15 +59,6 @@ def test_the_toy_is_evaluated_by_its_word_and_kept_in_a_profile(tmp_path):
 
 
 # --- words --------------------------------------------------------------------------------------------------------
-
-
-def test_the_toys_line_and_the_toy_are_each_other_and_the_list_of_words_names_it():
-    assert parse_policy("top:0.25") == TopProbability(0.25)
-    assert TopProbability(0.25).as_line() == "top:0.25"
-    with pytest.raises(AdaPonderError, match=r"name one of .*\btop\b"):
-        parse_policy("fast:1")
-    with pytest.raises(AdaPonderError, match="top takes one value, 2 were given"):
-        parse_policy("top:0.1,0.2")
 
 
 def test_a_policy_without_a_word_of_its_own_is_not_written_as_its_parent():
