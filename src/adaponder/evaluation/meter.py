@@ -109,7 +109,7 @@ class Spent:
             "gates_closed": self.gates_closed,
             "flops_per_token": cost.flops / tokens,
             "flops": {
-                part: getattr(cost, part) / tokens for part in ("body", "attention", "head", "expectation", "gates")
+                field: getattr(cost, field) / tokens for field in ("body", "attention", "head", "expectation", "gates")
             },
             "vanilla_flops_per_token": cost.vanilla / tokens,
             "flops_ratio": cost.ratio,
@@ -174,8 +174,8 @@ class Meter:
         if dense:
             read = (depth > 0) * deepest
             full = cost_of(read, self.config, every_gate=True, **arguments)
-            parts = {part: getattr(full, part) for part in ("rows", "body", "attention", "expectation", "gates")}
-            counted = Cost(**(vars(counted) | parts))
+            fields = {field: getattr(full, field) for field in ("rows", "body", "attention", "expectation", "gates")}
+            counted = Cost(**(vars(counted) | fields))
         active = [int((read > i).sum()) for i in range(deepest - 1)]
         counted = replace(counted, gates=counted.gates + deciding_flops(policy, active, self.shape))
         self.deepest = max(self.deepest, deepest)

@@ -157,7 +157,7 @@ def _score_batch(
     meter.add(output.depth, max_iterations=how.max_iterations, every_gate=detail, dense=dense, policy=how.policy)
     values = {"nll": _nll(output.logits, targets), "depth": output.depth}
     if detail:
-        values |= {name: torch.stack([each[name] for each in passes], dim=-1) for name in passes[0]}
+        values |= {name: torch.stack([values_of_pass[name] for values_of_pass in passes], dim=-1) for name in passes[0]}
         if output.gates is not None:
             values["gates"] = output.gates.float()
     return values
@@ -242,7 +242,7 @@ def score_portions(
     advance: Callable[[int], None] = lambda predictions: None,
 ) -> Scores:
     """Equals ``score(..., detail=True)``, but skips portions that ``journal`` holds and saves the others there."""
-    whole: dict[str, np.ndarray] = {}
+    arrays_of_text: dict[str, np.ndarray] = {}
     spent: list[Spent] = []
     for portion in portions(windows, text.predictions, batch_size):
         predictions = portion.scored(text.predictions)
@@ -259,8 +259,8 @@ def score_portions(
             spent.append(Spent.from_dict(saved.facts))
             advance(int(predictions.sum()))
         for field, values in arrays.items():
-            _whole(whole, field, values, text)[predictions] = values
-    return Scores(**whole, spent=sum(spent[1:], spent[0]))
+            _whole(arrays_of_text, field, values, text)[predictions] = values
+    return Scores(**arrays_of_text, spent=sum(spent[1:], spent[0]))
 
 
 # --- dense and compact execution agree: a depth may differ only where a gate nearly ties ------------------------------

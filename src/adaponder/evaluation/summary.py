@@ -122,7 +122,7 @@ class Difference:
 
     @property
     def told_apart(self) -> bool:
-        """Whether the interval excludes zero."""
+        """Returns whether the interval excludes zero."""
         return self.interval is not None and (self.interval.low > 0 or self.interval.high < 0)
 
     def as_dict(self) -> dict[str, Any]:

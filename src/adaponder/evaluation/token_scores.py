@@ -259,7 +259,7 @@ class TokenScorer:
             losses = -log_p.gather(-1, ids[:, None])[:, 0]
             if not bool(losses.isfinite().all()):
                 raise EvaluationError("prompt: the loss is not finite; the weights overflow in this precision")
-            values, likeliest = (found.tolist() for found in log_p.topk(top, -1))
+            values, likeliest = (tensor.tolist() for tensor in log_p.topk(top, -1))
             for index, ((score, _, _), loss) in enumerate(zip(chunk, losses.tolist(), strict=True)):
                 if len(score.nll) < len(score.hidden):
                     score.nll.append(loss)

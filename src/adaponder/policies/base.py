@@ -52,7 +52,7 @@ class PolicyInput:
 
     @property
     def logits(self) -> Tensor:
-        """Next-token logits at this iteration, computed on access: most policies do not need them."""
+        """Computes the next-token logits at this iteration; most policies do not need them."""
         return self.head(self.hidden)
 
 
@@ -126,7 +126,7 @@ class Policy(ABC):
 
     @property
     def spelling(self) -> str:
-        """The policy as it is typed, ``fixed:2``, for tables and errors; its fingerprint where it has no line."""
+        """Returns the policy as typed, ``fixed:2``, for tables and errors; its fingerprint where it has no line."""
         try:
             return self.as_line()
         except InputError:
@@ -206,8 +206,8 @@ def parse_policy(text: str, option: str = "--policy") -> Policy:
 
     ``option`` is named in errors.
     """
-    word, _, rest = text.partition(":")
-    value, _, thresholds = rest.partition("@")
+    word, _, numbers = text.partition(":")
+    value, _, thresholds = numbers.partition("@")
     by_word = {word: kind for kind in registered_policies() for word in kind.words()}
     try:
         policy = by_word[word].parse(PolicyLine(word, value, thresholds)) if word in by_word else None

@@ -54,8 +54,8 @@ class ForcedDepths(Policy):
 
     def __post_init__(self) -> None:
         depths = self.depths
-        whole = isinstance(depths, Tensor) and not depths.is_floating_point() and depths.dtype != torch.bool
-        if not whole or depths.ndim != 2:
+        is_integer = isinstance(depths, Tensor) and not depths.is_floating_point() and depths.dtype != torch.bool
+        if not is_integer or depths.ndim != 2:
             given = f"{depths.dtype} {tuple(depths.shape)}" if isinstance(depths, Tensor) else shown(depths)
             raise InputError(f"depths={given} must be a tensor [batch, time] of whole numbers")
 

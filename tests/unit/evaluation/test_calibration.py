@@ -100,17 +100,17 @@ def test_the_budget_is_met_on_the_half_it_was_tuned_on(lab, budget):
 
 
 def test_every_way_is_measured_on_text_it_has_not_seen(lab):
-    found = calibrate(lab, 2.5)
-    assert [choice.chosen for choice in found.choices] == [True] + [False] * (len(found.choices) - 1)
-    assert {choice.row.policy for choice in found.choices} == {ONE, EACH}
+    result = calibrate(lab, 2.5)
+    assert [choice.chosen for choice in result.choices] == [True] + [False] * (len(result.choices) - 1)
+    assert {choice.row.policy for choice in result.choices} == {ONE, EACH}
     half = lab.halves.held_out
-    for choice in found.choices:
+    for choice in result.choices:
         assert choice.row.depth_interval.low <= choice.row.depth <= choice.row.depth_interval.high
-    scores = score(lab.model, half.text, half.windows, how=ScoringOptions(policy=found.policy))
-    assert scores.loss == pytest.approx(found.chosen.loss)
-    assert scores.depth.mean() == found.chosen.depth
-    assert found.policy.as_line() == found.chosen.spec
-    json.dumps(found.as_dict())
+    scores = score(lab.model, half.text, half.windows, how=ScoringOptions(policy=result.policy))
+    assert scores.loss == pytest.approx(result.chosen.loss)
+    assert scores.depth.mean() == result.chosen.depth
+    assert result.policy.as_line() == result.chosen.spec
+    json.dumps(result.as_dict())
 
 
 def way(gain: float, *, noise: float = 0.0, missed: str | None = None, run: bool = True) -> Tuned:
@@ -170,8 +170,9 @@ def test_what_cannot_be_is_refused_by_name(lab):
             meet(lab, budget)
     with pytest.raises(AdaPonderError, match="--rule fast"):
         meet(lab, 2.0, rule="fast")
-    with pytest.raises(AdaPonderError, match=r"--budget 1\.5"):
-        calibrate(lab, 1.5, rule="kl")
+    for rule in ("kl", "change", "similarity"):  # before anything is opened
+        with pytest.raises(AdaPonderError, match=r"--budget 1\.5"):
+            command.calibrate("no such folder", data="no such text", budget=1.5, rule=rule)
 
 
 # --- the frontier -------------------------------------------------------------------------------------------------
@@ -211,8 +212,8 @@ def data(checkpoint):
 
 
 def test_a_budget_becomes_a_profile_that_other_commands_can_name(checkpoint, data, tmp_path):
-    asked = {"data": str(data), "window": 64, "out": tmp_path / "out", "json": tmp_path / "result.json"}
-    result = command.calibrate(checkpoint=str(checkpoint), budget=2.2, frontier=True, step=3.0, **asked)
+    options = {"data": str(data), "window": 64, "out": tmp_path / "out", "json": tmp_path / "result.json"}
+    result = command.calibrate(checkpoint=str(checkpoint), budget=2.2, frontier=True, step=3.0, **options)
     chosen = result["calibration"]["choices"][0]
     assert chosen["tuning_depth"] == pytest.approx(2.2, abs=REACHED)
     policy = load_profile(checkpoint, "budget-2.2")
@@ -233,26 +234,20 @@ def test_a_budget_becomes_a_profile_that_other_commands_can_name(checkpoint, dat
 
 
 def test_a_profile_is_replaced_only_when_told_to(checkpoint, data, monkeypatch):
-    asked = {"data": str(data), "window": 64, "budget": 2.5, "name": "mine"}
-    command.calibrate(checkpoint=str(checkpoint), **asked)
+    options = {"data": str(data), "window": 64, "budget": 2.5, "name": "mine"}
+    command.calibrate(checkpoint=str(checkpoint), **options)
     before = command.list_profiles(str(checkpoint))["mine"]
     monkeypatch.setattr("adaponder.evaluation.lab.lab.Lab", None)  # refused before the work
     with pytest.raises(AdaPonderError, match="--name mine"):
-        command.calibrate(checkpoint=str(checkpoint), **asked | {"budget": 3.0})
+        command.calibrate(checkpoint=str(checkpoint), **options | {"budget": 3.0})
     monkeypatch.undo()
     assert command.list_profiles(str(checkpoint))["mine"] == before
-    command.calibrate(checkpoint=str(checkpoint), **asked | {"budget": 3.0}, replace=True)
+    command.calibrate(checkpoint=str(checkpoint), **options | {"budget": 3.0}, replace=True)
     assert command.list_profiles(str(checkpoint))["mine"]["budget"] == 3.0
 
 
-@pytest.mark.parametrize("rule", ["kl", "change", "similarity"])
-def test_a_budget_below_the_least_depth_of_a_rule_is_refused_before_anything_is_opened(rule):
-    with pytest.raises(AdaPonderError, match=r"--budget 1\.5"):
-        command.calibrate("no such folder", data="no such text", budget=1.5, rule=rule)
-
-
 def test_an_interrupted_frontier_keeps_its_rows_and_its_profile(checkpoint, data, tmp_path, monkeypatch, capsys):
-    asked = {"data": str(data), "window": 64, "budget": 2.6, "frontier": True, "step": 3.0, "out": tmp_path / "out"}
+    wanted = {"data": str(data), "window": 64, "budget": 2.6, "frontier": True, "step": 3.0, "out": tmp_path / "out"}
     seen = []
 
     def three(*args, **options):
@@ -264,13 +259,13 @@ def test_an_interrupted_frontier_keeps_its_rows_and_its_profile(checkpoint, data
 
     monkeypatch.setattr("adaponder.evaluation.lab.lab.frontier", three)
     with pytest.raises(KeyboardInterrupt):
-        command.calibrate(checkpoint=str(checkpoint), **asked)
+        command.calibrate(checkpoint=str(checkpoint), **wanted)
     monkeypatch.undo()
     assert "3 finished rows are saved in" in capsys.readouterr().err
     assert "budget-2.6" in command.list_profiles(str(checkpoint))
     untuned, measured = Lab.untuned, []
     monkeypatch.setattr(Lab, "untuned", lambda *args, **options: measured.append(1) or untuned(*args, **options))
-    assert command.calibrate(checkpoint=str(checkpoint), **asked)["rows"][:3] == seen
+    assert command.calibrate(checkpoint=str(checkpoint), **wanted)["rows"][:3] == seen
     assert len(measured) == 4 - 1  # two rows by budget and one by depth were there
     assert not (tmp_path / "out" / "unfinished").exists()
 
@@ -293,8 +288,8 @@ def test_a_checkpoint_without_gates_and_wrong_options_are_refused(checkpoint, da
 def test_the_lab_on_a_checkpoint_prints_every_policy_and_saves_its_table(
     checkpoint, data, tmp_path, capsys, monkeypatch
 ):
-    whole = Lab.dials
-    monkeypatch.setattr(Lab, "dials", lambda lab, rates: [dial for dial in whole(lab, rates) if dial.name in SHOWN])
+    full = Lab.dials
+    monkeypatch.setattr(Lab, "dials", lambda lab, rates: [dial for dial in full(lab, rates) if dial.name in SHOWN])
     monkeypatch.setattr(console, "width", 200)
     result = policies_command.policies(
         checkpoint=str(checkpoint), data=str(data), window=64, budgets=[2.2], rates=(), json=tmp_path / "lab.json"

@@ -2,13 +2,13 @@
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from adaponder import Divergence, Entropy, FixedDepth, LearnedGate, cli
@@ -20,8 +20,9 @@ from adaponder.evaluation import scoring
 from adaponder.evaluation.meter import Meter, check_all
 from adaponder.evaluation.scoring import ScoringOptions, agreement, default_length, score
 from adaponder.evaluation.summary import bootstrap, by_source, paired_difference, summarise
-from adaponder.evaluation.text import Text, Vocabulary, Windows, open_text, open_vocabulary
+from adaponder.evaluation.text import Text, Windows, open_text, open_vocabulary
 from adaponder.methods.cost import cost_of
+from lab_support import made_up
 from stock_support import make_stock
 from support import HALTING, METHODS, VOCABULARY, tiny
 
@@ -48,14 +49,6 @@ def records(stock):
     return path
 
 
-def made_up(lengths=(30, 1, 89, 80), *, seed: int = 0) -> Text:
-    """Random tokens in documents of these lengths, from two sources."""
-    stream = np.random.default_rng(seed).integers(0, VOCABULARY, sum(lengths) + 1)
-    starts = np.cumsum(lengths) - lengths
-    names = tuple("ab"[i % 2] for i in range(len(lengths)))
-    return Text(stream, starts, names, np.array(lengths) * 3, Vocabulary(Tokenizer.from_str(_NO_WORDS), 0))
-
-
 def part(text: Text, first: int, last: int) -> Text:
     """Documents ``first … last - 1`` alone."""
     ends = np.append(text.starts, text.predictions)
@@ -63,9 +56,6 @@ def part(text: Text, first: int, last: int) -> Text:
     chosen = slice(first, last)
     stream, starts = text.stream[begin : stop + 1], text.starts[chosen] - begin
     return Text(stream, starts, text.sources[chosen], text.utf8_bytes[chosen], text.vocabulary)
-
-
-_NO_WORDS = json.dumps({"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}})
 
 
 # --- text ---------------------------------------------------------------------------------------------------------
@@ -97,12 +87,12 @@ def test_repaired_text_is_reported(stock, tmp_path, capsys):
 
 def test_a_cut_text_has_the_bytes_of_what_is_left(stock, records):
     words = open_vocabulary(str(stock))
-    whole = open_text(str(records), words, whose="stock")
-    cut = open_text(str(records), words, whose="stock", max_tokens=int(whole.starts[1]) + 3)
-    assert cut.predictions == whole.starts[1] + 3
+    full = open_text(str(records), words, whose="stock")
+    cut = open_text(str(records), words, whose="stock", max_tokens=int(full.starts[1]) + 3)
+    assert cut.predictions == full.starts[1] + 3
     left = words.tokenizer.decode(cut.stream[-3:].tolist())
-    assert cut.utf8_bytes.tolist() == [whole.utf8_bytes[0], len(left.encode())]
-    assert whole.first(cut.predictions).stream.tolist() == cut.stream.tolist()
+    assert cut.utf8_bytes.tolist() == [full.utf8_bytes[0], len(left.encode())]
+    assert full.first(cut.predictions).stream.tolist() == cut.stream.tolist()
 
 
 def test_foreign_tokens_and_empty_texts_are_refused(stock, records, tmp_path):
@@ -214,7 +204,7 @@ def test_documents_alone_score_as_if_the_others_were_not_there():
     assert np.abs(together.nll - np.concatenate(alone)).max() < 1e-12
 
 
-def test_a_window_that_does_not_fit_and_a_foreign_id_are_refused():
+def test_a_window_that_does_not_fit_and_an_id_outside_the_vocabulary_are_refused():
     with pytest.raises(InputError, match="--window 65"):
         score(tiny(), made_up(), Windows(65))
     # A pause stands at its token's position: it takes no context away.
@@ -317,11 +307,11 @@ def test_the_meter_agrees_with_torch_for_every_method():
 def test_sources_weigh_up_to_the_whole():
     text, nll = made_up(), np.random.default_rng(1).random(200)
     depth = np.random.default_rng(2).integers(1, 4, 200)
-    whole, parts = summarise(text, nll, depth), by_source(text, nll, depth)
-    assert sum(part.tokens * part.loss for part in parts.values()) / 200 == pytest.approx(whole.loss)
-    assert sum(part.tokens * part.depth for part in parts.values()) / 200 == pytest.approx(whole.depth)
-    assert whole.bits_per_byte == pytest.approx(nll.sum() / math.log(2) / 600)
-    assert whole.perplexity == pytest.approx(math.exp(nll.mean()))
+    full, parts = summarise(text, nll, depth), by_source(text, nll, depth)
+    assert sum(part.tokens * part.loss for part in parts.values()) / 200 == pytest.approx(full.loss)
+    assert sum(part.tokens * part.depth for part in parts.values()) / 200 == pytest.approx(full.depth)
+    assert full.bits_per_byte == pytest.approx(nll.sum() / math.log(2) / 600)
+    assert full.perplexity == pytest.approx(math.exp(nll.mean()))
     assert by_source(made_up((10,)), nll[:10], depth[:10]) == {}
 
 
@@ -341,10 +331,10 @@ def test_an_interval_resamples_documents_not_tokens():
 def test_a_paired_difference_sees_what_two_intervals_would_hide():
     text = made_up((20,) * 30)
     noise = np.random.default_rng(0).normal(5.0, 2.0, text.predictions)
-    found = paired_difference(text, noise, noise - 0.01)
-    assert found.mean == pytest.approx(-0.01)
-    assert found.told_apart
-    assert (found.wins, found.ties) == (1.0, 0.0)
+    result = paired_difference(text, noise, noise - 0.01)
+    assert result.mean == pytest.approx(-0.01)
+    assert result.told_apart
+    assert (result.wins, result.ties) == (1.0, 0.0)
     half = np.where(np.arange(text.predictions) % 2 == 0, noise, noise + 1.0)
     assert (paired_difference(text, noise, half).wins, paired_difference(text, noise, half).ties) == (0.0, 0.5)
     assert not paired_difference(text, noise, noise).told_apart
@@ -357,10 +347,10 @@ def test_a_paired_difference_sees_what_two_intervals_would_hide():
 
 @pytest.mark.parametrize("method", HALTING)
 def test_dense_and_skipping_agree(method):
-    found = agreement(tiny(method, dtype=torch.float32), made_up(), Windows(16))
-    assert found.loss_difference < 1e-5
-    assert found.flips == 0
-    assert "every depth the same" in str(found)
+    result = agreement(tiny(method, dtype=torch.float32), made_up(), Windows(16))
+    assert result.loss_difference < 1e-5
+    assert result.flips == 0
+    assert "every depth the same" in str(result)
 
 
 def test_a_flip_far_from_the_threshold_is_not_explained_away(monkeypatch):
@@ -372,13 +362,13 @@ def test_a_flip_far_from_the_threshold_is_not_explained_away(monkeypatch):
         return score(*args, how=how, **kwargs)
 
     monkeypatch.setattr(scoring, "score", wrong)
-    found = agreement(model, text, Windows(16))
-    assert found.flips > 50
-    assert found.unexplained is not None
-    assert found.unexplained > found.flips / 2
-    assert "not at a near tie" in str(found)
-    assert str(found).startswith("dense and skipping DISAGREE")
-    assert not found.holds
+    result = agreement(model, text, Windows(16))
+    assert result.flips > 50
+    assert result.unexplained is not None
+    assert result.unexplained > result.flips / 2
+    assert "not at a near tie" in str(result)
+    assert str(result).startswith("dense and skipping DISAGREE")
+    assert not result.holds
 
 
 def test_a_tau_per_gate_is_compared_gate_by_gate():
@@ -400,11 +390,11 @@ def test_eval_prints_loss_and_cost_and_writes_them_down(ada, records, tmp_path):
     record = tmp_path / "eval.json"
     result = invoke("eval", ada, "--data", records, "--depths", "1,3", "--window", "16", "--json", record)
     assert result.exit_code == 0, result.output
-    found = json.loads(record.read_text())
-    assert [row["label"] for row in found["rows"]] == ["its own depths", "depth 1", "depth 3"]
-    assert [row["cost"]["iterations"] for row in found["rows"][1:]] == [1.0, 3.0]
-    assert found["agreement"]["loss_difference"] < 1e-5
-    assert set(found["sources"]) == {"books", "code"}
+    outcome = json.loads(record.read_text())
+    assert [row["label"] for row in outcome["rows"]] == ["its own depths", "depth 1", "depth 3"]
+    assert [row["cost"]["iterations"] for row in outcome["rows"][1:]] == [1.0, 3.0]
+    assert outcome["agreement"]["loss_difference"] < 1e-5
+    assert set(outcome["sources"]) == {"books", "code"}
     for words in ("bits/byte", "x vanilla", "disjoint windows of 16", "dense and skipping agree", "By source"):
         assert words in result.output
 
@@ -444,27 +434,23 @@ def test_compare_counts_equal_tokens_and_names_policies_as_typed(ada, records, t
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "field"),
     [
         (("eval", "{ada}"), "--data"),
         (("eval", "{ada}", "--data", "{records}", "--depths", "1,x"), "--depths 1,x"),
         (("eval", "{ada}", "--data", "{records}", "--depths", "4"), "--depths 4"),
-        (("eval", "{ada}", "--data", "{records}", "--window", "513"), "--window 513"),
         (("eval", "{ada}", "--data", "{records}", "--tau", "0.5", "--policy", "fixed:2"), "--policy and --tau"),
+        (("compare", "{ada}", "{other}", "--data", "{records}"), "different tokenizers"),
     ],
 )
-def test_wrong_use_names_the_option(ada, records, arguments, says):
-    result = invoke(*(argument.format(ada=ada, records=records) for argument in arguments))
+def test_wrong_use_names_the_option(ada, stock, records, tmp_path, arguments, field):
+    if field == "different tokenizers":
+        shutil.copytree(stock, tmp_path / "other")
+        file = tmp_path / "other" / "tokenizer.json"
+        content = json.loads(file.read_text())
+        words = content["model"]["vocab"]
+        words["a"], words["b"] = words["b"], words["a"]
+        file.write_text(json.dumps(content))
+    result = invoke(*(argument.format(ada=ada, records=records, other=tmp_path / "other") for argument in arguments))
     assert isinstance(result.exception, InputError)
-    assert says in str(result.exception)
-
-
-def test_different_tokenizers_cannot_be_paired(stock, records, tmp_path):
-    make_stock(tmp_path / "other")
-    file = tmp_path / "other" / "tokenizer.json"
-    content = json.loads(file.read_text())
-    words = content["model"]["vocab"]
-    words["a"], words["b"] = words["b"], words["a"]
-    file.write_text(json.dumps(content))
-    result = invoke("compare", stock, tmp_path / "other", "--data", records)
-    assert "different tokenizers" in str(result.exception)
+    assert field in str(result.exception)

@@ -33,14 +33,14 @@ def text(vocabulary):
 
 def answers(text) -> np.ndarray:
     """Which predictions are of answers or of a document's end, found by reading each as a person would."""
-    found = np.zeros(text.predictions, bool)
+    result = np.zeros(text.predictions, bool)
     ends = [*text.starts[1:].tolist(), text.predictions]
     for start, end in zip(text.starts.tolist(), ends, strict=True):
         words = text.vocabulary.tokenizer.decode(text.stream[start + 1 : end + 1].tolist()).split()
         for question in questions(words):
-            found[start + question.place] = True
-        found[end - 1] = True
-    return found
+            result[start + question.place] = True
+        result[end - 1] = True
+    return result
 
 
 def test_answers_are_what_counts_of_puzzles_prepared_or_not(text, vocabulary, tmp_path):
@@ -122,11 +122,11 @@ def test_sources_are_told_apart_by_what_counts_of_them(vocabulary, tmp_path):
     prepare([PUZZLES, "mano:documents=30"], out=tmp_path, validation=0.0)
     both = open_text(str(tmp_path), vocabulary, whose="a model", split="train")
     nll, depth = np.arange(both.predictions, dtype=float), np.ones(both.predictions, np.int64)
-    found = by_source(both, nll, depth)
+    result = by_source(both, nll, depth)
     names = np.array(both.sources)[both.document]
     for name in ("hops", "mano"):
-        assert found[name].loss == pytest.approx(nll[(names == name) & both.counted].mean(), rel=1e-12)
-        assert found[name].bits_per_byte is None
+        assert result[name].loss == pytest.approx(nll[(names == name) & both.counted].mean(), rel=1e-12)
+        assert result[name].bits_per_byte is None
 
 
 def test_eval_scores_the_answers_of_the_puzzler(tmp_path):

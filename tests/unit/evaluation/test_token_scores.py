@@ -36,18 +36,18 @@ def by_forward(model, text, how: Reading) -> list[dict]:
             output_iteration_logits=True,
             on_iteration=shown.append,
         )
-    told = []
+    expected = []
     for slot in range(len(text)):
         active = [one for one in shown if one.active[0, slot]]
         logs = [torch.log_softmax(output.iteration_logits[one.index][0, slot], -1) for one in active]
-        told.append(
+        expected.append(
             {
                 "depth": int(output.depth[0, slot]),
                 "gates": [float(one.gate[0, slot]) for one in active if one.gate is not None],
                 "logs": logs,
             }
         )
-    return told
+    return expected
 
 
 def in_parts(scorer, text, how, size):
@@ -89,8 +89,8 @@ def test_edits_equal_an_uncached_forward(method):
     assert check(model, scorer, text) == 0
     for place in (19, 18, 20, 14, 3, 0):  # the end, before it, a longer text, the middle, the beginning
         text = text[:place] + [generator.randrange(VOCABULARY) for _ in range(22 - place)]
-        kept = check(model, scorer, text)
-        assert kept == (place if place >= 14 else 0)
+        cached = check(model, scorer, text)
+        assert cached == (place if place >= 14 else 0)
     assert check(model, scorer, text) == len(text)
     assert check(model, scorer, text[:5]) == 5
     assert check(model, scorer, text) == len(text)
@@ -113,8 +113,8 @@ def test_any_policy_and_forced_depths(how):
     scorer = TokenScorer(model)
     text = ids(1, 14)[0].tolist()
     check(model, scorer, text, how)
-    kept = check(model, scorer, [*text[:-1], 7, 8], how)
-    assert kept == (0 if isinstance(how.policy, Custom) else 13)
+    cached = check(model, scorer, [*text[:-1], 7, 8], how)
+    assert cached == (0 if isinstance(how.policy, Custom) else 13)
 
 
 @pytest.mark.parametrize("how", [Reading(top=2), Reading(depths={0: 3, 13: 3}, top=1)], ids=["learned", "forced"])

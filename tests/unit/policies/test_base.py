@@ -102,9 +102,9 @@ def test_the_policy_decides_the_mask_only_and_the_update_stays_weighted_by_s():
         embedding = embedding + s[..., None] * expected
     by_hand = stock(inputs_embeds=embedding, use_cache=False).logits
     for execution in EXECUTIONS:
-        kept = model(token, policy=FixedDepth(3), execution=execution)
-        assert kept.depth.item() == 3
-        assert float((kept.logits - by_hand).abs().max()) <= 1e-12
+        output = model(token, policy=FixedDepth(3), execution=execution)
+        assert output.depth.item() == 3
+        assert float((output.logits - by_hand).abs().max()) <= 1e-12
     assert model(token).depth.item() == 1
 
 

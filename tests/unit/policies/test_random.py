@@ -15,11 +15,11 @@ def test_the_random_rule_keeps_its_share_at_every_iteration_and_among_those_it_k
     alive = torch.ones(count, dtype=torch.bool)
     gate = torch.zeros(count)
     for iteration in range(3):
-        kept = Random(keep)(asked(gate, iteration=iteration, seed=seed))
+        continues = Random(keep)(asked(gate, iteration=iteration, seed=seed))
         for among in (torch.ones_like(alive), alive):
             n = int(among.sum())
-            assert abs(float(kept[among].double().mean()) - keep) <= 3 * math.sqrt(keep * (1 - keep) / n)
-        alive &= kept
+            assert abs(float(continues[among].double().mean()) - keep) <= 3 * math.sqrt(keep * (1 - keep) / n)
+        alive &= continues
 
 
 def test_the_random_rule_depends_on_seed_position_and_iteration_alone():

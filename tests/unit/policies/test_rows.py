@@ -220,8 +220,8 @@ def test_an_iteration_without_a_number_keeps_nothing():
 @example(position=2**31, seed=2**63 - 1, iteration=100)
 @example(position=5, seed=-1, iteration=3)
 def test_the_hash_of_wrapping_numbers_is_that_of_whole_numbers(position, seed, iteration):
-    found = unit_hash(torch.tensor([position]), torch.tensor([seed]), torch.tensor([iteration]))
-    assert found.item() == hash_by_hand(position, seed, iteration)
+    result = unit_hash(torch.tensor([position]), torch.tensor([seed]), torch.tensor([iteration]))
+    assert result.item() == hash_by_hand(position, seed, iteration)
 
 
 @given(seed=st.integers(-(2**200), 2**200))

@@ -26,19 +26,6 @@ def model():
     return support.tiny(iterations=K, dtype=torch.float32)
 
 
-def depths_by_hand(logits: Tensor, bound: float) -> Tensor:
-    """From logits ``[K, batch, time, words]`` after each iteration."""
-    keep = torch.softmax(logits[:-1], -1).amax(-1) < bound
-    return 1 + keep.long().cumprod(0).sum(0)
-
-
-@pytest.mark.parametrize("execution", ["dense", "compact"])
-def test_the_toy_decides_depths_in_a_forward(model, execution):
-    output = model(support.ids(3, 12), policy=TopProbability(0.2), execution=execution, output_iteration_logits=True)
-    assert output.depth.unique().numel() > 2
-    assert torch.equal(output.depth, depths_by_hand(output.iteration_logits, 0.2))
-
-
 def test_the_toy_is_evaluated_by_its_word_and_kept_in_a_profile(tmp_path):
     folder = lab_support.saved(tmp_path / "model", lab_support.opinionated())
     text = lab_support.written(tmp_path / "text.jsonl", documents=4)

@@ -87,8 +87,8 @@ def halve(text: Text, windows: Windows) -> Halves:
     larger = max(first[text.document].sum(), (~first)[text.document].sum())
     even = 2 * larger - text.predictions <= _UNEQUAL * text.predictions
     if documents >= _ENOUGH_DOCUMENTS and even:
-        parts = [_documents(text, chosen) for chosen in (first, ~first)]
-        halves = [Half(part, windows, part) for part in parts]
+        texts = [_documents(text, documents_of_half) for documents_of_half in (first, ~first)]
+        halves = [Half(half_text, windows, half_text) for half_text in texts]
         how, drawn = f"{documents} documents assigned whole", "documents"
     elif len(windows.starts(text.predictions)) < 2:
         raise InputError(
@@ -123,16 +123,16 @@ def _documents(text: Text, chosen: np.ndarray) -> Text:
 def _every_other(text: Text, windows: Windows, offset: int) -> Half:
     """Returns the half of every second window, starting with window ``offset``."""
     windows = replace(windows, every=2, offset=offset)
-    chosen = windows.scored(text.predictions)
-    index = np.flatnonzero(chosen)
+    predictions = windows.scored(text.predictions)
+    index = np.flatnonzero(predictions)
     # A window begins where its first prediction does not follow the one before it.
     starts = np.flatnonzero(np.diff(index, prepend=-2) > 1)
     first = text.document[index[starts]]
     lengths = np.diff(starts, append=len(index))
-    whole = np.diff(text.starts, append=text.predictions)[first]
+    document_lengths = np.diff(text.starts, append=text.predictions)[first]
     # Bytes in proportion to tokens, of the document that the window begins in.
-    utf8_bytes = np.round(text.utf8_bytes[first] * lengths / whole).astype(np.int64)
-    return Half(text, windows, _part(text, chosen, starts, first, utf8_bytes))
+    utf8_bytes = np.round(text.utf8_bytes[first] * lengths / document_lengths).astype(np.int64)
+    return Half(text, windows, _part(text, predictions, starts, first, utf8_bytes))
 
 
 def _part(text: Text, chosen: np.ndarray, starts: np.ndarray, documents: np.ndarray, utf8_bytes: np.ndarray) -> Text:

@@ -126,14 +126,14 @@ class HarnessLM(TemplateLM):
         """Returns the log-likelihood of each text, in disjoint windows, each conditioned on the token before it."""
         windows, owners = [], []
         for owner, request in enumerate(requests):
-            parts = get_rolling_token_windows(
+            of_request = get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,
             )
-            for part in parts:
-                windows.append((None, *make_disjoint_window(part)))
+            for window in of_request:
+                windows.append((None, *make_disjoint_window(window)))
                 owners.append(owner)
         totals = [0.0] * len(requests)
         for owner, (total, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
@@ -296,10 +296,10 @@ class HarnessLM(TemplateLM):
 
     # --- batches ------------------------------------------------------------------------------------------------
 
-    def _batches(self, things: Any, *, key: Callable[[Any], Any]) -> Iterator[list[Any]]:
+    def _batches(self, items: Any, *, key: Callable[[Any], Any]) -> Iterator[list[Any]]:
         """Yields batches sorted by ``key``: the longest first, so that a lack of memory shows at once."""
-        ordered = iter(sorted(things, key=key))
-        with self._counting(self._task, len(things)) as advance:
+        ordered = iter(sorted(items, key=key))
+        with self._counting(self._task, len(items)) as advance:
             while batch := list(islice(ordered, self.batch_size)):
                 yield batch
                 advance(len(batch))

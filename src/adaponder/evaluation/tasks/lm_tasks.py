@@ -148,8 +148,12 @@ def _from_files(manager: TaskManager, name: str, shots: int, data: TaskData, lim
     loaded = {split: _dataset(name, config, data, split, None if examples == split else limit)}
     if examples is not None and examples != split:
         loaded[examples] = _dataset(name, config, data, examples, None)
-    # lm-eval applies changes to a registered task when it is a member of an unnamed group.
-    changed = {"task": name, "custom_dataset": lambda **_: loaded} | _splits(config, split, examples, loaded)
+    # lm-eval applies changes to a registered task when it is a member of an unnamed group. Where test and few-shot
+    # split are the same, it leaves the item out of its own examples.
+    changed: dict[str, Any] = {"task": name, "custom_dataset": lambda **_: loaded}
+    changed |= {"training_split": None, "validation_split": None, "test_split": split, "fewshot_split": examples}
+    if isinstance(shown := config.get("fewshot_config"), dict):
+        changed["fewshot_config"] = {key: value for key, value in shown.items() if key != "split"}
     file = data.find(name, split)
     try:
         task: Any = manager.load([{"group": "records", "task": [changed]}])["tasks"][name]
@@ -162,11 +166,11 @@ def _from_files(manager: TaskManager, name: str, shots: int, data: TaskData, lim
 
 def _evaluated(name: str, config: dict[str, Any], data: TaskData) -> str:
     """Returns the split to evaluate: lm-eval's, else test or validation, whichever is in ``data``."""
-    wanted = config.get("test_split") or config.get("validation_split") or "test"
-    for split in (wanted, "test", "validation"):
+    theirs = config.get("test_split") or config.get("validation_split") or "test"
+    for split in (theirs, "test", "validation"):
         if data.find(name, split):
             return split
-    raise InputError(f"--task-data: no records of {name}; looked for {data.looked_for(name, wanted)}")
+    raise InputError(f"--task-data: no records of {name}; looked for {data.looked_for(name, theirs)}")
 
 
 def _examples(name: str, config: dict[str, Any], data: TaskData, split: str) -> str | None:
@@ -177,35 +181,17 @@ def _examples(name: str, config: dict[str, Any], data: TaskData, split: str) -> 
     shown = config.get("fewshot_config") or {}
     if shown.get("samples"):
         return None
-    own = config.get("fewshot_split") or shown.get("split") or config.get("training_split")
-    own = own or config.get("validation_split")
+    theirs = config.get("fewshot_split") or shown.get("split") or config.get("training_split")
+    theirs = theirs or config.get("validation_split")
     mapped = data.fewshot(name)
-    wanted = mapped or (own if own and own != split else "train")
-    if data.find(name, wanted):
-        return wanted
+    source = mapped or (theirs if theirs and theirs != split else "train")
+    if data.find(name, source):
+        return source
     raise InputError(
-        f"--fewshot: {name} draws its examples from {wanted}, which is not here; looked for "
-        f"{data.looked_for(name, wanted)}"
+        f"--fewshot: {name} draws its examples from {source}, which is not here; looked for "
+        f"{data.looked_for(name, source)}"
         + ("" if mapped else f"; `fewshot: {split}` there draws from {split} instead")
     )
-
-
-def _splits(config: dict[str, Any], split: str, examples: str | None, loaded: dict[str, Any]) -> dict[str, Any]:
-    """Returns config changes that make a task evaluate ``split`` and draw examples from ``examples``."""
-    kinds = ("training_split", "validation_split", "test_split", "fewshot_split")
-    changes = {kind: config.get(kind) if config.get(kind) in loaded else None for kind in kinds}
-    changes["test_split" if config.get("test_split") or not config.get("validation_split") else "validation_split"] = (
-        split
-    )
-    if examples == split:
-        # lm-eval leaves the item out of its own examples where these two are the same.
-        changes["test_split"] = changes["fewshot_split"] = split
-    elif examples not in (None, changes["training_split"] or changes["validation_split"]):
-        changes["fewshot_split"] = examples
-    shown = config.get("fewshot_config")
-    if isinstance(shown, dict) and shown.get("split") not in (None, examples):
-        changes["fewshot_config"] = {key: value for key, value in shown.items() if key != "split"}
-    return changes
 
 
 def _dataset(name: str, config: dict[str, Any], data: TaskData, split: str, limit: int | None) -> datasets.Dataset:
@@ -295,19 +281,19 @@ def _metrics(task: Any, results: dict[str, Any], samples: list[dict[str, Any]]) 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context manager in which lm-eval and datasets log only errors and show no progress bars."""
+    """Silences lm-eval and datasets but for errors, and hides their progress bars."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "huggingface_hub")]
     levels = [logger.level for logger in loggers]
-    bars, made = datasets.are_progress_bars_disabled(), lm_eval.api.task.tqdm
+    bars, tqdm = datasets.are_progress_bars_disabled(), lm_eval.api.task.tqdm
     try:
         for logger in loggers:
             logger.setLevel(logging.ERROR)
         datasets.disable_progress_bars()
-        lm_eval.api.task.tqdm = functools.partial(made, disable=True)
+        lm_eval.api.task.tqdm = functools.partial(tqdm, disable=True)
         yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-        lm_eval.api.task.tqdm = made
+        lm_eval.api.task.tqdm = tqdm
         if not bars:
             datasets.enable_progress_bars()

@@ -75,7 +75,7 @@ class Comparison:
 
     @property
     def difference(self) -> float | None:
-        """The paper's delta acc."""
+        """Returns the paper's delta acc."""
         return None if self.reference_average is None else self.average - self.reference_average
 
     def as_dict(self) -> dict[str, Any]:

@@ -110,9 +110,9 @@ def _read_map(path: Path) -> dict[str, dict[str, str]]:
     for task, splits in tasks.items():
         if not isinstance(splits, dict) or not all(isinstance(value, str) for value in splits.values()):
             raise InputError(f"{path}: {task} must be an object of splits and file names, e.g. {{test: easy.jsonl}}")
-        wanted = splits.get("fewshot")
-        if wanted is not None and wanted not in (*SPLITS, *splits):
-            raise InputError(f"{path}: {task}.fewshot is {wanted!r}, which is not one of its splits")
+        fewshot = splits.get("fewshot")
+        if fewshot is not None and fewshot not in (*SPLITS, *splits):
+            raise InputError(f"{path}: {task}.fewshot is {fewshot!r}, which is not one of its splits")
     return tasks
 
 
