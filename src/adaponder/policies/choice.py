@@ -69,7 +69,7 @@ def profile_policy(profiles: Profiles, name: str, option: str) -> Policy:
         raise InputError(
             f"{option} {name} is not a profile of this checkpoint ({known}); adaponder calibrate makes one"
         )
-    return parse_policy(profiles[name]["policy"])
+    return parse_policy(profiles[name]["policy"], f"{option} {name}:")
 
 
 def _calibrated(profiles: Profiles, iterations: int) -> list[tuple[float, tuple[float, ...]]]:

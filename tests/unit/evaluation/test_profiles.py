@@ -11,6 +11,7 @@ import torch
 
 import support
 from adaponder import AdaPonderError, LearnedGate, Uniform
+from adaponder.checkpoints.manifest import sealed
 from adaponder.errors import CheckpointError, InputError
 from adaponder.evaluation.lab import profiles
 from adaponder.evaluation.lab.profiles import FILE, identity, load_profile, store, stored
@@ -82,6 +83,14 @@ def test_an_edited_or_damaged_file_is_refused(folder, change):
     for use in (lambda: load_profile(folder, "a"), lambda: store(folder, "b", PROFILE)):
         with pytest.raises(CheckpointError, match=r"profiles\.json"):
             use()
+
+
+@pytest.mark.parametrize("profile", [3, {}, {"policy": 3}, {"policy": "gate:0.1", "budget": "x"}, {"policy": "fast:1"}])
+def test_a_sealed_file_with_wrong_types_is_refused(folder, profile):
+    content = {"format": 1, "weights": identity(folder), "profiles": {"a": profile}}
+    (folder / FILE).write_text(sealed(content))
+    with pytest.raises(AdaPonderError, match=r"profiles\.json|--profile a"):
+        load_profile(folder, "a")
 
 
 def test_other_weights_or_another_config_are_refused(folder):

@@ -42,13 +42,24 @@ def stored(folder: Path) -> dict[str, dict[str, Any]]:
     content = read_json(path)
     cure = f"remove {path.name} and calibrate again"
     profiles = content.get("profiles")
-    if content.get("format") != FORMAT or not isinstance(profiles, dict):
+    if (
+        content.get("format") != FORMAT
+        or not isinstance(profiles, dict)
+        or not all(map(_is_profile, profiles.values()))
+    ):
         raise CheckpointError(f"{path} does not hold profiles of format {FORMAT}; {cure}")
     if not is_sealed(content):
         raise CheckpointError(f"{path}: checksum mismatch, the file was damaged or edited by hand; {cure}")
     if content.get("weights") != identity(folder):
         raise CheckpointError(f"{path}: its profiles were calibrated for other weights or another config; {cure}")
     return dict(sorted(profiles.items(), key=lambda item: (item[1].get("budget", math.inf), item[0])))
+
+
+def _is_profile(profile: Any) -> bool:
+    """Returns whether a profile has the types that ``store`` writes."""
+    if not isinstance(profile, dict) or not isinstance(profile.get("policy"), str):
+        return False
+    return isinstance(profile.get("budget", 0), (int, float))
 
 
 def store(folder: Path, name: str, profile: dict[str, Any]) -> Path:
