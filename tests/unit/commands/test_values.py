@@ -125,6 +125,7 @@ def judge(code: int | None, error: str, said: str) -> None:
         assert "Traceback" not in error, said
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("words", BASE)
 def test_no_value_of_any_option_ends_in_a_traceback(capsys, monkeypatch, parser, words):
     for param in parser.commands[words].params:
