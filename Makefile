@@ -44,11 +44,10 @@ test-every: setup  ## further cases of what make test takes some of: two hundred
 test-engine: setup  ## two thousand mixed requests and random engines: each says what it says alone
 	$(PYTEST) $(BIN)/python tests/laws/engine_soak.py --record
 
-test-serve: setup  ## a server for minutes: 500 streams, 1,000 hang-ups, 10,000 schema cases, broken bytes, lm-eval, the page
+test-serve: setup  ## a server for minutes: 500 streams, 1,000 hang-ups, 10,000 schema cases, broken bytes, the page
 	$(PYTEST) $(BIN)/python tests/serving/soak.py --record
 	$(PYTEST) $(BIN)/python tests/serving/schema_check.py --record
 	$(PYTEST) $(BIN)/python tests/serving/fuzz.py --record
-	$(PYTEST) $(BIN)/python tests/serving/harness_check.py --record
 	$(PYTEST) $(BIN)/python tests/serving/page_check.py --record
 
 test-ray: setup  ## replicas on Ray Serve: throughput, a killed replica, keys and limits (installs the extra scale)

@@ -119,8 +119,9 @@ def run(
     if scenario is not None:
         name, every = f"decode-{scenario}", served("ouro-1.4b", counts or (1, 32, 128), lengths[0] if lengths else 1024)
     elif checkpoint is not None:
-        name, where = "decode-checkpoint", itertools.product((ENGINE, DRAFTING), sizes["lanes"], sizes["contexts"])
-        every = [DecodeCase(side, checkpoint, count, length, None) for side, count, length in where]
+        name = "decode-checkpoint"
+        where = list(itertools.product(sizes["lanes"], sizes["contexts"]))
+        every = [DecodeCase(side, checkpoint, *at, None) for side in (ENGINE, DRAFTING) for at in where]
     else:
         shapes = shape or (["70m", "410m"] if device.type == "cuda" else ["tiny"])
         name = "-".join(["decode", *shapes, *(["subset"] if subset else [])])

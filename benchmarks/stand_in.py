@@ -182,7 +182,7 @@ def stand_in_worker(lanes: int, tick: float):
 
 def main() -> None:
     """Serves on a free port of 127.0.0.1 until it is ended."""
-    from adaponder.serving.app import make_app
+    from adaponder.serving.routes import make_app
     from adaponder.serving.server import address_of, listen, run
     from adaponder.serving.settings import Settings
 

@@ -15,7 +15,7 @@ import httpx
 import uvicorn
 
 from adaponder import AdaPonderForCausalLM, Engine
-from adaponder.serving.app import make_app
+from adaponder.serving.routes import make_app
 from adaponder.serving.served import Served
 from adaponder.serving.server import address_of, bounded, listen
 from adaponder.serving.settings import Settings

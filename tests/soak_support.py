@@ -152,8 +152,8 @@ def solo(engine: Engine, body: dict[str, Any]) -> tuple[list[int], list[int]]:
     return completion.ids, [token.depth for token in completion.tokens]
 
 
-class Told:
-    """What a stream said: ids and depths of its tokens, its text, its end."""
+class StreamedAnswer:
+    """The tokens, text and end of a stream."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -183,9 +183,11 @@ class Told:
                 self.depths.append(token["depth"])
 
 
-async def stream(url: str, body: dict[str, Any], *, key: str | None = None, leave_after: float | None = None) -> Told:
+async def stream(
+    url: str, body: dict[str, Any], *, key: str | None = None, leave_after: float | None = None
+) -> StreamedAnswer:
     """Asks for a stream and reads it to its end, or hangs up ``leave_after`` seconds after asking."""
-    place, told = urlsplit(url), Told()
+    place, answer = urlsplit(url), StreamedAnswer()
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
     data = json.dumps(body).encode()
     secret = "" if key is None else f"Authorization: Bearer {key}\r\n"
@@ -193,26 +195,26 @@ async def stream(url: str, body: dict[str, Any], *, key: str | None = None, leav
     writer.write(f"{head}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
     try:
         async with asyncio.timeout(leave_after):
-            await _read_stream(reader, told)
+            await _read_stream(reader, answer)
     except TimeoutError:
         assert leave_after is not None
     finally:
         writer.transport.abort() if leave_after is not None else writer.close()
-    return told
+    return answer
 
 
-async def _read_stream(reader: asyncio.StreamReader, told: Told) -> None:
+async def _read_stream(reader: asyncio.StreamReader, answer: StreamedAnswer) -> None:
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
-    told.status = int(head.split(" ")[1])
+    answer.status = int(head.split(" ")[1])
     if "text/event-stream" not in head:
-        told.error = (await reader.read()).decode("utf-8", "replace")
+        answer.error = (await reader.read()).decode("utf-8", "replace")
         return
     held = b""
     while size := int(await reader.readline() or b"0", 16):
         held += (await reader.readexactly(size + 2))[:-2]
         *events, held = held.split(b"\n\n")
         for event in events:
-            told.take(event)
+            answer.take(event)
 
 
 def run_parts(

@@ -17,26 +17,23 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-PACKAGES = ("playwright", "fastapi", "uvicorn")
 LEFT_OUT = (
-    "all of tests/browser is left out: {missing}; install Chromium (Debian: apt install chromium) and the extras "
+    "all of tests/browser is left out: {} is missing; install Chromium (Debian: apt install chromium) and the extras "
     "serve and dev, then run pytest tests/browser"
 )
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    found = next((path for name in NAMES if (path := shutil.which(name))), None)
-    if found is None:
-        pytest.skip(LEFT_OUT.format(missing=f"none of {', '.join(NAMES)} is on the path"))
-    missing = [name for name in PACKAGES if find_spec(name) is None]
-    if missing:
-        pytest.skip(LEFT_OUT.format(missing=f"not installed: {', '.join(missing)}"))
+    path = next((path for name in NAMES if (path := shutil.which(name))), None)
+    missing = [name for name in ("playwright", "fastapi", "uvicorn") if find_spec(name) is None]
+    if path is None or missing:
+        pytest.skip(LEFT_OUT.format(", ".join(missing) or "a browser"))
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
         # Without its sandbox, which containers forbid: it opens our own page only.
-        opened = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        opened = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         yield opened
         opened.close()
 
@@ -51,29 +48,7 @@ def address(browser: Browser) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def shared(browser: Browser, address: str) -> Iterator[Explorer]:
-    """The tab that most tests use one after another."""
-    from explorer_support import Explorer
-
-    context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
-    context.set_default_timeout(15_000)
-    explorer = Explorer(context, address)
-    explorer.open()
-    explorer.check()
-    yield explorer
-    context.close()
-
-
-@pytest.fixture
-def explorer(shared: Explorer) -> Iterator[Explorer]:
-    """The page with no text, wide and light; during a test it must stay silent and ask nobody else."""
-    shared.reset()
-    yield shared
-    shared.check()
-
-
-@pytest.fixture
-def tab(browser: Browser, address: str) -> Iterator[Callable[[], Explorer]]:
+def new_tab(browser: Browser, address: str) -> Iterator[Callable[[], Explorer]]:
     """Makes tabs that share nothing with others."""
     from explorer_support import Explorer
 
@@ -87,3 +62,19 @@ def tab(browser: Browser, address: str) -> Iterator[Callable[[], Explorer]]:
     yield make
     for context in contexts:
         context.close()
+
+
+@pytest.fixture(scope="module")
+def shared(new_tab: Callable[[], Explorer]) -> Explorer:
+    """The tab that most tests use one after another."""
+    explorer = new_tab().open()
+    explorer.check()
+    return explorer
+
+
+@pytest.fixture
+def explorer(shared: Explorer) -> Iterator[Explorer]:
+    """The page with no text, wide and light; during a test it must stay silent and ask nobody else."""
+    shared.reset()
+    yield shared
+    shared.check()

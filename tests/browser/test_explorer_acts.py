@@ -223,32 +223,7 @@ def test_a_predicted_part_of_a_character_is_not_written_as_its_name(explorer):
     assert "bytes:" not in explorer.text()
 
 
-def test_a_character_is_shown_once_its_last_part_is_written(explorer):
-    *begun, end = [token["id"] for token in post(explorer.address, "tokenize", prompt="café")["tokens"]]
-    page, address = explorer.page, urllib.parse.urlencode({"text": "caf\ufffd", "ids": ".".join(map(str, begun))})
-    page.evaluate(f"location.hash = '{address}'")
-    explorer.until("document.getElementById('text').value === 'caf\ufffd'")
-    explorer.settle()
-    choice = {"index": 0, "text": "é", "adaponder": {"tokens": [{"id": end, "text": "é"}]}, "finish_reason": "length"}
-    said = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
-    page.route("**/v1/completions", lambda route: route.fulfill(body=said, content_type="text/event-stream"))
-    page.click("#continue")
-    explorer.until("document.getElementById('text').value === 'café'")
-    explorer.settle()
-    page.unroute("**/v1/completions")
-    assert [text for text, _ in explorer.tokens()] == ["c", "a", "f", "é"]
-    assert urllib.parse.parse_qs(explorer.fragment())["text"] == ["café"]
-    assert page.is_enabled("#again")
-
-
-def test_an_empty_pace_takes_no_line(explorer):
-    explorer.page.set_viewport_size({"width": 1100, "height": 900})
-    explorer.page.evaluate("() => { document.getElementById('pace').textContent = ''; }")
-    row, button = (explorer.page.locator(name).bounding_box() for name in ("#write", "#continue"))
-    assert button["y"] - row["y"] == row["y"] + row["height"] - button["y"] - button["height"] + 1  # its upper line
-
-
-def test_the_address_brings_everything_back(explorer, tab):
+def test_the_address_brings_everything_back(explorer, new_tab):
     explorer.fill(f"{TEXT}é <b> # & % + \t\u202e\n")
     explorer.page.evaluate("document.querySelector('#grid-a [data-slot=\"3\"]').click()")
     explorer.page.click("#inspector [data-force='2']")
@@ -258,7 +233,7 @@ def test_the_address_brings_everything_back(explorer, tab):
     explorer.page.keyboard.press("Tab")
     explorer.dial(0.3)
     fragment = explorer.fragment()
-    other = tab()
+    other = new_tab()
     other.open(f"#{fragment}")
     other.page.wait_for_selector("#grid-b .column")
     for where in ("#mirror", "#copy"):
@@ -297,8 +272,8 @@ def test_what_is_exported_can_be_read(explorer):
     assert math.isclose(numbers["a"]["loss"], answer["loss"])
 
 
-def test_what_goes_wrong_is_said_and_what_was_typed_stays(tab):
-    explorer = tab()
+def test_what_goes_wrong_is_said_and_what_was_typed_stays(new_tab):
+    explorer = new_tab()
     explorer.open()
     page = explorer.page
     page.route("**/score", lambda route: route.abort())
@@ -330,21 +305,3 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways(explorer, dark):
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.click("#inspector .close")
     assert page.is_hidden("#inspector")
-
-
-@pytest.mark.parametrize("width", [761, 1081, 1280])
-def test_two_texts_begin_at_one_height_under_dials_of_one_line_each(explorer, width):
-    page = explorer.page
-    page.set_viewport_size({"width": width, "height": 900})
-    explorer.fill(TEXT)
-    page.click("#compare")
-    page.wait_for_selector("#grid-b .column")
-    tops = page.eval_on_selector_all(".sheet", "all => all.map((one) => one.getBoundingClientRect().top)")
-    assert tops[0] == tops[1]
-    beside = {"#B-rule": "#match", "#dial-a .slide": "#dial-a .reading", "#dial-b .slide": "#dial-b .reading"}
-    for left, right in beside.items():
-        one, other = (page.eval_on_selector(name, "one => one.getBoundingClientRect()") for name in (left, right))
-        assert one["right"] <= other["left"], (left, right)
-        assert abs(one["top"] + one["bottom"] - other["top"] - other["bottom"]) < 6, (left, right)
-    heights = page.eval_on_selector_all(".stat dt", "all => all.map((one) => one.offsetHeight)")
-    assert len(set(heights)) == 1, "a label has two lines"

@@ -1,4 +1,4 @@
-"""Models of another shape than the small one: many iterations, one iteration, no token that halts."""
+"""Servers with another model than the small one, or with a key."""
 
 from __future__ import annotations
 
@@ -10,22 +10,7 @@ from explorer_support import Explorer, serving, small_model
 
 # An address from another model: its rule and its forced depth may be none of this one's.
 FRAGMENT = "#text=def%20f(self)&a=gate:1e-5&forced=0-1&most=8"
-# Neighbours of one kind that overlap, and buttons that stick out of the group that clips them.
-_COLLISIONS = """() => {
-  const found = [];
-  for (const chart of document.querySelectorAll(".chart")) {
-    for (const kind of [".tick:not(.end)", ".value"]) {
-      const boxes = [...chart.querySelectorAll(kind)].map((one) => one.getBoundingClientRect());
-      const across = (one, other) => other.left < one.right && other.top < one.bottom && one.top < other.bottom;
-      boxes.slice(1).forEach((box, index) => across(boxes[index], box) && found.push(kind));
-    }
-  }
-  const group = document.querySelector(".actions .segments").getBoundingClientRect();
-  for (const button of document.querySelectorAll(".actions .segments button")) {
-    if (button.getBoundingClientRect().right > group.right) found.push(button.textContent);
-  }
-  return found;
-}"""
+KEY = "a-key-of-many-characters"
 
 
 @contextmanager
@@ -45,7 +30,6 @@ def test_sixteen_iterations_have_room(browser):
         deepest = max(range(len(explorer.columns())), key=explorer.columns().__getitem__)
         page.click(f"#a-{deepest}")
         assert page.locator(".actions [data-force]").count() == 17
-        assert page.evaluate(_COLLISIONS) == []
         page.click("#compare")
         page.wait_for_selector("#summary-b li[data-count='0']")
         empty = page.eval_on_selector_all("li[data-count='0'] .bar", "all => all.map((one) => one.clientWidth)")
@@ -66,3 +50,25 @@ def test_a_model_that_halts_no_token_is_shown(browser, method, iterations):
         page.wait_for_selector("#pace:not(:empty)")
         explorer.settle()
         assert len(explorer.text()) > len(text)
+
+
+def test_the_page_opens_once_the_key_was_given(browser):
+    context = browser.new_context()
+    context.set_default_timeout(15_000)
+    with serving(key=KEY) as address:
+        explorer = Explorer(context, address)
+        page = explorer.page
+        assert page.goto(address).status == 401
+        page.fill("#key", "not-the-key-of-this-server")
+        page.click("button")
+        assert page.get_by_role("status").inner_text() == "That is not a key of this server."
+        page.fill("#key", KEY)
+        page.click("button")
+        explorer.settle()
+        assert page.url.split("#")[0] == f"{address}/"
+        [cookie] = context.cookies()
+        assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
+        assert KEY not in cookie["value"]
+        # What a browser says of the two refusals, and nothing else (its advice on forms is of the kind "verbose").
+        assert all("401" in line for line in explorer.heard if not line.startswith("verbose")), explorer.heard
+    context.close()

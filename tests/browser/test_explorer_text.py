@@ -74,32 +74,6 @@ def test_only_the_newest_answer_is_shown(explorer):
     assert explorer.page.evaluate("[...window.counts]") == [len(explorer.columns())]
 
 
-def test_input_methods_compose_undisturbed(explorer):
-    explorer.fill("x = ")
-    explorer.page.focus("#text")
-    explorer.page.keyboard.press("Control+End")
-    session = explorer.page.context.new_cdp_session(explorer.page)
-    for part in ("に", "にほ", "にほん"):
-        session.send("Input.imeSetComposition", {"text": part, "selectionStart": len(part), "selectionEnd": len(part)})
-        explorer.page.wait_for_timeout(60)
-    session.send("Input.insertText", {"text": "日本"})
-    explorer.settle()
-    assert explorer.text() == "x = 日本"
-    assert "".join(text for text, _ in explorer.tokens()) == "x = 日本"
-
-
-def test_a_text_of_five_hundred_tokens_is_pasted_and_edited(explorer):
-    text = TEXT * 18
-    explorer.fill(text)
-    assert len(explorer.columns()) > 500
-    shows(explorer, text, policy="gate:0.5")
-    explorer.page.focus("#text")
-    explorer.page.keyboard.press("Control+End")
-    explorer.page.keyboard.type("self")
-    explorer.settle()
-    shows(explorer, f"{text}self", policy="gate:0.5")
-
-
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_hostile_text_stays_text(explorer, width):
     explorer.page.set_viewport_size({"width": width, "height": 900})

@@ -12,6 +12,7 @@ import json
 import random
 import sys
 import tempfile
+import threading
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -22,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-from adaponder.inference import Engine
-from harness_support import reader
-from soak_support import NAME, at_rest, draw_body, run_parts, serving, solo, stream, wait_for, write_checkpoint
+from soak import same_as_alone
+
+from soak_support import NAME, run_parts, serving, write_checkpoint
 
 RECORD = Path(__file__).with_suffix(".json")
 _PIECES = (
@@ -57,7 +58,11 @@ def good_request(draw: random.Random, host: str) -> bytes:
         path = draw.choice(["/health", "/ready", "/metrics", "/v1/models", "/", "/page/x", "/openapi.json"])
         return f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
     path = draw.choice(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/score"])
-    body: dict[str, Any] = {"model": NAME, "prompt": "past the mill", "max_tokens": 4, "stream": draw.random() < 0.5}
+    return post(path, {"model": NAME, "prompt": "past the mill", "max_tokens": 4, "stream": draw.random() < 0.5}, host)
+
+
+def post(path: str, body: dict[str, Any], host: str) -> bytes:
+    """A POST as it is written to a socket."""
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
     return head.encode() + b"\r\n\r\n" + data
@@ -90,48 +95,28 @@ async def throw(host: str, port: int, data: bytes, patience: float) -> list[int]
         incoming, writer = await asyncio.open_connection(host, port)
     except OSError:
         return [-1]
-    said = b""
+    answer = b""
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(patience):
             writer.write(data)
             await writer.drain()
             while part := await incoming.read(65536):
-                said += part
+                answer += part
     writer.transport.abort()
-    return [int(line[9:12]) for line in said.split(b"\r\n") if line[:9] == b"HTTP/1.1 " and line[9:12].isdigit()]
+    return [int(line[9:12]) for line in answer.split(b"\r\n") if line[:9] == b"HTTP/1.1 " and line[9:12].isdigit()]
 
 
-async def say_nothing(host: str, port: int, seconds: float) -> None:
-    """A connection that is opened and left alone."""
-    with suppress(OSError):
-        _, writer = await asyncio.open_connection(host, port)
-        await asyncio.sleep(seconds)
-        writer.transport.abort()
-
-
-async def write_slowly(host: str, port: int, data: bytes, seconds: float) -> None:
-    """A request whose bytes come one by one."""
+async def linger(host: str, port: int, data: bytes, seconds: float, *, slowly: bool) -> None:
+    """Sends bytes one by one or at once, reads nothing, and leaves after so many seconds."""
     with suppress(OSError, TimeoutError):
-        _, writer = await asyncio.open_connection(host, port)
-        async with asyncio.timeout(seconds):
-            for place in range(len(data)):
-                writer.write(data[place : place + 1])
-                await writer.drain()
-                await asyncio.sleep(0.1)
-        writer.transport.abort()
-
-
-async def never_read(host: str, port: int, place: str, seconds: float) -> None:
-    """A client that asks for much and reads nothing of it; not for so much that the queue is full, which is 429."""
-    with suppress(OSError):
         _, writer = await asyncio.open_connection(host, port, limit=1)
         writer.transport.pause_reading()
-        body = {"model": NAME, "prompt": ["a", "b", "c"], "n": 8, "max_tokens": 60, "stream": True}
-        body |= {"adaponder": {"depth": True, "gates": True, "iteration_top": 20, "ignore_eos": True}}
-        data = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {place}\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-        await asyncio.sleep(seconds)
+        async with asyncio.timeout(seconds):
+            for place in range(len(data) if slowly else 0):
+                writer.write(data[place : place + 1])
+                await asyncio.sleep(0.1)
+            writer.write(b"" if slowly else data)
+            await asyncio.sleep(seconds)
         writer.transport.abort()
 
 
@@ -140,45 +125,38 @@ def attack(url: str, *, requests: int, idlers: int, seed: int, good: int, second
     place = urlsplit(url)
     host, port = place.hostname or "", place.port or 0
     draw = random.Random(seed)
-    bodies = [draw_body(draw) for _ in range(good)]
     thrown = [broken(draw, place.netloc) for _ in range(requests)]
     statuses: Counter[int] = Counter()
+    # It asks for much, but not for so much that the queue is full, which is 429.
+    greedy = {"model": NAME, "prompt": ["a", "b", "c"], "n": 8, "max_tokens": 60, "stream": True}
+    greedy |= {"adaponder": {"depth": True, "gates": True, "iteration_top": 20, "ignore_eos": True}}
+    nuisances = [b""] * idlers + [post("/v1/completions", greedy, place.netloc)] * max(1, idlers // 4)
 
     async def throw_all() -> None:
         gate = asyncio.Semaphore(20)
 
-        async def one(data: bytes) -> None:
+        async def throw_one(data: bytes) -> None:
             async with gate:
                 statuses.update(await throw(host, port, data, 0.5) or [0])
 
-        await asyncio.gather(*(one(data) for data in thrown))
-
-    async def everything() -> list[Any]:
         slow = good_request(random.Random(seed), place.netloc)
-        nuisances = [say_nothing(host, port, seconds) for _ in range(idlers)]
-        nuisances += [write_slowly(host, port, slow, seconds) for _ in range(idlers)]
-        nuisances += [never_read(host, port, place.netloc, seconds) for _ in range(max(1, idlers // 4))]
-        background = [asyncio.create_task(one) for one in (*nuisances, throw_all())]
-        told = []
-        for first in range(0, len(bodies), 8):
-            told += await asyncio.gather(*(stream(url, body) for body in bodies[first : first + 8]))
-        await asyncio.gather(*background)
-        return told
+        await asyncio.gather(
+            *(linger(host, port, data, seconds, slowly=False) for data in nuisances),
+            *(linger(host, port, slow, seconds, slowly=True) for _ in range(idlers)),
+            *(throw_one(data) for data in thrown),
+        )
 
-    answers = asyncio.run(everything())
-    engine = Engine(reader(), lanes=1)
-    for body, told in zip(bodies, answers, strict=True):
-        assert (told.status, told.error, told.done) == (200, None, True), (told.status, told.error)
-        assert (told.ids, told.depths) == solo(engine, body)
+    attacker = threading.Thread(target=lambda: asyncio.run(throw_all()))
+    attacker.start()
+    found = same_as_alone(url, good, seed, over=attacker.join)
     assert not any(status >= 500 for status in statuses), statuses
     assert statuses[-1] == 0, f"{statuses[-1]} connections were not taken"
-    wait_for(lambda: at_rest(url), "nothing is left of all this", seconds=60)
     return {
         "thrown": requests,
         "answers_by_status": {str(status): count for status, count in sorted(statuses.items())},
-        "silent_or_slow": 2 * idlers + max(1, idlers // 4),
+        "silent_or_slow": idlers + len(nuisances),
         "good_streams": good,
-        "equal_to_solo": good,
+        "equal_to_solo": found["equal_to_solo"],
     }
 
 

@@ -69,8 +69,8 @@ def wait_until_shown(page: Page, number: int) -> None:
 
 def main_thread_seconds(session: CDPSession) -> float:
     """Processor time of the page's main thread until now."""
-    found = {one["name"]: one["value"] for one in session.send("Performance.getMetrics")["metrics"]}
-    return found["TaskDuration"]
+    metrics = session.send("Performance.getMetrics")["metrics"]
+    return next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
 
 
 def rested(page: Page) -> None:
@@ -107,11 +107,11 @@ def measured(page: Page, text: str) -> dict[str, Any]:
     spent = main_thread_seconds(session) - before
     return {
         "edit_ms": round(median(edits), 1),
-        "edits_ms": [round(one, 1) for one in edits],
-        "server_ms": round(1000 * median(one.json()["seconds"] for one in answers), 1),
+        "edits_ms": [round(milliseconds, 1) for milliseconds in edits],
+        "server_ms": round(1000 * median(answer.json()["seconds"] for answer in answers), 1),
         "page_processor_ms_per_edit": round(1000 * spent / len(TYPED), 1),
         "paste_ms": round(median(pastes), 1),
-        "pastes_ms": [round(one, 1) for one in pastes],
+        "pastes_ms": [round(milliseconds, 1) for milliseconds in pastes],
     }
 
 

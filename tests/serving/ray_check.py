@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import random
 import signal
@@ -39,52 +40,36 @@ LANES, TICK = 16, 0.1
 PORT = 8917
 
 
-class SaysWho:
-    """The app, each answer with its process's number."""
+class NamesItsProcess:
+    """Adds the number of its process to each answer of the app."""
 
     def __init__(self, app: Any) -> None:
         self.app, self.worker = app, app.worker
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def saying(message: Any) -> None:
+        async def send_with_process(message: Any) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], (b"x-served-by", str(os.getpid()).encode())]
             await send(message)
 
-        await self.app(scope, receive, saying if scope["type"] == "http" else send)
+        await self.app(scope, receive, send_with_process if scope["type"] == "http" else send)
 
 
 def stand_in(lanes: int, tick: float) -> Any:
-    """The app with a key over an engine that sleeps."""
-    from adaponder.serving.app import make_app
+    """Returns the app with a key over an engine that sleeps."""
+    from adaponder.serving.routes import make_app
     from benchmarks.stand_in import stand_in_worker
 
     settings = Settings(lanes=lanes, access=Access(keys=(Key.of(KEY),)))
-    return SaysWho(make_app(stand_in_worker(lanes, tick), settings))
+    return NamesItsProcess(make_app(stand_in_worker(lanes, tick), settings))
 
 
-_deployed: list[ours.Cluster] = []
-
-
-def deployed(replicas: int, **options: Any) -> str:
-    """The address of so many replicas, on a cluster that is started once; those that run already stay."""
-
-    def make() -> Any:
-        return stand_in(LANES, TICK)
-
-    where = ours.Cluster(port=PORT, replicas=replicas, cpus=0.5, **options)
-    settings = Settings(lanes=LANES)
-    if not _deployed:
-        url = ours.deploy(make, where, settings)
-    else:
-        from ray import serve
-
-        url = f"http://127.0.0.1:{PORT}"
-        if _deployed[-1] != where:
-            application = ours._application(make, where, settings, {"enable_access_log": False, "log_level": "WARNING"})
-            serve.run(application, name=ours.APPLICATION, route_prefix="/")
-    _deployed.append(where)
-    return url
+def deployed(replicas: int) -> str:
+    """Returns the address of so many replicas, on a cluster that is started once; those that run already stay."""
+    cluster, settings = ours.Cluster(port=PORT, replicas=replicas, cpus=0.5), Settings(lanes=LANES)
+    if "ray" not in sys.modules:
+        ours.connect(cluster, settings)
+    return ours.deploy(lambda: stand_in(LANES, TICK), cluster, settings)
 
 
 def load_of(new: int, **more: Any) -> ServerLoad:
@@ -92,8 +77,8 @@ def load_of(new: int, **more: Any) -> ServerLoad:
 
 
 def middle_rate(answers: list[Answer]) -> float:
-    """Tokens per second between a sixth and four sixths of all tokens: every lane is busy."""
-    came = sorted((when, count) for one in answers for when, count in one.scaled())
+    """Returns the tokens per second between a sixth and four sixths of all tokens: every lane is busy."""
+    came = sorted((when, count) for answer in answers for when, count in answer.scaled())
     total, so_far, marks = sum(count for _, count in came), 0.0, []
     for when, count in came:
         so_far += count
@@ -103,7 +88,7 @@ def middle_rate(answers: list[Answer]) -> float:
 
 
 def replicas(settings: argparse.Namespace) -> dict[str, Any]:
-    """Tokens/s at saturation of one replica and of several."""
+    """Measures tokens/s at saturation of one replica and of several."""
     rows = []
     for count in settings.replicas:
         url = deployed(count)
@@ -115,18 +100,18 @@ def replicas(settings: argparse.Namespace) -> dict[str, Any]:
         requests = round(14 * rate)
         due = [number / rate for number in range(requests)]
         answers = run_client(url, load.bodies(requests, part=count), due, key=KEY, timeout=120)
-        found = summary(answers, max(one.ended for one in answers))
+        found = summary(answers, max(answer.ended for answer in answers))
         assert found["answered"] == requests, found["failures"]
-        by = Counter(one.served_by for one in answers)
+        by = Counter(answer.served_by for answer in answers)
         assert len(by) == count, f"{len(by)} of {count} replicas answered"
         rows.append({"replicas": count, "tokens_per_second": middle_rate(answers), "requests": requests})
         rows[-1]["requests_by_replica"] = sorted(by.values())
         rows[-1] |= {"first_token": found["first_token"], "between_tokens": found["between_tokens"]}
         rows[-1]["engine_tokens_per_second"] = count * LANES / TICK
         print(f"  {count} replicas: {rows[-1]['tokens_per_second']:,.0f} tokens/s, {sorted(by.values())}", flush=True)
-    one, two = rows[0]["tokens_per_second"], rows[1]["tokens_per_second"]
-    assert two >= 1.8 * one, f"two replicas make {two / one:.2f} times the tokens/s of one"
-    return {"lanes": LANES, "tick_seconds": TICK, "rows": rows, "two_over_one": two / one}
+    single, double = rows[0]["tokens_per_second"], rows[1]["tokens_per_second"]
+    assert double >= 1.8 * single, f"two replicas make {double / single:.2f} times the tokens/s of one"
+    return {"lanes": LANES, "tick_seconds": TICK, "rows": rows, "two_over_one": double / single}
 
 
 def killed(settings: argparse.Namespace) -> dict[str, Any]:
@@ -149,14 +134,14 @@ def killed(settings: argparse.Namespace) -> dict[str, Any]:
     plan = sorted([*long, *short], key=lambda pair: pair[0])
     answers = run_client(url, [body for _, body in plan], [when for when, _ in plan], key=KEY, timeout=120)
     timer.join()
-    lost = [one for one in answers if not one.works]
-    begun_there = [one for one in lost if one.served_by == victim[0]]
+    lost = [answer for answer in answers if not answer.works]
+    begun_there = [answer for answer in lost if answer.served_by == victim[0]]
     # A request that had been given to the replica and had not begun was in flight, too; nothing sent later may fail.
-    unknown = [one for one in lost if one.served_by is None and one.sent < 3.5]
+    unknown = [answer for answer in lost if answer.served_by is None and answer.sent < 3.5]
     assert begun_there, "nothing was under way in the killed replica"
-    assert len(lost) == len(begun_there) + len(unknown), [(one.sent, one.error, one.served_by) for one in lost]
-    late = [one for one in answers if one.sent > 3.5]
-    assert all(one.works for one in late)
+    assert len(lost) == len(begun_there) + len(unknown), [vars(answer) for answer in lost]
+    late = [answer for answer in answers if answer.sent > 3.5]
+    assert all(answer.works for answer in late)
 
     def two_again() -> bool:
         now = {call(url, "GET", "/v1/models", key=KEY)[1].get("x-served-by") for _ in range(8)}
@@ -169,7 +154,7 @@ def killed(settings: argparse.Namespace) -> dict[str, Any]:
         "of_which_had_begun": len(begun_there),
         "requests_after_the_kill": len(late),
         "failed_after_the_kill": 0,
-        "seconds_until_replaced": round(max(one.ended for one in answers) - 3.0 + back, 1),
+        "seconds_until_replaced": round(max(answer.ended for answer in answers) - 3.0 + back, 1),
     }
 
 
@@ -184,8 +169,6 @@ def left(settings: argparse.Namespace) -> dict[str, Any]:
     asyncio.run(leave())
     host = url.partition("//")[2]
     with socket.create_connection(("127.0.0.1", PORT)) as raw:
-        import json
-
         data = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {KEY}\r\n"
         head += "Content-Type: application/json\r\nX-Request-Disconnect-Disabled: ?1\r\n"
@@ -226,7 +209,7 @@ def security(settings: argparse.Namespace) -> dict[str, Any]:
 
 
 def _raw(data: bytes) -> int:
-    """The status of what these bytes are answered; 0 where the connection is closed without one."""
+    """Returns the status of the answer to these bytes, or 0 if there is none."""
     with socket.create_connection(("127.0.0.1", PORT), timeout=20) as raw:
         with suppress(OSError):  # it may be refused before all has been sent
             raw.sendall(data)
@@ -255,16 +238,16 @@ def command(settings: argparse.Namespace) -> dict[str, Any]:
         server.process.send_signal(signal.SIGTERM)
         code = server.process.wait(90)
     engine = Engine(reader(), lanes=1)
-    for body, told in zip(bodies, answers, strict=True):
-        assert (told.status, told.error, told.done) == (200, None, True), (told.status, told.error)
-        assert (told.ids, told.depths) == solo(engine, body)
+    for body, answer in zip(bodies, answers, strict=True):
+        assert (answer.status, answer.error, answer.done) == (200, None, True), (answer.status, answer.error)
+        assert (answer.ids, answer.depths) == solo(engine, body)
     assert code == 0, server.output
     wait_for(lambda: not set(_rays()) - before, "no process of Ray is left", seconds=30)
     return {"streams": len(bodies), "equal_to_solo": len(bodies), "exit_code": code, "processes_left": 0}
 
 
 def _rays() -> list[int]:
-    """Numbers of Ray's processes."""
+    """Returns the numbers of Ray's processes."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

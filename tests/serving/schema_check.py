@@ -14,8 +14,6 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +32,10 @@ from soak_support import get, run_parts, serving, wait_for, write_checkpoint
 RECORD = Path(__file__).with_suffix(".json")
 MOST_TOKENS = 8
 POLICIES = ("fixed:1", "fixed:2", "gate:0.3", "entropy:2.5", "random:0.5")
-_EVERY_CHECK = [
-    HealthCheck.too_slow,
-    HealthCheck.data_too_large,
-    HealthCheck.filter_too_much,
-    HealthCheck.large_base_example,
-]
 
 
 def check_answer(case: Any, response: requests.Response, responses: dict[str, Any]) -> None:
-    """Never 5xx; a status that the document knows; an error is told in OpenAI's shape."""
+    """Checks that a status is no 5xx and in the document, and that an error has OpenAI's form."""
     about = f"{case.method} {case.path}: {response.status_code} {response.text[:300]} for {str(case.body)[:600]}"
     assert response.status_code < 500, about
     assert str(response.status_code) in responses or response.status_code in (404, 405, 414, 431), about
@@ -54,7 +46,7 @@ def check_answer(case: Any, response: requests.Response, responses: dict[str, An
 
 
 def agreeing(path: str, body: Any) -> Any:
-    """A body of the document's as a client would send it: short, and with no two fields that exclude each other."""
+    """Returns a body as a client would send it: short, and with no two fields that exclude each other."""
     if not isinstance(body, dict):
         return body
     body = _whole_numbers(body)
@@ -90,71 +82,57 @@ def agreeing(path: str, body: Any) -> Any:
 
 
 def _whole_numbers(value: Any) -> Any:
-    """A copy in which 2.0, which a schema calls an integer, is 2."""
+    """Returns a copy in which 2.0, which a schema calls an integer, is 2."""
     if isinstance(value, dict):
-        return {name: _whole_numbers(one) for name, one in value.items()}
+        return {name: _whole_numbers(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_whole_numbers(one) for one in value]
+        return [_whole_numbers(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _short(prompt: Any) -> Any:
-    """At most three prompts of at most 24 characters or tokens, none empty."""
+    """Returns at most three prompts of at most 24 characters or tokens, none empty."""
     if isinstance(prompt, str):
         return prompt[:24] or "mill"
     if prompt and isinstance(prompt[0], int):
         return prompt[:24]
-    return [_short(one) for one in prompt[:3]]
+    return [_short(item) for item in prompt[:3]]
 
 
-def _one_rule(own: dict[str, Any]) -> dict[str, Any]:
-    """An extension with at most one rule, and one that the tiny model knows."""
-    own.pop("budget", None)  # it has no profiles
-    if own.get("policy") is not None:
-        own["policy"] = POLICIES[len(own["policy"]) % len(POLICIES)]
-        own.pop("tau", None)
-    if own.get("min_tokens"):
-        own["min_tokens"] = 0
-    if own.get("depths"):
-        own["depths"] = {str(int(slot) % 2): depth for slot, depth in list(own["depths"].items())[:2]}
-    return own
+def _one_rule(extension: dict[str, Any]) -> dict[str, Any]:
+    """Returns an extension with at most one rule, which the tiny model knows."""
+    extension.pop("budget", None)  # it has no profiles
+    if extension.get("policy") is not None:
+        extension["policy"] = POLICIES[len(extension["policy"]) % len(POLICIES)]
+        extension.pop("tau", None)
+    if extension.get("min_tokens"):
+        extension["min_tokens"] = 0
+    if extension.get("depths"):
+        extension["depths"] = {str(int(slot) % 2): depth for slot, depth in list(extension["depths"].items())[:2]}
+    return extension
 
 
 def run_cases(url: str, cases: int, number: int) -> dict[str, Counter[str]]:
-    """About so many cases, equally over operations and kinds of cases; statuses by operation."""
+    """Sends about so many cases, equally over operations and kinds of cases; returns statuses by operation."""
     status, _, document = get(url, "/openapi.json")
     assert status == 200
     schema = schemathesis.openapi.from_dict(json.loads(document))
-    operations = [one.ok() for one in schema.get_all_operations()]
-    told: dict[str, Counter[str]] = {}
+    operations = [operation.ok() for operation in schema.get_all_operations()]
+    with_body = sum(bool(operation.body) for operation in operations)
     session = requests.Session()
     session.trust_env = False
-    bodies = [one for one in operations if one.body]
+    by_operation: dict[str, Counter[str]] = {}
     for operation in operations:
+        statuses = by_operation[f"{operation.method.upper()} {operation.path}"] = Counter()
         # Routes without a body have few different cases.
-        each = -(-cases // (3 * len(bodies))) if operation in bodies else max(1, cases // 100)
-        statuses = told[f"{operation.method.upper()} {operation.path}"] = Counter()
-        for kind in ("plain", "agreeing", "broken") if operation in bodies else ("plain", "broken"):
-            _run_operation(operation, kind, each, number, url, session, statuses)
-    return told
-
-
-def run_in_processes(url: str, cases: int, number: int, jobs: int) -> dict[str, Counter[str]]:
-    """The same, made by so many processes at once, each with its own seed."""
-    each = -(-cases // jobs)
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        parts = list(pool.map(run_cases, [url] * jobs, [each] * jobs, range(number, number + jobs)))
-    return {name: sum((part[name] for part in parts), Counter()) for name in parts[0]}
+        count = -(-cases // (3 * with_body)) if operation.body else max(1, cases // 100)
+        for kind in ("plain", "agreeing", "broken") if operation.body else ("plain", "broken"):
+            _run_operation(operation, kind, count, number, url, session, statuses)
+    return by_operation
 
 
 def _run_operation(
-    operation: Any,
-    kind: str,
-    cases: int,
-    number: int,
-    url: str,
-    session: requests.Session,
-    statuses: Counter[str],
+    operation: Any, kind: str, cases: int, number: int, url: str, session: requests.Session, statuses: Counter[str]
 ) -> None:
     responses = operation.definition.raw["responses"]
     mode = GenerationMode.NEGATIVE if kind == "broken" else GenerationMode.POSITIVE
@@ -164,12 +142,11 @@ def _run_operation(
         max_examples=cases,
         database=None,
         deadline=None,
-        derandomize=False,
         phases=(Phase.generate,),
-        suppress_health_check=_EVERY_CHECK,
+        suppress_health_check=list(HealthCheck),
     )
     @given(case=operation.as_strategy(generation_mode=mode))
-    def one(case: Any) -> None:
+    def send(case: Any) -> None:
         if kind == "agreeing":
             case.body = agreeing(operation.path, case.body)
         response = case.call(base_url=url, session=session, timeout=60)
@@ -177,7 +154,7 @@ def _run_operation(
         check_answer(case, response, responses)
 
     try:
-        one()
+        send()
     except Exception as problem:
         if type(problem).__name__ not in ("Unsatisfiable", "Unsatisfied"):
             raise
@@ -190,41 +167,32 @@ def cases(options: argparse.Namespace) -> dict[str, Any]:
     ):
         run_cases(server.url, 400, options.seed + 1)
         before = server.rss()
-        told = run_in_processes(server.url, options.cases, options.seed, options.jobs)
+        by_operation = run_cases(server.url, options.cases, options.seed)
         wait_for(lambda: not busy(server.url), "nothing is under way")
         after = server.rss()
-        total = sum(sum(counts.values()) for counts in told.values())
-        by_status = sum(told.values(), Counter())
+        by_status = sum(by_operation.values(), Counter())
         for path in ("/v1/completions", "/v1/chat/completions", "/score", "/tokenize", "/detokenize"):
-            assert told[f"POST {path}"]["200"] >= options.cases // 50, f"{path}: {told[f'POST {path}']}"
-        assert total >= options.cases, f"only {total} cases"
+            counts = by_operation[f"POST {path}"]
+            assert counts["200"] >= options.cases // 50, f"{path}: {counts}"
+        assert by_status.total() >= options.cases, by_status
         assert before is None or after is None or after < before + (64 << 20), (before, after)
         return {
-            "cases": total,
+            "cases": by_status.total(),
             "by_status": dict(sorted(by_status.items())),
-            "by_operation": {
-                name: {
-                    "accepted": counts["200"],
-                    "refused": sum(counts.values()) - counts["200"],
-                    "by_status": dict(sorted(counts.items())),
-                }
-                for name, counts in told.items()
-            },
-            "server_errors": sum(count for status, count in by_status.items() if status.startswith("5")),
+            "by_operation": {name: dict(sorted(counts.items())) for name, counts in by_operation.items()},
             "rss_before": before,
             "rss_after": after,
         }
 
 
 def busy(url: str) -> int:
-    """Completions and texts under way."""
+    """Returns the number of unfinished completions and scores."""
     counts = json.loads(get(url, "/ready")[2])
     return counts["requests"] + counts["jobs"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", type=int, default=10_000)
-    parser.add_argument("--jobs", type=int, default=2, help="processes that make cases")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import asyncio
 import random
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,11 @@ from soak_support import at_rest, draw_body, ready, run_parts, serving, solo, st
 RECORD = Path(__file__).with_suffix(".json")
 
 
-def same_as_alone(url: str, count: int, seed: int) -> dict[str, Any]:
-    """So many streams at once: every one is answered, and says what it says alone."""
+def same_as_alone(url: str, count: int, seed: int, *, over: Callable[[], object] = bool) -> dict[str, Any]:
+    """So many streams at once: every one is answered, and says what it says alone.
+
+    ``over`` waits for the end of what else is under way; then nothing may be left.
+    """
     draw = random.Random(seed)
     bodies = [draw_body(draw) for _ in range(count)]
 
@@ -34,12 +38,13 @@ def same_as_alone(url: str, count: int, seed: int) -> dict[str, Any]:
 
     answers = asyncio.run(ask_all())
     engine = Engine(reader(), lanes=1)
-    for body, told in zip(bodies, answers, strict=True):
-        assert (told.status, told.error, told.done) == (200, None, True), (told.status, told.error, body)
-        assert (told.ids, told.depths) == solo(engine, body), body
-        assert told.usage["completion_tokens"] == len(told.ids)
-    wait_for(lambda: at_rest(url), "every row is free")
-    return {"streams": count, "tokens": sum(len(told.ids) for told in answers), "equal_to_solo": count}
+    for body, answer in zip(bodies, answers, strict=True):
+        assert (answer.status, answer.error, answer.done) == (200, None, True), (answer.status, answer.error, body)
+        assert (answer.ids, answer.depths) == solo(engine, body), body
+        assert answer.usage["completion_tokens"] == len(answer.ids)
+    over()
+    wait_for(lambda: at_rest(url), "every row is free", seconds=60)
+    return {"streams": count, "tokens": sum(len(answer.ids) for answer in answers), "equal_to_solo": count}
 
 
 def hang_up(url: str, count: int, seed: int, *, at_once: int = 50) -> dict[str, Any]:
@@ -50,8 +55,8 @@ def hang_up(url: str, count: int, seed: int, *, at_once: int = 50) -> dict[str, 
     async def leave(gate: asyncio.Semaphore) -> None:
         nonlocal cut
         async with gate:
-            told = await stream(url, draw_body(draw), leave_after=draw.choice([0.0, 0.01, 0.05, 0.2, 0.5]))
-            cut += not told.done
+            answer = await stream(url, draw_body(draw), leave_after=draw.choice([0.0, 0.01, 0.05, 0.2, 0.5]))
+            cut += not answer.done
 
     async def leave_all() -> None:
         gate = asyncio.Semaphore(at_once)

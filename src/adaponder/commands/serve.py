@@ -147,13 +147,13 @@ def serve(
 
 def open_app(model: ServedModel, settings: Settings) -> ASGIApp:
     """Builds the app with its model; each replica on Ray calls this."""
-    from adaponder.serving.app import make_app
+    from adaponder.serving.routes import make_app
 
     return make_app(open_worker(model), settings)
 
 
 def _serve(worker: Worker, settings: Settings, listening: socket.socket) -> None:
-    from adaponder.serving.app import make_app
+    from adaponder.serving.routes import make_app
     from adaponder.serving.server import address_of, run
 
     address = address_of(listening)

@@ -10,11 +10,12 @@ import asyncio
 import re
 import secrets
 from collections.abc import Collection
+from contextlib import suppress
 from http.cookies import CookieError, SimpleCookie
-from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -63,14 +64,18 @@ def route_path(scope: Scope) -> str:
 class AccessControl:
     """The outermost ASGI layer: checks Host, Origin and key, and adds security headers to every answer.
 
-    Args:
-        app: the layers behind it.
-        settings: access rules, and limits of the login form's body.
-        worker: the worker behind the app, for callers that hold the app only.
+    ``worker`` is the worker behind the app, for callers that hold the app only.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, worker: Worker):
         self.app, self.access, self.limits, self.worker = app, settings.access, settings.limits, worker
+        self._with_cors = CORSMiddleware(
+            self._checked,
+            allow_origins=self.access.origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("authorization", "content-type", "x-request-id"),
+            expose_headers=("x-request-id", "retry-after"),
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -78,10 +83,9 @@ class AccessControl:
             return
         if scope["type"] != "http":
             return  # no route takes anything else
-        headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
-        origin = headers.get("origin")
+        request_id = Headers(scope=scope).get("x-request-id", "")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = secrets.token_hex(16)
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -90,27 +94,21 @@ class AccessControl:
                     answer.setdefault(name, value)
                 answer.setdefault("cache-control", "no-store")
                 answer["x-request-id"] = request_id
-                if origin is not None and origin in self.access.origins:
-                    answer["access-control-allow-origin"] = origin
-                    answer["access-control-expose-headers"] = "x-request-id, retry-after"
-                    answer["cross-origin-resource-policy"] = "cross-origin"
-                    answer.add_vary_header("Origin")
             await send(message)
 
+        await self._with_cors(scope, receive, send_with_headers)
+
+    async def _checked(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            answer = await self._answer(scope, receive, headers, origin)
+            answer = await self._answer(scope, receive, Headers(scope=scope))
         except ApiError as problem:
             answer = problem.response()
-        await (self.app if answer is None else answer)(scope, receive, send_with_headers)
+        await (self.app if answer is None else answer)(scope, receive, send)
 
-    async def _answer(self, scope: Scope, receive: Receive, headers: Headers, origin: str | None) -> Response | None:
+    async def _answer(self, scope: Scope, receive: Receive, headers: Headers) -> Response | None:
         """Returns the answer of this layer, or ``None`` if the request may pass; raises :class:`ApiError`."""
         self._check_host(headers)
-        self._check_origin(headers, origin)
-        if origin in self.access.origins and scope["method"] == "OPTIONS":
-            allowed = {"access-control-allow-methods": "GET, POST", "access-control-max-age": "600"}
-            allowed["access-control-allow-headers"] = "authorization, content-type, x-request-id"
-            return Response(status_code=204, headers=allowed)
+        self._check_origin(headers)
         path = route_path(scope)
         if path == "/health" or not self.access.keys:
             return None
@@ -135,34 +133,25 @@ class AccessControl:
         if match is None:
             raise ApiError(400, "Host must be one name or address", code="invalid_host", headers=_CLOSE)
         if not self.access.knows_host(match[1]):
-            raise ApiError(
-                421,
-                f"Host {match[1][:100]} is not a name of this server; add it with adaponder serve --allow-host",
-                code="invalid_host",
-                headers=_CLOSE,
-            )
+            name = match[1][:100]
+            message = f"Host {name} is not a name of this server; add it with adaponder serve --allow-host"
+            raise ApiError(421, message, code="invalid_host", headers=_CLOSE)
 
-    def _check_origin(self, headers: Headers, origin: str | None) -> None:
-        if origin is None or origin in self.access.origins:
-            return
-        url = urlsplit(origin) if origin.isascii() and len(origin) < 300 else None
-        if url is None or url.scheme not in ("http", "https") or url.netloc.lower() != headers["host"].lower():
-            raise ApiError(
-                403,
-                "pages of this Origin may not call the server; allow it with adaponder serve --allow-origin",
-                code="invalid_origin",
-                headers=_CLOSE,
-            )
+    def _check_origin(self, headers: Headers) -> None:
+        origin = headers.get("origin")
+        same = {f"{scheme}://{headers['host'].lower()}" for scheme in ("http", "https")}
+        if origin is not None and origin not in self.access.origins and origin.lower() not in same:
+            message = "pages of this Origin may not call the server; allow it with adaponder serve --allow-origin"
+            raise ApiError(403, message, code="invalid_origin", headers=_CLOSE)
 
     def _key(self, headers: Headers) -> Key | None:
-        scheme, _, given = headers.get("authorization", "").partition(" ")
+        scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer":
-            return self.access.key_of(given.strip())
-        try:
+            return self.access.key_of(key.strip())
+        with suppress(CookieError):
             morsel = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-        except CookieError:
-            return None
-        return None if morsel is None else self.access.key_of_cookie(morsel.value)
+            return None if morsel is None else self.access.key_of_cookie(morsel.value)
+        return None
 
     async def _login(self, scope: Scope, receive: Receive, headers: Headers) -> Response:
         """Returns the login form, or for a right key the cookie that remembers it."""
@@ -171,10 +160,8 @@ class AccessControl:
         if scope["method"] != "POST":
             raise ApiError(405, "/login takes GET and POST", headers={"allow": "GET, POST"})
         content = await read_body(receive, headers, self.limits)
-        fields: dict[str, Any] = {}
-        if len(content) <= 4096:
-            fields = parse_qs(content.decode("ascii", "replace"), max_num_fields=4, strict_parsing=False)
-        key = self.access.key_of(fields.get("key", [""])[0])
+        form = content.decode("ascii", "replace") if len(content) <= 4096 else ""
+        key = self.access.key_of(parse_qs(form).get("key", [""])[0])
         if key is None:
             await asyncio.sleep(_WRONG_SECONDS)
             return _form(401, "That is not a key of this server.")
@@ -190,54 +177,36 @@ def _form(status: int, message: str) -> HTMLResponse:
 
 
 class BodyLimits:
-    """Reads the JSON body of a POST within the limits before the routes parse it; other requests pass.
-
-    Args:
-        app: the routes.
-        paths: paths whose POST takes a JSON body.
-        limits: of size and time.
-    """
+    """Reads the JSON body of a POST to one of ``paths`` within the limits before the routes parse it."""
 
     def __init__(self, app: ASGIApp, paths: Collection[str], limits: Limits):
         self.app, self.paths, self.limits = app, paths, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and route_path(scope) in self.paths:
-            headers = Headers(scope=scope)
-            try:
-                if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-                    message = "Content-Type must be application/json"
-                    raise ApiError(415, message, code="unsupported_media_type", headers=_CLOSE)
-                receive = _Replay(await read_body(receive, headers, self.limits), receive).receive
-            except ApiError as problem:
-                await problem.response()(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
+        if scope["type"] != "http" or scope["method"] != "POST" or route_path(scope) not in self.paths:
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        try:
+            if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+                message = "Content-Type must be application/json"
+                raise ApiError(415, message, code="unsupported_media_type", headers=_CLOSE)
+            body = await read_body(receive, headers, self.limits)
+        except ApiError as problem:
+            await problem.response()(scope, receive, send)
+            return
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
+        async def replay() -> Message:
+            return messages.pop() if messages else await receive()
 
-class _Replay:
-    """Receives a body that has been read already, and after it what the client does next."""
-
-    def __init__(self, body: bytes, receive: Receive):
-        self._body: bytes | None = body
-        self._receive = receive
-        # hang_up looks for the connection here, as on the server's own object.
-        self.transport = getattr(getattr(receive, "__self__", None), "transport", None)
-
-    async def receive(self) -> Message:
-        if self._body is None:
-            return await self._receive()
-        body, self._body = self._body, None
-        return {"type": "http.request", "body": body, "more_body": False}
+        await self.app(scope, replay, send)
 
 
 async def read_body(receive: Receive, headers: Headers, limits: Limits) -> bytes:
     """Returns the body; raises :class:`ApiError` 413 if it is too long and 408 if it does not arrive in time."""
-    declared = headers.get("content-length", "0")
-    if not declared.isascii() or not declared.isdigit() or len(declared) > 18:
-        raise ApiError(400, "Content-Length must be a whole number", headers=_CLOSE)
     too_long = ApiError(413, f"the body is longer than {limits.body_bytes:,} bytes; shorten it", headers=_CLOSE)
-    if int(declared) > limits.body_bytes:
+    if int(headers.get("content-length", "0")) > limits.body_bytes:  # a number, as HTTP's parser has made sure
         raise too_long
     body = bytearray()
     try:

@@ -1,19 +1,21 @@
-"""Writes completions in OpenAI's formats, whole or as events of a stream, and their usage and cost."""
+"""Writes completions in OpenAI's formats, whole or as events of a stream, their usage and cost, and scores."""
 
 from __future__ import annotations
 
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from json import dumps
-from json.encoder import encode_basestring_ascii
+from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any
 
 import torch
 
+from adaponder.errors import AdaPonderError
 from adaponder.evaluation.meter import Meter
-from adaponder.evaluation.token_scores import Reading
+from adaponder.evaluation.token_scores import Reading, TokenScore, TokenScorer
 from adaponder.inference.outputs import PromptToken, Token, TopTokens
 from adaponder.inference.request import Request
 from adaponder.methods.cost import Cost
@@ -31,10 +33,7 @@ class AnswerWriter:
     Events of a stream are put together from a constant head and the text: building each one as a dictionary would take
     most of the event loop's time.
 
-    Args:
-        served: the model.
-        body: the request; its type decides the format.
-        hidden: no token is returned, because ``max_tokens`` is 0.
+    The type of ``body`` decides the format. ``hidden``: no token is returned, because ``max_tokens`` is 0.
     """
 
     def __init__(self, served: Served, body: CompletionBody | ChatBody, *, hidden: bool):
@@ -53,7 +52,7 @@ class AnswerWriter:
         self._before, self._after = (b'"delta":{"content":', b"}") if self._chat else (b'"text":', b"")
         self._sent: dict[int, int] = {}  # by index of the choice: tokens that were returned
 
-    def whole(self, choices: Sequence[Writing], usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Writing], usage: dict[str, Any]) -> bytes:
         """Returns the answer that is not streamed."""
         answers = []
         for index, writing in enumerate(choices):
@@ -63,7 +62,7 @@ class AnswerWriter:
             if self._chat:
                 content = {"message": {"role": "assistant", "content": text, "refusal": None}}
             answers.append({"index": index, **content, **self._details(writing, 0, last)})
-        return {**self._about, "object": self._kind, "choices": answers, "usage": usage}
+        return _json({**self._about, "object": self._kind, "choices": answers, "usage": usage}).encode()
 
     def events(self, index: int, writing: Writing, text: str) -> bytes:
         """Returns the events of one step, in which a choice got this text; empty if nothing can be shown yet."""
@@ -238,3 +237,100 @@ def _total_cost(served: Served, samples: Sequence[Sequence[Writing]], *, full_de
             else:
                 cached += text_cost(served, depths[: writing.cached_tokens], request, logits=0)
     return total, cached
+
+
+# --- scores -------------------------------------------------------------------------------------------------------
+
+# Tokens that are read before other work may run.
+_PART = 512
+
+
+class ScoreWriter:
+    """Scores texts of one model and writes the answers; used by the worker's thread only."""
+
+    def __init__(self, served: Served):
+        self.served = served
+        self.scorer = TokenScorer(served.model)
+
+    def __call__(
+        self, ids: Sequence[int], reading: Reading, *, gates: bool, full_depth: bool
+    ) -> Generator[None, None, bytes]:
+        """Returns the answer of ``/score`` as JSON; yields where other work may run.
+
+        With ``gates`` each token has its gates, with ``full_depth`` also its loss at full depth.
+        """
+        began, served = time.perf_counter(), self.served
+        scores = yield from self.scorer.in_parts(ids, reading, _PART)
+        full = None
+        if full_depth:
+            yield
+            full = yield from self.scorer.in_parts(ids, reading.at_full_depth(served.model), _PART)
+        loss, depths = _mean(scores.nll), scores.depths
+        full_depths = [reading.max_iterations or served.iterations] * len(ids)
+        spent, most = (text_cost(served, read, reading, logits=len(ids)) for read in (depths, full_depths))
+        answer: dict[str, Any] = {
+            "object": "score",
+            "model": served.name,
+            "policy": self._policy_line(reading),
+            "loss": loss,
+            "perplexity": None if loss is None else math.exp(min(loss, 700.0)),
+            "mean_depth": sum(depths) / len(ids),
+            **({} if full is None else {"full_loss": _mean(full.nll)}),
+            "usage": {
+                "tokens": len(ids),
+                "cached_tokens": scores.cached,
+                "iterations": sum(depths),
+                "flops": spent.flops,
+                "flops_full_depth": most.flops,
+                "kv_bytes": spent.kv_bytes,
+                "kv_bytes_full_depth": most.kv_bytes,
+            },
+        }
+        tokens = self._tokens(ids, scores.tokens, None if full is None else full.tokens, top=reading.top, gates=gates)
+        answer["seconds"] = time.perf_counter() - began
+        return f'{_json(answer)[:-1]},"tokens":[{tokens}]}}'.encode()
+
+    def _tokens(
+        self, ids: Sequence[int], scores: list[TokenScore], full: list[TokenScore] | None, *, top: int, gates: bool
+    ) -> str:
+        """Returns the tokens of an answer as JSON; each score is written once, also if a text is edited and resent."""
+
+        def depth_fields(score: TokenScore) -> dict[str, Any]:
+            tops = [top_tokens(self.served, tuple(tokens)) for tokens in score.top]
+            more = {"gates": [finite(gate) for gate in score.gates]} if gates else {}
+            return {"depth": score.depth} | more | ({"iteration_top": tops} if top else {})
+
+        def loss_fields(score: TokenScore) -> dict[str, Any]:
+            return {"nll": score.nll[-1], "nll_by_iteration": score.nll}
+
+        tokens, texts = [], pieces(self.served.tokenizer, ids)
+        for slot, (token, text, score) in enumerate(zip(ids, texts, scores, strict=True)):
+            # The score of a token predicts the next one.
+            loss = _noted(scores[slot - 1], "loss", loss_fields) if slot else '"nll":null,"nll_by_iteration":[]'
+            fields = [f'"id":{token},"text":{encode_basestring(text)}', loss]
+            fields.append(_noted(score, ("depth", gates, top), depth_fields))
+            if full is not None:
+                fields.append(f'"full_nll":{_json(full[slot - 1].nll[-1]) if slot else "null"}')
+            tokens.append("{" + ",".join(fields) + "}")
+        return ",".join(tokens)
+
+    def _policy_line(self, reading: Reading) -> str | None:
+        """Returns the policy as one line; ``None`` if it cannot be written as one."""
+        with suppress(AdaPonderError):
+            return (reading.policy or self.served.model.method.default_policy(training=False)).as_line()
+        return None
+
+
+def _noted(score: TokenScore, name: Any, fields: Callable[[TokenScore], dict[str, Any]]) -> str:
+    """Returns fields of a score as JSON without braces, kept with the score."""
+    if name not in score.notes:
+        score.notes[name] = _json(fields(score))[1:-1]
+    return score.notes[name]
+
+
+def _json(value: Any) -> str:
+    return dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

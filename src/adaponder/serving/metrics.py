@@ -25,15 +25,12 @@ class Metrics:
         registry = self.registry = CollectorRegistry()
         seconds = {"buckets": _SECONDS, "registry": registry}
         self.requests = Counter("adaponder_requests", "Answered requests.", ("route", "status"), registry=registry)
-        self.seconds = Histogram(
-            "adaponder_request_seconds", "From a request's headers to the end of its answer.", ("route",), **seconds
-        )
-        self.first_token = Histogram(
-            "adaponder_time_to_first_token_seconds", "From a completion's arrival to its first token.", **seconds
-        )
-        self.between_tokens = Histogram(
-            "adaponder_time_between_tokens_seconds", "Between two steps in which a request got tokens.", **seconds
-        )
+        about = "From a request's headers to the end of its answer."
+        self.seconds = Histogram("adaponder_request_seconds", about, ("route",), **seconds)
+        about = "From a completion's arrival to its first token."
+        self.first_token = Histogram("adaponder_time_to_first_token_seconds", about, **seconds)
+        about = "Between two steps in which a request got tokens."
+        self.between_tokens = Histogram("adaponder_time_between_tokens_seconds", about, **seconds)
         self.tokens = Counter("adaponder_tokens", "Tokens of prompts and completions.", ("of",), registry=registry)
         self.depths = Counter("adaponder_tokens_by_depth", "Tokens read, by depth.", ("depth",), registry=registry)
         self.disconnects = Counter(
@@ -91,7 +88,7 @@ class RequestMetrics:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began, status = time.monotonic(), 500
+        began, status = time.monotonic(), 499  # of a client that has left before its answer began
 
         async def send_and_note(message: Message) -> None:
             nonlocal status

@@ -7,11 +7,11 @@ effect are accepted and ignored. Unknown fields are refused. :func:`bodies_for` 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, create_model
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
@@ -24,15 +24,9 @@ from adaponder.serving.worker import UnavailableError
 _Body = TypeVar("_Body", bound=BaseModel)
 Ignored = Annotated[str, Field(max_length=512, description="Has no effect.")]
 Unsupported = Annotated[None, Field(description="Not supported: only null is accepted.")]
-
-
-def _refuse_true(value: bool) -> bool:
-    if value:
-        raise ValueError("not supported by this server; leave it out")
-    return value
-
-
-Never = Annotated[bool, AfterValidator(_refuse_true), Field(json_schema_extra={"const": False})]
+_UNSUPPORTED_IN_CHATS = ("audio", "function_call", "functions", "parallel_tool_calls", "prediction", "reasoning_effort")
+_UNSUPPORTED_IN_CHATS += ("tool_choice", "tools", "verbosity", "web_search_options")
+Never = Literal[False]
 
 
 # --- bodies -------------------------------------------------------------------------------------------------------
@@ -106,6 +100,11 @@ class GenerationBody(JsonBody):
         return self.adaponder or Generation()  # pyright: ignore[reportCallIssue]
 
     @property
+    def samples(self) -> int:
+        """Completions that are generated for each prompt; the ``n`` best of them are returned."""
+        return getattr(self, "best_of", None) or self.n or 1
+
+    @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -118,11 +117,6 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     logprobs: int | None = None
     suffix: Unsupported = None
-
-    @property
-    def samples(self) -> int:
-        """Completions that are generated for each prompt; the ``n`` best of them are returned."""
-        return self.best_of or self.n or 1
 
     @property
     def top(self) -> int | None:
@@ -170,21 +164,6 @@ class ChatBody(GenerationBody):
     safety_identifier: Ignored | None = None
     service_tier: Literal["auto", "default"] | None = None
     store: Never | None = None
-    audio: Unsupported = None
-    function_call: Unsupported = None
-    functions: Unsupported = None
-    parallel_tool_calls: Unsupported = None
-    prediction: Unsupported = None
-    reasoning_effort: Unsupported = None
-    tool_choice: Unsupported = None
-    tools: Unsupported = None
-    verbosity: Unsupported = None
-    web_search_options: Unsupported = None
-
-    @property
-    def samples(self) -> int:
-        """Completions of the conversation."""
-        return self.n or 1
 
     @property
     def top(self) -> int | None:
@@ -218,53 +197,39 @@ class ScoreBody(JsonBody):
         return self.adaponder or DepthControl()  # pyright: ignore[reportCallIssue]
 
 
-class Bodies(NamedTuple):
-    """The body of each route with the limits of one server."""
-
-    completion: type[CompletionBody]
-    chat: type[ChatBody]
-    tokenize: type[TokenizeBody]
-    detokenize: type[DetokenizeBody]
-    score: type[ScoreBody]
-
-
-def bodies_for(served: Served, limits: Limits) -> Bodies:
-    """Returns the bodies with the limits of this server, and the name, vocabulary and iterations of its model.
+def bodies_for(served: Served, limits: Limits) -> dict[type[BaseModel], type[BaseModel]]:
+    """Returns each body with the limits of this server, and the name, vocabulary and iterations of its model.
 
     ``maximum`` is a bound that ``/openapi.json`` states and the routes check, with errors that say more.
     """
-    tokens = limits.max_tokens or served.tokens
-    last_token = served.vocabulary - 1
-    token: Any = Annotated[int, Field(ge=0, le=LARGEST_INT, json_schema_extra={"maximum": last_token})]
+
+    def number(kind: type, bound: float, **limits: Any) -> Any:
+        return Annotated[kind, Field(**limits, json_schema_extra={"maximum": bound})]
+
+    def up_to(name: str, most: int, default: Any = None) -> tuple[Any, Any]:
+        return Annotated[int | None if default is None else int, body_field(name, le=most)], default
+
+    count = number(int, limits.max_tokens or served.tokens, ge=0, le=LARGEST_INT)
+    token = number(int, served.vocabulary - 1, ge=0, le=LARGEST_INT)
     ids: Any = Annotated[list[token], Field(min_length=1, fail_fast=True)]
     text: Any = Annotated[str, Field(json_schema_extra={"minLength": 1})]
     several = Field(min_length=1, max_length=limits.prompts, fail_fast=True)
     stop: Any = Annotated[str, Field(min_length=1, max_length=limits.stop_characters)]
     bias: Any = Annotated[float, Field(ge=-100, le=100)]
-    slot: Any = Annotated[str, Field(pattern=r"^[0-9]{1,7}$")]
-    depth: Any = Annotated[int, Field(ge=1, le=1000, json_schema_extra={"maximum": served.iterations})]
+    digits: Any = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
     digits_only: Any = {"additionalProperties": False}
-    depths: Any = Annotated[dict[slot, depth], Field(max_length=65536, json_schema_extra=digits_only)]
-    mean_depth: Any = Annotated[float, Field(ge=1, le=1000, json_schema_extra={"maximum": served.iterations})]
+    biases: Any = Annotated[dict[digits, bias], Field(max_length=limits.logit_bias, json_schema_extra=digits_only)]
+    depth, mean_depth = (number(kind, served.iterations, ge=1, le=1000) for kind in (int, float))
+    depths: Any = Annotated[dict[digits, depth], Field(max_length=65536, json_schema_extra=digits_only)]
     profiles: Any = {"enum": [*served.profiles]} if served.profiles else None
     profile: Any = Annotated[str, Field(min_length=1, max_length=64, json_schema_extra=profiles)]
     model: Any = Annotated[str, Field(max_length=512, json_schema_extra={"enum": [served.name]})]
-    count: Any = Annotated[int, Field(ge=0, le=LARGEST_INT, json_schema_extra={"maximum": tokens})]
-    likely: Any = Annotated[int, body_field("log_probabilities", le=limits.logprobs)]
-    token_pattern: Any = {"propertyNames": {"pattern": "^[0-9]{1,10}$"}}
-    biases: Any = Annotated[dict[str, bias], Field(max_length=limits.logit_bias, json_schema_extra=token_pattern)]
 
     depth_fields: dict[str, Any] = {
-        "budget": (
-            mean_depth | profile | None,
-            Field(None, description="A calibrated profile by name, or a mean depth between those of profiles."),
-        ),
-        "max_iterations": (Annotated[int | None, body_field("max_iterations", le=served.iterations)], None),
-        "depths": (
-            depths | None,
-            Field(None, description="Forced depth by slot: the index of a token in its sequence."),
-        ),
-        "iteration_top": (Annotated[int, body_field("iteration_top", le=limits.logprobs)], 0),
+        "budget": (mean_depth | profile | None, Field(None, description="A profile by name, or a mean depth.")),
+        "max_iterations": up_to("max_iterations", served.iterations),
+        "depths": (depths | None, Field(None, description="Forced depth by slot: a token's index in its sequence.")),
+        "iteration_top": up_to("iteration_top", limits.logprobs, 0),
     }
     generation: Any = _limited(Generation, **depth_fields, min_tokens=(count, 0))
     control: Any = _limited(DepthControl, **depth_fields)
@@ -272,31 +237,30 @@ def bodies_for(served: Served, limits: Limits) -> Bodies:
         "model": (model, ...),
         "logit_bias": (biases | None, None),
         "max_tokens": (count | None, None),
-        "n": (Annotated[int | None, body_field("samples", le=limits.n)], None),
+        "n": up_to("samples", limits.n),
         "stop": (stop | Annotated[list[stop], Field(max_length=limits.stops, fail_fast=True)] | None, None),
         "adaponder": (generation | None, None),
     }
-    return Bodies(
-        completion=_limited(
-            CompletionBody,
-            **common,
-            prompt=(text | ids | Annotated[list[text], several] | Annotated[list[ids], several], ...),
-            best_of=(Annotated[int | None, body_field("samples", le=limits.best_of)], None),
-            logprobs=(likely | None, None),
-        ),
-        chat=_limited(
-            ChatBody,
-            **common,
-            messages=(Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.messages)], ...),
-            top_logprobs=(likely | None, None),
-            max_completion_tokens=(count | None, None),
-        ),
-        tokenize=TokenizeBody,
-        detokenize=_limited(DetokenizeBody, tokens=(Annotated[list[token], Field(fail_fast=True)], ...)),
-        score=_limited(
-            ScoreBody, prompt=(text | ids, ...), model=(model | None, None), adaponder=(control | None, None)
-        ),
-    )
+    prompt = text | ids | Annotated[list[text], several] | Annotated[list[ids], several]
+    messages: Any = Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.messages)]
+    limited: dict[type[BaseModel], dict[str, Any]] = {
+        CompletionBody: common
+        | {
+            "prompt": (prompt, ...),
+            "best_of": up_to("samples", limits.best_of),
+            "logprobs": up_to("log_probabilities", limits.logprobs),
+        },
+        ChatBody: common
+        | {
+            "messages": (messages, ...),
+            "top_logprobs": up_to("log_probabilities", limits.logprobs),
+            "max_completion_tokens": (count | None, None),
+        }
+        | dict.fromkeys(_UNSUPPORTED_IN_CHATS, (Unsupported, None)),
+        DetokenizeBody: {"tokens": (Annotated[list[token], Field(fail_fast=True)], ...)},
+        ScoreBody: {"prompt": (text | ids, ...), "model": (model | None, None), "adaponder": (control | None, None)},
+    }
+    return {body: _limited(body, **fields) for body, fields in limited.items()}
 
 
 def _limited(body: type[_Body], **fields: Any) -> type[_Body]:
@@ -308,22 +272,9 @@ def _limited(body: type[_Body], **fields: Any) -> type[_Body]:
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 # Fields of the engine's request that have another name or place in a body.
-_FIELDS = {
-    "max_new_tokens": "max_tokens",
-    "log_probabilities": "logprobs",
-    "samples": "n",
-    "stop_ids": "stop",
-    "min_new_tokens": "adaponder.min_tokens",
-    "depths": "adaponder.depths",
-    "top_k": "adaponder.top_k",
-    "min_p": "adaponder.min_p",
-    "repetition_penalty": "adaponder.repetition_penalty",
-    "policy": "adaponder.policy",
-    "tau": "adaponder.tau",
-    "budget": "adaponder.budget",
-    "max_iterations": "adaponder.max_iterations",
-    "iteration_top": "adaponder.iteration_top",
-}
+_FIELDS = {name: f"adaponder.{name}" for name in Generation.model_fields.keys() - GenerationBody.model_fields.keys()}
+_FIELDS |= {"max_new_tokens": "max_tokens", "log_probabilities": "logprobs", "samples": "n", "stop_ids": "stop"}
+_FIELDS |= {"min_new_tokens": "adaponder.min_tokens"}
 _HTTP_ERRORS = {
     400: "the body is not valid JSON: it is nested too deeply, or holds bytes or numbers that cannot be read",
     404: "there is no such route",
@@ -349,27 +300,13 @@ class ErrorAnswer(BaseModel):
 
 
 class ApiError(Exception):
-    """An error that is sent to the client.
-
-    Args:
-        status: HTTP status.
-        message: one line that names the field, the value and the cure.
-        param: name of the field in the body.
-        code: a word for programs.
-        headers: further headers of the answer.
-    """
+    """An error that is sent to the client: ``param`` is the field of the body at fault, ``code`` is for programs."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: Any = None
     ):
         super().__init__(message)
-        self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
+        self.status, self.param, self.code, self.headers = status, param, code, headers
 
     def response(self) -> JSONResponse:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
@@ -398,19 +335,16 @@ def as_api_error(problem: BaseException) -> ApiError:
 
 def _refused(problem: AdaPonderError) -> ApiError:
     """Returns the 400 of an error about the engine's request, with the field names of the body."""
-    message = in_one_line(problem)
+
+    def body_name(match: re.Match[str]) -> str:
+        return _FIELDS.get(match[0], match[0]).removeprefix("adaponder.")
+
+    message = in_one_line(problem).replace("--policy ", "policy=")
     field = re.match(r"[a-z_.]+(?=[=:\[ ])", message)
     param = None if field is None else _FIELDS.get(field[0], field[0])
-    if field is not None:
-        message = _body_name(field[0]) + message[field.end() :]
-    message = re.sub("[a-z_]+(?==)", lambda other: _body_name(other[0]), message)
     # Type and range were checked before: what is left is a prompt or completion for which there is no room.
-    too_long = param in ("prompt", "max_tokens")
-    return ApiError(400, message, param=param, code="context_length_exceeded" if too_long else None)
-
-
-def _body_name(field: str) -> str:
-    return _FIELDS.get(field, field).removeprefix("adaponder.")
+    code = "context_length_exceeded" if param in ("prompt", "max_tokens") else None
+    return ApiError(400, re.sub(r"^[a-z_.]+(?=[=:\[ ])|[a-z_]+(?==)", body_name, message), param=param, code=code)
 
 
 def _invalid_body(errors: Sequence[Any]) -> ApiError:
@@ -425,8 +359,9 @@ def _invalid_body(errors: Sequence[Any]) -> ApiError:
     # A part of the place that is not a plain word names a type of a union.
     place = [str(part) for part in error["loc"][1:] if re.fullmatch(r"(?!(str|int|float|bool|none)$)\w+", str(part))]
     name = ".".join(place)[:200] or None
+    message, code = in_one_line(ValueError(error["msg"])), None
     if error["type"] == "extra_forbidden":
-        return ApiError(400, f"{name}: unknown field; leave it out", param=name, code="unknown_field")
-    if error["type"] == "none_required":
-        return ApiError(400, f"{name}: not supported by this server; leave it out", param=name, code="unsupported")
-    return ApiError(400, f"{name or 'the body'}: {in_one_line(ValueError(error['msg']))}", param=name)
+        message, code = "unknown field; leave it out", "unknown_field"
+    elif error["type"] == "none_required":
+        message, code = "not supported by this server; leave it out", "unsupported"
+    return ApiError(400, f"{name or 'the body'}: {message}", param=name, code=code)

@@ -16,6 +16,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from adaponder.serving.settings import Settings
 
 APPLICATION = "adaponder"
-# Read by the proxy's process: longest headers in bytes, and seconds in which they must arrive, as in ``32768,10``.
-HEADER_LIMITS = "ADAPONDER_PROXY_HEADERS"
+# Read by the proxy's process: the limits of its connections as JSON.
+PROXY_LIMITS = "ADAPONDER_PROXY_LIMITS"
 # Read by Ray when it is imported, here and in the processes that it starts: no usage statistics are sent, and the proxy
 # puts :func:`layers` before every app.
 _ENVIRONMENT = {
@@ -39,6 +40,7 @@ _ENVIRONMENT = {
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "adaponder.serving.ray:layers",
 }
+_QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 # Headers with which a client could make Ray go on after it has left, or set Ray's timeout.
 _RAY_HEADERS = frozenset({b"x-request-disconnect-disabled", b"x-request-timeout-seconds"})
 
@@ -48,12 +50,10 @@ class Cluster:
     """Where replicas run, and the address of the proxy.
 
     Attributes:
-        host: address that the proxy listens on.
-        port: its port; 0: a free one.
+        host, port: where the proxy listens; port 0 takes a free one.
         replicas: number of replicas, or the fewest if ``most_replicas`` is given.
         most_replicas: replicas are added up to this number when requests pile up; ``None``: always ``replicas``.
-        gpus: GPUs of each replica.
-        cpus: processor cores that Ray reserves for each replica.
+        gpus, cpus: what Ray reserves for each replica.
         address: a running Ray cluster (``auto``: the one of this machine); ``None``: start one here.
     """
 
@@ -81,13 +81,11 @@ def run(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) -> No
 
     ``make`` makes the app in each replica, so it must be picklable.
     """
-    stopped, serving = threading.Event(), False
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    farewell = "stopped before it served"
 
     def on_signal(*_: Any) -> None:
-        stopped.set()
-        if not serving:
-            raise _StoppedError
+        raise _StoppedError
 
     def handle_signals() -> None:
         for number in handlers:
@@ -95,54 +93,72 @@ def run(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) -> No
 
     try:
         handle_signals()
-        url = deploy(make, cluster, settings, connected=handle_signals)
+        connect(cluster, settings)
+        handle_signals()  # Ray has replaced them by its own
+        url = deploy(make, cluster, settings)
         handle_signals()
-        serving = True
         print(f"serving on {url} with {cluster.replicas} replicas", flush=True)
-        stopped.wait()
+        farewell = "stopping"
+        threading.Event().wait()
     except _StoppedError:
-        print("stopped before it served", flush=True)
+        print(farewell, flush=True)
     finally:
-        serving = True
         for number, handler in handlers.items():
             signal.signal(number, handler)
         stop(started=cluster.address is None)
 
 
-def deploy(
-    make: Callable[[], ASGIApp],
-    cluster: Cluster,
-    settings: Settings,
-    *,
-    connected: Callable[[], None] = lambda: None,
-) -> str:
-    """Starts Ray unless a cluster is named, deploys the app and returns its address once every replica is ready.
+def connect(cluster: Cluster, settings: Settings) -> None:
+    """Starts Ray, or connects to the named cluster; raises :class:`InputError` in one line where that fails.
 
-    The limits of headers also hold at the proxy. ``connected`` is called when Ray runs, which has then replaced the
-    signal handlers by its own.
+    The limits of connections also hold at the proxy of a Ray that is started here.
     """
-    limits = settings.limits
-    os.environ[HEADER_LIMITS] = f"{limits.header_bytes},{limits.header_seconds}"
+    os.environ[PROXY_LIMITS] = json.dumps(settings.limits.of_connections())
     if cluster.address is None:
         _require_token()
-    ray, serve = _import_ray()
-    _connect(ray, cluster)
-    connected()
-    port = cluster.port or _free_port(cluster.host)
-    quiet = {"enable_access_log": False, "log_level": "WARNING"}
+        # Enough cores for every replica and the proxy, even if the machine has fewer.
+        cores = int((cluster.most_replicas or cluster.replicas) * cluster.cpus) + 1
+        options = {"include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, cores)}
+        options["_node_ip_address"] = "127.0.0.1"
+        failure = "Ray did not start"
+    else:
+        options, failure = {"address": cluster.address}, f"--ray-address {cluster.address}: no connection to Ray"
+    ray, _ = _import_ray()
+    try:
+        ray.init(**options, log_to_driver=False, logging_level="error")
+    except _StoppedError:
+        raise
+    except Exception as error:  # Ray raises the bare class, too
+        raise InputError(f"{failure}: {' '.join(str(error).split())}") from error
+
+
+def deploy(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) -> str:
+    """Deploys the app and returns its address once every replica is ready."""
+    from adaponder.serving.server import listen, url_of
+
+    _, serve = _import_ray()
+    port = cluster.port
+    if not port:
+        with listen(cluster.host, 0) as probe:
+            port = probe.getsockname()[1]
     serve.start(
         proxy_location="HeadOnly" if cluster.address is None else "EveryNode",
         http_options={"host": cluster.host, "port": port},
-        logging_config=quiet,
+        logging_config=_QUIET,
     )
-    _refuse_other_address(cluster.host, port)
-    serve.run(_application(make, cluster, settings, quiet), name=APPLICATION, route_prefix="/")
-    name = f"[{cluster.host}]" if ":" in cluster.host else cluster.host
-    return f"http://{name}:{port}"
+    serve.run(application(make, cluster, settings), name=APPLICATION, route_prefix="/")
+    try:  # Ray Serve ignores the options where it is running already
+        socket.create_connection((cluster.host, port), timeout=10).close()
+    except OSError:
+        raise InputError(
+            f"--host {cluster.host} --port {port}: Ray Serve runs on this cluster already and listens elsewhere; use "
+            "its address, or end it with serve shutdown"
+        ) from None
+    return url_of(cluster.host, port)
 
 
 def stop(*, started: bool) -> None:
-    """Removes the application after its requests are done; ends Ray if :func:`deploy` has started it."""
+    """Removes the application after its requests are done; ends Ray if :func:`connect` has started it."""
     ray, serve = _import_ray()
     if ray.is_initialized():
         if started:
@@ -175,48 +191,15 @@ def _require_token() -> None:
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
-def _connect(ray: Any, cluster: Cluster) -> None:
-    """Starts Ray, or connects to the named cluster; raises :class:`InputError` in one line where that fails."""
-    if cluster.address is None:
-        # Enough cores for every replica and the proxy, even if the machine has fewer.
-        cores = int((cluster.most_replicas or cluster.replicas) * cluster.cpus) + 1
-        options = {"include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, cores)}
-        options["_node_ip_address"] = "127.0.0.1"
-        failure = "Ray did not start"
-    else:
-        options, failure = {"address": cluster.address}, f"--ray-address {cluster.address}: no connection to Ray"
-    try:
-        ray.init(**options, log_to_driver=False, logging_level="error")
-    except _StoppedError:
-        raise
-    except Exception as error:  # Ray raises the bare class, too
-        raise InputError(f"{failure}: {' '.join(str(error).split())}") from error
-
-
-def _application(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings, logging: dict[str, Any]) -> Any:
+def application(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) -> Any:
     """Returns the bound deployment."""
     _, serve = _import_ray()
     from ray.serve.config import AutoscalingConfig, BackpressureConfig
 
     limits = settings.limits
-    replica = serve.ingress(lambda: make())(_replica_class())  # Ray calls plain functions only
-    options: dict[str, Any] = {
-        "name": APPLICATION,
-        # A replica's own queue answers 429; Ray holds back only what no replica could take.
-        "max_ongoing_requests": settings.lanes + limits.waiting,
-        "max_queued_requests": limits.waiting,
-        "backpressure_config": BackpressureConfig(status_code=429, retry_after_s=limits.retry_seconds),
-        "graceful_shutdown_timeout_s": limits.drain_seconds,
-        "graceful_shutdown_wait_loop_s": min(2.0, max(0.1, limits.drain_seconds)),
-        "health_check_period_s": 5.0,
-        "health_check_timeout_s": 30.0,
-        "ray_actor_options": {"num_cpus": cluster.cpus, "num_gpus": cluster.gpus},
-        "logging_config": logging,
-    }
-    if cluster.most_replicas is None:
-        options["num_replicas"] = cluster.replicas
-    else:
-        options["autoscaling_config"] = AutoscalingConfig(
+    options: dict[str, Any] = {"num_replicas": cluster.replicas}
+    if cluster.most_replicas is not None:
+        scaling = AutoscalingConfig(
             min_replicas=cluster.replicas,
             max_replicas=cluster.most_replicas,
             # Below the lanes, so that a replica is added before requests wait.
@@ -224,88 +207,66 @@ def _application(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settin
             upscale_delay_s=5.0,
             downscale_delay_s=120.0,
         )
-    return serve.deployment(replica).options(**options).bind()
+        options = {"autoscaling_config": scaling}
+    deployment = serve.deployment(
+        name=APPLICATION,
+        # A replica's own queue answers 429; Ray holds back only what no replica could take.
+        max_ongoing_requests=settings.lanes + limits.waiting,
+        max_queued_requests=limits.waiting,
+        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=limits.retry_seconds),
+        graceful_shutdown_timeout_s=limits.drain_seconds,
+        graceful_shutdown_wait_loop_s=min(2.0, max(0.1, limits.drain_seconds)),
+        health_check_period_s=5.0,
+        health_check_timeout_s=30.0,
+        ray_actor_options={"num_cpus": cluster.cpus, "num_gpus": cluster.gpus},
+        logging_config=_QUIET,
+        **options,
+    )
+    return deployment(serve.ingress(lambda: make())(Replica)).bind()  # Ray calls plain functions only
 
 
-def _replica_class() -> type:
-    class Replica:
-        """One process with the app; Ray replaces it when its engine has failed for good."""
+class Replica:
+    """One process with the app; Ray replaces it when its engine has failed for good."""
 
-        app: Any
+    app: Any
 
-        async def check_health(self) -> None:
-            # Ray checks once before it sends requests: they come when the engine is open.
-            worker = self.app.worker
-            while worker.state == "starting":
-                await asyncio.sleep(0.05)
-            if not worker.alive:
-                raise RuntimeError("the engine does not run")
-
-    return Replica
-
-
-def _free_port(host: str) -> int:
-    from adaponder.serving.server import listen
-
-    with listen(host, 0) as probe:
-        return probe.getsockname()[1]
-
-
-def _refuse_other_address(host: str, port: int) -> None:
-    """Raises if Ray Serve was running already and listens elsewhere, in which case it ignores its options."""
-    from ray.serve.context import _get_global_client
-
-    client = _get_global_client()
-    running = None if client is None else client.http_config
-    if running is not None and (running.host, running.port) != (host, port):
-        raise InputError(
-            f"--host {host} --port {port}: Ray Serve runs on this cluster already, on {running.host}:{running.port}; "
-            "use that address, or end it with serve shutdown"
-        )
+    async def check_health(self) -> None:
+        # Ray checks once before it sends requests: they come when the engine is open.
+        worker = self.app.worker
+        while worker.state == "starting":
+            await asyncio.sleep(0.05)
+        if not worker.alive:
+            raise RuntimeError("the engine does not run")
 
 
 # --- in the proxy's process ---------------------------------------------------------------------------------------
 
 
 def layers() -> list[Any]:
-    """Returns the ASGI layers that Ray's proxy puts before every app, and bounds its connections.
+    """Returns the ASGI layer that Ray's proxy puts before every app, and bounds the proxy's connections.
 
-    Ray 2.x does not let one choose the protocol of its uvicorn server, which takes the one called ``auto``. This
-    function runs before the server is made.
+    Ray 2.60 neither bounds headers (CVE-2025-48956) nor lets one choose the protocol of its uvicorn server, which takes
+    the one called ``auto``. This function runs before the server is made.
     """
     import uvicorn.config
     from starlette.middleware import Middleware
 
-    from adaponder.serving.server import BoundedConnection as Connection
+    from adaponder.serving.server import BoundedConnection
 
-    limits = os.environ.get(HEADER_LIMITS, f"{Connection.header_bytes},{Connection.header_seconds}")
-    longest, _, seconds = limits.partition(",")
-    Connection.header_bytes, Connection.header_seconds = int(longest), float(seconds)
+    for name, value in json.loads(os.environ.get(PROXY_LIMITS, "{}")).items():
+        setattr(BoundedConnection, name, value)
     uvicorn.config.HTTP_PROTOCOLS["auto"] = "adaponder.serving.server:BoundedConnection"
-    return [Middleware(ProxyGuard, header_bytes=Connection.header_bytes)]
+    return [Middleware(ProxyGuard)]
 
 
 class ProxyGuard:
-    """Refuses long headers, also where another kind of server has read them, and removes those that steer Ray."""
+    """Removes the headers that control Ray, and drops websockets, which no route takes."""
 
-    def __init__(self, app: ASGIApp, header_bytes: int) -> None:
-        self.app, self.header_bytes = app, header_bytes
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":
-            return  # no route takes one
         if scope["type"] == "http":
-            size = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
-            if size + sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > self.header_bytes:
-                await self._refuse(send)
-                return
             scope["headers"] = [pair for pair in scope["headers"] if pair[0].lower() not in _RAY_HEADERS]
-        await self.app(scope, receive, send)
-
-    async def _refuse(self, send: Send) -> None:
-        message = f"the headers are longer than {self.header_bytes} bytes"
-        error = {"message": message, "type": "invalid_request_error", "param": None, "code": "headers_too_large"}
-        body = json.dumps({"error": error}).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 431, "headers": [*headers, (b"connection", b"close")]})
-        await send({"type": "http.response.body", "body": body})
+        if scope["type"] != "websocket":
+            await self.app(scope, receive, send)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from adaponder.errors import AdaPonderError, in_one_line
 from adaponder.fields import REQUEST_FIELDS
 from adaponder.inference.request import Request, check_request
 from adaponder.policies import choose_policy
-from adaponder.serving.protocol import ApiError, ChatBody, ChatMessage, CompletionBody, DepthControl, GenerationBody
+from adaponder.serving.protocol import ApiError, ChatBody, ChatMessage, CompletionBody, DepthControl
 from adaponder.serving.served import Served
 from adaponder.serving.settings import Limits
 from adaponder.text import chat_text
@@ -44,7 +42,7 @@ def tokens_of(text: str, served: Served, special: bool) -> list[int]:
 async def encode_prompt(prompt: str | list[int], served: Served, limits: Limits, *, special: bool = True) -> list[int]:
     """Returns the token ids of a prompt; raises 400 if it is empty, too long, or has ids beyond the vocabulary."""
     if isinstance(prompt, str):
-        _check_characters("prompt", len(prompt), limits)
+        check_characters("prompt", len(prompt), limits)
         ids = await in_thread_if_long(len(prompt), tokens_of, prompt, served, special)
     else:
         ids = prompt
@@ -64,7 +62,7 @@ def check_ids(field: str, ids: Sequence[int], served: Served) -> None:
         raise ApiError(400, message, param=field)
 
 
-def _check_characters(field: str, characters: int, limits: Limits) -> None:
+def check_characters(field: str, characters: int, limits: Limits) -> None:
     """Raises 400 if a text is longer than the server accepts."""
     if characters > limits.prompt_characters:
         message = f"{field}: {characters:,} characters; at most {limits.prompt_characters:,} are accepted"
@@ -77,7 +75,7 @@ async def chat_prompt(messages: Sequence[ChatMessage], served: Served, limits: L
         message = f"messages: the tokenizer of {served.name} has no chat template; use /v1/completions"
         raise ApiError(400, message, param="messages", code="no_chat_template")
     conversation = [message.as_dict() for message in messages]
-    _check_characters("messages", sum(len(message["content"]) for message in conversation), limits)
+    check_characters("messages", sum(len(message["content"]) for message in conversation), limits)
     text = await asyncio.to_thread(chat_text, "messages", served.tokenizer, conversation)
     return await encode_prompt(text, served, limits, special=False)  # the template writes special tokens itself
 
@@ -88,19 +86,9 @@ def depth_options(control: DepthControl, served: Served) -> dict[str, Any]:
     A policy comes from a line, a threshold or a profile, never from code or a path.
     """
     method = served.model.method
-    try:
-        policy = choose_policy(
-            served.iterations,
-            policy=control.policy,
-            tau=control.tau,
-            budget=control.budget,
-            profiles=served.profiles,
-        )
-        served.model.check_policy(policy)
-    except AdaPonderError as problem:
-        message = in_one_line(problem).replace("--policy ", "policy=")
-        field = next((name for name in ("tau", "budget") if re.match(rf"{name}\b", message)), "policy")
-        raise ApiError(400, message, param=f"adaponder.{field}") from None
+    rules = {"policy": control.policy, "tau": control.tau, "budget": control.budget}
+    policy = choose_policy(served.iterations, **rules, profiles=served.profiles)
+    served.model.check_policy(policy)
     if policy is not None and not (policy.causal and policy.row_by_row):
         message = f"policy={policy.spelling} looks at other tokens of the sequence; use one that does not"
         raise ApiError(400, message, param="adaponder.policy")
@@ -133,19 +121,14 @@ def engine_requests(
     extension = body.extension
     if body.seed is not None and extension.seed is not None:
         raise ApiError(400, "seed and adaponder.seed: give one of them", param="adaponder.seed")
-    seed = extension.seed if body.seed is None else body.seed
-    # Fields of the extension that are fields of a request under the same name; depth_options reads tau.
-    names = type(extension).model_fields.keys() & REQUEST_FIELDS.keys() - {"tau"}
-    options: dict[str, Any] = {name: getattr(extension, name) for name in names}
+    values = [*extension, *body]
+    options = {name: value for name, value in values if name in REQUEST_FIELDS and value is not None}
     options |= depth_options(extension, served) | {
+        "tau": None,  # it is a policy by now
         "max_new_tokens": max(1, max_tokens),
         "min_new_tokens": extension.min_tokens,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
-        "presence_penalty": body.presence_penalty or 0.0,
-        "frequency_penalty": body.frequency_penalty or 0.0,
-        "logit_bias": _token_bias(body),
-        "seed": secrets.randbits(62) if seed is None else seed,
+        "logit_bias": {int(token): bias for token, bias in (body.logit_bias or {}).items()},
+        "seed": options.get("seed", secrets.randbits(62)),
         "samples": body.samples,
         # Log-probabilities also decide which samples are the best.
         "log_probabilities": 0 if body.top is None and body.samples > (body.n or 1) else body.top,
@@ -157,12 +140,3 @@ def engine_requests(
     for request in requests:
         check_request(request, served.model, **bounds)
     return requests
-
-
-def _token_bias(body: GenerationBody) -> dict[int, float]:
-    biases = {}
-    for key, value in (body.logit_bias or {}).items():
-        if not re.fullmatch(r"[0-9]{1,10}", key):
-            raise ApiError(400, f"logit_bias: {key!r} is not a token id; use whole numbers", param="logit_bias")
-        biases[int(key)] = value
-    return biases

@@ -1,27 +1,37 @@
-"""The HTTP routes: completions, chats, scores, tokens, the model's facts, the server's state and the page."""
+"""The HTTP routes, and the ASGI app around them.
+
+Completions, chats, scores, tokens, the model's facts, the server's state and the page stand behind access control,
+metrics and body limits; every error has OpenAI's form.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+import inspect
+import typing
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
+from http import HTTPStatus
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi import Depends, FastAPI
+from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
 
+from adaponder.errors import AdaPonderError
 from adaponder.evaluation.token_scores import Reading
 from adaponder.inference.config import PAGE
-from adaponder.inference.request import Request
-from adaponder.serving.access import SALT
-from adaponder.serving.answers import AnswerWriter, usage_of
-from adaponder.serving.metrics import Metrics
+from adaponder.serving.access import SALT, AccessControl, BodyLimits
+from adaponder.serving.answers import AnswerWriter, ScoreWriter, usage_of
+from adaponder.serving.metrics import Metrics, RequestMetrics
 from adaponder.serving.protocol import (
     ApiError,
     ChatBody,
@@ -35,6 +45,7 @@ from adaponder.serving.protocol import (
 )
 from adaponder.serving.requests import (
     chat_prompt,
+    check_characters,
     check_ids,
     check_model,
     depth_options,
@@ -43,12 +54,12 @@ from adaponder.serving.requests import (
     in_thread_if_long,
     tokens_of,
 )
-from adaponder.serving.scores import ScoreWriter
 from adaponder.serving.served import Served
 from adaponder.serving.settings import Limits, Settings
-from adaponder.serving.stream import CLIENT_LEFT, DONE, EventStream, Run, finished_unless_left
+from adaponder.serving.stream import DONE, EVENTS, Answer, Run
 from adaponder.serving.worker import Worker
 from adaponder.text import Writing, pieces
+from adaponder.version import __version__
 
 # OpenAI's default of max_tokens.
 _MAX_TOKENS = 16
@@ -102,7 +113,7 @@ async def completions(context: Context, http: HttpRequest, body: CompletionBody)
         prompts = [prompts]
     encoded = [await encode_prompt(prompt, served, limits) for prompt in prompts]
     max_tokens = min(_MAX_TOKENS, limits.max_tokens or _MAX_TOKENS) if body.max_tokens is None else body.max_tokens
-    return await _generate(context, http, body, encoded, max_tokens)
+    return _generate(context, http, body, encoded, max_tokens)
 
 
 async def chat_completions(context: Context, http: HttpRequest, body: ChatBody) -> Response:
@@ -119,71 +130,62 @@ async def chat_completions(context: Context, http: HttpRequest, body: ChatBody) 
         # All that fits, and at least 1: where none fits the engine says why.
         room = context.worker.longest_request - len(prompt)
         max_tokens = max(1, min(room, limits.max_tokens or room))
-    return await _generate(context, http, body, [prompt], max_tokens)
+    return _generate(context, http, body, [prompt], max_tokens)
 
 
-async def _generate(
+def _generate(
     context: Context, http: HttpRequest, body: CompletionBody | ChatBody, prompts: list[list[int]], max_tokens: int
 ) -> Response:
     """Runs the prompts and returns the ``n`` best completions of each, whole or as a stream."""
-    served, limits, hidden = context.served, context.limits, max_tokens == 0
+    served, limits = context.served, context.limits
     requests = engine_requests(body, prompts, served, limits, max_tokens=max_tokens, salt=http.scope.get(SALT, ""))
-    writer = AnswerWriter(served, body, hidden=hidden)
+    writer = AnswerWriter(served, body, hidden=max_tokens == 0)
     sequences, room = body.samples * len(requests), context.settings.lanes + limits.waiting
     if sequences > room:
         raise ApiError(400, f"n: {sequences} completions are more than the server's {room}", param="n")
     context.admit(sequences=sequences)
-    if body.stream:
-        return _stream(context, body, requests, writer)
-    run = Run(context.worker, requests, stops=body.stops, metrics=context.metrics)
-    if not await finished_unless_left(http, run.done, run.cancel, context.metrics):
-        return Response(status_code=CLIENT_LEFT)
-    _count_tokens(context, run.samples, hidden=hidden)
-    best: list[Writing] = []
-    for samples in run.samples:
-        n = body.n or 1
-        best += samples if len(samples) == n else sorted(samples, key=_likelihood, reverse=True)[:n]
-    return JSONResponse(writer.whole(best, usage_of(served, run.samples, hidden=hidden)))
-
-
-def _stream(
-    context: Context, body: CompletionBody | ChatBody, requests: Sequence[Request], writer: AnswerWriter
-) -> EventStream:
-    stream = EventStream(context.limits, context.metrics)
+    answer = Answer(limits, context.metrics, EVENTS if body.stream else "application/json")
 
     def on_text(index: int, writing: Writing, text: str) -> None:
-        stream.add(writer.events(index, writing, text))
+        if body.stream:
+            answer.add(writer.events(index, writing, text))
 
-    def finish(done: asyncio.Future[None]) -> None:
-        problem = done.exception()
-        if problem is not None:
-            stream.end(as_api_error(problem))
-            return
-        _count_tokens(context, run.samples, hidden=writer.hidden)
-        if body.includes_usage:
-            stream.add(writer.usage_event(usage_of(context.served, run.samples, hidden=writer.hidden)))
-        stream.add(DONE)
-        stream.end()
+    def on_end(problem: Exception | None) -> None:
+        if problem is None:
+            _count_tokens(context.metrics, run.samples, hidden=writer.hidden)
+            if not body.stream or body.includes_usage:
+                usage = usage_of(served, run.samples, hidden=writer.hidden)
+                answer.add(writer.usage_event(usage) if body.stream else writer.whole(_best(body, run.samples), usage))
+            if body.stream:
+                answer.add(DONE)
+        answer.end(problem)
 
-    run = Run(context.worker, requests, stops=body.stops, metrics=context.metrics, on_text=on_text)
-    run.done.add_done_callback(finish)
-    stream.cancel = run.cancel
-    return stream
+    run = Run(context.worker, requests, stops=body.stops, metrics=context.metrics, on_text=on_text, on_end=on_end)
+    answer.cancel = run.cancel
+    return answer
 
 
-def _count_tokens(context: Context, samples: Sequence[Sequence[Writing]], *, hidden: bool) -> None:
+def _best(body: CompletionBody | ChatBody, samples: Sequence[Sequence[Writing]]) -> list[Writing]:
+    """Returns the ``n`` completions of each prompt with the highest mean log-probability of their tokens."""
+
+    def likelihood(writing: Writing) -> float:
+        return sum(token.log_probability or 0.0 for token in writing.tokens) / max(1, len(writing.tokens))
+
+    best: list[Writing] = []
+    for writings in samples:
+        n = body.n or 1
+        best += writings if len(writings) == n else sorted(writings, key=likelihood, reverse=True)[:n]
+    return best
+
+
+def _count_tokens(metrics: Metrics, samples: Sequence[Sequence[Writing]], *, hidden: bool) -> None:
     """Counts the tokens that were read: a prompt's once for all its samples, without those of the prefix cache."""
     for writings in samples:
         for index, writing in enumerate(writings):
             depths, prompt = [depth for depth in writing.depths if depth], len(writing.prompt_depths)
             read = depths[prompt if index else writing.cached_tokens :]
             generated = 0 if hidden else len(writing.tokens)
-            context.metrics.count_tokens(read, prompt=0 if index else prompt, completion=generated)
-
-
-def _likelihood(writing: Writing) -> float:
-    """Returns the mean log-probability of a completion's tokens."""
-    return sum(token.log_probability or 0.0 for token in writing.tokens) / max(1, len(writing.tokens))
+            metrics.count_tokens(read, prompt=0 if index else prompt, completion=generated)
 
 
 # --- scores and tokens --------------------------------------------------------------------------------------------
@@ -197,17 +199,25 @@ async def score(context: Context, http: HttpRequest, body: ScoreBody) -> Respons
     ids = await encode_prompt(body.prompt, context.served, context.limits)
     context.admit(jobs=1)
     reading = Reading(**depth, top=extension.iteration_top, seed=extension.seed or 0, salt=http.scope.get(SALT, ""))
-    job = context.worker.job(context.scores(ids, reading, gates=extension.gates, full_depth=body.full_depth))
-    if not await finished_unless_left(http, job, job.cancel, context.metrics):
-        return Response(status_code=CLIENT_LEFT)
-    return Response(job.result(), media_type="application/json")
+    answer = Answer(context.limits, context.metrics)
+    scores = context.scores(ids, reading, gates=extension.gates, full_depth=body.full_depth)
+    job = context.worker.job(scores)
+    answer.cancel = job.cancel
+
+    def on_end(_: object) -> None:
+        if not job.cancelled():
+            problem = job.exception()
+            answer.add(b"" if problem else job.result())
+            answer.end(problem)
+
+    job.add_done_callback(on_end)
+    return answer
 
 
-async def tokenize(context: Context, http: HttpRequest, body: TokenizeBody) -> Response:
+async def tokenize(context: Context, body: TokenizeBody) -> Response:
     """Returns the tokens of a text, which may be longer than the model's positions, or empty."""
-    served, most = context.served, context.limits.prompt_characters
-    if len(body.prompt) > most:
-        raise ApiError(400, f"prompt: at most {most:,} characters are accepted", param="prompt")
+    served = context.served
+    check_characters("prompt", len(body.prompt), context.limits)
 
     def answer() -> Response:
         ids = tokens_of(body.prompt, served, body.add_special_tokens) if body.prompt else []
@@ -218,188 +228,184 @@ async def tokenize(context: Context, http: HttpRequest, body: TokenizeBody) -> R
     return await in_thread_if_long(len(body.prompt), answer)
 
 
-async def detokenize(context: Context, http: HttpRequest, body: DetokenizeBody) -> Response:
+async def detokenize(context: Context, body: DetokenizeBody) -> Response:
     """Returns the text of tokens."""
     check_ids("tokens", body.tokens, context.served)
     texts = await in_thread_if_long(len(body.tokens), pieces, context.served.tokenizer, body.tokens)
     return JSONResponse({"prompt": "".join(texts)})
 
 
+# --- the model and the server -------------------------------------------------------------------------------------
+
+
+async def models(context: Context) -> Response:
+    """Returns the served model and its facts."""
+    return JSONResponse({"object": "list", "data": [_facts(context)]})
+
+
+async def model(context: Context, name: str) -> Response:
+    """Returns one model."""
+    check_model(name, context.served)
+    return JSONResponse(_facts(context))
+
+
+def _facts(context: Context) -> dict[str, Any]:
+    served = context.served
+    about = {"id": served.name, "object": "model", "created": served.created, "owned_by": "adaponder"}
+    return about | {"adaponder": served.facts() | {"limits": vars(context.limits)}}
+
+
+async def health(context: Context) -> Response:
+    """Returns whether the engine runs."""
+    alive = context.worker.alive
+    return JSONResponse({"status": "alive" if alive else "broken"}, status_code=200 if alive else 503)
+
+
+async def ready(context: Context) -> Response:
+    """Returns whether requests are accepted, and what is running."""
+    worker = context.worker
+    resident = worker.counts.get("resident", 0)
+    state = {
+        "status": worker.state,
+        "lanes": context.settings.lanes,
+        "lanes_in_use": min(worker.sequences, resident),
+        "waiting": max(0, worker.sequences - resident),
+        "requests": worker.sequences,
+        "jobs": worker.jobs,
+        "rows_in_use": worker.counts.get("pages_held", 0) * PAGE,
+    }
+    if worker.state == "ready":
+        return JSONResponse(state)
+    return JSONResponse(state, status_code=503, headers={"retry-after": str(context.limits.retry_seconds)})
+
+
+async def metrics(context: Context) -> Response:
+    """Returns metrics for Prometheus."""
+    return Response(context.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
 # --- the page -----------------------------------------------------------------------------------------------------
 
-_MEDIA_TYPES = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-}
+_PAGE_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
-class PageFile(NamedTuple):
-    """A file of the page; ``tag`` is its ETag."""
-
-    content: bytes
-    media_type: str
-    tag: str
-
-
-def page_files() -> dict[str, PageFile]:
-    """Returns the files of the page by name: a request names one of them, never a path."""
-    page: dict[str, PageFile] = {}
+@cache
+def _page() -> Mapping[str, tuple[bytes, dict[str, str]]]:
+    """Returns content and headers of the page's files by name: a request names one of them, never a path."""
+    page = {}
     for path in files("adaponder.serving").joinpath("page").iterdir():
-        media_type = _MEDIA_TYPES.get(path.name.rpartition(".")[2])
-        if media_type is not None:
-            content = path.read_bytes()
-            page[path.name] = PageFile(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+        content, kind = path.read_bytes(), _PAGE_TYPES[path.name.rpartition(".")[2]]
+        headers = {"etag": f'"{hashlib.sha256(content).hexdigest()[:32]}"', "cache-control": "no-cache"}
+        page[path.name] = content, headers | {"content-type": kind if "svg" in kind else f"{kind}; charset=utf-8"}
     return page
 
 
-def page_answer(page: dict[str, PageFile], name: str, http: HttpRequest) -> Response:
+async def index(context: Context, http: HttpRequest) -> Response:
+    """Returns the page that shows depth."""
+    return await page_file(context, http, "index.html")
+
+
+async def page_file(context: Context, http: HttpRequest, name: str) -> Response:
     """Returns a file of the page, or 304 if the client has it already."""
-    file = page.get(name)
-    if file is None:
+    if name not in _page():
         raise ApiError(404, "the page has no such file")
-    headers = {"etag": file.tag, "cache-control": "no-cache"}
-    if http.headers.get("if-none-match") == file.tag:
+    content, headers = _page()[name]
+    if http.headers.get("if-none-match") == headers["etag"]:
         return Response(status_code=304, headers=headers)
-    return Response(file.content, headers=headers | {"content-type": file.media_type})
+    return Response(content, headers=headers)
 
 
-# --- adding routes ------------------------------------------------------------------------------------------------
+# --- the app ------------------------------------------------------------------------------------------------------
 
-_STATUSES = {
-    400: "Something in the request is wrong; `param` names it.",
-    401: "An API key is needed.",
-    403: "Pages of this origin may not call the server.",
-    404: "Unknown model, file or route.",
-    408: "The body did not arrive in time.",
-    413: "The body is too long.",
-    415: "The body is not JSON.",
-    421: "The server does not have this name.",
-    429: "The queue is full; `Retry-After` says when to try again.",
-    500: "The server failed to answer.",
-    503: "The server is starting or stopping; `Retry-After` says when to try again.",
+_ROUTES: dict[str, Callable[..., Awaitable[Response]]] = {
+    "POST /v1/completions": completions,
+    "POST /v1/chat/completions": chat_completions,
+    "POST /score": score,
+    "POST /tokenize": tokenize,
+    "POST /detokenize": detokenize,
+    "GET /v1/models": models,
+    "GET /v1/models/{name}": model,
+    "GET /health": health,
+    "GET /ready": ready,
+    "GET /metrics": metrics,
+    "GET /": index,
+    "GET /page/{name}": page_file,
 }
+# Content types of the answers that are not JSON only.
+_CONTENT = {completions: ("application/json", EVENTS), chat_completions: ("application/json", EVENTS)}
+_CONTENT |= {metrics: ("text/plain",), index: ("text/html",), page_file: ("*/*",)}
+_ERRORS = (400, 401, 403, 404, 408, 413, 415, 421, 429, 500, 503)
 
 
-def add_routes(app: FastAPI, context: Context) -> None:
+def make_app(worker: Worker, settings: Settings | None = None) -> ASGIApp:
+    """Returns the server as an ASGI app; its lifespan starts the worker, and at the end waits for running requests."""
+    settings = settings or Settings()
+    metrics = Metrics(worker, settings.lanes)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        worker.start()
+        yield
+        await worker.drained(settings.limits.drain_seconds)
+        await worker.stop()
+
+    app = FastAPI(
+        title="AdaPonder",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    _add_routes(app, Context(worker, settings, metrics, ScoreWriter(worker.served)))
+    for kind in (ApiError, AdaPonderError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _on_error)
+    routes: list[Any] = app.routes
+    with_body = {route.path for route in routes if "POST" in route.methods}
+    limited = BodyLimits(app, with_body, settings.limits)
+    measured = RequestMetrics(limited, metrics, {route.path for route in routes if "{" not in route.path})
+    return AccessControl(measured, settings, worker)
+
+
+async def _on_error(request: HttpRequest, problem: Exception) -> Response:
+    return as_api_error(problem).response()
+
+
+def _add_routes(app: FastAPI, context: Context) -> None:
     """Adds every route to the app. The docstring of a route is its description in ``/openapi.json``."""
-    _add_post_routes(app, context)
-    _add_get_routes(app, context)
-
-
-def _add_post_routes(app: FastAPI, context: Context) -> None:
-    def add(path: str, handler: Callable[..., Awaitable[Response]], body: type[BaseModel], *kinds: str) -> None:
-        async def route(http: HttpRequest, body: Any) -> Response:
-            return await handler(context, http, body)
-
-        # FastAPI parses the body by its annotation, which has the limits of this server.
-        route.__annotations__["body"] = body
-        options = _operation(context, handler, 404, 408, 413, 415, 429, 500, 503, kinds=kinds or ("application/json",))
-        app.add_api_route(path, route, methods=["POST"], **options)
-
     bodies = bodies_for(context.served, context.limits)
-    add("/v1/completions", completions, bodies.completion, "application/json", "text/event-stream")
-    add("/v1/chat/completions", chat_completions, bodies.chat, "application/json", "text/event-stream")
-    add("/tokenize", tokenize, bodies.tokenize)
-    add("/detokenize", detokenize, bodies.detokenize)
-    add("/score", score, bodies.score)
-
-
-def _add_get_routes(app: FastAPI, context: Context) -> None:
-    worker, page = context.worker, page_files()
-
-    def add(path: str, *errors: int, kind: str = "application/json", locked: bool = True) -> Callable[..., Any]:
-        def decorate(route: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
-            options = _operation(context, route, *errors, kinds=(kind,), locked=locked)
-            app.add_api_route(path, route, methods=["GET"], **options)
-            # Monitors may use HEAD: the server leaves the body of a GET out.
+    # The default also keeps FastAPI from adding its own 422, which no route answers with.
+    errors: dict[int | str, dict[str, Any]] = {"default": {"description": "An error.", "model": ErrorAnswer}}
+    errors |= {status: {"description": HTTPStatus(status).phrase, "model": ErrorAnswer} for status in _ERRORS}
+    key = [Depends(HTTPBearer(auto_error=False, scheme_name="key"))] if context.settings.access.keys else []
+    for name, handler in _ROUTES.items():
+        method, path = name.split(" ")
+        route = _bind(handler, context, bodies)
+        app.add_api_route(
+            path,
+            route,
+            methods=[method],
+            responses=errors | {200: {"content": {kind: {} for kind in _CONTENT.get(handler, ("application/json",))}}},
+            response_class=Response,
+            response_model=None,
+            dependencies=[] if handler is health else key,
+        )
+        if method == "GET":  # monitors may use HEAD: the server leaves the body of a GET out
             app.add_api_route(path, route, methods=["HEAD"], include_in_schema=False)
-            return route
-
-        return decorate
-
-    @add("/v1/models")
-    async def models() -> Response:
-        """Returns the served model and its facts."""
-        return JSONResponse({"object": "list", "data": [_model(context)]})
-
-    @add("/v1/models/{name}", 404)
-    async def model(name: str) -> Response:
-        """Returns one model."""
-        check_model(name, context.served)
-        return JSONResponse(_model(context))
-
-    @add("/health", 503, locked=False)
-    async def health() -> Response:
-        """Returns whether the engine runs."""
-        status = "alive" if worker.alive else "broken"
-        return JSONResponse({"status": status}, status_code=200 if worker.alive else 503)
-
-    @add("/ready", 503)
-    async def ready() -> Response:
-        """Returns whether requests are accepted, and what is running."""
-        resident = worker.counts.get("resident", 0)
-        state = {
-            "status": worker.state,
-            "lanes": context.settings.lanes,
-            "lanes_in_use": min(worker.sequences, resident),
-            "waiting": max(0, worker.sequences - resident),
-            "requests": worker.sequences,
-            "jobs": worker.jobs,
-            "rows_in_use": worker.counts.get("pages_held", 0) * PAGE,
-        }
-        if worker.state == "ready":
-            return JSONResponse(state)
-        return JSONResponse(state, status_code=503, headers={"retry-after": str(context.limits.retry_seconds)})
-
-    @add("/metrics", kind="text/plain")
-    async def metrics() -> Response:
-        """Returns metrics for Prometheus."""
-        return Response(context.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
-
-    @add("/", 404, kind="text/html")
-    async def index(http: HttpRequest) -> Response:
-        """Returns the page that shows depth."""
-        return page_answer(page, "index.html", http)
-
-    @add("/page/{name}", 404, kind="*/*")
-    async def page_file(http: HttpRequest, name: str) -> Response:
-        """Returns a file of the page."""
-        return page_answer(page, name, http)
 
 
-def _operation(
-    context: Context, route: Callable[..., Any], *errors: int, kinds: Sequence[str], locked: bool = True
-) -> dict[str, Any]:
-    """Returns the arguments of ``add_api_route`` that describe a route in ``/openapi.json``."""
-    summary = (route.__doc__ or "").partition("\n")[0]
-    responses: dict[int | str, dict[str, Any]] = {
-        200: {"description": summary, "content": {kind: {} for kind in kinds}},
-        # Also keeps FastAPI from adding its own 422, which no route answers with.
-        "default": {"description": "An error.", "model": ErrorAnswer},
-    }
-    for status in sorted({400, 403, 421, *errors} | ({401} if locked else set())):
-        responses[status] = {"description": _STATUSES[status], "model": ErrorAnswer}
-    keys = locked and context.settings.access.keys
-    return {
-        "name": route.__name__,
-        "summary": summary,
-        "responses": responses,
-        "response_class": Response,
-        "response_model": None,
-        "dependencies": [Depends(HTTPBearer(auto_error=False, scheme_name="key"))] if keys else [],
-    }
+def _bind(
+    handler: Callable[..., Awaitable[Response]], context: Context, bodies: Mapping[Any, Any]
+) -> Callable[..., Awaitable[Response]]:
+    """Returns a route without its context, and with the limits of this server on its body: what FastAPI parses by."""
 
+    async def route(**arguments: Any) -> Response:
+        return await handler(context, **arguments)
 
-def _model(context: Context) -> dict[str, Any]:
-    served, limits = context.served, context.limits
-    names = ("prompts", "n", "best_of", "max_tokens", "stops", "stop_characters", "logit_bias", "logprobs", "messages")
-    names += ("prompt_characters", "body_bytes", "waiting")
-    return {
-        "id": served.name,
-        "object": "model",
-        "created": served.created,
-        "owned_by": "adaponder",
-        "adaponder": served.facts() | {"limits": {name: getattr(limits, name) for name in names}},
-    }
+    parameters = []
+    for name, hint in list(typing.get_type_hints(handler).items())[1:-1]:  # without context and the result
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(name, kind, annotation=bodies.get(hint, hint)))
+    route.__signature__ = inspect.Signature(parameters)
+    route.__name__, route.__doc__ = handler.__name__, handler.__doc__
+    return route

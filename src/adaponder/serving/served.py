@@ -23,18 +23,9 @@ class Served:
     """A model as clients know it.
 
     Args:
-        model: the model.
-        tokenizer: its tokenizer.
-        folder: the checkpoint's folder, which may hold profiles.
+        folder: the checkpoint's folder, which may hold profiles: policies calibrated for a budget.
         name: the value of ``model`` in requests.
         tokens: the engine's option: longest sequence, prompt and completion together.
-
-    Attributes:
-        profiles: policies calibrated for a budget, by name, as stored beside the weights.
-        iterations: most iterations of a token.
-        vocabulary: number of token ids.
-        spell: returns the text and bytes of a token id.
-        template: whether the tokenizer has a chat template.
     """
 
     def __init__(

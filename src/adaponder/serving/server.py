@@ -37,24 +37,22 @@ _SWITCH_SECONDS = 0.0005
 def listen(host: str, port: int) -> socket.socket:
     """Returns a listening socket; port 0 takes any free port. Raises :class:`InputError` if that is impossible."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        passive = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = passive[0]
     except (OSError, UnicodeError) as problem:  # UnicodeError: a name that cannot be looked up
         reason = getattr(problem, "strerror", None) or problem
         raise InputError(f"--host {host}: there is no such address here ({reason})") from None
-    listening = socket.socket(family, kind, protocol)
+    dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(2048)
+        listening = socket.create_server(address[:2], family=family, backlog=2048, dualstack_ipv6=dual)
     except OSError as problem:
-        listening.close()
         if problem.errno == errno.EADDRNOTAVAIL:
             message = f"--host {host}: this machine has no such address; use 0.0.0.0 for all of its addresses"
             raise InputError(message) from None
         cure = "choose another --port, or 0 for any free one"
-        raise InputError(f"--port {port}: cannot listen on {host} ({problem.strerror}); {cure}") from None
+        raise InputError(
+            f"--port {port}: cannot listen on {host} ({os.strerror(problem.errno or 0)}); {cure}"
+        ) from None
     listening.setblocking(False)
     return listening
 
@@ -62,8 +60,11 @@ def listen(host: str, port: int) -> socket.socket:
 def address_of(listening: socket.socket) -> str:
     """Returns the address to open in a browser."""
     host, port = listening.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):
-        host = "127.0.0.1"
+    return url_of("127.0.0.1" if host in ("0.0.0.0", "::") else host, port)
+
+
+def url_of(host: str, port: int) -> str:
+    """Returns the address of a server."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
@@ -137,29 +138,36 @@ class Server(uvicorn.Server):
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """A connection whose headers must be short and arrive in time.
+    """A connection whose headers must be short and arrive in time, and whose client must read its answers.
 
-    uvicorn 0.54 limits neither the bytes nor the time of headers with httptools, so one client could fill memory or
-    hold connections (CVE-2025-48956). Of pipelined requests it marks only the last as disconnected.
+    Mends what uvicorn 0.54 lacks with httptools: it bounds neither the bytes nor the time of headers, so one client
+    could fill memory or hold connections (CVE-2025-48956); it waits for ever for a client that does not read; and of
+    pipelined requests it marks only the last as disconnected.
 
     Attributes:
         header_bytes: longest request line and headers together.
         header_seconds: time in which they must arrive.
+        stall_seconds: time after which a client that reads nothing is disconnected.
     """
 
     header_bytes: ClassVar[int] = 1 << 15
     header_seconds: ClassVar[float] = 10.0
+    stall_seconds: ClassVar[float] = 30.0
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
-        self._head_bytes, self._in_head, self._running, self._timer = 0, True, None, None
+        self._head_bytes: int | None = 0  # None while a body arrives
+        self._running: Any = None
+        self._head_timer = self._stall_timer = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
+        for timer in (self._head_timer, self._stall_timer):
+            if timer is not None:
+                timer.cancel()
         cycles = [self._running, *(cycle for cycle, _ in self.pipeline)]
         self.pipeline.clear()
         for cycle in cycles:
@@ -169,59 +177,54 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._in_head:
-            self._head_bytes += len(data)
-        super().data_received(data)
-        # Bytes of a body that came with the head were counted too; they do not matter once the head is complete.
-        if self._in_head and self._head_bytes > self.header_bytes and not self.transport.is_closing():
-            self._refuse("431 Request Header Fields Too Large")
+        while data and self._head_bytes is not None and not self.transport.is_closing():
+            room = self.header_bytes + 1 - self._head_bytes
+            self._head_bytes += len(data[:room])
+            super().data_received(data[:room])
+            data = data[room:]
+            if self._head_bytes is not None and self._head_bytes > self.header_bytes:
+                self._refuse("431 Request Header Fields Too Large")
+        if data and not self.transport.is_closing():
+            super().data_received(data)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        if not self._in_head:  # a further request on the same connection
-            self._expect_head()
+        self._expect_head()
 
     def on_headers_complete(self) -> None:
-        self._stop_timer()
-        size = sum(len(name) + len(value) + 4 for name, value in self.headers) + len(self.url)
-        if size > self.header_bytes:
-            self._refuse("431 Request Header Fields Too Large")
-            return
-        self._in_head, self._head_bytes = False, 0
+        self._head_bytes = None
+        if self._head_timer is not None:
+            self._head_timer.cancel()
         super().on_headers_complete()
 
-    def on_body(self, body: bytes) -> None:
-        if not self._in_head:
-            super().on_body(body)
-
     def on_message_complete(self) -> None:
-        if not self._in_head:
-            super().on_message_complete()
+        self._head_bytes = 0
+        super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall_timer = self.loop.call_later(self.stall_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._running = cycle
         super()._start_asgi_task(cycle, app)
 
     def _expect_head(self) -> None:
-        self._in_head, self._head_bytes = True, 0
-        self._stop_timer()
-        self._timer = self.loop.call_later(self.header_seconds, self._on_timeout)
-
-    def _on_timeout(self) -> None:
-        if self._in_head and not self.transport.is_closing():
-            self._refuse("408 Request Timeout")
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        self._head_timer = self.loop.call_later(self.header_seconds, self._refuse, "408 Request Timeout")
 
     def _refuse(self, status: str) -> None:
-        self.transport.write(f"HTTP/1.1 {status}\r\nconnection: close\r\ncontent-length: 0\r\n\r\n".encode("ascii"))
-        self.transport.close()
+        if not self.transport.is_closing():
+            self.transport.write(f"HTTP/1.1 {status}\r\nconnection: close\r\ncontent-length: 0\r\n\r\n".encode())
+            self.transport.close()
 
 
 def bounded(limits: Limits) -> type[BoundedConnection]:
     """Returns connections with these limits."""
-    bounds = {"header_bytes": limits.header_bytes, "header_seconds": limits.header_seconds}
-    return type("BoundedConnection", (BoundedConnection,), bounds)
+    return type("BoundedConnection", (BoundedConnection,), limits.of_connections())

@@ -49,6 +49,10 @@ class Limits:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    def of_connections(self) -> dict[str, float]:
+        """Returns the limits of a connection, by the names of :class:`adaponder.serving.server.BoundedConnection`."""
+        return {name: getattr(self, name) for name in ("header_bytes", "header_seconds", "stall_seconds")}
+
 
 @dataclass(frozen=True)
 class Key:

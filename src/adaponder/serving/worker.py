@@ -10,13 +10,16 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from adaponder.errors import AdaPonderError, EvaluationError, in_one_line
+from adaponder.inference.engine import Engine
 from adaponder.inference.outputs import Event
 from adaponder.inference.request import Request
 from adaponder.serving.served import Served
@@ -29,25 +32,6 @@ _STEPS_AHEAD = 4
 _JOBS_AT_ONCE = 4
 # Steps in a row that may fail before the engine is given up.
 _MOST_BROKEN = 3
-
-
-class StepEngine(Protocol):
-    """The methods of an engine that a worker uses."""
-
-    @property
-    def busy(self) -> bool: ...
-
-    @property
-    def longest_request(self) -> int: ...
-
-    @property
-    def statistics(self) -> Mapping[str, int]: ...
-
-    def submit(self, request: Request) -> int: ...
-
-    def cancel(self, number: int, sample: int | None = None) -> None: ...
-
-    def step(self) -> Iterable[Event]: ...
 
 
 class UnavailableError(EvaluationError):
@@ -78,9 +62,7 @@ class Ticket:
 class Worker:
     """Runs an engine in a thread of its own; its public methods belong to the event loop's thread.
 
-    Args:
-        make_engine: opens the engine; called in the worker's thread.
-        served: the model and its tokenizer.
+    ``make_engine`` opens an :class:`Engine`, or what has its methods, in that thread.
 
     Attributes:
         state: ``starting``, ``ready``, ``draining``, ``stopped``, or ``broken`` once the engine has failed for good.
@@ -91,7 +73,7 @@ class Worker:
         counts: the engine's statistics after the last step.
     """
 
-    def __init__(self, make_engine: Callable[[], StepEngine], served: Served):
+    def __init__(self, make_engine: Callable[[], Any], served: Served):
         self.served = served
         self.state = "starting"
         self.problem: str | None = None
@@ -100,13 +82,11 @@ class Worker:
         self.counts: Mapping[str, int] = {}
         self._make_engine = make_engine
         # Commands for the engine's thread; the engine is None once it has failed for good.
-        self._commands: queue.SimpleQueue[Callable[[StepEngine | None], None] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[Engine | None], None] | None] = queue.SimpleQueue()
         self._tickets: set[Ticket] = set()
         self._room = threading.Semaphore(_STEPS_AHEAD)
-        self._idle = asyncio.Event()
-        self._idle.set()
         # Used by the engine's thread only: jobs in turn, and tickets by the engine's number.
-        self._waiting_jobs: deque[tuple[Generator[None, None, Any], asyncio.Future[Any]]] = deque()
+        self._waiting_jobs: deque[tuple[Generator[None, None, Any], Future[Any]]] = deque()
         self._running: dict[int, Ticket] = {}
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -130,7 +110,6 @@ class Worker:
         ticket = Ticket(sink, request.samples, request.samples)
         self._tickets.add(ticket)
         self.sequences += request.samples
-        self._idle.clear()
         self._commands.put(lambda engine: self._begin(engine, ticket, request))
         return ticket
 
@@ -150,27 +129,25 @@ class Worker:
         Each ``yield`` lets other work run. Cancelling the future ends the job after its current part.
         """
         self._refuse_if_gone()
-        done: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
+        done: Future[_Result] = Future()
 
         def end(_: object) -> None:
             self.jobs -= 1
-            self._note_idle()
 
-        done.add_done_callback(end)
         self.jobs += 1
-        self._idle.clear()
         self._commands.put(lambda _: self._waiting_jobs.append((parts, done)))
-        return done
+        result = asyncio.wrap_future(done)
+        result.add_done_callback(end)
+        return result
 
     async def drained(self, seconds: float) -> bool:
         """Waits at most ``seconds`` until all work is done, and returns whether it is."""
         if self.state in ("starting", "ready"):
             self.state = "draining"
-        try:
-            await asyncio.wait_for(self._idle.wait(), seconds)
-        except TimeoutError:
-            return False
-        return True
+        deadline = time.monotonic() + seconds
+        while (self._tickets or self.jobs) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        return not self._tickets and not self.jobs
 
     async def stop(self) -> None:
         """Ends unfinished requests with an error, and the thread."""
@@ -186,10 +163,6 @@ class Worker:
     def _refuse_if_gone(self) -> None:
         if self.state in ("broken", "stopped"):
             raise UnavailableError(f"engine: it is not running ({self.problem or self.state})")
-
-    def _note_idle(self) -> None:
-        if not self._tickets and not self.jobs:
-            self._idle.set()
 
     def _take(self, step: dict[Ticket, list[Event]], counts: Mapping[str, int]) -> None:
         """Delivers the events of one step."""
@@ -208,17 +181,14 @@ class Worker:
         self.sequences -= ended
         if not ticket.left:
             self._tickets.remove(ticket)
-            self._note_idle()
         sink = ticket.sink
         try:
             sink(events)
         except Exception as problem:  # fails this request only
             _log.exception("the events of a request could not be handled")
             self.cancel(ticket)
-            try:
+            with suppress(Exception):
                 sink(problem)
-            except Exception:  # the other requests must go on
-                _log.exception("a request could not be failed")
 
     def _set_ready(self, longest_request: int) -> None:
         self.longest_request = longest_request
@@ -235,7 +205,7 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            engine = self._make_engine()
+            engine: Engine = self._make_engine()
             self._post(self._set_ready, engine.longest_request)
         except Exception as problem:
             _log.exception("the engine could not be opened")
@@ -259,7 +229,7 @@ class Worker:
                     return
         self._fail_jobs("the server is stopping")
 
-    def _run_commands(self, engine: StepEngine) -> bool:
+    def _run_commands(self, engine: Engine) -> bool:
         """Runs the commands in the queue, waiting for one if there is nothing else to do; returns false at the end."""
         while True:
             try:
@@ -270,7 +240,7 @@ class Worker:
                 return False
             command(engine)
 
-    def _begin(self, engine: StepEngine | None, ticket: Ticket, request: Request) -> None:
+    def _begin(self, engine: Engine | None, ticket: Ticket, request: Request) -> None:
         try:
             if engine is None:
                 raise UnavailableError("engine: it is not running")
@@ -282,11 +252,11 @@ class Worker:
             return
         self._running[ticket.number] = ticket
 
-    def _end(self, engine: StepEngine | None, ticket: Ticket, sample: int | None = None) -> None:
+    def _end(self, engine: Engine | None, ticket: Ticket, sample: int | None = None) -> None:
         if engine is not None and ticket.number is not None and ticket.running:
             engine.cancel(ticket.number, sample)
 
-    def _pass_on(self, events: Iterable[Event], engine: StepEngine) -> None:
+    def _pass_on(self, events: Iterable[Event], engine: Engine) -> None:
         """Posts the events of a step by ticket."""
         step: dict[Ticket, list[Event]] = {}
         for event in events:
@@ -307,17 +277,17 @@ class Worker:
         if not self._waiting_jobs:
             return
         parts, done = self._waiting_jobs.popleft()
-        if done.done():  # cancelled
+        if done.cancelled():
             parts.close()
             return
-        try:
-            next(parts)
-        except StopIteration as end:
-            self._post(_resolve, done, end.value, None)
-        except Exception as problem:
-            self._post(_resolve, done, None, problem)
-        else:
-            self._waiting_jobs.insert(_JOBS_AT_ONCE - 1, (parts, done))
+        with suppress(InvalidStateError):  # cancelled meanwhile
+            try:
+                next(parts)
+                self._waiting_jobs.insert(_JOBS_AT_ONCE - 1, (parts, done))
+            except StopIteration as end:
+                done.set_result(end.value)
+            except Exception as problem:
+                done.set_exception(problem)
 
     def _give_up(self, problem: str) -> None:
         """Fails everything submitted before and after the engine failed for good, until the worker is stopped."""
@@ -333,20 +303,11 @@ class Worker:
         while self._waiting_jobs:
             parts, done = self._waiting_jobs.popleft()
             parts.close()
-            self._post(_resolve, done, None, UnavailableError(f"engine: {reason}"))
+            with suppress(InvalidStateError):  # cancelled
+                done.set_exception(UnavailableError(f"engine: {reason}"))
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> None:
         """Calls a function in the event loop's thread."""
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
-
-
-def _resolve(future: asyncio.Future[Any], result: Any, problem: Exception | None) -> None:
-    """Ends a job with its result or its error, unless its caller has cancelled it."""
-    if future.done():
-        return
-    if problem is None:
-        future.set_result(result)
-    else:
-        future.set_exception(problem)

@@ -1,10 +1,9 @@
 """Turns text and conversations into token ids, and generated token ids into text: whole characters, up to a stop."""
 
-from adaponder.text.detokenizer import Detokenizer, pieces
 from adaponder.text.engine import TextEngine, TextEvent, Writing, start_writings
 from adaponder.text.prompts import chat_ids, chat_text, encode, has_template
 from adaponder.text.spelling import Spelled, TokenSpeller, token_texts
-from adaponder.text.stream import Piece, TextStream
+from adaponder.text.stream import Detokenizer, Piece, TextStream, pieces
 
 __all__ = [
     "Detokenizer",

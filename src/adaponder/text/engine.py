@@ -56,10 +56,9 @@ class Writing:
 
     def take(self, event: Event) -> TextEvent | None:
         """Adds an event of the engine and returns the new text; ``None`` for a token after a stop string."""
-        completion = event.completion
-        if completion is not None:
+        if event.completion is not None:
             new = self.stream.finish()
-            self._end(completion)
+            self._end(event.completion)
         elif event.token is None or self.stream.stop is not None:
             return None
         else:
@@ -68,7 +67,7 @@ class Writing:
             new = self.stream.add(event.token.id)
         for piece in new:
             self.pieces[piece.token] += piece.text
-        return TextEvent(self, new, done=completion is not None)
+        return TextEvent(self, new, done=event.completion is not None)
 
     def _end(self, completion: Completion) -> None:
         stopped = self.stream.stop is not None

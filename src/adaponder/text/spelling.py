@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from adaponder.text.detokenizer import UNFINISHED
+from adaponder.text.stream import UNFINISHED
 
 _BYTE_ENTRY = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

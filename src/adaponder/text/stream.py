@@ -1,18 +1,116 @@
-"""Decodes one sequence while it is generated: whole characters, up to a stop string."""
+"""Decodes a sequence while it is generated: whole characters, up to a stop string.
+
+The text of a token depends on its neighbours: a character may have several tokens, and a word at the beginning loses
+its space in some vocabularies. So each token is decoded together with the few before it, and the pieces, joined, are
+the decoded text of all tokens.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from adaponder.errors import InputError, shown
-from adaponder.text.detokenizer import Detokenizer
 
 MOST_STOPS = 64
 LONGEST_STOP = 1000
+# What a decoder returns for bytes that are not, or not yet, a character.
+UNFINISHED = "\ufffd"
+# A character has at most 4 bytes and a token at least one: of tokens that end within a character, 3 can belong to it.
+_OF_A_CHARACTER = 3
+_MOST_WAITING = 12
+
+
+class Detokenizer:
+    """Decodes one sequence, in constant time per token on average.
+
+    Bytes that are not valid UTF-8 are decoded with their neighbours only. A vocabulary with byte fallback decodes a
+    whole run of such bytes differently, which pieces that were already returned could not follow.
+
+    The text of ``before``, the prompt's token ids, is not returned; a character that the prompt ends within is
+    returned with the token that completes it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()):
+        self._decode_ids = _decoder_of(tokenizer)
+        # The last tokens: the text of ids[:returned] has been returned, or belongs to the prompt.
+        ids = list(before)
+        self._begun = self._unfinished(ids)  # prompt tokens of an unfinished character, until some text is returned
+        whole = len(ids) - self._begun
+        self._ids = self._context(ids[:whole]) + ids[whole:]
+        self._returned = len(self._ids)
+
+    @property
+    def waiting(self) -> int:
+        """Number of last tokens without text yet, because their character is unfinished."""
+        return len(self._ids) - self._returned
+
+    def add(self, token: int) -> str:
+        """Returns the text that this token completes; empty while a character is unfinished."""
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        if not text.endswith(UNFINISHED):
+            return self._return(len(self._ids), text)
+        if self.waiting < _MOST_WAITING:
+            return ""
+        # A long run of bytes that are not text: all but the last 3 can no longer become a character.
+        end = len(self._ids) - _OF_A_CHARACTER
+        return self._return(end, self._decode(self._ids[:end]))
+
+    def flush(self) -> str:
+        """Returns the rest at the end of the sequence: the text of an unfinished character."""
+        return self._return(len(self._ids), self._decode(self._ids)) if self.waiting else ""
+
+    def _return(self, end: int, text: str) -> str:
+        """Returns the new part of ``text``, which is the text of ``ids[:end]``, and drops tokens no longer needed."""
+        shown = self._decode(self._ids[: self._returned])
+        completes = self._begun and not text.startswith(shown)
+        if completes:
+            shown = self._decode(self._ids[: self._returned - self._begun])
+        self._begun = 0
+        piece = text[len(shown) :] if text.startswith(shown) else self._decode(self._ids[self._returned : end])
+        if piece and not completes:  # the piece is enough context for the next tokens
+            self._ids, self._returned = self._ids[self._returned :], end - self._returned
+        else:
+            context = self._context(self._ids[:end])
+            self._ids, self._returned = context + self._ids[end:], len(context)
+        return piece
+
+    def _unfinished(self, ids: list[int]) -> int:
+        """Returns how many of the last ids belong to an unfinished character."""
+        for count in range(min(_OF_A_CHARACTER, len(ids)) + 1):
+            if not self._decode(self._context(ids[: len(ids) - count])).endswith(UNFINISHED):
+                return count
+        return 0
+
+    def _context(self, ids: list[int]) -> list[int]:
+        """Returns the last few ids, beginning at a character boundary where there is one."""
+        starts = [max(0, len(ids) - _MOST_WAITING - more) for more in range(_OF_A_CHARACTER + 1)]
+        whole = (start for start in starts if not self._decode(ids[start:]).startswith(UNFINISHED))
+        return ids[next(whole, starts[0]) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._decode_ids(ids) if ids else ""
+
+
+def _decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """Returns a function equal to ``tokenizer.decode``: the faster one of the backend where nothing overrides it."""
+    if getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode:
+        return partial(cast(Any, tokenizer).backend_tokenizer.decode, skip_special_tokens=False)
+    return lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> list[str]:
+    """Returns the text of each token; a character of several tokens belongs to the token that completes it."""
+    decoder = Detokenizer(tokenizer)
+    texts = [decoder.add(token) for token in tokens]
+    if texts:
+        texts[-1] += decoder.flush()
+    return texts
 
 
 class Piece(NamedTuple):
@@ -28,14 +126,8 @@ class TextStream:
     The text ends before the stop string that ends first; of several that end there, the longest counts. Text that may
     be the beginning of a stop string is held back.
 
-    Args:
-        tokenizer: any tokenizer of transformers.
-        prompt: token ids of the prompt; they are context and produce no text.
-        stops: strings that end the text.
-        silent: ids without text, such as end-of-text ids.
-
-    Attributes:
-        stop: the stop string that ended the text, or ``None``.
+    Token ids of the ``prompt`` are context; ``silent`` ids, such as end-of-text ids, have no text. ``stop`` is the stop
+    string that ended the text, or ``None``.
     """
 
     def __init__(

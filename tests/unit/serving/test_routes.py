@@ -16,7 +16,7 @@ from adaponder.methods.cost import cost_of
 from adaponder.policies import LearnedGate, choose_policy
 from adaponder.serving import routes
 from adaponder.serving.settings import Settings
-from adaponder.text import TokenSpeller, pieces
+from adaponder.text import pieces
 from serving_support import serving, tiny_served
 from support import METHODS, tiny
 from word_support import small_tokenizer
@@ -46,15 +46,6 @@ def test_models_returns_facts_and_limits(server):
     assert not {"router", "exit", "ranked-uniform"} & set(facts["policies"])
     assert [profile["name"] for profile in facts["profiles"]] == list(PROFILES)
     assert facts["limits"]["n"] == 16
-
-
-@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models/tiny", "/", "/page/style.css"])
-def test_head_is_get_without_its_body(server, path):
-    with server.client() as client:
-        head, whole = client.head(path), client.get(path)
-    assert (head.status_code, head.content) == (200, b"")
-    for name in ("content-type", "content-length"):
-        assert head.headers[name] == whole.headers[name]
 
 
 def test_tokenize_and_detokenize(server):
@@ -203,26 +194,3 @@ def test_openapi_document_describes_every_route(server):
     assert {kind.get("maximum") for kind in fields["n"]["anyOf"]} == {16, None}
     ids = next(kind for kind in fields["prompt"]["anyOf"] if kind.get("items", {}).get("type") == "integer")
     assert ids["items"]["maximum"] == 60
-
-
-def test_ready_reports_the_state(server):
-    answer = server.get("/ready").json()
-    assert answer["status"] == "ready"
-    assert answer["requests"] == answer["lanes_in_use"] == answer["waiting"] == answer["jobs"] == 0
-    server.worker.state = "draining"
-    try:
-        response = server.get("/ready")
-        assert (response.status_code, response.json()["status"]) == (503, "draining")
-        assert response.headers["retry-after"]
-        assert server.get("/health").status_code == 200
-        refused = server.post("/score", {"prompt": "ab"})
-        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-    finally:
-        server.worker.state = "ready"
-
-
-def test_tokens_are_spelled_as_text_and_bytes():
-    spell = TokenSpeller(small_tokenizer())
-    assert [spell(token) for token in (1, 27)] == [("a", [97]), (" ", [32])]
-    assert spell(0).text == "<|endoftext|>"
-    assert spell(60).text == ""  # an id of the model that the tokenizer does not have

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from adaponder import Engine
+from adaponder.serving.answers import ScoreWriter
 from adaponder.serving.protocol import ApiError
-from adaponder.serving.scores import ScoreWriter
 from adaponder.serving.settings import Limits, Settings
-from adaponder.serving.stream import EventStream
+from adaponder.serving.stream import EVENTS, Answer
 from serving_support import connect, request_bytes, serving, tiny_served
 from support import tiny
 
@@ -157,8 +157,7 @@ class Client:
 
     def __init__(self, *, reads: int = 10**9):
         self.sent, self.reads, self.left = [], reads, asyncio.Event()
-        self.transport, self.aborted, self.cancelled = self, False, False
-        self.disconnects, self.reasons = self, []
+        self.disconnects, self.reasons, self.cancelled = self, [], False
 
     async def receive(self):
         await self.left.wait()
@@ -166,11 +165,8 @@ class Client:
 
     async def send(self, message):
         self.sent.append(message)
-        if len(self.sent) > self.reads:
-            await asyncio.Event().wait()
-
-    def abort(self):
-        self.aborted = True
+        while len(self.sent) > self.reads and not self.left.is_set():  # a connection that is lost frees its senders
+            await asyncio.sleep(0.001)
 
     def cancel(self):
         self.cancelled = True
@@ -187,15 +183,15 @@ class Client:
         return b"".join(message.get("body", b"") for message in self.sent)
 
 
-def streamed(act, *, limits=None, **options) -> Client:
-    """Streams while ``act(stream, client)`` runs; returns the client."""
+def streamed(act, kind=EVENTS, **options) -> Client:
+    """Answers while ``act(answer, client)`` runs; returns the client."""
 
     async def main():
         client = Client(**options)
-        stream = EventStream(limits or Limits(stall_seconds=0.05), client)
-        stream.cancel = client.cancel
-        task = asyncio.ensure_future(stream({"type": "http", "method": "POST"}, client.receive, client.send))
-        await act(stream, client)
+        answer = Answer(Limits(buffer_bytes=1000), client, kind)
+        answer.cancel = client.cancel
+        task = asyncio.ensure_future(answer({"type": "http", "method": "POST"}, client.receive, client.send))
+        await act(answer, client)
         await asyncio.wait_for(task, 5)
         return client
 
@@ -203,12 +199,12 @@ def streamed(act, *, limits=None, **options) -> Client:
 
 
 def test_waiting_events_are_sent_together():
-    async def act(stream, client):
+    async def act(answer, client):
         for content in (b"a", b"b", b"c"):
-            stream.add(content)
+            answer.add(content)
         await asyncio.sleep(0.01)
-        stream.add(b"d")
-        stream.end()
+        answer.add(b"d")
+        answer.end()
 
     client = streamed(act)
     assert [message.get("body") for message in client.sent] == [None, b"abc", b"d"]
@@ -217,54 +213,48 @@ def test_waiting_events_are_sent_together():
     assert not client.reasons
 
 
-async def stall(stream, client):
-    stream.add(b"a")
-    await asyncio.sleep(0.02)
-    stream.add(b"b")
+def test_whole_answer_has_its_length():
+    async def act(answer, client):
+        answer.add(b"x" * 2000)  # more than may wait in a stream
+        answer.end()
+
+    client = streamed(act, "application/json")
+    assert (b"content-length", b"2000") in client.sent[0]["headers"]
+    assert client.body == b"x" * 2000
 
 
-async def overflow(stream, client):
-    stream.add(b"a")
-    await asyncio.sleep(0.01)
-    for _ in range(20):
-        stream.add(b"x" * 100)
-
-
-async def leave(stream, client):
-    await asyncio.sleep(0.01)
-    client.left.set()
-
-
-async def leave_later(stream, client):
-    stream.add(b"a")
-    await leave(stream, client)
-
-
-@pytest.mark.parametrize(
-    ("act", "reason", "reads"),
-    [(stall, "stalled", 2), (overflow, "overflow", 1), (leave, "left", 9), (leave_later, "left", 9)],
-)
-def test_disconnected_for_a_reason(act, reason, reads):
-    limits = Limits(stall_seconds=1 if act is overflow else 0.05, buffer_bytes=1000)
-    client = streamed(act, limits=limits, reads=reads)
-    assert client.reasons == [reason]
-    assert client.cancelled
-    assert client.aborted
-
-
-def test_an_error_before_any_text_has_its_status_and_a_later_one_is_an_event():
-    async def at_once(stream, client):
-        stream.end(ApiError(400, "rows: too few", headers={"retry-after": "1"}))
-
-    client = streamed(at_once)
-    assert client.sent[0]["status"] == 400
-    assert b"rows: too few" in client.body
-
-    async def later(stream, client):
-        stream.add(b"data: 1\n\n")
+@pytest.mark.parametrize("content", [b"", b"a"], ids=["before the answer", "during it"])
+def test_client_that_leaves_is_cancelled(content):
+    async def leave(answer, client):
+        answer.add(content)
         await asyncio.sleep(0.01)
-        stream.end(ApiError(500, "broken"))
+        client.left.set()
 
-    client = streamed(later)
-    assert client.sent[0]["status"] == 200
-    assert client.body.startswith(b'data: 1\n\ndata: {"error":{"message":"broken"')
+    client = streamed(leave)
+    assert (client.reasons, client.cancelled, client.body) == (["left"], True, content)
+
+
+def test_stream_that_is_not_read_is_cut_before_it_fills_memory():
+    async def overflow(answer, client):
+        answer.add(b"a")
+        await asyncio.sleep(0.01)
+        for _ in range(20):
+            answer.add(b"x" * 100)
+        assert client.cancelled
+        client.reads = 10**9
+
+    client = streamed(overflow, reads=1)
+    assert client.reasons == ["overflow"]
+    assert client.body.startswith(b'adata: {"error":{"message":"the stream was cut')
+
+
+@pytest.mark.parametrize("begun", [b"", b"data: 1\n\n"], ids=["before any text", "later"])
+def test_error_has_its_status_or_is_the_last_event(begun):
+    async def fail(answer, client):
+        answer.add(begun)
+        await asyncio.sleep(0.01)
+        answer.end(ApiError(400, "rows: too few", headers={"retry-after": "1"}))
+
+    client = streamed(fail)
+    assert client.sent[0]["status"] == (200 if begun else 400)
+    assert client.body.startswith((begun + b"data: " if begun else b"") + b'{"error":{"message":"rows: too few"')

@@ -1,4 +1,4 @@
-"""A text engine over an engine of token ids: stop strings end a sample, and each token keeps its text and depth."""
+"""Tests a text engine over a scripted engine: stop strings end a sample; each token keeps its text and depth."""
 
 from __future__ import annotations
 
@@ -77,12 +77,6 @@ def test_each_sample_has_its_own_end():
     assert [writing.finish_reason for writing in writings] == ["stop", "length", "stop"]
     assert scripted.cancelled == [(0, 0), (0, 2)]
     assert len(scripted.completions[0].tokens) == len("one stop"), "it generates no more while the others go on"
-
-
-def test_held_back_text_is_returned_at_the_end():
-    _, (writing,), _ = generate("one st", stops=["stop"])
-    assert (writing.text, writing.finish_reason) == ("one st", "length")
-    assert "".join(writing.pieces[-2:]) == "st"
 
 
 def test_cancelling_keeps_the_text_and_end_of_text_ids_have_none():
