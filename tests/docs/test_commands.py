@@ -56,10 +56,10 @@ SMALLER = {
 # Why a command of the pages that are run is not: the first pattern that is found in it.
 NOT_RUN = {
     r"--device cuda": "needs a GPU",
-    r"^demo": "trains for minutes; tests/unit/cli runs its parts",
+    r"^demo": "trains for minutes; tests/unit/test_cli.py runs its parts",
     r"^serve": "does not end; tests/unit/serving and tests/browser ask it",
     r"^policies": "every rule takes 16 s; tests/unit/evaluation",
-    r"^doctor$": "takes 4 s; tests/unit/cli/test_cli.py",
+    r"^doctor$": "takes 4 s; tests/unit/test_cli.py",
     r"^sweep": "trains six times; tests/unit/training",
     r"^train finetune": "takes minutes; tests/repo/test_finetune_page.py runs it small",
     r"^prepare hops": "takes 7 s; tests/unit/data",
