@@ -130,10 +130,10 @@ def before_any_command(
     quiet_libraries()
 
 
-def main(app: typer.Typer = app) -> None:
-    """Runs the command line; exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted."""
+def main(commands: typer.Typer | None = None) -> None:
+    """Runs the command line, ``app`` by default; exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted."""
     try:
-        code = app(standalone_mode=False)
+        code = (commands or app)(standalone_mode=False)
     except AdaPonderError as error:
         code = exit_code(error)
     except _ParserError as error:

@@ -9,6 +9,7 @@ from adaponder import cli
 from adaponder.commands import convert, demo, doctor, evaluate, generate
 from adaponder.conversion import convert as conversion
 from adaponder.conversion import open as opening
+from adaponder.data import prepare as preparing
 from stock_support import make_stock
 
 NUMBERS = ("", "word", "nan", "-inf", "-1", "0", "9" * 25, "9" * 5000, "1,5")
@@ -17,7 +18,7 @@ PATHS = WORDS[2:]
 VALUES = {"N": NUMBERS, "X": NUMBERS, "DIR": PATHS, "PATH": PATHS}
 
 
-CONVERT = conversion.convert
+CONVERT, PREPARE = conversion.convert, preparing.prepare
 
 
 class StartedError(Exception):
@@ -68,6 +69,7 @@ def no_work(monkeypatch, place, parser):
         "adaponder.evaluation.lab.lab.Lab",
         "adaponder.analysis.trace.make_trace",
         "adaponder.training.run.train",
+        "adaponder.data.prepare.prepare",
         "adaponder.conversion.convert.convert",
         "adaponder.conversion.export.export",
         "adaponder.serving.server.run",
@@ -125,7 +127,6 @@ def judge(code: int | None, error: str, said: str) -> None:
         assert "Traceback" not in error, said
 
 
-@pytest.mark.one_of(4)
 @pytest.mark.parametrize("words", BASE)
 def test_no_value_of_any_option_ends_in_a_traceback(capsys, monkeypatch, parser, words):
     for param in parser.commands[words].params:
@@ -143,6 +144,7 @@ def test_no_value_of_any_option_ends_in_a_traceback(capsys, monkeypatch, parser,
 @pytest.mark.parametrize("words", [words for words in BASE if words != "demo"])
 def test_no_argument_ends_in_a_traceback(capsys, monkeypatch, words):
     monkeypatch.setattr("adaponder.conversion.convert.convert", CONVERT)
+    monkeypatch.setattr("adaponder.data.prepare.prepare", PREPARE)
     for value in WORDS:
         code, error = end(capsys, monkeypatch, [words, value, *BASE[words][1:]])
         judge(code, error, f"{words} {value[:40]!r}")
