@@ -34,14 +34,14 @@ from adaponder.version import __version__
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 
-# What the parser raises. Typer carries its own copy of click in newer releases, so there is no name to import it by.
+# Base class of the parser's errors (ClickException). Newer releases of Typer bundle click, so it cannot be imported.
 _ParserError: Any = typer.BadParameter.__mro__[2]
 
 
 class Command(TyperCommand):
     """A command that refuses empty options and numbers that are not finite or exceed 64 bits.
 
-    With ``--json -`` it prints its result alone to standard output.
+    With ``--json -``, standard output holds the result alone.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -80,7 +80,7 @@ def reproduce(context: typer.Context) -> None:
     )
 
 
-# Every command, in the order in which a newcomer meets them, below the heading that ``--help`` shows.
+# Every command by its heading in ``--help``, in the order of first use.
 COMMANDS: dict[str, dict[str, Callable[..., Any]]] = {
     "Try it": {"demo": demo, "generate": generate, "puzzle": puzzle, "serve": serve},
     "Train": {"prepare": prepare, "recipes": recipes, "train": train, "sweep": sweep},
@@ -140,10 +140,10 @@ def main(commands: typer.Typer | None = None) -> None:
         code = _misused(error)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
-    except OSError as error:  # a disk that is full, a file that may not be read
+    except OSError as error:  # a full disk, a file without read permission
         code = fail(str(error), FAILED)
     except (MemoryError, RuntimeError) as error:
-        # torch is not imported to compare the type of its error.
+        # Compares torch's error by name, so that torch need not be imported.
         if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
             raise
         code = fail(f"out of memory: {error}", FAILED)
@@ -164,7 +164,7 @@ def fail(message: str, code: int) -> int:
 
 
 def _misused(error: Exception) -> int:
-    """Prints what the parser did not understand, and which help to read; bare ``adaponder`` has shown its help."""
+    """Prints the parser's error and the help to read; nothing for bare ``adaponder``, which has shown its help."""
     context = getattr(error, "ctx", None)
     message = error.format_message().rstrip(".")
     if message and type(error).__name__ != "NoArgsIsHelpError":

@@ -1,1 +1,1 @@
-"""Hugging Face decoders as backbones: the wrapper, the rows that attention reads, and facts about each family."""
+"""Hugging Face decoders as backbones: the wrapper, the cache views, and facts about decoder families."""

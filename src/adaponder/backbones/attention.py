@@ -1,8 +1,8 @@
-"""Defines our attention function for decoders: equals ``sdpa``, and also takes packed rows (:class:`Lane`).
+"""Defines an attention function for decoders that equals ``sdpa`` and also takes packed rows (:class:`Lane`).
 
-Hugging Face looks it up by name (``attn_implementation="adaponder"``). While compiling, a plain causal pass has no mask
-either, with which attention would do twice the work, and queries are laid out token by token, so that the next matrix
-product needs no copy of the result.
+Hugging Face looks it up by name (``attn_implementation="adaponder"``). A plain causal pass gets no mask even while
+compiling, because a mask would double attention's work; compiled queries are laid out token by token, so that the next
+matrix product needs no copy of the result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Lane(NamedTuple):
     """Rows packed into one lane, and the window of each layer; passed to the decoder as the keyword ``lane``.
 
     ``windows`` has one entry per layer (after :meth:`of_layer`, only that layer's). Each layer that receives the lane
-    appends to ``arrived``: a decoder that drops the keyword would attend to wrong tokens, so the pass counts them.
+    appends to ``arrived``, and the pass counts the entries: a decoder that drops the keyword attends to wrong tokens.
     """
 
     rows: PackedRows
@@ -34,11 +34,11 @@ class Lane(NamedTuple):
     arrived: list[bool]
 
     def of_layer(self, layer: int) -> Lane:
-        """Returns the lane for one layer, without its number, so that one graph fits all layers (see compiling.py)."""
+        """Returns a lane of one layer that does not contain the layer's index, so that one graph fits all layers."""
         return Lane(self.rows, [self.windows[layer]], [])
 
     def take(self, layer: int, lane: Lane) -> None:
-        """Adds the layer that has arrived in its own lane."""
+        """Appends to ``arrived`` what the lane of one layer has recorded."""
         self.arrived.extend(lane.arrived)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, **options: Any) -> Tensor:
@@ -46,7 +46,7 @@ class Lane(NamedTuple):
 
 
 class LedgerLane(NamedTuple):
-    """A :class:`Lane` whose rows read keys and values through a ledger's index: that of the engine."""
+    """The engine's counterpart of :class:`Lane`: rows read keys and values through the index of a ledger."""
 
     rows: LedgerRows
     windows: list[int | None]
@@ -67,7 +67,7 @@ def attend(
     lane: Lane | LedgerLane | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Computes attention for a decoder's module: the ``lane``'s where the pass has one, else ``sdpa``."""
+    """Computes attention for a decoder's attention module: that of the ``lane`` if the pass has one, else ``sdpa``."""
     if lane is not None:
         lane.arrived.append(True)
         mixed = lane.mix(
@@ -80,13 +80,13 @@ def attend(
         )
         return mixed[None], None
     if torch.compiler.is_compiling():
-        # Under autocast rotary angles have widened the queries; attention narrows them anyway.
+        # Under autocast, rotary embedding widens queries to float32; attention would narrow them anyway.
         query = query.to(value.dtype).transpose(1, 2).contiguous().transpose(1, 2)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
 def mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor | None:
-    """Returns no mask where the pass is plain and causal, else ``sdpa``'s."""
+    """Returns ``None`` for a plain causal pass without padding or cache, else the mask of ``sdpa``."""
     window = kwargs.get("local_size")
     whole = q_length == kv_length and (window is None or kv_length < window)
     if kwargs.get("attention_mask") is None and kwargs.get("allow_is_causal_skip", True) and whole:
@@ -95,7 +95,7 @@ def mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tenso
 
 
 def refuse_attention(implementation: Any) -> None:
-    """Raises on an attention that cannot be exact here: a pass over reused rows needs an arbitrary mask."""
+    """Raises unless the attention implementation takes arbitrary masks, which passes over reused rows need."""
     names = implementation.values() if isinstance(implementation, dict) else [implementation]
     for name in names:
         if name not in (None, "eager", "sdpa", NAME):
@@ -106,7 +106,7 @@ def refuse_attention(implementation: Any) -> None:
 
 
 def use(stock: PreTrainedModel) -> bool:
-    """Sets this attention on a decoder that uses ``sdpa``; returns whether it has this attention now."""
+    """Switches a decoder from ``sdpa`` to this attention if possible; returns whether the decoder now uses it."""
     if stock.config._attn_implementation == "sdpa" and stock._can_set_attn_implementation():
         stock.set_attn_implementation(NAME)
     return stock.config._attn_implementation == NAME

@@ -1,7 +1,7 @@
 """Compiles passes over the backbone: one layer's graph for all layers and passes, or each pass as one graph.
 
-A layer's graph compiles in seconds and serves every layer of the same kind. A graph of a whole pass takes a minute or
-two with 24 layers and nearly halves the host's work, which counts where the host is slower than the GPU.
+A layer's graph compiles in seconds and serves every layer of the same class. A graph of a whole pass takes a minute or
+two with 24 layers and nearly halves the host's work, which matters if the host is slower than the GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from adaponder.ops import joined
 
 
 def compiled(function: Callable[..., Any], memory_budget: float, options: dict[str, Any]) -> Callable[..., Any]:
-    """Returns ``torch.compile(function)`` that keeps this share of activations for backward."""
+    """Returns ``torch.compile(function)``, which keeps a share ``memory_budget`` of the activations for backward."""
     compiled_function = torch.compile(function, **joined.settings(options))
     if memory_budget == 1:
         return compiled_function
@@ -46,8 +46,8 @@ class Layers:
             raise BackboneError(
                 f"{type(body).__name__} has no list of its {len(windows)} layers; compile by='pass' instead"
             )
-        # Layers with different windows are different kinds, and the compiler counts the graphs of all together. Each
-        # may have a dozen: without or with rows to reuse, in training or evaluation, for one shape or any.
+        # The recompile limit counts the graphs of all layers together, and each distinct window may need a dozen:
+        # without or with rows to reuse, in training or evaluation, for one shape or any.
         self.limit = 2 * torch._dynamo.config.recompile_limit * len(set(windows))
         kinds = {type(layer) for layer in self.layers}
         self.forwards = {kind: compiled(kind.forward, memory_budget, options) for kind in kinds}
@@ -62,7 +62,7 @@ class Layers:
         try:
             for index, layer in enumerate(self.layers):
                 layer.forward = partial(self._forward, index, layer)
-            # Layers of a kind differ only in their number, and nothing in a graph depends on it.
+            # Layers of a class differ only in their index, and no graph depends on it.
             with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=self.limit):
                 yield
         finally:
@@ -73,7 +73,7 @@ class Layers:
         shared: list[tuple[Any, Any]] = []
 
         def of_layer(value: Any) -> Any:
-            """Returns this layer's part of an argument: a graph that saw the others' would not fit them."""
+            """Returns this layer's part of a view or lane, so that one graph fits all layers; else the value itself."""
             if not isinstance(value, (IterationView, Lane)):
                 return value
             shared.append((value, value.of_layer(index)))
@@ -89,14 +89,14 @@ class Layers:
 
 
 def vary(tensors: Sequence[Tensor | None], dimension: int) -> None:
-    """Marks a dimension that differs from pass to pass as dynamic for the compiler."""
+    """Marks a dimension, whose size differs from pass to pass, as dynamic for the compiler."""
     for tensor in tensors:
         if tensor is not None:
             torch._dynamo.maybe_mark_dynamic(tensor, dimension)
 
 
 def _vary_rows(arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    # Hidden states and rotary angles are made between the layers and not marked yet.
+    # Hidden states and rotary angles are computed within the decoder, so they are not marked yet.
     inputs = [*arguments, *named.values()]
     tensors = [tensor for value in inputs for tensor in (value if type(value) is tuple else (value,))]
     vary([tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.ndim == 3], 1)

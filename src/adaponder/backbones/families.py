@@ -1,4 +1,4 @@
-"""Facts about decoder families, by their configs: which cannot be a backbone and why, windows, rotary types, layers."""
+"""Reads facts about a decoder family off its config: why it cannot be a backbone, windows, rotary types, layers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from adaponder.errors import BackboneError
 
-# BLOOM and (with alibi) Falcon build their biases from padding alone; GPT-Neo's local layers count rows instead of
-# positions; GPT-NeoX-Japanese takes no gathered keys. They can only be read whole, from the first token on.
+# BLOOM and (with alibi) Falcon build attention biases from the padding mask only; local layers of GPT-Neo count rows
+# instead of positions; GPT-NeoX-Japanese takes no gathered keys. They can only be read whole, from the first token on.
 _READ_WHOLE = ("bloom", "gpt_neo", "gpt_neox_japanese")
 
 
@@ -24,7 +24,7 @@ def refuse_by_name(stock: PreTrainedModel) -> None:
 
 
 def _obstacle(stock: PreTrainedModel) -> str | None:
-    """Returns the first property of a decoder that is not modelled here, in words."""
+    """Returns why a decoder cannot be a backbone (its first unsupported property), or ``None`` if it can."""
     config, head, embedding = stock.config, stock.get_output_embeddings(), stock.get_input_embeddings()
     if config.model_type == "doge" and config._attn_implementation != "eager":
         return "its masks let a token see the future; open it with attn_implementation='eager'"
@@ -60,7 +60,7 @@ def _obstacle(stock: PreTrainedModel) -> str | None:
 
 
 def refuse_halting(stock: PreTrainedModel, method: str) -> None:
-    """Raises if tokens of this family cannot be left out of a pass."""
+    """Raises if this family cannot skip halted tokens in a pass."""
     if read_whole(stock.config):
         raise BackboneError(
             f"{stock.config.model_type} cannot be a backbone of {method}: it can be read only whole, so a halted token "
@@ -69,7 +69,7 @@ def refuse_halting(stock: PreTrainedModel, method: str) -> None:
 
 
 def windows_of(config: PreTrainedConfig) -> dict[str, int | None]:
-    """Maps each attention kind to its window in tokens (None: all), by the keys of decoders with mixed kinds."""
+    """Maps each attention kind (``every_layer`` if the config names none) to its window in tokens; ``None``: all."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
@@ -78,28 +78,28 @@ def windows_of(config: PreTrainedConfig) -> dict[str, int | None]:
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """Returns the window of each layer."""
+    """Returns the window of each layer in tokens; ``None``: all."""
     windows = windows_of(config)
     return [windows[kind] for kind in getattr(config, "layer_types", None) or [*windows] * config.num_hidden_layers]
 
 
 def rope_types(config: PreTrainedConfig) -> set[str | None]:
-    """Returns the rotary types of its attention kinds."""
+    """Returns the rotary types that the config names, over all attention kinds."""
     rope = getattr(config, "rope_parameters", None) or {}
     return {kind.get("rope_type") for kind in (rope, *rope.values()) if isinstance(kind, dict)}
 
 
 def decoder_layers(body: nn.Module, count: int) -> list[nn.Module]:
-    """Returns the ``count`` repeated blocks of a decoder, first to last; empty if they are in no list."""
+    """Returns the decoder's layers in order: its first ``ModuleList`` of length ``count``; empty if it has none."""
     lists = (module for module in body.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
     return list(next(lists, ()))
 
 
 def drops_attention(config: PreTrainedConfig) -> bool:
-    """Returns whether attention drops weights in training."""
+    """Returns whether attention has dropout in training."""
     return any(getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "attn_dropout"))
 
 
 def unfolds(config: PreTrainedConfig) -> bool:
-    """Returns whether each pass unfolds cached keys and values: latent attention caches less than it attends with."""
+    """Returns whether the cache holds compressed keys and values that each pass expands (latent attention)."""
     return getattr(config, "qk_head_dim", None) is not None

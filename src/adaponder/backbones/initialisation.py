@@ -1,8 +1,8 @@
 """Initialises weights for training from scratch, small enough that K iterations of a deep stack do not diverge.
 
-PonderLM's rule, also of its loop baseline: every matrix and table from a normal of variance 2 / (5 d), truncated at
-three standard deviations; projections into the residual stream divided by sqrt(2 * layers * K), because K iterations
-add 2 * layers * K times.
+The rule is PonderLM's, also for its loop baseline: every matrix and table is drawn from a normal of variance 2 / (5 d),
+truncated at three standard deviations; projections into the residual stream are divided by sqrt(2 * layers * K),
+because K iterations add to the stream 2 * layers * K times.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _INTO_THE_STREAM = ("attention.dense", "dense_4h_to_h", "o_proj", "down_proj", "
 
 @torch.no_grad()
 def depth_scaled_(stock: PreTrainedModel, *, iterations: int, seed: int) -> None:
-    """Initialises a stock decoder in place to be read ``iterations`` times; norms to 1, biases to 0."""
+    """Initialises a stock decoder in place for ``iterations`` iterations; norm weights are 1, biases 0."""
     device = next(stock.parameters()).device
     generator = torch.Generator("cpu" if device.type == "meta" else device).manual_seed(seed)
     std = math.sqrt(2.0 / (5.0 * stock.config.hidden_size))
@@ -48,7 +48,7 @@ def depth_scaled_(stock: PreTrainedModel, *, iterations: int, seed: int) -> None
 
 
 def _truncated_normal_(weight: torch.Tensor, std: float, generator: torch.Generator) -> None:
-    # Drawn in float32: the same weights in every precision, and on every device if made on the CPU, as in training.
+    # Drawn in float32 for equal weights in every precision; drawn on the CPU, as in training, equal on every device.
     drawn = torch.empty(weight.shape, dtype=torch.float32, device="meta" if weight.is_meta else generator.device)
     nn.init.trunc_normal_(drawn, std=std, a=-3.0 * std, b=3.0 * std, generator=generator)
     weight.copy_(drawn)

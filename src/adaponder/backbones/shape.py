@@ -23,9 +23,9 @@ class Shape:
     Attributes:
         hidden: hidden size, d.
         vocabulary: V, rows of the head and of the embedding table.
-        parameters: of the stock model, tied ones counted once.
-        body: multiply-adds of one row in the matrices of all layers; no embedding, no head.
-        expansion: multiply-adds of a pass for each key slot before attention; 0 but for multi-head latent attention.
+        parameters: number of parameters of the stock model, tied ones counted once.
+        body: multiply-adds of one row in the matrices of all layers, without embedding and head.
+        expansion: multiply-adds per key slot to expand cached rows in each pass; 0 unless attention is latent (MLA).
         attention: per layer, multiply-adds of one query with one key: heads x (key size + value size).
         windows: per layer, the most tokens that a query sees; ``None`` for all.
         kv: elements of keys and values of one row, summed over layers.
@@ -47,9 +47,9 @@ class Shape:
 
 @torch.no_grad()
 def shape_of(source: PreTrainedModel | PreTrainedConfig) -> Shape:
-    """Returns the shape of a decoder, read off a twin on the meta device: nothing is allocated, no weight is read.
+    """Returns the shape of a decoder, read off a copy on the meta device: nothing is allocated, no weight is read.
 
-    ``source`` is a decoder, stock or wrapped, or its config. Raises where a matrix product would go uncounted.
+    ``source`` is a decoder, stock or wrapped, or its config. Raises if some matrix product cannot be counted.
     """
     # A wrapped decoder's text config is its backbone's.
     config = (source if isinstance(source, PreTrainedConfig) else source.config).get_text_config()
@@ -74,7 +74,7 @@ def shape_of(source: PreTrainedModel | PreTrainedConfig) -> Shape:
 def meta_twin(config: PreTrainedConfig) -> PreTrainedModel:
     """Builds a decoder of this config on the meta device, where nothing is allocated."""
     with torch.device("meta"):
-        # Eager: any other attention may refuse this device, and none has other shapes.
+        # Other attention implementations may refuse the meta device; shapes are the same.
         settings: dict[str, Any] = {"attn_implementation": "eager", "trust_remote_code": False}
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), **settings)
 
@@ -94,9 +94,9 @@ def _refuse_uncounted(twin: PreTrainedModel) -> None:
 
 
 def _watch(twin: PreTrainedModel) -> tuple[Counter[nn.Module], DynamicCache]:
-    """Reads one token, then a second; returns (rows in each linear layer for the second, the cache of both).
+    """Runs one token, then a second; returns (rows that each linear layer computed for the second, the cache).
 
-    A layer of the body computes 1 row, the new one; a layer that unfolds cached rows computes both.
+    A linear layer computes 1 row, the new one; one that expands cached rows computes 2.
     """
     rows: Counter[nn.Module] = Counter()
 
@@ -108,7 +108,7 @@ def _watch(twin: PreTrainedModel) -> tuple[Counter[nn.Module], DynamicCache]:
         if isinstance(module, nn.Linear | Conv1D):
             module.register_forward_pre_hook(count)
             linears[name] = module
-        # Dynamic rotary angles compare lengths, which this device cannot; shapes stay the same.
+        # Dynamic rotary angles compare lengths, which the meta device cannot; shapes stay the same.
         if getattr(module, "rope_type", None) == "dynamic":
             module.rope_type = "default"  # type: ignore[assignment]
     cache = DynamicCache()
@@ -127,7 +127,7 @@ def _watch(twin: PreTrainedModel) -> tuple[Counter[nn.Module], DynamicCache]:
 
 def _pair(config: PreTrainedConfig, keys: Tensor, values: Tensor) -> int:
     """Returns the multiply-adds of one query with one key and its value, over all heads of a layer."""
-    # Latent attention caches less than it attends with; these two names hold the sizes.
+    # Latent attention caches compressed rows; the config has the sizes that it attends with.
     key_size = getattr(config, "qk_head_dim", None) or keys.shape[3]
     value_size = getattr(config, "v_head_dim", None) or values.shape[3]
     return config.num_attention_heads * (key_size + value_size)

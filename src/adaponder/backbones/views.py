@@ -1,13 +1,13 @@
 """A halted token keeps the keys and values of its last iteration.
 
 A backbone's attention calls ``past_key_values.update(k, v, layer)`` after rotary embedding and uses only the result.
-So K/V reuse is a cache that answers with other rows than it was given:
+So K/V reuse is a cache that returns other rows than it was given:
 
-* :class:`DenseView` answers ``where(active, new, previous)``: Algorithm 2 of the paper, for training and as the oracle;
-* :class:`GridView` answers a pass over active rows with those of all tokens, kept as grids between passes;
-* :class:`RowView` answers it with rows gathered from a :class:`adaponder.execution.ledger.Ledger`.
+* :class:`DenseView` returns ``where(active, new, previous)``: Algorithm 2, for training and as the reference;
+* :class:`GridView`, in a pass over active rows, returns the rows of all tokens, kept as grids between passes;
+* :class:`RowView` does the same with rows gathered from a :class:`adaponder.execution.ledger.Ledger`.
 
-A view serves one pass and is never used again: replaying a pass (gradient checkpointing) makes a new one.
+A view serves one pass only: recomputing a pass (gradient checkpointing) makes a new view.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ KeysValues = tuple[Tensor, Tensor]
 
 
 class IterationView(Cache):
-    """Serves as the cache of one pass over the backbone; holds the rows that each layer reads and writes."""
+    """The cache object of one pass over the backbone; holds the rows that each layer reads and writes."""
 
-    previous: list[KeysValues] | None = None  # what an earlier pass left, for views that hold it by layer
+    previous: list[KeysValues] | None = None  # keys and values of an earlier pass by layer, in views that have them
 
     def __init__(self, layers: int):
         super().__init__(layers=[])
         self.calls = [0] * layers
         self.written: list[KeysValues | None] = [None] * layers
-        self.single = False  # holds one layer's rows, without its number
+        self.single = False  # whether this view is of_layer's, with the rows of one layer
 
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
         raise NotImplementedError
@@ -41,11 +41,11 @@ class IterationView(Cache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs) -> KeysValues:
         layer = 0 if self.single else layer_idx
         self.calls[layer] += 1
-        # Under autocast rotary angles widen keys to float32 and attention narrows them again: rows are stored narrow.
+        # Under autocast, rotary embedding widens keys to float32; rows are stored in the values' dtype instead.
         return self.answer(key_states.to(value_states.dtype), value_states, layer)
 
     def rows(self) -> list[KeysValues]:
-        """Returns the rows of the pass, after checking the counted contract: every layer called ``update`` once."""
+        """Returns the rows of the pass; raises unless every layer called ``update`` exactly once."""
         wrong = [layer for layer, calls in enumerate(self.calls) if calls != 1]
         if wrong:
             raise BackboneError(
@@ -56,7 +56,7 @@ class IterationView(Cache):
         return [row for row in self.written if row is not None]
 
     def of_layer(self, layer: int) -> IterationView:
-        """Returns the view of one layer, without its number, so that one graph fits all layers (see compiling.py)."""
+        """Returns a view of one layer that does not contain the layer's index, so that one graph fits all layers."""
         view = copy.copy(self)
         view.single, view.calls, view.written = True, [0], [None]
         if self.previous is not None:
@@ -64,11 +64,11 @@ class IterationView(Cache):
         return view
 
     def take(self, layer: int, view: IterationView) -> None:
-        """Adds the calls and rows that a layer left in its own view."""
+        """Adds the calls and rows that a view from :meth:`of_layer` has recorded."""
         self.calls[layer] += view.calls[0]
         self.written[layer] = view.written[0]
 
-    # Masks are ours, except for a plain causal pass, where the backbone sizes its own by these.
+    # The package builds all masks except that of a plain causal pass, for which the backbone reads these sizes.
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
@@ -88,7 +88,7 @@ class IterationView(Cache):
 
 
 class PlainView(IterationView):
-    """Reuses nothing: every layer reads the rows that it has just computed."""
+    """Reuses nothing: every layer reads the rows that it has just written."""
 
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
         self.written[layer] = (keys, values)
@@ -96,9 +96,9 @@ class PlainView(IterationView):
 
 
 class DenseView(IterationView):
-    """Equals Algorithm 2: ``where(active, new, previous)`` for every token of a grid ``[batch, time]``.
+    """Algorithm 2: returns ``where(active, new, previous)`` for every token of a grid ``[batch, time]``.
 
-    ``previous`` is what the iteration before left; ``None`` (the first iteration, or no reuse) passes rows through.
+    ``previous`` has the rows of the previous iteration; ``None`` (first iteration, no reuse) returns the new rows.
     """
 
     def __init__(self, layers: int, *, previous: list[KeysValues] | None, active: Tensor | None):
@@ -112,22 +112,22 @@ class DenseView(IterationView):
             keys = torch.where(self.active, keys, old_keys)  # eq. 10
             values = torch.where(self.active, values, old_values)
         elif torch.compiler.is_compiling():
-            # Some decoders' values are a slice of a wider product, merged rows are not, and a compiler distinguishes
-            # them: with one layout for all, the passes after the first share one graph.
+            # In some decoders new values are a slice of a wider product, unlike merged rows, and the compiler
+            # specialises on layout: with one layout, all passes after the first share a graph.
             values = values.clone()
         self.written[layer] = (keys, values)
         return keys, values
 
 
 class GridView(IterationView):
-    """Answers a pass over some rows of a batch with the rows of all its tokens, kept as grids between passes.
+    """Returns, in a pass over some rows of a batch, the rows of all its tokens, kept as grids between passes.
 
     Args:
         grids: per layer keys and values ``[batch, heads, slots, size]``; ``None`` before the first pass.
         shape: (batch, slots).
-        lanes: the sequences whose keys and values are returned; ``None`` for all.
-        sequence, slot: ``[stored]``, the place of each stored row.
-        kept: ``[stored]``, which rows of the pass are stored; ``None`` for all.
+        lanes: the sequences whose keys and values are returned; ``None``: all.
+        sequence, slot: ``[stored]``, sequence and slot of each stored row.
+        kept: ``[stored]``, indices of the pass's rows that are stored; ``None``: all.
     """
 
     def __init__(
@@ -159,19 +159,19 @@ class GridView(IterationView):
             batch, slots = self.shape
             grid = new.new_zeros(batch, new.shape[1], slots, new.shape[3])
         elif torch.is_grad_enabled() and (grid.requires_grad or rows.requires_grad):
-            grid = grid.clone()  # autograd keeps the old one
+            grid = grid.clone()  # autograd may have saved the old grid
         grid[self.sequence, :, self.slot] = rows
         return grid
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Describes the rows that one pass reads and writes, of ``lanes`` sequences side by side, or packed into one lane.
+    """Describes the rows that one pass reads and writes, with one lane per sequence, or all packed into one lane.
 
     Attributes:
-        read: ``[lanes, slots]`` ledger row of each slot; -1 where there is none.
-        stored: ``[new]`` index of the pass's queries (flattened) that leave a row.
-        slot_index: ``[new]`` flattened ``lane * slots + slot`` of each of those.
+        read: ``[lanes, slots]``, the ledger row of each slot; -1 if there is none.
+        stored: ``[new]``, indices into the pass's flattened queries of those whose rows are stored.
+        slot_index: ``[new]``, ``lane * slots + slot`` of each stored row.
         fresh: whether the pass reads only its own rows, in order.
     """
 
@@ -182,7 +182,7 @@ class RowPlan:
 
 
 class RowView(IterationView):
-    """Answers a pass over active rows with every visible token's row: gathered from the ledger, or just computed."""
+    """Returns, in a pass over active rows, the row of every visible token: from the ledger or just computed."""
 
     def __init__(self, layers: int, *, stores: list[KeysValues | None], plan: RowPlan):
         super().__init__(layers)
@@ -211,8 +211,8 @@ class RowView(IterationView):
         elif old.dtype != new.dtype:
             raise CacheError(f"past_key_values has {old.dtype}, this forward computes {new.dtype}: autocast changed?")
         else:
-            # Slots without a row (-1) and rows of this pass fetch any row: masked, or overwritten below.
+            # Slots without a row (-1) and slots of this pass gather an arbitrary row: masked, or overwritten below.
             table = old.index_select(0, plan.read.clamp(0, old.shape[0] - 1).flatten())
-        # In place: nothing else refers to the gathered table.
+        # In place, because nothing else refers to the gathered table.
         table.index_copy_(0, plan.slot_index, rows)
         return rows, table.view(lanes, slots, heads, size).transpose(1, 2)

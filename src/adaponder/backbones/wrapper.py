@@ -35,9 +35,9 @@ _FINAL_NORMS = ("final_layer_norm", "final_layernorm", "norm", "ln_f", "norm_f",
 
 
 class PassOutput(NamedTuple):
-    """One pass: ``hidden`` is final-normed (what head and gates read), ``stream`` is the residual stream before it.
+    """The output of one pass: ``hidden`` is final-normed (read by head and gates), ``stream`` the residual before that.
 
-    ``rows`` are, per layer, the keys and values that the view wrote.
+    ``rows`` are the keys and values that the view wrote, per layer.
     """
 
     hidden: Tensor
@@ -46,11 +46,11 @@ class PassOutput(NamedTuple):
 
 
 class Backbone:
-    """A decoder seen as four things: an embedding table, a body, a final norm, a linear head.
+    """A decoder as four parts: an embedding table, a body, a final norm, a linear head.
 
-    Holds a stock ``…ForCausalLM`` and changes nothing in it but the name of its attention (see attention.py) and, when
-    compiled, the functions of its GELU and its rotary positions (see ops/gelu.py, ops/rotary.py). Other structures are
-    refused by name, and :meth:`verify` compares numbers on random input with the stock model's own forward.
+    Holds a stock ``…ForCausalLM`` and changes only the name of its attention (see attention.py) and, when compiled, its
+    GELU and rotary functions (see ops/gelu.py, ops/rotary.py). Decoders of another structure are refused by name, and
+    :meth:`verify` compares numbers on random input with the stock model's own forward.
     """
 
     def __init__(self, stock: PreTrainedModel):
@@ -67,11 +67,11 @@ class Backbone:
         self._packs: bool | None = None
 
     def compile(self, *, by: str = "layer", memory_budget: float = 1.0, **options: Any) -> None:
-        """Compiles a layer or a pass, for all iterations: the first one and those that reuse rows are two graphs.
+        """Compiles ``by`` layer or pass: one graph for first iterations, another for iterations that reuse rows.
 
-        A pass over packed rows is a third; with windows, packed documents or dropout in attention, or with a ledger, it
-        runs uncompiled. So does the rest of a forward except what methods pass to :meth:`compiled`.
-        ``memory_budget`` is the share of a pass's activations that may be kept; the compiler recomputes the cheapest.
+        Packed rows are a third graph; with windows, packed documents or dropout in attention, or a ledger, they run
+        uncompiled. So does the rest of a forward except functions that methods pass to :meth:`compiled`.
+        ``memory_budget`` is the share of a pass's activations that is kept; the compiler recomputes the cheapest.
         """
         if by not in ("layer", "pass"):
             raise ConfigError(f"by={by!r} must be layer or pass, the unit that is compiled")
@@ -85,20 +85,20 @@ class Backbone:
         self._compiled = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # A compiled pass is bound to this body: a copy compiles its own.
+        # A compiled pass is bound to this body, so a copy of the backbone compiles again.
         return self.__dict__ | {"_compiled": {}}
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a small function between passes, compiled if passes are, so that it reads and writes memory once."""
+        """Returns a function that runs between passes, compiled if passes are, so that its operations are fused."""
         if self.compile_options is None:
             return function
         if function not in self._compiled:
-            # It keeps little for backward: no budget is needed.
+            # Such a function keeps little for backward, so it needs no budget.
             self._compiled[function] = compiling.compiled(function, 1.0, self._compiler_options)
         return self._compiled[function]
 
     def _compiles(self, view: type[IterationView], lane: Lane | LedgerLane | None) -> bool:
-        """Returns whether a pass runs compiled: dense ones and those over plain packed rows, after :meth:`compile`."""
+        """Returns whether a pass runs compiled: after :meth:`compile`, dense ones and those over plain packed rows."""
         if self.compile_options is None or view not in (DenseView, GridView):
             return False
         if not isinstance(lane, Lane):
@@ -147,7 +147,7 @@ class Backbone:
         if type(embedding) is not nn.Embedding and scale is None:
             raise _replaced(embedding, "the embedding")
         weight = _present(embedding.weight)
-        # A number, or (Gemma) a tensor that may have a wider type than the table.
+        # The scale is a number or (Gemma) a tensor, perhaps of a wider dtype than the table.
         return weight if scale is None else weight * torch.as_tensor(scale, dtype=weight.dtype)
 
     def head(self) -> tuple[Tensor, Tensor | None]:
@@ -159,7 +159,7 @@ class Backbone:
         return self._head()(hidden)
 
     def expected_embedding(self, hidden: Tensor, *, scale: float, **options: Any) -> Tensor:
-        """Equals ``softmax(logits(h)) @ (scale * table)``: eq. 6 to 8, the table scaled like the input.
+        """Computes ``softmax(logits(h)) @ (scale * table)`` (eq. 6 to 8): the table is scaled like the input.
 
         ``options`` are those of :func:`adaponder.ops.vocab_expectation.torch.vocab_expectation`.
         """
@@ -189,11 +189,11 @@ class Backbone:
         replay: bool = False,
         stream: bool = True,
     ) -> PassOutput:
-        """Runs one pass of the whole body over ``x [lanes, queries, d]`` with the rows of a ``view``.
+        """Runs one pass of the whole body over ``x [lanes, queries, d]`` with the cache ``view(layers, **holding)``.
 
-        With a ``lane`` the queries are packed rows of several sequences, and there is no ``mask``. ``replay`` keeps no
-        activations and recomputes them in backward, each time with a new view built with the arguments ``holding``.
-        Without ``stream`` the output's residual stream is the hidden state.
+        With a ``lane`` the queries are packed rows of several sequences, and ``mask`` must be ``None``. ``replay``
+        recomputes activations in backward (gradient checkpointing), each time with a new view. Without ``stream`` the
+        residual stream is not recorded, and the output has the hidden state in its place.
         """
         compiles, holding = self._compiles(view, lane), holding or {}
         one_pass = self._compiled_pass() if compiles else self._one_pass
@@ -202,7 +202,7 @@ class Backbone:
         if lane is not None:
             if compiles and isinstance(lane, Lane):
                 _vary(x, position, lane, holding)
-            # With any mask given, the decoder does not build one of rows by rows.
+            # Given any mask, the decoder does not build its own of rows by rows.
             nothing = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=x.device)
             mask = nothing if len(self.windows) == 1 else dict.fromkeys(self.windows, nothing)
         arguments = (x, position, mask, view, holding, stream, lane)
@@ -240,9 +240,10 @@ class Backbone:
         return PassOutput(hidden, streams[0] if streams else hidden, answers.rows())
 
     def _keeping_stream(self, streams: list[Tensor]) -> AbstractContextManager[None]:
-        """Appends the residual stream of a pass: the final norm's input or, without one, the last layer's output.
+        """Context manager that records the residual stream: the final norm's input or, without one, the last output.
 
-        With a norm of unknown name the latter is not the hidden state, so :meth:`verify` refuses it.
+        If the final norm has an unknown name, the last layer's output differs from the hidden state: :meth:`verify`
+        refuses the decoder.
         """
         if self.norm is not None:
             return _watching(self.norm, lambda norm_input, _: streams.append(norm_input))
@@ -252,7 +253,7 @@ class Backbone:
         return _watching(layers[-1], lambda _, out: streams.append(out[0] if isinstance(out, tuple) else out))
 
     def mask(self, query: Places, key: Places, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-        """Returns the explicit attention mask, in the form that this decoder takes."""
+        """Returns the explicit attention mask that this decoder takes; a dictionary if layers have several kinds."""
         if read_whole(self.stock.config):
             raise BackboneError(
                 f"{self.stock.config.model_type} takes no explicit mask: it can only be read whole, without padding, "
@@ -289,14 +290,14 @@ class Backbone:
             logits = nn.functional.linear(output.hidden, head, bias)
             _agree(self.stock, "the head (logits = W h + b)", logits, expected.logits)
             _agree(self.stock, "the body with embeddings fed in", self.logits(output.hidden), expected.logits)
-        self.packs()  # tried now, so that no forward pays for it
+        self.packs()  # tried now, so that it slows no forward
 
 
 @contextmanager
 def _watching(module: nn.Module, see: Callable[[Any, Any], None]) -> Iterator[None]:
-    """Calls ``see`` with the first argument and the result of the module's calls.
+    """Context manager that calls ``see`` with the first argument and the result of each call of the module.
 
-    Replaces its forward, because a compiler cannot trace the registration of a hook.
+    Replaces the module's forward, because the compiler cannot trace the registration of a hook.
     """
     before, forward = module.__dict__.get("forward"), module.forward
 
@@ -317,7 +318,7 @@ def _watching(module: nn.Module, see: Callable[[Any, Any], None]) -> Iterator[No
 
 @contextmanager
 def _evaluating(stock: PreTrainedModel) -> Iterator[None]:
-    """Context manager for evaluation mode that restores each module's own mode."""
+    """Context manager for evaluation mode; restores the mode of each module."""
     training = {module: module.training for module in stock.modules()}
     stock.eval()
     try:
@@ -328,7 +329,7 @@ def _evaluating(stock: PreTrainedModel) -> Iterator[None]:
 
 
 def _under_mask(one_pass: Callable[..., PassOutput], *arguments: Any) -> PassOutput:
-    """Runs the pass with an attention backend that is correct with a mask; in recomputation too."""
+    """Runs a pass, and its recomputation in backward, with attention backends that are correct with a mask."""
     with masked_attention():
         return one_pass(*arguments)
 
@@ -348,18 +349,18 @@ def _final_norm(body: nn.Module) -> nn.Module | None:
 
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
-    """Returns the largest difference, relative to the largest value."""
+    """Returns the largest absolute difference over the largest absolute value of ``theirs``."""
     ours, theirs = ours.double(), theirs.double()
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
 
 
 def rounding_bound(dtype: torch.dtype) -> float:
-    """Returns how far the same forward may differ by rounding alone: far below the effect of a missing scale or cap."""
+    """Returns the relative difference allowed for rounding: far below the effect of a missing scale or softcap."""
     return min(200 * torch.finfo(dtype).eps, 0.02)
 
 
 def _replaced(module: Any, role: str) -> BackboneError:
-    # The full class name: adapters have the names of what they adapt.
+    # The full class name, because adapters have the names of the classes that they adapt.
     return BackboneError(
         f"{type(module).__module__}.{type(module).__name__} replaces {role}: an adapter there is not part of the "
         "expectation over the vocabulary; adapt other modules, or merge it first"
@@ -373,7 +374,7 @@ def _present(weight: Tensor) -> Tensor:
 
 
 def _require_numbers(stock: PreTrainedModel, logits: Tensor) -> None:
-    """Raises where a model's logits are NaN, and names the first weight that is not finite, if any."""
+    """Raises if any logit is NaN; the error names the first weight that is not finite, if there is one."""
     if not bool(logits.isnan().any()):
         return
     bad, precision = first_not_finite(stock.state_dict().items()), str(logits.dtype).removeprefix("torch.")

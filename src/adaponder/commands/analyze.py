@@ -1,4 +1,4 @@
-"""adaponder analyze: writes a trace with a line per token of a text, and draws figures, tables and report from it."""
+"""adaponder analyze: writes a trace with a line per token of a text, and draws figures, tables and a report."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def analyze(
     depth: shared.Depth,
     opening: shared.Opening,
 ) -> Any:
-    """Write down every token, and draw the paper's analysis from that: figures, tables, one report.html.
+    """Trace every token of a text, and draw the paper's analysis from the trace: figures, tables, one report.html.
 
-    If tracing is interrupted, finished portions stay in --out, and the same command goes on from there.
+    If tracing is interrupted, finished portions stay in --out, and the same command resumes from them.
 
     [dim]adaponder analyze runs/demo --data data/stdlib-train-bpe-2048 --out analysis/[/]
     """
@@ -77,7 +77,7 @@ def analyze(
 
 
 def _settings(subject: shared.Subject, text: Text, how: ScoringOptions) -> dict[str, Any]:
-    """Returns the settings, beside checkpoint and data, that must be equal for portions to belong to the same trace."""
+    """Returns the settings, besides checkpoint and data, that all portions of a trace must have in common."""
     from adaponder.evaluation.scoring import fingerprint
 
     return {
@@ -91,7 +91,7 @@ def _settings(subject: shared.Subject, text: Text, how: ScoringOptions) -> dict[
 
 
 def _trace_of(name: str, data: str | None) -> Path | None:
-    """Returns the file of a finished trace: ``name``, or one in the folder ``name`` without ``data``; else ``None``."""
+    """Returns the path of a finished trace: ``name``, or without ``data`` the one in folder ``name``; else ``None``."""
     from adaponder.analysis.trace import NAME
 
     path = Path(name)
@@ -103,7 +103,7 @@ def _trace_of(name: str, data: str | None) -> Path | None:
 
 
 def show(trace: Trace, report: Report) -> None:
-    """Prints facts, captions and excerpts of the report, which figures were left out and why, and where it is."""
+    """Prints the report: facts, captions, reasons for left-out figures, excerpts, and its path."""
     from adaponder.analysis.figures import tokens
     from adaponder.analysis.figures.words import on_one_line
     from adaponder.analysis.report import facts

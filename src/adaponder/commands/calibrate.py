@@ -1,4 +1,4 @@
-"""adaponder calibrate: finds thresholds for a mean depth, measures them on other text and stores them by name."""
+"""adaponder calibrate: finds thresholds for a mean depth, measures them on held-out text, and stores them by name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def calibrate(
     reading: shared.Reading,
     opening: shared.Opening,
 ) -> Any:
-    """The budget dial: find thresholds for a mean depth, verify them, and store them as a profile.
+    """Find thresholds for a mean depth, measure them on held-out text, and store them as a profile.
 
     [dim]adaponder calibrate runs/demo --budget 3.2 --data data/stdlib-train-bpe-2048[/]
 
@@ -79,7 +79,7 @@ def calibrate(
         check_budget(budget, iterations, "--budget")
         name = name or f"{'budget' if rule == 'gate' else rule}-{budget:g}"
         profiles.check_name(name)
-        exists = name in profiles.stored(subject.folder)  # a file that cannot be added to is refused before the work
+        exists = name in profiles.stored(subject.folder)  # also raises if the stored profiles are damaged
     text, halves, result = halved(subject, data, reading)
     result["command"] = "calibrate"
     console.print(described(result))
@@ -87,7 +87,7 @@ def calibrate(
     if frontier and out is not None:
         settings = {"step": step, "batch size": reading.batch_size}
         journal = Journal(out / FOLDER, result | settings | {"weights and text": fingerprint(subject.model, text)})
-    resumed = journal is not None and len(journal)  # a resumed call has stored the profile itself
+    resumed = journal is not None and len(journal)  # the interrupted call has stored the profile
     if exists and not replace and not resumed:
         raise InputError(f"--name {name}: there is a profile of that name; choose another, or use --replace")
     rows = []
@@ -116,7 +116,7 @@ def calibrate(
 
 
 def profile(calibration: Calibration, result: dict[str, Any]) -> dict[str, Any]:
-    """Returns the profile to store: the policy, what it measured on held-out text, and which text and settings."""
+    """Returns the profile to store: the policy, its measurements, and the text and settings used."""
     row = calibration.chosen.as_dict()
     measured = ("depth", "depth_interval", "tuning_depth", "loss", "loss_interval", "mflops")
     how = ("rule", "data", "split", "windows", "halves", "tuning", "held_out", "intervals", "dtype", "seed")
@@ -130,7 +130,7 @@ HELD_OUT = ("depth held out", "95 % of depth", "loss held out", "95 % of loss", 
 
 
 def show(calibration: Calibration) -> None:
-    """Prints each choice on both halves of the text, and how far the chosen one is from the budget."""
+    """Prints how each choice measured on both halves of the text, and how far the chosen one is off the budget."""
     rows = []
     for choice in calibration.choices:
         row = choice.row
@@ -150,19 +150,19 @@ def show(calibration: Calibration) -> None:
 
 
 def show_frontier(rows: Sequence[Measurement]) -> None:
-    """Prints one line per row: its budget, rule and setting, and what it measured on held-out text."""
+    """Prints one line per row: budget, policy, setting, and measurements on held-out text."""
     cells = [(number(row.budget, "g"), row.policy, setting_of(row), *_held_out(row)) for row in rows]
     console.print(table("\nThe frontier, held out", ("budget", "by", "setting", *HELD_OUT), cells))
 
 
 def _held_out(row: Measurement) -> tuple[str, ...]:
-    """Returns the cells of depth, loss and cost on held-out text, with their 95 % intervals."""
+    """Returns the table cells :data:`HELD_OUT`: depth, loss (each with its 95 % interval) and cost."""
     depth, loss = number(row.depth, ",.3f"), number(row.loss, ",.4f")
     return depth, spread(row.depth_interval), loss, spread(row.loss_interval), number(row.mflops, ",.2f")
 
 
 def draw(result: dict[str, Any], out: Path) -> list[Path]:
-    """Draws the frontier; returns the files of the figure."""
+    """Draws the frontier; returns the files written."""
     from adaponder.analysis import policies_figure as figures
     from adaponder.analysis.style import save as save_figure
 
@@ -172,14 +172,14 @@ def draw(result: dict[str, Any], out: Path) -> list[Path]:
 
 
 def redraw(result: Path, *, out: Path) -> list[Path]:
-    """Draws the figure again from ``frontier.json``, without a model; returns its files."""
+    """Draws the figure again from the ``frontier.json`` at ``result``, without a model; returns the files written."""
     frontier = load_result(result, "calibrate", "rows")
     out.mkdir(parents=True, exist_ok=True)
     return draw(frontier, out)
 
 
 def list_profiles(checkpoint: str, *, json: Path | None = None) -> dict[str, Any]:
-    """Prints and returns the profiles of a checkpoint, by name; no model is opened."""
+    """Prints and returns the profiles of a checkpoint by name, without opening the model."""
     from adaponder.checkpoints.loading import fetch
     from adaponder.evaluation.lab import profiles
 

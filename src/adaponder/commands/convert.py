@@ -1,4 +1,4 @@
-"""adaponder convert: turns a checkpoint into a model of the family, and checks what must be equal."""
+"""adaponder convert: turns a checkpoint into a model of the family, or back, and checks it against its source."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SETTINGS = "Settings of the recurrence (default: as the source was trained, els
 
 
 def _check_method(name: str) -> str:
-    one_of(*method_names(), "backbone")(name)  # when the command runs there may be more methods
+    one_of(*method_names(), "backbone")(name)  # methods may have been registered since this module was imported
     return name
 
 
@@ -45,7 +45,7 @@ def convert(
     seed: Seed = 0,
     dtype: Dtype = "auto",
 ) -> Any:
-    """Make a checkpoint a member of the family, or a plain backbone again, and check that it still is what it was.
+    """Convert a checkpoint to a method of the family, or back to a plain backbone, and check it against its source.
 
     [dim]adaponder convert EleutherAI/pythia-70m --method adaponder --out pythia-70m-ada[/]
     """

@@ -63,7 +63,7 @@ def demo(
 
 
 def assess(recipe: Recipe, trainer: Trainer) -> dict[str, Any]:
-    """Returns validation losses at the model's own and each fixed depth, and those of token frequencies and chance."""
+    """Returns validation losses: at the model's own depths, at each fixed depth, of token frequencies, of chance."""
     from adaponder.policies import FixedDepth
 
     tokens = recipe.train.eval_tokens
@@ -79,9 +79,9 @@ def assess(recipe: Recipe, trainer: Trainer) -> dict[str, Any]:
 
 
 def beside(trained: Path) -> list[dict[str, Any]]:
-    """Shows text of the package's checkpoint, and what it and the one in ``trained`` lose on the same unseen text.
+    """Shows a text written by the shipped checkpoint, and compares its loss on held-out text with that of ``trained``.
 
-    Losses are bits per byte of the text: tokens of two vocabularies are not equally long.
+    Losses are in bits per byte, since the vocabularies differ.
     """
     sample = full_name(SAMPLE)
     (text,) = _continued(sample, max_new_tokens=60, temperature=0.6, seed=6)
@@ -115,7 +115,7 @@ def _on_held_out(checkpoint: str) -> dict[str, Any]:
 
 
 def unigram_loss(shards: Shards, trainer: Trainer, tokens: int) -> float:
-    """Returns the validation loss of the training split's token frequencies (one added to each)."""
+    """Returns the validation loss of the training split's token frequencies, with add-one smoothing."""
     import numpy as np
 
     counts = np.bincount(shards.read(0, shards.tokens), minlength=shards.vocab_size) + 1.0
@@ -125,7 +125,7 @@ def unigram_loss(shards: Shards, trainer: Trainer, tokens: int) -> float:
 
 
 def validation_tokens(trainer: Trainer, tokens: int) -> int:
-    """Returns the number of tokens that an evaluation of at most ``tokens`` scores: only whole windows count."""
+    """Returns how many of at most ``tokens`` tokens an evaluation scores: only whole windows are used."""
     from adaponder.training.validation import whole_windows
 
     assert trainer.validation is not None
@@ -134,7 +134,7 @@ def validation_tokens(trainer: Trainer, tokens: int) -> int:
 
 
 def show_assessment(result: dict[str, Any], recipe: Recipe) -> None:
-    """Prints what ``assess`` returned: a table of losses and one of the tokens of each depth."""
+    """Prints the result of :func:`assess`: a table of losses, and one of the share of tokens at each depth."""
     rows = [
         ("before training (uniform)", f"{result['uniform']:.3f}", ""),
         ("token frequencies alone", f"{result['unigram']:.3f}", ""),
@@ -146,7 +146,7 @@ def show_assessment(result: dict[str, Any], recipe: Recipe) -> None:
     ]
     title = f"Validation loss (nats per token, its first {result['tokens']:,} tokens)"
     console.print(table(title, ("", "loss", "mean depth"), rows))
-    halted = [0.0, *result["validation_halted"], 1.0]  # after 0, 1, … K iterations: each share has those before in it
+    halted = [0.0, *result["validation_halted"], 1.0]  # cumulative shares after 0, 1, … K iterations
     rows = [(f"{depth}x", f"{halted[depth] - halted[depth - 1]:.1%}") for depth in range(1, len(halted))]
     console.print(table("\nHow often tokens were read", ("read", "share of all tokens"), rows))
 

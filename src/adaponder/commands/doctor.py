@@ -1,4 +1,4 @@
-"""adaponder doctor: what is wrong with the installation, or with a checkpoint; --seal writes its manifest anew."""
+"""adaponder doctor: checks the installation or a checkpoint; --seal rewrites the checkpoint's manifest."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def doctor(
     seal: Annotated[bool, opt(_SEAL, flag="--seal")] = False,
     json: Json = None,
 ) -> dict[str, Any]:
-    """Show versions, devices, which kernels would run, and whether the meter agrees with torch.
+    """Show versions, devices, which kernels would run, and whether our FLOP counts agree with torch's.
 
-    Of a checkpoint: whether every file is as it was written, nothing in it asks to run code, and its settings agree.
+    With CKPT, check that its files are unchanged and safe to open, and that its settings agree.
     """
     if checkpoint is None and seal:
         raise InputError("--seal: name the checkpoint to seal")
@@ -45,7 +45,7 @@ def doctor(
 
 
 def check_installation() -> dict[str, Any]:
-    """Prints and returns what :func:`examine_installation` does."""
+    """Prints and returns the report of :func:`examine_installation`."""
     report = examine_installation()
     problems = report["problems"]
     rows = [(name, value or "not installed", problems.get(name, "")) for name, value in report["versions"].items()]
@@ -66,7 +66,7 @@ def check_installation() -> dict[str, Any]:
 
 
 def examine_installation() -> dict[str, Any]:
-    """Returns versions, devices, kernels and FLOP checks; ``problems`` has a sentence for each thing that is wrong."""
+    """Returns versions, devices, kernels and FLOP checks; ``problems`` explains by name what is wrong."""
     import torch
     from packaging.version import Version
 
@@ -116,7 +116,7 @@ def would_run(op: str, device: str) -> str:
 
 
 def check_checkpoint(checkpoint: str, *, seal: bool = False) -> dict[str, Any]:
-    """Examines a checkpoint and prints what is wrong with it; ``problems`` of the result is empty if nothing is."""
+    """Examines a checkpoint, prints the checks and returns them; ``problems`` is empty if all succeed."""
     from adaponder.checkpoints.loading import fetch
 
     folder = fetch(checkpoint)
@@ -134,7 +134,7 @@ def check_checkpoint(checkpoint: str, *, seal: bool = False) -> dict[str, Any]:
 
 
 def examine_checkpoint(folder: Path) -> dict[str, Any]:
-    """Returns by name what each check found (``checks``) and the errors of those that failed (``problems``)."""
+    """Returns the result of each check by name (``checks``), and the errors of the failed ones (``problems``)."""
     checks: dict[str, str] = {}
     problems: dict[str, str] = {}
     for what, check in _CHECKS.items():
@@ -146,7 +146,7 @@ def examine_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def seal_folder(folder: Path) -> list[str]:
-    """Takes the end and padding tokens from the tokenizer and writes a new manifest; returns what changed, in words."""
+    """Sets the configs' end and padding tokens to the tokenizer's, writes a new manifest, and returns the changes."""
     from adaponder.checkpoints.loading import refuse_unsafe
     from adaponder.checkpoints.manifest import MANIFEST, read_manifest, write_manifest
     from adaponder.checkpoints.special_tokens import mend
@@ -159,7 +159,7 @@ def seal_folder(folder: Path) -> list[str]:
     changes = mend(folder)
     try:
         facts = {key: value for key, value in read_manifest(folder).items() if key == "step"}
-    except AdaPonderError:  # there is none, or a damaged one: the new one does without
+    except AdaPonderError:  # no manifest, or a damaged one: its facts are left out
         facts = {}
     write_manifest(folder, **facts)
     return [*changes, f"sealed: {MANIFEST} lists {len(read_manifest(folder)['files'])} files as they are now"]

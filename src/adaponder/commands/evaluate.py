@@ -1,4 +1,4 @@
-"""adaponder eval and adaponder compare: loss and its cost, on the same tokens for every checkpoint."""
+"""adaponder eval and adaponder compare: measure loss and cost, on the same tokens for every checkpoint."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def evaluate(
     depth: shared.Depth,
     opening: shared.NarrowOpening,
 ) -> dict[str, Any]:
-    """Loss, perplexity and bits per byte on a text, or scores on tasks; and what they cost.
+    """Measure loss, perplexity and bits per byte on a text, or scores on tasks, and their cost.
 
     [dim]adaponder eval runs/demo --data stdlib --depths 1,2,3,4[/]
 
@@ -120,7 +120,7 @@ def evaluate(
 
 @dataclass(frozen=True)
 class Scoring:
-    """The text scored once: by one checkpoint, at the depths that ``label`` names."""
+    """The scores of a text by one checkpoint and policy; ``label`` is their name in tables."""
 
     label: str
     scores: Scores
@@ -133,13 +133,13 @@ class Scoring:
 
 
 def loss_cells(summary: Summary) -> tuple[str, str, str]:
-    """Returns the cells of loss, interval and bits per byte."""
+    """Returns the table cells of the loss, its interval, and bits per byte."""
     bits = "" if summary.bits_per_byte is None else f"{summary.bits_per_byte:.4f}"
     return f"{summary.loss:.4f}", spread(summary.interval), bits
 
 
 def show_scorings(title: str, scorings: list[Scoring], *, several_models: bool = False) -> None:
-    """Prints a table of losses and a table of costs; with ``several_models``, also how each scales embeddings."""
+    """Prints a table of losses and a table of costs; with ``several_models``, also each model's embedding scale."""
     from adaponder.evaluation.meter import COLUMNS
 
     rows = []
@@ -161,9 +161,9 @@ def narrow(
     how: ScoringOptions,
     reading: shared.Reading,
 ) -> tuple[Scoring, dict[str, Any], str]:
-    """Makes the weights of ``subject`` narrower, in place, and scores the text once more.
+    """Narrows the weights of ``subject`` in place and scores the text again.
 
-    Returns that scoring, what changed as it is written in a result, and the same as a sentence.
+    Returns the new scoring, the changes for the JSON result, and a sentence about them.
     """
     from adaponder.conversion.narrow import narrow, weight_bytes
     from adaponder.evaluation.summary import paired_difference
@@ -186,7 +186,7 @@ def narrow(
 
 
 def described(data: str, text: Text, windows: Windows) -> str:
-    """Returns the sentence above the tables: numbers of tokens and documents, and the windows."""
+    """Returns the line above the tables: numbers of tokens and documents, and the windows."""
     from adaponder.evaluation.summary import FEW
 
     few = f" (intervals need {FEW})" if len(text.starts) < FEW else ""
@@ -196,7 +196,7 @@ def described(data: str, text: Text, windows: Windows) -> str:
 
 
 def own_label(subject: shared.Subject, how: ScoringOptions) -> str:
-    """Returns what a table calls a scoring with the options ``how``: policy, the one depth, or "its own depths"."""
+    """Returns the label of a scoring in tables: its policy, "depth N", or "its own depths"."""
     most = how.max_iterations or subject.model.config.iterations
     if how.policy is None and not subject.model.method.halts:
         return f"depth {most}"
@@ -205,7 +205,7 @@ def own_label(subject: shared.Subject, how: ScoringOptions) -> str:
 
 
 def own_policy(subject: shared.Subject, how: ScoringOptions) -> str | None:
-    """Returns the policy that decided depths, as ``--policy`` takes it; ``None`` for a method that never halts."""
+    """Returns the policy that decides depth, as ``--policy`` takes it; ``None`` for a method that never halts."""
     if not subject.model.method.halts:
         return None
     policy = how.policy if how.policy is not None else subject.model.method.default_policy(training=False)
@@ -213,7 +213,7 @@ def own_policy(subject: shared.Subject, how: ScoringOptions) -> str | None:
 
 
 def forced(subject: shared.Subject, depths: Sequence[int], how: ScoringOptions) -> dict[str, ScoringOptions]:
-    """Returns by label, for each of ``depths``, the options that give every token that depth."""
+    """Returns for each of ``depths`` the options that give every token that depth, by the label of the scoring."""
     from adaponder.policies import FixedDepth
 
     most = subject.model.config.iterations
@@ -229,7 +229,7 @@ def forced(subject: shared.Subject, depths: Sequence[int], how: ScoringOptions) 
 def scored(
     subject: shared.Subject, text: Text, windows: Windows, label: str, how: ScoringOptions, batch_size: int
 ) -> Scoring:
-    """Scores ``text`` with the checkpoint and the options ``how``."""
+    """Scores ``text`` with the checkpoint and the options ``how``, with a progress bar."""
     from adaponder.evaluation.scoring import score
     from adaponder.evaluation.summary import summarise
 
@@ -263,7 +263,7 @@ def compare(
     reading: shared.Reading,
     opening: shared.Opening,
 ) -> dict[str, Any]:
-    """Two checkpoints, or one at two budgets, on the same tokens: the paired difference of their losses, B minus A.
+    """Compare two checkpoints, or one at two budgets, on the same tokens: the paired difference of losses, B minus A.
 
     [dim]adaponder compare runs/demo runs/demo --profile-b budget-2.5 --data data/stdlib-train-bpe-2048[/]
     """
@@ -279,7 +279,7 @@ def compare(
             f"{first} and {second} have different tokenizers ({hash_a[:12]}, {hash_b[:12]}), so their tokens cannot be "
             "paired; compare the bits per byte of adaponder eval instead"
         )
-    # The shorter context of the two, so that both see equally much of the text before a token.
+    # The shorter windows of the two, so that every token has the same context in both.
     windows = min((reading.windows(subject) for subject in subjects), key=lambda cut: cut.length)
     depths = (
         shared.Depth(policy=policy_a, profile=profile_a, max_iterations=max_iterations_a),

@@ -1,4 +1,4 @@
-"""adaponder export: a checkpoint as a folder that transformers opens without this package, with a measured card."""
+"""adaponder export: writes a checkpoint as a folder that transformers opens without this package, with a card."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def export(
     reading: shared.Reading,
     place: shared.Place,
 ) -> dict[str, Any]:
-    """Write a checkpoint as a folder for the hub, which opens in transformers alone, with its code and a model card.
+    """Write a checkpoint as a folder for the hub, with code and a model card; transformers opens it without adaponder.
 
     [dim]adaponder export runs/demo --data data/stdlib-train-bpe-2048 --out demo-hub[/]
 
@@ -99,7 +99,7 @@ def measure(subject: shared.Subject, data: str, reading: shared.Reading) -> dict
         rows.append(row | {"flops": values["cost"]["flops_per_token"], "ratio": values["cost"]["flops_ratio"]})
     path = Path(data)
     return {
-        "data": path.resolve().name if path.exists() else data,  # a card does not tell where a file was
+        "data": path.resolve().name if path.exists() else data,  # local paths are left out of the card
         "split": reading.split if (path / MANIFEST).is_file() else None,
         "tokens": scorings[0].summary.tokens,
         "windows": str(windows),

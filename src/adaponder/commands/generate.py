@@ -1,4 +1,4 @@
-"""adaponder generate: text from a checkpoint, each token with the depth it was read at."""
+"""adaponder generate: generates text from a checkpoint and shows the depth of each token."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def generate(
 
     [dim]adaponder generate runs/chat --interactive --chat[/]
     """
-    # Every parameter above that is a field of a request.
+    # The parameters above that are fields of a request.
     settings: dict[str, Any] = {name: value for name, value in locals().items() if name in REQUEST_FIELDS}
     settings["max_iterations"] = depth.max_iterations
     if greedy:
@@ -108,7 +108,7 @@ def generate(
 
 
 def read_prompts(prompt: Sequence[str] | str | None, prompt_file: Path | None = None) -> list[str]:
-    """Returns the prompts of both options in their order; standard input if there are none and it is piped."""
+    """Returns the prompts of ``--prompt``, then of ``--prompt-file``; without either, piped standard input."""
     texts = (prompt,) if isinstance(prompt, str) else tuple(prompt or ())
     prompts = [_standard_input("--prompt -") if text == STANDARD_INPUT else text for text in texts]
     if prompt_file is not None:
@@ -125,7 +125,7 @@ def read_prompts(prompt: Sequence[str] | str | None, prompt_file: Path | None = 
 def _from_file(path: Path) -> list[str]:
     option = f"--prompt-file {path}"
     text = _standard_input(option) if str(path) == STANDARD_INPUT else _content(path, option)
-    # As files have lines: str.splitlines would also break at form feeds and other separators within a prompt.
+    # str.splitlines would also split at form feeds and other separators within a prompt.
     lines = enumerate(text.split("\n"), start=1)
     numbered = [(number, line.removesuffix("\r")) for number, line in lines if line.strip()]
     if not numbered:
@@ -155,10 +155,10 @@ def _from_json(line: str, option: str) -> str:
 
 
 def _standard_input(option: str) -> str:
-    """Returns all of standard input, without the line break at its end."""
+    """Returns all of standard input, without a trailing line break."""
     try:
         text = sys.stdin.read()
-    except (OSError, ValueError) as error:  # closed, or bytes that are no text
+    except (OSError, ValueError) as error:  # closed, or not text
         raise InputError(f"{option}: standard input cannot be read: {error}") from None
     text = text.removesuffix("\n").removesuffix("\r")
     if not text:
@@ -176,12 +176,12 @@ class Generated:
     Attributes:
         pieces: the text of each token.
         depths: the depth of each token; 0 for the last, which was generated but never read.
-        prompt: number of tokens of the prompt, the first of ``pieces``.
-        deepest: the most iterations that were allowed.
+        prompt: number of prompt tokens, which come first in ``pieces``.
+        deepest: the maximum depth that was allowed.
         finish_reason: ``stop``, ``length`` or ``cancelled``.
-        prefill: what reading the prompt cost.
-        decode: what reading the tokens after it cost; its seconds are those of the whole generation.
-        dropped_rows: rows of drafts that did not follow, which no cost counts.
+        prefill: cost of the prompt's tokens.
+        decode: cost of the generated tokens; its seconds include the prefill.
+        dropped_rows: rows computed for drafts that were wrong; no cost includes them.
     """
 
     pieces: list[str]
@@ -195,7 +195,7 @@ class Generated:
 
     @property
     def mean_depth(self) -> float:
-        """Returns the mean depth of the tokens that were read."""
+        """Returns the mean depth of all tokens but the last, which was never read."""
         read = [depth for depth in self.depths if depth]
         return sum(read) / max(1, len(read))
 
@@ -227,7 +227,7 @@ def continue_prompts(
 ) -> list[Generated]:
     """Continues the prompts with the engine; ``settings`` are fields of a request, ``samples`` among them.
 
-    With ``chat`` a prompt is a user's message. ``live`` shows the one text while it grows.
+    With ``chat`` each prompt is a user's message. ``live`` shows the text of a single prompt as it is generated.
     """
     from adaponder.backbones.shape import shape_of
     from adaponder.inference.engine import Engine
@@ -237,7 +237,7 @@ def continue_prompts(
         chat_ids(tokenizer, [{"role": "user", "content": prompt}]) if chat else encode(tokenizer, prompt)
         for prompt in prompts
     ]
-    # An engine with room for these prompts and no more than they need.
+    # An engine that is no larger than these prompts need.
     longest, positions = max(map(len, ids)) + settings["max_new_tokens"], model.config.max_position_embeddings
     engine = Engine(
         model,
@@ -268,7 +268,7 @@ def continue_prompts(
 def as_generated(
     model: AdaPonderForCausalLM, tokenizer: PreTrainedTokenizerBase, writing: Writing, shape: Shape, seconds: float
 ) -> Generated:
-    """Returns a finished writing with its prompt and its cost; ``seconds`` is the time the user waited in all."""
+    """Converts a finished sample to :class:`Generated` with its cost; ``seconds``: time until it was finished."""
     from adaponder.text import pieces
 
     request = writing.request
@@ -289,7 +289,7 @@ def as_generated(
 
 
 def as_result(completions: Sequence[Generated], seconds: float) -> dict[str, Any]:
-    """Returns what ``--json`` holds: every completion; of a single one its fields beside."""
+    """Returns the result for ``--json``: all completions, and at the top level the fields of a single one."""
     new_tokens = sum(len(completion.pieces) - completion.prompt for completion in completions)
     result = {"seconds": seconds, "new_tokens": new_tokens, "tokens_per_second": new_tokens / seconds}
     values = [completion.as_dict() for completion in completions]
@@ -299,7 +299,7 @@ def as_result(completions: Sequence[Generated], seconds: float) -> dict[str, Any
 def _cost(
     model: AdaPonderForCausalLM, depths: list[int], prompt: int, shape: Shape, **rule: Any
 ) -> tuple[Spent, Spent]:
-    """Returns the costs of reading the prompt and the tokens after it; ``rule`` is that of :meth:`Meter.add`."""
+    """Returns the costs of the prompt and of the tokens after it; ``rule``: options of :meth:`Meter.add`."""
     import torch
 
     from adaponder.evaluation.meter import Meter
@@ -307,7 +307,7 @@ def _cost(
     prefill, decode = (Meter(model.config, dtype=model.dtype, device=model.device, shape=shape) for _ in range(2))
     read = torch.tensor([depths])
     prefill.add(read[:, :prompt], logits=1, **rule)
-    # Token by token, counting takes as long as generating; only where each pass unfolds the keys anew is it needed.
+    # Counting token by token is as slow as generating; it is needed only if each pass expands all cached keys again.
     together = 1 if shape.expansion else max(1, len(depths) - prompt)
     for first in range(prompt, len(depths), together):
         tokens = read[:, first : first + together]
@@ -316,7 +316,7 @@ def _cost(
 
 
 def show(completions: Sequence[Generated], *, colours: bool, text: bool = True) -> None:
-    """Prints the texts; with ``colours``, tokens are coloured by depth, and depths and costs follow in tables."""
+    """Prints the texts; with ``colours``, colours tokens by depth and adds tables of depths and costs."""
     for number, completion in enumerate(completions if text else (), start=1):
         if len(completions) > 1:
             console.rule(f"{number} of {len(completions)}")
@@ -349,7 +349,7 @@ def show(completions: Sequence[Generated], *, colours: bool, text: bool = True) 
 
 
 def _together(costs: Sequence[Spent]) -> Spent:
-    """Returns the sum of costs that were spent at the same time: their seconds are the longest."""
+    """Returns the sum of the costs of concurrent completions; its seconds are those of the slowest."""
     cost = sum((spent.cost for spent in costs[1:]), costs[0].cost)
     histogram = tuple(map(sum, zip(*(spent.histogram for spent in costs), strict=True)))
     seconds = max(spent.seconds for spent in costs)

@@ -1,4 +1,4 @@
-"""adaponder generate --interactive: prompt after prompt, each continued, or answered, as it is generated."""
+"""adaponder generate --interactive: reads prompts in a loop and streams each continuation, or answer with --chat."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.terminal import console, counted, depth_style, errors, legend, line, table
 from adaponder.text import TextEngine, TextEvent, Writing, chat_ids, pieces
 
-# What a line may begin with, what it sets or does, and the field of a request that it sets.
+# The commands with which a line may begin, and what each sets or does.
 COMMANDS = {
     "/policy RULE": "the policy, as --policy: /policy fixed:2; alone: the model's own rule",
     "/tau X": "another threshold for the learned gate; alone: the model's own rule",
@@ -43,14 +43,14 @@ COMMANDS = {
     "/quit": "leave, as Ctrl-D does; Ctrl-C ends a text and not the program",
 }
 _NUMBERS = ("iterations", "temperature", "top-p", "top-k", "max", "seed")
-_OTHER_NAMES = {"iterations": "max_iterations", "max": "max_new_tokens"}  # of fields, where they differ
-_REFRESH = 0.08  # seconds between two pictures
+_OTHER_NAMES = {"iterations": "max_iterations", "max": "max_new_tokens"}  # names of fields, where they differ
+_REFRESH = 0.08  # seconds between two updates of the screen
 
 
 class LiveText:
-    """Shows a text while it grows: finished lines stay, the line with the speed vanishes at the end.
+    """Shows a text as it is generated: finished lines stay, and the line with the speed is removed at the end.
 
-    The colour of a token is its depth, which is known with the next token, so text is shown one token late.
+    A token is coloured by its depth, which is known when the next token arrives, so text is shown one token late.
     """
 
     def __init__(self, deepest: int, *, colours: bool = True):
@@ -59,7 +59,7 @@ class LiveText:
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._began = self._shown = time.perf_counter()
         self._writing: Writing | None = None
-        # Text of tokens whose depth is not known yet.
+        # Token index and text of tokens whose depth is not known yet.
         self._waiting: list[tuple[int, str]] = []
 
     def __enter__(self) -> LiveText:
@@ -75,12 +75,12 @@ class LiveText:
         console.print(self.line)
 
     def say(self, text: str, style: str = "") -> None:
-        """Adds text that is not generated: the prompt."""
+        """Adds text that is not generated, such as the prompt."""
         self.line.append(text, style=style)
         self._print_full_lines()
 
     def show(self, event: TextEvent) -> None:
-        """Adds the text of an event."""
+        """Adds the new text of an event."""
         self._writing = event.writing
         self._waiting += event.pieces
         self._move(event.writing.tokens)
@@ -90,21 +90,21 @@ class LiveText:
             self._live.update(Group(self.line, Text(self.speed(), style="dim")), refresh=True)
 
     def speed(self) -> str:
-        """Returns the number of tokens, tokens per second, and the mean depth of the tokens."""
+        """Returns a line with the number of tokens, tokens per second, and their mean depth."""
         tokens = [] if self._writing is None else self._writing.tokens
         seconds = time.perf_counter() - self._began
         depth = sum(token.depth for token in tokens) / max(1, len(tokens))
         return f"{counted(len(tokens), 'token')}, {len(tokens) / seconds:,.1f} tokens/s, mean depth {depth:.2f}"
 
     def _move(self, tokens: list[Token], *, everything: bool = False) -> None:
-        """Moves text of tokens whose depth is known, or all text, from the waiting to the line."""
+        """Moves waiting text to ``line``: that of tokens whose depth is known, or all of it with ``everything``."""
         while self._waiting and (everything or self._waiting[0][0] + 1 < len(tokens)):
             number, text = self._waiting.pop(0)
             depth = tokens[number + 1].depth if number + 1 < len(tokens) else 0
             self.line.append(text, style=depth_style(depth, self.deepest) if self.colours else "")
 
     def _print_full_lines(self) -> None:
-        """Prints all lines but the last, as broken at the width of the window."""
+        """Wraps the text at the width of the window and prints all lines but the last."""
         lines = self.line.wrap(console, console.width)
         if len(lines) > 1:
             for line in lines[:-1]:
@@ -114,9 +114,9 @@ class LiveText:
 
 @contextmanager
 def ctrl_c_noted() -> Iterator[Callable[[], bool]]:
-    """Yields whether Ctrl-C came, which raises nothing here: a step of the engine is done or not begun."""
+    """Yields a function that returns whether Ctrl-C was pressed; nothing is raised, so engine steps are completed."""
     came = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # no other may handle signals
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
         yield came.is_set
         return
     before = signal.signal(signal.SIGINT, lambda *about: came.set())
@@ -127,9 +127,9 @@ def ctrl_c_noted() -> Iterator[Callable[[], bool]]:
 
 
 class Conversation:
-    """Reads lines, carries out those with a slash in front, and continues the others, or answers them with ``--chat``.
+    """Reads lines: runs commands, which begin with a slash, and continues other lines, or answers them with ``--chat``.
 
-    ``settings`` are the fields of the next request, the policy among them.
+    ``settings`` are the fields of the next request, including the policy.
     """
 
     def __init__(
@@ -151,11 +151,11 @@ class Conversation:
 
     @property
     def deepest(self) -> int:
-        """Returns the most iterations that the next request may take."""
+        """Returns the maximum depth of the next request."""
         return self.settings["max_iterations"] or self.model.config.iterations
 
     def run(self) -> None:
-        """Asks for prompts until there is no more input, or ``/quit``."""
+        """Reads lines until the end of the input or ``/quit``."""
         if self.chat:
             chat_ids(self.tokenizer, [_user("?")])  # raises now if the tokenizer has no template
         done = "answered" if self.chat else "continued"
@@ -176,7 +176,7 @@ class Conversation:
                 self.answer(text)
 
     def answer(self, text: str) -> None:
-        """Carries out or continues one line; an error is printed, and changes nothing."""
+        """Runs one line, a command or a prompt; after an error, which is printed, nothing is changed."""
         try:
             if text.startswith("/"):
                 self.obey(*text[1:].split(None, 1))
@@ -186,7 +186,7 @@ class Conversation:
             errors.print(line(("error:", "bold red"), " ", str(error)), soft_wrap=True)
 
     def write(self, prompt: str) -> None:
-        """Continues the prompt, shown as it grows; Ctrl-C ends it."""
+        """Continues the prompt and shows the text as it is generated; Ctrl-C stops it."""
         messages = [*self.messages, _user(prompt)]
         (writing,) = self._submit(chat_ids(self.tokenizer, messages) if self.chat else prompt)
         live = LiveText(self.deepest, colours=self.colours)
@@ -199,7 +199,7 @@ class Conversation:
         console.print(ended.get(writing.finish_reason or "", "") + live.speed(), style="dim")
         self.settings = self.settings | {"seed": self.settings["seed"] + 1}
         if self.chat:
-            # Templates write the break after a turn themselves.
+            # The template adds the line break after a turn.
             self.messages = [*messages, {"role": "assistant", "content": writing.text.rstrip()}]
 
     def _submit(self, prompt: str | list[int]) -> list[Writing]:
@@ -211,7 +211,7 @@ class Conversation:
             raise InputError(f"{error}; /new begins another conversation, /max asks for fewer tokens") from None
 
     def obey(self, command: str = "", value: str = "") -> None:
-        """Carries out a command; raises, with nothing changed, if that is not possible."""
+        """Runs a command; raises and changes nothing if it is invalid."""
         value = value.strip()
         if command == "help":
             console.print(table("", ("command", ""), COMMANDS.items()))
@@ -228,14 +228,14 @@ class Conversation:
             self.show_settings()
 
     def begin_anew(self) -> None:
-        """Forgets the conversation."""
+        """Starts a new conversation."""
         if not self.chat:
             raise InputError("/new: every prompt begins anew; only with --chat are earlier messages read too")
         self.messages = []
         console.print("A new conversation.", style="dim")
 
     def _check(self, request: Request) -> None:
-        """Raises if no prompt could be continued with these settings."""
+        """Raises if the settings of ``request`` are invalid for every prompt."""
         engine, iterations = self.engine.engine, self.model.config.iterations
         check_request(request, self.model, positions=engine.tokens, iterations=iterations, eos_ids=engine.eos_ids)
 
@@ -269,7 +269,7 @@ def _user(text: str) -> dict[str, str]:
 
 
 def _number(name: str, text: str) -> Any:
-    """Reads the number of a request's field, and checks its range."""
+    """Parses the value of a request field and checks its range."""
     kind = float if float in (REQUEST_FIELDS[name].type, *get_args(REQUEST_FIELDS[name].type)) else int
     try:
         return check(name, kind(text))

@@ -1,6 +1,6 @@
-"""The family as a model of lm-eval: importing this registers ``adaponder``, and lets ``hf`` open its checkpoints.
+"""Registers the model ``adaponder`` with lm-eval when imported, and lets lm-eval's ``hf`` open our checkpoints.
 
-``python -m adaponder.lm_eval`` does so first. Releases of lm-eval that look for entry points find it by themselves.
+``python -m adaponder.lm_eval`` imports this first; releases of lm-eval that support entry points need no import.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class AdaPonderLM(HarnessLM):
     """``--model adaponder --model_args pretrained=CKPT,…``: the scores and depths of ``adaponder eval --tasks``.
 
     Args:
-        pretrained: a model folder, a run folder, a step folder or a hub name; any plain decoder too.
+        pretrained: a model folder, a run folder, a step folder or a hub name; also of a plain decoder.
         policy: the rule that decides depth, as ``adaponder eval --policy`` takes it; quote one that has commas.
-        tau: a threshold for the learned gate instead.
-        profile: a profile of ``adaponder calibrate`` instead.
-        max_iterations: read each token at most this often.
-        tokenizer: where the checkpoint's tokenizer lies, if not beside it.
-        revision: of a hub name.
+        tau: a threshold for the learned gate, instead of ``policy``.
+        profile: a profile of ``adaponder calibrate``, instead of ``policy``.
+        max_iterations: maximum depth of each token.
+        tokenizer: folder, hub name or ``tokenizer.json``; default: the checkpoint's own.
+        revision: branch, tag or commit of a hub name.
         dtype: float32, bfloat16, float16, float64, or auto: as saved.
         device: cpu, cuda, cuda:1, …; by default a GPU where there is one.
         batch_size: texts read at once; changes speed and rounding, nothing else.
-        max_batch_size: lm-eval hands it to every model; it limits ``batch_size="auto"``, which is refused.
-        seed: of policies and samples that draw.
+        max_batch_size: ignored; lm-eval passes it to every model, for ``batch_size="auto"``, which is refused here.
+        seed: seed of random policies and of sampling.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class AdaPonderLM(HarnessLM):
         seed: int = 0,
         **others: Any,
     ):
-        # lm-eval adds arguments of its own, e.g. trust_remote_code; what is off asks for nothing.
+        # lm-eval adds arguments of its own, e.g. trust_remote_code; those that are off are ignored.
         if foreign := [name for name, value in others.items() if value not in (None, False)]:
             raise InputError(f"--model_args {', '.join(sorted(foreign))}: --model adaponder has no such argument")
         if not str(batch_size).isdecimal():
@@ -71,7 +71,7 @@ class AdaPonderLM(HarnessLM):
         self.pretrained = str(pretrained)
 
     def get_model_info(self) -> dict[str, Any]:
-        """Returns what lm-eval writes beside its results: what was evaluated, and how deeply each task was read."""
+        """Returns the facts that lm-eval writes with its results: the model, its policy, and the cost of each task."""
         policy: Any = self.how.policy
         return {
             "model_name": self.pretrained,

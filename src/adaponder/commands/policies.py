@@ -1,4 +1,4 @@
-"""adaponder policies: every policy tuned to the same mean depth on one half of a text, and measured on the other."""
+"""adaponder policies: tunes every policy to the same mean depth on one half of a text, measures it on the other."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ def policies(
     reading: shared.Reading,
     opening: shared.Opening,
 ) -> Any:
-    """The policy lab: which rule should decide depth? Each is tuned to the same depth on one half of a text.
+    """Compare policies: tune each to the same mean depth on one half of a text, and measure it on the other half.
 
-    It is measured on the other half. If the command is interrupted, finished measurements stay in --out, and the same
-    command goes on from there.
+    If the command is interrupted, finished measurements stay in --out, and the same command resumes from them.
 
     [dim]adaponder policies runs/demo --data data/stdlib-train-bpe-2048 --budgets 2,3 --out lab/[/]
     """
@@ -87,7 +86,7 @@ def policies(
 
 
 def halved(subject: shared.Subject, data: str, reading: shared.Reading) -> tuple[Text, Halves, dict[str, Any]]:
-    """Reads and halves a text; returns it, its halves, and what a result tells of them."""
+    """Reads a text and splits it in halves; returns the text, the halves, and the facts about them for a result."""
     from adaponder.evaluation.lab.halves import halve
 
     text, windows = reading.text(subject, data), reading.windows(subject)
@@ -111,7 +110,7 @@ def _counts(half: Half) -> dict[str, int]:
 
 
 def bar_of_scorings(progress: Progress) -> Callable[[str, int], Callable[[int], None]]:
-    """Adds a bar for the scoring in progress; returns a function that starts it anew for a title and a total."""
+    """Adds a progress bar for scorings; returns a function that restarts it with a title and a total."""
     task = progress.add_task("", total=None)
 
     def show(title: str, total: int) -> Callable[[int], None]:
@@ -122,7 +121,7 @@ def bar_of_scorings(progress: Progress) -> Callable[[str, int], Callable[[int], 
 
 
 def described_intervals(halves: Halves) -> str:
-    """Returns how the confidence intervals are made, or why there are none."""
+    """Returns in words how confidence intervals are computed, or why there are none."""
     from adaponder.evaluation.summary import FEW
 
     count = len(halves.held_out.own_text.starts)
@@ -132,7 +131,7 @@ def described_intervals(halves: Halves) -> str:
 
 
 def described(result: dict[str, Any]) -> str:
-    """Returns the sentence above the tables: text, halves, windows and intervals."""
+    """Returns the line above the tables: text, halves, windows and intervals."""
     tuning, held_out = (_tokens(result[half]) for half in ("tuning", "held_out"))
     how = f"{result['halves']}; {result['windows']}; intervals {result['intervals']}"
     return f"{result['data']}: tuned on {tuning}, measured on {held_out}; {how}"
@@ -154,7 +153,7 @@ FOOTNOTES = (
 
 
 def budget_table(rows: Sequence[Measurement], budget: float) -> Any:
-    """Returns the table of one budget, the policy as trained first."""
+    """Returns the table of one budget; the first line is the policy as trained."""
     shown = [cells(row) for row in rows if row.budget in (None, budget)]
     return table(f"\nMean depth {budget:.3f}, tuned on one half and measured on the other", HEAD, shown)
 
@@ -174,7 +173,7 @@ def cells(row: Measurement) -> tuple[str, ...]:
 
 
 def setting_of(row: Measurement) -> str:
-    """Returns the tuned setting of a row, and that it misses the budget if it does."""
+    """Returns the tuned setting of a row, and why it missed the budget, if it did."""
     return row.setting + ("" if row.missed is None else f" missed: {row.missed}")
 
 
@@ -199,7 +198,7 @@ def write_rows(result: dict[str, Any], path: Path) -> None:
 
 
 def draw(result: dict[str, Any], out: Path) -> list[Path]:
-    """Draws every figure of a result into ``out`` and returns the files."""
+    """Draws every figure of a result into ``out``; returns the files written."""
     from adaponder.analysis import policies_figure as figures
     from adaponder.analysis.style import save as save_figure
 
@@ -213,7 +212,7 @@ def draw(result: dict[str, Any], out: Path) -> list[Path]:
 
 
 def redraw(path: Path, *, out: Path) -> list[Path]:
-    """Draws the figures again, from the ``policies.json`` at ``path`` alone, and returns the files."""
+    """Draws the figures again from the ``policies.json`` at ``path``, without a model; returns the files written."""
     result = load_result(path, "policies", "rows", "budgets")
     out.mkdir(parents=True, exist_ok=True)
     return draw(result, out)

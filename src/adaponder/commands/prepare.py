@@ -1,4 +1,4 @@
-"""adaponder prepare: turns text into token shards; the same command again goes on after an interruption."""
+"""adaponder prepare: turns text into token shards; the same command again resumes after an interruption."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def prepare(
 
         def show_progress(now: Progress) -> None:
             tokens = f"{now.documents:,} documents, {now.tokens:,} tokens" if now.tokens else ""
-            # A hub dataset has no size in bytes: without a total the bar only shows that it lives.
+            # A hub dataset has no size in bytes: without a total the bar only shows activity.
             bar.update(line, description=_STAGES[now.stage], completed=now.read, total=now.total or None, tokens=tokens)
 
         manifest = prepared(
@@ -89,7 +89,7 @@ def prepare(
 
 
 def _has_shards(out: Path) -> bool:
-    """Returns whether an earlier run, interrupted since, has left a complete shard."""
+    """Returns whether an interrupted earlier run has left a complete shard."""
     from adaponder.data.shards import WriterState
 
     return (state := WriterState.load(out)) is not None and any(state.shards.values())

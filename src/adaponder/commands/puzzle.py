@@ -1,4 +1,4 @@
-"""adaponder puzzle: fresh puzzles of hops, read by a checkpoint that was trained on such, words coloured by depth."""
+"""adaponder puzzle: runs a checkpoint that was trained on hops on new puzzles, and colours their words by depth."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from adaponder.data.puzzles import Hops
     from adaponder.modeling import AdaPonderForCausalLM
 
-# Puzzles that are read at once, and steps of one that are shown in a line.
+# Puzzles in a batch, and steps of a puzzle printed in a line.
 _AT_ONCE, _IN_A_LINE = 64, 7
 
 
@@ -35,7 +35,7 @@ def puzzle(
     puzzles: Annotated[int, opt("How many puzzles; the first is shown.", "N", min=1, max=10_000)] = 64,
     json: Json = None,
 ) -> dict[str, Any]:
-    """Show a checkpoint at puzzles whose needed depth is known: easy words are read once, hard ones again and again.
+    """Run a checkpoint on puzzles whose needed depth is known: easy words are read once, hard ones again and again.
 
     [dim]adaponder puzzle --seed 5[/]
     """
@@ -58,9 +58,9 @@ def puzzle(
 
 
 def hops_of(folder: Path) -> Hops:
-    """Returns the hops that a checkpoint was trained on, by its record or that of its data, else the default ones.
+    """Returns the hops settings that a checkpoint was trained with, by its state or its data's manifest; else defaults.
 
-    Raises if the record names another puzzle, whose tokens are the same.
+    Raises if they name only another kind of puzzle, which has the same tokens.
     """
     from adaponder.data.manifest import MANIFEST, Manifest
     from adaponder.data.puzzles import Hops, is_generated, settings_of
@@ -81,10 +81,10 @@ def hops_of(folder: Path) -> Hops:
 
 
 class Readings(NamedTuple):
-    """The answers of a model to puzzles, ``[puzzles, words]``: one after each word, with the depth of that word.
+    """The words of puzzles and, as arrays ``[puzzles, words]``, a model's ``depth`` at each word and its next words.
 
-    ``need`` is the number of hops where the next word is an answer, else 0; ``forced`` is where that answer can be told
-    by elimination; ``once`` is the answer with every word read once.
+    ``answer`` is the id predicted for the next word, ``once`` the same at depth 1. Where the next word is an answer,
+    ``need`` is its number of hops, ``right`` its id, and ``forced`` whether elimination gives it; elsewhere all are 0.
     """
 
     words: list[list[str]]
@@ -97,7 +97,7 @@ class Readings(NamedTuple):
 
 
 def read_puzzles(model: AdaPonderForCausalLM, settings: Hops) -> Readings:
-    """Reads the puzzles side by side; right answers are worked out from their words."""
+    """Runs the model on the puzzles in batches; right answers are computed from the puzzles' words."""
     import numpy as np
     import torch
 
@@ -125,9 +125,9 @@ def read_puzzles(model: AdaPonderForCausalLM, settings: Hops) -> Readings:
 
 
 def by_need(read: Readings) -> list[dict[str, Any]]:
-    """Returns for each number of hops: questions, share of right answers, mean depth, and that share with one reading.
+    """Returns for each number of hops: questions, share of right answers, mean depth, and the share right at depth 1.
 
-    The last row, without hops, is of the last questions of the puzzles, whose answers are forced.
+    The last row has no number of hops: it counts the last question of each puzzle, whose answer is forced.
     """
     import numpy as np
 
@@ -147,7 +147,7 @@ def by_need(read: Readings) -> list[dict[str, Any]]:
 
 
 def show(read: Readings, rows: list[dict[str, Any]], *, deepest: int) -> None:
-    """Prints the first puzzle, each word coloured by its depth, and a table of all puzzles."""
+    """Prints the first puzzle, each word coloured by its depth, and the table ``rows`` of all puzzles."""
     console.print("Steps lead from letter to letter; a question wants the letter that a chain of steps ends with.")
     for text in ("", _steps(read, deepest), "", *_questions(read, deepest), "", legend(deepest)):
         console.print(text)

@@ -49,14 +49,14 @@ def show_recipe(name: str, recipe: Recipe, overrides: Sequence[str], *, verbose:
             if key.startswith(f"{section}.")
         ]
         if marked:
-            # Broken between fields, never within one.
+            # Lines break between fields, never within one.
             console.print(line((section, "bold"), *marked))
     if not verbose:
         console.print(line((f"every field: adaponder recipes {name}", "dim")))
 
 
 def flat(recipe: Recipe) -> dict[str, Any]:
-    """Returns every value by ``section.field``; a backbone's fields are ``model.backbone.field``."""
+    """Returns the value of every field by ``section.field``; a backbone's fields are ``model.backbone.field``."""
     by_field: dict[str, Any] = {}
 
     def add(key: str, value: Any) -> None:
@@ -72,7 +72,7 @@ def flat(recipe: Recipe) -> dict[str, Any]:
 
 
 def _defaults() -> dict[str, Any]:
-    """Returns default values by ``section.field``."""
+    """Returns the default value of every field by ``section.field``."""
     from adaponder.recipes import DataRecipe, ModelRecipe, TrainRecipe
 
     sections = {"model": ModelRecipe, "data": DataRecipe, "train": TrainRecipe}
@@ -95,7 +95,7 @@ def list_recipes(*, json: Path | None = None) -> None:
         iterations = f", K = {recipe.model.iterations}" if recipe.model.iterations else ""
         tokens = recipe.train.steps * recipe.train.global_batch * recipe.data.sequence
         size = f"{recipe.train.steps:,} steps, {_brief(tokens)} tokens"
-        # Two lines each: in a column of a narrow window, names and sentences would be cut to pieces.
+        # Two lines each, because the columns of a table would be too narrow in a small window.
         console.print(line((recipe.name, "bold"), f"  {recipe.model.method}{iterations}, {size}"), soft_wrap=True)
         console.print(Padding(recipe.about, (0, 0, 0, 4)), style="dim")
     write_json(json, {recipe.name: recipe.as_dict() for recipe in shipped})

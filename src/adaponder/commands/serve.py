@@ -1,4 +1,4 @@
-"""adaponder serve: a checkpoint behind OpenAI's routes, and a page that shows depth."""
+"""adaponder serve: serves a checkpoint at OpenAI's routes, and a page that shows depth."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class LimitOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Size of the engine of a server, or of each replica on Ray."""
+    """Options for the engine's size, in one server or in each replica on Ray."""
 
     lanes: Annotated[int, _engine("Sequences computed at a time.", "N", min=1, max=4096)] = 64
     tokens: Annotated[int | None, _engine(_LONGEST, "N", min=2)] = None
@@ -67,7 +67,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """How a server, or each replica on Ray, opens its checkpoint and its engine."""
+    """Settings with which a server, or each replica on Ray, opens its checkpoint and its engine."""
 
     checkpoint: str
     name: str | None = None
@@ -98,7 +98,7 @@ def serve(
 ) -> None:
     """Serve a checkpoint: OpenAI's routes at /v1, and at / a page that shows where it reads more often.
 
-    Any OpenAI client works. What only this server has stands under [bold]adaponder[/] in requests and answers.
+    Any OpenAI client works. Fields that OpenAI lacks are under [bold]adaponder[/] in requests and answers.
 
     [dim]adaponder serve runs/demo[/]
 
@@ -146,7 +146,7 @@ def serve(
 
 
 def open_app(model: ServedModel, settings: Settings) -> ASGIApp:
-    """Builds the app with its model; each replica on Ray calls this."""
+    """Opens the model and builds the app; called in each replica on Ray."""
     from adaponder.serving.routes import make_app
 
     return make_app(open_worker(model), settings)
@@ -161,7 +161,7 @@ def _serve(worker: Worker, settings: Settings, listening: socket.socket) -> None
     def started() -> None:
         served, limits = worker.served, settings.limits
         facts = served.facts()
-        # One plain line first: what starts the server from a script looks for it.
+        # One plain line first, which scripts that start the server can look for.
         print(f"Serving {served.name} at {address} (API: {address}/v1)", flush=True)
         times = "once" if served.iterations == 1 else f"{served.iterations} times"
         halting = f"up to {served.iterations} iterations a token" if facts["halts"] else f"every token read {times}"
@@ -204,7 +204,7 @@ def open_worker(asked: ServedModel) -> Worker:
 
 
 def default_name(checkpoint: str) -> str:
-    """Returns what requests call the model by default: the run's, folder's or hub's name."""
+    """Returns the default name of the model in requests: that of the run, the folder or the hub repository."""
     parts = [part for part in Path(checkpoint).absolute().parts if part not in ("final", "checkpoints")]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", parts[-1]).strip("-.")[:128] or "model"
 
@@ -231,14 +231,14 @@ def access_of(
 
 
 def _own_names(host: str) -> list[str]:
-    """Returns the host names that clients may use for this server, beside ``localhost`` and addresses."""
+    """Returns the host names that clients may use for this server, besides ``localhost`` and addresses."""
     named = [] if is_own(host) else [socket.gethostname().lower()]
     with_name = [host.lower()] if re.fullmatch(r"[A-Za-z0-9.-]*[A-Za-z][A-Za-z0-9.-]*", host) else []
     return [name for name in (*named, *with_name) if re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", name)]
 
 
 def is_own(host: str) -> bool:
-    """Returns whether only this machine can reach a server that listens there."""
+    """Returns whether only this machine can reach a server that listens on ``host``."""
     if host == "localhost":
         return True
     try:
@@ -248,7 +248,7 @@ def is_own(host: str) -> bool:
 
 
 def keys_of(api_key_file: Path | None) -> tuple[Key, ...]:
-    """Reads the API keys of ``--api-key-file`` and of the environment."""
+    """Returns the API keys of ``--api-key-file`` and of the variable ``ADAPONDER_API_KEY``."""
     from adaponder.files import read_bytes
     from adaponder.serving.settings import Key
 

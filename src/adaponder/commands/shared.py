@@ -1,6 +1,6 @@
-"""What several commands share: their common options, opening a checkpoint, and choosing the policy.
+"""Shared parts of the commands: common options, opening a checkpoint, and choosing the policy.
 
-Importing this module, as every module of commands, imports neither torch nor transformers: ``--help`` is quick.
+Neither this module nor one with a command imports torch or transformers at its top, so that ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STREAMS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 
 
 def one_of(*names: str) -> Callable[[str | None], str | None]:
-    """Returns a callback that refuses every other word."""
+    """Returns an option's callback that accepts only these names, or ``None``."""
 
     def check(value: str | None) -> str | None:
         if value is not None and value not in names:
@@ -48,7 +48,7 @@ def one_of(*names: str) -> Callable[[str | None], str | None]:
 
 
 def within(interval: str) -> Callable[[float], float]:
-    """Returns a callback that refuses numbers outside an interval such as ``(0, 1]``."""
+    """Returns an option's callback that refuses numbers outside an interval such as ``(0, 1]``."""
     limits = Range.parse(interval)
 
     def check(value: float) -> float:
@@ -60,7 +60,7 @@ def within(interval: str) -> Callable[[float], float]:
 
 
 def output_folder(path: Path | None) -> Path | None:
-    """Refuses a path that is no folder and cannot become one."""
+    """Refuses a path that is not a writable folder and cannot be created as one."""
     if path is not None:
         _refuse_unwritable(path)
         if path.exists() and not path.is_dir():
@@ -74,7 +74,7 @@ def output_file(path: Path | None) -> Path | None:
         _refuse_unwritable(path)
         if path.is_dir():
             raise typer.BadParameter(f"{path} is a folder, not a file")
-        # A result replaces the file as a whole: even /dev/stdout itself, where the user may do that.
+        # Writing replaces the path itself, even /dev/stdout where permissions allow it.
         if path.absolute().parent in _STREAMS or (path.exists() and not path.is_file()):
             raise typer.BadParameter(f"{path} is a device or a pipe, not a file; - is standard output")
     return path
@@ -83,7 +83,7 @@ def output_file(path: Path | None) -> Path | None:
 def _refuse_unwritable(path: Path) -> None:
     try:
         nearest = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), Path("/"))
-    except OSError as error:  # a name too long, a folder that may not be looked into
+    except OSError as error:  # too long a name, a folder without search permission
         raise typer.BadParameter(f"{path} cannot be written to: {error.strerror}") from None
     if nearest != path and not nearest.is_dir():
         raise typer.BadParameter(f"{path} cannot be made: {nearest} is a file, not a folder")
@@ -95,7 +95,7 @@ _KINDS: dict[type, str] = {int: "whole numbers", float: "numbers", str: "names"}
 
 
 def listed(flag: str, text: str | Sequence[Any] | None, kind: type = int, interval: str = "[1, inf)") -> tuple:
-    """Reads ``1,2,3`` as values of ``kind``, numbers within the interval; a sequence of them is taken too."""
+    """Parses ``1,2,3`` (or a sequence) as values of ``kind``; numbers must be within the interval."""
     words = text.split(",") if isinstance(text, str) else text or ()
     try:
         values = tuple(kind(word.strip() if isinstance(word, str) else word) for word in words)
@@ -110,7 +110,7 @@ def listed(flag: str, text: str | Sequence[Any] | None, kind: type = int, interv
 
 
 def refuse(beside: str, **options: object) -> None:
-    """Raises if an option is set that would be ignored."""
+    """Raises if any of ``options`` is set, which have no effect together with ``beside``."""
     if unused := [name for name, value in options.items() if value not in (None, ()) and value is not False]:
         raise InputError(f"--{unused[0].replace('_', '-')} has no effect with {beside}: leave it out")
 
@@ -128,7 +128,7 @@ def opt(
     min: float | None = None,
     max: float | None = None,
 ) -> Any:
-    """Returns an option of a command's parameter: ``Annotated[int, opt("Sequences at a time.", "N", min=1)]``."""
+    """Returns the option for a command's parameter: ``Annotated[int, opt("Sequences at a time.", "N", min=1)]``."""
     flags = () if flag is None else (flag,)
     return typer.Option(*flags, help=help, metavar=metavar, rich_help_panel=panel, callback=check, min=min, max=max)
 
@@ -144,10 +144,10 @@ def arg(help: str, metavar: str) -> Any:
 
 
 def command(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a command the options of its parameters that are dataclasses of options.
+    """Replaces a command's parameters that are dataclasses of options by their fields, one parameter for each option.
 
-    ``def eval(checkpoint: Checkpoint, *, depth: Depth)`` becomes a function of a checkpoint, ``policy``, ``tau``, …
-    From Python, the dataclass itself is taken too.
+    ``def eval(checkpoint: Checkpoint, *, depth: Depth)`` gets the parameters ``checkpoint``, ``policy``, ``tau``, …
+    A caller from Python may also pass the dataclass itself.
     """
     hints = typing.get_type_hints(function, include_extras=True)
     groups = {name: kind for name, kind in hints.items() if name != "return" and dataclasses.is_dataclass(kind)}
@@ -219,7 +219,7 @@ AcrossDocuments = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Device and precision of a model."""
+    """Options for the device and precision of a model."""
 
     device: Device = "cpu"
     dtype: Dtype = "auto"
@@ -227,19 +227,19 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Opening(Place):
-    """How a checkpoint is opened."""
+    """Options for opening a checkpoint."""
 
     tokenizer: Tokenizer = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class NarrowOpening(Opening):
-    """How a checkpoint is opened, its weights made narrower or not."""
+    """Options for opening a checkpoint, with narrower weights (``int8``, …) if requested."""
 
     weights: Weights = None
 
     def generator(self, checkpoint: str) -> tuple[AdaPonderForCausalLM, Path, PreTrainedTokenizerBase]:
-        """Opens a checkpoint to generate with: its model, its folder and its tokenizer."""
+        """Opens a checkpoint for generation; returns its model, folder and tokenizer."""
         from adaponder.conversion.open import load
 
         with console.status(f"loading {checkpoint} …"):
@@ -249,7 +249,7 @@ class NarrowOpening(Opening):
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Which part of a text is read, and how it is cut into windows and batches."""
+    """Options for reading a text: which part of it, and the windows and batches that it is split into."""
 
     split: Split = "validation"
     window: Window = None
@@ -260,7 +260,7 @@ class Reading:
     seed: Seed = 0
 
     def text(self, subject: Subject, data: str) -> Text:
-        """Reads a text as the checkpoint's tokens; ``sample`` is a text that comes with the package."""
+        """Reads a text as tokens of the checkpoint; ``sample`` is a text that is shipped with the package."""
         from adaponder.checkpoints.shipped import data_of
         from adaponder.evaluation.text import open_text
 
@@ -269,7 +269,7 @@ class Reading:
             return open_text(data, subject.vocabulary, whose=subject.name, split=self.split, max_tokens=limit)
 
     def windows(self, subject: Subject) -> Windows:
-        """Returns the windows to score; without a length, those of ``default_length``."""
+        """Returns the windows to score, of ``default_length`` tokens unless ``--window`` is given."""
         from adaponder.evaluation.scoring import default_length
         from adaponder.evaluation.text import Windows
 
@@ -278,7 +278,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class Depth:
-    """The rule that decides depth."""
+    """Options that choose the policy and limit the depth."""
 
     policy: Annotated[str | None, opt(POLICIES, "RULE", panel=_DEPTH)] = None
     tau: Annotated[float | None, option("tau", rich_help_panel=_DEPTH)] = None
@@ -288,7 +288,7 @@ class Depth:
     def choose(self, model: AdaPonderForCausalLM, folder: Path, side: str = "") -> Policy | None:
         """Returns the policy, or ``None`` for the method's own; raises if two are named.
 
-        ``side`` follows the options' names in errors, for commands that have them twice.
+        ``side`` (``-a`` or ``-b`` of ``compare``) is appended to the names of options in errors.
         """
         limit, most = self.max_iterations, model.config.iterations
         if limit is not None and not 1 <= limit <= most:
@@ -306,7 +306,7 @@ class Depth:
         )
 
     def scoring(self, subject: Subject, seed: int, *, execution: str | None = None, side: str = "") -> ScoringOptions:
-        """Returns how to score with this rule; raises if the model cannot run it."""
+        """Returns the options for scoring with this policy; raises if the model cannot run it."""
         from adaponder.evaluation.scoring import ScoringOptions
 
         policy = self.choose(subject.model, subject.folder, side)
@@ -326,14 +326,14 @@ class Subject(NamedTuple):
     vocabulary: Vocabulary
 
     def facts(self) -> dict[str, Any]:
-        """Returns what every result tells of the checkpoint and where it ran."""
+        """Returns the fields that every result has: checkpoint, method, dtype and device."""
         model = self.model
         facts = {"checkpoint": self.name, "method": model.config.method}
         return facts | {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
 
 
 def open_subject(checkpoint: str, opening: Place | None = None, *, weights: str | None = None) -> Subject:
-    """Opens a checkpoint with its tokenizer; ``weights`` makes its weights narrower, as ``--weights`` does."""
+    """Opens a checkpoint with its tokenizer; ``weights`` is the value of ``--weights``."""
     from adaponder.conversion.open import load
     from adaponder.evaluation.text import open_vocabulary
 
@@ -389,6 +389,6 @@ def refuse_other_tokenizer(
 
 
 def show_checks(title: str, checks: Sequence[Check]) -> None:
-    """Prints a table of checks of equality."""
+    """Prints a table of equality checks: the relative difference of each, and its bound."""
     rows = [(check.what, f"{check.difference:.1e}", number(check.bound, ".1e")) for check in checks]
     console.print(table(title, ("check", "relative difference", "allowed"), rows))

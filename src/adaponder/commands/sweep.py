@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class SweepEnd(NamedTuple):
-    """What sweep.json holds, and the exit code: 0 if every run is finished, 1 if one failed, 130 if it was stopped."""
+    """The content of sweep.json, and the exit code: 130 if runs are left, else 1 if any failed, else 0."""
 
     result: dict[str, Any]
     exit_code: int
@@ -50,7 +50,7 @@ def sweep(
     device: Device = "cpu",
     json: Json = None,
 ) -> None:
-    """Train a grid of recipes, or go on with it; then one table and one figure.
+    """Train the unfinished runs of a grid of recipes; then print one table and draw one figure of all runs.
 
     [dim]adaponder sweep cpu/demo --grid train.ponder_weight=0,0.1,0.2 --grid train.k_max=0.1,0.2 --one-at-a-time[/]
     """
@@ -71,9 +71,9 @@ def run_sweep(
     json: Path | None = None,
     quiet: bool = False,
 ) -> SweepEnd:
-    """Trains the runs of the sweep that are not finished, and shows, draws and writes all of them.
+    """Trains the unfinished runs of a sweep, then shows, draws and writes all of them.
 
-    ``dry_run`` only shows the plan. With ``quiet``, runs show no progress.
+    ``dry_run`` only shows the plan. ``quiet`` hides the progress of runs.
     """
     from adaponder.training.build import config_of
     from adaponder.training.sweep import FAILED, PENDING, STOPPED, carry_out, examine, pending, plan
@@ -118,7 +118,7 @@ def run_sweep(
 
 
 def _make(folder: Path, *, default: bool) -> None:
-    """Creates ``folder``; unless it is the ``default`` one, its parent must exist."""
+    """Creates ``folder``; its parent must exist, unless ``default`` is set."""
     if not default and not folder.parent.is_dir():
         wrong = "is a file, not a folder" if folder.parent.exists() else "does not exist"
         raise InputError(f"--out {folder}: {folder.parent} {wrong}")
@@ -134,7 +134,7 @@ def _make(folder: Path, *, default: bool) -> None:
 def show_plan(
     name: str, runs: Sequence[PlannedRun], summaries: Sequence[RunSummary], folder: Path, device: str
 ) -> None:
-    """Prints the runs, and for each the command that trains it into its folder of the sweep, on any machine."""
+    """Prints the runs, and for each the command that trains it in its folder of the sweep, on any machine."""
     rows = [(r.name, r.seed, r.steps, number(r.requested_depth, ".2f"), r.fingerprint) for r in summaries]
     console.print(table(f"{len(runs)} runs of {name}", ("run", "seed", "steps", "requested depth", "recipe"), rows))
     console.print_whole(f"\nmkdir -p {shlex.quote(str(folder))}")
@@ -162,7 +162,7 @@ def show(name: str, summaries: Sequence[RunSummary]) -> None:
 
 
 def _cells(point: Point, name: str) -> tuple[str, ...]:
-    """Returns one line of the table."""
+    """Returns one line of the table of :func:`show`."""
     from adaponder.analysis.sensitivity import text_of
 
     values = [text_of(value) for value in point.fields.values()] or [name]
@@ -204,7 +204,7 @@ def _duration(seconds: float) -> str:
 
 
 def _write(settings: dict[str, Any], summaries: Sequence[RunSummary], folder: Path) -> dict[str, Any]:
-    """Writes sweep.json and sweep.csv, each replaced as a whole, and returns what sweep.json holds."""
+    """Writes sweep.json and sweep.csv, each atomically, and returns the content of sweep.json."""
     from adaponder.analysis.sensitivity import points
     from adaponder.files import write_whole
 

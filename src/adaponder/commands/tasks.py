@@ -1,4 +1,4 @@
-"""adaponder eval --tasks: downstream scores through lm-eval at adaptive depth, each with what it cost."""
+"""adaponder eval --tasks: runs tasks of lm-eval at adaptive depth, and reports the cost of each."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def run_tasks(
     depth: shared.Depth,
     opening: shared.NarrowOpening,
 ) -> dict[str, Any]:
-    """Runs each task at each number of examples, and returns what ``--json`` writes.
+    """Runs each task at each number of few-shot examples; returns the result for ``--json``.
 
-    Tasks and numbers of examples that are left out are those of the suite.
+    Empty ``tasks`` or ``fewshot`` are taken from the suite.
     """
     if find_spec("lm_eval") is None:
         raise InputError("--tasks needs lm-eval, which is not installed: pip install 'adaponder[eval]'")
@@ -84,7 +84,7 @@ def run_tasks(
 
 
 def plan(tasks: Sequence[str], fewshot: Sequence[int], suite: Suite | None) -> tuple[list[str], list[int]]:
-    """Returns tasks and numbers of examples without repetitions; those left out are the suite's, or 0 examples."""
+    """Returns tasks and numbers of few-shot examples without duplicates; by default the suite's, or 0 examples."""
     if not tasks and suite is None:
         raise InputError("--tasks: name at least one task of lm-eval, or a --suite")
     if suite is not None and (foreign := [task for task in tasks if task not in suite.tasks]):
@@ -99,7 +99,7 @@ def plan(tasks: Sequence[str], fewshot: Sequence[int], suite: Suite | None) -> t
 def scored(
     harness: Any, tasks: list[str], fewshot: list[int], data: TaskData | None, *, limit: int | None, seed: int
 ) -> Iterator[TaskScore]:
-    """Yields the score of each task at each number of examples.
+    """Yields the score of each task at each number of few-shot examples.
 
     All tasks are opened before the first is run, so that a missing file is an error at once.
     """
@@ -144,7 +144,7 @@ def show(checkpoint: str, scores: list[TaskScore], limit: int | None) -> None:
 
 
 def compare(suite: Suite, scores: list[TaskScore], matched: Reference | None) -> list[Comparison]:
-    """Returns for each number of examples the suite's metric in percent, beside that of the reference."""
+    """Compares the suite's metric, in percent, with that of the reference, at each number of few-shot examples."""
     compared = []
     for shots in dict.fromkeys(score.opened.shots for score in scores):
         at_shots = [score for score in scores if score.opened.shots == shots]
@@ -156,7 +156,7 @@ def compare(suite: Suite, scores: list[TaskScore], matched: Reference | None) ->
 
 
 def show_suite(suite: Suite, compared: list[Comparison], matched: Reference | None) -> None:
-    """Prints a table per number of examples: this checkpoint, its reference and their difference."""
+    """Prints a table per number of few-shot examples: this checkpoint, its reference and their difference."""
     name, gap = (matched.name, "difference") if matched else ("", "")
     for comparison in compared:
         rows = []

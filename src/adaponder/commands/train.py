@@ -1,4 +1,4 @@
-"""adaponder train: trains a recipe in a run folder."""
+"""adaponder train: trains a recipe, or resumes it, in a run folder."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def train(
 
 
 def _compared(done: Outcome) -> dict[str, Any]:
-    """Prints loss and depth before and after training on from a checkpoint; returns what ``--json`` writes of it."""
+    """Prints loss and depth before and after continued training of a checkpoint; returns both for ``--json``."""
     trainer = done.trainer
     if trainer is None or done.final is None or trainer.before is None or trainer.after is None:
         return {}

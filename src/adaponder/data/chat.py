@@ -1,4 +1,4 @@
-"""Conversations: from records to text, by the tokenizer's chat template, and from text to tokens with learned spans."""
+"""Renders chat records as text with a chat template, and encodes the text together with the spans to learn."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from adaponder.errors import InputError, in_one_line
 from adaponder.files import read_bytes, read_json
 
 ASSISTANT = "assistant"
-# transformers' tag with which a template marks the assistant's own words.
+# The tag with which a template marks the assistant's text for transformers.
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Maximum characters of one conversation: it is encoded at once.
+# Maximum characters of one conversation, which is encoded in a single call.
 _LONGEST = 2**22
 
 
@@ -31,9 +31,9 @@ class ChatFormat:
     """Turns records into conversations.
 
     Attributes:
-        fields: one field with a list of messages; or two, a prompt and its completion, each text or a list of messages.
+        fields: one field name (a list of messages) or two (prompt and completion, each text or a list of messages).
         template: the Jinja template that renders messages as text.
-        tokens: the tokenizer's special tokens, which the template may write.
+        tokens: the tokenizer's special tokens; the template may write them, messages may not contain them.
     """
 
     fields: tuple[str, ...]
@@ -42,7 +42,7 @@ class ChatFormat:
 
     @classmethod
     def of(cls, fields: Sequence[str], tokenizer: str, end_token: str | None, template: Path | None) -> ChatFormat:
-        """Returns the format with the template of that file, or else with the tokenizer's own."""
+        """Returns the format that uses the file ``template``; ``None`` means the tokenizer's own template."""
         if not 1 <= len(fields) <= 2 or not all(fields):
             raise InputError(f"--chat {','.join(fields)}: name one field of messages, or two, PROMPT,COMPLETION")
         text = own_template(tokenizer) if template is None else _text_of(template)
@@ -55,7 +55,7 @@ class ChatFormat:
         return re.compile("|".join(map(re.escape, sorted(self.tokens.all, key=len, reverse=True))))
 
     def read(self, part: InputPart, counts: Counts) -> Iterator[Document]:
-        """Yields the conversations of a part that holds records."""
+        """Yields a rendered conversation for each record of ``part``."""
         for fields, place in records(part, self.fields, counts):
             source = fields.get("source")
             source = source if isinstance(source, str) else without_compression(part.path).stem or part.argument
@@ -104,7 +104,7 @@ class ChatFormat:
         return Document(text, source, learned=spans, origin=place)
 
     def _turns(self, messages: list[dict[str, Any]], text: str, place: str) -> list[tuple[int, int]]:
-        """Returns the span of each turn of the assistant: what the template adds to the prompt before it."""
+        """Returns the character span of each assistant turn: the rendered text after its generation prompt."""
         turns = []
         for at, message in enumerate(messages):
             if message["role"] != ASSISTANT:
@@ -124,7 +124,7 @@ class ChatFormat:
     def _render(
         self, messages: list[dict[str, Any]], place: str, *, generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Returns (text, spans that the template marks as generated) of messages."""
+        """Renders messages; returns the text and the spans that the template marks as generated, if it marks any."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         marks = bool(_MARKED.search(self.template))
@@ -151,7 +151,7 @@ def _ambiguous(place: str, why: str) -> DataError:
 
 
 def own_template(tokenizer: str) -> str | None:
-    """Returns the chat template beside a ``tokenizer.json``, or ``None`` if there is none."""
+    """Returns the chat template stored with a tokenizer, or ``None`` if there is none."""
     if (file := tokenizer_file(tokenizer)) is None:
         return None
     if os.path.isfile(file.parent / CHAT_TEMPLATE):
@@ -171,11 +171,11 @@ def _text_of(path: Path) -> str:
 
 
 class ConversationEncoder:
-    """Encodes text that a chat template wrote; special tokens in it are special tokens.
+    """Encodes text rendered by a chat template; special tokens spelled in the text become special token ids.
 
-    A turn begins with a new token: the text before it is encoded as a server encodes the prompt. A turn ends with the
-    first end token in it, as generation does; what the template writes after that is not learned. A conversation that
-    ends with the assistant's turn gets an end token if the template has not written one.
+    An assistant turn begins with a new token, so that the text before it is encoded as a server encodes the prompt. The
+    turn ends with the first end token in it, as generation does; text after that token is not learned. An end token is
+    appended if the text has none at its end; it is learned if it ends an assistant turn without one.
     """
 
     def __init__(self, tokenizer_json: str, end_id: int):
@@ -184,9 +184,9 @@ class ConversationEncoder:
         self.end_id = end_id
 
     def __call__(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, list[int]]:
-        """Returns (ids with a final end token, (first token, tokens) of each learned span, flattened).
+        """Returns (ids with a final end token, first token and length of each learned span as one flat list).
 
-        ``spans`` are (first, last + 1) of the characters that the assistant wrote.
+        ``spans`` are the assistant's turns as character ranges (first, last + 1).
         """
         ids, starts, ends = self._encode(text, [])
         torn = sorted({first for first, _ in spans if ((starts < first) & (first < ends)).any()})
@@ -207,7 +207,7 @@ class ConversationEncoder:
         return ids, _runs(learned)
 
     def _encode(self, text: str, cuts: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns (ids, first character of each, last + 1) of the text, encoded in pieces between ``cuts``."""
+        """Encodes the text split at ``cuts``; returns the ids, and the first character and last + 1 of each token."""
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
@@ -220,6 +220,6 @@ class ConversationEncoder:
 
 
 def _runs(flags: np.ndarray) -> list[int]:
-    """Returns (first, length) of each run of true entries, flattened."""
+    """Returns the first index and the length of each run of true entries, as one flat list."""
     edges = np.flatnonzero(np.diff(flags.astype(np.int8), prepend=0, append=0))
     return np.stack([edges[::2], edges[1::2] - edges[::2]], 1).ravel().tolist()

@@ -26,15 +26,15 @@ from adaponder.data.readers import Document
 from adaponder.data.tokenizers import PIECE, encoding, pieces
 from adaponder.errors import InputError
 
-# Maximum characters that are being encoded at a time: each takes some ten bytes of memory in all.
+# Maximum characters of all submitted chunks; each character takes about ten bytes of memory.
 _UNDER_WAY = 2**27
 
 
-Numbered = tuple[int, Document]  # a document and its number among all
+Numbered = tuple[int, Document]  # number among all input documents, document
 
 
 class EncodedDocument(NamedTuple):
-    """One encoded document; ``learned`` are (first token, tokens) of each learned span of a conversation, flattened."""
+    """One encoded document; ``learned``: first token and length of each learned span, flat; empty if all is learned."""
 
     index: int
     validation: bool
@@ -47,11 +47,11 @@ class EncodedDocument(NamedTuple):
 
 @dataclass
 class Encoder:
-    """Encodes a chunk of numbered documents, without those that were written before. It can be pickled.
+    """Encodes chunks of numbered documents, skipping those in complete shards. Can be pickled.
 
     Attributes:
         validation: share of documents, by hash, that go to validation.
-        done: for train and for validation, the number below which documents are skipped.
+        done: for train and validation, the number of the first document to encode; earlier ones are skipped.
     """
 
     tokenizer_json: str
@@ -73,8 +73,8 @@ class Encoder:
 
     def __call__(self, chunk: Sequence[Numbered]) -> list[EncodedDocument]:
         encoded: list[EncodedDocument] = []
-        parts: list[list[np.ndarray]] = []  # of each document, its tokens in pieces
-        group: list[tuple[int, str]] = []  # pieces of text to encode together, and the index of their document
+        parts: list[list[np.ndarray]] = []  # for each document, the token arrays of its pieces
+        group: list[tuple[int, str]] = []  # (index of the document, text) of the pieces to encode next
         group_size = 0
         for number, document in chunk:
             digest, size = _hash_and_size(document.content)
@@ -97,7 +97,7 @@ class Encoder:
                     if group_size >= PIECE:
                         self._encode(group, parts)
                         group, group_size = [], 0
-            no_tokens = np.empty(0, self.dtype)  # until all are encoded
+            no_tokens = np.empty(0, self.dtype)  # replaced once all are encoded
             encoded.append(EncodedDocument(number, validation, no_tokens, document.source, size, digest, learned))
         self._encode(group, parts)
         end = np.array([self.end_id], self.dtype)
@@ -114,7 +114,7 @@ class Encoder:
             parts[index].append(np.array(piece.ids, self.dtype))
 
     def _accepted(self, tokens: np.ndarray, origin: str) -> np.ndarray:
-        """Returns tokens made elsewhere, without a final end token; raises if this tokenizer cannot have made them."""
+        """Returns the tokens of a tokenized input without a final end token; raises for ids of another tokenizer."""
         if self.vocab_size > 2 ** (8 * tokens.itemsize):
             raise InputError(
                 f"{origin}: {tokens.dtype.name} cannot hold the {self.vocab_size} ids of the tokenizer: "
@@ -130,7 +130,7 @@ class Encoder:
 
 
 def _hash_and_size(content: str | np.ndarray) -> tuple[int, int]:
-    """Returns (:func:`content_hash`, bytes hashed); reads piece by piece, without a copy of the whole in UTF-8."""
+    """Returns (:func:`content_hash`, bytes hashed), computed piece by piece to avoid a UTF-8 copy of the whole text."""
     digest, size = hashlib.sha256(), 0
     for start in range(0, len(content), PIECE):
         piece = content[start : start + PIECE]
@@ -141,19 +141,19 @@ def _hash_and_size(content: str | np.ndarray) -> tuple[int, int]:
 
 
 def content_hash(content: str | np.ndarray) -> int:
-    """Returns the first 8 bytes, big-endian, of the SHA-256 of the UTF-8 text (of tokens: as little-endian uint32)."""
+    """Returns the first 8 bytes, big-endian, of the SHA-256 of the UTF-8 text or of the little-endian uint32 tokens."""
     return _hash_and_size(content)[0]
 
 
 def encode_in_order(
     encoder: Encoder, chunks: Iterable[list[Numbered]], *, workers: int
 ) -> Generator[list[EncodedDocument]]:
-    """Equals ``map(encoder, chunks)``, computed by ``workers`` processes; with one worker, in this process."""
+    """Yields ``map(encoder, chunks)`` in order, computed by ``workers`` processes; with one worker, in this process."""
     if workers == 1:
         yield from map(encoder, chunks)
         return
     with _interrupts_deferred():
-        # Neither threads nor a GPU may be forked into workers.
+        # Spawned, not forked: a fork would inherit threads and GPU state.
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(encoder,))
     futures: deque[tuple[Future[list[EncodedDocument]], int]] = deque()
@@ -180,7 +180,7 @@ def encode_in_order(
 
 @contextlib.contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Delays Ctrl-C until the block ends; processes started inside never receive it, not even while they start."""
+    """Defers Ctrl-C until the block ends; processes started inside inherit the blocked signal and never receive it."""
     resource_tracker.ensure_running()  # starting it later would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -189,11 +189,11 @@ def _interrupts_deferred() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_encoder: Encoder | None = None  # of a worker process
+_encoder: Encoder | None = None  # set in worker processes only
 
 
 def _start_worker(encoder: Encoder) -> None:
-    """Prepares a worker process: one thread encodes, another ends the process with its parent; SIGINT is ignored."""
+    """Initializes a worker process: it ignores SIGINT, tokenizes in one thread, and exits when its parent ends."""
     global _encoder
     _encoder = encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)

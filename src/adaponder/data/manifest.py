@@ -31,15 +31,15 @@ DOCS = pa.schema(
         ("hash", pa.uint64()),  # first 8 bytes of the text's SHA-256, big-endian
     ]
 )
-# Of conversations: (first token, tokens) of each learned span within the document, flattened.
+# ``learned``: first token and length of each learned span within the document, as one flat list.
 MASKED_DOCS = DOCS.append(pa.field("learned", pa.list_(pa.int64())))
 
-# Larger than any corpus, while sums still fit into the int64 of offsets.
+# The largest valid count: larger than any corpus, and sums still fit into int64 offsets.
 _LARGEST = 2**48
 
 
 class DataError(AdaPonderError):
-    """Data that is truncated, mismatched, too small or not what it claims to be."""
+    """Data that is truncated, mismatched, too small or invalid."""
 
 
 def dtype_of(vocab_size: int) -> str:
@@ -87,7 +87,7 @@ class Manifest:
         fingerprint: the arguments and inputs it was made from; a rerun with others is refused.
         skipped: number of documents or files skipped or repaired, by kind.
         template_sha256: SHA-256 of ``chat_template.jinja``; ``None`` if the tokenizer has no template.
-        begin_token: the token that begins a text, if it is not the end token.
+        begin_token: the token that begins a text; ``None`` means the end token.
     """
 
     dtype: str
@@ -104,7 +104,7 @@ class Manifest:
 
     @property
     def puzzles(self) -> bool:
-        """Whether documents are puzzles of which only the answers are learned: all of one length."""
+        """Whether the documents are puzzles of which only the answers are learned."""
         return "answers" in self.fingerprint
 
     @property
@@ -156,7 +156,7 @@ class Manifest:
         return manifest
 
     def _check(self, path: Path) -> None:
-        """Raises for a field that prepare never writes so."""
+        """Raises if a field has a value that ``prepare`` never writes."""
         share = self.fingerprint.get("validation") if isinstance(self.fingerprint, dict) else None
         counts = self.skipped if isinstance(self.skipped, dict) else {"": None}
         sized = _is_count(self.vocab_size) and self.vocab_size <= 2**32
@@ -177,7 +177,7 @@ class Manifest:
 
 
 def _splits(content: dict[str, Any]) -> dict[str, tuple[Shard, ...]]:
-    """Returns the shards of each split; raises ``ValueError`` if they do not fit the counts of their split."""
+    """Parses the shards of each split; raises ``ValueError`` if their counts or numbers are inconsistent."""
     if set(content) != set(SPLITS):
         raise ValueError(f"splits {', '.join(content)} must be {' and '.join(SPLITS)}")
     splits = {}
@@ -192,7 +192,7 @@ def _splits(content: dict[str, Any]) -> dict[str, tuple[Shard, ...]]:
 
 
 def shard_from(content: dict[str, Any]) -> Shard:
-    """Returns the shard of one entry; raises ``ValueError`` for a number or checksum that is invalid."""
+    """Parses a shard's entry in the manifest; raises ``ValueError`` for an invalid number or checksum."""
     shard = Shard(**content)
     for name, value in asdict(shard).items():
         if not (_is_sum(value) if name.endswith("sha256") else _is_count(value)):
@@ -224,5 +224,5 @@ def unsealed(path: Path) -> dict[str, Any]:
 
 
 def is_masked(fingerprint: Mapping[str, Any]) -> bool:
-    """Returns whether only some tokens are learned: of conversations, and of puzzles whose answers are learned."""
+    """Returns whether only some tokens are learned, as in conversations and in puzzles with ``answers=1``."""
     return "chat" in fingerprint or "answers" in fingerprint

@@ -65,8 +65,8 @@ def prepare(
 
     Each document's tokens are followed by the end token. A document goes to validation iff its hash, as a fraction of
     2**64, is below ``validation``: the same text always goes to the same split. A finished ``out`` is left unchanged.
-    Puzzles need no ``tokenizer``: theirs is ``symbols``. Puzzles of which only the answers are learned cannot be
-    prepared together with other text.
+    If all inputs are puzzles, ``tokenizer`` defaults to ``symbols``. Puzzles of which only the answers are learned
+    cannot be prepared together with other text.
 
     ``chat`` names the field of each record that holds the messages of a conversation, or two fields: a prompt and its
     completion. The tokenizer's chat template, or ``chat_template``, renders them, and the assistant's turns are
@@ -83,12 +83,12 @@ def prepare(
         raise InputError(
             f"input {answers[0]}: only its answers are learned; prepare other inputs separately, or set answers=0"
         )
-    if not os.path.isfile(out / MANIFEST):  # a finished folder needs its tokenizer no more
+    if not os.path.isfile(out / MANIFEST):  # a finished folder no longer needs its tokenizer
         check_tokenizer(tokenizer, end_token)
     form = ChatFormat.of(chat, tokenizer, end_token, chat_template) if chat else None
     with _locked(out):
         fingerprint: dict[str, Any] = {
-            # Checksums of every byte: an input that was rewritten since must not be mixed with the earlier one.
+            # Checksums of whole files: a rerun must not mix shards of an input before and after it was changed.
             "inputs": sources.describe(parts),
             "tokenizer": tokenizer,
             "tokenizer_file": _file_hash(tokenizer),
@@ -112,14 +112,14 @@ def prepare(
 
 @contextlib.contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """Holds the lock of a folder: only one preparation writes there; the lock ends with the process."""
+    """Locks a folder inside the block, so that only one preparation writes there."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(out, os.O_RDONLY)
     except OSError as error:
         raise InputError(f"--out {out}: {error.strerror}") from None
     try:
-        # Neither Windows nor every network file system can lock a folder; there the user must not start two.
+        # Windows and some network file systems cannot lock a folder; there a second preparation goes unnoticed.
         with contextlib.suppress(OSError):
             if not lock(descriptor):
                 raise InputError(f"--out {out}: another preparation is writing there")
@@ -137,7 +137,7 @@ def _prepare(
     progress: Callable[[Progress], None],
     form: ChatFormat | None,
 ) -> Manifest:
-    """Writes the shards that are missing, and the manifest."""
+    """Writes the missing shards, then the manifest."""
     fingerprint, total = writer.state.fingerprint, sum(part.size for part in parts)
     tokenizer, end_id = _tokenizer(writer, parts, lambda read: progress(Progress("tokenizer", 0, 0, read, total)))
     encoder = Encoder(
@@ -195,7 +195,7 @@ def _check(inputs: Sequence[str], out: Path, *, validation: float, workers: int,
 
 
 def _chunks(parts: Sequence[InputPart], counts: Counts, *, skip: int) -> Iterator[list[Numbered]]:
-    """Yields the input documents with their numbers, in chunks; the first ``skip`` documents are done."""
+    """Yields the numbered input documents in chunks, without the first ``skip``, which are already written."""
     chunk: list[Numbered] = []
     size = 0
     for document in sources.read(parts, counts):
@@ -213,7 +213,7 @@ def _chunks(parts: Sequence[InputPart], counts: Counts, *, skip: int) -> Iterato
 def _tokenizer(
     writer: ShardWriter, parts: Sequence[InputPart], progress: Callable[[int], None]
 ) -> tuple[Tokenizer, int]:
-    """Returns (tokenizer, id of its end token); an interrupted run's own tokenizer if it was written before."""
+    """Returns (tokenizer, id of its end token); reads ``tokenizer.json`` if an interrupted run has written it."""
     path, state = writer.out / TOKENIZER, writer.state
     if state.end_token is not None:
         tokenizer, end_id = load_tokenizer(str(path), end_token=state.end_token)
@@ -238,7 +238,7 @@ def _training_texts(parts: Iterable[InputPart], validation: float, progress: Cal
 
 
 def _tokenizer_of(inputs: Sequence[str]) -> str:
-    """Returns the tokenizer of inputs that are all puzzles; raises for others."""
+    """Returns ``symbols`` if all inputs are puzzles; raises for other inputs, which need a named tokenizer."""
     for argument in inputs:
         if not is_generated(argument):
             raise InputError(f"--tokenizer is missing: {argument} has no tokenizer of its own; name one, or {TRAIN}N")

@@ -1,19 +1,19 @@
-"""Generated puzzles, hops and mano: the depth that each question needs can be computed again from its text alone.
+"""Generates the puzzles hops and mano; the depth that a question needs can be recomputed from its text alone.
 
 ``hops`` and ``mano`` are inputs of ``adaponder prepare``; ``hops:seed=1,most=3`` changes settings. A document depends
-on the settings and its number alone, all have the same number of tokens, and their tokenizer is ``symbols``. With
-``data.sequence`` = ``length`` - 1 a training window is one document. Only the answers are learned (``answers=0``:
-every token), like the assistant's turns of a conversation.
+only on the settings and its number. All documents of a puzzle have ``length`` tokens; their tokenizer is ``symbols``.
+With ``data.sequence`` = ``length`` - 1 a training window is one document. Only the answers are learned, like the
+assistant's turns of a conversation; with ``answers=0`` every token is.
 
 **Hops**: a document is a list of steps ``x y .``, then ``|``, then questions ``x y``, where y is the end of the chain
-that starts at x. In ``a b . c d . b e . | a e c d`` the first question takes two hops and the second one. Every hop
-needs the result of the one before, and nothing in a question says how many there are. Each question has a chain of its
-own; the steps of a chain stand in order, mixed with those of other chains. Every chain is asked for once, so the last
-answer can be inferred by elimination.
+that starts at x. In ``a b . c d . b e . | a e c d`` the first question takes two hops, the second takes one. Every hop
+needs the result of the previous hop, and a question does not reveal its number of hops. Each question has its own
+chain, whose steps stand in order, interleaved with those of other chains. Every chain is the subject of one question,
+so the last answer can be inferred by elimination.
 
-**Mano**, modular arithmetic on prefix trees: a document is its modulus and a row of questions, each a tree in prefix
-notation, ``=`` and its value; ``.`` fills the rest. In ``7 + 3 * 4 5 = 2 - 1 2 = 6 .`` heights are 2 and 1. The height
-of a tree is the depth that its value needs.
+**Mano**, modular arithmetic on prefix trees: a document is its modulus, then questions: a tree in prefix notation,
+``=`` and the value of the tree. ``.`` fills the rest. In ``7 + 3 * 4 5 = 2 - 1 2 = 6 .`` the trees have heights 2 and
+1. The depth that a question needs is the height of its tree.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SYMBOLS = "symbols"
 UNKNOWN = "<unknown>"
 MOST_LETTERS, MOST_NUMBERS = 24, 40
 LETTERS = tuple(chr(ord("a") + index) for index in range(MOST_LETTERS))
-# A word's place is its id; the end token follows the last one.
+# The index of a word is its token id; the end token follows the last word.
 WORDS = (
     *(UNKNOWN, "|", "=", ".", "+", "-", "*"),
     *LETTERS,
@@ -47,7 +47,7 @@ BAR, EQUALS, STOP = "|", "=", "."
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _MOST_HOPS, _MOST_HEIGHT = 16, 8
 _LARGEST = 2**31
-# Raised with every change of what a seed gives: folders made before are then not continued.
+# Incremented when a change alters the documents of a seed, so that older folders are not continued.
 _VERSION = 4
 
 # A function that returns the next random number from 0 up to, but not including, 1.
@@ -64,7 +64,7 @@ def symbol_tokenizer(end_token: str) -> Tokenizer:
 
 
 def ids_of(words: Iterable[str]) -> np.ndarray:
-    """Returns ``int64[words]``, the token ids of words of the vocabulary."""
+    """Returns ``int64[words]``, the token id of each word."""
     return np.array([_ID_OF[word] for word in words], np.int64)
 
 
@@ -77,10 +77,10 @@ class Question(NamedTuple):
     """A question of a document.
 
     Attributes:
-        place: index of its answer among the words.
-        needed: the depth it needs, in hops or height.
+        place: index of the answer among the document's words.
+        needed: the depth that it needs: number of hops, or height of the tree.
         answer: the right answer.
-        forced: whether elimination gives the answer: every other chain has been asked for.
+        forced: whether elimination gives the answer, because earlier questions cover all other chains.
     """
 
     place: int
@@ -95,10 +95,10 @@ class Hops:
 
     Attributes:
         documents: number of documents.
-        most: hops of the longest question; numbers from 1 to ``most`` are asked equally often, up to one.
+        most: hops of the longest question; each count from 1 to ``most`` is equally frequent, give or take one.
         questions: number of questions of each document.
         letters: number of letters to choose from.
-        ends: number of different last letters of a document; several questions may have the same answer.
+        ends: number of candidates for the last letter of a chain; several questions may have the same answer.
         capitals: 1 writes last letters as capitals, which marks them; 0 does not.
         answers: 1: only the answers (and the end token) are learned; 0: every token.
     """
@@ -114,7 +114,7 @@ class Hops:
 
     @property
     def hops(self) -> list[int]:
-        """The hops that the questions of a document need, unordered."""
+        """The number of hops of each question of a document, in ascending order."""
         counts = [(self.questions + self.most - p) // self.most for p in range(1, self.most + 1)]
         return [p for p, count in enumerate(counts, 1) for _ in range(count)]
 
@@ -124,7 +124,7 @@ class Hops:
         return 3 * sum(self.hops) + 1 + 2 * self.questions + 1
 
     def check(self) -> None:
-        """Raises for settings out of range, or that need more letters than there are."""
+        """Raises for settings that are out of range or need more letters than there are."""
         _require(self, "most", 1, _MOST_HOPS)
         _require(self, "questions", 1, _LARGEST)
         _require(self, "capitals", 0, 1)
@@ -157,7 +157,7 @@ class Hops:
 
 
 def shuffled(entries: Sequence[Entry], draw: Draw) -> list[Entry]:
-    """Returns ``entries`` in random order; ``draw`` alone decides, so every Python version gives the same order."""
+    """Returns ``entries`` shuffled by ``draw`` alone, so that every Python version gives the same order."""
     order = list(entries)
     for last in range(len(order) - 1, 0, -1):
         other = int(draw() * (last + 1))
@@ -166,7 +166,7 @@ def shuffled(entries: Sequence[Entry], draw: Draw) -> list[Entry]:
 
 
 def _hops_questions(words: Sequence[str]) -> Iterator[Question]:
-    """Follows the chain of each question hop by hop; letters that lead nowhere, or in a circle, ask nothing."""
+    """Follows the chain of each question hop by hop; skips letters that lead nowhere or into a cycle."""
     bar = words.index(BAR)
     leads = {words[place]: words[place + 1] for place in range(0, bar - 2, 3) if words[place + 2] == STOP}
     unasked = set(leads) - set(leads.values())
@@ -187,7 +187,7 @@ class Mano:
         documents: number of documents.
         length: tokens of each document, including its end token.
         modulus: modulus of every sum, difference and product.
-        most: height of the tallest tree; a number has height 0, and is never asked for alone.
+        most: height of the tallest tree; a single number has height 0 and is never a question.
         answers: 1: only the answers are learned; 0: every token.
     """
 
@@ -233,7 +233,7 @@ class Mano:
 
 
 def _mano_questions(words: Sequence[str]) -> Iterator[Question]:
-    """Evaluates the trees of a document from its first word on, up to the first word that belongs to none."""
+    """Evaluates the trees of a document in order; stops at the first word that does not belong to a question."""
     if not words or not words[0].isdecimal() or int(words[0]) < 2:
         return
     start, modulus = 1, int(words[0])
@@ -261,7 +261,7 @@ def _end_of_tree(words: Sequence[str], start: int) -> int:
 
 
 def _evaluate(tree: Sequence[str], modulus: int) -> tuple[int, int]:
-    """Returns (height, value) of a tree, read from its last word to its first: a sign comes after both its sides."""
+    """Returns (height, value) of a tree, read backwards so that each operator comes after its operands."""
     operands: list[tuple[int, int]] = []
     for word in reversed(tree):
         if word in OPERATIONS:
@@ -309,7 +309,7 @@ def documents(settings: Hops | Mano) -> Iterator[list[str]]:
     recorded = {name: value for name, value in asdict(settings).items() if name not in ("documents", "answers")}
     name = type(settings).__name__
     for number in range(settings.documents):
-        # Python promises the same numbers for a seed of ``random()`` alone, not of what is built on it.
+        # Of the methods of a seeded generator only ``random()`` gives the same numbers in every Python version.
         yield settings.document(random.Random(f"{name} {json.dumps(recorded)} {number}").random)
 
 
@@ -319,20 +319,20 @@ def learns_answers(argument: str) -> bool:
 
 
 def version(argument: str) -> str:
-    """Returns text that differs wherever a byte of the input ``argument`` may differ."""
+    """Returns text that identifies the documents of ``argument``: equal text means equal documents."""
     return json.dumps({"version": _VERSION} | asdict(settings_of(argument)))
 
 
 def questions(words: Sequence[str]) -> Iterator[Question]:
-    """Yields the questions of one document with their right answers, whatever answers the text gives."""
+    """Yields the questions of one document with the right answers, which may differ from those in the text."""
     return _hops_questions(words) if BAR in words else _mano_questions(words)
 
 
 def needed(ids: np.ndarray) -> np.ndarray:
-    """Returns ``int64[ids]``: the hops or the height that the answer at each place needs, and 0 at other places.
+    """Returns ``int64[ids]``: the hops or height that each answer needs, at the index of the answer; 0 elsewhere.
 
-    0 also where the answer is forced: inferred by elimination it needs none of its hops. ``ids`` are whole documents
-    in tokens of ``symbols``, with end tokens between them.
+    A forced answer also gets 0: it follows by elimination, without any hop. ``ids`` are whole documents in tokens of
+    ``symbols``, with end tokens between them.
     """
     depths = np.zeros(len(ids), np.int64)
     start = 0

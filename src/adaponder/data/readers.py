@@ -1,4 +1,4 @@
-"""Readers, one per kind of input: each yields documents, and an error names the line or table row at fault."""
+"""Reads the documents of each kind of input; an error names the file and the line or table row at fault."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Document(NamedTuple):
 
     Attributes:
         learned: (first, last + 1) of each learned span of ``text``, in characters; ``None`` if everything is learned.
-        origin: file and line, row or document, for errors.
+        origin: file and number of the line, row or document, for errors.
     """
 
     text: str
@@ -60,7 +60,7 @@ class Document(NamedTuple):
         return self.text if self.tokens is None else self.tokens
 
 
-Record = tuple[dict[str, Any], str]  # fields, and the file and line or row that they come from
+Record = tuple[dict[str, Any], str]  # fields by name, and their file and line or row for errors
 
 
 @dataclass
@@ -86,9 +86,9 @@ class InputPart(NamedTuple):
         argument: the input as the user named it.
         name: path within the input.
         reader: yields the documents.
-        files: the files it is read from, none for a hub dataset or a puzzle.
+        files: the files to read; empty for a hub dataset or a puzzle.
         stamps: modification time, size and inode of each of ``files``.
-        records: yields the records that have all the named fields; ``None`` for a part without records.
+        records: yields the records with the named fields; ``None`` for a part without records.
     """
 
     argument: str
@@ -122,7 +122,7 @@ def inner_suffix(path: Path) -> str:
 
 @contextlib.contextmanager
 def decompressed(path: Path, error: type[AdaPonderError] = DataError) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Yields (the file itself, whose position is the progress of reading; its content, decompressed).
+    """Yields (raw file, decompressed stream); the position in the raw file measures progress.
 
     A damaged or truncated file raises ``error``.
     """
@@ -165,7 +165,7 @@ def looks_binary(path: Path) -> bool:
 
 
 def repaired(document: Document, counts: Counts) -> Document:
-    """Returns ``document`` with U+FFFD for invalid Unicode: JSON may spell half a surrogate pair, a name any byte."""
+    """Replaces lone surrogates in text and source by U+FFFD: JSON may hold them, as may undecodable file names."""
     text, source = valid_unicode(document.text), valid_unicode(document.source)
     if text is document.text and source is document.source:
         return document
@@ -207,7 +207,7 @@ def record_documents(part: InputPart, counts: Counts) -> Iterator[Document]:
     default = parse_hub(part.argument)[0] if part.records is hub else without_compression(part.path).stem
     for fields, where in records(part, ("text",), counts):
         source = fields.get("source", default)
-        if part.records is not jsonl:  # a table has a source in every row, perhaps null
+        if part.records is not jsonl:  # in a table the source may be null
             source = str(source or default)
         if not isinstance(fields["text"], str):
             raise DataError(f'{where}: "text" must be a string')
@@ -217,7 +217,7 @@ def record_documents(part: InputPart, counts: Counts) -> Iterator[Document]:
 
 
 def records(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
-    """Yields every record, each of which has all of ``names``, and ``source`` if the part has it."""
+    """Yields every record with its place; raises if a record lacks one of the fields ``names``."""
     if part.records is None:
         raise InputError(
             f"input {part.argument}: {part.name} holds no records; --chat reads .jsonl, .parquet, saved datasets and "
@@ -292,13 +292,13 @@ def _values(column: pa.Array) -> list[Any]:
 
 
 def hub(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
-    """Yields the rows of ``hf:NAME[:CONFIG][:SPLIT]``, by the ``datasets`` library; the split is train by default."""
+    """Yields the rows of ``hf:NAME[:CONFIG][:SPLIT]``, by the ``datasets`` library; the default split is train."""
     for number, row in enumerate(load_hub(part.argument)):
         yield row, f"{part.argument}, row {number}"
 
 
 def load_hub(argument: str) -> Any:
-    """Loads a hub dataset; its ``_fingerprint`` names this state of the data."""
+    """Loads a hub dataset; its ``_fingerprint`` identifies this version of the data."""
     try:
         import datasets  # an extra
     except ImportError:
@@ -341,7 +341,7 @@ def megatron(part: InputPart, counts: Counts) -> Iterator[Document]:
 
 
 def _megatron_index(index: Path, data: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
-    """Returns (token type, tokens per sequence, bounds of documents in sequences); raises where the files disagree."""
+    """Returns (token type, tokens per sequence, document bounds as sequence numbers); raises if the files disagree."""
     with open_plain(index, DataError) as file:
         raw = file.read()
     if raw[:9] != _MAGIC or len(raw) < 34 or int.from_bytes(raw[9:17], "little") != 1:
@@ -367,7 +367,7 @@ def _megatron_index(index: Path, data: Path) -> tuple[np.dtype, np.ndarray, np.n
 
 
 def puzzle(part: InputPart, counts: Counts) -> Iterator[Document]:
-    """Yields the documents of a puzzle (see :mod:`adaponder.data.puzzles`); its size in bytes is not known before."""
+    """Yields the documents of a puzzle (see :mod:`adaponder.data.puzzles`); their size is not known beforehand."""
     name, settings = part.argument.partition(":")[0], puzzles.settings_of(part.argument)
     for words in puzzles.documents(settings):
         learned = None

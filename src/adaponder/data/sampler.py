@@ -24,7 +24,7 @@ class Batch(NamedTuple):
         tokens: ``int64[windows, sequence + 1]``.
         documents: ``int64[windows, sequence + 1]``, the number of each token's document in the split.
         windows: ``int64[windows]``, the number of each window in the split.
-        learned: ``bool[windows, sequence + 1]``, whether a token is a target; ``None``: all are.
+        learned: ``bool[windows, sequence + 1]``, whether a token is a target; ``None`` if all are.
     """
 
     tokens: np.ndarray
@@ -34,7 +34,7 @@ class Batch(NamedTuple):
 
 
 def count_windows(shards: Shards, sequence: int) -> int:
-    """Returns the number of disjoint blocks of ``sequence + 1`` tokens in the split; a shorter rest is never read."""
+    """Returns the number of disjoint blocks of ``sequence + 1`` tokens in the split; the remainder is never read."""
     if sequence < 1:
         raise InputError(f"sequence={sequence} must be at least 1")
     windows = shards.tokens // (sequence + 1)
@@ -47,7 +47,7 @@ def count_windows(shards: Shards, sequence: int) -> int:
 
 
 def read_windows(shards: Shards, windows: np.ndarray, *, sequence: int, stride: int | None = None) -> Batch:
-    """Reads the windows of these numbers, in this order; ``stride`` tokens apart, ``sequence + 1`` by default."""
+    """Reads the windows numbered ``windows``; window n starts at token ``n * stride``, by default ``sequence + 1``."""
     starts = windows * (stride or sequence + 1)
     tokens = shards.read_blocks(starts, sequence + 1)
     documents = shards.number_blocks(starts, sequence + 1)
@@ -55,9 +55,9 @@ def read_windows(shards: Shards, windows: np.ndarray, *, sequence: int, stride: 
 
 
 class Sampler:
-    """Draws windows: the n-th of step s is ``permute(i % windows)`` in epoch ``i // windows``, i = s * batch + n.
+    """Draws window ``permute(i % windows)`` of epoch ``i // windows`` as n-th of step s, i = s * global_batch + n.
 
-    An epoch visits every window once, each epoch in another order; a batch may span two epochs.
+    Each epoch visits every window once, in an order of its own; a batch may span two epochs.
 
     Attributes:
         windows: number of windows of an epoch.
@@ -108,7 +108,7 @@ class Sampler:
 
 @lru_cache(maxsize=4)
 def round_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    """Returns eight 64-bit keys that depend on seed and epoch."""
+    """Returns eight 64-bit keys derived from seed and epoch."""
     digest = hashlib.shake_256(f"adaponder sampler {seed} {epoch}".encode()).digest(8 * _ROUNDS)
     return tuple(int.from_bytes(digest[start : start + 8], "little") for start in range(0, len(digest), 8))
 
@@ -116,8 +116,8 @@ def round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 def permute(values: np.ndarray, size: int, *, keys: tuple[int, ...]) -> np.ndarray:
     """Applies to ``values`` a bijection of ``[0, size)`` selected by ``keys``, without an array of length ``size``.
 
-    A Feistel network permutes the next square number; a value that lands outside ``[0, size)`` is permuted again until
-    it is inside, which happens because its cycle started there.
+    A Feistel network permutes ``[0, root ** 2)``, which is larger. A value that lands outside ``[0, size)`` is permuted
+    again until it is inside, which must happen because its cycle started inside.
     """
     root = max(2, math.isqrt(size - 1) + 1)
     moved = _feistel(values.astype(np.uint64), np.uint64(root), keys)
@@ -127,7 +127,7 @@ def permute(values: np.ndarray, size: int, *, keys: tuple[int, ...]) -> np.ndarr
 
 
 def _feistel(values: np.ndarray, root: np.uint64, keys: tuple[int, ...]) -> np.ndarray:
-    """Permutes pairs of digits to base ``root``: each round adds a keyed hash of one to the other."""
+    """Permutes values as two digits in base ``root``: each round adds a keyed hash of one digit to the other."""
     left, right = np.divmod(values, root)
     for key in keys:
         left, right = right, (left + _mix(right ^ np.uint64(key)) % root) % root

@@ -51,7 +51,7 @@ from adaponder.files import checksums_wanted, open_plain, read_json, sha256_of, 
 from adaponder.journal import changed_settings
 from adaponder.terminal import errors
 
-# From this size on verifying takes noticeably long, which is printed.
+# From this size on, verifying takes noticeably long and is announced.
 _LARGE = 2**33
 
 
@@ -60,7 +60,7 @@ _LARGE = 2**33
 
 @dataclass
 class WriterState:
-    """The content of ``progress.json``: the complete shards of each split, and the first document not in one."""
+    """The content of ``progress.json``: each split's complete shards and the number of the next document to write."""
 
     fingerprint: dict[str, Any]
     tokenizer_hash: str | None = None
@@ -89,10 +89,10 @@ class ShardWriter:
     """Writes the documents of both splits as shards, the journal after each shard, and at the end the manifest.
 
     ``out`` is an empty folder, or one that was begun with the same ``fingerprint`` (arguments and inputs): its complete
-    shards are kept. A shard is closed by the document that fills it: no document is split between two.
+    shards are kept. A shard ends with the document that fills it: no document is split between two shards.
 
     Attributes:
-        state: what is done.
+        state: the content of ``progress.json``.
         tokens: tokens added so far, including those of an earlier run.
     """
 
@@ -119,18 +119,18 @@ class ShardWriter:
         except OSError as error:
             raise DataError(f"{error.filename}: {error.strerror}") from None
         self.tokens = sum(shard.tokens for shards in state.shards.values() for shard in shards)
-        # Of each split the documents that no shard holds yet, and their tokens.
+        # For each split, the documents that are not in a shard yet, and their number of tokens.
         self._open: dict[str, list[EncodedDocument]] = {split: [] for split in SPLITS}
         self._size: dict[str, int] = dict.fromkeys(SPLITS, 0)
 
     def set_tokenizer(self, tokenizer: Tokenizer, end_id: int) -> None:
-        """Writes ``tokenizer.json``; from here on the folder belongs to this tokenizer."""
+        """Writes ``tokenizer.json`` and records its hash and end token; a rerun then uses this tokenizer."""
         write_whole(self.out / TOKENIZER, tokenizer.to_str(pretty=True).encode(), DataError)
         self.state.tokenizer_hash, self.state.end_token = tokenizer_hash(tokenizer), tokenizer.id_to_token(end_id)
         self.state.save(self.out)
 
     def add(self, documents: Iterable[EncodedDocument]) -> None:
-        """Adds documents, and writes each shard that they fill."""
+        """Adds documents and writes each shard that is full."""
         for document in documents:
             split = SPLITS[document.validation]
             self._open[split].append(document)
@@ -140,7 +140,7 @@ class ShardWriter:
                 self._write(split, document.index + 1)
 
     def _write(self, split: str, documents: int) -> None:
-        """Writes the open shard of a split; ``documents`` have been read so far. Tokens come after their table."""
+        """Writes the open shard of a split, its table before its tokens; ``documents`` is the number read so far."""
         gathered, self._open[split], self._size[split] = self._open[split], [], 0
         joined = np.concatenate([document.tokens for document in gathered])
         tokens = joined.astype(joined.dtype.newbyteorder("<"), copy=False).tobytes()
@@ -166,7 +166,7 @@ class ShardWriter:
         self.state.save(self.out)
 
     def finish(self, documents: int, **facts: Any) -> Manifest:
-        """Writes what is left and then the manifest; ``facts`` are its fields that the writer does not know."""
+        """Writes the unfinished shards, then the manifest; ``facts`` are further fields of the manifest."""
         for split in SPLITS:
             if self._open[split]:
                 self._write(split, documents)
@@ -184,7 +184,7 @@ class ShardWriter:
 
 
 def finished(out: Path, fingerprint: dict[str, Any]) -> Manifest | None:
-    """Returns the manifest of a whole folder prepared with the same arguments; ``None`` if there is work to do."""
+    """Returns the manifest of a finished folder; ``None`` if unfinished. Raises if its arguments were others."""
     if not (out / MANIFEST).is_file():
         return None
     manifest = Manifest.load(out)
@@ -196,7 +196,7 @@ def finished(out: Path, fingerprint: dict[str, Any]) -> Manifest | None:
 
 
 def _require_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises if a folder was begun with other arguments or inputs, and lists them."""
+    """Raises if a folder was begun with other arguments or inputs; the error lists the differences."""
     if changes := changed_settings(before, now, _text_of):
         raise InputError(f"--out {out} was begun with other arguments: {'; '.join(changes)}; delete it or name another")
 
@@ -221,7 +221,7 @@ class Shards:
 
     Attributes:
         tokens, documents, utf8_bytes: counts of the split.
-        vocab_size, end_id, tokenizer_hash: of the tokenizer that made it.
+        vocab_size, end_id, tokenizer_hash: facts of the tokenizer that made the split.
     """
 
     def __init__(self, folder: Path, split: str, manifest: Manifest, starts: np.ndarray, learned: np.ndarray | None):
@@ -241,7 +241,7 @@ class Shards:
         """Opens a split after checking sizes, types, counts and checksums of all its shards.
 
         ``verify=False`` skips the checksums of tokens and document tables, as ``ADAPONDER_VERIFY=0`` does everywhere.
-        ``share=(n, N)``: this is process n of the N on one machine, and hashes only its share of the files.
+        ``share=(n, N)`` divides the hashing among the N processes of a machine; this is process n.
         """
         folder = Path(folder)
         manifest = Manifest.load(folder)
@@ -296,7 +296,7 @@ class Shards:
         return (span >= 0) & (tokens < self._learned[span, 1])
 
     def tokenizer_files(self) -> dict[str, str]:
-        """Returns the content of the files, by name, with which transformers opens the tokenizer of a model folder."""
+        """Returns the tokenizer files of a model folder: contents by file name, as transformers expects them."""
         content = (self.folder / TOKENIZER).read_text(encoding="utf-8")
         end = Tokenizer.from_str(content).id_to_token(self.end_id)
         begin = self.manifest.begin_token or end
@@ -309,12 +309,12 @@ class Shards:
     def content_hash(self) -> str:
         """Returns a hash of the tokens of all splits and of the tokenizer: equal for equal data, in any folder."""
         sums = [[shard.tokens_sha256 for shard in split] for split in self.manifest.splits.values()]
-        if self.manifest.masked:  # the document tables say what is learned
+        if self.manifest.masked:  # the document tables hold the learned spans
             sums += [[shard.docs_sha256 for shard in split] for split in self.manifest.splits.values()]
         return hashlib.sha256(json.dumps([sums, self.tokenizer_hash]).encode()).hexdigest()[:16]
 
     def require_tokenizer(self, tokenizer_hash: str, whose: str) -> None:
-        """Raises if ``whose`` tokenizer is not the one that made the data: its ids would mean something else."""
+        """Raises unless ``tokenizer_hash`` is the data's; ``whose`` names the tokenizer's owner in the error."""
         if tokenizer_hash != self.tokenizer_hash:
             raise DataError(
                 f"{self.folder} was tokenized with tokenizer {self.tokenizer_hash[:12]}, {whose} has "
@@ -374,7 +374,7 @@ def _check_tokenizer(folder: Path, manifest: Manifest) -> None:
 def _document_table(path: Path, shard: Shard, masked: bool) -> tuple[np.ndarray, np.ndarray]:
     """Returns (``int64[documents]``, the first token of each; ``int64[spans, 2]``, the bounds of learned spans).
 
-    Raises unless the documents are exactly the shard's tokens. Without ``masked`` there are no spans.
+    Raises unless the documents cover the shard's tokens exactly. Without ``masked`` there are no spans.
     """
     schema = MASKED_DOCS if masked else DOCS
     try:
@@ -396,7 +396,7 @@ def _document_table(path: Path, shard: Shard, masked: bool) -> tuple[np.ndarray,
 
 
 def _learned(path: Path, table: pa.Table, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Returns the learned spans of a shard; raises unless they follow one another within their documents."""
+    """Returns the learned spans of a shard; raises unless they are in order, disjoint and within their documents."""
     column = table.column("learned").combine_chunks()
     counts = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     values = column.flatten().to_numpy(zero_copy_only=False)
@@ -412,13 +412,13 @@ def _learned(path: Path, table: pa.Table, start: np.ndarray, length: np.ndarray)
 
 
 def _size_of(path: Path) -> int:
-    """Returns the bytes of an ordinary file that can be opened."""
+    """Opens a regular file and returns its size in bytes."""
     with open_plain(path, DataError) as file:
         return os.fstat(file.fileno()).st_size
 
 
 def _verify_sums(folder: Path, shards: Iterable[Shard], *, share: tuple[int, int] = (0, 1)) -> None:
-    """Raises unless every file of ``shards`` has its SHA-256; process n of N hashes its ``share=(n, N)`` of the files.
+    """Raises if the SHA-256 of a file of ``shards`` differs; with ``share=(n, N)`` checks every N-th file from n on.
 
     With ``ADAPONDER_VERIFY=0`` nothing is read, and the first process prints that.
     """

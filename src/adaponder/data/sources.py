@@ -30,7 +30,7 @@ _STDLIB_WITHOUT = {
     *("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"),
     *("idlelib", "lib2to3", "distutils", "turtledemo", "ensurepip"),
 }
-# Archives; and tables, which are not read from inside a compressed file.
+# Archives, and formats that cannot be read from inside a compressed file.
 _ARCHIVES = {".tar", ".tgz", ".tbz2", ".txz", ".zip", ".7z", ".rar", ".lz4", ".arrow"}
 _UNCOMPRESSED_ONLY = {".parquet", ".idx", ".bin"}
 
@@ -50,7 +50,7 @@ def documents(inputs: Sequence[str], *, counts: Counts | None = None) -> Iterato
 
 
 def read(parts: Iterable[InputPart], counts: Counts) -> Iterator[Document]:
-    """Yields the documents of ``parts``: valid Unicode, none empty. A file that changes meanwhile is an error."""
+    """Yields the non-empty documents of ``parts`` as valid Unicode; raises if a file changes while it is read."""
     before = counts.read
     for part in parts:
         for document in part.reader(part, counts):
@@ -117,7 +117,7 @@ def describe(parts: Sequence[InputPart]) -> list[dict[str, Any]]:
 
 
 def _contents(part: InputPart, sums: dict[Path, str]) -> list[str]:
-    """Returns what decides the content of a part: checksums, a puzzle's settings, or the state of a hub dataset."""
+    """Returns text that identifies the content of a part: checksums, puzzle settings or a hub fingerprint."""
     if part.files:
         return [part.name, *(sums[path] for path in part.files)]
     if part.reader is readers.puzzle:
@@ -145,7 +145,7 @@ def _folder(argument: str, folder: Path, counts: Counts) -> Iterator[InputPart]:
     for root, folders, files in os.walk(folder, onerror=_refuse_unreadable):
         counts.hidden += sum(name.startswith(".") for name in (*folders, *files))
         shown = sorted(name for name in folders if not name.startswith("."))
-        # A link may lead back up: the walk would never end.
+        # Links to folders are not followed: one may lead back up.
         folders[:] = [name for name in shown if not Path(root, name).is_symlink()]
         counts.special += len(shown) - len(folders)
         for path in (Path(root, name) for name in sorted(files) if not name.startswith(".")):
@@ -225,7 +225,7 @@ def _saved_dataset(argument: str, folder: Path) -> Iterator[InputPart]:
 
 
 def _names(path: Path, listed: Any) -> list[str]:
-    """Returns the listed names without folders, so that nothing outside the folder of ``path`` is read."""
+    """Returns the listed names without their folders, so that nothing outside the folder of ``path`` is read."""
     if not isinstance(listed, list) or not listed or not all(isinstance(name, str) for name in listed):
         raise DataError(f"{path} must list at least one name")
     return [Path(name).name for name in listed]

@@ -24,9 +24,9 @@ END = "<|endoftext|>"
 TRAIN = "train-bpe:"
 # More text does not improve the vocabulary, and counting its words takes memory.
 TRAINING_BYTES = 2**28
-# The library allocates the requested number of entries.
+# Maximum entries to train: the library allocates the requested number.
 MOST_ENTRIES = 2**22
-# A longer document is encoded in pieces: memory and time stay bounded for a line of any length.
+# Maximum characters to encode at a time: longer documents are split, which bounds memory and time.
 PIECE = 2**20
 
 
@@ -36,11 +36,11 @@ def load_tokenizer(
     """Returns (tokenizer, id of the end token) of ``spec``.
 
     ``spec`` is a path to a ``tokenizer.json``, a folder or hub repository that holds one, a run folder, ``sample``,
-    ``symbols`` (the words of generated puzzles), or ``train-bpe:N``: a byte-level BPE of at most ``N`` entries, trained
-    on ``documents`` (a small corpus has fewer pairs to merge).
+    ``symbols`` (the words of generated puzzles), or ``train-bpe:N``: a byte-level BPE of ``N`` entries (fewer if the
+    corpus has too few pairs to merge), trained on ``documents``.
     ``end_token`` defaults to ``eos_token`` of ``tokenizer_config.json``, else to ``<|endoftext|>``.
 
-    The tokenizer neither truncates nor pads, and text that spells a special token is ordinary text to it: a document
+    The tokenizer neither truncates nor pads, and encodes text that spells a special token as ordinary text: a document
     cannot forge its own end.
     """
     _check_settings(spec, end_token)
@@ -63,7 +63,7 @@ def load_tokenizer(
 
 
 def check_tokenizer(spec: str, end_token: str | None) -> None:
-    """Raises if :func:`load_tokenizer` would, before there are documents to train on."""
+    """Raises if :func:`load_tokenizer` would raise; needs no documents to train on."""
     if spec.startswith(TRAIN):
         _check_settings(spec, end_token)
     else:
@@ -89,7 +89,7 @@ class SpecialTokens(NamedTuple):
 
 
 def special_tokens(spec: str, end_token: str | None = None) -> SpecialTokens:
-    """Returns the special tokens of :func:`load_tokenizer`'s tokenizer; the end token also begins a text by default."""
+    """Returns the special tokens of a tokenizer; without a ``bos_token`` the end token also begins a text."""
     if (path := tokenizer_file(spec)) is None:
         end = end_token or END
         return SpecialTokens(end, end, frozenset([end]))
@@ -101,14 +101,14 @@ def special_tokens(spec: str, end_token: str | None = None) -> SpecialTokens:
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """Returns :func:`hash_of_content` of a tokenizer."""
+    """Returns :func:`hash_of_content` of the tokenizer's ``tokenizer.json``."""
     return hash_of_content(json.loads(tokenizer.to_str()))
 
 
 def hash_of_content(content: dict[str, Any]) -> str:
     """Returns the SHA-256 of a ``tokenizer.json``, independent of JSON layout, padding and truncation.
 
-    A template that adds no token, which transformers writes where there was none, is ignored too.
+    A post-processing template that adds no token is ignored too: transformers writes one where there was none.
     """
     behaviour = {key: value for key, value in content.items() if key not in ("padding", "truncation")}
     template = behaviour.get("post_processor") or {}
@@ -118,7 +118,7 @@ def hash_of_content(content: dict[str, Any]) -> str:
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """Returns the highest id plus one: the rows that an embedding table needs."""
+    """Returns the highest id plus one: the number of rows that an embedding table needs."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
@@ -141,9 +141,9 @@ def train_bpe(entries: int, documents: Iterable[str] | None, *, end_token: str =
 
 
 def _interruptibly(work: Callable[[Callable[[Any], bool]], Any]) -> None:
-    """Runs ``work`` in a thread, so that Ctrl-C works meanwhile: the library's training takes minutes and ignores it.
+    """Runs ``work`` in a thread so that Ctrl-C is handled: the library's training takes minutes and ignores it.
 
-    ``work`` gets a function that returns false once its result is no longer needed.
+    ``work`` is called with a function that returns false once the result is no longer needed.
     """
     unwanted, result = threading.Event(), Future[None]()
 
@@ -156,7 +156,7 @@ def _interruptibly(work: Callable[[Callable[[Any], bool]], Any]) -> None:
     try:
         threading.Thread(target=run, daemon=True).start()
         while not result.done():
-            wait([result], timeout=0.1)  # a signal may wake another thread, and only this one handles it
+            wait([result], timeout=0.1)  # polls: a signal may arrive in another thread, but only this one handles it
     finally:
         unwanted.set()
     result.result()
@@ -164,7 +164,7 @@ def _interruptibly(work: Callable[[Callable[[Any], bool]], Any]) -> None:
 
 def _first_bytes(documents: Iterable[str], limit: int) -> Iterator[str]:
     for text in documents:
-        # Training would treat one line of any length as one word.
+        # Training would treat a line of any length as one word.
         yield from pieces(text, limit=2**16)
         limit -= len(text)
         if limit <= 0:
@@ -172,7 +172,7 @@ def _first_bytes(documents: Iterable[str], limit: int) -> Iterator[str]:
 
 
 def tokenizer_file(spec: str) -> Path | None:
-    """Returns the ``tokenizer.json`` of a file, a folder, a run folder or a hub repository; ``None`` if it has none."""
+    """Returns the path of the ``tokenizer.json`` that ``spec`` names; ``None`` for ``symbols`` and ``train-bpe:N``."""
     if spec == SYMBOLS or spec.startswith(TRAIN):
         return None
     path = shipped(spec) or Path(spec)
@@ -227,7 +227,7 @@ def _token_named(role: str, path: Path) -> str | None:
 
 @contextlib.contextmanager
 def encoding() -> Iterator[None]:
-    """Turns an error of the tokenizer in the block into an error of one line."""
+    """Converts an error of the tokenizer inside the block to a one-line ``InputError``."""
     try:
         yield
     except Exception as error:  # the library raises bare Exception, e.g. for a word without an id

@@ -31,7 +31,7 @@ from adaponder.ops.row_linear import (
 
 # Activation names in a decoder's config, and the kernels' names for them.
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu"}
-# The shape of one row in a layer: of its keys and of its values, [heads, size] each.
+# The shapes of a row's keys and values in one layer, [heads, size] each.
 RowShape = tuple[tuple[int, int], tuple[int, int]]
 # Rotary embeddings whose angles depend on the position alone.
 ROPES = ("default", "linear", "llama3", "yarn")
@@ -68,9 +68,9 @@ class Body(ABC):
 
 
 def build_body(model: AdaPonderForCausalLM, kind: str | None, *, rows: int, positions: int, width: int) -> Body:
-    """Builds the body ``kind``, ``fused`` or ``stock``; ``None`` prefers the fused one.
+    """Builds a body of the ``kind`` ``fused`` or ``stock``; ``None`` takes the fused one if it supports the backbone.
 
-    ``rows`` is the largest number of decode rows in one pass, padding included; ``width`` the slots per token.
+    ``rows`` is the largest number of decode rows in one pass, padding included; ``width`` is the slots per token.
     """
     reason = None if kind == "stock" else unsupported(model.wrapped)
     if kind != "stock" and reason is None:
@@ -108,22 +108,22 @@ class FusedLayer(NamedTuple):
     scale: float
 
 
-# Rows of a pass with their rotary angles.
+# Rows of a pass and their rotary angles.
 TurnedRows = tuple[LedgerRows, Turn]
 
 
 class FusedBody(Body):
     """GPT-NeoX in three kernels per layer, the Llama family in five, on the parameters of the stock modules.
 
-    It takes no extra memory and sees in-place changes. A parameter that is replaced by another tensor (a merged
-    adapter, a module moved to another device) needs a new body.
+    Weights are not copied, so in-place changes take effect. If a parameter is replaced by another tensor (a merged
+    adapter, a module moved to another device), a new body must be built.
 
     Args:
         backbone: one for which :func:`unsupported` returns ``None``.
         rows: the largest number of decode rows in a pass.
-        apart: whether all decode rows are of different lanes, so that none attends to another of the same pass. Not so
-            where a token takes several slots (``pause``).
-        positions: the number of positions.
+        apart: whether no decode row attends to another row of the same pass; false if a token takes several slots
+            (``pause``).
+        positions: the number of positions in the rotary tables.
     """
 
     def __init__(self, backbone: Backbone, *, rows: int, apart: bool, positions: int):
@@ -135,7 +135,7 @@ class FusedBody(Body):
         self.heads: int = config.num_attention_heads
         self.key_heads: int = getattr(config, "num_key_value_heads", None) or self.heads
         self.size: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
-        # Norms, [QKV | up], attention, [out | down] and the residual: the MLP does not read what attention adds.
+        # Attention and MLP read the same residual stream: QKV and up are one kernel, and so are out and down.
         self.parallel: bool = getattr(config, "use_parallel_residual", False)
         self.layers = self._layers(backbone)
         self.scratch: Scratch | None = None
@@ -199,7 +199,7 @@ class FusedBody(Body):
         return residual_linears(x, (Term(inner, layer.down),))
 
     def _split(self, position: Tensor, rows: LedgerRows) -> tuple[TurnedRows, TurnedRows | None]:
-        """Returns the decode rows of a pass, and its prefill rows, numbered from 0 again; ``None`` without any."""
+        """Splits a pass into decode rows and prefill rows (``None`` if none), each numbered from 0."""
         alone = rows.alone
         decode = _select(rows, slice(alone)), Turn(position[:alone], self.cos, self.sin)
         if not rows.cohorts and rows.tiles is None:
@@ -209,7 +209,7 @@ class FusedBody(Body):
         return decode, (prefill, Turn(position[alone:], self.cos, self.sin))
 
     def _attend(self, number: int, qkv: Tensor, decode: TurnedRows, prefill: TurnedRows | None, pools: Pools) -> Tensor:
-        """Rotates queries and keys, writes keys and values to the pools and attends: ``[n, heads * size]``."""
+        """Rotates queries and keys, writes keys and values to the pools, returns attention's ``[n, heads * size]``."""
         layer, keys, values = self.layers[number], pools.keys[number], pools.values[number]
         options: dict[str, Any] = {"window": self.windows[number], "scale": layer.scale}
         (rows, turn), mixed = decode, []
@@ -279,14 +279,14 @@ def unsupported(backbone: Backbone) -> str | None:
 
 
 def _select(rows: LedgerRows, which: slice, cohorts: tuple[Cohort, ...] = ()) -> LedgerRows:
-    """Returns some rows of a pass, with these cohorts instead of its own."""
+    """Selects rows of a pass and replaces its cohorts."""
     names = ("lane", "slot", "iteration", "row")
     return rows._replace(**{name: getattr(rows, name)[which] for name in names}, cohorts=cohorts)
 
 
 @torch.no_grad()
 def _rotary_table(backbone: Backbone, like: Tensor, positions: int) -> tuple[Tensor, Tensor]:
-    """Returns cosines and sines of positions 0, 1, …, ``[positions, width]`` each, by the decoder's own embedding."""
+    """Returns cosines and sines of positions 0, 1, …, ``[positions, width]`` each, from the decoder."""
     body: Any = backbone.body
     every = torch.arange(positions, device=like.device)[None]
     # In float32 at least: stock layers round the angles' cosines to the model's precision.
@@ -295,10 +295,10 @@ def _rotary_table(backbone: Backbone, like: Tensor, positions: int) -> tuple[Ten
 
 
 class StockBody(Body):
-    """The wrapped stock layers.
+    """Runs the wrapped stock layers.
 
-    Where the decoder uses our attention function, all rows form one batch entry and attend through the index. Where it
-    does not, or expands its cache (latent attention), each row is a batch entry and its keys and values are gathered.
+    If the decoder uses our attention function, all rows form one batch entry and attend through the index. Otherwise,
+    or if it expands its cache (latent attention), each row is a batch entry and its keys and values are gathered.
     """
 
     def __init__(self, backbone: Backbone, *, stream: bool):
@@ -361,7 +361,7 @@ class PoolView(IterationView):
 
 
 class GatheringView(PoolView):
-    """Writes like :class:`PoolView` and returns the keys and values of each row, ``[n, heads, slots, size]``."""
+    """Writes like :class:`PoolView`; returns the keys and values each row attends to, ``[n, heads, slots, size]``."""
 
     def __init__(self, layers: int, *, pools: Pools, row: Tensor, read: Tensor):
         super().__init__(layers, pools=pools, row=row)

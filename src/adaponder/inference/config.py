@@ -16,7 +16,7 @@ from adaponder.modeling import AdaPonderForCausalLM
 
 # Rows per page.
 PAGE = 16
-# Drafting was 2.3 times as fast for one lane, 2.0 times for four, and slower for 16 (benchmarks/README.md, "Decoding").
+# Drafting speeds decoding up 2.3 times with one lane, 2.0 with four; slower with 16 (benchmarks/README.md, "Decoding").
 FEW_LANES = 4
 
 
@@ -87,7 +87,7 @@ class EngineShape:
 
     @classmethod
     def of(cls, config: EngineConfig, model: AdaPonderForCausalLM) -> EngineShape:
-        """Resolves the options of an engine for a model; raises where they do not fit it."""
+        """Resolves an engine's options for a model; raises :class:`InputError` if they do not fit it."""
         on_gpu = model.device.type == "cuda"
         iterations, top_k = model.most_iterations(config.max_iterations), config.expectation_top_k
         width, passes = model.method.slots_per_token(iterations), model.method.passes(iterations)
@@ -108,11 +108,11 @@ class EngineShape:
 
     @property
     def rows_in_flight(self) -> int:
-        """The decode rows that a lane may use before the host knows of them: those of two launches."""
+        """The maximum number of a lane's decode rows whose results are not on the host yet: those of two launches."""
         return 2 * self.burst * self.width
 
     def default_rows(self, model: AdaPonderForCausalLM, body: Body) -> int:
-        """Returns as many rows as the lanes can use and memory holds: 90 % of a GPU's free memory, or 1 GiB."""
+        """Returns the rows that the lanes can use, limited to 90 % of a GPU's free memory, elsewhere to 1 GiB."""
         needed = self.lanes * (self.tokens * self.width * self.passes + 2 * PAGE) + 3 * PAGE + self.rows_in_flight
         free = 1 << 30
         if model.device.type == "cuda":
@@ -124,7 +124,7 @@ class EngineShape:
 
 
 def check_model(model: AdaPonderForCausalLM) -> None:
-    """Raises where an engine cannot compute what the model computes."""
+    """Raises :class:`InputError` or :class:`BackboneError` if an engine cannot run the model."""
     reuse, family = model.method.reuse(), model.config.backbone_config.model_type
     if reuse in ("kv", "none"):
         raise InputError(
@@ -163,7 +163,7 @@ def eos_ids(model: AdaPonderForCausalLM) -> frozenset[int]:
 def _window(config: EngineConfig, method: str, width: int, passes: int) -> int:
     """Returns the number of tokens in a draft window; 1 without drafting.
 
-    More than one draft per iteration after the first is useless: the first token of a full window has halted by then.
+    A window of more than ``passes`` tokens is useless: its first token halts before the window is full.
     """
     drafts = config.drafts
     if drafts is None:

@@ -1,20 +1,20 @@
-"""Drafts by depth: the token sampled after a first iteration is started at once, while deeper iterations verify it.
+"""Drafts by depth: starts the token sampled after the first iteration at once, while deeper iterations verify it.
 
-A sequence has a *window* of consecutive tokens, each at its own iteration, all in one pass. The first token's id is
-certain; each later one is the token sampled by the latest iteration of the token before it. In every tick each token of
-the window that has not halted computes a row; then
+A sequence has a *window* of consecutive tokens, each at its own iteration, all computed in one pass. The first token is
+certain; every later token was sampled by the latest iteration of the token before it. A tick computes one row for each
+active token of the window. Then
 
-- after the first token whose sampled next token has changed, the rest of the window is dropped;
-- tokens that have halted, with all tokens before them halted too, are accepted: their samples are final;
-- the token sampled by the last token of the window is appended to it.
+- at the first token that now samples a different next token, all later tokens of the window are dropped;
+- the halted tokens at the front of the window are accepted: the tokens that they sampled are final;
+- the token sampled by the last token of the window is appended to the window if there is room.
 
-A token is always an iteration behind the one before it, unless that one has halted. So it attends to the same rows as
-without drafting, and samples the same token: the noise depends on seed and position. No sequence takes more ticks than
-without drafting; where every draft is right, each tick completes a token.
+A token is always at least one iteration behind the token before it, unless the latter has halted. So it attends to the
+same rows as without drafting and samples the same token: the noise depends on seed and position. No sequence takes more
+ticks than without drafting; if every draft is right, each tick completes a token.
 
-The rows of a token have fixed places on the pages of its sequence, one per iteration. A token that replaces a dropped
-one takes its rows, and its index entry at iteration 0 covers every iteration of its slot, so dropped rows are never
-read.
+Each position of a sequence has fixed rows on its pages, one per iteration. A token that replaces a dropped one
+overwrites its rows, and the index entry of its first row covers all iterations of the slot, so rows of dropped tokens
+are never read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from adaponder.ops.lanes import Books, DraftWindows, WindowRows, begin_windows, 
 
 
 class Drafting:
-    """The windows of all lanes; every tensor keeps its address.
+    """Holds the draft windows of all lanes; every tensor keeps its address, for CUDA graphs.
 
     Attributes:
         size: the maximum number of tokens in a window.
@@ -42,10 +42,10 @@ class Drafting:
         self._which: Tensor | None = None
 
     def start(self, sequences: Many[Sequence], host_lanes: Many[int]) -> None:
-        """Starts decoding these sequences.
+        """Sets up the windows of sequences that start decoding.
 
-        The window has one token, so nothing is drafted, where samples depend on earlier tokens (penalties), and for
-        ``host_lanes``, whose policy is the user's own and might read all rows of a call.
+        A window is limited to one token (no drafts) for requests with penalties, whose samples depend on earlier
+        tokens, and for ``host_lanes``: a user's own policy might read all rows of a call.
         """
         entries = []
         for sequence in sequences:
@@ -62,22 +62,22 @@ class Drafting:
         windows.halted[lane, column] = zeros.bool()
 
     def new_log(self, ticks: int, lanes: int) -> Tensor:
-        """Allocates the log of ``ticks`` ticks of ``lanes`` lanes; see :func:`end_windows`."""
+        """Allocates the log that :func:`end_windows` writes, ``[ticks, lanes, 2 * size + 1]``."""
         return self.windows.front.new_zeros(ticks, lanes, 2 * self.size + 1)
 
     def begin(self, lane: Tensor) -> WindowRows:
-        """Returns the rows of these lanes' windows."""
+        """Starts a tick: returns the rows of these lanes' windows and enters them into the index."""
         rows = begin_windows(self.books, self.windows, lane, passes=self.passes, vanishes=self.vanishes)
         self._lane, self._which = lane, rows.which
         return rows
 
     def end(self, active: Tensor, token: Tensor, bad: Tensor, log: Tensor) -> None:
-        """Updates the windows after a tick, by the results of its rows."""
+        """Ends a tick: updates the windows and the log with the results of its rows."""
         results = (self.spread(values).view(-1, self.size) for values in (active, token, bad))
         end_windows(self.books, self.windows, self._lane, *results, log)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Returns the values of the tick's rows for every window position; undefined where there was no row."""
+        """Scatters the values of the tick's rows to all window positions; undefined at positions without a row."""
         if self._which is None:
             return values
         spread = values.new_zeros(len(self._lane) * self.size, *values.shape[1:])

@@ -31,11 +31,11 @@ from adaponder.policies import Policy
 
 
 class Engine:
-    """Generates for many requests at once; each token costs as many rows as its gates decide.
+    """Generates tokens for many requests at once; a token costs one row per iteration until its policy halts it.
 
-    A tick is one pass of the backbone over one row of each decoding sequence, at whatever iteration that row is, and
-    over prefill chunks beside them. A sequence whose token halts starts its next token in the next tick. See
-    ``docs/design.md``, "The engine". One thread at a time may use an engine; a second one is refused.
+    A tick is one pass of the backbone over one row of each decoding sequence, at any iteration, and over prefill
+    chunks. A sequence whose token halts starts its next token in the next tick. See ``docs/design.md``, "The engine".
+    Only one thread at a time may use an engine; calls from a second one raise.
 
     Args:
         model: the model, in evaluation mode and on its device.
@@ -58,7 +58,7 @@ class Engine:
         self.scheduler = Scheduler(shape, self.prefixes)
         self.postprocessor = Postprocessor(self.runner, self.scheduler)
         self.late = model.device.type == "cuda" if self.config.late is None else self.config.late
-        # Rows of a token at full depth; rows that one request may use, beside those of launches in flight.
+        # Rows of a token at full depth; maximum rows of one request, without those of launches in flight.
         self._token_rows = shape.width * shape.passes
         self._most_rows = max(0, (self.pages.count - 1) * PAGE - 2 * PAGE - shape.rows_in_flight)
         self._requests: dict[int, list[Sequence]] = {}
@@ -72,8 +72,8 @@ class Engine:
     def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> int:
         """Queues a request and returns its number; raises :class:`InputError` if it is invalid.
 
-        ``on_event`` is called with each of its events; if it raises, this request alone ends. It may submit and cancel
-        requests, but not step the engine.
+        ``on_event`` is called with each event of the request; if it raises, only this request ends. The callback may
+        submit and cancel requests, but not step the engine.
         """
         with self._exclusive():
             self._check(request)
@@ -94,20 +94,20 @@ class Engine:
             return number
 
     def cancel(self, number: int, sample: int | None = None) -> None:
-        """Ends the unfinished samples of a request, or one of them, and frees what they hold."""
+        """Ends the unfinished samples of a request, or only ``sample``, and frees their lanes and pages."""
         with self._exclusive():
             self._finish(number, "cancelled", sample=sample)
 
     @property
     def busy(self) -> bool:
-        """Whether a request is unfinished, or its last event has not been delivered."""
+        """Whether any request is unfinished or has an undelivered event."""
         return bool(self._requests)
 
     def step(self) -> list[Event]:
-        """Runs one tick, or a burst of them: schedules, launches, postprocesses; returns the new events.
+        """Schedules and launches a tick, or a burst of ticks; processes results and returns the new events.
 
-        If anything interrupts it, Ctrl-C included, every request ends with an ``error`` that the next step delivers;
-        the engine is empty then and accepts new requests.
+        An exception during the step, Ctrl-C included, ends every request with an ``error`` event, which the next step
+        returns; the engine is then empty and accepts new requests.
         """
         with self._exclusive():
             if self._stepping:
@@ -134,7 +134,7 @@ class Engine:
 
     @torch.no_grad()
     def warm_up(self) -> None:
-        """Captures, on a GPU, all graphs that the decoding sequences may need, also when fewer of them are left."""
+        """Captures, on a GPU, graphs for every number of decoding sequences up to the current one, at full length."""
         with self._exclusive():
             decoding = [sequence for sequence in self.scheduler.resident.values() if sequence.state == DECODING]
             if self.runner.graphs is not None and decoding and not self.runner.policies.callables():
@@ -144,7 +144,7 @@ class Engine:
                     self.runner.graphs.of(lanes, features, longest * self.runner.width)
 
     def _dispatch(self, events: list[Event]) -> list[Event]:
-        """Passes events to their callbacks and forgets finished requests."""
+        """Passes events to their callbacks, drops finished requests and returns the events."""
         for event in events:
             callback = self._callbacks.get(event.request)
             if event.completion is not None:
@@ -164,14 +164,14 @@ class Engine:
     def _finish(
         self, number: int, reason: FinishReason, *, sample: int | None = None, error: str | None = None
     ) -> None:
-        """Ends the unfinished samples of a request, or one of them; the next step delivers their last events."""
+        """Ends the unfinished samples of a request, or only ``sample``; the next step returns their final events."""
         for sequence in self._requests.get(number, ()):
             if sequence.state != FINISHED and sample in (None, sequence.sample):
                 self._pending.append(self.postprocessor.finish(sequence, reason, error=error))
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Refuses a second thread, and makes the model's device current; callbacks may use the engine."""
+        """Locks the engine (reentrant, for callbacks), with the model's device current; raises in a second thread."""
         if not self._lock.acquire(blocking=False):
             raise EvaluationError("engine: another thread is using it; let one thread submit and step")
         device = self.model.device
@@ -183,7 +183,7 @@ class Engine:
             self._lock.release()
 
     def _reset(self, problem: BaseException) -> None:
-        """Ends all requests and frees everything: an interrupted step may have left any state half done."""
+        """Ends all requests; frees lanes, pages and prefixes, which an interrupted step may have left inconsistent."""
         error = f"engine: a step was interrupted by {type(problem).__name__}: {problem}".rstrip(": ")
         self._in_flight = None
         sequences = [sequence for samples in self._requests.values() for sequence in samples]
@@ -257,13 +257,13 @@ class Engine:
 
     @property
     def longest_request(self) -> int:
-        """The maximum number of prompt and new tokens of a request, by positions and rows."""
+        """The maximum sum of a request's prompt and new tokens that positions and rows allow."""
         return min(self.tokens + 1, self._most_rows // self._token_rows)  # the last token needs no position
 
     def _namespace(self, request: Request, policy: Policy, iterations: int) -> Hashable | None:
         """Returns the prefix-cache namespace of a request; ``None`` disables sharing.
 
-        Requests in one namespace decide the same depths for the same tokens.
+        Equal prefixes have equal depths in all requests of a namespace.
         """
         key = prefix_key(policy, request.seed)
         unshared = request.depths is not None or request.prompt_log_probabilities is not None
@@ -273,7 +273,7 @@ class Engine:
 
     @property
     def statistics(self) -> dict[str, int]:
-        """Counts since the engine was opened, and current usage."""
+        """Counters since the engine was opened, and its current load."""
         scheduler = self.scheduler
         return {
             **self.postprocessor.counts,

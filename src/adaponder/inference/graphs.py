@@ -16,11 +16,11 @@ from adaponder.inference.tick import Extras, TickRunner, pad_lanes, to_host
 from adaponder.ops.ledger_attention import LedgerRows, Tiles, by_kernels
 
 _SHORT, _SEVERAL = 4, 8
-_SPARE_TILES = 64  # beyond those of one long cohort
+_SPARE_TILES = 64  # beyond those of a single cohort of all rows
 
 
 def pad_context(slots: int, most: int) -> int:
-    """Rounds a bound on slots up to one of few sizes: attention programs beyond a sequence's slots exit at once."""
+    """Rounds a bound on slots up to one of few sizes; a larger bound costs little, as excess programs exit early."""
     size = 512
     while size < slots:
         size *= 4
@@ -34,9 +34,9 @@ def pad_prefill(rows: int) -> int:
 
 
 class Graphs:
-    """Replays ticks, one graph for each number of lanes and set of features, captured at first use.
+    """Holds the graphs of ticks, by number of lanes, features, context bound and policy classes; captured at first use.
 
-    ``ticks`` is the maximum number of ticks per launch, whose logs are kept until the host fetches them.
+    ``ticks`` is the maximum number of ticks per launch, for which the logs have room.
     """
 
     def __init__(self, runner: TickRunner, ticks: int):
@@ -45,7 +45,7 @@ class Graphs:
         self.pool: Any = None
 
     def of(self, lanes: int, features: Features, context: int) -> TickGraph:
-        """Returns the graph for this number of lanes and the current policies; captures it if necessary."""
+        """Returns the graph for these sizes and features and the current policies; captures it if necessary."""
         size = pad_lanes(lanes)
         context = pad_context(context, self.runner.lanes.index.shape[2])
         key = (size, features, context, self.runner.policies.key())
@@ -55,7 +55,7 @@ class Graphs:
 
 
 class TickGraph:
-    """The graphs of one tick and of several; the lanes and the number of the tick are in its own buffers."""
+    """The graphs of one tick and of several; they read lanes and tick number from buffers on the device."""
 
     def __init__(self, owner: Graphs, size: int, features: Features, context: int):
         runner = owner.runner
@@ -87,14 +87,14 @@ class TickGraph:
         return graph
 
     def run(self, lanes: list[int], ticks: int) -> tuple[Tensor, Extras]:
-        """Runs ``ticks`` ticks of these lanes; the results are on the host once the stream has reached the copy."""
+        """Runs ``ticks`` ticks of these lanes; the results are on the host once the stream has completed the copy."""
         padding = self.runner.lanes.padding
         if lanes != self.lane_numbers:
             self.lane.copy_(self.runner.as_tensor(lanes + [padding] * (self.size - len(lanes))))
             self.lane_numbers = list(lanes)
         books = self.runner.lanes.books
         books.tick.fill_(-1)
-        books.place[padding:].zero_()  # padding rows attend to one slot, not to one more with every tick
+        books.place[padding:].zero_()  # else padding rows would attend to one more slot with every tick
         for _ in range(ticks // self.several):
             self.many.replay()
         for _ in range(ticks % self.several):
@@ -104,11 +104,11 @@ class TickGraph:
 
 
 class GraphedBody(Body):
-    """Equals ``body``, by replaying graphs of its passes, always with the same pools.
+    """Runs passes of ``body`` by replaying CUDA graphs; the pools must be the same in every call.
 
-    Used where the host takes part in a tick: for prefill, whose rows change from tick to tick, and for rows with a
-    user's own policy. Passes of decode rows alone, or of prefill rows alone with a fused body, are replayed with rows
-    padded to few sizes; other passes run eagerly. A padding row attends to nothing.
+    Used if a tick cannot be one graph: for prefill, whose rows change from tick to tick, and with a user's own policy.
+    Passes with decode rows only, or with prefill rows only and a fused body, are replayed, with rows padded to few
+    sizes; other passes run eagerly. Padding rows attend to nothing (prefill) or only to themselves (decode).
     """
 
     def __init__(self, body: Body, owner: Graphs, padding: int):

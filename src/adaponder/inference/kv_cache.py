@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Pages:
-    """Allocates pages of ``size`` rows; a page is free once its last holder releases it.
+    """Allocates reference-counted pages of ``size`` rows; a page is free while its count is 0.
 
     Page 0 is never allocated: padding rows write there.
     """
@@ -31,7 +31,7 @@ class Pages:
         return self.count - 1 - self.free
 
     def take(self, count: int) -> list[int] | None:
-        """Allocates ``count`` pages with one holder each; ``None`` if fewer are free."""
+        """Allocates ``count`` pages with a reference count of 1; returns ``None`` if fewer are free."""
         if count > self.free:
             return None
         taken = [self._free.pop() for _ in range(count)]
@@ -40,14 +40,14 @@ class Pages:
         return taken
 
     def hold(self, pages: Iterable[int]) -> None:
-        """Adds a holder to each of these pages."""
+        """Increments the reference count of each of these pages."""
         for page in pages:
             if not self._holders[page]:
                 raise RuntimeError(f"page {page} is free and cannot be shared")
             self._holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Removes a holder from each of these pages and frees those without one."""
+        """Decrements the reference count of each of these pages and frees those that reach 0."""
         for page in pages:
             if not self._holders[page]:
                 raise RuntimeError(f"page {page} is already free")
@@ -62,7 +62,7 @@ class Pages:
 
 
 class RowStream:
-    """Consecutive rows of one sequence on its own pages."""
+    """Allocates the rows of one sequence, in order, from its own pages."""
 
     def __init__(self, size: int):
         self.size, self.used = size, 0
@@ -74,11 +74,11 @@ class RowStream:
         return len(self.pages) * self.size - self.used
 
     def pages_for(self, rows: int) -> int:
-        """Returns how many more pages ``rows`` more rows need."""
+        """Returns the number of additional pages that ``rows`` additional rows need."""
         return max(0, -(-(rows - self.room) // self.size))
 
     def take(self, rows: int) -> list[int]:
-        """Returns the next ``rows`` pool rows, for which there must be room."""
+        """Allocates and returns the next ``rows`` pool rows; raises if there is no room."""
         if rows > self.room:
             raise RuntimeError(f"{rows} rows requested, {self.room} available")
         offsets = np.arange(self.used, self.used + rows)
@@ -90,7 +90,7 @@ class RowStream:
 class Span:
     """Consecutive tokens whose rows are in the pools, with the depth of each token.
 
-    ``columns`` are their columns of the index, int32 ``[iterations, slots]``; ``pages`` hold their rows.
+    ``columns`` are the tokens' columns of the index, int32 ``[iterations, slots]``; ``pages`` contain their rows.
     """
 
     columns: Tensor
@@ -102,10 +102,10 @@ class KVRows:
     """The pool rows of a sequence's keys and values: spans shared with others, and rows on its own pages.
 
     Attributes:
-        shared: cached spans of the prompt, whose pages it holds.
+        shared: spans of the prompt from the prefix cache or another sample; it holds a reference to their pages.
         prefill: rows of tokens computed in chunks.
         decode: rows of tokens computed one by one.
-        in_flight: decode rows that the device may have used beyond ``decode.used``.
+        in_flight: decode rows beyond ``decode.used`` that unprocessed launches may use.
     """
 
     def __init__(self, page_size: int):
@@ -126,11 +126,11 @@ class KVRows:
         return (len(self.prefill.pages) + len(self.decode.pages)) * self.page_size
 
     def pages(self) -> list[int]:
-        """Returns every page that it holds, once per hold."""
+        """Returns every page that it holds, once per reference."""
         return [page for span in self.shared for page in span.pages] + self.prefill.pages + self.decode.pages
 
     def take_prefill(self, tokens: list[int], rows: int) -> list[int]:
-        """Takes ``rows`` prefill rows for one iteration of these tokens, the same number for each."""
+        """Allocates ``rows`` prefill rows for one iteration of these tokens, equally many for each token."""
         taken = self.prefill.take(rows)
         self._written.append((tokens, taken))
         return taken
@@ -145,7 +145,7 @@ class KVRows:
         return {number: frozenset(block_pages) for number, block_pages in pages.items()}
 
 
-# The block before (for the first block of a prompt, the namespace) and the block's tokens.
+# The number of the preceding block (for a prompt's first block, the namespace) and the block's tokens.
 BlockKey = tuple[Hashable, tuple[int, ...]]
 
 
@@ -159,7 +159,7 @@ class _Block:
 class PrefixCache:
     """Caches blocks of ``size`` prompt tokens; the least recently used are evicted when pages run short.
 
-    Keys are compared exactly: no hash decides. Sequences have one ``namespace`` only if their depths are decided alike.
+    Keys are compared by their tokens, not only by a hash. Equal prefixes have equal depths within a ``namespace``.
     """
 
     def __init__(self, pages: Pages, size: int):
@@ -171,7 +171,7 @@ class PrefixCache:
         return len(self._blocks)
 
     def find(self, namespace: Hashable, tokens: Sequence[int]) -> list[Span]:
-        """Returns the spans of the longest cached prefix of ``tokens``, their pages held for the caller."""
+        """Returns the spans of the longest cached prefix of ``tokens``; increments their pages' reference counts."""
         blocks, parent = [], namespace
         for start in range(0, len(tokens) - self.size + 1, self.size):
             block = self._blocks.get((parent, tuple(tokens[start : start + self.size])))
@@ -203,7 +203,7 @@ class PrefixCache:
             self._blocks.move_to_end(block.key)
 
     def make_room(self, pages: int) -> bool:
-        """Evicts least recently used blocks until ``pages`` pages are free; False if that is impossible."""
+        """Evicts least recently used blocks until ``pages`` pages are free; returns False if it cannot free enough."""
         while self.pages.free < pages and self._blocks:
             _, block = self._blocks.popitem(last=False)
             self.pages.release(block.span.pages)

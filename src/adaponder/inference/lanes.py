@@ -14,20 +14,20 @@ from adaponder.ops.lanes import Books, resume_rows
 
 
 class Lanes:
-    """One entry per lane, and a last one, ``padding``, for padding rows.
+    """Holds one entry per lane, and a last one, number ``padding``, for padding rows.
 
-    Every tensor keeps its address, so that CUDA graphs can read and write it. ``like`` is the method's state of one
-    token, for shapes and dtypes.
+    Every tensor keeps its address, so that CUDA graphs can read and write it. ``like`` is an example of the method's
+    state, for shapes and dtypes.
 
     Attributes:
-        books: where each lane is, and which rows it attends to.
+        books: the token and iteration of each lane, its block table, and the index of the rows it attends to.
         state: the method's state of each lane's current token, or of every token in its draft window.
     """
 
     def __init__(self, shape: EngineShape, like: State):
         count, slots = shape.lanes + 1, shape.tokens * shape.width
         self.padding, self.tokens = shape.lanes, shape.tokens
-        # A finished lane may use rows_in_flight more rows before the host knows that it is finished.
+        # A finished lane may use rows_in_flight more rows until the host has its results.
         pages = -(-(slots * shape.passes + shape.rows_in_flight) // shape.page_size) + 1
         long, int32 = ({"dtype": dtype, "device": like.input.device} for dtype in (torch.long, torch.int32))
         self.books = Books(
@@ -49,7 +49,7 @@ class Lanes:
         return self.books.index
 
     def start(self, entries: Sequence[tuple[int, int, int, int]]) -> None:
-        """Starts decoding a token in lanes; entries are (lane, token id, position, last iteration)."""
+        """Starts decoding in lanes; entries are (lane, token id, position, last iteration)."""
         books, (lane, token, position, last) = self.books, self._columns(entries)
         books.token[lane], books.place[lane], books.last[lane] = token, position, last
         books.iteration.index_fill_(0, lane, 0)
@@ -70,13 +70,13 @@ def write_lane(buffer: Tensor, lane: int, values: Sequence[Any]) -> None:
 
 
 def select_state(state: State, which: Any) -> State:
-    """Returns some rows of a state."""
+    """Selects rows of a state by an index tensor or a slice."""
     hidden: Any = None if state.hidden is None else state.hidden[which]
     return State(state.input[which], hidden, tuple(values[which] for values in state.carried))
 
 
 def resume_state(first: State, stored: State, lane: Tensor, iteration: Tensor) -> State:
-    """Returns ``first`` for rows at iteration 0, else the state ``stored`` for their lanes."""
+    """Returns the state of each row: ``first`` at iteration 0, else its lane's entry of ``stored``."""
     pairs = zip(first.carried, stored.carried, strict=True)
     return State(
         resume_rows(first.input, stored.input, lane, iteration),
@@ -93,7 +93,7 @@ def join_states(states: Sequence[State]) -> State:
 
 
 def store_state(stored: State, lane: Tensor, new: State) -> None:
-    """Writes rows into the stored state of their lanes, their hidden states too unless they are ``None``."""
+    """Writes the rows of ``new`` to entries ``lane`` of ``stored``; hidden states only if ``new`` has them."""
     targets = (stored.input, stored.hidden, *stored.carried)
     for target, values in zip(targets, (new.input, new.hidden, *new.carried), strict=True):
         if values is not None:

@@ -14,7 +14,7 @@ TopTokens = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class PromptToken:
-    """One token of the prompt as the tokens before it predicted it; the first one has no ``log_probability``."""
+    """One prompt token and its log-probability given the tokens before it; ``None`` for the first."""
 
     id: int
     log_probability: float | None = None
@@ -26,12 +26,12 @@ class Token:
     """One generated token.
 
     Attributes:
-        depth: the depth of the token before it, whose row predicted this one.
-        log_probability: by the model's own distribution, before biases, penalties and temperature; ``None`` unless the
-            request asks for it.
+        depth: the depth of the preceding token, whose last row predicted this one.
+        log_probability: under the model's own distribution, before biases, penalties and temperature; ``None`` unless
+            requested.
         top: the likeliest tokens of the same distribution.
-        gates: the gates of the predicting row, by iteration.
-        iteration_top: the likeliest tokens after each iteration of the predicting row.
+        gates: the gate values of the preceding token, by iteration.
+        iteration_top: the likeliest next tokens after each iteration of the preceding token.
     """
 
     id: int
@@ -48,14 +48,14 @@ class Completion:
 
     Attributes:
         sample: the number of the sample, from 0.
-        tokens: the generated tokens; a stop token is the last.
-        prompt_log_probabilities: one entry per token of the prompt, if the request asks for them.
-        finish_reason: ``stop`` (an end-of-text or stop id), ``length``, ``cancelled`` or ``error``; ``None`` until it
-            finishes.
-        stop_id: the token id that stopped it.
+        tokens: the generated tokens, including the stop token if there is one.
+        prompt_log_probabilities: one entry per prompt token; ``None`` unless requested.
+        finish_reason: ``stop`` (an end-of-text or stop id), ``length``, ``cancelled`` or ``error``; ``None`` until the
+            sample finishes.
+        stop_id: the token id that stopped the sample.
         error: the error in one line.
-        dropped_rows: rows computed for drafts that were wrong; no depth counts them.
-        cached_tokens: leading tokens of the prompt found in the prefix cache, which were not computed again.
+        dropped_rows: the number of rows computed for wrong drafts, which are not part of any depth.
+        cached_tokens: the number of leading prompt tokens found in the prefix cache.
     """
 
     request: Request
@@ -78,7 +78,7 @@ class Completion:
     @property
     def depths(self) -> list[int]:
         """Depths of every computed token: the prompt's, and all generated ones but the last, which is not computed."""
-        # The depth of a generated token is known from the token it predicted; the prompt's last predicted the first.
+        # Token.depth belongs to the preceding token: that of the first generated token is the prompt's last depth.
         return self.prompt_depths + [token.depth for token in self.tokens[1:]]
 
     @property
@@ -89,7 +89,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Event:
-    """A new ``token``, or the ``completion``, of one sample of a request."""
+    """A new ``token`` of one sample of a request or, at its end, the ``completion``."""
 
     request: int
     sample: int

@@ -1,9 +1,9 @@
 """Applies each lane's own halting policy where rows of many requests share one pass.
 
-Each built-in policy class that is present is called once for all rows, with every numeric field replaced by a tensor of
-one value per row, and each row takes the result of its lane's class. Shapes are static and the host never waits, so a
-CUDA graph can hold the call while :meth:`LanePolicies.key` is unchanged. A user's own policy, and a built-in one with
-other fields, is called with the rows of its lane alone, and the host waits for it.
+Each built-in policy class in use is called once on all rows, with numeric fields replaced by tensors of one value per
+row; each row takes the decision of its lane's class. Shapes are static and the host never waits, so a captured call
+stays valid while :meth:`LanePolicies.key` is unchanged. A user's own policy, like a built-in one with other fields, is
+called separately on the rows of its lane, and the host waits for it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _PER_ROW = ("iteration", "gate", "hidden", "position", "seed", "slot", "active")
 
 
 class LanePolicies:
-    """The policy, seed, forced depths and last iteration of every lane.
+    """Holds the policy, seed, forced depths and last iteration of every lane.
 
     Attributes:
-        errors: the exception of a user's policy, by lane, until the lane is set or cleared; that lane's rows halt.
+        errors: by lane, the exception that its policy raised; its rows halt until the lane is set or cleared.
     """
 
     def __init__(self, lanes: int, slots: int, iterations: int, device: torch.device | str = "cpu"):
@@ -40,16 +40,16 @@ class LanePolicies:
         self._integers = torch.zeros(lanes, 3, dtype=torch.int64, device=self.device)
         self._seed, self._class_number, self._last = self._integers.unbind(1)  # views of the columns
         self._forced: Tensor | None = None
-        # By lane: the class of a built-in policy (or ForcedDepths, which decides nothing itself), or a user's policy.
+        # By lane: the class of its built-in policy (or ForcedDepths, applied as _forced); or the user's policy.
         self._classes: dict[int, type[Policy]] = {}
         self._callables: dict[int, Policy] = {}
         self._forcing: set[int] = set()
         self._class_numbers: dict[type[Policy], int] = {}
 
     def set(self, lane: int, policy: Policy, seed: int, depths: Mapping[int, int], last: int) -> None:
-        """Assigns a lane to a request; :class:`ForcedDepths` uses the depths of its first sequence.
+        """Sets the policy of a lane; of :class:`ForcedDepths` it takes the depths of the first sequence.
 
-        ``depths`` are forced depths by slot, which override the policy (0 does not); ``last`` is the last iteration.
+        ``depths`` maps slots to depths that override the policy (0 does not); ``last`` is the last allowed iteration.
         """
         self.clear(lane)
         forced: dict[int, int] = {}
@@ -85,7 +85,7 @@ class LanePolicies:
         return tuple(kind for kind in self._class_numbers if kind in present)
 
     def callables(self) -> tuple[int, ...]:
-        """Returns the lanes whose policy is called separately: with any of these, the host waits for each call."""
+        """Returns the lanes whose policy is called separately; the host waits for every such call."""
         return tuple(sorted(self._callables))
 
     def reads_previous(self) -> bool:
@@ -97,7 +97,7 @@ class LanePolicies:
         return self.classes(), bool(self._forcing), bool(self._callables), ForcedDepths in self._classes.values()
 
     def __call__(self, rows: PolicyInput) -> Tensor:
-        """Returns True for rows whose token continues, by the policy of each row's lane, ``rows.sequence``.
+        """Returns which rows continue, by the policies of their lanes, given as ``rows.sequence``.
 
         ``rows.seed`` is ignored: each lane has its own. Results for inactive rows are undefined.
         """
@@ -115,7 +115,7 @@ class LanePolicies:
         return keep
 
     def _apply_classes(self, rows: PolicyInput, classes: Sequence[type[Policy]]) -> Tensor:
-        """Applies the built-in policies; False for rows of other lanes."""
+        """Applies the built-in policies; False for rows of lanes with another policy."""
         if not classes:
             return torch.zeros_like(rows.active)
         numbers = self._numbers[rows.sequence, rows.iteration]
@@ -128,7 +128,7 @@ class LanePolicies:
         return keep
 
     def _apply_callable(self, rows: PolicyInput, keep: Tensor, lane: int, policy: Policy) -> Tensor:
-        """Returns ``keep`` with the decisions of a user's policy for the active rows of its lane."""
+        """Returns ``keep`` with a lane's active rows replaced by the decisions of the user's policy."""
         selected = (rows.sequence == lane) & rows.active
         if lane in self.errors or not bool(selected.any()):
             return keep
@@ -149,9 +149,9 @@ class LanePolicies:
 
 
 def prefix_key(policy: Policy, seed: int) -> tuple[Any, ...] | None:
-    """Returns a key that is equal for policies and seeds whose decisions are equal; ``None`` forbids prefix sharing.
+    """Returns a key: policies and seeds with equal keys decide equally. ``None`` forbids prefix sharing.
 
-    A user's callable is never shared, nor is a user's policy class with fields other than numbers and strings.
+    ``None`` for a user's callable, and for a user's policy class with fields other than numbers and strings.
     """
     kind = type(policy)
     if _is_built_in(policy) or kind is ForcedDepths:
@@ -161,17 +161,17 @@ def prefix_key(policy: Policy, seed: int) -> tuple[Any, ...] | None:
     values = tuple(getattr(policy, item.name) for item in fields(policy))
     if not all(_is_plain(value) for value in values):
         return None
-    # An inherited reads_seed says nothing about a user's own rule.
+    # An inherited reads_seed need not hold for a user's own rule.
     return kind, values, as_int64(seed) if kind.__dict__.get("reads_seed", True) else None
 
 
 def runs_on_host(policy: Policy) -> bool:
-    """Returns whether the policy is called for its lane alone, so that the host waits for it at every tick."""
+    """Returns whether the policy is called separately for its lane, so that the host waits for it in every tick."""
     return not _is_built_in(policy) and not isinstance(policy, ForcedDepths)
 
 
 def _is_built_in(policy: Policy) -> bool:
-    """Returns whether this is a row-by-row policy of the package with few numeric fields, which tensors can replace."""
+    """Returns whether this is a row-by-row policy of this package with at most ``_FIELDS`` fields, all numeric."""
     kind = type(policy)
     if not kind.__module__.startswith("adaponder.policies.") or not kind.row_by_row:
         return False
@@ -192,9 +192,9 @@ def _number_fields(kind: type[Policy]) -> tuple[str, ...]:
 
 
 def _number_table(policy: Policy, iterations: int, last: int) -> list[list[float]]:
-    """Returns the value of each field after each iteration, ``[iterations, fields]``.
+    """Returns the value of each policy field at each iteration, ``[iterations, fields]``.
 
-    It is NaN, for which every comparison is false, from iteration ``last`` on and where a list has no entry.
+    From iteration ``last`` on, and past the end of a list, it is NaN: every comparison with NaN is false.
     """
     table = [[math.nan] * _FIELDS for _ in range(iterations)]
     for column, name in enumerate(_number_fields(type(policy))):

@@ -12,14 +12,14 @@ from adaponder.inference.sequence import FINISHED, Chunk, Sequence, TokenProgres
 from adaponder.inference.tick import Extras
 from adaponder.ops.lanes import GOES_ON, NOT_A_NUMBER
 
-# The tick of a launch and the column of its log: where the results of a row are.
+# Where the results of a row are in a launch's log: (tick, column).
 Entry = tuple[int, int]
 
 
 class Postprocessor:
     """Updates the host's view of each sequence, finishes sequences, and counts what was computed.
 
-    ``counts["drafted"]`` are tokens that were started before they were certain, ``"accepted"`` those that were right.
+    ``counts["drafted"]`` is the number of tokens started as drafts, ``counts["accepted"]`` that of the right drafts.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler):
@@ -27,7 +27,7 @@ class Postprocessor:
         self.counts = dict.fromkeys(("ticks", "rows", "tokens", "drafted", "accepted"), 0)
 
     def process(self, launch: Launch) -> list[Event]:
-        """Waits for a launch and returns the events that its results cause."""
+        """Waits for a launch, processes its results and returns the new events."""
         tokens, extras = launch.wait()
         events: list[Event] = []
         self.counts["ticks"] += launch.ticks
@@ -46,7 +46,7 @@ class Postprocessor:
         return events
 
     def _decode(self, sequence: Sequence, tokens: list[int], extras: Extras, column: int, events: list[Event]) -> None:
-        """Processes the ticks of a sequence, one sampled token each."""
+        """Processes a sequence's column of the log: per tick a sampled token, or ``GOES_ON`` if the token continues."""
         rows = len(tokens) * self.runner.width
         sequence.kv.in_flight -= rows
         sequence.kv.decode.used += rows
@@ -64,7 +64,7 @@ class Postprocessor:
     def _decode_window(
         self, sequence: Sequence, lines: list[list[int]], extras: Extras, column: int, events: list[Event]
     ) -> None:
-        """Processes the ticks of a sequence's draft window, one line of the log each, and appends accepted tokens."""
+        """Processes a sequence's column of the log, one line per tick of its window, and appends accepted tokens."""
         assert self.runner.drafts is not None
         size, window, completion = self.runner.drafts.size, sequence.window, sequence.completion
         sequence.kv.in_flight -= len(lines)
@@ -100,7 +100,7 @@ class Postprocessor:
             progress.top.append(_top_tokens(extras, entry, request.iteration_top))
 
     def _token(self, sequence: Sequence, progress: TokenProgress, token_id: int, extras: Extras, entry: Entry) -> Token:
-        """Builds the token that a row sampled, with the outputs that the request asks for."""
+        """Builds the token that a row sampled, with the requested outputs."""
         depth, count = progress.iterations * self.runner.width, sequence.request.log_probabilities
         score, top = None, ()
         if count is not None and extras.log_probability is not None:
@@ -156,7 +156,7 @@ class Postprocessor:
         size, num_cached = self.prefixes.size, sequence.kv.num_cached
         spans = [span for span in sequence.kv.shared if len(span.depths) == size]
         if namespace is None or num_cached != len(spans) * size:
-            return  # nothing is cached, or its prompt came from another sample, which has cached it
+            return  # sharing is disabled, or the prompt came from another sample, which has cached it
         pages = sequence.kv.pages_by_block(size)
         spans += [
             self.runner.span(sequence, start, start + size, pages[start // size])
@@ -167,9 +167,9 @@ class Postprocessor:
     def finish(
         self, sequence: Sequence, reason: FinishReason, *, stop_id: int | None = None, error: str | None = None
     ) -> Event:
-        """Finishes a sequence, frees all it holds and returns its final event."""
+        """Finishes a sequence, frees its lane and pages, and returns its final event."""
         for sample in sequence.waiting_samples():
-            sample.leader = None  # it prefills the prompt itself, or finds it in the prefix cache
+            sample.leader = None  # the sample prefills the prompt itself, or finds it in the prefix cache
         self.scheduler.remove(sequence)
         return sequence.final_event(reason, stop_id=stop_id, error=error)
 
@@ -182,7 +182,7 @@ def _top_tokens(extras: Extras, entry: Entry, count: int) -> TopTokens:
 
 
 def _record_scores(sequence: Sequence, chunk: Chunk, active: list[bool], scores: Scores) -> None:
-    """Records the log-probabilities of prompt tokens, predicted by the halted tokens before them."""
+    """Records the log-probability of each prompt token whose preceding token has halted."""
     log_probability, ids, values = (column.tolist() for column in scores)
     prompt = sequence.completion.prompt_log_probabilities
     assert prompt is not None

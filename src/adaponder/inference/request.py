@@ -1,4 +1,4 @@
-"""Defines a request to the engine, and checks it: each refusal names the field, the value and the cure."""
+"""Defines and checks requests to the engine: each error names the field, the value and the cure."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Request(Sampling):
         prompt: token ids, at least one.
         logit_bias: values added to the logits of these token ids.
         stop_ids: token ids that end the completion, beside the model's end-of-text ids.
-        policy: the halting policy instead of the method's own.
-        depths: forced depth of each slot, as a list from slot 0 or by slot; 0, or no entry, forces nothing. Forcing
-            replaces the policy's decision only: gates and expectations are computed.
-        salt: requests share the rows of equal prefixes only within one salt.
+        policy: the halting policy; ``None`` takes the method's own, with the threshold ``tau`` if set.
+        depths: the forced depth of each slot, as a list from slot 0 or a mapping; 0, or no entry, forces nothing. Only
+            the policy's decision is replaced: gates and expected embeddings are still computed.
+        salt: only requests with equal salts share the rows of a common prefix.
     """
 
     prompt: Sequence[int]
@@ -44,7 +44,7 @@ class Request(Sampling):
     salt: str = ""
 
     def __post_init__(self) -> None:
-        # Integers of numpy wrap around, and some are no index of torch's. check_request refuses what is no number.
+        # NumPy integers can overflow, and torch cannot index with all of them. check_request refuses non-numbers.
         for name, setting in REQUEST_FIELDS.items():
             object.__setattr__(self, name, as_plain_number(getattr(self, name), setting.type))
 
@@ -99,7 +99,7 @@ def policy_of(request: Request, model: AdaPonderForCausalLM) -> Policy:
 
 
 def forced_depths(request: Request) -> dict[int, int]:
-    """Returns the forced depth by slot."""
+    """Returns the forced depths, by slot."""
     if request.depths is None:
         return {}
     pairs = request.depths.items() if isinstance(request.depths, Mapping) else enumerate(request.depths)
@@ -160,7 +160,7 @@ def _check_ids(name: str, values: Any, vocabulary: int) -> list[int]:
 
 
 def _check_number(name: str, value: Any, kind: type, least: float, most: float) -> Any:
-    """Returns a number of any library as Python's ``kind``; raises unless it is from ``least`` to ``most``."""
+    """Converts a number of any library to Python's ``kind``; raises unless it is from ``least`` to ``most``."""
     number = as_plain_number(value, kind)
     if isinstance(number, bool) or not isinstance(number, kind) or not least <= number <= most:
         words = "a whole number" if kind is int else "a number"

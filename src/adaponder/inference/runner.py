@@ -22,22 +22,22 @@ from adaponder.inference.sequence import Chunk, Sequence
 from adaponder.inference.tick import Extras, TickRunner, to_host
 from adaponder.modeling import AdaPonderForCausalLM
 
-# Multiply-adds of a matrix product per CPU thread. A product shared by threads ends with a wait for the slowest of
-# them, which is small against the 100 microseconds of a million multiply-adds, and larger than a small model's product.
+# Multiply-adds of a matrix product per CPU thread, which take about 100 microseconds. Threads that share a product wait
+# for the slowest one: little compared with this, but longer than the whole product of a small model.
 PER_THREAD = 1_000_000
-# Products of attention (in and out) and MLP (up and down) per layer; then head and expectation.
+# Matrix products per layer (attention in and out, MLP up and down), and after the layers (head, expectation).
 _LAYER_PRODUCTS, _HEAD_PRODUCTS = 4, 2
 
 
 @dataclass
 class Launch:
-    """Work given to the device, and its results, which are on the host after :meth:`wait`.
+    """A launched plan and its results, which are on the host after :meth:`wait`.
 
     Attributes:
-        decoding: the sequences of the log's columns, each with its rows at launch, replaced when they are freed.
+        decoding: the sequence of each log column and its ``kv`` at launch; a sequence gets a new ``kv`` when reset.
         log: the tokens of every tick, ``[ticks, n]`` (see :mod:`adaponder.ops.lanes`), and their extras.
-        chunks: the prefilled chunks, each with its results.
-        failed: the exceptions of users' own policies.
+        chunks: each prefilled chunk, whether its tokens continue, and its scores.
+        failed: the exceptions raised by users' own policies, by sequence.
     """
 
     decoding: list[tuple[Sequence, KVRows]]
@@ -59,7 +59,7 @@ class Runner(TickRunner):
     """Launches plans over the lanes of a :class:`TickRunner`.
 
     Attributes:
-        occupants: the rows of the sequence that each lane was set up for.
+        occupants: by lane, the ``kv`` of the sequence that the lane was set up for.
         graphs: replays ticks as CUDA graphs; ``None`` without a GPU.
         replayed: replays passes of the body as CUDA graphs, for ticks that cannot be one graph.
     """
@@ -76,7 +76,7 @@ class Runner(TickRunner):
 
     @torch.no_grad()
     def launch(self, plan: Plan) -> Launch:
-        """Gives a plan to the device without waiting for its results."""
+        """Launches a plan on the device without waiting for its results."""
         self._update_lanes(plan.resident)
         if plan.starting:
             self._start_decoding(plan.starting)
@@ -105,7 +105,7 @@ class Runner(TickRunner):
         return Span(columns, sequence.depths[start:stop], pages)
 
     def _update_lanes(self, resident: dict[int, Sequence]) -> None:
-        """Clears lanes without a sequence and sets up those with a new one: its policy and its shared rows."""
+        """Clears lanes whose sequence has left; sets the policy and the shared rows of lanes with a new sequence."""
         for lane in self.occupants.keys() - resident.keys():
             self.policies.clear(lane)
             del self.occupants[lane]
@@ -120,7 +120,7 @@ class Runner(TickRunner):
                 self.lanes.index[lane, :, : columns.shape[1]] = columns
 
     def _start_decoding(self, sequences: Many[Sequence]) -> None:
-        """Sets up sampling and the first token to decode of prefilled sequences."""
+        """Sets up the lanes of prefilled sequences for decoding: sampling and the first token to decode."""
         entries = []
         for sequence in sequences:
             lane, tokens, prompt = sequence.lane_number, sequence.tokens, sequence.submission.prompt
@@ -131,7 +131,7 @@ class Runner(TickRunner):
             self.drafts.start(sequences, self.policies.callables())
 
     def _run(self, lanes: list[int], features: Features, chunks: Many[Chunk], plan: Plan, launch: Launch) -> None:
-        """Runs ticks one by one, the chunks in the first; a single tick without lanes."""
+        """Runs the plan's ticks one by one, with the chunks in the first tick; without lanes, only one tick."""
         rows = (len(lanes) + sum(len(chunk.tokens) for chunk in chunks)) * self.width
         numbers, extras = self.as_tensor(lanes), []
         ticks = plan.ticks if lanes else 1
@@ -152,7 +152,7 @@ class Runner(TickRunner):
 
 @contextmanager
 def pass_threads(shape: Shape, rows: int) -> Iterator[None]:
-    """Caps torch's threads during a pass over ``rows`` by an average product's multiply-adds, then restores them."""
+    """Caps torch's threads at one per ``PER_THREAD`` multiply-adds of a pass's average product, then restores them."""
     weights = shape.body + _HEAD_PRODUCTS * shape.vocabulary * shape.hidden
     products = _LAYER_PRODUCTS * shape.layers + _HEAD_PRODUCTS
     before = torch.get_num_threads()

@@ -1,12 +1,12 @@
 """Samples the next token of each row on the device; the result does not depend on what else is in the batch.
 
 Logits pass through, in this order: logit bias, and a ban of stop ids until ``min_new_tokens``; repetition, presence and
-frequency penalties; temperature; top-k; top-p of what top-k left; min-p. Tokens that tie with the least likely kept one
-are kept too. A token is drawn by Gumbel noise, a hash of (seed, sample, position, token id). Greedy rows take the
-smallest id among the likeliest tokens. Log-probabilities are those of the unmodified distribution.
+frequency penalties; temperature; top-k; top-p among the tokens that top-k kept; min-p. Tokens that tie with the least
+likely kept one are kept too. A token is drawn by Gumbel noise, a counter-based hash of (seed, sample, position, token
+id). Greedy rows take the smallest id among the likeliest tokens. Log-probabilities are of the unmodified distribution.
 
 The settings of all lanes are device tensors that never move, shapes depend only on the number of rows and on
-:class:`Features`, and the host never waits: a CUDA graph can hold :meth:`SamplerState.choose`.
+:class:`Features`, and the host never waits: a CUDA graph can capture :meth:`SamplerState.choose`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from adaponder.inference.request import MOST_BIASES, MOST_STOP_IDS, Request
 from adaponder.ops.next_token import least_kept, pick, stream_key
 from adaponder.ops.precision import widened
 
-# Prompt rows whose log-probabilities are computed at a time.
+# Number of prompt rows whose log-probabilities are computed at a time.
 _ROWS = 64
-# Numbers of top tokens that are computed: few sizes, so that few graphs are captured.
+# The number of top tokens is rounded up to one of these sizes, so that few graphs are captured.
 _TOP_SIZES = (0, 5, 20)
 _NO_PENALTIES = (1.0, 0.0, 0.0)
 _FOREVER = torch.iinfo(torch.int64).max
 
 
 class Features(NamedTuple):
-    """What any lane of a batch needs of a tick; the rest is not computed, which changes no lane's token.
+    """The optional parts of sampling that any lane of a batch needs; skipping the others changes no token.
 
     ``log_probabilities`` is the number of top tokens to return; ``None`` returns no log-probabilities.
     """
@@ -61,13 +61,13 @@ class Features(NamedTuple):
 
     @classmethod
     def union(cls, features: Iterable[Features]) -> Features:
-        """Returns the features that any of these needs."""
+        """Returns the features that at least one of these includes."""
         *flags, tops = zip(cls(), *features, strict=True)
         return cls(*map(any, flags), max((top for top in tops if top is not None), default=None))
 
 
 class Scores(NamedTuple):
-    """The log-probability of one token per row, ``[n]``, and the top tokens with theirs, ``[n, top]``."""
+    """The log-probability of one token per row, ``[n]``, and the top tokens with their own, ``[n, top]``."""
 
     log_probability: Tensor
     top_ids: Tensor
@@ -77,7 +77,7 @@ class Scores(NamedTuple):
 class Sampled(NamedTuple):
     """The sampled token of each row, int64 ``[n]``.
 
-    ``bad`` marks rows without a valid token: NaN or infinite logits, or all tokens banned. ``scores`` is ``None`` where
+    ``bad`` marks rows without a valid token: NaN or infinite logits, or all tokens banned. ``scores`` is ``None`` if
     no lane needs log-probabilities.
     """
 
@@ -89,8 +89,8 @@ class Sampled(NamedTuple):
 class SamplerState:
     """The sampling settings of every lane.
 
-    ``eos_ids`` are banned together with a request's stop ids until its ``min_new_tokens``. Logits are computed in their
-    own precision, and at least in float32.
+    ``eos_ids`` are banned, like a request's stop ids, until ``min_new_tokens`` tokens are generated. Biases and
+    penalties are applied in the precision of the logits, at least float32.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class SamplerState:
             logits: ``[n, V]``, of any floating type.
             lanes: int64 ``[n]``, the lane of each row; padding rows may have any.
             position: int64 ``[n]``, the position of each row's token, from 0.
-            features: at least what the rows' lanes need.
+            features: must include the features of all these lanes.
         """
         adjusted = logits
         if features.biased:
@@ -145,7 +145,7 @@ class SamplerState:
         return Sampled(token, bad, scores)
 
     def record(self, tokens: Tensor, lanes: Tensor, final: Tensor) -> None:
-        """Adds the tokens of rows where ``final`` to the output counts of their lanes, for penalties; all ``[n]``."""
+        """Counts the tokens of ``final`` rows in the output of their lanes, for penalties; all are ``[n]``."""
         if self._occurrences is not None:
             self._occurrences.record(tokens, lanes, final)
 
@@ -157,7 +157,7 @@ def _penalties(request: Request) -> tuple[float, float, float]:
 class LaneBiases:
     """Values added to a few logits of each lane: logit biases, and bans up to a position.
 
-    Buffers ``[lanes, entries]`` that never move; unused entries add 0 to token 0.
+    The buffers ``[lanes, entries]`` keep their addresses; unused entries add 0 to token 0.
     """
 
     def __init__(self, lanes: int, device: torch.device, eos: int):
@@ -168,7 +168,7 @@ class LaneBiases:
         self._written: set[int] = set()
 
     def set(self, lane: int, biases: Mapping[int, float], banned: Collection[int], until: int) -> None:
-        """Sets a lane's biases, and the tokens that rows before position ``until`` cannot sample."""
+        """Sets a lane's biases, and the tokens that are banned before position ``until``."""
         entries = [(int(token), float(value), _FOREVER) for token, value in biases.items()]
         entries += [(int(token), -math.inf, until) for token in banned]
         if not entries and lane not in self._written:
@@ -186,7 +186,7 @@ class LaneBiases:
 
 
 class Occurrences:
-    """Which tokens occur in each lane's prompt, and how often in its output: ``[lanes, V]``, never moved."""
+    """Holds which tokens occur in each lane's prompt, and how often in its output, in fixed buffers ``[lanes, V]``."""
 
     def __init__(self, lanes: int, vocabulary: int, device: torch.device):
         self._prompt = torch.zeros(lanes, vocabulary, dtype=torch.bool, device=device)
@@ -199,7 +199,7 @@ class Occurrences:
             buffer[lane].copy_(count.to(buffer.dtype), non_blocking=True)
 
     def record(self, tokens: Tensor, lanes: Tensor, final: Tensor) -> None:
-        """Counts each row's token in the output of its lane where ``final``; all are ``[n]``."""
+        """Counts the tokens of ``final`` rows in the output of their lanes; all are ``[n]``."""
         index = lanes * self._output.shape[1] + tokens
         self._output.view(-1).scatter_add_(0, index, final.to(torch.int32))
 
@@ -208,8 +208,8 @@ class Occurrences:
     ) -> Tensor:
         """Returns ``logits [n, V]`` after the penalties, ``[n, 1]`` each.
 
-        Repetition divides positive logits of tokens in prompt or output and multiplies negative ones; presence is
-        subtracted for tokens in the output, frequency once per occurrence there.
+        ``repetition`` divides positive logits of tokens in prompt or output and multiplies negative ones; ``presence``
+        is subtracted from logits of tokens in the output, ``frequency`` once per occurrence in the output.
         """
         repetition, presence, frequency = (penalty.to(logits.dtype) for penalty in (repetition, presence, frequency))
         output = self._output[lanes]
@@ -220,7 +220,7 @@ class Occurrences:
 
 
 def score(logits: Tensor, tokens: Tensor, top: int) -> Scores:
-    """Returns log-probabilities of ``tokens [n]`` and of the ``top`` likeliest, by ``logits [n, V]``."""
+    """Returns log-probabilities of ``tokens [n]`` and of the ``top`` likeliest, under ``logits [n, V]``."""
     wide = widened(logits)
     normaliser = wide.logsumexp(-1, keepdim=True)
     ids = likeliest(wide, top)
@@ -228,13 +228,13 @@ def score(logits: Tensor, tokens: Tensor, top: int) -> Scores:
 
 
 def prompt_log_probabilities(logits: Tensor, targets: Tensor, n: int) -> Scores:
-    """Equals ``score(logits, targets, n)``, computed for a few rows at a time."""
+    """Returns ``score(logits, targets, n)``, computed for a few rows at a time to save memory."""
     chunks = [score(*chunk, n) for chunk in zip(logits.split(_ROWS), targets.split(_ROWS), strict=True)]
     return Scores(*(torch.cat(column) for column in zip(*chunks, strict=True)))
 
 
 def likeliest(logits: Tensor, n: int) -> Tensor:
-    """Returns the ids ``[rows, min(n, V)]`` of each row's largest float32 or float64 logits; ties by smaller id."""
+    """Returns the ids ``[rows, min(n, V)]`` of each row's largest float32 or float64 logits; ties by lower id."""
     n = min(n, logits.shape[1])
     if logits.dtype == torch.float64:
         return logits.sort(dim=-1, descending=True, stable=True).indices[:, :n]

@@ -1,4 +1,4 @@
-"""Schedules ticks: admits by expected rows, prefills in chunks beside decoding, preempts when pages run short."""
+"""Schedules ticks: admits requests by expected rows, prefills in chunks beside decoding, preempts for lack of pages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from adaponder.inference.config import EngineShape
 from adaponder.inference.kv_cache import PrefixCache
 from adaponder.inference.sequence import DECODING, PREFILLING, WAITING, Chunk, Sequence
 
-# Tokens of a kind after which their mean depth is used.
+# Number of tokens of a kind (policy, iterations) after which their measured mean depth is used.
 _ENOUGH = 32
-# Kinds whose mean depth is kept: every request may bring its own threshold.
+# Number of kinds whose mean depth is kept; requests with different thresholds are of different kinds.
 _KINDS = 1024
 _order = attrgetter("order")
 
@@ -24,7 +24,7 @@ class Plan:
 
     Attributes:
         resident: the sequence of each lane in use.
-        starting: sequences whose prefill is complete and that start to decode.
+        starting: prefilled sequences that start decoding.
         decoding: sequences with one row per tick, in the order of their lanes.
         chunks: prefill chunks of the first tick.
         pages: block-table updates, (lane, index, page).
@@ -111,20 +111,20 @@ class Scheduler:
         self._free_lanes, self._paused = self._all_lanes(), False
 
     def record_depth(self, kind: Hashable, tokens: int, iterations: int) -> None:
-        """Adds ``tokens`` tokens with ``iterations`` iterations in all to the mean depth of their kind."""
+        """Updates a kind's mean depth by ``tokens`` tokens that took ``iterations`` iterations in total."""
         count, total = self._depths.pop(kind, (0, 0))
-        self._depths[kind] = (count + tokens, total + iterations)  # moves the kind to the end: the oldest goes first
+        self._depths[kind] = (count + tokens, total + iterations)  # now the last key; the first is dropped if full
         if len(self._depths) > _KINDS:
             del self._depths[next(iter(self._depths))]
 
     def expected_rows(self, sequence: Sequence) -> int:
-        """Estimates the rows that a sequence will hold at its end, shared ones not counted."""
+        """Estimates the rows that a sequence will hold at its end, without shared ones."""
         prompt, new_tokens = len(sequence.submission.prompt), sequence.request.max_new_tokens
         tokens = prompt + new_tokens - 1 - sequence.kv.num_cached
         return int(tokens * self.width * self.expected_depth(sequence)) + 2 * self.pages.size
 
     def expected_depth(self, sequence: Sequence) -> float:
-        """Estimates a token's passes: the forced mean, else the mean of its kind, else (too few seen) the maximum."""
+        """Estimates the passes per token: the forced mean, else the kind's mean, else (too few tokens) the maximum."""
         if sequence.submission.forced_mean is not None:
             return sequence.submission.forced_mean
         count, total = self._depths.get(sequence.submission.kind, (0, 0))
@@ -182,7 +182,7 @@ class Scheduler:
         depths = [depth for span in sequence.kv.shared for depth in span.depths]
         sequence.depths[: len(depths)] = depths
         sequence.num_scheduled, sequence.state = len(depths), PREFILLING
-        if sequence.leader is None:  # the prompt of a leader belongs to the same request
+        if sequence.leader is None:  # rows shared by a leader are not from the cache
             self.tokens_reused += len(depths)
             if not sequence.num_preemptions:
                 sequence.completion.cached_tokens = len(depths)
@@ -202,11 +202,11 @@ class Scheduler:
                 sequence.state = DECODING
                 plan.starting.append(sequence)
                 for sample in sequence.waiting_samples():
-                    sample.leader = None  # there was no prompt to prefill for them, or it was cached
+                    sample.leader = None  # no prefill ran, so nothing was shared with the sample
             plan.decoding.append(sequence)
 
     def _burst_beside_prefill(self) -> int:
-        """Returns the number of ticks: fewer, the more prefill rows are waiting."""
+        """Returns the number of ticks per launch: the more prefill rows are waiting, the fewer."""
         tokens = sum(
             sequence.num_prefill
             - sequence.num_scheduled
@@ -218,7 +218,7 @@ class Scheduler:
         return max(1, round(self.shape.burst * (1.0 - share)))
 
     def _allocate_decode(self, sequence: Sequence, plan: Plan) -> bool:
-        """Allocates pages for the rows that a sequence may use in this plan; False if there are none."""
+        """Allocates pages for the rows that a sequence may use in this plan; returns False if there are too few."""
         stream = sequence.kv.decode
         rows = sequence.kv.in_flight + plan.ticks * self.width
         if self.shape.window > 1:  # a tick may start one more token, and each token has rows for all passes
@@ -231,14 +231,14 @@ class Scheduler:
         return True
 
     def _take_pages(self, count: int, sequence: Sequence) -> list[int] | None:
-        """Takes pages that are free, cached, or held by younger sequences; ``None`` if there are too few."""
+        """Allocates pages, if needed by evicting cached ones or preempting younger sequences; ``None`` if too few."""
         while not self.prefixes.make_room(count):
             younger = [other for other in self.resident.values() if other.order > sequence.order]
             sharing = [other for other in self.waiting if other.order > sequence.order and other.kv.shared]
             if younger:
                 self._preempt(max(younger, key=_order))
             elif sharing:
-                # This waiting sample loses the prompt shared with it and will prefill it itself.
+                # Releases the prompt shared with a waiting sample, which will prefill it itself.
                 sharing[-1].leader = None
                 self._release(sharing[-1])
             else:
@@ -246,7 +246,7 @@ class Scheduler:
         return self.pages.take(count)
 
     def _schedule_prefill(self, plan: Plan) -> None:
-        """Schedules the next iteration of chunks, and new chunks while the tick has room.
+        """Schedules the next iteration of existing chunks, and new chunks while the tick has room.
 
         A chunk never overtakes an earlier one of its sequence, whose rows it attends to.
         """
@@ -271,7 +271,7 @@ class Scheduler:
                 room -= rows
 
     def _schedule_chunk(self, chunk: Chunk, plan: Plan) -> int:
-        """Schedules a chunk's next iteration; returns its rows, 0 without pages for them."""
+        """Schedules a chunk's next iteration; returns its number of rows, or 0 if there are too few pages."""
         kv, rows = chunk.sequence.kv, len(chunk.tokens) * self.width
         pages = self._take_pages(kv.prefill.pages_for(rows), chunk.sequence)
         if pages is None:
@@ -287,5 +287,5 @@ def _in_flight(sequence: Sequence) -> bool:
 
 
 def _is_ready(sequence: Sequence) -> bool:
-    """Returns whether a sequence need not wait for its leader to prefill the prompt."""
+    """Returns whether a sequence can be admitted: it has no leader, or the leader has shared its prompt."""
     return sequence.leader is None or bool(sequence.kv.shared)

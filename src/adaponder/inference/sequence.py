@@ -27,9 +27,9 @@ class Submission:
         iterations: the maximum depth of its tokens.
         passes: the maximum number of passes per token.
         namespace: the prefix-cache namespace; ``None`` disables sharing.
-        kind: sequences of one kind are expected to have the same mean depth.
-        forced: forced depth by slot.
-        forced_mean: the mean forced depth where every slot is forced, else ``None``.
+        kind: policy and iterations, the key by which the scheduler averages depths.
+        forced: the forced depths, by slot.
+        forced_mean: the mean forced depth if every slot is forced, else ``None``.
     """
 
     def __init__(
@@ -47,20 +47,20 @@ class Submission:
         if all(slot in self.forced for slot in slots):
             self.forced_mean = sum(min(self.forced[slot], iterations) for slot in slots) / len(slots)
         self.samples: list[Sequence] = []
-        for sample in range(request.samples):  # the first one prefills for all
+        for sample in range(request.samples):  # the first sample prefills for all
             self.samples.append(Sequence(self, sample, self.samples[0] if sample else None))
 
 
 @dataclass(eq=False)
 class Chunk:
-    """Prompt tokens of a sequence that are prefilled together, one iteration per pass; halted tokens leave it.
+    """Prompt tokens of a sequence that are prefilled together, one iteration per pass; halted ones are removed.
 
     Attributes:
         tokens: the index of each active token in its sequence, ascending.
         iteration: the next iteration, or the one in flight.
-        state: the method's state of each token, with hidden states where a policy reads them; ``None`` at first.
+        state: the method's state of each token, with hidden states if a policy reads them; ``None`` before iteration 0.
         rows: the pool rows of the latest pass.
-        in_flight: whether a pass over it has been launched whose results are not known yet.
+        in_flight: whether the results of its latest pass are still to be processed.
     """
 
     sequence: Sequence
@@ -76,13 +76,13 @@ class Chunk:
         return self.iteration if self.in_flight else self.iteration - 1
 
     def hidden(self, zeros: Tensor) -> Tensor:
-        """Returns the hidden states of its tokens; ``zeros [1, …]`` for each where the state has none."""
+        """Returns the hidden states of its tokens; ``zeros [1, …]``, repeated, if the state has none."""
         if self.state is None or self.state.hidden is None:
             return zeros.expand(len(self.tokens), -1, -1)
         return self.state.hidden
 
     def keep(self, which: list[int]) -> None:
-        """Removes all its tokens but these."""
+        """Keeps only the tokens at these indices of the chunk."""
         if self.state is not None and 0 < len(which) < len(self.tokens):
             index = torch.tensor(which).to(self.state.input.device, non_blocking=True)
             self.state = select_state(self.state, index)
@@ -91,9 +91,9 @@ class Chunk:
 
 @dataclass(slots=True)
 class TokenProgress:
-    """The iterations computed so far of a token that is being decoded: their number, gates and top tokens.
+    """Records the iterations of a token that is being decoded: their number, gates and top tokens.
 
-    A draft also has the next ``token`` that its latest iteration sampled.
+    With draft windows, ``drafted`` marks drafts, and ``token`` is the next token that the latest iteration sampled.
     """
 
     drafted: bool = False
@@ -108,12 +108,12 @@ class Sequence:
 
     Attributes:
         order: (request, sample), the order of arrival: older sequences have priority when pages run short.
-        leader: the sample that prefills the shared prompt; ``None`` if this one does.
+        leader: the sample that prefills the shared prompt; ``None`` if this sample does.
         tokens: prompt and generated tokens.
-        depths: the depth of each token, 0 while it is unknown.
+        depths: the depth of each token, 0 while unknown.
         num_scheduled: tokens assigned to prefill chunks, cached ones included.
         chunks: prefill chunks that are not finished.
-        window: progress of the tokens that are being decoded, by position modulo the window's size.
+        window: the progress of each token in the draft window, by position modulo its size; without drafts, at key 0.
         lane: its lane; ``None`` while it waits.
         kv: its rows in the pools.
         completion: its results so far.
@@ -134,7 +134,7 @@ class Sequence:
         self.reset()
 
     def reset(self) -> None:
-        """Returns to the state before prefill; the pages must have been released."""
+        """Returns to the state before prefill; the caller must have released the pages."""
         self.kv = KVRows(self.submission.page_size)
         self.chunks: list[Chunk] = []
         self.num_scheduled = 0
@@ -170,7 +170,7 @@ class Sequence:
             self.depths[index] = depth
 
     def final_event(self, reason: FinishReason, *, stop_id: int | None = None, error: str | None = None) -> Event:
-        """Ends it and returns its final event; what it holds must have been freed."""
+        """Marks the sequence as finished and returns its final event; frees no lane and no pages."""
         self.state, completion = FINISHED, self.completion
         completion.prompt_depths = self.depths[: len(completion.prompt)]
         completion.finish_reason, completion.stop_id, completion.error = reason, stop_id, error

@@ -1,7 +1,7 @@
-"""Computes one tick: a pass of the backbone over all rows, the method's update after it, and sampling.
+"""Computes one tick: a pass of the backbone over all rows, the method's update, and sampling.
 
-The rows of a tick are one row of each decoding lane (one per window token with drafting), then chunks of prompts in the
-order of their iterations, those at iteration 0 first. Every row is at its own iteration.
+The rows of a tick are one row per decoding lane (with drafting, one per window token), then the rows of prefill chunks,
+sorted by iteration. The rows of a chunk, a *cohort*, share a lane and an iteration; other rows may differ in both.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from adaponder.policies import PolicyInput
 
 # The results of a chunk's pass: whether each token continues, bool ``[n]``, and the scores of the next tokens.
 ChunkOutput = tuple[Tensor, Scores | None]
-# Of each token: lane, position, iteration, last allowed iteration, pool rows, previous hidden states or None.
+# One entry per token: lane, position, iteration, last allowed iteration, pool rows, previous hidden states or None.
 TickColumns = Sequence[Any]
 Gates = Sequence[nn.Module] | nn.ModuleList
 
 
 class Extras(NamedTuple):
-    """Optional outputs of a tick for each decoding lane, ``[n]`` or ``[n, top]``; ``None`` where no lane needs them."""
+    """Optional outputs of a tick for each decoding lane, ``[n]`` or ``[n, top]``; ``None`` if no lane needs them."""
 
     gate: Tensor | None = None
     log_probability: Tensor | None = None
@@ -77,7 +77,7 @@ class TickRunner:
             self.drafts = Drafting(self.lanes.books, size=shape.window, passes=self.passes, vanishes=self.vanishes)
 
     def new_log(self, ticks: int, lanes: int) -> Tensor:
-        """Allocates the log of ``ticks`` ticks of ``lanes`` lanes."""
+        """Allocates the log of the tokens that ``ticks`` ticks of ``lanes`` lanes sample."""
         if self.drafts is not None:
             return self.drafts.new_log(ticks, lanes)
         return torch.zeros(ticks, lanes, dtype=torch.long, device=self.device)
@@ -95,7 +95,7 @@ class TickRunner:
         log: Tensor,
         body: Body | None = None,
     ) -> tuple[Extras, list[ChunkOutput]]:
-        """Computes one row of each of these lanes and these chunks; ``log [ticks, n]`` receives the tokens.
+        """Runs one tick over these lanes and one iteration of these chunks; ``log [ticks, n]`` receives the tokens.
 
         ``context`` bounds the slots of the lanes; ``body`` replaces the runner's own.
         """
@@ -127,7 +127,7 @@ class TickRunner:
     def _chunk_input(
         self, chunks: Sequence[Chunk], num_decode: int, reads_previous: bool
     ) -> tuple[TickColumns, Tensor, tuple[Cohort, ...]]:
-        """Returns the rows of all chunks, the ids of tokens at iteration 0 (which come first), and the cohorts."""
+        """Returns the rows of all chunks, the token ids of rows at iteration 0 (which come first), and the cohorts."""
         width, counts = self.width, [len(chunk.tokens) for chunk in chunks]
         first = [chunk.sequence.tokens[index] for chunk in chunks if chunk.state is None for index in chunk.tokens]
         of_chunks = [(chunk.sequence.lane_number, chunk.iteration, chunk.sequence.passes - 1) for chunk in chunks]
@@ -153,7 +153,7 @@ class TickRunner:
         return columns, ids[: len(first)], tuple(cohorts)
 
     def _start(self, rows: TickRows, token: Tensor, state_row: Tensor, chunks: Sequence[Chunk], ids: Tensor) -> State:
-        """Returns the state of all rows before the pass: the method's start, or the state after the last iteration."""
+        """Returns the state of all rows before the pass: the initial one, or that after the previous iteration."""
         embed, states = self.backbone.embed, []
         if rows.num_decode:
             first = self.method.start(rows, embed(token[:, None]))
@@ -196,7 +196,7 @@ class TickRunner:
         features: Features,
         log: Tensor,
     ) -> Extras:
-        """Samples, and moves each decoding lane to its token's next iteration or to the next token."""
+        """Samples, then advances each decoding lane to its token's next iteration or to the next token."""
         lanes, num_decode = self.lanes, rows.num_decode
         lane, active = rows.lane[:num_decode], rows.active[:num_decode, 0]
         sampled = self.sampler.choose(rows.backbone.decode_logits(hidden), lane, begun.place, features)
@@ -233,26 +233,26 @@ class TickRunner:
         return outputs
 
     def all_active(self, rows: int) -> Tensor:
-        """Returns True for each of ``rows`` rows, ``[rows, 1]``."""
+        """Returns a mask that is True for all rows, ``[rows, 1]``."""
         if rows <= len(self._all_active):
             return self._all_active[:rows]
         return torch.ones(rows, 1, dtype=torch.bool, device=self.device)
 
     def row_gates(self, gates: Gates) -> RowGates:
-        """Returns the method's gates for rows at different iterations, built once."""
+        """Returns the :class:`RowGates` of these gates, built at the first call."""
         if gates[0] not in self._gates:
             self._gates[gates[0]] = RowGates(gates)
         return self._gates[gates[0]]
 
 
 class TickRows(Rows):
-    """The rows of a tick as the method uses them; its tensors are ``[n, 1]`` or ``[n, width, d]``, an entry per token.
+    """The rows of a tick, as methods use them: tensors ``[n, 1]`` or ``[n, width, d]``, with one entry per token.
 
     Attributes:
         last: the last allowed iteration of each token.
         row: the pool rows, ``[n, width]``.
-        previous: the hidden states of the previous iteration, where a policy reads them.
-        num_decode: the number of decoding tokens, which come first; the prefill chunks after them are ``cohorts``.
+        previous: the hidden states of the previous iteration, if a policy reads them.
+        num_decode: the number of decoding tokens, which come first; ``cohorts`` are the prefill chunks after them.
         gate_output: the gate values, ``[n, 1]``, if the method evaluated gates.
     """
 
@@ -325,9 +325,9 @@ class TickHead:
     def expected_embedding(
         self, hidden: Tensor, *, scale: float, top_k: int | None = None, keep_logits: bool = False
     ) -> Tensor:
-        """Equals :meth:`Backbone.expected_embedding`; decoding rows share their logits with sampling.
+        """Returns :meth:`Backbone.expected_embedding` of all rows, except zeros for halted decoding rows.
 
-        Halted rows get zeros.
+        Decoding rows reuse their logits for sampling. The engine's ``top_k`` overrides the argument.
         """
         num_decode, expected, table = self._rows.num_decode, [], self._backbone.table()
         top_k = top_k if self._top_k is None else self._top_k
@@ -342,10 +342,10 @@ class TickHead:
 
 
 class RowGates:
-    """Evaluates the gate of each row's iteration; the last gate serves all later iterations.
+    """Evaluates for each row the gate of its iteration; the last gate serves all later iterations.
 
-    Plain gates are stacked into one copy of their weights; other modules are each called with all rows. Calls must
-    follow one another on one stream.
+    The weights of plain gates are copied into stacked tensors; other gate modules are each called on all rows. Calls
+    share a counter on the device, so they must run on one stream.
     """
 
     def __init__(self, gates: Gates):
@@ -391,5 +391,5 @@ def pad_lanes(rows: int) -> int:
 
 
 def to_host(values: Tensor) -> Tensor:
-    """Copies to the host without waiting; the values are valid once the stream has reached the copy."""
+    """Copies to the host without waiting; the values are valid once the stream has completed the copy."""
     return values.to("cpu", non_blocking=True)

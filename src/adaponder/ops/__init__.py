@@ -1,1 +1,1 @@
-"""Contains one folder per operation; all its implementations have the signature of the plain one."""
+"""Operations, one folder each; every implementation has the signature of the plain PyTorch one."""

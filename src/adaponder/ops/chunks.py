@@ -1,4 +1,4 @@
-"""Walks tokens x vocabulary a chunk of tokens at a time: what the loss and the expectation share."""
+"""Helpers of the loss and the expectation, which compute tokens x vocabulary a chunk of tokens at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHUNK_ELEMENTS = 1 << 25
 
 
 def as_rows(hidden: Tensor, weight: Tensor, chunk: int | None, elements: int | None) -> tuple[Tensor, int]:
-    """Returns the hidden states as rows in the precision to compute in, and the number of rows in a chunk."""
+    """Returns the hidden states as rows ``[n, d]`` in the compute precision, and the number of rows in a chunk."""
     rows = hidden.reshape(-1, hidden.shape[-1]).to(compute_dtype(hidden))
     if chunk is None:
         return rows, rows_per_chunk(rows.shape[0], weight.shape[0], elements or CHUNK_ELEMENTS)
@@ -22,7 +22,7 @@ def as_rows(hidden: Tensor, weight: Tensor, chunk: int | None, elements: int | N
 
 
 def rows_per_chunk(rows: int, vocabulary: int, elements: int) -> int:
-    """Returns the rows of even chunks of about ``elements`` logits at most; whole tiles of 128 where possible."""
+    """Returns the rows per chunk: even chunks of at most ``elements`` logits, multiples of 128 rows if possible."""
     most = max(1, elements // vocabulary)
     if rows <= most or most < 128:
         return most
@@ -31,21 +31,21 @@ def rows_per_chunk(rows: int, vocabulary: int, elements: int) -> int:
 
 
 def narrowed(dtype: torch.dtype, *parameters: Tensor | None) -> list[Tensor]:
-    """Returns weight, table and bias in the precision of the products; ``None`` stays."""
+    """Converts parameters to the precision of the products; ``None`` stays ``None``."""
     return [None if parameter is None else parameter.to(dtype) for parameter in parameters]  # type: ignore[misc]
 
 
 def sums_of(needed: tuple[bool, ...], dtype: torch.dtype, *inputs: Tensor | None) -> list[Tensor | None]:
-    """Returns zeros for the gradient of each input that needs one.
+    """Returns zeros for the gradient of each input that needs one, else ``None``.
 
-    Sums over many chunks are kept wide, ``dtype``: bf16 would lose the small ones.
+    Gradients are summed over chunks in the wide ``dtype``: bf16 would lose small summands.
     """
     pairs = zip(inputs, needed, strict=True)
     return [torch.zeros_like(x, dtype=dtype) if x is not None and wanted else None for x, wanted in pairs]
 
 
 def add_slopes(weight: Tensor | None, bias: Tensor | None, slope: Tensor, rows: Tensor) -> None:
-    """Adds a chunk's part to the gradients of weight and bias, of ``slope = d logits``."""
+    """Adds a chunk's share to the gradients of weight and bias, given ``slope = d logits``; skips ``None``."""
     if weight is not None:
         add_product_(weight, slope.t(), rows)
     if bias is not None:
@@ -53,7 +53,7 @@ def add_slopes(weight: Tensor | None, bias: Tensor | None, slope: Tensor, rows: 
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds ``left @ right`` to ``total``; on CUDA the sum is kept in ``total``'s wider precision throughout."""
+    """Adds ``left @ right`` to ``total``; on CUDA the product is accumulated in ``total``'s wider precision."""
     if left.is_cuda and left.dtype != total.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     elif left.dtype == total.dtype:

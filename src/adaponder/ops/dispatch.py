@@ -1,7 +1,7 @@
-"""Chooses between the torch version of an operation and its Triton kernels.
+"""Chooses between the PyTorch version of an operation and its Triton kernels.
 
-An operation is a folder: ``torch.py`` is the reference (every case, device and precision), ``triton.py`` holds kernels
-with the same signatures, ``__init__.py`` joins both by :func:`dispatch`. ``ADAPONDER_KERNELS=0`` turns all kernels off.
+An operation is a folder: ``torch.py`` is the reference (every case, device and precision), ``triton.py`` has kernels
+with the same signatures, ``__init__.py`` joins both by :func:`dispatch`. ``ADAPONDER_KERNELS=0`` disables all kernels.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor
 P = ParamSpec("P")
 T = TypeVar("T")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-# In float32 the torch version is closer to the truth where one token is nearly certain: its sums cancel better.
+# In float32 the torch version is more exact where one token is nearly certain: the kernels' sums cancel less well.
 _FUSED_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def dispatch(plain: Callable[P, T], kernels: str, when: Callable[..., bool]) -> Callable[P, T]:
-    """Returns ``plain`` that is computed by the function of the same name in module ``kernels`` where ``when`` holds.
+    """Returns an operation that calls ``plain``, or its namesake in the module ``kernels`` if ``when`` returns true.
 
-    ``when`` gets the operation's arguments; the module is imported at the first such call.
+    ``when`` receives the operation's arguments. The module is imported at its first use.
     """
 
     @functools.wraps(plain)
@@ -45,22 +45,22 @@ def has_kernels(like: Tensor, *_: object, **__: object) -> bool:
 
 
 def runs_fused(like: Tensor, *_: object, **__: object) -> bool:
-    """Returns whether an operation on products runs its kernels: where products are computed in bf16 or fp16.
+    """Returns whether an operation with matrix products runs its kernels: if products are computed in bf16 or fp16.
 
-    Under ``torch.compile`` the torch version is traced, and the compiler fuses it.
+    Under ``torch.compile`` the torch version is traced and fused by the compiler instead.
     """
     return not torch.compiler.is_compiling() and has_kernels(like) and compute_dtype(like) in _FUSED_DTYPES
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager:
-    """Makes the tensor's device the current one, on which Triton launches."""
+    """Context manager that makes the tensor's device current, because Triton launches on the current device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def compute_dtype(like: Tensor) -> torch.dtype:
-    """Returns the precision in which autocast would compute a product of ``like``.
+    """Returns the precision in which a matrix product of ``like`` is computed: autocast's if enabled, else its own.
 
-    Autocast is off inside a custom Function's backward, so an operation chooses its precision once, for both.
+    Autocast is off in the backward of a custom Function, so an operation chooses its precision once, for both passes.
     """
     kind = like.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype

@@ -1,4 +1,4 @@
-"""Finds weights that are not finite: before a model is used, after it is loaded, before it is saved."""
+"""Finds weights that are not finite when a model is wrapped, loaded or saved."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# torch cannot ask narrower kinds (float8) whether they are finite.
+# torch has no isfinite for narrower dtypes (float8).
 _JUDGED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class NotFinite(NamedTuple):
-    """Names a tensor that holds ``NaN`` or ``an infinity``."""
+    """A tensor that is not finite; ``holds`` is the text ``NaN`` or ``an infinity``."""
 
     name: str
     holds: str
@@ -21,7 +21,7 @@ class NotFinite(NamedTuple):
 
 
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> NotFinite | None:
-    """Returns the first tensor with a NaN or an infinity, or ``None``; integers and meta tensors have neither."""
+    """Returns the first tensor with a NaN or an infinity, or ``None``; skips integers and meta tensors."""
     for name, value in tensors:
         if value.is_meta or value.dtype not in _JUDGED or bool(value.isfinite().all()):
             continue

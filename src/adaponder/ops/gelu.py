@@ -1,9 +1,9 @@
-"""Computes GELU in compiled passes in half precision at the speed of memory.
+"""Computes GELU in compiled half-precision passes at memory bandwidth.
 
-With ``erf``, a GPU computes longer than it takes to read and write: 6.2 of the 171.8 ms of a 410M step with six layers,
-where the bytes need 3.9 (``benchmarks/records/tuning-h200.json``, run 4: a gain of 1.3 %). The tail of the normal
-distribution is also ``e^(-x^2/2)`` times a polynomial of ``1 / (1 + p |x|)`` (Abramowitz and Stegun 7.1.26), off by
-less than 3e-7, and the same exponential is what the derivative needs.
+With ``erf``, GELU is compute-bound: it takes 6.2 of the 171.8 ms of a 410M step with six layers, memory traffic only
+3.9 (``benchmarks/records/tuning-h200.json``, run 4: a gain of 1.3 %). Here the tail of the normal distribution is
+``e^(-x^2/2)`` times a polynomial of ``1 / (1 + p |x|)`` (Abramowitz and Stegun 7.1.26, error below 3e-7), and the
+derivative needs the same exponential.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch.nn.functional import gelu as stock_gelu
 from transformers import PreTrainedModel
 from transformers.activations import GELUActivation
 
-# Half of the book's coefficients: the distribution's tail is half of the complementary error function.
+# Half of Abramowitz and Stegun's coefficients: the distribution's tail is half of the complementary error function.
 _P = 0.3275911 / math.sqrt(2.0)
 _TAIL = tuple(0.5 * c for c in (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429))
 
 
 def gelu(x: Tensor) -> Tensor:
-    """Equals ``x * Phi(x)``; torch's own where nothing is compiled or more than half precision is asked for."""
+    """Equals ``x * Phi(x)``; calls torch's own GELU unless compiling in bf16 or fp16."""
     if is_compiling() and x.dtype in (torch.bfloat16, torch.float16):
         return _Gelu.apply(x)
     return stock_gelu(x)
 
 
 def use(stock: PreTrainedModel) -> None:
-    """Gives a decoder's GELU modules this function; no other activation is touched."""
+    """Replaces the function of a decoder's exact GELU modules by :func:`gelu`; other activations are unchanged."""
     for module in stock.modules():
         if isinstance(module, GELUActivation) and module.act is stock_gelu:
             module.act = gelu

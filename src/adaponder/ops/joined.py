@@ -1,9 +1,9 @@
-"""Writes each part of the gradient of a fused query-key-value product to its place in compiled passes.
+"""Writes the three gradients of a fused query-key-value product straight into one buffer in compiled backward passes.
 
-GPT-NeoX cuts one product in three, so backward puts three gradients together again. A compiler fuses what made them
-into that concatenation, where every element walks through the arithmetic of all three, and then copies the whole into
-the order in which the product's own gradient reads it. Here each part is turned first, computed by itself, and written
-straight to where it belongs: a step is about 5 % shorter (``benchmarks/records/tuning-h200.json``, runs 10 and 11).
+GPT-NeoX splits one product in three, so backward concatenates three gradients. Inductor fuses the operations that
+compute them into the concatenation, where every element evaluates all three, and then copies the result into the
+layout that the product's own gradient reads. This pass transposes each gradient first and computes it into its slice
+of the result: a step is about 5 % shorter (``benchmarks/records/tuning-h200.json``, runs 10 and 11).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SETTING = "post_grad_custom_pre_pass"
 
 @torch.library.custom_op("adaponder::join", mutates_args=())
 def join(parts: list[Tensor]) -> Tensor:
-    """Equals ``torch.cat(parts, -1)``; an operation of its own, so that compiling it can be told how."""
+    """Equals ``torch.cat(parts, -1)``; a custom operation, so that it can have its own lowering in Inductor."""
     return torch.cat(parts, -1)
 
 
@@ -34,8 +34,8 @@ def _(parts: list[Tensor]) -> Tensor:
 
 @cache
 def _compile_in_place() -> None:
-    """Tells the compiler how: the result is one buffer, and what computes a part writes into its slice of it."""
-    from torch._inductor import ir  # two seconds that only those who compile should wait
+    """Registers the lowering of :func:`join`: one buffer, into whose slices the parts are computed."""
+    from torch._inductor import ir  # takes two seconds, so only when compiling
     from torch._inductor.lowering import register_lowering
 
     @register_lowering(torch.ops.adaponder.join.default, type_promotion_kind=None)
@@ -44,7 +44,7 @@ def _compile_in_place() -> None:
 
 
 class JoinInPlace(CustomGraphPass):
-    """Turns and joins three gradients instead of joining, turning and copying them: the same numbers, bit for bit."""
+    """Graph pass: transposes three gradients, then joins them, instead of the reverse and a copy; the same bits."""
 
     def __call__(self, graph: Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=_aten.cat.default):
@@ -63,12 +63,12 @@ class JoinInPlace(CustomGraphPass):
         return get_hash_for_files((__file__,))
 
 
-# One for all: models that are compiled with equal options share their graphs.
+# A single instance, because models compiled with equal options share their graphs.
 _JOIN_IN_PLACE = JoinInPlace()
 
 
 def settings(options: dict[str, Any]) -> dict[str, Any]:
-    """Adds the pass to ``torch.compile``'s options, unless these name another compiler or another such pass."""
+    """Adds the graph pass to ``torch.compile``'s options, unless they choose another backend or such a pass is set."""
     theirs = {name.replace("-", "_") for name in options.get("options") or {}}
     taken = _SETTING in theirs or getattr(torch._inductor.config, _SETTING) is not None
     if options.get("backend", "inductor") != "inductor" or taken:
@@ -81,15 +81,15 @@ def settings(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _turned_copy(cat: Any) -> Any | None:
-    """Returns the copy of ``cat(three, -1)`` with heads and time exchanged, if it is the only reader of its inputs."""
+    """Returns the copy of ``cat(three, -1).transpose(1, 2)`` if nothing else reads its inputs, else ``None``."""
     parts, *dim = cat.args
     whole = cat.meta["val"]
     if len(parts) != 3 or not dim or dim[0] not in (3, -1) or whole.ndim != 4 or len(cat.users) != 1:
         return None
     if any(part.meta["val"].dtype != whole.dtype for part in parts):
-        return None  # a concatenation promotes, and a join does not
+        return None  # a concatenation promotes dtypes, and a join does not
     (turn,) = cat.users
-    # Inductor writes every transpose as a permutation; a graph that was not decomposed has it as it was.
+    # Inductor decomposes transposes into permutations; a graph without decompositions still has the transpose.
     exchanges = (turn.target is _aten.permute.default and list(turn.args[1]) == [0, 2, 1, 3]) or (
         turn.target is _aten.transpose.int and sorted(turn.args[1:]) == [1, 2]
     )
@@ -101,7 +101,7 @@ def _turned_copy(cat: Any) -> Any | None:
 
 
 def _turned(graph: Graph, part: Any, turn: Any) -> Any:
-    """Returns a view of a part with the same two dimensions exchanged."""
+    """Returns the node of a part with the same two dimensions transposed."""
     turned = graph.call_function(turn.target, (part, *turn.args[1:]))
     turned.meta["val"] = part.meta["val"].transpose(1, 2)
     return turned

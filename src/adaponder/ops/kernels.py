@@ -1,4 +1,4 @@
-"""Contains what the kernels of several operations share: dependent launches and walks over the vocabulary."""
+"""Shared parts of the kernels: programmatic dependent launch, and loops over the vocabulary."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 
 from adaponder.ops.dispatch import on_device_of
 
-# Elements of tokens x vocabulary held at once, backward twice: 2^29 bf16 values are 1 GiB.
+# Elements of tokens x vocabulary held at once (twice as many in backward): 2^29 bf16 values are 1 GiB.
 CHUNK_ELEMENTS = 1 << 29
 BLOCK = 8192
 WARPS = 16
 
 
 def launch_options(like: Tensor) -> dict[str, Any]:
-    """Returns a launch's options for programmatic dependent launch: it starts while the kernel before it still runs.
+    """Returns the options of a programmatic dependent launch: a kernel starts while its predecessor still runs.
 
-    Such a kernel calls :func:`allow_next` at its start, loads what no kernel of the pass writes (weights), and calls
-    :func:`wait_for_previous` before it reads or writes anything else. The wait ends when the kernel before has ended
-    and its writes are visible. A kernel that never waits would let the one after it run too early.
+    Such a kernel calls :func:`allow_next` first, loads what no kernel of the pass writes (weights), and then calls
+    :func:`wait_for_previous` before any other read or write. The wait lasts until the predecessor has ended and its
+    writes are visible. Every kernel must wait, or its successor could start too early.
     """
     return _options(like.device.index or 0) if like.is_cuda else {"DEPENDENT": False}
 
@@ -36,21 +36,21 @@ def _options(device: int) -> dict[str, Any]:
 
 @triton.jit
 def allow_next(DEPENDENT: tl.constexpr):
-    """Lets the kernel after this one start."""
+    """Lets the next kernel start."""
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_previous(DEPENDENT: tl.constexpr):
-    """Returns when the kernel before this one has ended."""
+    """Waits until the previous kernel has ended."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def finite(level):
-    """Returns the level to take exponents from: 0 where all logits so far are minus infinity."""
+    """Returns the maximum to subtract before exponentiation; 0 if it is minus infinity, which would give NaN."""
     return tl.where(level == -float("inf"), 0.0, level)
 
 
@@ -65,7 +65,7 @@ def launch_rows(kernel, logits: Tensor, *arguments) -> None:
 
 @triton.jit
 def normaliser(row, column, vocabulary, BLOCK: tl.constexpr):
-    """Returns a row's maximum and the sum of exponentials below it, which is rescaled when the maximum moves."""
+    """Returns a row's maximum and the sum of ``exp(z - maximum)``, in one pass (online softmax)."""
     top, total = -float("inf"), 0.0
     for start in range(0, vocabulary, BLOCK):
         at = start + column

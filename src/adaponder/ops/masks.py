@@ -1,4 +1,4 @@
-"""Builds attention masks: earlier tokens of the same document, within the window, that have a row to read."""
+"""Builds attention masks: a query sees earlier tokens of its document, within the window, that have a row."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-_counting, _inside = threading.Lock(), []  # the first entry says what the choice was before
+_counting, _inside = threading.Lock(), []  # the first entry: whether cuDNN was enabled
 _NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
 class Places:
-    """Describes the places of queries or keys, ``[lanes, n]`` each; ``present`` marks keys that have a row to read."""
+    """Locates queries or keys, ``[lanes, n]`` each; windows count in ``order``, ``present`` marks keys with a row."""
 
     slot: Tensor
     order: Tensor
@@ -36,8 +36,8 @@ class Places:
 def visible(query: Places, key: Places, *, window: int | None) -> Tensor:
     """Returns the boolean attention mask ``[lanes, 1, queries, keys]``.
 
-    Every query sees its own slot, so that a padded or absent token has no softmax over nothing, hence no NaN; its
-    result is never read.
+    Every query sees its own slot, so that the softmax of a padded or absent token is not empty, which would give NaN;
+    its result is never read.
     """
     query_slot, key_slot = query.slot[..., :, None], key.slot[..., None, :]
     mask = key_slot <= query_slot
@@ -51,18 +51,18 @@ def visible(query: Places, key: Places, *, window: int | None) -> Tensor:
 
 
 def masked_attention() -> AbstractContextManager[object]:
-    """Returns a context in which torch's attention runs by any backend but cuDNN's.
+    """Context manager in which torch's attention uses any backend but cuDNN.
 
-    Given a mask, cuDNN's backward returns NaN for some lengths and scores on H100 and H200 (torch 2.11 to 2.13; pytorch
-    issue 196678, docs/design.md), and torch prefers cuDNN there. Without a mask it is right, and the fastest.
+    With a mask, cuDNN's backward returns NaN for some lengths and scores on H100 and H200 (torch 2.11 to 2.13; pytorch
+    issue 196678, docs/design.md), and torch prefers cuDNN there. Without a mask it is correct and the fastest.
     """
-    # A graph can hold torch's own context, which chooses anew; elsewhere what a caller has ruled out stays so.
+    # Only torch's context manager can be traced, but it enables each backend it lists, even one a caller has disabled.
     return sdpa_kernel(_NOT_CUDNN) if torch.compiler.is_compiling() else _without_cudnn()
 
 
 @contextmanager
 def _without_cudnn() -> Iterator[None]:
-    """Turns cuDNN off for the whole process; of nested or concurrent contexts the last to end restores it."""
+    """Disables cuDNN attention in the whole process; the last of nested or concurrent contexts restores it."""
     with _counting:
         if not _inside:
             _inside.append(torch.backends.cuda.cudnn_sdp_enabled())

@@ -1,4 +1,4 @@
-"""Widens decisions, sums and losses to at least float32, whatever the model computes in."""
+"""Widens the dtype of decisions, sums and losses to at least float32, whatever the model computes in."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def widened(values: Tensor) -> Tensor:
-    """Returns the values in the :func:`wide_dtype` of their type."""
+    """Converts values to at least float32 (:func:`wide_dtype`)."""
     return values.to(wide_dtype(values.dtype))

@@ -1,10 +1,9 @@
-"""Computes rotary positions in compiled passes as two products over whole heads.
+"""Computes rotary position embeddings in compiled passes as two products over whole heads.
 
-Hugging Face turns halves of a head by slicing, negating and concatenating, and a compiler makes of each piece a
-branch that every element walks through, backward several times over. The same numbers are ``x * cos + partner(x) *
-sin`` where ``partner`` exchanges neighbouring halves: with cosines of 1 and sines of 0 where a head does not turn,
-nothing is cut. A 410M step with two layers takes 97.2 instead of 99.5 ms of GPU time
-(``benchmarks/records/tuning-h200.json``, runs 5 and 6).
+Hugging Face rotates a head by slicing, negating and concatenating its halves, and Inductor makes each slice a branch
+that every element evaluates, several times in backward. The same numbers are ``x * cos + partner(x) * sin``, where
+``partner`` swaps the halves. Where a head is not rotated, cosines are 1 and sines 0, so it need not be sliced. A 410M
+step with two layers takes 97.2 instead of 99.5 ms of GPU time (``benchmarks/records/tuning-h200.json``, runs 5 and 6).
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ Rotary = Callable[..., tuple[Tensor, Tensor]]
 
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Equals Hugging Face's function: ``[batch, heads, time, size]`` turned by ``[batch, time, width]``, bit for bit.
+    """Rotates ``[batch, heads, time, size]`` by angles ``[batch, time, width]``, bit for bit as Hugging Face does.
 
-    The width is all of a head or an even part of it.
+    ``width`` divides ``size``: the first ``width`` numbers of each head are rotated.
     """
     size, width = query.shape[-1], cos.shape[-1]
     half = width // 2
@@ -44,12 +43,12 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 
 def use(stock: PreTrainedModel) -> None:
-    """Lets this family's decoders turn so while they are compiled, if their own function is found to be the same."""
+    """Makes compiled decoders of this family call :func:`rotary`, if the family's own function gives equal results."""
     family: Any = sys.modules[type(stock.base_model).__module__]
     own = getattr(family, NAME, None)
     if own is None or hasattr(own, "parts"):
         return
-    # Numbers of equal parts that a head may be split into, of which rotary embedding turns the first.
+    # The values of size / width for which both functions give equal results.
     parts = {count for count in (1, 2, 4) if _same(own, count)}
 
     @wraps(own)
@@ -72,4 +71,4 @@ def _same(own: Rotary, parts: int) -> bool:
     try:
         return all(map(torch.equal, own(*given), rotary(*given)))
     except (RuntimeError, TypeError, ValueError):
-        return False  # another signature, or it turns whole heads only
+        return False  # another signature, or it rotates whole heads only

@@ -1,7 +1,7 @@
 """Decides which requests reach the routes: Host, Origin and API key first, then type, size and time of the body.
 
-Without a key only ``/health`` and the login form are answered. The path that is checked is the one that the router will
-match (the scope's), never a URL built from headers.
+Without a valid key only ``/health`` and the login form are served. The path that is checked is the scope's, which the
+router matches too, never a URL built from headers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from adaponder.serving.settings import Key, Limits, Settings
 from adaponder.serving.worker import Worker
 
 COOKIE = "adaponder_key"
-# Where a route finds the prefix-cache namespace of the client's key in the scope.
+# Name in the ASGI scope of the prefix-cache namespace of the client's API key.
 SALT = "adaponder.salt"
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
@@ -40,7 +40,7 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
 }
-# For refusals before the body is read: the next bytes of the connection are not a request.
+# Sent when a request is refused before its body is read: the next bytes are the rest of it, not a new request.
 _CLOSE = {"connection": "close"}
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
@@ -52,7 +52,7 @@ _FORM = """<!doctype html>
 <p><input id="key" name="key" type="password" autocomplete="current-password" required autofocus>
 <button>Open</button></p><p role="status">{status}</p></form></main></body></html>
 """
-# Delays the answer to a wrong key, which slows guessing down.
+# Delay of the login form's answer to a wrong key, to slow down guessing.
 _WRONG_SECONDS = 0.2
 
 
@@ -64,7 +64,7 @@ def route_path(scope: Scope) -> str:
 class AccessControl:
     """The outermost ASGI layer: checks Host, Origin and key, and adds security headers to every answer.
 
-    ``worker`` is the worker behind the app, for callers that hold the app only.
+    ``worker`` is the app's worker, for callers that only have the app, such as a Ray replica.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, worker: Worker):
@@ -82,7 +82,7 @@ class AccessControl:
             await self.app(scope, receive, send)
             return
         if scope["type"] != "http":
-            return  # no route takes anything else
+            return  # there are no routes of other types
         request_id = Headers(scope=scope).get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = secrets.token_hex(16)
@@ -106,7 +106,7 @@ class AccessControl:
         await (self.app if answer is None else answer)(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, headers: Headers) -> Response | None:
-        """Returns the answer of this layer, or ``None`` if the request may pass; raises :class:`ApiError`."""
+        """Returns this layer's own response, or ``None`` to pass the request on; raises :class:`ApiError` to refuse."""
         self._check_host(headers)
         self._check_origin(headers)
         path = route_path(scope)
@@ -154,7 +154,7 @@ class AccessControl:
         return None
 
     async def _login(self, scope: Scope, receive: Receive, headers: Headers) -> Response:
-        """Returns the login form, or for a right key the cookie that remembers it."""
+        """Returns the login form, or for a valid key a redirect that sets the login cookie."""
         if scope["method"] == "GET":
             return _form(200, "")
         if scope["method"] != "POST":
@@ -177,7 +177,7 @@ def _form(status: int, message: str) -> HTMLResponse:
 
 
 class BodyLimits:
-    """Reads the JSON body of a POST to one of ``paths`` within the limits before the routes parse it."""
+    """An ASGI layer that reads the whole JSON body of a POST to one of ``paths``, and refuses it beyond the limits."""
 
     def __init__(self, app: ASGIApp, paths: Collection[str], limits: Limits):
         self.app, self.paths, self.limits = app, paths, limits
@@ -206,7 +206,7 @@ class BodyLimits:
 async def read_body(receive: Receive, headers: Headers, limits: Limits) -> bytes:
     """Returns the body; raises :class:`ApiError` 413 if it is too long and 408 if it does not arrive in time."""
     too_long = ApiError(413, f"the body is longer than {limits.body_bytes:,} bytes; shorten it", headers=_CLOSE)
-    if int(headers.get("content-length", "0")) > limits.body_bytes:  # a number, as HTTP's parser has made sure
+    if int(headers.get("content-length", "0")) > limits.body_bytes:  # the HTTP parser has checked that it is a number
         raise too_long
     body = bytearray()
     try:

@@ -1,4 +1,4 @@
-"""Writes completions in OpenAI's formats, whole or as events of a stream, their usage and cost, and scores."""
+"""Writes answers: completions in OpenAI's formats (one JSON body or stream events), their usage, and scores."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from adaponder.serving.protocol import ChatBody, CompletionBody
 from adaponder.serving.served import Served
 from adaponder.text import Writing, pieces
 
-# OpenAI's number for the logarithm of 0.
+# What OpenAI returns for a log-probability of minus infinity.
 _IMPOSSIBLE = -9999.0
 
 
 class AnswerWriter:
     """Writes the answer to one request in the format of completions or of chats.
 
-    Events of a stream are put together from a constant head and the text: building each one as a dictionary would take
-    most of the event loop's time.
+    Stream events are concatenated from constant bytes and the new text: serialising dictionaries would take most of the
+    event loop's time.
 
-    The type of ``body`` decides the format. ``hidden``: no token is returned, because ``max_tokens`` is 0.
+    The type of ``body`` decides the format. ``hidden``: the generated token is left out, because ``max_tokens`` is 0.
     """
 
     def __init__(self, served: Served, body: CompletionBody | ChatBody, *, hidden: bool):
@@ -50,10 +50,10 @@ class AnswerWriter:
         self._head = b"data: " + dumps(chunk)[:-1].encode() + b',"choices":['
         self._tail = b'}],"usage":null}\n\n' if body.includes_usage else b"}]}\n\n"
         self._before, self._after = (b'"delta":{"content":', b"}") if self._chat else (b'"text":', b"")
-        self._sent: dict[int, int] = {}  # by index of the choice: tokens that were returned
+        self._sent: dict[int, int] = {}  # number of tokens returned so far, by index of the choice
 
     def whole(self, choices: Sequence[Writing], usage: dict[str, Any]) -> bytes:
-        """Returns the answer that is not streamed."""
+        """Returns the JSON body of an answer that is not streamed."""
         answers = []
         for index, writing in enumerate(choices):
             last = 0 if self.hidden else len(writing.tokens)
@@ -65,7 +65,7 @@ class AnswerWriter:
         return _json({**self._about, "object": self._kind, "choices": answers, "usage": usage}).encode()
 
     def events(self, index: int, writing: Writing, text: str) -> bytes:
-        """Returns the events of one step, in which a choice got this text; empty if nothing can be shown yet."""
+        """Returns the stream events for the new ``text`` of a choice; empty while nothing can be shown yet."""
         opening = b"" if index in self._sent else self._opening(index, writing)
         done, first = writing.finish_reason is not None, self._sent.get(index, 0)
         last = len(writing.tokens) if done else min(writing.stream.settled, len(writing.tokens))
@@ -84,11 +84,11 @@ class AnswerWriter:
         return opening + self._event(index, fields)
 
     def usage_event(self, usage: dict[str, Any]) -> bytes:
-        """Returns the last event of a stream that reports its usage."""
+        """Returns the event with the usage, the last one before :data:`adaponder.serving.stream.DONE`."""
         return b"".join((self._head, b'],"usage":', dumps(usage).encode(), b"}\n\n"))
 
     def _opening(self, index: int, writing: Writing) -> bytes:
-        """Returns the event before a choice's text: the role in a chat, the prompt of a completion with ``echo``."""
+        """Returns a choice's first event: the role in a chat, the prompt with ``echo``; else nothing."""
         if self._chat:
             delta = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
             return self._event(index, delta)
@@ -105,7 +105,7 @@ class AnswerWriter:
         return pieces(self.served.tokenizer, writing.request.prompt) if self._echo else []
 
     def _details(self, writing: Writing, first: int, last: int) -> dict[str, Any]:
-        """Returns the fields of a choice beside its text, for the tokens from ``first`` to ``last``."""
+        """Returns a choice's fields other than its text, for the tokens ``[first:last]``."""
         logprobs = None
         if self._top is not None:
             logprobs = (self._chat_logprobs if self._chat else self._completion_logprobs)(writing, first, last)
@@ -119,7 +119,7 @@ class AnswerWriter:
         return details
 
     def _token(self, token: Token, text: str) -> dict[str, Any]:
-        """Returns a token as the ``adaponder`` extension lists it."""
+        """Returns an entry of the field ``adaponder.tokens``."""
         fields: dict[str, Any] = {"id": token.id, "text": text}
         if self.extension.depth:
             fields["depth"] = token.depth
@@ -146,7 +146,7 @@ class AnswerWriter:
         }
 
     def _top_logprobs(self, token: Token | PromptToken) -> dict[str, float] | None:
-        """Returns the most likely tokens by their text, always with the token itself."""
+        """Returns log-probabilities by token text: those of the likeliest tokens, and always that of ``token``."""
         if token.log_probability is None:
             return None
         by_text: dict[str, float] = {}
@@ -168,12 +168,12 @@ class AnswerWriter:
 
 
 def top_tokens(served: Served, top: TopTokens) -> list[dict[str, Any]]:
-    """Returns the most likely tokens as the ``adaponder`` extension lists them."""
+    """Returns an entry of the field ``iteration_top``: the likeliest tokens after one iteration."""
     return [{"id": token, "text": served.spell(token).text, "logprob": finite(value)} for token, value in top]
 
 
 def finite(value: float) -> float:
-    """Returns the number, or -9999 for one that JSON cannot hold."""
+    """Returns ``value``, or -9999 if it is infinite or NaN, which JSON cannot represent."""
     return value if math.isfinite(value) else _IMPOSSIBLE
 
 
@@ -181,7 +181,7 @@ def finite(value: float) -> float:
 
 
 def text_cost(served: Served, depths: Sequence[int], how: Request | Reading, *, logits: int) -> Cost:
-    """Returns the cost of reading a text once with these depths, and computing ``logits`` rows of logits."""
+    """Returns the cost of reading a text once at these depths and of computing ``logits`` rows of logits."""
     model = served.model
     meter = Meter(model.config, dtype=model.dtype, device=model.device, shape=served.shape)
     if depths:
@@ -192,8 +192,8 @@ def text_cost(served: Served, depths: Sequence[int], how: Request | Reading, *, 
 def usage_of(served: Served, samples: Sequence[Sequence[Writing]], *, hidden: bool) -> dict[str, Any]:
     """Returns the ``usage`` of an answer, from the samples of each of its prompts.
 
-    A prompt is read once for all its samples, and tokens from the prefix cache cost no FLOPs. ``hidden``: max_tokens
-    is 0, so the token that the engine drew is not part of the answer, though its FLOPs were spent.
+    A prompt is read once for all its samples, and tokens from the prefix cache cost no FLOPs. ``hidden``: the one
+    generated token is not part of the answer, but its FLOPs count.
     """
     choices = [writing for writings in samples for writing in writings]
     prompt_tokens = sum(len(writings[0].request.prompt) for writings in samples)
@@ -217,7 +217,7 @@ def usage_of(served: Served, samples: Sequence[Sequence[Writing]], *, hidden: bo
 
 
 def _total_cost(served: Served, samples: Sequence[Sequence[Writing]], *, full_depth: bool) -> tuple[Cost, Cost]:
-    """Returns the cost of all samples, and of the prompt tokens that came from the prefix cache."""
+    """Returns the cost as if nothing had been cached, and the part of it for prompt tokens from the prefix cache."""
     total = cached = Cost.nothing()
     for writings in samples:
         request = writings[0].request
@@ -231,7 +231,7 @@ def _total_cost(served: Served, samples: Sequence[Sequence[Writing]], *, full_de
             if request.prompt_log_probabilities is not None and index == 0:
                 logits += prompt
             total += text_cost(served, depths, request, logits=logits)
-            if index:  # the prompt was read for the first sample
+            if index:  # the first sample's cost includes the prompt
                 shared = text_cost(served, depths[:prompt], request, logits=0)
                 total = Cost(*(getattr(total, name) - value for name, value in vars(shared).items()))
             else:
@@ -241,12 +241,12 @@ def _total_cost(served: Served, samples: Sequence[Sequence[Writing]], *, full_de
 
 # --- scores -------------------------------------------------------------------------------------------------------
 
-# Tokens that are read before other work may run.
+# Number of tokens scored between two points where other work may run.
 _PART = 512
 
 
 class ScoreWriter:
-    """Scores texts of one model and writes the answers; used by the worker's thread only."""
+    """Scores texts with one model and writes the answers of ``/score``; called in the engine's thread only."""
 
     def __init__(self, served: Served):
         self.served = served
@@ -257,7 +257,7 @@ class ScoreWriter:
     ) -> Generator[None, None, bytes]:
         """Returns the answer of ``/score`` as JSON; yields where other work may run.
 
-        With ``gates`` each token has its gates, with ``full_depth`` also its loss at full depth.
+        ``gates`` adds the gates of each token, ``full_depth`` its loss at full depth.
         """
         began, served = time.perf_counter(), self.served
         scores = yield from self.scorer.in_parts(ids, reading, _PART)
@@ -293,7 +293,7 @@ class ScoreWriter:
     def _tokens(
         self, ids: Sequence[int], scores: list[TokenScore], full: list[TokenScore] | None, *, top: int, gates: bool
     ) -> str:
-        """Returns the tokens of an answer as JSON; each score is written once, also if a text is edited and resent."""
+        """Returns the tokens of an answer as JSON; the JSON of cached scores is reused if an edited text is resent."""
 
         def depth_fields(score: TokenScore) -> dict[str, Any]:
             tops = [top_tokens(self.served, tuple(tokens)) for tokens in score.top]
@@ -305,7 +305,7 @@ class ScoreWriter:
 
         tokens, texts = [], pieces(self.served.tokenizer, ids)
         for slot, (token, text, score) in enumerate(zip(ids, texts, scores, strict=True)):
-            # The score of a token predicts the next one.
+            # The score of a token holds the loss of the next one.
             loss = _noted(scores[slot - 1], "loss", loss_fields) if slot else '"nll":null,"nll_by_iteration":[]'
             fields = [f'"id":{token},"text":{encode_basestring(text)}', loss]
             fields.append(_noted(score, ("depth", gates, top), depth_fields))
@@ -315,14 +315,14 @@ class ScoreWriter:
         return ",".join(tokens)
 
     def _policy_line(self, reading: Reading) -> str | None:
-        """Returns the policy as one line; ``None`` if it cannot be written as one."""
+        """Returns the policy in the form that ``--policy`` takes; ``None`` if it has no such form."""
         with suppress(AdaPonderError):
             return (reading.policy or self.served.model.method.default_policy(training=False)).as_line()
         return None
 
 
 def _noted(score: TokenScore, name: Any, fields: Callable[[TokenScore], dict[str, Any]]) -> str:
-    """Returns fields of a score as JSON without braces, kept with the score."""
+    """Returns ``fields(score)`` as JSON without braces, cached in ``score.notes`` under ``name``."""
     if name not in score.notes:
         score.notes[name] = _json(fields(score))[1:-1]
     return score.notes[name]

@@ -39,7 +39,7 @@ class Metrics:
         registry.register(_EngineMetrics(worker, lanes))
 
     def count_tokens(self, depths: Iterable[int], *, prompt: int, completion: int) -> None:
-        """Counts the tokens of an answer, and those that were read for it by depth."""
+        """Counts an answer's prompt and completion tokens, and by depth the tokens computed for it."""
         self.tokens.labels("prompt").inc(prompt)
         self.tokens.labels("completion").inc(completion)
         for depth, count in Tally(depths).items():
@@ -88,7 +88,7 @@ class RequestMetrics:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began, status = time.monotonic(), 499  # of a client that has left before its answer began
+        began, status = time.monotonic(), 499  # 499: the client left before its answer began
 
         async def send_and_note(message: Message) -> None:
             nonlocal status

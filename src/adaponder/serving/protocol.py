@@ -1,7 +1,7 @@
 """Bodies of requests as OpenAI documents them, with an ``adaponder`` extension, and errors in OpenAI's form.
 
-OpenAI's fields that are not supported have the type ``null``, so they are known by name and refused. Fields without
-effect are accepted and ignored. Unknown fields are refused. :func:`bodies_for` adds the limits of one server.
+OpenAI's fields that are not supported have the type ``null``: any other value is refused with an error that says so.
+Fields without effect are accepted. Unknown fields are refused. :func:`bodies_for` adds the limits of one server.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Never = Literal[False]
 class JsonBody(BaseModel):
     """A JSON object: types are not converted; unknown fields, NaN and infinity are refused."""
 
-    # With a limit pydantic also refuses lone surrogates, which are no text.
+    # A length limit also makes pydantic refuse lone surrogates, which are not valid text.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, str_max_length=1 << 20)
 
 
 class DepthControl(JsonBody):
-    """Decides how often each token is read: at most one of policy, tau and budget; without them the method's rule."""
+    """Decides each token's depth: at most one of policy, tau and budget; without them the method's own rule."""
 
     policy: str | None = Field(None, max_length=400, description="A policy in one line, e.g. fixed:2 or entropy:2.5.")
     tau: Annotated[float | None, body_field("tau")] = None
@@ -53,7 +53,7 @@ class DepthControl(JsonBody):
 
 
 class Generation(DepthControl):
-    """Options of a completion beside OpenAI's fields."""
+    """Options of a completion in addition to OpenAI's."""
 
     depth: bool = Field(False, description="Return depths: of each prompt token, and of the one before each new token.")
     top_k: Annotated[int, body_field("top_k")] = 0
@@ -64,7 +64,7 @@ class Generation(DepthControl):
 
     @property
     def lists_tokens(self) -> bool:
-        """Whether the answer lists its tokens."""
+        """Whether the answer lists tokens under ``adaponder.tokens``."""
         return self.depth or self.gates or self.iteration_top > 0
 
 
@@ -101,7 +101,7 @@ class GenerationBody(JsonBody):
 
     @property
     def samples(self) -> int:
-        """Completions that are generated for each prompt; the ``n`` best of them are returned."""
+        """Number of completions generated for each prompt; the ``n`` best are returned."""
         return getattr(self, "best_of", None) or self.n or 1
 
     @property
@@ -139,7 +139,7 @@ class ChatMessage(JsonBody):
     tool_calls: Unsupported = None
 
     def as_dict(self) -> dict[str, str]:
-        """Returns the message as a chat template takes it."""
+        """Returns the message in the form that chat templates expect."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
 
@@ -198,9 +198,9 @@ class ScoreBody(JsonBody):
 
 
 def bodies_for(served: Served, limits: Limits) -> dict[type[BaseModel], type[BaseModel]]:
-    """Returns each body with the limits of this server, and the name, vocabulary and iterations of its model.
+    """Maps body classes to subclasses with the limits of this server and of its model.
 
-    ``maximum`` is a bound that ``/openapi.json`` states and the routes check, with errors that say more.
+    The bounds of ``number`` are stated in ``/openapi.json`` only: the routes check them, with clearer errors.
     """
 
     def number(kind: type, bound: float, **limits: Any) -> Any:
@@ -264,14 +264,14 @@ def bodies_for(served: Served, limits: Limits) -> dict[type[BaseModel], type[Bas
 
 
 def _limited(body: type[_Body], **fields: Any) -> type[_Body]:
-    """Returns a body with these fields instead of its own of the same names."""
+    """Returns a subclass of ``body`` in which ``fields`` are added or replaced."""
     return create_model(body.__name__, __base__=body, __doc__=body.__doc__, **fields)
 
 
 # --- errors -------------------------------------------------------------------------------------------------------
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-# Fields of the engine's request that have another name or place in a body.
+# Names in a body of those fields of an engine request that are called differently there.
 _FIELDS = {name: f"adaponder.{name}" for name in Generation.model_fields.keys() - GenerationBody.model_fields.keys()}
 _FIELDS |= {"max_new_tokens": "max_tokens", "log_probabilities": "logprobs", "samples": "n", "stop_ids": "stop"}
 _FIELDS |= {"min_new_tokens": "adaponder.min_tokens"}
@@ -284,7 +284,7 @@ _UNSHOWABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u
 
 
 class ErrorText(BaseModel):
-    """What went wrong, the kind of error, and the field at fault."""
+    """Message, type and code of an error, and the field that caused it."""
 
     model_config = ConfigDict(title="Error")
     message: str
@@ -300,7 +300,7 @@ class ErrorAnswer(BaseModel):
 
 
 class ApiError(Exception):
-    """An error that is sent to the client: ``param`` is the field of the body at fault, ``code`` is for programs."""
+    """An error that is sent to the client: ``param`` is the field that caused it, ``code`` a name for programs."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: Any = None
@@ -316,7 +316,7 @@ class ApiError(Exception):
 
 
 def as_api_error(problem: BaseException) -> ApiError:
-    """Returns the error that is sent to the client for an exception of a route, its completions or its score."""
+    """Converts an exception of a route, a completion or a score to the error that is sent to the client."""
     if isinstance(problem, ApiError):
         return problem
     if isinstance(problem, RequestValidationError):
@@ -334,7 +334,7 @@ def as_api_error(problem: BaseException) -> ApiError:
 
 
 def _refused(problem: AdaPonderError) -> ApiError:
-    """Returns the 400 of an error about the engine's request, with the field names of the body."""
+    """Converts an error about an engine request to a 400 that uses the body's field names."""
 
     def body_name(match: re.Match[str]) -> str:
         return _FIELDS.get(match[0], match[0]).removeprefix("adaponder.")
@@ -342,21 +342,21 @@ def _refused(problem: AdaPonderError) -> ApiError:
     message = in_one_line(problem).replace("--policy ", "policy=")
     field = re.match(r"[a-z_.]+(?=[=:\[ ])", message)
     param = None if field is None else _FIELDS.get(field[0], field[0])
-    # Type and range were checked before: what is left is a prompt or completion for which there is no room.
+    # Types and ranges were checked before, so the prompt or the completion is too long for the context.
     code = "context_length_exceeded" if param in ("prompt", "max_tokens") else None
     return ApiError(400, re.sub(r"^[a-z_.]+(?=[=:\[ ])|[a-z_]+(?==)", body_name, message), param=param, code=code)
 
 
 def _invalid_body(errors: Sequence[Any]) -> ApiError:
-    """Returns the 400 of a body that pydantic refuses.
+    """Converts pydantic's errors about a body to a 400 that reports one of them.
 
-    Where a field may have several types there is an error for each: the error about a value of the right type is
-    reported, and among those the innermost.
+    A field of several types yields an error for each type: those about a wrong value are preferred to those about a
+    wrong type, and then the most deeply nested one.
     """
     error = max(errors, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))
     if error["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {error['ctx']['error']}")
-    # A part of the place that is not a plain word names a type of a union.
+    # Leaves out parts of the location that name a type of a union, such as ``str`` or ``list[int]``.
     place = [str(part) for part in error["loc"][1:] if re.fullmatch(r"(?!(str|int|float|bool|none)$)\w+", str(part))]
     name = ".".join(place)[:200] or None
     message, code = in_one_line(ValueError(error["msg"])), None

@@ -1,12 +1,12 @@
 """Serves the same app in several processes or on several machines, as a deployment of Ray Serve.
 
-Each replica is a process with its own model, engine and app: keys, limits and drain are the app's and hold behind Ray
-as they do without. Ray's proxy listens, and of two random replicas sends each request to the less busy one.
+Each replica is a process with its own model, engine and app; keys, limits and draining are part of the app and work as
+without Ray. Ray's proxy listens, and sends each request to the less busy of two random replicas.
 
-Ray is imported inside functions only. Ray's proxy imports this module for :func:`layers`, without torch.
+Ray is imported inside functions only, and torch not at all: Ray's proxy imports this module to call :func:`layers`.
 """
 
-# Ray is an extra of its own, which a type checker may not find installed.
+# Ray is an optional extra, so a type checker may not find it.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ if TYPE_CHECKING:
     from adaponder.serving.settings import Settings
 
 APPLICATION = "adaponder"
-# Read by the proxy's process: the limits of its connections as JSON.
+# Environment variable for the proxy's process: the limits of connections as JSON.
 PROXY_LIMITS = "ADAPONDER_PROXY_LIMITS"
-# Read by Ray when it is imported, here and in the processes that it starts: no usage statistics are sent, and the proxy
-# puts :func:`layers` before every app.
+# Read by Ray when it is imported, here and in the processes that it starts: disables usage statistics and log output,
+# and makes the proxy add :func:`layers` to every app.
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "adaponder.serving.ray:layers",
 }
 _QUIET = {"enable_access_log": False, "log_level": "WARNING"}
-# Headers with which a client could make Ray go on after it has left, or set Ray's timeout.
+# Headers with which a client could keep its request running after it disconnects, or set Ray's timeout.
 _RAY_HEADERS = frozenset({b"x-request-disconnect-disabled", b"x-request-timeout-seconds"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Where replicas run, and the address of the proxy.
+    """Number and resources of the replicas, and the addresses of Ray and its proxy.
 
     Attributes:
-        host, port: where the proxy listens; port 0 takes a free one.
-        replicas: number of replicas, or the fewest if ``most_replicas`` is given.
-        most_replicas: replicas are added up to this number when requests pile up; ``None``: always ``replicas``.
-        gpus, cpus: what Ray reserves for each replica.
-        address: a running Ray cluster (``auto``: the one of this machine); ``None``: start one here.
+        host, port: address on which the proxy listens; port 0 takes a free one.
+        replicas: number of replicas, or the minimum if ``most_replicas`` is given.
+        most_replicas: maximum number of replicas under load; ``None``: always ``replicas``.
+        gpus, cpus: numbers that Ray reserves for each replica.
+        address: address of a running Ray cluster, or ``auto`` for the one on this machine; ``None``: start Ray here.
     """
 
     host: str = "127.0.0.1"
@@ -73,13 +73,13 @@ class Cluster:
 
 
 class _StoppedError(Exception):
-    """SIGTERM or Ctrl-C came while replicas were starting."""
+    """Raised in :func:`run` by SIGTERM or Ctrl-C."""
 
 
 def run(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) -> None:
     """Deploys, prints the address, and serves until SIGTERM or Ctrl-C.
 
-    ``make`` makes the app in each replica, so it must be picklable.
+    ``make`` builds the app in each replica, so it must be picklable.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     farewell = "stopped before it served"
@@ -94,7 +94,7 @@ def run(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) -> No
     try:
         handle_signals()
         connect(cluster, settings)
-        handle_signals()  # Ray has replaced them by its own
+        handle_signals()  # ray.init installs its own
         url = deploy(make, cluster, settings)
         handle_signals()
         print(f"serving on {url} with {cluster.replicas} replicas", flush=True)
@@ -109,9 +109,9 @@ def run(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) -> No
 
 
 def connect(cluster: Cluster, settings: Settings) -> None:
-    """Starts Ray, or connects to the named cluster; raises :class:`InputError` in one line where that fails.
+    """Starts Ray, or connects to ``cluster.address``; raises :class:`InputError` if that fails.
 
-    The limits of connections also hold at the proxy of a Ray that is started here.
+    If Ray is started here, its proxy also applies the limits of connections.
     """
     os.environ[PROXY_LIMITS] = json.dumps(settings.limits.of_connections())
     if cluster.address is None:
@@ -128,7 +128,7 @@ def connect(cluster: Cluster, settings: Settings) -> None:
         ray.init(**options, log_to_driver=False, logging_level="error")
     except _StoppedError:
         raise
-    except Exception as error:  # Ray raises the bare class, too
+    except Exception as error:  # Ray also raises plain Exception
         raise InputError(f"{failure}: {' '.join(str(error).split())}") from error
 
 
@@ -147,7 +147,7 @@ def deploy(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) ->
         logging_config=_QUIET,
     )
     serve.run(application(make, cluster, settings), name=APPLICATION, route_prefix="/")
-    try:  # Ray Serve ignores the options where it is running already
+    try:  # serve.start ignores http_options if Ray Serve runs already
         socket.create_connection((cluster.host, port), timeout=10).close()
     except OSError:
         raise InputError(
@@ -158,7 +158,7 @@ def deploy(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) ->
 
 
 def stop(*, started: bool) -> None:
-    """Removes the application after its requests are done; ends Ray if :func:`connect` has started it."""
+    """Removes the application once its requests are done, and disconnects; ``started``: shuts Ray down too."""
     ray, serve = _import_ray()
     if ray.is_initialized():
         if started:
@@ -169,7 +169,7 @@ def stop(*, started: bool) -> None:
 
 
 def _import_ray() -> tuple[Any, Any]:
-    """Returns ``ray`` and ``ray.serve``; raises :class:`InputError` with the cure where they are not installed."""
+    """Returns ``ray`` and ``ray.serve``; raises :class:`InputError` with the install command if they are missing."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -183,7 +183,7 @@ def _import_ray() -> tuple[Any, Any]:
 def _require_token() -> None:
     """Makes Ray's processes require a random token, since anyone who reaches their ports could run code.
 
-    Ray reads these variables once, when it is imported; if it has been imported already, its settings stay.
+    Ray reads these variables when it is imported; if it already is, they are left as they are.
     """
     if "ray" not in sys.modules and os.environ.get("RAY_AUTH_MODE") is None:
         os.environ["RAY_AUTH_MODE"] = "token"
@@ -192,7 +192,7 @@ def _require_token() -> None:
 
 
 def application(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) -> Any:
-    """Returns the bound deployment."""
+    """Returns the Ray Serve deployment, bound to the app."""
     _, serve = _import_ray()
     from ray.serve.config import AutoscalingConfig, BackpressureConfig
 
@@ -202,7 +202,7 @@ def application(make: Callable[[], ASGIApp], cluster: Cluster, settings: Setting
         scaling = AutoscalingConfig(
             min_replicas=cluster.replicas,
             max_replicas=cluster.most_replicas,
-            # Below the lanes, so that a replica is added before requests wait.
+            # Fewer than the lanes, so that a replica is added before requests wait.
             target_ongoing_requests=max(1.0, 0.75 * settings.lanes),
             upscale_delay_s=5.0,
             downscale_delay_s=120.0,
@@ -210,7 +210,7 @@ def application(make: Callable[[], ASGIApp], cluster: Cluster, settings: Setting
         options = {"autoscaling_config": scaling}
     deployment = serve.deployment(
         name=APPLICATION,
-        # A replica's own queue answers 429; Ray holds back only what no replica could take.
+        # A replica answers 429 when its own queue is full; Ray queues only requests for which no replica has room.
         max_ongoing_requests=settings.lanes + limits.waiting,
         max_queued_requests=limits.waiting,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=limits.retry_seconds),
@@ -231,7 +231,7 @@ class Replica:
     app: Any
 
     async def check_health(self) -> None:
-        # Ray checks once before it sends requests: they come when the engine is open.
+        # Ray sends requests after the first check, which therefore waits until the engine is open.
         worker = self.app.worker
         while worker.state == "starting":
             await asyncio.sleep(0.05)
@@ -243,10 +243,10 @@ class Replica:
 
 
 def layers() -> list[Any]:
-    """Returns the ASGI layer that Ray's proxy puts before every app, and bounds the proxy's connections.
+    """Returns the middleware of Ray's proxy, and limits the proxy's connections.
 
-    Ray 2.60 neither bounds headers (CVE-2025-48956) nor lets one choose the protocol of its uvicorn server, which takes
-    the one called ``auto``. This function runs before the server is made.
+    Ray 2.60 neither limits headers (CVE-2025-48956) nor has an option for the protocol class of its uvicorn server. The
+    proxy calls this function before it creates that server, so uvicorn's default (``auto``) is replaced here.
     """
     import uvicorn.config
     from starlette.middleware import Middleware
@@ -260,7 +260,7 @@ def layers() -> list[Any]:
 
 
 class ProxyGuard:
-    """Removes the headers that control Ray, and drops websockets, which no route takes."""
+    """Removes the headers that control Ray, and drops websockets, for which there is no route."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -1,4 +1,4 @@
-"""Turns the body of a request into requests of the engine: prompts, policy, sampling."""
+"""Converts the body of an HTTP request to engine requests: prompts, policy, sampling."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from adaponder.serving.settings import Limits
 from adaponder.text import chat_text
 
 _Result = TypeVar("_Result")
-# Characters or tokens that are converted in the event loop; more of them in another thread.
+# Most characters or tokens that are converted in the event loop's thread.
 _AT_ONCE = 1024
 
 
 def check_model(name: str | None, served: Served) -> None:
-    """Raises 404 unless this is the served model."""
+    """Raises 404 if ``name`` is given and is not the served model."""
     if name is not None and name != served.name:
         message = f"model={name[:100]!r}: this server has {served.name!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
 async def in_thread_if_long(size: int, function: Callable[..., _Result], *arguments: Any) -> _Result:
-    """Calls a function on ``size`` characters or tokens; in another thread if it would block the event loop."""
+    """Calls ``function``, in another thread if ``size`` characters or tokens would block the event loop."""
     if size <= _AT_ONCE:
         return function(*arguments)
     return await asyncio.to_thread(function, *arguments)
 
 
 def tokens_of(text: str, served: Served, special: bool) -> list[int]:
-    """Returns the token ids of a text, with the tokenizer's ``special`` tokens or without."""
+    """Returns the token ids of a text; ``special`` adds the tokenizer's special tokens."""
     return list(served.tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
 
 
@@ -70,7 +70,7 @@ def check_characters(field: str, characters: int, limits: Limits) -> None:
 
 
 async def chat_prompt(messages: Sequence[ChatMessage], served: Served, limits: Limits) -> list[int]:
-    """Returns the token ids of a conversation, with the tokenizer's chat template; a request cannot bring its own."""
+    """Returns the token ids of a conversation in the tokenizer's chat template; requests cannot send a template."""
     if not served.template:
         message = f"messages: the tokenizer of {served.name} has no chat template; use /v1/completions"
         raise ApiError(400, message, param="messages", code="no_chat_template")
@@ -81,9 +81,9 @@ async def chat_prompt(messages: Sequence[ChatMessage], served: Served, limits: L
 
 
 def depth_options(control: DepthControl, served: Served) -> dict[str, Any]:
-    """Returns ``policy``, ``max_iterations`` and ``depths`` of a request; raises 400 if the model cannot have them.
+    """Returns ``policy``, ``max_iterations`` and ``depths`` of an engine request; raises on unsupported values.
 
-    A policy comes from a line, a threshold or a profile, never from code or a path.
+    A policy is given as one line, a threshold or a profile's name, never as code or a path.
     """
     method = served.model.method
     rules = {"policy": control.policy, "tau": control.tau, "budget": control.budget}
@@ -108,7 +108,7 @@ def engine_requests(
     max_tokens: int,
     salt: str,
 ) -> list[Request]:
-    """Returns one request of the engine for each prompt; raises if the engine would refuse it.
+    """Returns one engine request for each prompt; raises if the engine would refuse it.
 
     With ``max_tokens=0`` one token is generated, which the answer leaves out. ``salt`` is the prefix-cache namespace of
     the client's key.
@@ -124,13 +124,13 @@ def engine_requests(
     values = [*extension, *body]
     options = {name: value for name, value in values if name in REQUEST_FIELDS and value is not None}
     options |= depth_options(extension, served) | {
-        "tau": None,  # it is a policy by now
+        "tau": None,  # depth_options has converted it to a policy
         "max_new_tokens": max(1, max_tokens),
         "min_new_tokens": extension.min_tokens,
         "logit_bias": {int(token): bias for token, bias in (body.logit_bias or {}).items()},
         "seed": options.get("seed", secrets.randbits(62)),
         "samples": body.samples,
-        # Log-probabilities also decide which samples are the best.
+        # Log-probabilities are also needed to choose the best samples.
         "log_probabilities": 0 if body.top is None and body.samples > (body.n or 1) else body.top,
         "prompt_log_probabilities": body.top if isinstance(body, CompletionBody) and body.echo else None,
         "salt": salt,

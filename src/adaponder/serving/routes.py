@@ -1,7 +1,7 @@
 """The HTTP routes, and the ASGI app around them.
 
-Completions, chats, scores, tokens, the model's facts, the server's state and the page stand behind access control,
-metrics and body limits; every error has OpenAI's form.
+All routes (completions, chats, scores, tokens, the model's facts, the server's state and the page) are behind access
+control, metrics and body limits; every error has OpenAI's form.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _MAX_TOKENS = 16
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What the routes share."""
+    """The objects that all routes use."""
 
     worker: Worker
     settings: Settings
@@ -83,7 +83,7 @@ class Context:
         return self.settings.limits
 
     def admit(self, *, sequences: int = 0, jobs: int = 0) -> None:
-        """Raises 503 while the server starts or stops, and 429 if a queue has no room for the completions or scores."""
+        """Raises 503 unless the server is ready, and 429 if a queue has no room for these sequences or scoring jobs."""
         worker, retry = self.worker, {"retry-after": str(self.limits.retry_seconds)}
         if worker.state != "ready":
             raise ApiError(503, f"the server is {worker.state}; try again", code=worker.state, headers=retry)
@@ -127,7 +127,7 @@ async def chat_completions(context: Context, http: HttpRequest, body: ChatBody) 
     prompt = await chat_prompt(body.messages, served, limits)
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     if max_tokens is None:
-        # All that fits, and at least 1: where none fits the engine says why.
+        # As many as fit, but at least 1: if none fits, the check of the engine request raises the error.
         room = context.worker.longest_request - len(prompt)
         max_tokens = max(1, min(room, limits.max_tokens or room))
     return _generate(context, http, body, [prompt], max_tokens)
@@ -179,7 +179,7 @@ def _best(body: CompletionBody | ChatBody, samples: Sequence[Sequence[Writing]])
 
 
 def _count_tokens(metrics: Metrics, samples: Sequence[Sequence[Writing]], *, hidden: bool) -> None:
-    """Counts the tokens that were read: a prompt's once for all its samples, without those of the prefix cache."""
+    """Counts tokens, and by depth the computed (not cached) ones; a prompt counts once for all its samples."""
     for writings in samples:
         for index, writing in enumerate(writings):
             depths, prompt = [depth for depth in writing.depths if depth], len(writing.prompt_depths)
@@ -215,7 +215,7 @@ async def score(context: Context, http: HttpRequest, body: ScoreBody) -> Respons
 
 
 async def tokenize(context: Context, body: TokenizeBody) -> Response:
-    """Returns the tokens of a text, which may be longer than the model's positions, or empty."""
+    """Returns the tokens of a text; it may be empty, or longer than the model's positions."""
     served = context.served
     check_characters("prompt", len(body.prompt), context.limits)
 
@@ -239,12 +239,12 @@ async def detokenize(context: Context, body: DetokenizeBody) -> Response:
 
 
 async def models(context: Context) -> Response:
-    """Returns the served model and its facts."""
+    """Lists the served model, with its facts."""
     return JSONResponse({"object": "list", "data": [_facts(context)]})
 
 
 async def model(context: Context, name: str) -> Response:
-    """Returns one model."""
+    """Returns the facts of the served model; 404 for any other name."""
     check_model(name, context.served)
     return JSONResponse(_facts(context))
 
@@ -291,7 +291,7 @@ _PAGE_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", 
 
 @cache
 def _page() -> Mapping[str, tuple[bytes, dict[str, str]]]:
-    """Returns content and headers of the page's files by name: a request names one of them, never a path."""
+    """Returns content and headers of the page's files by name, so that a request cannot name any other path."""
     page = {}
     for path in files("adaponder.serving").joinpath("page").iterdir():
         content, kind = path.read_bytes(), _PAGE_TYPES[path.name.rpartition(".")[2]]
@@ -331,14 +331,14 @@ _ROUTES: dict[str, Callable[..., Awaitable[Response]]] = {
     "GET /": index,
     "GET /page/{name}": page_file,
 }
-# Content types of the answers that are not JSON only.
+# Content types of the routes that do not always return JSON.
 _CONTENT = {completions: ("application/json", EVENTS), chat_completions: ("application/json", EVENTS)}
 _CONTENT |= {metrics: ("text/plain",), index: ("text/html",), page_file: ("*/*",)}
 _ERRORS = (400, 401, 403, 404, 408, 413, 415, 421, 429, 500, 503)
 
 
 def make_app(worker: Worker, settings: Settings | None = None) -> ASGIApp:
-    """Returns the server as an ASGI app; its lifespan starts the worker, and at the end waits for running requests."""
+    """Returns the server as an ASGI app; its lifespan starts the worker, and at the end drains and stops it."""
     settings = settings or Settings()
     metrics = Metrics(worker, settings.lanes)
 
@@ -374,7 +374,7 @@ async def _on_error(request: HttpRequest, problem: Exception) -> Response:
 def _add_routes(app: FastAPI, context: Context) -> None:
     """Adds every route to the app. The docstring of a route is its description in ``/openapi.json``."""
     bodies = bodies_for(context.served, context.limits)
-    # The default also keeps FastAPI from adding its own 422, which no route answers with.
+    # The default also keeps FastAPI from adding its own 422, which no route returns.
     errors: dict[int | str, dict[str, Any]] = {"default": {"description": "An error.", "model": ErrorAnswer}}
     errors |= {status: {"description": HTTPStatus(status).phrase, "model": ErrorAnswer} for status in _ERRORS}
     key = [Depends(HTTPBearer(auto_error=False, scheme_name="key"))] if context.settings.access.keys else []
@@ -397,13 +397,13 @@ def _add_routes(app: FastAPI, context: Context) -> None:
 def _bind(
     handler: Callable[..., Awaitable[Response]], context: Context, bodies: Mapping[Any, Any]
 ) -> Callable[..., Awaitable[Response]]:
-    """Returns a route without its context, and with the limits of this server on its body: what FastAPI parses by."""
+    """Returns ``handler`` with ``context`` bound and this server's body types in its signature, for FastAPI."""
 
     async def route(**arguments: Any) -> Response:
         return await handler(context, **arguments)
 
     parameters = []
-    for name, hint in list(typing.get_type_hints(handler).items())[1:-1]:  # without context and the result
+    for name, hint in list(typing.get_type_hints(handler).items())[1:-1]:  # without the context and the return type
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter(name, kind, annotation=bodies.get(hint, hint)))
     route.__signature__ = inspect.Signature(parameters)

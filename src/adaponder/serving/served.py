@@ -1,4 +1,4 @@
-"""The model that is served, with its tokenizer and profiles, and the facts about it that clients can ask for."""
+"""Holds the served model with its tokenizer and profiles, and the facts about it that ``/v1/models`` returns."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from adaponder.text import TokenSpeller, has_template
 
 
 class Served:
-    """A model as clients know it.
+    """The served model, its tokenizer and its profiles.
 
     Args:
-        folder: the checkpoint's folder, which may hold profiles: policies calibrated for a budget.
+        folder: the checkpoint's folder, for its profiles (policies calibrated for a budget); ``None``: no profiles.
         name: the value of ``model`` in requests.
-        tokens: the engine's option: longest sequence, prompt and completion together.
+        tokens: longest sequence, prompt and completion together, as the engine's option; ``None``: all positions.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Served:
         name: str = "adaponder",
         tokens: int | None = None,
     ):
-        tokenizer("a")  # sets its own defaults before two threads use it
+        tokenizer("a")  # the first call sets defaults, which must not happen in two threads
         self.name, self.model, self.tokenizer = name, model, tokenizer
         self.profiles: Mapping[str, Mapping[str, Any]] = {} if folder is None else stored_profiles.stored(folder)
         self.tokens = max_tokens(model, tokens)
@@ -50,7 +50,7 @@ class Served:
         self.template = has_template(tokenizer)
 
     def facts(self) -> dict[str, Any]:
-        """Returns what ``/v1/models`` says about the model under ``adaponder``."""
+        """Returns the facts about the model that ``/v1/models`` lists under ``adaponder``."""
         config, method = self.model.config, self.model.method
         default = method.default_policy(training=False)
         policies = [

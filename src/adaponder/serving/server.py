@@ -1,6 +1,6 @@
 """Serves the app on a socket: limits on headers, and a shutdown that lets running requests finish.
 
-Importing this imports neither torch nor the rest of the server, so Ray's proxy can use its connections.
+This module imports neither torch nor the rest of the server, so Ray's proxy can use :class:`BoundedConnection`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from adaponder.serving.worker import Worker
 
 _KEEP_ALIVE_SECONDS = 30
-# How long clients may take to read that their request was cut off at the end of the drain.
+# Time for clients to receive the error of a request that was ended with the drain.
 _LAST_WORDS_SECONDS = 3
-# How long one thread may hold the interpreter; Python's default of 5 ms is most of a small model's step.
+# Python's switch interval between threads; its default of 5 ms is most of a small model's step.
 _SWITCH_SECONDS = 0.0005
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a listening socket; port 0 takes any free port. Raises :class:`InputError` if that is impossible."""
+    """Returns a listening socket; port 0 takes any free port. Raises :class:`InputError` if it cannot listen."""
     try:
         passive = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, *_, address = passive[0]
@@ -58,13 +58,13 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address_of(listening: socket.socket) -> str:
-    """Returns the address to open in a browser."""
+    """Returns the URL to open in a browser."""
     host, port = listening.getsockname()[:2]
     return url_of("127.0.0.1" if host in ("0.0.0.0", "::") else host, port)
 
 
 def url_of(host: str, port: int) -> str:
-    """Returns the address of a server."""
+    """Returns the URL of a server."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
@@ -94,10 +94,10 @@ def run(app: ASGIApp, worker: Worker, listening: socket.socket, limits: Limits, 
 
 
 class Server(uvicorn.Server):
-    """Exits with code 0 after a signal and a drain; requests that outlast the drain get an error.
+    """A uvicorn server that drains after a signal and exits with code 0; requests that outlast the drain get an error.
 
     Attributes:
-        signal: the signal that ended it.
+        signal: the signal that stopped the server; ``None`` while it runs.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.signal is not None:
-            os._exit(128 + sig)  # a second signal ends the process whatever still hangs
+            os._exit(128 + sig)  # a second signal ends the process at once
         self.signal, self.should_exit = sig, True
         if self._worker.state in ("starting", "ready"):
             self._worker.state = "draining"
@@ -140,13 +140,13 @@ class Server(uvicorn.Server):
 class BoundedConnection(HttpToolsProtocol):
     """A connection whose headers must be short and arrive in time, and whose client must read its answers.
 
-    Mends what uvicorn 0.54 lacks with httptools: it bounds neither the bytes nor the time of headers, so one client
-    could fill memory or hold connections (CVE-2025-48956); it waits for ever for a client that does not read; and of
-    pipelined requests it marks only the last as disconnected.
+    Works around faults of uvicorn 0.54 with httptools. It limits neither the bytes nor the time of headers, so a client
+    could fill memory or hold connections (CVE-2025-48956). It waits forever for a client that does not read. It marks
+    only the last of several pipelined requests as disconnected.
 
     Attributes:
         header_bytes: longest request line and headers together.
-        header_seconds: time in which they must arrive.
+        header_seconds: time in which request line and headers must arrive.
         stall_seconds: time after which a client that reads nothing is disconnected.
     """
 
@@ -226,5 +226,5 @@ class BoundedConnection(HttpToolsProtocol):
 
 
 def bounded(limits: Limits) -> type[BoundedConnection]:
-    """Returns connections with these limits."""
+    """Returns a connection class with these limits."""
     return type("BoundedConnection", (BoundedConnection,), limits.of_connections())

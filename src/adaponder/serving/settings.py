@@ -1,4 +1,4 @@
-"""Every number that limits a request or the server, and who may call it."""
+"""Defines the limits of requests and of the server, and its access rules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ORIGIN = re.compile(r"https?://[a-z0-9.\[\]:-]{1,255}")
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one request may ask for, and how long the server waits for a client."""
+    """Limits on one request, on waiting requests, and on the time that clients may take."""
 
     body_bytes: int = setting(1 << 20, "Longest body of a request.", _COUNT)
     body_seconds: float = setting(20.0, "Time in which a body must arrive.", _SECONDS)
@@ -59,9 +59,9 @@ class Key:
     """One API key, of which only digests are kept.
 
     Attributes:
-        digest: SHA-256 of the key, compared with that of a request's key.
-        cookie: what a browser sends after a login; the key cannot be derived from it.
-        salt: prefix-cache namespace: prompts share rows only among requests of one key.
+        digest: SHA-256 of the key, compared with the digest of the key in a request.
+        cookie: value that a browser sends after a login; the key cannot be derived from it.
+        salt: prefix-cache namespace, so that only requests with the same key share cached rows.
     """
 
     digest: bytes
@@ -79,11 +79,11 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """Who may call the server.
+    """Access rules of the server.
 
     Attributes:
-        keys: API keys, one of which every route but ``/health`` requires; empty: no key is needed.
-        hosts: names allowed in a ``Host`` header beside ``localhost`` and addresses, in lower case; ``*``: any.
+        keys: API keys; every route but ``/health`` and ``/login`` requires one of them. Empty: no key is needed.
+        hosts: names allowed in a ``Host`` header, in lower case, besides ``localhost`` and addresses; ``*``: any.
         origins: ``scheme://host[:port]`` of other sites whose pages may call the server from a browser.
     """
 
@@ -110,7 +110,7 @@ class Access:
         return next(iter([key for key in self.keys if hmac.compare_digest(key.cookie.encode(), value)]), None)
 
     def knows_host(self, name: str) -> bool:
-        """Returns whether a request may be addressed to this host: a name, or an address without port."""
+        """Returns whether a ``Host`` header may contain ``name``, a host name or an address without its port."""
         if name == "localhost" or "*" in self.hosts or name in self.hosts:
             return True
         try:
@@ -123,7 +123,7 @@ class Access:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of an app; ``lanes`` is the number of sequences that its engine runs at a time."""
+    """Settings of an app; ``lanes``: number of sequences that its engine runs at a time."""
 
     lanes: int = 64
     limits: Limits = field(default_factory=Limits)

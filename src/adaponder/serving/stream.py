@@ -1,7 +1,7 @@
-"""Runs the completions of one HTTP request, and sends answers as they are made.
+"""Runs the completions of one HTTP request, and streams responses.
 
-Text is made from the engine's events in the event loop's thread. The bytes that wait for a client are bounded, and the
-work for a client that has left is cancelled.
+The engine's events become text in the event loop's thread. The bytes that wait for a client are bounded, and a request
+whose client disconnects is cancelled.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Run:
     """The completions of one HTTP request in the worker; both callbacks are called in the event loop.
 
     Args:
-        requests: one request of the engine for each prompt.
-        on_text: called for each completion that a step has extended, with its index among all completions of the run,
-            the completion and its new text.
-        on_end: called once when every completion has ended, or with what failed.
+        requests: one engine request for each prompt.
+        on_text: called for each completion that got tokens in a step or ended, with its index among all completions of
+            the run, the completion and its new text.
+        on_end: called once, with ``None`` when every completion has ended, or with the exception that failed one.
 
     Attributes:
         samples: the completions of each prompt.
@@ -88,7 +88,7 @@ class Run:
         self._tickets.append(ticket)
 
     def _measure(self, events: list[Event]) -> None:
-        if events[0].token is None:  # a completion's tokens come before its end
+        if events[0].token is None:  # only ends, which come after the tokens of a step
             return
         now = time.monotonic()
         if self._last_token is None:
@@ -108,12 +108,12 @@ class Run:
 
 
 class Answer(Response):
-    """An answer that is sent while it is made; content that waits is sent together.
+    """A response that is sent while it is generated; content queued in the meantime is sent as one chunk.
 
-    The status waits for the first content, so work that fails at once is answered with the status of its error.
+    The status is sent with the first content, so a request that fails before has the status of its error.
 
     Attributes:
-        cancel: called at the end, to free what unfinished work holds.
+        cancel: called when the response ends, to cancel unfinished work.
     """
 
     def __init__(self, limits: Limits, metrics: Metrics, media_type: str = "application/json"):
@@ -128,7 +128,7 @@ class Answer(Response):
         self._changed = asyncio.Event()
 
     def add(self, content: bytes) -> None:
-        """Queues content for the client; ends a stream that its client reads too slowly."""
+        """Queues content for the client; ends a stream of which more than ``buffer_bytes`` are unread."""
         if not content or self._ended:
             return
         self._waiting += content
@@ -140,7 +140,7 @@ class Answer(Response):
             self.cancel()
 
     def end(self, problem: BaseException | None = None) -> None:
-        """Ends the answer; an error after the first content of a stream is its last event."""
+        """Ends the response; an error after the first content becomes the last event of a stream."""
         if not self._ended:
             self._ended, self._problem = True, None if problem is None else as_api_error(problem)
             self._changed.set()
@@ -172,7 +172,7 @@ class Answer(Response):
             self.cancel()
 
     async def _watch(self, receive: Receive) -> None:
-        """Notes that the client has left."""
+        """Waits until the client disconnects, and sets ``_left``."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self._left = True

@@ -1,7 +1,7 @@
 """Runs the engine in one thread: requests go in through a queue, and each step's events come out in one call.
 
-The event loop never waits for the model, and the engine's thread never makes text. Between two steps the thread runs at
-most one part of one job (a text to be scored), so neither starves the other.
+The event loop never waits for the model, and the engine's thread never decodes text. A job (a text to be scored) is a
+generator; between two steps the thread runs one job up to its next ``yield``, so neither steps nor jobs starve.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from adaponder.serving.served import Served
 
 _log = logging.getLogger("adaponder.serving")
 _Result = TypeVar("_Result")
-# Steps whose events the event loop has not handled yet; with more of them the engine waits.
+# Most steps whose events the event loop has not handled yet; then the engine waits.
 _STEPS_AHEAD = 4
-# Jobs that take turns; the others wait until one of them is done.
+# Number of jobs that take turns; the others wait until one of them is done.
 _JOBS_AT_ONCE = 4
-# Steps in a row that may fail before the engine is given up.
+# Number of consecutive failed steps after which the engine is stopped for good.
 _MOST_BROKEN = 3
 
 
 class UnavailableError(EvaluationError):
-    """The engine is not running, or the server stopped before the work was done."""
+    """Raised if the engine is not running, or the server stops before the work is done."""
 
 
 # Called in the event loop's thread with the events of one step, or with the exception that ends the request.
@@ -47,10 +47,10 @@ class Ticket:
     """A submitted request.
 
     Attributes:
-        sink: receives its events.
-        left: samples whose end the event loop has not seen.
-        running: samples that run in the engine; used by the engine's thread only, like ``number``.
-        number: the engine's number of the request, once the engine has it.
+        sink: called with the events of the request.
+        left: number of samples whose end the event loop has not handled yet.
+        running: number of unfinished samples in the engine; used by the engine's thread only, like ``number``.
+        number: the engine's id of the request; ``None`` until it is submitted to the engine.
     """
 
     sink: Sink
@@ -62,14 +62,14 @@ class Ticket:
 class Worker:
     """Runs an engine in a thread of its own; its public methods belong to the event loop's thread.
 
-    ``make_engine`` opens an :class:`Engine`, or what has its methods, in that thread.
+    ``make_engine`` is called in that thread and returns an :class:`Engine`, or an object with its methods.
 
     Attributes:
         state: ``starting``, ``ready``, ``draining``, ``stopped``, or ``broken`` once the engine has failed for good.
-        problem: why the engine is broken.
-        sequences: unfinished completions, those that wait for a lane included.
-        jobs: jobs that wait or run.
-        longest_request: most tokens of prompt and completion together; the engine's own limit once it is open.
+        problem: why the engine is broken; ``None`` if it is not.
+        sequences: number of unfinished completions, including those that wait for a lane.
+        jobs: number of unfinished jobs.
+        longest_request: most tokens of prompt and completion together; once the engine is open, its own limit.
         counts: the engine's statistics after the last step.
     """
 
@@ -85,7 +85,7 @@ class Worker:
         self._commands: queue.SimpleQueue[Callable[[Engine | None], None] | None] = queue.SimpleQueue()
         self._tickets: set[Ticket] = set()
         self._room = threading.Semaphore(_STEPS_AHEAD)
-        # Used by the engine's thread only: jobs in turn, and tickets by the engine's number.
+        # Used by the engine's thread only: the queue of jobs, and tickets by ``number``.
         self._waiting_jobs: deque[tuple[Generator[None, None, Any], Future[Any]]] = deque()
         self._running: dict[int, Ticket] = {}
         self._thread: threading.Thread | None = None
@@ -105,7 +105,7 @@ class Worker:
         return self._thread is not None and self._thread.is_alive() and self.state != "broken"
 
     def submit(self, request: Request, sink: Sink) -> Ticket:
-        """Submits a request and returns its ticket; ``sink`` gets its events, or one exception and nothing more."""
+        """Submits a request and returns its ticket; ``sink`` gets its events, and nothing after an exception."""
         self._refuse_if_gone()
         ticket = Ticket(sink, request.samples, request.samples)
         self._tickets.add(ticket)
@@ -114,19 +114,19 @@ class Worker:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Cancels a request: its rows are freed at the next step, and its sink gets nothing more."""
+        """Cancels a request: its rows are freed before the next step, and its sink is not called again."""
         if ticket in self._tickets:
             ticket.sink = lambda events: None
             self._commands.put(lambda engine: self._end(engine, ticket))
 
     def finish(self, ticket: Ticket, sample: int) -> None:
-        """Ends a sample whose text is complete; its sink still gets the end."""
+        """Cancels a sample whose text is complete; the sink still gets its completion event."""
         self._commands.put(lambda engine: self._end(engine, ticket, sample))
 
     def job(self, parts: Generator[None, None, _Result]) -> asyncio.Future[_Result]:
         """Schedules a generator on the engine's thread and returns a future for its result.
 
-        Each ``yield`` lets other work run. Cancelling the future ends the job after its current part.
+        At each ``yield`` other work may run, and the job ends if its future has been cancelled.
         """
         self._refuse_if_gone()
         done: Future[_Result] = Future()
@@ -141,7 +141,7 @@ class Worker:
         return result
 
     async def drained(self, seconds: float) -> bool:
-        """Waits at most ``seconds`` until all work is done, and returns whether it is."""
+        """Waits up to ``seconds`` for all requests and jobs to finish; returns whether they have."""
         if self.state in ("starting", "ready"):
             self.state = "draining"
         deadline = time.monotonic() + seconds
@@ -150,7 +150,7 @@ class Worker:
         return not self._tickets and not self.jobs
 
     async def stop(self) -> None:
-        """Ends unfinished requests with an error, and the thread."""
+        """Fails unfinished requests and jobs, and ends the thread."""
         for ticket in list(self._tickets):
             self._deliver(ticket, UnavailableError("engine: the server is stopping"))
             self._commands.put(lambda engine, ticket=ticket: self._end(engine, ticket))
@@ -165,7 +165,7 @@ class Worker:
             raise UnavailableError(f"engine: it is not running ({self.problem or self.state})")
 
     def _take(self, step: dict[Ticket, list[Event]], counts: Mapping[str, int]) -> None:
-        """Delivers the events of one step."""
+        """Delivers the events of one step and updates the counts."""
         self._room.release()
         self.counts = counts
         for ticket, events in step.items():
@@ -184,7 +184,7 @@ class Worker:
         sink = ticket.sink
         try:
             sink(events)
-        except Exception as problem:  # fails this request only
+        except Exception as problem:  # only this request fails
             _log.exception("the events of a request could not be handled")
             self.cancel(ticket)
             with suppress(Exception):
@@ -230,7 +230,7 @@ class Worker:
         self._fail_jobs("the server is stopping")
 
     def _run_commands(self, engine: Engine) -> bool:
-        """Runs the commands in the queue, waiting for one if there is nothing else to do; returns false at the end."""
+        """Runs queued commands, waiting for one if there is no other work; returns ``False`` if the thread must end."""
         while True:
             try:
                 command = self._commands.get(block=not engine.busy and not self._waiting_jobs)
@@ -257,7 +257,7 @@ class Worker:
             engine.cancel(ticket.number, sample)
 
     def _pass_on(self, events: Iterable[Event], engine: Engine) -> None:
-        """Posts the events of a step by ticket."""
+        """Groups the events of a step by ticket and posts them to the event loop."""
         step: dict[Ticket, list[Event]] = {}
         for event in events:
             ticket = self._running.get(event.request)
@@ -290,10 +290,10 @@ class Worker:
                 done.set_exception(problem)
 
     def _give_up(self, problem: str) -> None:
-        """Fails everything submitted before and after the engine failed for good, until the worker is stopped."""
+        """Marks the engine as broken, and fails all requests and jobs, new ones too, until the worker is stopped."""
         self._post(self._set_broken, problem)
         while True:
-            self._fail_jobs("it is not running")  # jobs that waited for the engine come first
+            self._fail_jobs("it is not running")  # the queued ones first, then those that commands add
             command = self._commands.get()
             if command is None:
                 return
@@ -307,7 +307,7 @@ class Worker:
                 done.set_exception(UnavailableError(f"engine: {reason}"))
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Calls a function in the event loop's thread."""
+        """Schedules a call of a function in the event loop's thread."""
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)

@@ -1,4 +1,4 @@
-"""Text in, text out, over an engine that knows token ids: prompts, stop strings, and the text of each token."""
+"""Text in, text out, over an engine of token ids: encodes prompts, finds stop strings, gives each token its text."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Writing:
-    """One sample of a request as text, as far as it has been generated.
+    """The text of one sample of a request, as far as it has been generated.
 
     Attributes:
-        tokens: the generated tokens; the last one completed the stop string, where there is one.
+        tokens: the generated tokens, up to the one that completed a stop string.
         pieces: the text of each token.
-        prompt_depths: depths of the prompt's tokens; empty until the sample has ended.
-        prompt_log_probabilities: of the prompt's tokens, where requested; ``None`` until the sample has ended.
-        finish_reason: ``stop`` at a stop string or id; ``None`` while it goes on.
+        prompt_depths: the depths of the prompt's tokens; empty until the sample has ended.
+        prompt_log_probabilities: one entry per prompt token, if requested; ``None`` until the sample has ended.
+        finish_reason: ``stop`` at a stop string or id, else the engine's; ``None`` until the sample has ended.
         error: why the sample failed, in one line.
         dropped_rows, cached_tokens: see :class:`Completion`.
     """
@@ -49,13 +49,13 @@ class Writing:
 
     @property
     def depths(self) -> list[int]:
-        """Depth of each token of prompt and text; 0 for the last, which has not been read."""
-        # Token.depth is the depth of the token before it, whose row predicted it.
+        """Depths of the prompt and generated tokens; 0 for the last one, which is not computed."""
+        # Token.depth is the depth of the preceding token, whose last row predicted this one.
         after = [token.depth for token in self.tokens[1:]] + [0] * bool(self.tokens)
         return self.prompt_depths + after
 
     def take(self, event: Event) -> TextEvent | None:
-        """Adds an event of the engine and returns the new text; ``None`` for a token after a stop string."""
+        """Adds an event of the engine and returns its text event; ``None`` for a token after a stop string."""
         if event.completion is not None:
             new = self.stream.finish()
             self._end(event.completion)
@@ -90,7 +90,7 @@ class TextEvent(NamedTuple):
 def start_writings(
     tokenizer: PreTrainedTokenizerBase, request: Request, *, stops: Sequence[str], eos_ids: Collection[int]
 ) -> list[Writing]:
-    """Returns an empty text for each sample of a request; ``eos_ids`` have no text where they end a sample."""
+    """Returns an empty text for each sample; stop ids, and ``eos_ids`` unless the request ignores them, get no text."""
     silent = set(request.stop_ids) | (set() if request.ignore_eos else set(eos_ids))
     return [
         Writing(request, TextStream(tokenizer, request.prompt, stops=stops, silent=silent))
@@ -114,7 +114,7 @@ class TextEngine:
         return bool(self._writings)
 
     def submit(self, prompt: str | Sequence[int], *, stops: Sequence[str] = (), **settings: Any) -> list[Writing]:
-        """Submits a prompt and returns its samples; ``settings`` are fields of :class:`Request`.
+        """Submits a prompt and returns the text of each sample; ``settings`` are fields of :class:`Request`.
 
         Raises :class:`InputError` if the engine refuses the request.
         """

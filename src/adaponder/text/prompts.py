@@ -1,4 +1,4 @@
-"""Encodes prompts: texts with the tokenizer, conversations with its chat template, which runs in a sandbox."""
+"""Encodes prompts: texts by the tokenizer, conversations by its chat template, which runs in a sandbox."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Message = dict[str, str]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int], *, special: bool = True) -> list[int]:
-    """Returns the prompt's token ids, of a text with the tokenizer's ``special`` tokens; raises if there are none."""
+    """Returns the prompt's token ids, which must not be empty; ``special`` adds special tokens to a text."""
     ids = list(tokenizer(prompt, add_special_tokens=special).input_ids) if isinstance(prompt, str) else list(prompt)
     if not ids:
         raise InputError("prompt is empty; give at least one token")
@@ -27,7 +27,7 @@ def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 def chat_text(
     field: str, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, answers: bool = True
 ) -> str:
-    """Returns the prompt for the assistant's next turn, or without ``answers`` for the rest of the last message.
+    """Returns the prompt for the assistant's next turn or, without ``answers``, for continuing the last message.
 
     Raises :class:`InputError` naming ``field`` if the tokenizer has no template or the template fails.
     """

@@ -1,4 +1,4 @@
-"""Spells single tokens, each by itself: their bytes need not be whole characters."""
+"""Returns the text and bytes of single tokens, which need not be whole characters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Spelled(NamedTuple):
 
 
 class TokenSpeller:
-    """Returns the text and bytes of a token id; results are cached."""
+    """Maps a token id to its text and bytes, with a cache."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
@@ -43,10 +43,10 @@ class TokenSpeller:
 
 
 def token_texts(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
-    """Returns the text of each id with its space; incomplete characters as ``\\xe2``, unknown ids as ``<7>``."""
+    """Returns each id's text with its leading space; incomplete characters as ``\\xe2``, unknown ids as ``<7>``."""
     tokens = [int(token) for token in ids]
     decoded = tokenizer.decode_batch([[token] for token in tokens], skip_special_tokens=False)
-    # A tokenizer of whole words has no decoder: decoding puts a space between any two.
+    # A tokenizer of whole words has no decoder: decoding puts a space between any two tokens.
     space = " " if tokenizer.decoder is None else ""
     texts = []
     for token, text in zip(tokens, decoded, strict=True):
@@ -57,21 +57,21 @@ def token_texts(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
 
 
 def token_bytes(entry: str, decoded: str) -> bytes:
-    """Returns the UTF-8 bytes of a token, from its vocabulary entry and the text that it decodes to by itself."""
+    """Returns the UTF-8 bytes of a token, given its vocabulary entry and the text that it alone decodes to."""
     if match := _BYTE_ENTRY.fullmatch(entry):
         return bytes([int(match[1], 16)])
     letters = _byte_alphabet()
     if UNFINISHED in decoded and all(letter in letters for letter in entry):
         return bytes(letters[letter] for letter in entry)
     if entry.startswith("▁"):
-        # Decoding drops the space before the first word of a text, and by itself every word is the first.
+        # Decoding drops the space before the first word of a text, and a token decoded alone is the first.
         return entry.replace("▁", " ").encode()
     return (decoded or entry).encode()
 
 
 @cache
 def _byte_alphabet() -> dict[str, int]:
-    """Maps the letters of byte-level BPE to bytes: printable Latin-1 as itself, other bytes from U+0100 on."""
+    """Maps the characters of byte-level BPE to bytes: printable Latin-1 to itself, U+0100 and up to the others."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(others)}

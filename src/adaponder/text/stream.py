@@ -1,8 +1,8 @@
 """Decodes a sequence while it is generated: whole characters, up to a stop string.
 
-The text of a token depends on its neighbours: a character may have several tokens, and a word at the beginning loses
-its space in some vocabularies. So each token is decoded together with the few before it, and the pieces, joined, are
-the decoded text of all tokens.
+The text of a token depends on its neighbours: a character may take several tokens, and with some vocabularies the
+first word loses its leading space. So each token is decoded together with the few before it; joined, the pieces are the
+decoded text of all tokens.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ MOST_STOPS = 64
 LONGEST_STOP = 1000
 # What a decoder returns for bytes that are not, or not yet, a character.
 UNFINISHED = "\ufffd"
-# A character has at most 4 bytes and a token at least one: of tokens that end within a character, 3 can belong to it.
+# The most tokens of an unfinished character: it has at most 3 of its 4 bytes, and a token has at least one.
 _OF_A_CHARACTER = 3
 _MOST_WAITING = 12
 
 
 class Detokenizer:
-    """Decodes one sequence, in constant time per token on average.
+    """Decodes one sequence token by token, in constant time per token on average.
 
-    Bytes that are not valid UTF-8 are decoded with their neighbours only. A vocabulary with byte fallback decodes a
-    whole run of such bytes differently, which pieces that were already returned could not follow.
+    Invalid UTF-8 bytes are decoded together with a few neighbours only. A vocabulary with byte fallback would decode a
+    long run of them differently as a whole, but pieces that were already returned cannot change.
 
-    The text of ``before``, the prompt's token ids, is not returned; a character that the prompt ends within is
-    returned with the token that completes it.
+    ``before`` are the prompt's token ids. Their text is not returned, except that of a character which the prompt
+    leaves unfinished: it is returned with the token that completes it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()):
@@ -46,7 +46,7 @@ class Detokenizer:
 
     @property
     def waiting(self) -> int:
-        """Number of last tokens without text yet, because their character is unfinished."""
+        """Number of trailing tokens that have no text yet because their character is unfinished."""
         return len(self._ids) - self._returned
 
     def add(self, token: int) -> str:
@@ -57,12 +57,12 @@ class Detokenizer:
             return self._return(len(self._ids), text)
         if self.waiting < _MOST_WAITING:
             return ""
-        # A long run of bytes that are not text: all but the last 3 can no longer become a character.
+        # A long run of bytes that are not text: tokens before the last 3 can no longer be part of a character.
         end = len(self._ids) - _OF_A_CHARACTER
         return self._return(end, self._decode(self._ids[:end]))
 
     def flush(self) -> str:
-        """Returns the rest at the end of the sequence: the text of an unfinished character."""
+        """Returns the remaining text at the end of the sequence, that of an unfinished character."""
         return self._return(len(self._ids), self._decode(self._ids)) if self.waiting else ""
 
     def _return(self, end: int, text: str) -> str:
@@ -88,7 +88,7 @@ class Detokenizer:
         return 0
 
     def _context(self, ids: list[int]) -> list[int]:
-        """Returns the last few ids, beginning at a character boundary where there is one."""
+        """Returns the last few ids, starting at a character boundary if there is one."""
         starts = [max(0, len(ids) - _MOST_WAITING - more) for more in range(_OF_A_CHARACTER + 1)]
         whole = (start for start in starts if not self._decode(ids[start:]).startswith(UNFINISHED))
         return ids[next(whole, starts[0]) :]
@@ -98,7 +98,7 @@ class Detokenizer:
 
 
 def _decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """Returns a function equal to ``tokenizer.decode``: the faster one of the backend where nothing overrides it."""
+    """Returns the tokenizer's decode function; the faster one of its backend unless the tokenizer overrides it."""
     if getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode:
         return partial(cast(Any, tokenizer).backend_tokenizer.decode, skip_special_tokens=False)
     return lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
@@ -123,8 +123,8 @@ class Piece(NamedTuple):
 class TextStream:
     """Turns generated token ids into pieces of text that can be shown at once.
 
-    The text ends before the stop string that ends first; of several that end there, the longest counts. Text that may
-    be the beginning of a stop string is held back.
+    The text ends before the stop string that is completed first; of several completed there, the longest counts. Text
+    that may be the beginning of a stop string is held back.
 
     Token ids of the ``prompt`` are context; ``silent`` ids, such as end-of-text ids, have no text. ``stop`` is the stop
     string that ended the text, or ``None``.
@@ -170,7 +170,7 @@ class TextStream:
         return pieces if self.stop is not None else pieces + self._release(sum(len(text) for _, text in self._held))
 
     def _check(self, text: str) -> list[Piece]:
-        """Adds text and returns the pieces that no longer can belong to a stop string."""
+        """Adds text and returns the pieces that can no longer be part of a stop string."""
         if not text:
             return []
         self._held.append(Piece(self._tokens - 1, text))

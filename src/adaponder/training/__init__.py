@@ -1,1 +1,1 @@
-"""From shards to a checkpoint: the two-stage algorithm on torch's own distributed engine."""
+"""Trains a model from token shards to a checkpoint: the two-stage algorithm, on ``torch.distributed``."""

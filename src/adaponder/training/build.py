@@ -41,12 +41,12 @@ def weights_dtype(recipe: Recipe) -> torch.dtype:
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
-    """Returns the recipe's settings as keyword arguments of the config; open ones are absent."""
+    """Returns the model settings that the recipe fixes, as keyword arguments of the config."""
     return recipe.model.settings | {"ponder_on": recipe.train.ponder_on}
 
 
 def scratch_config(recipe: Recipe, vocabulary: int) -> AdaPonderConfig:
-    """Returns the config of a model from scratch; its vocabulary is the tokenizer's unless the recipe sets it."""
+    """Returns a new model's config; ``vocabulary`` is rounded up to a multiple of 128 unless the recipe sets one."""
     if not isinstance(recipe.model.backbone, dict):
         raise ConfigError("model.backbone must be a mapping with model_type, or a checkpoint")
     backbone = {"vocab_size": -(-vocabulary // 128) * 128} | recipe.model.backbone
@@ -54,18 +54,18 @@ def scratch_config(recipe: Recipe, vocabulary: int) -> AdaPonderConfig:
     try:
         config = AdaPonderConfig(backbone_config=backbone, **settings_of(recipe))
     except ConfigError as error:
-        # The recipe calls it model.backbone.
+        # In the recipe the field is called model.backbone.
         raise ConfigError(str(error).replace("backbone_config", "model.backbone")) from None
-    # The data's end token pads (see align). The family's padding token is an ordinary word here, whose embedding some
-    # families would initialise with zeros.
+    # Padding uses the data's end token (see align). The family's padding id is an ordinary token here, whose embedding
+    # some families would initialise with zeros.
     config.pad_token_id = None
     return config
 
 
 def config_of(recipe: Recipe, vocabulary: int | None = None) -> AdaPonderConfig | None:
-    """Returns the config of a recipe from scratch; ``None`` if a checkpoint decides.
+    """Returns the config of a recipe that trains from scratch; ``None`` if its backbone is a checkpoint.
 
-    If ``vocabulary`` is not known yet, the smallest that the recipe allows is used.
+    ``vocabulary=None`` (not known yet) means the smallest that the recipe allows.
     """
     if isinstance(recipe.model.backbone, str):
         return None

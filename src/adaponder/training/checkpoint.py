@@ -1,7 +1,7 @@
 """Checkpoint folders: a run killed at any time leaves its last complete checkpoint whole.
 
 A checkpoint is written under another name, flushed to disk, sealed with a manifest of sizes and checksums, and renamed.
-A folder without a matching manifest is not a checkpoint. Safetensors and JSON only, and only finite numbers.
+A folder without a matching manifest is not a checkpoint. Tensors are finite; files are safetensors, JSON or text.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def save_checkpoint(
 ) -> None:
     """Writes a checkpoint; a failure leaves nothing behind.
 
-    ``texts`` are further files by name, such as the tokenizer's; ``adapters`` are those of
-    :mod:`adaponder.training.lora`.
+    ``texts``: contents of further files by name, such as the tokenizer's. ``adapters``: the tensors of
+    :func:`adaponder.training.lora.adapters_of`.
     """
     partial = folder.with_name(f"{_PARTIAL}{folder.name}")
     with saving(folder, partial, intact="earlier checkpoints are untouched", make_way=shutil.rmtree):
@@ -65,7 +65,7 @@ def save_checkpoint(
 def verify_checkpoint(folder: Path, *, weights_only: bool = False) -> dict[str, Any]:
     """Returns the checkpoint's state; raises if a file is missing or was changed.
 
-    ``weights_only`` does not need the optimizer's file.
+    With ``weights_only`` the optimizer's file may be missing.
     """
     files = read_manifest(folder)["files"]
     if not {STATE, "config.json"} <= files.keys() or not any("model" in name for name in files):
@@ -77,7 +77,7 @@ def verify_checkpoint(folder: Path, *, weights_only: bool = False) -> dict[str, 
 
 
 def newest_complete(run: Path) -> tuple[Path | None, list[str]]:
-    """Returns (the newest checkpoint that is whole, for each newer one the reason it was skipped)."""
+    """Returns (the newest complete checkpoint or ``None``, the reasons why newer ones were skipped)."""
     skipped = []
     for folder in sorted((run / "checkpoints").glob("step-*"), reverse=True):
         try:
@@ -92,7 +92,7 @@ def newest_complete(run: Path) -> tuple[Path | None, list[str]]:
 def prune(run: Path, keep: int, *, saved: Path) -> None:
     """Removes all but the newest ``keep`` checkpoints up to the one just saved, and leftovers of interrupted saves.
 
-    Checkpoints of later steps go too: they are damaged, or of steps that are trained again.
+    Checkpoints of later steps are removed too: they are damaged, or their steps are trained again.
     """
     folders = sorted((run / "checkpoints").glob("step-*"))
     current = [folder for folder in folders if folder.name <= saved.name]
@@ -103,20 +103,20 @@ def prune(run: Path, keep: int, *, saved: Path) -> None:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Returns a copy on the CPU of the whole tensor, which may be sharded over processes."""
+    """Returns a CPU copy of a tensor, gathered from all processes if it is sharded."""
     gathered = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return gathered.detach().to("cpu", copy=True).contiguous()
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Returns the model's whole state dict on the CPU; a weight of two names (a tied head) is one tensor."""
-    weights = model.state_dict(keep_vars=True)  # so that a tied weight is one object under both names
+    """Returns the model's state dict, gathered on the CPU; a tied weight is one tensor under both names."""
+    weights = model.state_dict(keep_vars=True)  # keeps tied weights one object
     copies = {id(value): full(value) for value in weights.values()}
     return {name: copies[id(value)] for name, value in weights.items()}
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Returns Adam's moments and step counts as ``parameter name|moment``."""
+    """Returns Adam's moments and step counts, keyed by ``parameter name|moment``."""
     moments = {}
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
@@ -136,7 +136,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
                 raise CheckpointError(f"{folder / OPTIMIZER}: no {missing}: exact resume is impossible") from None
             for moment in ("exp_avg", "exp_avg_sq"):
                 moments[moment] = _like(moments[moment], parameter)
-            if group.get("fused"):  # its step counter is on the device of the parameter
+            if group.get("fused"):  # fused AdamW keeps its step counter on the device
                 moments["step"] = moments["step"].to(parameter.device)
             optimizer.state[parameter] = moments
 
@@ -152,7 +152,7 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def random_states(world: World) -> list[dict[str, str]]:
-    """Returns the states of the CPU's and the device's generator of each process, in hexadecimal; all must call it."""
+    """Returns each process's CPU and device generator states, as hexadecimal text; every process must call it."""
     states = {CPU: torch.get_rng_state()}
     if world.device.type != CPU:
         states[world.device.type] = torch.get_device_module(world.device).get_rng_state(world.device)
@@ -172,7 +172,7 @@ def parse_random_states(saved: list[dict[str, str]]) -> list[dict[str, Tensor]]:
 
 
 def restore_random_state(states: dict[str, Tensor], device: torch.device) -> None:
-    """Restores the CPU's generator, and the device's if its state is there."""
+    """Restores the CPU's generator, and the device's if ``states`` has its state."""
     torch.set_rng_state(states[CPU])
     if device.type != CPU and device.type in states:
         torch.get_device_module(device).set_rng_state(states[device.type], device)
@@ -186,7 +186,7 @@ class Saver:
         self.tokenizer_files = with_padding(shards.tokenizer_files(), model)
 
     def save(self, step: int, controller: DepthController | None, optimizer: torch.optim.Optimizer | None) -> Path:
-        """Writes the checkpoint before ``step`` and prunes older ones, or, without an optimizer, the final model."""
+        """Writes the checkpoint before ``step`` and prunes older ones; with ``optimizer=None``, the final model."""
         folder = self.run / "final" if optimizer is None else step_folder(self.run, step)
         weights, moments = weights_of(self.model), optimizer and optimizer_state(optimizer)
         if (bad := first_not_finite((weights | (moments or {})).items())) is not None:

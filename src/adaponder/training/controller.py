@@ -1,10 +1,10 @@
 """Steers the ponder loss towards a mean depth (beyond the paper, which sets weight and k by hand).
 
-The target fixes a first k: to halt at once, a token must close its first gate, and ``(K - target) / (K - 1)`` of the
-tokens must, which is that divided by ``K - 1`` of all gates. From ``ponder_full`` on one number, the pressure ``u``,
-scales both: ``k = first k * exp(u)`` and ``weight = ponder_weight * exp(u)``. It is the integral of the error of the
-mean depth, with one exception: gates need many steps to fall below tau and hardly ever rise again, so while the depth
-expected from their probabilities is already below the target, the pressure does not rise.
+The mean depth equals the target if ``(K - target) / (K - 1)`` of the tokens close their first gate and the others close
+none. These are ``(K - target) / (K - 1)**2`` of all gates: the initial k. From ``ponder_full`` on, one number, the
+pressure ``u``, scales both ``k = initial k * exp(u)`` and ``weight = ponder_weight * exp(u)``. It integrates the error
+of the mean depth, with one exception: gates need many steps to fall below tau and hardly ever rise again, so u does not
+rise while the depth expected from the gates' probabilities is already below the target.
 
 The controller can only close gates. Where cross-entropy alone closes them, the mean depth ends below the target.
 """
@@ -35,10 +35,10 @@ class DepthController:
     Attributes:
         target: the mean depth to reach.
         iterations: K.
-        start: the first step it acts on.
+        start: the first step that it changes.
         pressure: u.
-        sums: since the last update, on the device and of this process: tokens, their depths, and the depths
-            expected if each gate is the probability to continue.
+        sums: this process's sums since the last update: number of tokens, their depths, and their expected depths
+            if each gate is the probability of continuing.
     """
 
     target: float
@@ -59,7 +59,7 @@ class DepthController:
         return replace(objective, ponder_weight=weight, ponder_fraction=fraction)
 
     def add(self, depth: Tensor, gates: Tensor, step: int) -> None:
-        """Adds a micro-step of ``step``: depths ``[batch, time]``, gates ``[batch, time, K-1]``."""
+        """Adds depths ``[batch, time]`` and gates ``[batch, time, K-1]`` of a micro-step of ``step`` to the sums."""
         if step >= self.start:
             expected = 1.0 + gates.detach().cumprod(-1).sum(-1)
             now = torch.stack([(depth > 0).sum().double(), depth.sum().double(), expected.sum().double()])
@@ -86,7 +86,7 @@ class DepthController:
 def controller_of(
     train: TrainRecipe, model: AdaPonderForCausalLM, world: World, state: dict[str, Any] | None
 ) -> DepthController | None:
-    """Returns the controller of ``train.target_depth``, restored from a checkpoint's ``state``; ``None`` if not set."""
+    """Returns the controller of ``train.target_depth``, restored from a checkpoint's ``state``; ``None`` if unset."""
     config, target = model.config, train.target_depth
     if target is None:
         return None

@@ -1,4 +1,4 @@
-"""Data of a run: the prepared folder of a recipe, and the windows that a process trains on in each micro-step."""
+"""Prepares and opens a recipe's data, and draws the windows that a process trains on in each micro-step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def open_data(recipe: Recipe, data: Path, world: World) -> tuple[Shards, Shards]
 
 
 def shards_folder(recipe: Recipe, data: Path, world: World) -> Path:
-    """Returns the prepared folder that the recipe names; prepares other inputs once, in a folder under ``data``."""
+    """Returns the recipe's prepared folder; an unprepared source is prepared once, in a folder under ``data``."""
     source = Path(recipe.data.source)
     if os.path.isfile(source / MANIFEST):
         return source
@@ -44,7 +44,7 @@ def shards_folder(recipe: Recipe, data: Path, world: World) -> Path:
                 workers=min(8, os.cpu_count() or 1),
             )
         except InputError as error:
-            # Its --out is not the one that the user typed, which is the run folder.
+            # Here --out is the data folder; the --out that the user typed is the run folder.
             message = str(error).replace(f"--out {folder}", str(folder))
             raise InputError(f"data.source={recipe.data.source}: {message}") from None
         for remark in manifest.remarks():
@@ -54,7 +54,7 @@ def shards_folder(recipe: Recipe, data: Path, world: World) -> Path:
 
 
 def require_own_tokenizer(recipe: Recipe, shards: Shards) -> None:
-    """Raises if the data was made with another tokenizer than that of the checkpoint to train on."""
+    """Raises if the data was made with another tokenizer than that of the checkpoint to train from."""
     name = recipe.model.backbone
     if isinstance(name, str) and os.path.isfile(path := fetch(name) / "tokenizer.json"):
         shards.require_tokenizer(tokenizer_hash(read_tokenizer(path)), name)
@@ -67,13 +67,13 @@ def sampler_of(recipe: Recipe, shards: Shards) -> Sampler:
 
 
 def model_inputs(batch: Batch, *, across: bool) -> dict[str, Tensor]:
-    """Returns the tensors of the forward; a target of -100 is not learned, documents may attend ``across`` or not."""
+    """Returns the forward's tensors; masked targets are -100; without ``across``, documents do not see each other."""
     tokens, documents = torch.from_numpy(batch.tokens), torch.from_numpy(batch.documents)
     inputs = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:].clone()}
     if batch.learned is not None:
         inputs["targets"][~torch.from_numpy(batch.learned)[:, 1:]] = -100
     if not across:
-        # The first token of the next document cannot be predicted from this one: it is no target.
+        # The first token of a document cannot be predicted from the document before it: it is no target.
         inputs["targets"][documents[:, 1:] != documents[:, :-1]] = -100
         inputs["document_ids"] = documents[:, :-1]
     return inputs
@@ -81,7 +81,7 @@ def model_inputs(batch: Batch, *, across: bool) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """The micro-batches of one process.
+    """Draws the micro-batches of one process.
 
     Attributes:
         size: windows of one micro-batch.
@@ -114,8 +114,8 @@ class MicroBatches:
     def draw(self, step: int) -> list[Batch]:
         """Returns this process's windows of every micro-step.
 
-        The windows of a micro-step over all processes are consecutive in the step's batch: a single process with
-        micro-batches of that size would take the same ones.
+        The windows of all processes in one micro-step are consecutive in the step's batch, so a single process with
+        micro-batches of ``world.size * size`` windows draws the same ones.
         """
         first = [(index * self.world.size + self.world.rank) * self.size for index in range(self.count)]
         return [self.sampler.part(step, window, self.size) for window in first]
@@ -123,7 +123,7 @@ class MicroBatches:
     def inputs(self, step: int) -> list[dict[str, Tensor]]:
         """Returns the model's tensor arguments of every micro-step.
 
-        A window has another seed at each step, whichever micro-batch it is in.
+        The seed of a window depends on the run's seed, the step and the window, but not on its micro-batch.
         """
         across = self.attend_across_documents
         return [model_inputs(batch, across=across) | {"seed": self._seeds(step, batch)} for batch in self.draw(step)]
@@ -132,9 +132,9 @@ class MicroBatches:
         return sequence_seeds(self.seed, (step << 32) + torch.from_numpy(batch.windows))
 
     def mean_targets(self, inputs: list[dict[str, Tensor]]) -> Tensor:
-        """Returns the step's targets per forward, in double: each forward divides its cross-entropy by it.
+        """Returns the step's mean number of targets per forward, by which each forward divides its cross-entropy.
 
-        Losses averaged over micro-steps and processes are then the mean over all targets of the step.
+        The losses, averaged over micro-steps and processes, are then the mean over all targets of the step.
         """
         mine = sum(int((arguments["targets"] != -100).sum()) for arguments in inputs)
         total = self.world.sum(torch.tensor(mine, device=self.world.device))

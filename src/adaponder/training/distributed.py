@@ -1,4 +1,4 @@
-"""Distributed training on one or several machines; a single process needs no process group."""
+"""Runs training in several processes, on one or several machines; a single process needs no process group."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class World:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Returns the sum over all processes, in each."""
+        """Returns the sum over all processes; every process receives it."""
         if self.size > 1:
             values = values.clone()
             dist.all_reduce(values)
         return values
 
     def mean(self, values: Tensor) -> Tensor:
-        """Returns the mean over all processes, in each."""
+        """Returns the mean over all processes; every process receives it."""
         return values if self.size == 1 else self.sum(values) / self.size
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """Returns the values of every process (all of the same shape), in each, on the device of ``values``."""
+        """Returns the ``values`` of all processes by rank, in every process; all must have the same shape."""
         if self.size == 1:
             return [values]
         mine = values.to(self.device)
@@ -51,7 +51,7 @@ class World:
         return [tensor.to(values.device) for tensor in gathered]
 
     def any(self, flag: bool) -> bool:
-        """Returns whether ``flag`` is true in any process, in each."""
+        """Returns, in every process, whether ``flag`` is true in at least one."""
         return flag if self.size == 1 else bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
 
     def wait(self) -> None:
@@ -61,7 +61,7 @@ class World:
 
 @contextmanager
 def join(device: str) -> Iterator[World]:
-    """Joins the processes that ``torchrun`` describes in the environment; without it, a world of one."""
+    """Joins the process group that ``torchrun`` describes in the environment; without it, the world has one process."""
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     target = as_device(device)
     if target.type == "cuda":
@@ -78,18 +78,18 @@ def join(device: str) -> Iterator[World]:
 
 
 def local_share() -> tuple[int, int]:
-    """Returns (rank, number of processes) on this machine as torchrun sets them; else (0, 1)."""
+    """Returns (rank, number of processes) on this machine, as set by torchrun; (0, 1) without torchrun."""
     if not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
         return 0, 1
     return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def wrap(model: AdaPonderForCausalLM, world: World, *, parallel: str) -> nn.Module:
-    """Returns the model replicated (DDP) or sharded (FSDP) over several processes; itself for a single one."""
+    """Returns the model replicated (DDP) or sharded (FSDP) over the processes; unchanged for a single process."""
     if world.size > 1 and parallel == "fsdp":
         from torch.distributed.fsdp import fully_shard
 
-        # One unit per decoder layer; gates, embedding and head belong to the root, which stays gathered in a step.
+        # One FSDP unit per decoder layer; gates, embedding and head are in the root unit, gathered during a step.
         for layer in decoder_layers(model.backbone, model.config.num_hidden_layers):
             fully_shard(layer)
         fully_shard(model)
@@ -110,7 +110,7 @@ def accumulating(called: nn.Module, *, last: bool) -> Any:
 
 
 def global_bottom_k_mean(world: World) -> Any:
-    """Returns a bottom-K mean over the gates of all processes, equal to that of one process with all windows.
+    """Returns a function that takes the bottom-K mean over the gates of all processes, as a single process would.
 
     Each process computes its share of the mean, times the number of processes, because gradients are averaged.
     """

@@ -1,4 +1,4 @@
-"""The training loop: draw a batch, forward and backward, update, log; a step depends only on the state before it."""
+"""Trains step by step: draw a batch, forward, backward, update, log. A step depends only on the state before it."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ BEFORE = "before.json"
 
 @dataclass
 class Trainer:
-    """One training run in one process.
+    """Executes one training run in this process.
 
     Attributes:
         run: the run folder.
-        world: this process and the others of the run.
+        world: rank and device of this process, and the number of processes.
         sampler: draws the training windows.
         validation: the validation split; becomes ``None`` if it holds no whole window.
         step: the next step to take.
@@ -94,7 +94,7 @@ class Trainer:
     # --- steps --------------------------------------------------------------------------------------------------
 
     def train(self) -> bool:
-        """Takes all remaining steps, phase by phase; returns false if it was stopped before the end."""
+        """Takes all remaining steps, phase by phase; returns false if stopped before the last step."""
         for phase in phases(self.recipe.train):
             if self.step >= phase.end:
                 continue
@@ -123,16 +123,16 @@ class Trainer:
             # FSDP shards in place, once, and follows requires_grad; DDP reads it when constructed.
             self.wrapped = wrap(self.model, self.world, parallel=train.parallel)
         self.optimizer = build_optimizer(self.model, train)
-        # Moments belong to their phase: its first step uses a new optimizer.
+        # The optimizer's state belongs to one phase: the first step of each phase uses a new optimizer.
         if self.resumed_from is not None and self.step > phase_at(train, self.step).start:
             load_optimizer(self.optimizer, self.resumed_from)
         self.resumed_from = None
 
     def _one_step(self) -> None:
-        """One optimizer update: forward and backward of every micro-batch, clipping, AdamW."""
+        """Takes one optimizer step: forward and backward of every micro-batch, clipping, AdamW."""
         train, step = self.recipe.train, self.step
         self.rate = set_learning_rate(self.optimizer, train, step)
-        # Micro-steps and processes have equal weight in every term that is not a mean over targets.
+        # In every loss term that is not a mean over targets, micro-steps and processes have equal weight.
         objective = replace(objective_at(train, step), share=1.0, bottom_k=self.bottom_k, mean_count=self.world.mean)
         if self.controller:
             objective = self.controller.steer(objective, step)
@@ -141,7 +141,7 @@ class Trainer:
         policy = policy_at(train, self.model.method, step)
         mean_targets = self.micro_batches.mean_targets(inputs)
         total = torch.zeros((), device=self.world.device)
-        assert self.wrapped is not None  # a phase was entered
+        assert self.wrapped is not None  # set by _enter
         for index, arguments in enumerate(inputs):
             with accumulating(self.wrapped, last=index + 1 == len(inputs)):
                 output = self._forward(arguments, objective, mean_targets, policy)
@@ -167,13 +167,13 @@ class Trainer:
             self.controller.turn(self.world.sum(self.controller.sums))
 
     def _clip(self, largest: float) -> Tensor:
-        """Clips the gradients and returns their norm before; the backbone's norm if gates are clipped separately."""
+        """Clips the gradients; returns the norm before, the backbone's alone if gates are clipped separately."""
         gates = list(self.model.method.parameters())
         if not self.model.method.gates_apart or not gates:
             return nn.utils.clip_grad_norm_(self.model.parameters(), largest)
         gate_norm = nn.utils.clip_grad_norm_(gates, largest)
         norm = nn.utils.clip_grad_norm_(self.model.backbone.parameters(), largest)
-        return norm + 0.0 * gate_norm  # so that a gate norm that is not finite is noticed too
+        return norm + 0.0 * gate_norm  # propagates a gate norm that is not finite
 
     def _after_step(self, phase_end: int) -> bool:
         """Logs, validates and saves if due after a step; returns true if the run must stop here."""
@@ -199,7 +199,7 @@ class Trainer:
         self, inputs: dict[str, Tensor], objective: Objective, mean_targets: Tensor, policy: Policy | None
     ) -> AdaPonderOutput:
         train, device = self.recipe.train, self.world.device
-        assert self.wrapped is not None  # a phase was entered
+        assert self.wrapped is not None  # set by _enter
         with autocast(train.dtype, device):
             return self.wrapped(
                 **{name: value.to(device, non_blocking=True) for name, value in inputs.items()},
@@ -211,7 +211,7 @@ class Trainer:
             )
 
     def require_finite(self) -> None:
-        """Raises if the last step was not finite; earlier ones were checked before."""
+        """Raises if the gradient norm of the last step is not finite; earlier steps are already checked."""
         if self.last_step is None:
             return
         step, norm, loss = self.step - 1, *map(float, self.last_step)
@@ -255,7 +255,7 @@ class Trainer:
             self.telemetry.warn(warning[0], f"step {metrics['step']}: {where}{warning[1]}")
 
     def measure_before(self) -> None:
-        """Measures loss and depths of the initial checkpoint before its first step, kept in ``before.json``."""
+        """Evaluates the initial checkpoint before step 0 and writes ``before.json``, which a resumed run reads."""
         path = self.run / BEFORE
         if self.validation is None or not isinstance(self.recipe.model.backbone, str):
             return

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, by peft) on the linear layers of the backbone, whose own weights stay fixed.
+"""Trains low-rank adapters (LoRA, by peft) on the linear layers of the backbone, whose own weights stay fixed.
 
 Checkpoints hold the merged model, which opens like any other; beside it ``lora.safetensors`` holds the adapters and
 the weights that they adapt, so that a resumed run continues with the same numbers.
@@ -21,7 +21,7 @@ _ADAPTER = "default"
 
 
 def attach(model: AdaPonderForCausalLM, train: TrainRecipe, resumed_from: Path | None = None) -> None:
-    """Adds the adapters of ``train`` to the model's backbone, with a checkpoint's values if there is one."""
+    """Adds the recipe's adapters, if any, to the backbone; loads their values from ``resumed_from`` if given."""
     if train.lora_rank is None:
         return
     try:
@@ -41,12 +41,12 @@ def attach(model: AdaPonderForCausalLM, train: TrainRecipe, resumed_from: Path |
 
 
 def adapters_of(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the adapters and the weights that they adapt, by their names in the model."""
+    """Returns the tensors of the adapters and the weights that they adapt, by name in the model."""
     return {name: value for name, value in model.state_dict().items() if _is_adapter(name) or ".base_layer." in name}
 
 
 def merged(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns ``weights`` under a stock model's names, with each adapter added to the weight that it adapts."""
+    """Returns ``weights`` under the names of a model without adapters, each adapter added to the weight it adapts."""
     plain = {name.replace(".base_layer.", "."): value for name, value in weights.items() if not _is_adapter(name)}
     for name, module in model.named_modules():
         if f"{name}.base_layer.weight" in weights:
@@ -57,7 +57,7 @@ def merged(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def trains(name: str, train: TrainRecipe, *, backbone_trains: bool) -> bool:
-    """Returns whether the parameter of that name is updated: the method's, and the backbone's or its adapters."""
+    """Returns whether the parameter ``name`` is trained, given frozen gates, a frozen backbone, or LoRA."""
     if name.startswith("method."):
         return not train.freeze_gates
     return backbone_trains and (train.lora_rank is None or _is_adapter(name))

@@ -19,9 +19,9 @@ from adaponder.training.distributed import World
 
 
 class Start(NamedTuple):
-    """Start of a run: a checkpoint's folder (``None``: from scratch), its step, its depth controller's state.
+    """Where a run starts: checkpoint folder (``None``: no checkpoint), step, and state of the depth controller.
 
-    ``random_state`` holds the random generators in an exact resume, by kind of device. It must be restored last,
+    ``random_state`` holds the generator states for an exact resume, by kind of device. It must be restored last,
     because constructing a model draws random numbers.
     """
 
@@ -94,7 +94,7 @@ def _warn(label: str, text: str) -> None:
 
 
 def _print_start(start: Start, changes: list[str], *, states: int, world: World) -> None:
-    """Prints where an exact resume continues, and what may differ from before."""
+    """Prints where an exact resume continues, and what may differ from the earlier run."""
     console.print(f"resuming at step {start.step} from {start.folder}", soft_wrap=True)
     if changes:
         _warn("it was trained with", f"other settings: {'; '.join(changes)}")

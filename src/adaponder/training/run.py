@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
     Attributes:
         final: folder of the final model; ``None`` if the run was stopped before its end.
         step: number of steps taken in all.
-        trainer: ``None`` if the run had been finished before.
+        trainer: the run's trainer; ``None`` if the run was already finished.
     """
 
     final: Path | None
@@ -60,11 +60,11 @@ def train(
 ) -> Outcome:
     """Trains ``recipe`` in folder ``out``.
 
-    ``resume``: ``None`` starts a new run in an empty folder; ``auto`` continues from the newest whole checkpoint, or
-    starts, and leaves a finished run as it is (see :func:`is_finished`); a path continues from that checkpoint.
+    ``resume``: ``None`` starts a new run in an empty folder; ``auto`` continues from the newest complete checkpoint,
+    else starts a new run, and leaves a finished run unchanged (see :func:`is_finished`); a path names a checkpoint.
     ``weights_only`` takes a checkpoint's weights and starts at step 0. ``allow_changes`` lets a resumed run differ
     from the settings of its checkpoint. ``wandb`` names a Weights & Biases project to log to as well. ``trainer_class``
-    may be a subclass that does more around each step.
+    may be a subclass of :class:`Trainer` that extends its steps.
     """
     config_of(recipe)  # raises if no model can be built, before any data is prepared
     check_resume(resume, weights_only=weights_only, allow_changes=allow_changes)
@@ -73,14 +73,14 @@ def train(
             if world.leads:
                 console.print(f"already finished: {out / 'final'} is complete; nothing was changed", soft_wrap=True)
             return Outcome(out / "final", recipe.train.steps, None, world)
-        # Before the first step an interruption ends the command at once: preparing continues where it stopped.
+        # While data is prepared Ctrl-C ends the command at once; a rerun continues the preparation.
         shards, validation = open_data(recipe, data, world)
         with stop_signals() as stop_requested:
             sampler = sampler_of(recipe, shards)
             start = find_start(
                 recipe, out, resume, sampler, world, weights_only=weights_only, allow_changes=allow_changes
             )
-            # If it raises, the folder is still empty, so that the corrected command can use it.
+            # If this raises, the folder is still empty, so that the corrected command can use it.
             trainer = trainer_class(
                 *(recipe, out, world, _model_at(start, recipe, shards), sampler, validation),
                 step=start.step,
@@ -129,7 +129,7 @@ def open_finished(recipe: Recipe, out: Path, *, data: Path = Path("data")) -> Tr
 def owned(out: Path, world: World, resume: str | None) -> Iterator[None]:
     """Locks the run folder, which must be writable, empty unless resuming, and not in use by another run.
 
-    A run that continues from a checkpoint of another folder must not find checkpoints here.
+    Refuses to resume from another folder's checkpoint if this folder holds checkpoints or a final model.
     """
     if not world.leads:
         world.wait()
@@ -171,7 +171,7 @@ def _require_own_checkpoint(out: Path, resumed: Path) -> None:
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Yields a function that returns whether SIGINT or SIGTERM came; a second signal ends the process at once."""
+    """Yields a function that returns whether SIGINT or SIGTERM arrived; a second signal ends the process at once."""
     signals: list[int] = []
 
     def handle(number: int, frame: Any) -> None:

@@ -26,7 +26,7 @@ class Phase:
 
 
 def phases(train: TrainRecipe) -> list[Phase]:
-    """Returns the phases of a run: the method's own parameters alone, then all; either may be absent."""
+    """Returns the phases of a run: first only the method's parameters train, then all; either may be absent."""
     frozen = train.freeze_backbone_steps
     both = [Phase(0, frozen, False), Phase(frozen, train.steps, True)]
     return [phase for phase in both if phase.end > phase.start]
@@ -37,9 +37,9 @@ def phase_at(train: TrainRecipe, step: int) -> Phase:
 
 
 def learning_rate_factor(train: TrainRecipe, step: int) -> float:
-    """Returns the share of the peak rate: linear warm-up, then a cosine down to ``min_lr_ratio`` at the last step.
+    """Returns the factor of the peak rate: linear warm-up, then a cosine down to ``min_lr_ratio`` at the last step.
 
-    Where joint training begins after gates alone, ``joint_warmup`` multiplies a second warm-up on top.
+    After a phase with a frozen backbone, a second warm-up of ``joint_warmup`` multiplies it.
     """
     again, warmup = 1.0, _steps(train.warmup, train)
     if train.joint_warmup and 0 < train.freeze_backbone_steps <= step:
@@ -52,12 +52,12 @@ def learning_rate_factor(train: TrainRecipe, step: int) -> float:
 
 
 def _steps(warmup: float, train: TrainRecipe) -> int:
-    """Returns a warm-up in steps; a value below 1 is a share of all steps."""
+    """Returns the number of warm-up steps; a value below 1 is a share of all steps."""
     return round(warmup * train.steps) if warmup < 1 else int(warmup)
 
 
 def exit_entropy_at(train: TrainRecipe, step: int) -> float | None:
-    """Returns Ouro's beta at ``step``, linear between its two values; ``None``: the config decides."""
+    """Returns Ouro's beta at ``step``, linear between its two values; ``None`` means the config's value."""
     if train.exit_entropy is None:
         return None
     before, after = train.exit_entropy
@@ -68,7 +68,7 @@ def exit_entropy_at(train: TrainRecipe, step: int) -> float | None:
 
 
 def objective_at(train: TrainRecipe, step: int) -> Objective:
-    """Returns cross-entropy alone (eq. 11), and from ``ponder_start`` on also the ponder term (eq. 12 to 14)."""
+    """Returns the objective: cross-entropy (eq. 11), from ``ponder_start`` on with the ponder term (eq. 12 to 14)."""
     fraction = ponder_fraction(step, start=train.ponder_start, full=train.ponder_full, k_max=train.k_max)
     weight = train.ponder_weight if step >= train.ponder_start else 0.0
     return Objective(
@@ -80,7 +80,7 @@ def objective_at(train: TrainRecipe, step: int) -> Objective:
 
 
 def policy_at(train: TrainRecipe, method: Method, step: int) -> Policy | None:
-    """Returns the policy: full depth in stage 1 unless ``halt_before_ponder``; ``None`` is the method's default."""
+    """Returns the policy: full depth in stage 1 unless ``halt_before_ponder``; ``None`` means the method's default."""
     policy = method.training_policy(step / train.capacity_warmup if train.capacity_warmup else 1.0)
     if policy is not None:
         return policy
@@ -121,7 +121,7 @@ def build_optimizer(model: nn.Module, train: TrainRecipe) -> torch.optim.AdamW:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, train: TrainRecipe, step: int) -> float:
-    """Sets every group to its peak times the schedule, or to 0 before its start; returns the backbone's rate."""
+    """Sets each group's rate to its peak times the schedule (0 before its start); returns the backbone's rate."""
     factor = learning_rate_factor(train, step)
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * factor if step >= group["start"] else 0.0

@@ -79,10 +79,10 @@ def plan(
     one_at_a_time: bool = False,
     seeds: Sequence[int] = (),
 ) -> list[PlannedRun]:
-    """Returns the runs of the sweep, seed by seed: the first seed alone already covers every setting.
+    """Returns the runs of the sweep, ordered by seed: every setting with the first seed, then with the next.
 
     The runs are the product of the axes ``grids`` (text, see :func:`parse_axis`). With ``one_at_a_time`` they are the
-    recipe itself, once, and then every other value of each axis with all other fields as in the recipe.
+    recipe itself, and one run for each other value of an axis with all other fields as in the recipe.
     """
     base, axes = load_recipe(name, overrides), [parse_axis(text) for text in grids]
     _check_arguments(axes, seeds, {override.partition("=")[0] for override in overrides}, one_at_a_time=one_at_a_time)
@@ -139,7 +139,7 @@ def _refuse_twins(runs: Sequence[PlannedRun]) -> None:
 
 
 def value_of(recipe: Recipe, field: str) -> Any:
-    """Returns the field's value; for a model field that the recipe leaves open, the config's value."""
+    """Returns a field's value in the recipe; for a model field that the recipe leaves open, the config's."""
     value: Any = recipe.as_dict()
     for key in field.split("."):
         value = value.get(key) if isinstance(value, dict) else None
@@ -159,7 +159,7 @@ def _name_of(varied: Mapping[str, Any], recipe: Recipe, axes: Iterable[str]) -> 
         parts.append(f"{field if lasts.count(last) > 1 else last}={_typed(value).strip('[]')}")
     full_name = "__".join(parts) or "base"
     safe = re.sub(r"[^A-Za-z0-9._=+-]+", "-", full_name)[:_LONGEST_NAME]
-    # Two names may become equal by this: the fingerprint keeps them apart.
+    # Shortening may make two names equal: the fingerprint distinguishes them.
     return safe if safe == full_name else f"{safe}__{recipe.fingerprint}"
 
 
@@ -180,7 +180,7 @@ def _as_override(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """One run as a line of the sweep's table; unknown values are ``None``.
+    """Summary of one run, a line of the sweep's table; unknown values are ``None``.
 
     Attributes:
         embedding_scale: the model's scale, as a number.
@@ -214,8 +214,8 @@ def requested_depth(recipe: Recipe, config: AdaPonderConfig | None) -> float | N
     The ponder loss ranks all (token, gate) pairs, K - 1 per token, and pushes the lowest share k towards closed. A
     closed gate saves one iteration, so the objective aims at ``K - k (K - 1)``, and at K if lambda is 0: lambda sets
     the strength, not the depth. The measured ``validation_depth`` may be on either side: a pushed gate need not close,
-    and a token that halts early skips gates that were never pushed. ``train.target_depth`` is returned itself, for mor
-    the sum of its capacities, for methods that never halt K; for ouro, which aims at no depth, ``None``.
+    and a token that halts early skips gates that were never pushed. With ``train.target_depth`` set, returns that; for
+    mor the sum of its capacities; for methods that never halt K; for others, which aim at no depth, ``None``.
     """
     if config is None:
         return None
@@ -243,7 +243,7 @@ def pending(run: PlannedRun, config: AdaPonderConfig | None) -> RunSummary:
 
 
 def result_of(run: PlannedRun, folder: Path) -> RunSummary:
-    """Returns the summary of a finished run, from its folder."""
+    """Reads the summary of a finished run from its folder."""
     summary = pending(run, AdaPonderConfig.from_pretrained(folder / "final"))
     path, last = folder / "metrics.jsonl", summary.steps - 1
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
@@ -269,9 +269,9 @@ def result_of(run: PlannedRun, folder: Path) -> RunSummary:
 def examine(
     runs: Sequence[PlannedRun], *, out: Path, data: Path = Path("data"), device: str = "cpu"
 ) -> list[RunSummary]:
-    """Returns the present summary of every run; raises if one cannot be trained. Prepares the data, trains nothing.
+    """Returns the current summary of every run; raises if one cannot be trained. Prepares the data, trains nothing.
 
-    A folder that holds a run of other settings is an error that lists them.
+    Raises if a folder holds a run with other settings; the error lists them.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise InputError(
@@ -291,7 +291,7 @@ def examine(
 
 
 def _examine(run: PlannedRun, folder: Path, prepared: Path) -> RunSummary:
-    """Returns the present summary of one run; ``prepared`` is the folder of its data."""
+    """Returns the current summary of one run; ``prepared`` is the folder of its data."""
     recipe = run.recipe
     # Each run verifies the checksums of its data when it starts.
     shards, validation = (Shards.open(prepared, split, verify=False) for split in ("train", "validation"))
@@ -344,11 +344,11 @@ def carry_out(
 ) -> Iterator[tuple[int, RunSummary]]:
     """Trains or resumes every run that is not finished and yields ``(index, summary)`` as each ends.
 
-    A failed run has a summary with its error, and the next run starts. A stopped run is the last: its summary has the
-    status ``stopped``, or ``finished`` if it was at its end anyway. ``starting(index, summary, seconds left)`` is
-    called before each run.
+    The summary of a failed run holds its error, and the next run starts. A stopped run is the last; its status is
+    ``stopped``, or ``finished`` if it had no steps left. ``starting(index, summary, seconds left)`` is called before
+    each run.
     """
-    rows, seconds = 0.0, 0.0  # computed so far
+    rows, seconds = 0.0, 0.0  # rows computed by this sweep so far, and the time that they took
     waiting = [index for index, summary in enumerate(summaries) if summary.status == PENDING]
     for done, index in enumerate(waiting):
         run, summary = runs[index], summaries[index]
@@ -359,7 +359,7 @@ def carry_out(
         if ended.status != FAILED:
             rows += rows_left(run, summary) - rows_left(run, ended)
             seconds += time.perf_counter() - began
-        # The next run has as much memory as the first.
+        # Frees memory, so that the next run has as much as the first.
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -374,7 +374,7 @@ def _train(run: PlannedRun, summary: RunSummary, folder: Path, **options: Any) -
         outcome = train(run.recipe, out=folder, resume="auto", **options)
         if outcome.final is None:
             return replace(summary, status=STOPPED, step=outcome.step), True
-        # A signal during the last step finds the run finished, but was meant for the sweep.
+        # A signal during the run's last step must still stop the sweep.
         return result_of(run, folder), outcome.trainer is not None and outcome.trainer.stop_requested()
     except (AdaPonderError, torch.OutOfMemoryError) as error:
         return replace(summary, status=FAILED, error=str(error)), False

@@ -26,7 +26,7 @@ from adaponder.errors import InputError, TrainingError
 from adaponder.files import write_whole
 from adaponder.terminal import console, depth_style, line
 
-# No space, no quota, a file at its limit.
+# Errors of a full disk: no space, no quota, file too large.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # Metrics of the live view: name, label, format.
 _SHOWN = (
@@ -39,15 +39,15 @@ _SHOWN = (
     ("mfu", "mfu", ".1%"),
     ("mean_depth", "depth", ".3f"),
 )
-# Those that a line of plain text leaves out.
+# Metrics of the live view that a line of plain text leaves out.
 _LIVE_ONLY = {"ponder", "lr", "grad_norm"}
 
 
 @contextmanager
 def room_to_write(what: str | Path | None = None) -> Iterator[None]:
-    """Turns a disk error in the block into one that says that ``what`` could not be written.
+    """Converts an ``OSError`` in the block to a ``TrainingError`` that says that ``what`` could not be written.
 
-    Without ``what`` only a full disk is turned, and names the file itself.
+    Without ``what`` only errors of a full disk are converted, and the message names the file of the ``OSError``.
     """
     try:
         yield
@@ -98,7 +98,7 @@ class Telemetry:
 
     def log(self, metrics: dict[str, Any]) -> None:
         step, now = metrics["step"], round(time.time(), 3)
-        # Closed after each line: a kill loses none.
+        # The file is closed after each line, so that a killed process loses none.
         with room_to_write(self.path), self.path.open("ab") as file:
             file.write(f"{json.dumps({'time': now} | metrics)}\n".encode())
         scalars = {}
@@ -128,9 +128,9 @@ class Telemetry:
     def close(self) -> None:
         if self.shown:
             self.live.stop()
-            # The live view disappears; its last numbers stay on the screen.
+            # The live view disappears when it stops: print its last state.
             console.print(view_of(self.latest))
-        with suppress(OSError):  # everything was flushed, or its error raised
+        with suppress(OSError):  # log has flushed everything or raised
             self.board.close()
         if self.remote is not None:
             self.remote.finish()
@@ -149,7 +149,7 @@ def _join_wandb(project: str, folder: Path) -> Any:
 
 
 def _drop_from(path: Path, start: int) -> None:
-    """Removes the lines of steps from ``start`` on, which will be trained again, and truncated lines."""
+    """Removes the lines of step ``start`` and later, which will be trained again, and truncated lines."""
     if path.is_file():
         earlier = [line for line in path.read_text().splitlines() if _step(line) < start]
         write_whole(path, "".join(line + "\n" for line in earlier).encode(), TrainingError)

@@ -1,4 +1,4 @@
-"""Metrics of a run: means since the last log, utilisation, depths in other trainers, warnings of collapsed gates."""
+"""Computes a run's metrics: means since the last log, utilisation, depths in other trainers, collapse of the gates."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from adaponder.training.distributed import World
 
 # Dense bf16 FLOPs per second that vendors state, by a substring of the device's name in torch.
 _PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-# A gate with a lower mean passes on almost no update, and gets almost no gradient to open again.
+# A gate with a lower mean passes on almost no update, and receives almost no gradient to open it again.
 _SHUT = 0.01
-# A larger share of tokens at one depth below the full one: gates that hardly distinguish tokens.
+# If a larger share of tokens halts at one depth below K, the gates hardly distinguish tokens.
 _NEARLY_ALL = 0.95
 
 
@@ -34,7 +34,7 @@ def count_depths(depth: Tensor, iterations: int) -> Tensor:
 
 
 def depth_shares(counts: Tensor) -> tuple[float, list[float]]:
-    """Returns (mean depth, shares of tokens halted after iterations 1 … K-1) of counts by depth."""
+    """Returns (mean depth, shares of tokens halted after iterations 1 … K-1) from the counts of each depth."""
     total = counts.sum()
     levels = torch.arange(1, len(counts) + 1, device=counts.device)
     mean = float((counts * levels).sum()) / (float(total) or math.nan)
@@ -55,7 +55,7 @@ class Tally:
         self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def count(self, output: AdaPonderOutput, parts: int, iterations: int) -> None:
-        """Adds the output of one of the ``parts`` micro-steps of a step."""
+        """Adds the output of one micro-step; the step has ``parts`` of them."""
         assert output.loss is not None
         assert output.depth is not None
         for name, value in {"loss": output.loss, **(output.terms or {})}.items():
@@ -83,7 +83,7 @@ class Tally:
 def utilisation(
     tokens_per_second: float, config: AdaPonderConfig, *, shape: Shape, sequence: int, world: World
 ) -> dict[str, float]:
-    """Returns ``{"mfu": …}``, the model's FLOPs per second over the vendor's rate; empty for an unknown device."""
+    """Returns ``{"mfu": …}``, the model's FLOPs per second over the vendor's peak; empty for an unknown device."""
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
     peak = next((rate for key, rate in _PEAK.items() if key in name), None)
     if peak is None:
@@ -95,7 +95,7 @@ def utilisation(
 def collapse(metrics: dict[str, Any], train: TrainRecipe, *, pressed: bool = True) -> tuple[str, str] | None:
     """Returns (kind, message) of a warning if the gates no longer distinguish tokens; else ``None``.
 
-    ``pressed``: whether the loss has a ponder term; without one gates may stay open, and there is no stage 1.
+    ``pressed``: whether the loss has a ponder term; without one, open gates are no fault and there is no stage 1.
     """
     step, halted, gates = metrics["step"], metrics["halted"], metrics.get("gate_means", [])
     if not halted:
@@ -125,10 +125,10 @@ def member_of(model: nn.Module, who: str) -> AdaPonderForCausalLM:
 
 
 class DepthCounts:
-    """Counts tokens by depth in another library's trainer, in training and in one evaluation, in this process.
+    """Counts this process's tokens by depth inside another library's trainer, separately for training and evaluation.
 
-    Every forward in training mode with a loss counts. In evaluation a forward counts once :meth:`evaluated` is called:
-    other code may call the same model between two evaluations.
+    Every forward in training mode with a loss counts. In evaluation a forward counts only if :meth:`evaluated` follows,
+    because other code may call the same model between two evaluations.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class DepthCounts:
         self.batches: Any = None  # the data loader of the evaluation that is counted
 
     def watch(self, model: AdaPonderForCausalLM) -> None:
-        """Counts the forwards of this model from now on."""
+        """Starts counting the forwards of ``model``."""
         if self._count not in model._forward_hooks.values():
             model.register_forward_hook(self._count)
 
@@ -150,7 +150,7 @@ class DepthCounts:
                 self.last = counts
 
     def evaluated(self, batches: Any) -> None:
-        """Counts the last forward to the evaluation of ``batches``; drops the counts of another evaluation."""
+        """Adds the last forward to the counts of the evaluation over ``batches``; drops counts of an earlier one."""
         if batches is not self.batches:
             self.sums.pop(False, None)
         if self.last is not None:
@@ -167,9 +167,9 @@ class DepthCounts:
         self.sums[training] = counts if before is None else before.to(counts.device) + counts
 
     def take(self, *, training: bool) -> dict[str, float]:
-        """Returns the mean ``depth`` and ``halted_1 … halted_{K-1}``, the shares of tokens of at most that depth.
+        """Returns mean ``depth`` and ``halted_1 … halted_{K-1}``, the shares of tokens of at most that depth.
 
-        Covers the tokens counted since the last call; empty if there are none.
+        Covers the tokens counted since the last call, and resets the counts; empty if there are none.
         """
         counts = self.sums.pop(training, None)
         if counts is None or not counts.sum():

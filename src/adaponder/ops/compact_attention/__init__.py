@@ -1,15 +1,15 @@
-"""Computes attention in which only some tokens of each sequence are queries: a pass over active rows.
+"""Computes attention of a pass over active rows: only some tokens of each sequence are queries.
 
-``softmax(q K^T * scale) V`` with ``q [n, heads, size]`` packed over all sequences, each row with its sequence and
-slot, and ``K, V [sequences, key heads, slots, size]``. A row sees the slots up to its own, without absent ones
+``softmax(q K^T * scale) V`` with queries ``q [n, heads, size]`` packed over all sequences, each with its sequence and
+slot, and ``K, V [sequences, key heads, slots, size]``. A query sees the slots up to its own, except absent ones
 (padding; a halted token of mor), and always itself.
 
-``torch.py`` calls torch's attention for each sequence with an explicit mask, for every case. ``triton.py`` has three
-kernels (CUDA with 160 KiB of shared memory, bf16 and fp16, head size up to 128, causal, grouped heads): forward, a
-program owns 128 rows and a head and walks the keys with an online softmax; backward, the same walk gives ``dq``, and
-a program that owns 64 keys gives ``dK`` and ``dV``. No mask is in memory, no work goes beyond the last slot.
-A compiled pass makes one opaque call, never traced; it knows no windows, packed documents or dropout, and passes
-with those are not compiled.
+``torch.py`` calls torch's attention for each sequence with an explicit mask and supports every case. ``triton.py`` has
+three kernels (CUDA with 160 KiB of shared memory, bf16 and fp16, head size up to 128, causal, grouped heads). Forward,
+a program computes a block of rows of one head by an online softmax over the keys; backward, one kernel does the same
+for ``dq``, another computes ``dK`` and ``dV`` per block of keys. No mask is stored, and no key after the last visible
+slot is read. A compiled pass makes one opaque custom call without windows, packed documents or dropout; passes that
+need those are not compiled.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def compact_attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Computes the torch version, or its Triton kernels where they run and fit; while compiling, one opaque call."""
+    """Computes attention by the Triton kernels if they support the case, else by torch; a custom op while compiling."""
     true_scale = query.shape[-1] ** -0.5 if scale is None else scale
     if is_compiling():
         if dropout or window is not None or rows.query.document is not None:
@@ -56,7 +56,7 @@ def compact_attention(
 def _kernels_for(
     query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, *, window: int | None = None, dropout: float = 0.0
 ) -> ModuleType | None:
-    """Returns the module of the Triton version where it runs and fits, else ``None``."""
+    """Returns the module of the Triton version if it supports this case, else ``None``."""
     if not runs_fused(query) or query.dtype.itemsize != 2:
         return None
     from adaponder.ops.compact_attention import triton
@@ -65,7 +65,7 @@ def _kernels_for(
 
 
 def _rows(sequence: Tensor, asking: Tensor, answering: Tensor, present: Tensor | None) -> PackedRows:
-    # Order is what windows count by.
+    # Only windows read the order, and there are none here: the slots serve as order.
     return PackedRows(sequence, Places(asking, asking), Places(answering, answering, present=present))
 
 
@@ -80,7 +80,7 @@ def _mix(
     present: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the result and the kernels' normaliser."""
+    """Returns the result and the kernels' log-normaliser; zeros if torch computed it."""
     rows = _rows(sequence, asking, answering, present)
     if kernels := _kernels_for(query, keys, values, rows):
         return kernels.mix(query, keys, values, rows, scale)

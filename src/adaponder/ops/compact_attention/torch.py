@@ -1,4 +1,4 @@
-"""Computes attention in which only some tokens of each sequence are queries, and all of its tokens are keys."""
+"""Computes attention where only some tokens of each sequence are queries, but all its tokens are keys."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from adaponder.ops.precision import wide_dtype
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Describes the query rows, packed into one lane in the order of sequences and slots, and the keys of all tokens.
+    """Describes the query rows, packed into one lane and ordered by sequence and slot, and the keys of all tokens.
 
     Attributes:
-        sequence: ``[n]``, whose tokens they are; never decreasing.
-        query: places ``[1, n]`` of the rows.
-        key: places ``[sequences, slots]`` of all tokens.
+        sequence: ``[n]``, the sequence of each row; never decreasing.
+        query: slots and orders of the rows, ``[1, n]``.
+        key: slots and orders of all tokens, ``[sequences, slots]``.
     """
 
     sequence: Tensor
@@ -30,7 +30,7 @@ class PackedRows:
 
     @cached_property
     def parts(self) -> list[tuple[int, slice]]:
-        """Lists (sequence, its rows) of every sequence with queries."""
+        """Lists (sequence, slice of its rows) for every sequence that has queries."""
         sequences = torch.arange(self.key.slot.shape[0] + 1, device=self.sequence.device)
         edges = torch.searchsorted(self.sequence, sequences).tolist()
         return [(index, slice(*edge)) for index, edge in enumerate(pairwise(edges)) if edge[0] < edge[1]]
@@ -51,7 +51,7 @@ class PackedRows:
 
 
 def _some(places: Places, lane: int, those: slice) -> Places:
-    """Selects places of one lane, as a lane of its own."""
+    """Selects entries of one lane, as a ``Places`` of one lane."""
 
     def some(grid: Tensor) -> Tensor:
         return grid[lane : lane + 1, those]
@@ -71,16 +71,16 @@ def compact_attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Equals attention of every token, read at ``rows`` only.
+    """Computes attention of all tokens, at the query rows only.
 
     Args:
         query: ``[n, heads, size]``.
         keys: ``[sequences, key heads, slots, size]``; heads are a multiple of key heads.
         values: ``[sequences, key heads, slots, value size]``.
-        rows: where the queries stand.
-        window: how many tokens a query sees at most; ``None`` for all.
-        scale: of the scores; by default one over the root of the size.
-        dropout: share of the weights that is dropped.
+        rows: sequence and slot of each query, and the keys it may see.
+        window: the most tokens that a query sees, itself included; ``None``: all.
+        scale: factor of the scores; ``None``: ``size ** -0.5``.
+        dropout: probability of dropping an attention weight.
 
     Returns:
         ``[n, heads, value size]``.
@@ -106,16 +106,16 @@ def compact_attention(
 def slopes(
     grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of query, keys and values, written out for code without autograd.
+    """Returns the gradients of query, keys and values without autograd, for use in a custom op.
 
-    Weights and what they are made of are never held in half precision.
+    Scores, weights and their gradients are in at least float32.
     """
     groups = query.shape[1] // keys.shape[1]
     wide = wide_dtype(query.dtype)
     grad_query = torch.zeros_like(query, memory_format=torch.contiguous_format)
     grad_keys, grad_values = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (keys, values))
     for (sequence, part), mask in zip(rows.parts, rows.masks(None), strict=True):
-        # Heads that share a key head stand side by side: [key heads, groups, rows, size].
+        # Query heads are grouped by their key head: [key heads, groups, rows, size].
         q, g = (x[part].to(wide).transpose(0, 1).unflatten(0, (-1, groups)) for x in (query, grad))
         k, v = (x[sequence].to(wide)[:, None] for x in (keys, values))
         weight = (q @ k.mT * scale).masked_fill(~mask[0], -torch.inf).softmax(-1)

@@ -1,9 +1,9 @@
-"""Computes attention of scattered rows by an online softmax over the keys up to the last slot of a block of queries.
+"""Computes attention of packed rows by an online softmax over the keys up to the last slot of a block of queries.
 
-A program owns a block of rows and one head. Rows are packed without padding, so a block may hold the end of one
-sequence and the beginning of the next: it walks the keys of each sequence it holds rows of, usually one. Backward, the
-same walk gives the gradient of the queries; for keys and values a program owns a block of keys and walks the rows that
-see it.
+A program computes a block of rows of one head. Rows are packed without padding, so a block may hold the end of one
+sequence and the beginning of the next: the program loops over the keys of each of its sequences, usually one. In
+backward, the same loop gives the gradient of the queries; for keys and values, a program takes a block of keys and
+loops over the rows that see it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from adaponder.ops.compact_attention.torch import PackedRows
 from adaponder.ops.dispatch import on_device_of
 from adaponder.ops.kernels import finite
 
-# (rows, keys, stages of the pipeline) of a block, by the largest head size they are for: what fits into 160 KiB of
-# shared memory, backward included.
+# (rows per block, keys per block, pipeline stages) by largest head size; forward and backward fit into 160 KiB of
+# shared memory.
 BLOCKS = {64: (128, 64, 3), 128: (64, 64, 2)}
 SHARED_BYTES = 160 * 1024
 FORWARD_WARPS, BACKWARD_WARPS = 4, 8
 
 
 def compact_attention(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scale: float) -> Tensor:
-    """Equals :func:`adaponder.ops.compact_attention.torch.compact_attention`, for what :func:`fits`."""
+    """Equals :func:`adaponder.ops.compact_attention.torch.compact_attention` in the cases that :func:`fits` allows."""
     return _CompactAttention.apply(query, keys, values, rows, scale)
 
 
 def fits(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, *, window: int | None, dropout: float) -> bool:
-    """Returns whether the kernels know this case; the torch version knows every case."""
+    """Returns whether the kernels support this case; the torch version supports every case."""
     packed = all(x.stride(-1) == 1 for x in (query, keys, values))
     plain = window is None and rows.query.document is None and not dropout
     sized = keys.shape[-1] == values.shape[-1] and query.shape[-1] <= max(BLOCKS)
@@ -50,7 +50,7 @@ def _blocks(size: int) -> tuple[int, int, int]:
 
 
 def mix(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scale: float) -> tuple[Tensor, Tensor]:
-    """Returns the result, and the base-2 logarithm of the normaliser of each row and head."""
+    """Returns the result, and the base-2 logarithm of the softmax's normaliser, ``[n, heads]``."""
     count, heads, _ = query.shape
     mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
     normaliser = torch.empty(count, heads, dtype=torch.float32, device=query.device)
@@ -80,14 +80,14 @@ def slopes(
     grad_keys, grad_values = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (keys, values))
     if not count:
         return grad_query, grad_keys, grad_values
-    # <weights, d weights> of each row equals <result, d result>.
+    # In each row <weights, d weights> equals <result, d result>.
     along = (mixed.float() * grad.float()).sum(-1)
     given = (query, keys, values, grad, normaliser, along)
     strides = _strides(query, keys, values, mixed)
     constants = _constants(query, keys, rows, BACKWARD_WARPS)
     sequences, slots = rows.key.slot.shape
     blocks = triton.cdiv(slots, constants["KEYS"])
-    # The first row of each sequence that sees a block of keys: rows are in the order of sequences and slots.
+    # For each block of keys, the first row that sees it: rows are ordered by sequence and slot.
     place = rows.sequence * slots + rows.query.slot[0]
     edges = torch.arange(sequences, device=place.device)[:, None] * slots
     edges = (edges + torch.arange(blocks, device=place.device) * constants["KEYS"]).flatten()
@@ -105,7 +105,7 @@ def slopes(
 
 
 class _CompactAttention(torch.autograd.Function):
-    """Saves its inputs, its result and one normaliser per row and head; weights are computed again in backward."""
+    """Saves inputs, result and one normaliser per row and head; backward recomputes the attention weights."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scale: float) -> Tensor:
@@ -121,7 +121,7 @@ class _CompactAttention(torch.autograd.Function):
 
 
 def _places(rows: PackedRows) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Returns sequence and slot of each row, which keys are present (any tensor where all are), and its stride."""
+    """Returns sequence and slot of each row, the ``present`` mask and its stride; a dummy and 0 if all are present."""
     present = rows.key.present
     if present is None:
         return rows.sequence, rows.query.slot, rows.sequence, 0
@@ -150,7 +150,7 @@ def _constants(query: Tensor, keys: Tensor, rows: PackedRows, warps: int) -> dic
 
 @triton.jit
 def _visible(column, slot, mine, present, HOLES: tl.constexpr):
-    """Returns the mask of a block ``[rows, keys]``: present slots up to the row's own, and always itself."""
+    """Returns the mask ``[rows, keys]`` of a block: present slots up to the row's own, which is always visible."""
     seen = column[None, :] <= slot[:, None]
     if HOLES:
         seen = seen & ((present[None, :] != 0) | (column[None, :] == slot[:, None]))
@@ -159,7 +159,7 @@ def _visible(column, slot, mine, present, HOLES: tl.constexpr):
 
 @triton.jit
 def _load(at, mask, WHOLE: tl.constexpr):
-    """Loads without a mask where the block is complete."""
+    """Loads a block, without a mask if the head size needs no padding."""
     if WHOLE:
         return tl.load(at)
     return tl.load(at, mask=mask, other=0.0)
@@ -167,7 +167,7 @@ def _load(at, mask, WHOLE: tl.constexpr):
 
 @triton.jit
 def _absorb(scores, v, top, total, sums, PRECISION: tl.constexpr):
-    """Does one step of the online softmax: adds a block's weights and values to the sums of the rows."""
+    """Does one step of the online softmax: adds a block's weights and weighted values to the sums of each row."""
     higher = tl.maximum(top, tl.max(scores, 1))
     floor = finite(higher)  # rows of another sequence have seen nothing yet
     weight = tl.exp2(scores - floor[:, None])
@@ -179,7 +179,7 @@ def _absorb(scores, v, top, total, sums, PRECISION: tl.constexpr):
 @triton.jit
 def _forward_kernel(
     query, keys, values, mixed, normaliser, sequences, slots, present, present_sequence, count,
-    scale,  # of the scores, in base-2 exponents
+    scale,  # of the scores, over ln 2 because of exp2
     query_row, query_head, key_sequence, key_head, key_slot, value_sequence, value_head, value_slot,
     mixed_row, mixed_head,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, HOLES: tl.constexpr,
@@ -201,10 +201,10 @@ def _forward_kernel(
     last = tl.load(sequences + tl.minimum(begin + ROWS, count) - 1)
     for which in range(first, last + 1):
         mine = sequence == which
-        seen = tl.max(tl.where(mine, slot, -1), 0) + 1  # keys that any row of this sequence sees
+        seen = tl.max(tl.where(mine, slot, -1), 0) + 1  # number of keys that some row of this sequence sees
         key_base = keys + which * key_sequence + (head // GROUPS) * key_head
         value_base = values + which * value_sequence + (head // GROUPS) * value_head
-        # Keys that every row of the block sees need no mask, and they are most.
+        # Most keys are visible to every row of the block and need no mask.
         plain = 0 if HOLES else (tl.min(tl.where(exists, tl.where(mine, slot, -1), seen), 0) + 1) // KEYS * KEYS
         for start in range(0, plain, KEYS):
             column = start + tl.arange(0, KEYS)
@@ -276,7 +276,7 @@ def _query_kernel(
 def _key_kernel(
     query, keys, values, grads, normaliser, alongs, grad_keys, grad_values, first_row, end_row,
     sequences, slots, present, present_sequence,
-    length,  # slots of a sequence
+    length,  # slots per sequence
     scale,
     query_row, query_head, key_sequence, key_head, key_slot, value_sequence, value_head, value_slot,
     grad_row, grad_head, into_sequence, into_head, into_slot,

@@ -1,11 +1,11 @@
 """Advances the lanes of a decoding engine by one tick.
 
-``begin_rows`` takes the next KV row of each lane and enters it into the index (law 3); ``end_rows`` moves each lane
-to its token's next iteration, or to the first iteration of the chosen token. ``begin_windows`` and ``end_windows`` do
-the same for windows of consecutive tokens, each at its own iteration (:mod:`adaponder.inference.drafting`): the token
-at place ``p`` lies at ``p % window``, and its KV rows have fixed places on the lane's pages. Rows that only fill up a
-batch use the last lane, whose content has no meaning. The torch version takes dozens of small kernels on a GPU, the
-Triton version one each.
+``begin_rows`` allocates the next KV row of each lane and enters it into the index (law 3); ``end_rows`` moves each
+lane to its token's next iteration, or to the first iteration of the chosen token. ``begin_windows`` and
+``end_windows`` do the same for windows of consecutive tokens, each at its own iteration
+(:mod:`adaponder.inference.drafting`): token ``p`` of a sequence is stored at ``p % window``, and its KV rows have
+fixed offsets in the lane's pages. Padding rows of a batch use the last lane, whose content has no meaning. On a GPU
+the torch version launches dozens of small kernels, the Triton version one per function.
 """
 
 from torch import Tensor

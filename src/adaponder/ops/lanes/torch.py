@@ -1,4 +1,4 @@
-"""Advances the lanes of a decoding engine: their next KV rows, their tokens, and windows of drafted tokens."""
+"""Advances the lanes of a decoding engine: allocates KV rows, updates tokens and windows of drafted tokens."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ GOES_ON, NOT_A_NUMBER = -1, -2
 
 
 class Books(NamedTuple):
-    """Holds the decoding state of all lanes: one entry per lane, int64 unless stated otherwise.
+    """The decoding state of all lanes: int64 ``[lanes]`` unless stated otherwise.
 
     Attributes:
-        index: int32 ``[lanes, iterations, slots]``: the pool row that an iteration reads for a slot; -1: none.
-        token: the id of the token that is being read.
-        place: which token of the sequence that is.
-        iteration: at which iteration its next row stands.
-        last: the last iteration that is allowed.
-        used: how many rows of its pages the lane has used.
-        pages: int32 ``[lanes, …]``: the pages from which its rows come, one after the other.
-        tick: ``[1]``: which tick of a row of them it is; :func:`begin_rows` counts.
-        page_size: rows of a page.
+        index: int32 ``[lanes, iterations, slots]``: the pool row that an iteration reads for a slot, -1: none.
+        token: id of the current token.
+        place: index of the current token in its sequence.
+        iteration: iteration of the lane's next row.
+        last: last allowed iteration.
+        used: number of rows used so far in the lane's pages.
+        pages: int32 ``[lanes, …]``: the lane's pages; rows are taken from them in order.
+        tick: ``[1]``: index of the current tick in the log, incremented as each tick begins.
+        page_size: rows per page.
     """
 
     index: Tensor
@@ -37,7 +37,7 @@ class Books(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """Describes the rows of a tick: int64 ``[n]`` each, pool rows ``[n, width]``."""
+    """The rows of a tick: token, place, iteration and last iteration, int64 ``[n]`` each; pool rows ``[n, width]``."""
 
     token: Tensor
     place: Tensor
@@ -47,7 +47,7 @@ class Begun(NamedTuple):
 
 
 def begin_rows(books: Books, lane: Tensor, *, width: int, vanishes: bool) -> Begun:
-    """Returns the next row of each lane, entered into the block table; ``width`` rows per token."""
+    """Allocates each lane's next ``width`` pool rows (slots per token), enters them into the index and returns them."""
     books.tick.add_(1)
     count = torch.arange(width, device=lane.device)
     where = (books.used[lane][:, None] + count).clamp(max=books.pages.shape[1] * books.page_size - 1)
@@ -62,9 +62,9 @@ def begin_rows(books: Books, lane: Tensor, *, width: int, vanishes: bool) -> Beg
 
 
 def book_rows(index: Tensor, lane: Tensor, slot: Tensor, iteration: Tensor, row: Tensor, *, vanishes: bool) -> None:
-    """Enters rows into the block table for their own iteration and every later one, until a later row is there (law 3).
+    """Enters pool rows ``[n]`` into the index at their iteration and every later one, until a later row exists (law 3).
 
-    Where a halted token ``vanishes``, it shows at its own iteration alone. All arguments are ``[n]``.
+    With ``vanishes`` (halted tokens cannot be attended to), later iterations get -1 instead.
     """
     number = torch.arange(index.shape[1], device=index.device)
     own, later = number == iteration[:, None], number > iteration[:, None]
@@ -83,11 +83,11 @@ def end_rows(
     *,
     places: int,
 ) -> None:
-    """Advances each lane to its token's next iteration, or to the first one of the token ``chosen``.
+    """Advances each lane to its token's next iteration if ``goes_on``, else to the first one of the token ``chosen``.
 
-    ``places`` is how many tokens a sequence may have: a lane that is done, and not told so yet, stays at the last.
-    ``log[tick]`` gets the token of each lane that has one, and :data:`GOES_ON` or, for a choice that is ``bad``,
-    :data:`NOT_A_NUMBER`.
+    ``places`` is the maximal length of a sequence: a lane that runs on after its end stays at the last place.
+    Writes into ``log[tick]``, for each row, :data:`GOES_ON`, the chosen token, or :data:`NOT_A_NUMBER` if the choice
+    is ``bad``.
     """
     books.token.index_copy_(0, lane, torch.where(goes_on, begun.token, chosen))
     books.place.index_copy_(0, lane, torch.where(goes_on, begun.place, (begun.place + 1).clamp(max=places - 1)))
@@ -103,15 +103,15 @@ def resume_rows(first: Tensor, kept: Tensor, lane: Tensor, iteration: Tensor) ->
 
 
 def ponder_rows(embedding: Tensor, expected: Tensor, active: Tensor, probability: Tensor) -> Tensor:
-    """Equals :func:`adaponder.halting.pondered`: ``E + (m s) e``."""
+    """Equals :func:`adaponder.halting.pondered`: returns ``E + (m s) e``."""
     weight = (active * probability).to(embedding.dtype)
     return embedding + weight[..., None] * expected
 
 
 def force_rows(keep: Tensor, forced: Tensor, lane: Tensor, place: Tensor, iteration: Tensor, last: Tensor) -> Tensor:
-    """Returns which rows continue, ``[n, …]``: by ``forced[lane, place]`` where it names a depth, else by ``keep``.
+    """Returns which rows continue, ``[n, …]``: up to the depth ``forced[lane, place]`` if above 0, else by ``keep``.
 
-    No lane continues after ``last[lane]``.
+    No row continues after iteration ``last[lane]``.
     """
     depth = forced[lane, place]
     return torch.where(depth > 0, iteration + 1 < depth, keep) & (iteration < last[lane])
@@ -121,18 +121,20 @@ def force_rows(keep: Tensor, forced: Tensor, lane: Tensor, place: Tensor, iterat
 
 
 class DraftWindows(NamedTuple):
-    """Holds the window of drafted tokens of each lane; the last lane is unused, and its window stays empty.
+    """The window of drafted tokens of each lane, int64 ``[lanes]`` or ``[lanes, window]``; the last lane's stays empty.
+
+    A place is a token's index in its sequence; the entries of place ``p`` are at ``p % window``.
 
     Attributes:
-        front: the first place of the window; the token there is certain.
-        stop: the place after its last one.
-        origin: the first place that was decoded, whose rows are the first of the lane's pages.
-        final: the last place that is to be read.
-        room: tokens of the window, at most.
-        token: ``[lanes, window]``, like the following: ids; the one of place ``p`` is at ``p % window``.
-        choice: the token that follows, as each says at the moment.
-        iteration: the iteration that is next.
-        halted: bool: whether there is none.
+        front: first place of the window; its token is final.
+        stop: place after the last one of the window.
+        origin: first decoded place; its rows are the first in the lane's pages.
+        final: last place to compute.
+        room: maximal number of tokens in the window.
+        token: token ids, ``[lanes, window]`` like all that follow.
+        choice: each token's current prediction of the next one.
+        iteration: iteration of each token's next row.
+        halted: bool: whether the token has no next row.
     """
 
     front: Tensor
@@ -160,13 +162,13 @@ class DraftWindows(NamedTuple):
 
 
 class WindowRows(NamedTuple):
-    """Describes the rows of a tick, ``[n]`` each.
+    """The rows of a tick, ``[n]`` each.
 
     Attributes:
-        lane: the lane of each; the unused lane where a token has halted or there is none.
-        seat: where its state is kept: ``lane * window + place % window``.
-        begun: what the row reads.
-        which: the rows' places in the windows of all lanes, flat; ``None`` where every place has one.
+        lane: lane of each row; the unused last lane for entries without a token or with a halted one.
+        seat: index of the token's entry in the flattened state: ``lane * window + place % window``.
+        begun: tokens, places, iterations and pool rows.
+        which: indices of the rows among the flattened entries of the given lanes' windows; ``None``: all entries.
     """
 
     lane: Tensor
@@ -178,10 +180,10 @@ class WindowRows(NamedTuple):
 def begin_windows(
     books: Books, windows: DraftWindows, lane: Tensor, *, passes: int, vanishes: bool, every: bool | None = None
 ) -> WindowRows:
-    """Returns the rows of these lanes' windows, entered into the index: of ``every`` place, or of live places alone.
+    """Enters the rows of these lanes' windows into the index and returns them; ``passes`` rows are reserved per token.
 
-    The default is live places on a CPU, and every place elsewhere, where the host would have to wait to know which are
-    live. Any lanes give at least one row.
+    With ``every``, each window entry gives a row; else only live ones (a token, not halted) do, but at least one. The
+    default is false on a CPU and true elsewhere, where selecting live entries would synchronise with the host.
     """
     every = lane.device.type != "cpu" if every is None else every
     books.tick.add_(1)
@@ -214,8 +216,8 @@ def end_windows(
 ) -> None:
     """Advances the windows by the results of their rows; ``goes_on``, ``chosen`` and ``bad`` are ``[n, window]``.
 
-    Where there was no row they have no meaning. ``log[tick]`` gets of each lane the choices of its window's tokens
-    (:data:`NOT_A_NUMBER` for a choice that is ``bad``), their iterations (-1: no row), and how many were accepted.
+    Entries without a row are ignored. Writes into ``log[tick]``, for each lane, its tokens' choices
+    (:data:`NOT_A_NUMBER` if ``bad``), their iterations (-1: no row) and the number of accepted tokens.
     """
     place, live = _standing(windows, lane)
     column = torch.arange(windows.size, device=lane.device)
@@ -245,7 +247,7 @@ def end_windows(
 
 
 def _standing(windows: DraftWindows, lane: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the place of each token of these lanes' windows, and whether it gives a row, ``[n, window]``."""
+    """Returns the place of each entry of these lanes' windows, and whether it is live, ``[n, window]``."""
     front, column = windows.front[lane][:, None], torch.arange(windows.size, device=lane.device)
     place = front + (column - front) % windows.size
     return place, (place < windows.stop[lane][:, None]) & ~windows.halted[lane]

@@ -1,4 +1,4 @@
-"""Advances lanes and windows by one kernel each: a program per row, per token of a window, or per window."""
+"""Launches one kernel per lane operation; a program computes one row, window entry, window or block of features."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _resume_kernel(first, kept, lanes, iterations, out, size, BLOCK: tl.constexp
 def _ponder_kernel(embedding, expected, active, probability, out, size, BLOCK: tl.constexpr):
     i, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     kind = embedding.dtype.element_ty
-    # Rounded where the plain version rounds: the weight, then the product, then the sum.
+    # Rounds like the torch version: the weight, then the product, then the sum.
     weight = tl.where(tl.load(active + i), tl.load(probability + i), 0.0).to(kind).to(tl.float32)
     e = tl.load(expected + i * size + at, mask=at < size, other=0).to(tl.float32)
     x = tl.load(embedding + i * size + at, mask=at < size, other=0).to(tl.float32)
@@ -103,7 +103,7 @@ def _ponder_kernel(embedding, expected, active, probability, out, size, BLOCK: t
 def _book(
     index, lane, iteration, place, row, slots, VANISHES: tl.constexpr, ITERATIONS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Enters a row into the block table for its iteration and every later one (law 3)."""
+    """Enters a pool row into the index at its iteration and every later one (law 3); -1 later if it vanishes."""
     number = tl.arange(0, BLOCK)
     shown = tl.where(number == iteration, row, -1) if VANISHES else tl.full((BLOCK,), 0, tl.int64) + row
     at = index + (lane * ITERATIONS + number) * slots + place
@@ -153,7 +153,7 @@ def _end_kernel(
 def begin_windows(
     books: Books, windows: DraftWindows, lane: Tensor, *, passes: int, vanishes: bool, every: bool | None = None
 ) -> WindowRows:
-    """Equals :func:`adaponder.ops.lanes.torch.begin_windows` with a row of every place."""
+    """Equals :func:`adaponder.ops.lanes.torch.begin_windows` with ``every=True``, whatever ``every`` is."""
     n, size, (_, iterations, slots) = len(lane), windows.size, books.index.shape
     owner, seat, token, place, iteration, last, row = (lane.new_empty(n * size) for _ in range(7))
     with on_device_of(lane):

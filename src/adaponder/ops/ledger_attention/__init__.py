@@ -1,16 +1,16 @@
 """Computes attention of rows at any iteration, through an index into pools of keys and values.
 
-``softmax(q K^T * scale) V`` where the index ``[lanes, iterations, slots] -> row`` names the pool rows that a query
-reads; nothing is copied. ``enter`` takes the QKV product of new rows, turns it by position and writes keys and values
-into the pools; ``decode_attention`` is ``enter`` and attention of single rows in one kernel. A pass with both kinds
-of rows calls ``decode_attention`` for the rows alone, ``enter`` for the rest, then ``ledger_attention`` with
-``alone=0`` for the cohorts.
+``softmax(q K^T * scale) V``, where the index ``[lanes, iterations, slots] -> row`` names the pool rows that a query
+reads, without copies. A pass has single-query rows (decode, ``alone`` in names) and cohorts: runs of rows that share
+lane and iteration (prefill). ``enter`` applies norm and rotary position to new rows of the QKV product and writes keys
+and values into the pools; ``decode_attention`` is ``enter`` and attention of single-query rows in one kernel. A pass
+with both kinds calls ``decode_attention``, ``enter`` for the cohorts, then ``ledger_attention`` with ``alone=0``.
 
-``torch.py`` computes every case. The kernels (``kernels.py``, launched by ``triton.py``) need CUDA, pools in bf16 or
-fp16, and one size of keys and values up to 128. Rows alone: a program owns a row, a key head and a part of the row's
-keys; the number of parts is bounded on the host and chosen on the device, so a captured graph does no work beyond a
-row's length, and the program that ends last writes the result. Cohorts: a program owns a block of queries and a head
-and walks the keys up to its last slot.
+``torch.py`` supports every case. The kernels (``kernels.py``, launched by ``triton.py``) need CUDA, pools in bf16 or
+fp16, and one size of keys and values up to 128. For single-query rows, a program computes a row, a key head and one
+split of its keys; the host bounds the number of splits and the device chooses it, so a captured graph does no work
+beyond a row's length, and the last program to finish combines the splits. For cohorts, a program computes a block of
+queries of one head, over the keys up to their last slot.
 
 H200, 16 heads of 128, 1,088 keys: 32 rows 68 us (67 at the copy rate), 128 rows 267 (270)
 (``benchmarks/records/tuning-h200.json``).
@@ -26,11 +26,11 @@ __all__ = ["Cohort", "LedgerRows", "Projection", "Scratch", "Tiles", "Turn"]
 __all__ += ["by_kernels", "decode_attention", "enter", "ledger_attention", "scratch_for"]
 
 _KERNELS = "adaponder.ops.ledger_attention.triton"
-_LARGEST = 128  # of head sizes
+_LARGEST = 128  # head size
 
 
 def by_kernels(keys: Tensor, values: Tensor) -> bool:
-    """Returns whether kernels read pools such as these: on CUDA, in bf16 or fp16, laid out row by row."""
+    """Returns whether the kernels support these pools: on CUDA, in bf16 or fp16, heads of a row contiguous."""
     fits = keys.shape[-1] <= _LARGEST and keys.shape == values.shape and _packed(keys) and _packed(values)
     return fits and runs_fused(keys) and keys.dtype.itemsize == 2
 

@@ -1,9 +1,10 @@
-"""The kernels of rows alone, of rows that enter the ledger, and of cohorts.
+"""The attention kernels of single-query rows and of cohorts, and the kernel that enters rows into the pools.
 
-Rows alone: a program owns a row, a key head and a part of the row's keys. Where heads have keys of their own, each key
-of a block keeps a softmax of its own while the program walks, and they are merged once, at the end: no step waits for
-other threads. Where heads share keys they are the rows of a product. The program of a row that ends last combines the
-parts. Cohorts: a program owns a block of queries and a head, and walks the keys up to its last slot.
+Single-query rows (``alone``): a program computes one row, one key head and one split of the row's keys. If each query
+head has its own keys, every position within a block of keys runs its own online softmax, merged once after the loop,
+so no step waits for other threads; heads that share keys are the rows of a matrix product. The last program of a row
+to finish combines the splits. Cohorts: a program computes a block of queries of one head, over keys up to their last
+slot.
 """
 
 import triton
@@ -14,19 +15,19 @@ from adaponder.ops.kernels import allow_next, finite, wait_for_previous
 
 @triton.constexpr_function
 def padded(size):
-    """Returns the next power of two, at least the smallest size of a product."""
+    """Rounds up to a power of two, at least 16: the smallest dimension of ``tl.dot``."""
     return max(16, triton.next_power_of_2(size))
 
 
 @triton.jit
 def across(SIZE: tl.constexpr):
-    """Returns the numbers of a head, padded: ``[1, size]``."""
+    """Returns the offsets within a head, padded: ``[1, size]``."""
     return tl.arange(0, padded(SIZE))[None, :]
 
 
 @triton.jit
 def _read(base, offset, part, mask, bias):
-    """Reads numbers of the QKV product in float32."""
+    """Loads numbers of the QKV product in float32 and adds the bias, if any."""
     x = tl.load(base + offset + part, mask=mask, other=0.0).to(tl.float32)
     if bias is not None:
         x += tl.load(bias + offset + part, mask=mask, other=0.0).to(tl.float32)
@@ -35,7 +36,7 @@ def _read(base, offset, part, mask, bias):
 
 @triton.jit
 def _angles(positions, row, cos, sin, SIZE: tl.constexpr, ROTARY: tl.constexpr):
-    """Returns cosines and sines ``[1, size]`` of a row's position; 1 and 0 for numbers that are not turned."""
+    """Returns cosines and sines ``[1, size]`` of a row's position; 1 and 0 for numbers that are not rotated."""
     part = across(SIZE)
     cosine, sine = tl.full(part.shape, 1.0, tl.float32), tl.zeros(part.shape, tl.float32)
     if ROTARY > 0:
@@ -49,7 +50,7 @@ def _angles(positions, row, cos, sin, SIZE: tl.constexpr, ROTARY: tl.constexpr):
 def _turned(
     base, offset, mask, bias, norm, cosine, sine, EPSILON: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr
 ):
-    """Returns heads ``[heads, size]`` of the product, normed and turned; ``offset [heads, 1]`` is where each begins."""
+    """Returns heads ``[heads, size]`` of the QKV product that begin at ``offset [heads, 1]``, normed and rotated."""
     part = across(SIZE)
     x = _read(base, offset, part, mask, bias)
     if norm is not None:
@@ -68,7 +69,7 @@ def _turned(
 
 @triton.jit
 def rows_of(ids, base, stride, SIZE: tl.constexpr):
-    """Loads pool rows ``[keys, size]``; zeros where there is none."""
+    """Loads pool rows ``[keys, size]``; zeros where an id is -1."""
     part = across(SIZE)
     mask = (ids >= 0)[:, None] & (part < SIZE)
     return tl.load(base + ids.to(tl.int64)[:, None] * stride + part, mask=mask, other=0.0)
@@ -76,16 +77,16 @@ def rows_of(ids, base, stride, SIZE: tl.constexpr):
 
 @triton.jit
 def _put(x, pool, row, stride, split, SIZE: tl.constexpr):
-    """Writes one head of a pool row, by the first of the programs that share the row."""
+    """Writes one head of a pool row; only the program of the first split does."""
     width = tl.where(split == 0, tl.where(row >= 0, SIZE, 0), 0)
     tl.store(pool + row * stride + across(SIZE), x, mask=across(SIZE) < width)
 
 
 @triton.jit
 def _share(slot, split, window, own_rows, SPLITS: tl.constexpr, LEAST: tl.constexpr, KEYS: tl.constexpr):
-    """Returns (first slot, end, number of parts) of a program's even share of a row's slots."""
+    """Returns (first slot, end, number of splits): the even share of a row's slots that a program computes."""
     begin = 0 if window is None else tl.maximum(slot + 1 - window, 0)
-    # A row that enters has its own key in registers.
+    # A row that is being entered has its own key in registers.
     end = slot + 1 if own_rows is None else slot
     length = tl.maximum(end - begin, 0)
     span = tl.cdiv(tl.maximum(tl.cdiv(length, SPLITS), LEAST), KEYS) * KEYS
@@ -95,7 +96,7 @@ def _share(slot, split, window, own_rows, SPLITS: tl.constexpr, LEAST: tl.conste
 
 @triton.jit
 def _ids_at(ids, start, end, KEYS: tl.constexpr):
-    """Loads the pool rows of a block of slots; -1 where there is none."""
+    """Loads the pool row ids of a block of slots; -1 where there is none."""
     slot = start + tl.arange(0, KEYS)
     return tl.load(ids + slot, mask=slot < end, other=-1)
 
@@ -103,21 +104,21 @@ def _ids_at(ids, start, end, KEYS: tl.constexpr):
 @triton.jit
 def _walk_one(
     q,  # [1, size]
-    own,  # [1], score of the row's own key; minus infinity where another program has it
+    own,  # [1], score of the row's own key; minus infinity unless this program includes it
     own_value,  # [1, size]
-    pool_rows,  # pool rows of the first block
-    k, v,  # its keys and values; None: not loaded yet
+    pool_rows,  # pool row ids of the first block
+    k, v,  # keys and values of the first block if blocks are prefetched, else None
     ids, begin, end, keys, values, key_row, value_row, scale,
     SIZE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Returns (highest score, sum of weights, weighted values) of a head over keys from ``begin`` to ``end``."""
+    """Returns (highest score, sum of weights, sum of weighted values) of one head over slots ``begin`` to ``end``."""
     AHEAD: tl.constexpr = k is not None
     top = tl.where(tl.arange(0, KEYS) == 0, own, -float("inf"))
     total = tl.where(top == -float("inf"), 0.0, 1.0)
     sums = total[:, None] * own_value
     coming = _ids_at(ids, begin + KEYS, end, KEYS)
     for start in range(begin, end, KEYS):
-        # Ahead: the next block is loaded while this one is computed.
+        # With AHEAD, the next block is loaded while this one is computed.
         which = coming if AHEAD else pool_rows
         loaded_k, loaded_v = rows_of(which, keys, key_row, SIZE), rows_of(which, values, value_row, SIZE)
         this_k, this_v = (k, v) if AHEAD else (loaded_k, loaded_v)
@@ -138,7 +139,7 @@ def _walk_one(
 
 @triton.jit
 def _walk_shared(
-    q,  # [heads, size] that share their keys
+    q,  # [heads, size], heads that share their keys
     own,  # [heads]
     own_value, ids, begin, end, keys, values, key_row, value_row, scale, SIZE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -162,11 +163,11 @@ def _walk_shared(
 
 @triton.jit
 def _combine(mixed, partial, level, place, parts, GROUPS: tl.constexpr, SPLITS: tl.constexpr, SIZE: tl.constexpr):
-    """Combines the parts of a row, each weighted by its normaliser."""
+    """Combines the splits of a row, each weighted by its normaliser."""
     split, part = tl.arange(0, triton.next_power_of_2(SPLITS)), across(SIZE)
     there = split < parts
     for head in range(place * GROUPS, place * GROUPS + GROUPS):
-        # Read past the cache of the multiprocessor, which knows nothing of other programs.
+        # Bypasses the L1 cache, which is not coherent with writes of other programs.
         at = head * SPLITS + split
         levels = tl.load(level + at, mask=there, other=-float("inf"), cache_modifier=".cg")
         weight = tl.exp2(levels - finite(tl.max(levels, 0)))
@@ -180,10 +181,10 @@ def _combine(mixed, partial, level, place, parts, GROUPS: tl.constexpr, SPLITS: 
 @triton.jit
 def _leave(
     mixed, partial, level, counter, top, total, sums,
-    place,  # number of the row and key head
+    place,  # index of the (row, key head) pair
     split, parts, GROUPS: tl.constexpr, SPLITS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the result, or a part of it for the program that ends last; zeros for a row that sees nothing."""
+    """Writes the result (zeros if the row sees nothing); of several splits, the last to finish combines all."""
     divisor = tl.where(total == 0.0, 1.0, total)
     result = sums / divisor[:, None]
     width, part = tl.arange(0, sums.shape[0])[:, None], across(SIZE)
@@ -194,7 +195,7 @@ def _leave(
         at = (place * GROUPS + width) * SPLITS + split
         tl.store(partial + at * SIZE + part, result, mask=mask)
         tl.store(level + at, (top + tl.log2(divisor))[:, None], mask=width < GROUPS)
-        # All threads have stored before the program counts as done.
+        # All threads must have stored before the program counts as finished.
         tl.debug_barrier()
         if tl.atomic_add(counter + place, 1, sem="acq_rel") == parts - 1:
             tl.store(counter + place, 0)
@@ -203,21 +204,21 @@ def _leave(
 
 @triton.jit
 def alone_kernel(
-    query,  # [n, heads, size], or the QKV product of rows that enter
+    query,  # [n, heads, size], or the QKV product if rows are entered
     keys, values, mixed, index, lanes, slots, iterations,
-    own_rows, positions, cos, sin, bias, query_norm, key_norm,  # of rows that enter
+    own_rows, positions, cos, sin, bias, query_norm, key_norm,  # None unless rows are entered
     partial, level, counter,
     query_row, key_row, value_row, index_lane, index_iteration,
-    scale,  # of the scores, in base-2 exponents
+    scale,  # of the scores, over ln 2 because of exp2
     window,
     EPSILON: tl.constexpr, KEY_HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
     SPLITS: tl.constexpr, LEAST: tl.constexpr, KEYS: tl.constexpr, AHEAD: tl.constexpr,
-    STEP: tl.constexpr,  # from head to head of the product
-    FIRST: tl.constexpr,  # its first key
-    NEXT: tl.constexpr,  # from a key to its value
+    STEP: tl.constexpr,  # stride of heads in the QKV product
+    FIRST: tl.constexpr,  # offset of its first key
+    NEXT: tl.constexpr,  # offset from a key to its value
     ROTARY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Computes one row and key head over a part of its keys; the program that ends last combines the parts."""
+    """Computes one row and key head over one split of its keys; the last program to finish combines the splits."""
     allow_next(DEPENDENT)
     group, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     begin, end, parts = _share(tl.load(slots + row).to(tl.int32), split, window, own_rows, SPLITS, LEAST, KEYS)
@@ -262,7 +263,7 @@ def enter_kernel(
     EPSILON: tl.constexpr, KEY_HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
     STEP: tl.constexpr, FIRST: tl.constexpr, NEXT: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """Turns the queries of a row and writes its keys and values into the pools."""
+    """Norms and rotates the queries and keys of a row, and writes its keys and values into the pools."""
     row = tl.program_id(0).to(tl.int64)
     HEADS: tl.constexpr = GROUPS * KEY_HEADS
     cosine, sine = _angles(positions, row, cos, sin, SIZE, ROTARY)
@@ -287,14 +288,14 @@ def enter_kernel(
 @triton.jit
 def _block_of_keys(
     q, top, total, sums, pool_rows,
-    seen,  # [queries, keys], or None where all see all that is there
+    seen,  # [queries, keys], or None if every query sees every key that exists
     keys, values, key_row, value_row, scale, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Does one step of the online softmax of a block of queries."""
+    """Does one step of the online softmax, a block of queries with a block of keys; returns the updated sums."""
     EXACT: tl.constexpr = "ieee" if keys.dtype.element_ty == tl.float32 else "tf32"
     k = rows_of(pool_rows, keys, key_row, SIZE)
     v = rows_of(pool_rows, values, value_row, SIZE)
-    # Adding is free where a product is scaled: an absent key has minus infinity.
+    # Absent keys get minus infinity by an addition, which fuses with the scaling.
     scores = (
         tl.dot(q, tl.trans(k), input_precision=EXACT) * scale + tl.where(pool_rows >= 0, 0.0, -float("inf"))[None, :]
     )
@@ -310,11 +311,11 @@ def _block_of_keys(
 @triton.jit
 def cohort_kernel(
     query, keys, values, mixed, index, slots,
-    tiles,  # [tiles, 4]: first row, end of the cohort, lane, iteration
+    tiles,  # int32 [tiles, 4]: first row, end of the cohort, lane, iteration
     query_row, key_row, value_row, index_lane, index_iteration, scale, window,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Computes one head of a tile's rows, all of one lane and iteration, over the rows that the index names."""
+    """Computes one head of a tile's rows, all of one lane and iteration, over the pool rows that the index names."""
     tile, head = tiles + tl.program_id(1) * 4, tl.program_id(0)
     first, stop = tl.load(tile), tl.load(tile + 1)
     if first >= stop:
@@ -328,7 +329,7 @@ def cohort_kernel(
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, padded(SIZE)], tl.float32)
-    # Slots ascend: what the first row sees, all see, and most blocks are such.
+    # Slots ascend, so without a window all rows see what the first sees: most blocks need no mask.
     lowest, end = tl.load(slots + first).to(tl.int32), tl.max(slot, 0) + 1
     begin, plain = 0, (lowest + 1) // KEYS * KEYS
     if window is not None:

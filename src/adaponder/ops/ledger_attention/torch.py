@@ -1,4 +1,4 @@
-"""Computes attention through an index: keys and values lie in a pool, and the index names the rows of each query."""
+"""Computes attention over pools of keys and values; an index names the pool rows that each query reads."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from adaponder.ops.masks import masked_attention
 from adaponder.ops.precision import widened
 
-# Most elements of gathered keys at a time.
+# Largest number of key elements to gather at a time.
 GATHERED = 1 << 27
-# Most parts that the keys of a row are split into, and most programs that keys are ever split for.
+# Largest number of splits of a row's keys, and of rows x key heads x splits if keys are split at all.
 MOST_SPLITS, MOST_PROGRAMS = 32, 256
 
 
 class Cohort(NamedTuple):
-    """Describes consecutive rows of a pass that share a lane and an iteration, slots ascending; host integers."""
+    """Consecutive rows of a pass that share a lane and an iteration, slots ascending; Python integers."""
 
     start: int
     stop: int
@@ -28,9 +28,9 @@ class Cohort(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Splits cohorts into blocks of rows: int32 ``[tiles, 4]``, first row, end of its cohort, lane, iteration.
+    """The cohorts split into tiles of ``block`` rows; ``table`` has first row, end of the cohort, lane and iteration.
 
-    A tile that ends where it begins is none.
+    ``table`` is int32 ``[tiles, 4]``; a tile whose first row is not below the end is padding.
     """
 
     block: int
@@ -42,15 +42,15 @@ class LedgerRows(NamedTuple):
 
     Attributes:
         index: int32 ``[lanes, iterations, slots]``, the pool row that an iteration reads for a slot; -1 for none.
-        lane: int64 ``[n]``, like ``slot`` and ``iteration``: where each row stands.
-        slot: see ``lane``.
-        iteration: see ``lane``.
+        lane: int64 ``[n]``, the lane of each row.
+        slot: int64 ``[n]``, the slot of each row.
+        iteration: int64 ``[n]``, the iteration of each row.
         row: int64 ``[n]``, the pool row of each row's own keys and values.
-        alone: how many rows, from the first, are single queries; the rest lies in cohorts.
-        cohorts: the rest, in order.
-        longest: a bound on ``slot + 1`` over the rows alone, known on the host; ``None`` for all slots of the index.
-        tiles: instead of ``cohorts`` where a CUDA graph reads them from memory; the kernels alone know them. Each row
-            is in a tile, also one that sees nothing: its slot is -1.
+        alone: number of single-query rows, which come first; the others are in cohorts.
+        cohorts: the cohorts, in order.
+        longest: upper bound of ``slot + 1`` over the single-query rows; ``None``: all slots of the index.
+        tiles: replaces ``cohorts`` in CUDA graphs, which read tiles from memory; kernels only. They must cover all
+            cohort rows, even those that see nothing (slot -1).
     """
 
     index: Tensor
@@ -65,7 +65,7 @@ class LedgerRows(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """Returns the number of slots of the index that the rows alone may see."""
+        """Returns the number of index slots that single-query rows may see."""
         return self.index.shape[2] if self.longest is None else min(self.longest, self.index.shape[2])
 
 
@@ -73,15 +73,15 @@ class Projection(NamedTuple):
     """Describes the layout of the QKV product ``[n, (heads + 2 key heads) size]`` and its processing before attention.
 
     Attributes:
-        heads: of the queries; a multiple of ``key_heads``.
-        key_heads: of keys and values.
-        size: of a head.
-        packed: ``[heads, 3, size]`` (GPT-NeoX) instead of all queries, then all keys, then all values.
-        rotary: how many numbers of a head are turned, from the first; an even number, 0 for none.
-        bias: of the product, in its layout; added here if the product came without.
-        query_norm: weights ``[size]`` of an RMS norm over each query head before it is turned.
+        heads: number of query heads, a multiple of ``key_heads``.
+        key_heads: number of key and of value heads.
+        size: size of a head.
+        packed: whether the layout is ``[heads, 3, size]`` (GPT-NeoX) instead of all queries, all keys, all values.
+        rotary: how many numbers of a head, from the first, rotary embedding rotates; even, 0 for none.
+        bias: bias that is still to be added to the product, in its layout; ``None`` for none.
+        query_norm: weights ``[size]`` of an RMS norm over each query head before rotation; ``None`` for no norm.
         key_norm: the same for keys.
-        epsilon: of the norms.
+        epsilon: epsilon of the norms.
     """
 
     heads: int
@@ -96,12 +96,12 @@ class Projection(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Holds the position of each row and the rotary tables.
+    """The rotary position of each row, and the tables of angles.
 
     Attributes:
         position: int64 ``[n]``.
-        cos: float32 ``[positions, rotary]``, like ``sin``; both halves written out, as Hugging Face does.
-        sin: see ``cos``.
+        cos: float32 ``[positions, rotary]``; the second half repeats the first, as in Hugging Face.
+        sin: the same for sines.
     """
 
     position: Tensor
@@ -110,14 +110,14 @@ class Turn(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Holds memory for programs that share a row's keys: a place for each row, head and part.
+    """Memory for partial results where several programs split a row's keys; one entry per row, head and split.
 
-    Consecutive calls may share it.
+    Calls that follow one another on a stream may share it.
 
     Attributes:
-        partial: float32 ``[places, size]``, results of the parts.
-        level: float32 ``[places]``, the base-2 logarithm of what each part was normalised by.
-        counter: int32 ``[places]``, for each row and key head how many parts are done; 0 between calls.
+        partial: float32 ``[entries, size]``, the normalised result of each split.
+        level: float32 ``[entries]``, the base-2 logarithm of each split's normaliser.
+        counter: int32 ``[entries]``, the number of finished splits of each row and key head; 0 between calls.
     """
 
     partial: Tensor
@@ -126,7 +126,7 @@ class Scratch(NamedTuple):
 
 
 def scratch_for(rows: int, heads: int, size: int, device: torch.device | str) -> Scratch:
-    """Returns enough memory for any pass: keys are split only where few rows leave room for it."""
+    """Returns enough memory for any pass of up to ``rows`` rows: only passes of few rows split keys."""
     places = max(rows, MOST_PROGRAMS) * heads
     partial = torch.empty(places, size, dtype=torch.float32, device=device)
     level = torch.empty(places, dtype=torch.float32, device=device)
@@ -143,19 +143,19 @@ def ledger_attention(
     scale: float | None = None,
     scratch: Scratch | None = None,
 ) -> Tensor:
-    """Equals ``softmax(q K^T * scale) V`` over the rows that the index names for each query.
+    """Computes ``softmax(q K^T * scale) V`` over the pool rows that the index names for each query.
 
-    A query at (lane, slot, iteration) sees the slots up to its own, at most ``window`` of them, where
-    ``index[lane, iteration, slot] >= 0``. Its own row is in the index and in the pools already. A query that sees
-    nothing gets zeros. Rows that the index names up to a query's slot hold numbers; no others are read.
+    A query at (lane, slot, iteration) sees the slots up to its own, at most ``window`` of them, whose
+    ``index[lane, iteration, slot] >= 0``; zeros if there are none. Its own row must be in index and pools already.
+    Pool rows that the index names up to a query's slot must be initialised; no others are read.
 
     Args:
         query: ``[n, heads, size]``.
         keys: ``[rows, key heads, size]``; heads are a multiple of key heads.
         values: ``[rows, key heads, value size]``.
-        rows: where the queries stand.
-        window: how many slots a query sees at most, its own included; ``None`` for all.
-        scale: of the scores; by default one over the root of the size.
+        rows: lane, slot and iteration of each query, and the index.
+        window: the most slots that a query sees, its own included; ``None``: all.
+        scale: factor of the scores; ``None``: ``size ** -0.5``.
         scratch: memory of the kernels, made once by :func:`scratch_for`; unused here.
 
     Returns:
@@ -177,7 +177,7 @@ def ledger_attention(
 
 
 def _seen(ids: Tensor, slot: Tensor, window: int | None) -> Tensor:
-    """Returns which slots each query sees, ``[queries, slots]``, of those whose rows are ``ids``."""
+    """Returns which slots each query sees, ``[queries, slots]``; ``ids`` are the slots' pool rows, -1 for none."""
     slots = torch.arange(ids.shape[-1], device=ids.device)
     seen = (slots <= slot[:, None]) & (ids >= 0)
     return seen if window is None else seen & (slots > slot[:, None] - window)
@@ -194,10 +194,10 @@ def _alone(
     window: int | None,
     scale: float | None,
 ) -> Tensor:
-    """Computes queries that have keys of their own; heads that share a key head form one batch entry."""
+    """Computes single-query rows; query and key head form the batch, so heads that share keys are attention's rows."""
     ids = rows.index[rows.lane[part], rows.iteration[part], :reach]
     seen = _seen(ids, rows.slot[part], window)
-    # What is not seen reads the query's own row, which holds numbers: no NaN of an unwritten row times zero.
+    # Unseen slots read the query's own row: an unwritten row may hold NaN, and NaN times zero is NaN.
     ids = torch.where(seen, ids, rows.row[part, None])
     row_keys, row_values = keys[ids].transpose(1, 2), values[ids].transpose(1, 2)
     grouped_query = query.unflatten(1, (keys.shape[1], -1))
@@ -216,7 +216,7 @@ def _together(
     window: int | None,
     scale: float | None,
 ) -> Tensor:
-    """Queries that share their keys: key heads are the batch, heads that share one its heads."""
+    """Computes a cohort, whose queries share keys; key heads are the batch, the heads that share each its heads."""
     ids = rows.index[cohort.lane, cohort.iteration, : cohort.last_slot + 1]
     seen = _seen(ids, rows.slot[cohort.start : cohort.stop], window)
     ids = torch.where(ids >= 0, ids, rows.row[cohort.start])
@@ -228,13 +228,13 @@ def _together(
     return mixed.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-# --- rows that enter the ledger ------------------------------------------------------------------------------------
+# --- entering rows into the pools -----------------------------------------------------------------------------------
 
 
 def enter(qkv: Tensor, keys: Tensor, values: Tensor, row: Tensor, projection: Projection, turn: Turn) -> Tensor:
     """Writes the rows' keys and values into the pools at ``row`` and returns their queries ``[n, heads, size]``.
 
-    Computed in float32 at least, whatever the product's precision; stored in the pool's.
+    Bias, norm and rotation are computed in at least float32; results are in the pools' precision.
     """
     query, key, value = _apart(qkv, projection)
     query = _turned(_normed(widened(query), projection.query_norm, projection), projection, turn)
@@ -257,11 +257,11 @@ def decode_attention(
     scratch: Scratch | None = None,
     dependent: bool = False,
 ) -> Tensor:
-    """Equals :func:`enter` and then ledger attention of the rows alone, ``[alone, heads, size]``.
+    """Equals :func:`enter`, then :func:`ledger_attention` of the single-query rows: ``[alone, heads, size]``.
 
-    Rows alone of one pass must not see one another: the keys of earlier passes are read, and a row's own. ``out`` is
-    contiguous and gets the result. ``dependent`` lets the kernel start while the one before it ends: whatever it reads
-    but ``qkv`` must have been written before the last launch that was not dependent.
+    These rows must not see one another: each reads keys of earlier passes and its own. ``out`` is contiguous and
+    receives the result. ``dependent`` lets the kernel start while its predecessor still runs (programmatic dependent
+    launch): what it reads except ``qkv`` must have been written before the last launch that was not dependent.
     """
     alone = rows.alone
     first = rows._replace(**{name: getattr(rows, name)[:alone] for name in ("lane", "slot", "iteration", "row")})
@@ -287,7 +287,7 @@ def _normed(x: Tensor, weight: Tensor | None, projection: Projection) -> Tensor:
 
 
 def _turned(x: Tensor, projection: Projection, turn: Turn) -> Tensor:
-    """Applies rotary positions to the first ``rotary`` numbers of each head, in halves."""
+    """Applies rotary position embedding to the first ``rotary`` numbers of each head, pairing its two halves."""
     if not projection.rotary:
         return x
     cos, sin = turn.cos[turn.position][:, None], turn.sin[turn.position][:, None]

@@ -1,4 +1,4 @@
-"""Launches the kernels: blocks, splits, lists of tiles."""
+"""Launches the attention kernels and chooses their block sizes, key splits and tiles."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from adaponder.ops.ledger_attention.torch import (
 )
 
 # Measured on an H200 with torch 2.11 (bf16, 16 heads; 1 to 128 rows of 128 to 2,048 keys; cohorts of 1,024).
-# Rows alone: (keys of a block, warps, whether the next block is loaded ahead) by the largest head size they are for,
-# then by the most rows and key heads for each multiprocessor: few take large blocks and split their keys.
+# Single-query rows: (keys per block, warps, whether to prefetch the next block) by largest head size, then by largest
+# number of rows x key heads per multiprocessor: few of them take large blocks and split their keys.
 ALONE = {
     64: {1: (128, 8, True), 2: (64, 8, True), 4: (32, 4, True), math.inf: (16, 4, True)},
     128: {1: (64, 8, True), 2: (32, 8, True), math.inf: (32, 2, True)},
 }
-# The same where heads share keys.
+# The same for query heads that share keys.
 SHARED = (64, 4, False)
-# The fewest keys that a part of a row is worth.
+# The fewest keys per split.
 LEAST = 128
-# Cohorts: (keys of a block, warps, stages) by the rows of a block.
+# Cohorts: (keys per block, warps, stages) by rows per tile.
 COHORT = {16: (64, 4, 2), 64: (64, 4, 2)}
 INTERPRETED_PROCESSORS = 2
 
@@ -74,7 +74,7 @@ def decode_attention(
     dependent: bool = False,
     splits: int | None = None,
 ) -> Tensor:
-    """Equals :func:`adaponder.ops.ledger_attention.torch.decode_attention`; ``out`` is contiguous."""
+    """Equals :func:`adaponder.ops.ledger_attention.torch.decode_attention`; ``splits`` overrides :func:`splits_for`."""
     heads, size = projection.heads, projection.size
     if out is None:
         out = torch.empty(rows.alone, heads, size, dtype=keys.dtype, device=keys.device)
@@ -104,7 +104,7 @@ def _entry(projection: Projection, turn: Turn) -> tuple[Tensor | None, ...]:
 
 
 def _entry_options(projection: Projection) -> dict[str, Any]:
-    """Returns norm, rotation and the product's layout: from head to head, the first key, from a key to its value."""
+    """Returns norm, rotation and layout of the product: head stride, offset of the first key, from key to value."""
     heads, key_heads, size = projection[:3]
     step, first, following = (3, 1, 1) if projection.packed else (1, heads, key_heads)
     layout = {"STEP": step * size, "FIRST": first * size, "NEXT": following * size}
@@ -116,7 +116,7 @@ def _base_2(scale: float | None, size: int) -> float:
 
 
 def _bounded(window: int | None, rows: LedgerRows) -> int | None:
-    """Returns the window, or ``None`` if it holds every slot."""
+    """Returns the window, or ``None`` if it covers every slot of the index."""
     return None if window is None or window >= rows.index.shape[2] else window
 
 
@@ -152,7 +152,7 @@ def _alone(
     shape = {
         "KEY_HEADS": key_heads,
         "GROUPS": groups,
-        # A product has at least 16 rows.
+        # tl.dot needs at least 16 rows.
         "WIDTH": 1 if groups == 1 else max(16, triton.next_power_of_2(groups)),
         "SIZE": size,
         "SPLITS": splits,
@@ -171,12 +171,12 @@ def _alone(
 
 
 def splits_for(programs: int, processors: int, reach: int) -> int:
-    """Returns the number of programs that share a row's keys: as many as run at once, none with too few keys."""
+    """Returns the number of splits of a row's keys: as many as run at once, at most one per ``LEAST`` keys."""
     return max(1, min(min(processors, MOST_PROGRAMS) // programs, -(-reach // LEAST), MOST_SPLITS))
 
 
 def block_for(size: int, programs: int, processors: int) -> tuple[int, int, bool]:
-    """Keys of a block, warps, and whether the next block is loaded ahead, for rows alone that share no keys."""
+    """Returns (keys per block, warps, whether to prefetch the next block) for single-query rows of unshared keys."""
     choices = next(blocks for most, blocks in ALONE.items() if size <= most)
     return next(blocks for most, blocks in choices.items() if programs <= most * processors)
 
@@ -211,13 +211,13 @@ def _cohorts(
 
 
 def block_of(cohorts: tuple[Cohort, ...]) -> int:
-    """Rows of a tile: few where all cohorts are short."""
+    """Returns the rows per tile: the smallest choice that holds the longest cohort, else the largest choice."""
     longest = max(cohort.stop - cohort.start for cohort in cohorts)
     return next((most for most in COHORT if longest <= most), max(COHORT))
 
 
 def tiles_of(cohorts: tuple[Cohort, ...], block: int) -> list[tuple[int, int, int, int]]:
-    """Lists first row, end of the cohort, lane and iteration of each tile; long walks first."""
+    """Lists (first row, end of the cohort, lane, iteration) of each tile; ends of cohorts, which see most, first."""
     tiles = [
         (first, cohort.stop, cohort.lane, cohort.iteration)
         for cohort in cohorts
@@ -228,7 +228,7 @@ def tiles_of(cohorts: tuple[Cohort, ...], block: int) -> list[tuple[int, int, in
 
 @lru_cache(maxsize=32)
 def _tiles_on(cohorts: tuple[Cohort, ...], device: torch.device) -> Tiles:
-    """Returns the tiles on the device; cached, because every layer needs them."""
+    """Returns the tiles of the cohorts on the device; cached, because every layer needs them."""
     block = block_of(cohorts)
     table = torch.tensor(tiles_of(cohorts, block), dtype=torch.int32)
     return Tiles(block, table.to(device, non_blocking=True))

@@ -19,9 +19,9 @@ IGNORE = -100
 def plain_linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None
 ) -> Tensor:
-    """Equals ``cross_entropy(hidden @ weight.T + bias, targets, reduction="none")`` in the plainest words: the oracle.
+    """Computes ``cross_entropy(hidden @ weight.T + bias, targets, reduction="none")`` directly, as the reference.
 
-    The logits are widened to float32 first; a target of -100 costs nothing.
+    The logits are widened to at least float32 first; a target of -100 has loss 0.
     """
     logits = widened(torch.nn.functional.linear(hidden, weight, bias))
     flat = torch.nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
@@ -35,7 +35,7 @@ class Pointwise(NamedTuple):
         losses: (logits, targets) -> ``[n]`` in at least float32.
         slopes: (logits, targets, d loss) -> d logits in the logits' precision; may overwrite the logits.
         both: (logits, targets, d loss) -> (losses, d logits), as the two above; may overwrite the logits.
-        elements: the number of logits to hold at once; ``None`` for ``chunks.CHUNK_ELEMENTS``.
+        elements: the number of logits to hold at once; ``None``: ``chunks.CHUNK_ELEMENTS``.
     """
 
     losses: Callable[[Tensor, Tensor], Tensor]
@@ -49,7 +49,7 @@ def _losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _slopes(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
-    """Returns d loss / d logits: softmax - one-hot, and nothing where the target is ignored."""
+    """Returns ``grad`` times d loss / d logits, softmax - one-hot; zeros for ignored targets."""
     slope = widened(logits).softmax(-1)
     hit = targets.clamp_min(0)[:, None]
     slope.scatter_add_(1, hit, torch.full_like(hit, -1, dtype=slope.dtype))
@@ -68,15 +68,15 @@ def linear_cross_entropy(
     chunk: int | None = None,
     pointwise: Pointwise = _PLAIN,
 ) -> Tensor:
-    """Equals :func:`plain_linear_cross_entropy`, in value and in every gradient, ``chunk`` tokens at a time.
+    """Equals :func:`plain_linear_cross_entropy`, gradients included, ``chunk`` tokens at a time.
 
     Args:
         hidden: ``[..., d]``, the final-normed hidden states.
         weight: ``[vocabulary, d]``, the head.
         targets: ``[...]``, token ids; -100 is ignored.
         bias: ``[vocabulary]``, the head's bias.
-        chunk: tokens per chunk; by default as many as ``CHUNK_ELEMENTS`` logits allow.
-        pointwise: what computes between the products; set by the kernels.
+        chunk: tokens per chunk; ``None``: as many as ``pointwise.elements`` logits allow.
+        pointwise: the operations between the products; set by the kernels.
     """
     _require_shape("targets", targets, hidden.shape[:-1])
     rows, chunk = as_rows(hidden, weight, chunk, pointwise.elements)
@@ -95,15 +95,15 @@ def linear_cross_entropy_sum(
     chunk: int | None = None,
     pointwise: Pointwise = _PLAIN,
 ) -> Tensor:
-    """Equals ``(token_weights * linear_cross_entropy(…)).sum()``, in value and in every gradient, logits computed once.
+    """Equals ``(token_weights * linear_cross_entropy(…)).sum()``, gradients included, but computes logits only once.
 
-    Where inputs require gradients, forward computes these too: the weight of each token is known, and backward has only
-    to multiply. So call it under ``no_grad`` where the value alone is needed.
+    If an input requires gradients, forward computes them too and backward only scales them. Call it under ``no_grad``
+    if only the value is needed.
 
     Args:
         hidden, weight, targets, bias, chunk, pointwise: as in :func:`linear_cross_entropy`.
-        token_weights: ``[...]``, a constant for each token, about 1: a factor on all, such as one over their number,
-            belongs on the result, because slopes are held in the precision of the products.
+        token_weights: ``[...]``, constants of about 1: apply a common factor such as ``1 / N`` to the result instead,
+            because gradients of logits are in the precision of the products.
     """
     _require_shape("targets", targets, hidden.shape[:-1])
     _require_shape("token_weights", token_weights, targets.shape)
@@ -124,12 +124,12 @@ def _require_shape(name: str, values: Tensor, shape: torch.Size) -> None:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Saves nothing but its inputs and computes each chunk's probabilities again in backward.
+    """Saves only its inputs; backward recomputes each chunk's probabilities.
 
-    Saving a normaliser per token would spare a reduction and cost precision: measured in float32, gradients built from
-    ``exp(z - normaliser)`` were twice as far from float64's as those of a softmax.
+    Saving a normaliser per token would save a reduction and cost precision: in float32, the error of gradients from
+    ``exp(z - normaliser)``, measured against float64, was twice that of gradients from a softmax.
 
-    ``rows`` come in the precision to compute in; weight and bias in their own, and so do their gradients.
+    ``rows`` are in the compute precision; weight and bias and their gradients in their own.
     """
 
     @staticmethod
@@ -170,10 +170,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _LinearCrossEntropySum(torch.autograd.Function):
-    """Computes the gradients with the loss, while a chunk's logits are there, and saves nothing else.
+    """Computes the gradients in forward, from each chunk's logits, and saves only them.
 
-    All sums are wide until the upstream gradient is known, so that a GPU rounds each sum once. A slope is rounded
-    before that gradient is known, where autograd rounds their product: in half precision that loses a little more.
+    Their sums stay wide until backward multiplies them by the upstream gradient, so a GPU rounds each sum once. The
+    gradient of the logits is rounded before that multiplication, in autograd after it: half precision loses a little.
     """
 
     @staticmethod
@@ -204,6 +204,6 @@ class _LinearCrossEntropySum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # Not in place: what is saved must still be right if backward comes again.
+        # Not in place: backward may run again on the same saved tensors.
         totals = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return *(None if total is None else (total * grad).to(dtype) for total, dtype in totals), *[None] * 4

@@ -1,4 +1,4 @@
-"""Computes the loss's pointwise part by one kernel per chunk: losses, slopes in place, or both at once."""
+"""Computes the loss's operations between products by one kernel per chunk: losses, slopes in place, or both."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from adaponder.ops.linear_cross_entropy.torch import IGNORE, Pointwise
 
 
 def losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns ``logsumexp(z) - z[target]`` of each row in float32; 0 for ignored targets, NaN for unknown ones."""
+    """Returns ``logsumexp(z) - z[target]`` of each row in float32; 0 for ignored targets, NaN if out of range."""
     out = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     launch_rows(_losses_kernel, logits, targets, out, IGNORE)
     return out
 
 
 def slopes_(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
-    """Writes ``(softmax(z) - onehot(target)) * grad`` of each row, in the place of the logits."""
-    # An expanded gradient (of a sum) has stride 0, and the kernel walks it by one.
+    """Overwrites the logits of each row with ``(softmax(z) - onehot(target)) * grad``."""
+    # An expanded gradient (of a sum) has stride 0, but the kernel assumes stride 1.
     launch_rows(_slopes_kernel, logits, targets, grad.contiguous(), IGNORE)
     return logits
 
@@ -69,7 +69,7 @@ def _losses_and_slopes_kernel(logits, targets, out, grads, ignore, vocabulary, s
     target = tl.load(targets + index)
     tl.store(out + index, _loss(row, target, top, total, ignore, vocabulary))
     grad = tl.where(target != ignore, tl.load(grads + index), 0.0)
-    # Each warp reads the target's logit for itself: none may overwrite it before all have.
+    # Every warp reads the target's logit, so all must have read it before one overwrites it.
     tl.debug_barrier()
     _write_slopes(row, column, target, grad, top, total, vocabulary, BLOCK)
 
@@ -77,7 +77,7 @@ def _losses_and_slopes_kernel(logits, targets, out, grads, ignore, vocabulary, s
 @triton.jit
 def _loss(row, target, top, total, ignore, vocabulary):
     known = (target >= 0) & (target < vocabulary)
-    # No host looks at targets here: one that does not exist makes the loss NaN, which stops a run.
+    # Targets are not checked on the host: one out of range makes the loss NaN, which stops a run.
     hit = tl.load(row + target, mask=known, other=float("nan")).to(tl.float32)
     return tl.where(target == ignore, 0.0, tl.log(total) + (top - hit))
 

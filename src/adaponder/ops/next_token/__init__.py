@@ -1,4 +1,4 @@
-"""Picks the next token of each row: drawn or the most likely, after truncation."""
+"""Picks the next token of each row by sampling or argmax, after truncation (top-k, top-p, min-p)."""
 
 from adaponder.ops.dispatch import dispatch, has_kernels
 from adaponder.ops.next_token import torch as plain

@@ -1,7 +1,7 @@
-"""Picks the next token of each row: truncation as one threshold, and a draw by noise that is a hash.
+"""Picks the next token of each row: truncates by one logit threshold, then samples with Gumbel noise from a hash.
 
-The noise is a hash of (seed, sample, position, token id): the same in any batch, lane and run. The generator is
-splitmix64 read at a counter: seed and sample make the stream's key, position and token id the counter.
+The noise depends only on seed, sample, position and token id, so it is the same in any batch, lane and run. The hash
+is counter-based splitmix64: seed and sample give the stream's key, position and token id the counter.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Rows whose noise or sorted logits exist at a time.
+# Rows processed at a time, which bounds the memory of noise and sorted logits.
 _ROWS = 64
 _MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
-# Each shift and the factor after it; the last has none.
+# Rounds of splitmix64: (shift, factor); no multiplication in the last.
 ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 
 class Picked(NamedTuple):
-    """Holds a token of each row, int64 ``[n]``; ``bad`` marks rows with a logit of NaN or ``inf``, or only ``-inf``."""
+    """The token of each row, int64 ``[n]``; ``bad`` marks rows with a logit of NaN or ``inf``, or only ``-inf``."""
 
     token: Tensor
     bad: Tensor
@@ -37,16 +37,16 @@ def pick(
     sampled: bool = True,
     least: Tensor | None = None,
 ) -> Picked:
-    """Draws exactly from ``softmax(logits / temperature)``; at temperature 0 picks the first of the likeliest tokens.
+    """Samples exactly from ``softmax(logits / temperature)``; at temperature 0 returns the first likeliest token.
 
     Args:
         logits: ``[n, V]``.
-        lanes: int64 ``[n]``.
-        position: int64 ``[n]``.
-        temperature: float64 ``[lanes]``: 0, or not below 1e-5, so that quotients keep enough digits.
+        lanes: int64 ``[n]``, the lane of each row.
+        position: int64 ``[n]``, the position of each row in its sequence, part of the noise's counter.
+        temperature: float64 ``[lanes]``: 0, or at least 1e-5, so that quotients keep enough digits.
         key: int64 ``[lanes]``, from :func:`stream_key`.
-        sampled: false where all these rows' temperatures are 0: noise is not computed.
-        least: ``[n, 1]``, of the logits' type: tokens with smaller logits are left out; ``None`` leaves out none.
+        sampled: whether noise is computed; may be false only if all temperatures of these rows are 0.
+        least: ``[n, 1]`` in the logits' dtype: tokens with smaller logits are excluded; ``None``: no truncation.
     """
     best, token = logits.max(-1)
     if least is not None:
@@ -64,14 +64,14 @@ def _drawn(logits: Tensor, temperature: Tensor, key: Tensor, position: Tensor) -
 
 
 def least_kept(logits: Tensor, lanes: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
-    """Returns the smallest logit that truncation keeps in each row, ``[n, 1]``; the likeliest token always stays.
+    """Returns the smallest logit that truncation keeps in each row, ``[n, 1]``; the likeliest token is always kept.
 
-    A token stays if its logit is at least the k-th largest; if of those the ones before it do not sum to a probability
-    of top-p; and if its probability is at least min-p times the largest.
+    A token is kept if its logit is at least the k-th largest; if, among those, the likelier tokens sum to less than
+    top-p; and if its probability is at least min-p times the largest.
 
     Args:
         logits: ``[n, V]``.
-        lanes: int64 ``[n]``.
+        lanes: int64 ``[n]``, the lane of each row.
         numbers: float64 ``[lanes, 3]``: temperature (0 counts as 1), top-p and the logarithm of min-p.
         top_k: int64 ``[lanes]``, from 1 to V.
     """
@@ -92,19 +92,19 @@ def _least_kept(logits: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
 
 
 def stream_key(seed: int, sample: int) -> int:
-    """Returns the int64 that starts the random stream of one sample of a request."""
+    """Returns the int64 key of the random stream of one sample of a request."""
     return _signed(_mixed(_mixed(seed & _MASK) + (sample + 1) * GOLDEN & _MASK))
 
 
 def gumbel(key: Tensor, position: Tensor, vocabulary: int) -> Tensor:
     """Returns standard Gumbel noise ``[n, vocabulary]`` in float64 from each row's stream key and position (int64).
 
-    ``argmax(logits + gumbel)`` is then an exact draw from ``softmax(logits)``. Equals ``-log(-log(u))`` of uniform
-    numbers ``u`` with 52 bits, midpoints of their cells: neither 0 nor 1 occurs, and float64 holds each exactly, so
-    that the largest noise, which lets a rare token win, is as exact as any.
+    ``argmax(logits + noise)`` is an exact sample from ``softmax(logits)``. The noise is ``-log(-log(u))`` with 52-bit
+    uniform ``u`` at the midpoints of their cells: ``u`` is never 0 or 1 and is exact in float64, so the largest noise,
+    by which rare tokens win, is as exact as any other.
     """
     token = torch.arange(vocabulary, device=key.device)
-    # The counter position * 2**32 + token is unique, and an odd factor keeps it so modulo 2**64.
+    # The counter position * 2**32 + token is unique, and stays so modulo 2**64 times an odd factor.
     bits = (key + (position << 32) * _signed(GOLDEN))[:, None] + token * _signed(GOLDEN)
     for shift, factor in ROUNDS:
         bits = bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))
@@ -114,12 +114,12 @@ def gumbel(key: Tensor, position: Tensor, vocabulary: int) -> Tensor:
 
 
 def _mixed(x: int) -> int:
-    """Applies splitmix64's output function, over integers modulo 2**64."""
+    """Applies splitmix64's output function to an integer modulo 2**64."""
     for shift, factor in ROUNDS:
         x = (x ^ (x >> shift)) * factor & _MASK
     return x
 
 
 def _signed(x: int) -> int:
-    """Returns ``x`` modulo 2**64 in the range of an int64."""
+    """Converts ``x`` modulo 2**64 to the range of int64."""
     return (x + (1 << 63) & _MASK) - (1 << 63)

@@ -1,7 +1,7 @@
-"""Tokens picked without a tensor of noise, and the threshold of truncation from sorted logits.
+"""Picks tokens without a tensor of noise, and computes the truncation threshold from sorted logits.
 
-To pick, each program hashes and compares a part of one row's vocabulary. To truncate, one program per row goes through
-its sorted logits up to where the num_kept tokens end.
+To pick, each program hashes and compares one part of a row's vocabulary. To truncate, one program per row scans its
+sorted logits until the first block with a token that is not kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from adaponder.ops.dispatch import on_device_of
 from adaponder.ops.next_token.torch import GOLDEN, ROUNDS, Picked
 
 BLOCK, SORTED_BLOCK = 1024, 2048
-# Programs that all rows together should have, where the vocabulary allows.
+# Target number of programs for all rows together; fewer if the vocabulary has fewer blocks.
 PROGRAMS = 512
 
 
@@ -29,7 +29,7 @@ def pick(
     sampled: bool = True,
     least: Tensor | None = None,
 ) -> Picked:
-    """Equals :func:`adaponder.ops.next_token.torch.pick` but for the last digits of logarithms."""
+    """Equals :func:`adaponder.ops.next_token.torch.pick` up to rounding of logarithms."""
     rows, vocabulary = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     token = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -62,7 +62,7 @@ def _part_kernel(
     SHIFT0: tl.constexpr, FACTOR0: tl.constexpr, SHIFT1: tl.constexpr, FACTOR1: tl.constexpr, SHIFT2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Finds the best token of a part of the vocabulary and its score, which is NaN where a logit is NaN or infinite."""
+    """Finds the best token of a part of the vocabulary and its score; the score is NaN if a logit is NaN or ``inf``."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.load(lanes + row)
     heat = tl.load(temperature + lane * temperature_stride)
@@ -80,7 +80,7 @@ def _part_kernel(
         if TRUNCATED:
             logit = tl.where(logit >= tl.load(least + row * least_stride).to(tl.float64), logit, float("-inf"))
         score = logit
-        if SAMPLED:  # noqa: SIM102 (what is known when the kernel is compiled stands apart)
+        if SAMPLED:  # noqa: SIM102 (a constexpr condition stays separate)
             if heat > 0:
                 bits = start + place.to(tl.uint64) * golden
                 bits = (bits ^ (bits >> SHIFT0)) * tl.full((), FACTOR0, tl.uint64)
@@ -92,7 +92,7 @@ def _part_kernel(
         leader = tl.where(better, score, leader)
         token = tl.where(better, place, token)
     winner = tl.max(leader, 0)
-    # Of equals, the smallest id.
+    # Ties go to the smallest id.
     first = tl.min(tl.where(leader == winner, token, vocabulary), 0)
     winner = tl.where(tl.max(wrong, 0) > 0, float("nan"), winner)
     tl.store(scores + row * tl.num_programs(1) + part, winner)
@@ -108,14 +108,14 @@ def _row_kernel(scores, winners, tokens, bad, parts, vocabulary, PARTS: tl.const
     token = tl.load(winners + row * parts + offsets, mask=inside, other=vocabulary)
     wrong = tl.max(tl.where(score < float("inf"), 0, 1), 0)
     best = tl.max(tl.where(score < float("inf"), score, float("-inf")), 0)
-    # Of equals, the smallest id; of nothing, the first part's.
+    # Ties go to the smallest id; if no score equals the best, any valid id will do: the row is bad.
     first = tl.min(tl.where((score == best) & inside, token, vocabulary), 0)
     tl.store(tokens + row, tl.minimum(first, vocabulary - 1).to(tl.int64))
     tl.store(bad + row, (wrong > 0) | (best == float("-inf")))
 
 
 def least_kept(logits: Tensor, lanes: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
-    """Equals :func:`adaponder.ops.next_token.torch.least_kept` but for the last digits of sums."""
+    """Equals :func:`adaponder.ops.next_token.torch.least_kept` up to rounding of sums."""
     rows, vocabulary = logits.shape
     values = logits.sort(dim=-1, descending=True).values
     least = torch.empty(rows, 1, dtype=logits.dtype, device=logits.device)

@@ -1,4 +1,4 @@
-"""Computes the gate of each row, where rows are at different iterations."""
+"""Computes the gate of each row, for rows at different iterations."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch.nn import functional
 
 
 class StackedGates(NamedTuple):
-    """Holds copies of the weights of all gates, one after the other; later changes of the gates do not reach them.
+    """Stacked copies of the weights of all gates; later changes of the gates do not affect them.
 
     Attributes:
-        inner: ``[gates, width, d]`` and its bias ``[gates, width]``; none where gates are linear.
-        inner_bias: see ``inner``.
-        out: ``[gates, width]`` (``d`` where gates are linear), at least float32.
+        inner: ``[gates, width, d]``; ``None`` if gates are linear.
+        inner_bias: ``[gates, width]``; ``None`` if gates are linear.
+        out: ``[gates, width]``, or ``[gates, d]`` if gates are linear; at least float32.
         out_bias: ``[gates]``, at least float32.
     """
 
@@ -25,9 +25,9 @@ class StackedGates(NamedTuple):
 
 
 def stacked_gates(stacked: StackedGates, hidden: Tensor, iteration: Tensor, *, counter: Tensor | None = None) -> Tensor:
-    """Equals ``gate[min(iteration, last)](hidden)`` row by row, for ``hidden [n, d]`` and ``iteration [n]``: ``[n]``.
+    """Returns each row's gate logit ``[n]``: ``gate[min(iteration, last)](hidden)`` of ``hidden [n, d]``.
 
-    All gates are computed for all rows and each row's own is picked. Only the kernel counts in ``counter``.
+    Computes all gates for all rows and selects. Only the kernel uses ``counter``.
     """
     inner, inner_bias, out, out_bias = stacked
     if inner is None or inner_bias is None:

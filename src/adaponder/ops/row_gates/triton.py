@@ -1,6 +1,6 @@
-"""Computes the gates of few rows: each row reads the weights of its own gate alone.
+"""Computes the gates of few rows; for each row only the weights of its own gate are read.
 
-A program owns a block of one gate's inner features and one row; the program of a row that ends last adds the parts up.
+A program computes a block of inner features of one row; the last program of a row to finish sums the blocks.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from adaponder.ops.row_gates.torch import StackedGates
 from adaponder.ops.row_gates.torch import stacked_gates as plain
 from adaponder.ops.row_linear.kernels import activate, row_tile, weight_tile
 
-# Most rows for which each reads its own gate; of more, all gates are computed in one product.
+# Most rows for the kernel; for more, torch computes all gates in one product.
 FEW = 8
-# Inner features of a program, and its warps.
+# Inner features and warps per program.
 FEATURES, WARPS = 4, 4
 
 
 def counter_on(device: torch.device) -> Tensor:
-    """Returns zeros for :func:`stacked_gates` to count with."""
+    """Returns a new counter, zeros, for :func:`stacked_gates`."""
     return torch.zeros(FEW, dtype=torch.int32, device=device)
 
 
 def stacked_gates(stacked: StackedGates, hidden: Tensor, iteration: Tensor, *, counter: Tensor | None = None) -> Tensor:
     """Equals :func:`adaponder.ops.row_gates.torch.stacked_gates`.
 
-    ``counter``, of :func:`counter_on`, holds zeros again after the call: calls that follow one another may share it.
+    ``counter`` is from :func:`counter_on` and is zero again after the call: calls that do not overlap may share it.
     """
     inner = stacked.inner
     rows, inputs = hidden.shape

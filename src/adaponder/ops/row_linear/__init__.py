@@ -1,15 +1,14 @@
-"""Multiplies few rows with wide matrices, with the norm before and the activation or residual after.
+"""Multiplies a small batch of rows with weight matrices, fused with the norm before and activation or residual after.
 
-A decoding step spends its time here. Norms, sums, activations and the residual sum are in float32; results are
-rounded once. How many rows there are decides how (``FEW`` and ``SOME`` in ``triton.py``):
+Decoding spends most of its time here. The kernels compute norms, sums, activations and the residual sum in float32 and
+round results once. The number of rows selects the implementation (``FEW`` and ``SOME`` in ``triton.py``):
 
-- few: matrix-vector. A program owns one row and a few outputs, and loads their weights before it
-  waits for the kernel before it (``launch_options`` in ``ops/kernels.py``).
-- some: a program owns a few outputs of all rows; weights stream through shared memory
-  once.
-- more: the matrix library, with the norm as a kernel.
+- up to ``FEW``, a matrix-vector kernel: a program computes a few outputs of one row and loads their weights
+  before it waits for the previous kernel (``launch_options`` in ``ops/kernels.py``);
+- up to ``SOME``: a program computes a few outputs of all rows; each weight passes through shared memory once;
+- more rows: the matrix library, with the norm as a kernel.
 
-Measured times by shape and rows are in ``benchmarks/records/tuning-h200.json``; what was tried and left out in
+Measured times by shape and rows are in ``benchmarks/records/tuning-h200.json``, rejected variants in
 ``experiments/LOG.md``.
 """
 

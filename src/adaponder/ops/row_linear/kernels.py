@@ -1,7 +1,7 @@
-"""The kernels of row products: matrix-vector for few rows, and matrix products of some tens of rows.
+"""The kernels of row products: matrix-vector for up to ``FEW`` rows, tiled products for up to ``SOME`` (triton.py).
 
-For few rows a program owns one row and a few outputs; its weights arrive while the kernel before it still runs. For
-some, a program owns a few outputs of all rows, which come normalised, and walks the inputs.
+``few_*``: a program computes a few outputs of one row, and loads their weights while the previous kernel still runs.
+``some_*``: a program computes a few outputs of all rows, which are normed already, in a loop over the inputs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from adaponder.ops.kernels import allow_next, wait_for_previous
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """Applies 1: GELU, 2: GELU by tanh, 3: ReLU, 4: SiLU, 0: nothing; triton.py gives them these numbers."""
+    """Applies an activation by its code in triton.py: 1 GELU, 2 GELU by tanh, 3 ReLU, 4 SiLU, 0 none."""
     if ACTIVATION == 1:
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == 2:
@@ -31,7 +31,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def weight_tile(weight, first, size, INPUTS: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr):
-    """Loads ``[outputs, block]`` of ``weight [size, inputs]`` from row ``first`` on; zeros outside."""
+    """Loads a tile ``[outputs, block]`` of ``weight [size, inputs]`` from row ``first`` on; zeros outside."""
     output, k = tl.arange(0, OUTPUTS)[:, None], tl.arange(0, BLOCK)[None, :]
     at = weight + first.to(tl.int64) * INPUTS + output * INPUTS + k
     return tl.load(at, mask=(first + output < size) & (k < INPUTS), other=0.0)
@@ -39,7 +39,7 @@ def weight_tile(weight, first, size, INPUTS: tl.constexpr, BLOCK: tl.constexpr, 
 
 @triton.jit
 def row_tile(x, INPUTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Loads a row as ``[1, block]``, zeros beyond them."""
+    """Loads a row as ``[1, block]``, padded with zeros."""
     k = tl.arange(0, BLOCK)[None, :]
     return tl.load(x + k, mask=k < INPUTS, other=0.0)
 
@@ -48,7 +48,7 @@ def row_tile(x, INPUTS: tl.constexpr, BLOCK: tl.constexpr):
 def normalised(
     x, gain, shift, eps, INPUTS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr
 ):
-    """Returns a row ``[1, block]`` through its norm, in float32."""
+    """Applies a norm to a row ``[1, block]`` in float32: 1 LayerNorm, 2 RMSNorm, 0 none."""
     if NORM == 1:
         x = x - tl.sum(x, 1)[:, None] / INPUTS
         x = tl.where(tl.arange(0, BLOCK)[None, :] < INPUTS, x, 0.0)
@@ -65,7 +65,7 @@ def _few_map(
     INPUTS: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr,
     BIASED: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """Computes one block of outputs of one linear map, of one row."""
+    """Computes one block of outputs of ``activation(linear(norm(x)))`` for one row."""
     first = block * OUTPUTS
     output = first + tl.arange(0, OUTPUTS)
     tile = weight_tile(weight, first, size, INPUTS, BLOCK, OUTPUTS)
@@ -94,7 +94,7 @@ def few_maps_kernel(
     MAPS: tl.constexpr, NORMS: tl.constexpr, SHIFTED: tl.constexpr, BIASED: tl.constexpr,
     ACTIVATIONS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """Computes up to three maps of the same rows; programs up to ``end_0`` compute the first, and so on."""
+    """Computes up to three maps of the same rows; programs below ``end_0`` compute the first, and so on."""
     allow_next(DEPENDENT)
     block = tl.program_id(0)
     if MAPS == 1 or block < end_0:
@@ -120,7 +120,7 @@ def few_gated_kernel(
     INPUTS: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr,
     BIASED: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """Computes one block of ``activation(gate(n)) * up(n)`` of one normed row ``n``."""
+    """Computes one block of outputs of ``activation(gate(norm(x))) * up(norm(x))`` for one row."""
     allow_next(DEPENDENT)
     first = tl.program_id(0) * OUTPUTS
     output = first + tl.arange(0, OUTPUTS)
@@ -152,7 +152,7 @@ def few_residual_kernel(
     INPUTS: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr, TERMS: tl.constexpr, BIASED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Computes one block of outputs of one row: its residual plus one or two linear maps."""
+    """Computes one block of outputs for one row: its residual plus one or two linear maps."""
     allow_next(DEPENDENT)
     first = tl.program_id(0) * OUTPUTS
     output = first + tl.arange(0, OUTPUTS)
@@ -180,7 +180,7 @@ def norm_kernel(
     x, result, gain, shift, gain_1, shift_1, eps, stride,
     INPUTS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """Applies one norm or two to each row; the second norm's results lie behind all of the first's."""
+    """Applies one or two norms to each row; all results of the second norm follow those of the first."""
     allow_next(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
@@ -201,12 +201,12 @@ def norm_kernel(
     tl.store(result + row * INPUTS + k, values, mask=inside)
 
 
-# --- some tens of rows: weights stream through, each read once -------------------------------------------------------
+# --- up to SOME rows: each weight is read once for all rows ----------------------------------------------------------
 
 
 @triton.jit
 def _loaded(base, line, stride, lines, start, INPUTS: tl.constexpr, STEP: tl.constexpr):
-    """Loads ``[lines, step]`` of a matrix from input ``start`` on; zeros outside."""
+    """Loads a tile ``[lines, step]`` of a matrix from input ``start`` on; zeros outside."""
     k = start + tl.arange(0, STEP)
     mask = (line < lines)[:, None]
     if INPUTS % STEP != 0:
@@ -216,7 +216,7 @@ def _loaded(base, line, stride, lines, start, INPUTS: tl.constexpr, STEP: tl.con
 
 @triton.jit
 def _product(total, x, x_stride, rows, weight, output, size, begin, end, INPUTS: tl.constexpr, STEP: tl.constexpr):
-    """Returns ``total [rows, outputs]`` plus ``x @ weight[output].T``, of the inputs from ``begin`` to ``end``."""
+    """Returns ``total [rows, outputs]`` plus ``x @ weight[output].T`` over the inputs from ``begin`` to ``end``."""
     row = tl.arange(0, total.shape[0])
     EXACT: tl.constexpr = "ieee" if weight.dtype.element_ty == tl.float32 else "tf32"
     for start in tl.range(begin, end, STEP):
@@ -245,7 +245,7 @@ def some_maps_kernel(
     INPUTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, MAPS: tl.constexpr,
     BIASED: tl.constexpr, ACTIVATIONS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """Computes up to three maps side by side; programs up to ``end_0`` compute the first, and so on."""
+    """Computes up to three maps with concatenated outputs; programs below ``end_0`` compute the first, and so on."""
     allow_next(DEPENDENT)
     wait_for_previous(DEPENDENT)
     block = tl.program_id(0)
@@ -280,7 +280,7 @@ def some_gated_kernel(
     INPUTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, BIASED: tl.constexpr,
     ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """Computes one block of ``activation(gate(x)) * up(x)`` of all rows, which are normed already."""
+    """Computes one block of outputs of ``activation(gate(x)) * up(x)`` for all rows, which are normed already."""
     allow_next(DEPENDENT)
     wait_for_previous(DEPENDENT)
     output, row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
@@ -306,7 +306,7 @@ def some_residual_kernel(
     INPUTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, TERMS: tl.constexpr,
     SPLITS: tl.constexpr, BIASED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """Adds one or two terms to a residual; programs along the second axis share the steps, and the last one adds up."""
+    """Adds one or two terms to a residual; programs of the second axis split the inputs, the last to finish sums up."""
     allow_next(DEPENDENT)
     wait_for_previous(DEPENDENT)
     block, split = tl.program_id(0), tl.program_id(1)
@@ -325,7 +325,7 @@ def some_residual_kernel(
     at = row[:, None] * size + output[None, :]
     if SPLITS > 1:
         tl.store(parts + split * rows * size + at, total, mask=mask)
-        # All threads have stored before the program counts as done.
+        # All threads must have stored before the program counts as finished.
         tl.debug_barrier()
         if tl.atomic_add(counter + block, 1, sem="acq_rel") != SPLITS - 1:
             return

@@ -1,4 +1,4 @@
-"""Products of few rows with wide matrices, with the norm before them and the activation or residual after them."""
+"""Multiplies rows with weight matrices, with the norm before and the activation or residual sum after."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Norm(NamedTuple):
-    """A norm over the last dimension: LayerNorm where ``centred``, RMSNorm elsewhere.
+    """A norm over the last dimension: LayerNorm if ``centred``, else RMSNorm.
 
     Attributes:
         weight: ``[d]``.
-        bias: ``[d]`` or none; of a LayerNorm only.
-        eps: added to the variance.
-        centred: whether the mean is taken off.
+        bias: ``[d]`` or ``None``; LayerNorm only.
+        eps: added to the variance or mean square.
+        centred: whether the mean is subtracted.
     """
 
     weight: Tensor
@@ -36,7 +36,7 @@ class Norm(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """A linear map: ``weight [out, in]``, ``bias [out]`` or none."""
+    """A linear map: ``weight [out, in]``, ``bias [out]`` or ``None``."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -45,7 +45,7 @@ class Linear(NamedTuple):
 class Piece(NamedTuple):
     """One of several products of the same rows: ``activation(linear(norm(x)))``, norm and activation optional.
 
-    Several ``linears`` are one with their outputs side by side.
+    The outputs of several ``linears`` are concatenated.
     """
 
     linears: tuple[Linear, ...]
@@ -65,7 +65,7 @@ class Term(NamedTuple):
 
 
 def row_norm(x: Tensor, norm: Norm) -> Tensor:
-    """Equals the stock LayerNorm or RMSNorm of each row of ``x […, d]``, never computed in less than float32."""
+    """Applies LayerNorm or RMSNorm to each row of ``x […, d]`` as stock decoders do, in at least float32."""
     if norm.centred:
         return functional.layer_norm(x, x.shape[-1:], norm.weight, norm.bias, norm.eps)
     wide = widened(x)
@@ -74,7 +74,7 @@ def row_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """Equals each piece's result of ``x [n, d]``: ``[n, its size]``, which may be a view of a wider tensor."""
+    """Computes ``activation(linear(norm(x)))`` of each piece: ``[n, piece.outputs]``, perhaps views of one tensor."""
     normed: dict[int, Tensor] = {}
     results = []
     for linears, norm, activation in pieces:
@@ -88,13 +88,13 @@ def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
 
 
 def gated_linear(x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation: str) -> Tensor:
-    """Equals ``activation(gate(norm(x))) * up(norm(x))``."""
+    """Computes ``activation(gate(norm(x))) * up(norm(x))``."""
     normed = row_norm(x, norm)
     return ACTIVATIONS[activation](functional.linear(normed, *gate)) * functional.linear(normed, *up)
 
 
 def residual_linears(residual: Tensor, terms: Sequence[Term]) -> Tensor:
-    """Equals ``residual`` plus the sum of the terms, added from the last to the first."""
+    """Computes ``residual`` plus the sum of the terms, which are added from last to first."""
     total: Tensor | None = None
     for x, linear in reversed(terms):
         product = functional.linear(x, *linear)

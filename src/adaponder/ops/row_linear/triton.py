@@ -1,8 +1,8 @@
-"""Launches row products: each weight is read once, in wide loads, and begins to arrive before the rows are known.
+"""Launches row products, with the kernel and tile config that fit the number of rows.
 
-Up to ``FEW`` rows are multiplied each by itself: a program loads its weights, waits for the kernel before it, and then
-loads, normalises and multiplies its row. Up to ``SOME`` rows are multiplied together, more by the matrix library, both
-with their norm in a kernel of its own.
+Up to ``FEW`` rows are multiplied separately: a program loads its weights, waits for the previous kernel, then loads,
+norms and multiplies one row. Up to ``SOME`` rows are multiplied together, more by the matrix library; both apply the
+norm in a separate kernel.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from adaponder.ops.kernels import launch_options
 from adaponder.ops.row_linear import kernels
 from adaponder.ops.row_linear.torch import ACTIVATIONS, Linear, Norm, Piece, Term
 
-# Most rows that are multiplied each by itself, and together.
+# Most rows for the matrix-vector kernels (few_*), and for the tiled kernels (some_*).
 FEW, SOME = 2, 64
-# The kernels' numbers for activations and norms; 0 is none.
+# The kernels' codes of activations and norms; 0 is none.
 _CODES = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "silu": 4}
 _LAYER_NORM, _RMS_NORM = 1, 2
 
 
 class Cut(NamedTuple):
-    """The cut of a product: outputs and warps of a program; for some rows also inputs and stages of its steps.
+    """Tile config of a product: outputs and warps per program; above ``FEW`` rows, inputs per step and pipeline stages.
 
     ``splits`` programs share the inputs of a residual sum.
     """
@@ -42,7 +42,7 @@ class Cut(NamedTuple):
 
 
 def few_cut(inputs: int, outputs: int) -> Cut:
-    """Returns the fastest cut measured on an H200 for few rows, with ``inputs`` and ``outputs`` in all."""
+    """Returns the tile config measured fastest on an H200 for up to ``FEW`` rows; sizes are summed over the maps."""
     if inputs <= 512:
         return Cut(8, 2) if outputs > 16384 else Cut(4, 1)
     if inputs <= 1024:
@@ -51,7 +51,7 @@ def few_cut(inputs: int, outputs: int) -> Cut:
 
 
 def some_cut(rows: int, inputs: int, outputs: int) -> Cut:
-    """Returns the fastest cut measured on an H200 for some tens of rows."""
+    """Returns the tile config measured fastest on an H200 for more than ``FEW`` and at most ``SOME`` rows."""
     if outputs <= 2048:
         splits = max(1, min(8, (8192 if rows <= 32 else 4096) // outputs, inputs // 512))
         if rows <= 16:
@@ -65,23 +65,23 @@ def some_cut(rows: int, inputs: int, outputs: int) -> Cut:
 
 
 def some_gated_cut(rows: int) -> Cut:
-    """Returns the fastest cut for two maps of which one gates the other."""
+    """Returns the tile config measured fastest for gated maps of more than ``FEW`` and at most ``SOME`` rows."""
     return Cut(32, 4, 128, 8) if rows <= 16 else Cut(64, 8, 64, 6) if rows <= 32 else Cut(64, 4, 128, 4)
 
 
 @lru_cache
 def _counter(device: torch.device) -> Tensor:
-    """Returns the counter of programs that share a sum: zeros between launches, which follow each other on a stream."""
+    """Returns the counter of programs that split a sum; zeros between launches, which must be on one stream."""
     return torch.zeros(4096, dtype=torch.int32, device=device)
 
 
 def row_norm(x: Tensor, norm: Norm) -> Tensor:
-    """Equals :func:`adaponder.ops.row_linear.torch.row_norm`, rounded once."""
+    """Equals :func:`adaponder.ops.row_linear.torch.row_norm`, but rounds once."""
     return _norms(x.reshape(-1, x.shape[-1]), norm, norm, 1)[0].reshape(x.shape)
 
 
 def _norms(x: Tensor, norm: Norm, other: Norm, count: int) -> Tensor:
-    """Returns ``[count, n, d]``: each row through the first norm, or through both, which are of one kind."""
+    """Returns ``[count, n, d]``: the rows normed by ``norm``, and if ``count`` is 2 by ``other``, of the same kind."""
     rows, inputs = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     result = torch.empty(count, rows, inputs, dtype=x.dtype, device=x.device)
@@ -105,7 +105,7 @@ class _Map(NamedTuple):
 
 
 def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """Equals :func:`adaponder.ops.row_linear.torch.normed_linears`; results of few rows are views of one tensor."""
+    """Equals :func:`adaponder.ops.row_linear.torch.normed_linears`; the kernels' results are views of one tensor."""
     maps = [_Map(linear, piece.norm, piece.activation) for piece in pieces for linear in piece.linears]
     if x.shape[0] > SOME or len(maps) > 3 or not _plain(x, [single.linear for single in maps]):
         return _many_normed(x, pieces)
@@ -113,7 +113,7 @@ def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
 
 
 def _maps(x: Tensor, maps: Sequence[_Map]) -> Tensor:
-    """Returns the results of up to three maps side by side."""
+    """Returns the concatenated outputs of up to three maps."""
     rows, inputs = x.shape
     sizes = [single.linear.weight.shape[0] for single in maps]
     result = torch.empty(rows, sum(sizes), dtype=x.dtype, device=x.device)
@@ -175,7 +175,7 @@ def gated_linear(x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation:
 
 
 def residual_linears(residual: Tensor, terms: Sequence[Term]) -> Tensor:
-    """Equals :func:`adaponder.ops.row_linear.torch.residual_linears`, rounded once for few rows."""
+    """Equals :func:`adaponder.ops.row_linear.torch.residual_linears`; a kernel (up to ``SOME`` rows) rounds once."""
     rows, size = residual.shape
     fits = all(_plain(term.x, [term.linear]) for term in terms) and residual.stride(-1) == 1
     if rows > SOME or not 1 <= len(terms) <= 2 or not fits:
@@ -209,7 +209,7 @@ def residual_linears(residual: Tensor, terms: Sequence[Term]) -> Tensor:
 
 
 def _constants(like: Tensor, linears: Sequence[Linear], cut: Cut) -> dict[str, Any]:
-    """Returns the constants and launch options that all products have."""
+    """Returns the constants and launch options that all product kernels share."""
     biased = tuple(linear.bias is not None for linear in linears)
     constants = {"BIASED": biased, "OUTPUTS": cut.outputs, "num_warps": cut.warps} | launch_options(like)
     return constants | ({"STEP": cut.step, "num_stages": cut.stages} if cut.step else {})
@@ -220,9 +220,9 @@ def _padded(rows: int) -> int:
 
 
 def _normed(x: Tensor, norms: Sequence[Norm | None]) -> list[Tensor]:
-    """Returns ``x`` through each norm; the same norm is applied once, and two of one kind by one kernel."""
+    """Applies each norm to ``x`` (``None``: unchanged), equal norms once, and two of one kind by one kernel."""
     distinct = {norm.weight.data_ptr(): norm for norm in norms if norm is not None}
-    done = {None: x.contiguous()}  # kernels receive one stride for all
+    done = {None: x.contiguous()}  # contiguous, because kernels receive one stride for all inputs
     kinds = {(norm.eps, norm.centred, norm.bias is None) for norm in distinct.values()}
     if len(distinct) == 2 and len(kinds) == 1:
         done |= dict(zip(distinct, _norms(x, *distinct.values(), 2), strict=True))
@@ -232,7 +232,7 @@ def _normed(x: Tensor, norms: Sequence[Norm | None]) -> list[Tensor]:
 
 
 def _many_normed(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """Equals :func:`normed_linears` through the matrix library."""
+    """Equals :func:`normed_linears`, by the matrix library."""
     results = []
     for (linears, _, activation), given in zip(pieces, _normed(x, [piece.norm for piece in pieces]), strict=True):
         product = functional.linear(given, *linears[0]) if len(linears) == 1 else _side_by_side(given, linears)
@@ -241,7 +241,7 @@ def _many_normed(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
 
 
 def _side_by_side(x: Tensor, linears: Sequence[Linear]) -> Tensor:
-    """Returns the products of several maps, each written to its place."""
+    """Returns the concatenated products of several maps, each written directly into its slice."""
     sizes = [linear.weight.shape[0] for linear in linears]
     result = torch.empty(x.shape[0], sum(sizes), dtype=x.dtype, device=x.device)
     for part, (weight, bias) in zip(result.split(sizes, -1), linears, strict=True):
@@ -253,7 +253,7 @@ def _side_by_side(x: Tensor, linears: Sequence[Linear]) -> Tensor:
 
 
 def _many_residual(residual: Tensor, terms: Sequence[Term]) -> Tensor:
-    """Equals :func:`residual_linears` through the matrix library; the first product comes with its bias."""
+    """Equals :func:`residual_linears`, by the matrix library; sums are fused into the products where possible."""
     if not terms:
         return residual
     *rest, (x, linear) = terms
@@ -265,12 +265,12 @@ def _many_residual(residual: Tensor, terms: Sequence[Term]) -> Tensor:
 
 
 def _plain(x: Tensor, linears: Sequence[Linear]) -> bool:
-    """Returns whether rows and weights are laid out as the kernels read them."""
+    """Returns whether rows and weights have the layout and dtype that the kernels need."""
     return x.stride(-1) == 1 and all(w.is_contiguous() and w.dtype == x.dtype for w, _ in linears)
 
 
 def _pointers(linear: Linear) -> tuple[Tensor, Tensor]:
-    """Returns weight and bias; anything in the place of a missing bias."""
+    """Returns weight and bias; the weight again, never read, if there is no bias."""
     return linear.weight, linear.weight if linear.bias is None else linear.bias
 
 

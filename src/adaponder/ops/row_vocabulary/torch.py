@@ -9,7 +9,7 @@ from adaponder.ops.vocab_expectation.torch import mixture
 
 
 def row_logits(hidden: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
-    """Equals ``hidden @ weight.T + bias``: ``[n, vocabulary]``, in the precision that the head itself would return."""
+    """Computes ``hidden @ weight.T + bias``, ``[n, vocabulary]``, in the precision of the head."""
     return functional.linear(hidden, weight, bias)
 
 
@@ -21,14 +21,14 @@ def row_expectation(
     scale: float = 1.0,
     top_k: int | None = None,
 ) -> Tensor:
-    """Equals ``softmax(logits) @ table * scale`` for rows that go on, zeros for all others.
+    """Computes ``softmax(logits) @ table * scale`` for rows that continue; the others get zeros.
 
     Args:
         logits: ``[n, vocabulary]``.
         table: ``[vocabulary, e]``, the embeddings to mix.
-        goes_on: bool ``[n]``; ``None``: every row does.
-        scale: of the result.
-        top_k: the softmax runs over the k largest logits only.
+        goes_on: bool ``[n]``, whether a row continues; ``None``: all rows do.
+        scale: factor of the result.
+        top_k: restricts the softmax to the k largest logits; ``None``: all.
     """
     mixed = mixture(logits, table, top_k) * scale
     return mixed if goes_on is None else mixed.masked_fill(~goes_on[:, None], 0.0)

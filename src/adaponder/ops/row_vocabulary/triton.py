@@ -1,8 +1,7 @@
-"""Computes few rows: logits by the matrix-vector kernels, the expectation split over the vocabulary.
+"""Computes few rows: logits by the matrix-vector kernels, the expectation split over slices of the vocabulary.
 
-A program owns a slice of the vocabulary and a block of the embedding. It adds up the slice's embeddings, each weighted
-by how far its logit lies below the largest so far. A second kernel weighs the slices against one another. Where no row
-goes on, neither reads the table.
+A program sums one slice's embeddings, in a block of columns, weighted by an online softmax; a second kernel combines
+the slices by their normalisers. If no row continues, neither reads the table.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from adaponder.ops.vocab_expectation.triton import softmax_
 
 # Most rows whose logits are computed by the matrix-vector kernel.
 FEW = 2
-# Most rows for which the expectation is split over the vocabulary; a tile of them is a matrix product's smallest.
+# Most rows for which the expectation is split over the vocabulary; also the smallest tile of tl.dot.
 ROWS = 16
 
 
 class Slices(NamedTuple):
-    """The cut of the vocabulary: slices, tokens and embedding columns of a tile, warps, stages of the pipeline."""
+    """How the vocabulary is split: number of slices, tokens and columns per tile, warps, pipeline stages."""
 
     count: int
     tokens: int
@@ -38,7 +37,7 @@ class Slices(NamedTuple):
 
 
 def slices_for(width: int) -> Slices:
-    """Returns the fastest cut measured on an H200 for embeddings of this width."""
+    """Returns the split measured fastest on an H200 for embeddings of this width."""
     return Slices(66, 128, 128, 4, 4) if width <= 512 else Slices(66, 64, 256, 8, 4)
 
 
@@ -52,7 +51,7 @@ def row_logits(hidden: Tensor, weight: Tensor, *, bias: Tensor | None = None) ->
 def row_expectation(
     logits: Tensor, table: Tensor, goes_on: Tensor | None = None, *, scale: float = 1.0, top_k: None = None
 ) -> Tensor:
-    """Equals :func:`adaponder.ops.row_vocabulary.torch.row_expectation`; the whole vocabulary only."""
+    """Equals :func:`adaponder.ops.row_vocabulary.torch.row_expectation` without ``top_k``."""
     if logits.shape[0] > ROWS or table.stride(-1) != 1:
         mixed = (softmax_(logits.contiguous(), keep=True).to(table.dtype) @ table).mul_(scale)
         return mixed if goes_on is None else mixed.masked_fill_(~goes_on[:, None], 0.0)
@@ -63,7 +62,7 @@ def row_expectation(
     if not rows:
         return result
     columns = min(slices.columns, max(16, triton.next_power_of_2(width)))
-    # Whole tiles of tokens in each slice.
+    # Each slice has a whole number of tiles.
     length = triton.cdiv(triton.cdiv(vocabulary, slices.tokens), slices.count) * slices.tokens
     count = triton.cdiv(vocabulary, length)
     sums = torch.empty(count, rows, width, dtype=torch.float32, device=table.device)

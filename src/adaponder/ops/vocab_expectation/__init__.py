@@ -1,15 +1,14 @@
-"""Computes the embedding that the model expects next: ``softmax(h W^T + b) E``, attention over the vocabulary.
+"""Computes the embedding that the model expects next: ``y = softmax(h W^T + b) E``, attention over the vocabulary.
 
-A chunk of tokens at a time, so that tokens x vocabulary never exists whole. With ``p = softmax(z)`` and ``g =
-dL/dy``: ``dE = p^T g``, ``dp = g E^T``, ``dz = p (dp - <p, dp>)``, ``dh = dz W``, ``dW = dz^T h``. ``<p, dp>`` equals
-``<y, g>``, which would spare a reduction; but ``y`` is rounded, and where one token is nearly certain the two large
-terms would not cancel.
+Computes a chunk of tokens at a time, so that no tokens-by-vocabulary matrix exists as a whole. With ``z = h W^T + b``,
+``p = softmax(z)`` and ``g = dL/dy``: ``dE = p^T g``, ``dp = g E^T``, ``dz = p (dp - <p, dp>)``, ``dh = dz W``, ``dW =
+dz^T h``. ``<p, dp>`` equals ``<y, g>``, which would save a reduction, but ``y`` is rounded, and where one token is
+nearly certain the two large terms would not cancel.
 
-Backward computes the logits again. ``keep_logits`` keeps them instead: six products per use instead of seven for ``2
-n V`` bytes in bf16, with the same bits. With ``top_k``, ``p`` is the softmax of the k largest logits (torch version
-only).
+Backward recomputes the logits. ``keep_logits`` stores them instead: six matrix products rather than seven, for ``2 n
+V`` bytes in bf16 and the same bits. With ``top_k``, ``p`` is the softmax of the k largest logits (torch version only).
 
-H200, bf16, forward and backward of 65,536 tokens of d = 512: 51.5 ms, with logits kept 45.5, plain 88 ms in 50 GiB;
+H200, bf16, forward and backward of 65,536 tokens of d = 512: 51.5 ms, with stored logits 45.5, plain 88 ms in 50 GiB;
 the products alone would take 41 ms (``benchmarks/records/ops-h200.json``).
 """
 

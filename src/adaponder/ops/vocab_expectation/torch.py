@@ -16,15 +16,15 @@ from adaponder.ops.precision import wide_dtype, widened
 def plain_vocab_expectation(
     hidden: Tensor, weight: Tensor, table: Tensor, *, bias: Tensor | None = None, top_k: int | None = None
 ) -> Tensor:
-    """Equals ``softmax(hidden @ weight.T + bias) @ table`` in the plainest words: the oracle of every implementation.
+    """Computes ``softmax(hidden @ weight.T + bias) @ table`` directly: the reference for all implementations.
 
-    With ``top_k`` the softmax runs over the k largest logits only.
+    With ``top_k`` the softmax is over the k largest logits only.
     """
     return mixture(torch.nn.functional.linear(hidden, weight, bias), table, top_k)
 
 
 def mixture(logits: Tensor, table: Tensor, top_k: int | None) -> Tensor:
-    """Equals ``softmax(logits) @ table``; with ``top_k`` the softmax runs over the k largest logits only."""
+    """Computes ``softmax(logits) @ table``; with ``top_k`` the softmax is over the k largest logits only."""
     wide = widened(logits)
     if top_k is None:
         return torch.softmax(wide, dim=-1).to(table.dtype) @ table
@@ -34,13 +34,13 @@ def mixture(logits: Tensor, table: Tensor, top_k: int | None) -> Tensor:
 
 
 class Pointwise(NamedTuple):
-    """The operations on a chunk of logits ``[n, vocabulary]`` between the products, all in the logits' precision.
+    """The operations on a chunk of logits ``[n, vocabulary]`` between the products; results in the logits' precision.
 
     Attributes:
-        softmax: (logits, keep) -> probabilities; may overwrite the logits unless told to keep them.
+        softmax: (logits, keep) -> probabilities; may overwrite the logits unless ``keep`` is true.
         slopes: (logits, d probabilities, keep) -> (probabilities, d logits); may overwrite d probabilities, and the
-            logits unless told to keep them.
-        elements: the number of logits to hold at once; ``None`` for ``chunks.CHUNK_ELEMENTS``.
+            logits unless ``keep`` is true.
+        elements: the number of logits to hold at once; ``None``: ``chunks.CHUNK_ELEMENTS``.
     """
 
     softmax: Callable[[Tensor, bool], Tensor]
@@ -59,17 +59,17 @@ def vocab_expectation(
     keep_logits: bool = False,
     pointwise: Pointwise | None = None,
 ) -> Tensor:
-    """Equals :func:`plain_vocab_expectation`, in value and in every gradient, ``chunk`` tokens at a time.
+    """Equals :func:`plain_vocab_expectation`, gradients included, ``chunk`` tokens at a time.
 
     Args:
         hidden: ``[..., d]``, the final-normed hidden states.
         weight: ``[vocabulary, d]``, the head.
         table: ``[vocabulary, e]``, the embeddings to mix.
         bias: ``[vocabulary]``, the head's bias.
-        top_k: mix the k likeliest only.
-        chunk: tokens per chunk; by default as many as ``CHUNK_ELEMENTS`` logits allow.
-        keep_logits: hold all logits until backward instead of computing them again; the same results, bit for bit.
-        pointwise: what computes between the products; set by the kernels, which know no ``top_k``.
+        top_k: mix only the k likeliest embeddings; ``None``: all.
+        chunk: tokens per chunk; ``None``: as many as ``pointwise.elements`` logits allow.
+        keep_logits: store all logits until backward instead of recomputing them; the same results, bit for bit.
+        pointwise: the operations between the products; ``None``: torch's. The kernels set it, without ``top_k``.
     """
     if not hidden.device == weight.device == table.device:
         raise ValueError(f"hidden, weight and table lie on {hidden.device}, {weight.device} and {table.device}")
@@ -78,7 +78,7 @@ def vocab_expectation(
             lambda z, keep: _probability(z, top_k).to(z.dtype), lambda z, dp, keep: _slopes(z, dp, top_k)
         )
     rows, chunk = as_rows(hidden, weight, chunk, pointwise.elements)
-    # Without a backward to come nobody would read them: an evaluation keeps none.
+    # Logits are stored only if a backward may follow.
     learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, table, bias))
     with torch.autocast(hidden.device.type, enabled=False):
         mixed = _VocabExpectation.apply(rows, weight, table, bias, chunk, keep_logits and learns, pointwise)
@@ -86,7 +86,7 @@ def vocab_expectation(
 
 
 def _probability(logits: Tensor, top_k: int | None) -> Tensor:
-    """Returns ``[rows, vocabulary]`` in at least float32; with ``top_k`` zero outside the k largest."""
+    """Returns probabilities ``[rows, vocabulary]`` in at least float32; with ``top_k``, zero outside the k largest."""
     logits = widened(logits)
     if top_k is None:
         return logits.softmax(-1)
@@ -95,7 +95,7 @@ def _probability(logits: Tensor, top_k: int | None) -> Tensor:
 
 
 def _slopes(logits: Tensor, grad_probability: Tensor, top_k: int | None) -> tuple[Tensor, Tensor]:
-    """Returns p and softmax's backward: dz = p * (dp - <p, dp>). Outside the top k, p is zero and so is dz."""
+    """Returns p and the softmax's backward, dz = p * (dp - <p, dp>); both are zero outside the top k."""
     probability = _probability(logits, top_k)
     slope = grad_probability.to(probability.dtype)
     slope = slope - (probability * slope).sum(-1, keepdim=True)
@@ -103,13 +103,13 @@ def _slopes(logits: Tensor, grad_probability: Tensor, top_k: int | None) -> tupl
 
 
 class _VocabExpectation(torch.autograd.Function):
-    """Saves nothing but its inputs, and the logits where it should, and computes probabilities again in backward.
+    """Saves only its inputs, and the logits if ``keep_logits``; backward recomputes the probabilities.
 
-    Saving the normaliser, or the mixture for ``<p, dp> = <mixture, d mixture>``, would spare a little work and cost
+    Saving the normaliser, or the mixture for ``<p, dp> = <mixture, d mixture>``, would save a little work and cost
     precision: where one token is nearly certain, the two large terms of the softmax's gradient no longer cancel.
 
-    ``rows`` come in the precision to compute in; weight, table and bias in their own, and so do their gradients:
-    the sums over chunks, kept wide, are never rounded to the narrow one.
+    ``rows`` are in the compute precision; weight, table and bias and their gradients in their own: gradients are
+    summed over chunks in a wide dtype and never rounded to the compute precision.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Computes the expectation's pointwise part by one kernel per chunk forward and one backward, in place if allowed.
+"""Computes the expectation's operations between products by one kernel per chunk forward, one backward, in place.
 
-A program owns one row of the vocabulary and walks it twice: once for the sums, once to write. No logit is widened or
-copied in memory.
+A program processes the logits of one token in two loops over the vocabulary: one for the sums, one to write. Logits
+are widened in registers only.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from adaponder.ops.vocab_expectation.torch import Pointwise
 
 
 def softmax_(logits: Tensor, keep: bool = False) -> Tensor:
-    """Returns the probabilities of each row of ``logits [n, vocabulary]``, in their place unless these are kept."""
+    """Returns the softmax of each row of ``logits [n, vocabulary]``; overwrites the logits unless ``keep`` is true."""
     probability = torch.empty_like(logits) if keep else logits
     launch_rows(_softmax_kernel, logits, probability, probability.stride(0))
     return probability
 
 
 def slopes_(logits: Tensor, grad_probability: Tensor, keep: bool = False) -> tuple[Tensor, Tensor]:
-    """Returns p and ``dz = p * (dp - <p, dp>)`` in the places of the logits and dp; p elsewhere if logits are kept.
+    """Returns p, in place of the logits unless ``keep`` is true, and ``dz = p * (dp - <p, dp>)``, in place of dp.
 
-    A backward may come again, and autograd does not see what a kernel overwrites.
+    Saved logits must be kept: backward may run twice, and autograd does not notice what a kernel overwrites.
     """
     probability = torch.empty_like(logits) if keep else logits
     strides = probability.stride(0), grad_probability.stride(0)
@@ -62,7 +62,7 @@ def _slopes_kernel(
         grads + index * grad_stride,
     )
     column = tl.arange(0, BLOCK)
-    # As in `normaliser`, with the sum of p * dp along.
+    # The loop of `normaliser`, which also sums p * dp.
     top, total, along = -float("inf"), 0.0, 0.0
     for start in range(0, vocabulary, BLOCK):
         at = start + column
