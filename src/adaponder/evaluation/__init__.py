@@ -1,1 +1,1 @@
-"""What a checkpoint is worth and what it costs: the same tokens, the same meter, for every method."""
+"""Evaluation: the loss and the cost of any checkpoint, on the same tokens and by the same meter for every method."""

@@ -1,4 +1,4 @@
-"""The cost of forwards, computed from the depths of tokens, and a check of its formulas against torch's counter."""
+"""The cost of forwards, computed from the depths of tokens, and a check of the formulas against torch's counter."""
 
 from __future__ import annotations
 
@@ -25,16 +25,14 @@ COLUMNS = ("iterations", "MFLOP/token", "x vanilla", "K/V KiB/token", "tokens/s"
 
 @dataclass(frozen=True)
 class Spent:
-    """The cost of forwards and the seconds they took, of the model alone.
-
-    Four halting numbers: ``iterations`` is the mean depth, ``halted`` the share of tokens below full depth,
-    ``gates_closed`` the share of (token, gate) pairs at which the token is halted, and ``cost`` has the FLOPs.
+    """The cost and the time of a series of forwards; ``iterations`` is the mean depth.
 
     Attributes:
         histogram: numbers of tokens of depth 1, 2, … K.
+        seconds: time in the model's forwards alone.
         deepest: maximum iterations allowed.
-        halts: whether tokens could halt earlier.
-        scored: number of tokens that per-token numbers are divided by; ``None`` where every token is scored.
+        halts: whether the method can halt tokens earlier.
+        scored: number of tokens that per-token numbers are divided by; ``None``: every token.
     """
 
     cost: Cost
@@ -72,7 +70,7 @@ class Spent:
         return self.tokens / self.seconds if self.seconds else None
 
     def __add__(self, other: Spent) -> Spent:
-        """Adds the costs of two portions of one scoring."""
+        """Returns the sum of the costs of two portions of one scoring."""
         return replace(
             self,
             cost=self.cost + other.cost,
@@ -88,7 +86,7 @@ class Spent:
         return cls(**(values | {"cost": Cost(**values["cost"]), "histogram": tuple(values["histogram"])}))
 
     def cells(self) -> tuple[str, ...]:
-        """Returns table cells of this cost, one for each of :data:`COLUMNS`."""
+        """Returns the cells of a table row, one for each of :data:`COLUMNS`."""
         tokens, speed = self.tokens, self.tokens_per_second
         return (
             f"{self.iterations:.3f}",
@@ -120,7 +118,7 @@ class Spent:
 
 
 class Meter:
-    """Adds up forwards: ``with meter: model(…)`` times one, ``meter.add(depth)`` counts it."""
+    """Adds up the cost of forwards: ``with meter: model(…)`` times a forward, ``meter.add(depth)`` adds its cost."""
 
     def __init__(
         self, config: AdaPonderConfig, *, dtype: torch.dtype, device: torch.device, shape: Shape | None = None
@@ -156,10 +154,10 @@ class Meter:
         dense: bool = False,
         policy: PolicyLike | None = None,
     ) -> None:
-        """Counts one forward over tokens of these depths (see :func:`adaponder.methods.cost.cost_of`).
+        """Adds the cost of a forward over tokens of these depths (see :func:`adaponder.methods.cost.cost_of`).
 
-        ``dense`` execution skips nothing: its FLOPs are those of full depth, while iterations are the mean depth.
-        Logits that a ``policy`` computes only to decide are counted with the gates.
+        ``dense`` execution skips no rows: FLOPs are counted at full depth, but ``iterations`` remains the mean depth.
+        Logits that ``policy`` computes only to decide are counted with the gates.
         """
         arguments: dict[str, Any] = {
             "shape": self.shape,
@@ -189,7 +187,7 @@ class Meter:
 
 
 def deciding_flops(policy: PolicyLike | None, active: Sequence[int], shape: Shape) -> int:
-    """Returns the FLOPs of logits that a policy computes to decide about ``active[i]`` tokens after iteration i."""
+    """Returns the FLOPs of the logits that a policy computes to decide about ``active[i]`` tokens after iteration i."""
     if policy is None:
         return 0
     rule = as_policy(policy)
@@ -208,7 +206,7 @@ _BACKBONE = {
 
 
 class FlopCheck(NamedTuple):
-    """FLOPs of one forward by the formula and by torch's counter."""
+    """The FLOPs of one forward, by our formula and by torch's counter."""
 
     method: str
     formula: int
@@ -221,7 +219,7 @@ class FlopCheck(NamedTuple):
 
 @torch.no_grad()
 def check_flops(method: str) -> FlopCheck:
-    """Compares one forward of a small random model over two sequences, at random depths where the method halts."""
+    """Compares both FLOP counts on two sequences in a small random model, at random depths if the method halts."""
     generator = torch.Generator().manual_seed(0)
     config = AdaPonderConfig(backbone_config=dict(_BACKBONE), method=method, iterations=4)
     model = AdaPonderForCausalLM(config).eval()
@@ -230,7 +228,7 @@ def check_flops(method: str) -> FlopCheck:
     if model.method.halts:
         policy = ForcedDepths(torch.randint(1, config.iterations + 1, ids.shape, generator=generator))
     counter = FlopCounterMode(display=False)
-    # The counter does not know CPU attention kernels, so attention runs as plain products: every query with every key.
+    # The counter ignores CPU attention kernels, so attention runs as matrix products of every query with every key.
     with sdpa_kernel(SDPBackend.MATH), counter:
         output = model(ids, output_gates=False, **({} if policy is None else {"policy": policy}))
     formula = cost_of(output.depth, model.config, attention="square").flops

@@ -28,9 +28,9 @@ from adaponder.terminal import counted
 
 @dataclass(frozen=True)
 class ScoringOptions:
-    """Settings of a scoring: policy, maximum iterations, and execution (``None``: the model's own).
+    """Settings of a scoring; ``None`` is the model's default.
 
-    ``depths`` (one per prediction of the text) forces the depth of each token instead of a policy.
+    ``depths`` (one per prediction of the text) forces the depth of each token; ``policy`` is then ignored.
     """
 
     policy: PolicyLike | None = None
@@ -40,7 +40,7 @@ class ScoringOptions:
     depths: np.ndarray | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """Returns keyword arguments of the model's ``forward``, without ``depths``."""
+        """Returns keyword arguments for the model's ``forward``, without ``depths``."""
         return {"max_iterations": self.max_iterations, "execution": self.execution, "seed": self.seed} | (
             {} if self.policy is None else {"policy": self.policy}
         )
@@ -51,15 +51,15 @@ OWN = ScoringOptions()
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores with one entry per prediction of the text, in its order.
+    """The scores of a text: arrays with one entry per prediction, in text order.
 
     Attributes:
-        nll: ``float64[n]``, nats.
-        depth: ``int64[n]``: iterations of the token that predicts.
-        spent: cost of the forwards per scored token, including context that sliding windows repeat.
-        gates: ``float32[n, gates]`` with ``detail``: the gates' probabilities, of halted tokens too.
+        nll: ``float64[n]``, the loss in nats.
+        depth: ``int64[n]``, the depth of the input token at each prediction.
+        spent: cost of the forwards, including context that sliding windows repeat.
+        gates: ``float32[n, gates]`` with ``detail``: the gates' probabilities, also of halted tokens.
         nll_by_iteration: ``float64[n, passes]`` with ``detail``: the loss after each iteration.
-        entropy: ``float32[n, passes]`` with ``detail``: of the next-token distribution, nats.
+        entropy: ``float32[n, passes]`` with ``detail``: entropy of the next-token distribution in nats.
         counted: ``bool[n]``: predictions included in the mean loss; ``None``: all.
     """
 
@@ -77,16 +77,16 @@ class Scores:
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """Returns the arrays that are there, by name."""
+        """Returns the arrays that are not ``None``, by name."""
         return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
 
     def at(self, predictions: np.ndarray) -> Scores:
-        """Returns the scores of the chosen predictions, ``bool[n]``; the cost stays that of all."""
+        """Returns the scores where ``predictions``, ``bool[n]``, is true; ``spent`` remains the cost of all."""
         return replace(self, **{name: array[predictions] for name, array in self.arrays.items()})
 
 
 def default_length(model: AdaPonderForCausalLM) -> int:
-    """Returns the number of positions of the backbone, at most 2,048; pause tokens share their token's position."""
+    """Returns the default window: the backbone's number of positions, at most 2,048 (pauses take no positions)."""
     return min(2048, model.config.max_position_embeddings or 2048)
 
 
@@ -101,10 +101,10 @@ def score(
     shape: Shape | None = None,
     advance: Callable[[int], None] = lambda predictions: None,
 ) -> Scores:
-    """Scores ``text`` window by window. ``detail`` collects gates, and losses and entropies of every iteration.
+    """Scores ``text`` window by window; ``detail`` also returns gates, and loss and entropy after every iteration.
 
-    ``shape`` is the backbone's, passed by callers that score repeatedly. ``advance`` is called with the number of
-    predictions of each batch, for progress bars.
+    ``shape`` is the backbone's, computed if ``None``; callers that score repeatedly pass it. ``advance`` is called with
+    the number of predictions of each batch, for progress bars.
     """
     if batch_size < 1:
         raise InputError(f"--batch-size {batch_size} must be at least 1")
@@ -137,7 +137,7 @@ def score(
 def _score_batch(
     model: AdaPonderForCausalLM, batch: WindowBatch, how: ScoringOptions, detail: bool, meter: Meter
 ) -> dict[str, Tensor]:
-    """Returns the arrays of :class:`Scores` for each entry of the batch, ``[windows, length, …]``."""
+    """Returns the arrays of :class:`Scores` for one batch, each ``[windows, length, …]``."""
     targets = batch.targets.to(model.device)
     passes: list[dict[str, Tensor]] = []
 
@@ -164,12 +164,12 @@ def _score_batch(
 
 
 def _whole(arrays: dict[str, np.ndarray], name: str, values: np.ndarray, text: Text) -> np.ndarray:
-    """Returns the array ``name`` with an entry per prediction of the text, made with the first ``values`` for it."""
+    """Returns ``arrays[name]``, with one entry per prediction of the text; creates it for the first ``values``."""
     return arrays.setdefault(name, np.zeros((text.predictions, *values.shape[1:]), values.dtype))
 
 
 def _nll(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns per-token losses in float64; no float32 copy of all logits is made."""
+    """Returns per-token losses in float64, computed in chunks, so that no float32 copy of all logits exists."""
 
     def losses(rows: Tensor, ids: Tensor) -> Tensor:
         return nn.functional.cross_entropy(widened(rows), ids[:, 0], reduction="none")
@@ -178,7 +178,7 @@ def _nll(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class SummedLoss(NamedTuple):
-    """Sum of the losses of a batch in float64, number of its predictions, and every token's depth."""
+    """The sum of a batch's losses (float64), its number of predictions, and the depth of every token."""
 
     nll: Tensor
     predictions: Tensor
@@ -187,9 +187,9 @@ class SummedLoss(NamedTuple):
 
 @torch.no_grad()
 def score_sum(model: AdaPonderForCausalLM, input_ids: Tensor, targets: Tensor, **arguments: Any) -> SummedLoss:
-    """Equals the sum of :func:`score`'s losses over targets that are not -100, but never holds all logits.
+    """Returns the sum of the losses over targets that are not -100; all logits are never in memory at once.
 
-    The model must be in evaluation mode; ``arguments`` are further ones of its ``forward``.
+    The model must be in evaluation mode; ``arguments`` are passed on to its ``forward``.
     """
     arguments |= {"num_items_in_batch": 1, "output_logits": False, "output_gates": False}
     output = model(input_ids, targets=targets, **arguments)
@@ -197,7 +197,7 @@ def score_sum(model: AdaPonderForCausalLM, input_ids: Tensor, targets: Tensor, *
 
 
 def check_fits(model: AdaPonderForCausalLM, text: Text, windows: Windows) -> None:
-    """Raises for windows longer than the backbone's positions, and for ids outside its embedding table."""
+    """Raises if windows are longer than the backbone's positions, or ids are outside its embedding table."""
     limit = model.config.max_position_embeddings
     if limit is not None and windows.length > limit:
         raise InputError(f"--window {windows.length} must be at most {limit}, the positions of the backbone")
@@ -220,7 +220,7 @@ def fingerprint(model: AdaPonderForCausalLM, text: Text) -> str:
     return digest.hexdigest()
 
 
-# Batches per portion: enough that saving costs little beside scoring.
+# Batches per portion: so many that saving takes little time compared to scoring.
 BATCHES = 32
 
 
@@ -241,7 +241,7 @@ def score_portions(
     journal: Journal | None = None,
     advance: Callable[[int], None] = lambda predictions: None,
 ) -> Scores:
-    """Equals ``score(..., detail=True)``, but skips portions that ``journal`` holds and saves the others there."""
+    """Equals ``score(..., detail=True)``, but loads portions that are in ``journal``, and saves the others to it."""
     arrays_of_text: dict[str, np.ndarray] = {}
     spent: list[Spent] = []
     for portion in portions(windows, text.predictions, batch_size):
@@ -263,11 +263,11 @@ def score_portions(
     return Scores(**arrays_of_text, spent=sum(spent[1:], spent[0]))
 
 
-# --- dense and compact execution agree: a depth may differ only where a gate nearly ties ------------------------------
+# --- agreement of dense and compact execution: depths may differ only where a gate nearly equals tau ------------------
 
-# Rounding differs between the two, so a gate that nearly equals its threshold may fall on either side of it. Such flips
-# are allowed only where the gate lies within the measured rounding of the threshold, and they are counted.
-# Allowed difference of mean losses by precision; in lower precisions flips decide.
+# The two executions round differently, so a gate that nearly equals its threshold may be above it in only one of them.
+# Such flips are counted, and allowed only where the gate is no further from the threshold than the measured gate noise.
+# Allowed difference of mean losses by precision; lower precisions allow 1e-2, because single flips change the loss.
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
@@ -276,11 +276,11 @@ class Agreement:
     """The differences between dense and compact execution on the same predictions.
 
     Attributes:
-        loss_difference: of the mean losses.
-        worst: the largest difference of one prediction's loss whose depth agrees.
-        flips: predictions whose depth differs.
-        unexplained: flips that are not near ties; ``None`` for policies other than the learned gate.
-        gate_noise: the largest difference between the two executions' gates that no flip can have caused.
+        loss_difference: absolute difference of the two mean losses.
+        worst: largest loss difference of a single prediction, among those with equal depth.
+        flips: number of predictions whose depths differ.
+        unexplained: number of flips that are not near ties; ``None`` for policies other than the learned gate.
+        gate_noise: largest gate difference, leaving out flipped predictions and those after a flip in their window.
         tolerance: allowed difference of the mean losses in this precision.
     """
 
@@ -314,7 +314,7 @@ class Agreement:
 def agreement(
     model: AdaPonderForCausalLM, text: Text, windows: Windows, *, how: ScoringOptions = OWN, batch_size: int = 8
 ) -> Agreement:
-    """Scores ``text`` by dense and by compact execution and compares."""
+    """Compares the scores of ``text`` in dense and in compact execution."""
     runs = [
         score(model, text, windows, how=replace(how, execution=execution), batch_size=batch_size, detail=True)
         for execution in ("dense", "compact")
@@ -344,7 +344,7 @@ def agreement(
 
 
 def _untouched(flipped: np.ndarray, windows: Windows) -> np.ndarray:
-    """Returns ``bool[predictions]``: those without an earlier flip in their window, which could have changed them."""
+    """Returns ``bool[predictions]``: false if the prediction, or an earlier one in its window, has a flipped depth."""
     index = np.arange(len(flipped))
     latest = np.maximum.accumulate(np.where(flipped, index, -1))
     start = index // windows.length * windows.length if windows.stride is None else index - windows.length + 1
@@ -352,7 +352,7 @@ def _untouched(flipped: np.ndarray, windows: Windows) -> np.ndarray:
 
 
 def _taus(model: AdaPonderForCausalLM, how: ScoringOptions, gates: int) -> np.ndarray | None:
-    """Returns the learned gate's threshold at each gate; ``None`` for other policies."""
+    """Returns the threshold of each gate; ``None`` for policies other than the learned gate."""
     policy = how.policy if how.policy is not None else model.method.default_policy(training=False)
     if not isinstance(policy, LearnedGate):
         return None

@@ -1,6 +1,6 @@
 """Summaries of scores: loss, perplexity, bits per byte, and bootstrap intervals over documents.
 
-Tokens of one document depend on one another, documents hardly do: so documents are resampled.
+Intervals resample documents, because tokens of one document are correlated and different documents hardly are.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from adaponder.errors import InputError
 from adaponder.evaluation.text import Text
 
 RESAMPLES = 2000
-# Resampling fewer documents gives their extremes, not an interval: simulated with no difference at all, a paired
-# interval of 95 % left out zero in half of the cases with 2 documents, in 18 % with 5, 11 % with 10, 8 % with 20.
+# With fewer documents intervals are too narrow: in simulations without any difference, a paired interval of 95 %
+# excluded zero in half of the cases with 2 documents, in 18 % with 5, 11 % with 10, and 8 % with 20.
 FEW = 10
 LEVEL = 0.95
 
@@ -31,9 +31,9 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """The mean loss over learned tokens, the mean depth over all tokens, and the number of tokens in that loss.
+    """The mean loss over learned tokens, the mean depth over all tokens, and the number of learned tokens.
 
-    ``interval`` belongs to the loss, ``None`` for too few documents. Bits per byte exist for fully learned texts only.
+    ``interval`` is that of the loss, ``None`` with too few documents. Texts with a learned mask have no bits per byte.
     """
 
     loss: float
@@ -54,7 +54,7 @@ class Summary:
 def summarise(
     text: Text, nll: np.ndarray, depth: np.ndarray, *, documents: np.ndarray | None = None, seed: int = 0
 ) -> Summary:
-    """Summarises one scoring of ``text``, or of the chosen ``documents`` of it, ``bool[documents]``."""
+    """Summarises the scores of ``text``, or of its documents at which ``documents``, ``bool[documents]``, is true."""
     if documents is None:
         documents = np.ones(len(text.starts), bool)
     here = documents[text.document]
@@ -72,7 +72,7 @@ def summarise(
 
 
 def by_source(text: Text, nll: np.ndarray, depth: np.ndarray, *, seed: int = 0) -> dict[str, Summary]:
-    """Returns a summary for each source of documents, largest first; empty where all documents come from one."""
+    """Returns a summary for each source, in order of falling size; empty if all documents have the same source."""
     names, sources = sorted(set(text.sources)), np.array(text.sources)
     if len(names) < 2:
         return {}
@@ -82,7 +82,7 @@ def by_source(text: Text, nll: np.ndarray, depth: np.ndarray, *, seed: int = 0) 
 
 
 def per_document(text: Text, values: np.ndarray) -> np.ndarray:
-    """Returns ``[documents]``: sums of a value, or counts of true values, over each document's predictions."""
+    """Returns the sum of ``values`` over each document's predictions, ``[documents]``; for bools, the count of true."""
     return np.add.reduceat(values, text.starts, dtype=np.int64 if values.dtype == bool else None)
 
 
@@ -97,7 +97,7 @@ def bootstrap(sums: np.ndarray, counts: np.ndarray, *, seed: int, resamples: int
         return None
     generator = np.random.default_rng(seed)
     means = np.empty(resamples)
-    # In blocks: resamples x documents may be large.
+    # In blocks, because resamples x documents may be large.
     block = max(1, 4_000_000 // documents)
     for begin in range(0, resamples, block):
         size = min(block, resamples - begin)
@@ -109,16 +109,16 @@ def bootstrap(sums: np.ndarray, counts: np.ndarray, *, seed: int, resamples: int
 
 @dataclass(frozen=True)
 class Difference:
-    """The loss of B minus the loss of A on the same predictions; ``interval`` pairs them document by document.
+    """The loss of B minus the loss of A on the same predictions; ``interval`` is paired by document.
 
-    ``wins`` and ``ties`` are the shares of tokens whose loss is lower in B, and equal.
+    ``wins`` is the share of tokens whose loss is lower in B, ``ties`` the share of tokens with equal losses.
     """
 
     mean: float
     interval: Interval | None
     wins: float
     tokens: int
-    ties: float = 0.0  # results of 0.1.0 and before do not say
+    ties: float = 0.0  # absent from results of 0.1.0 and before
 
     @property
     def told_apart(self) -> bool:
@@ -130,7 +130,7 @@ class Difference:
 
 
 def paired_difference(text: Text, first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Difference:
-    """Returns ``second - first``, both per prediction of ``text``."""
+    """Returns the difference ``second - first`` of two losses per prediction of ``text``."""
     if first.shape != second.shape:
         raise InputError(f"{len(first)} and {len(second)} predictions: only the same tokens can be compared")
     gap, counted = second - first, text.counted

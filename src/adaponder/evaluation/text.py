@@ -1,8 +1,8 @@
-"""The text of an evaluation, and the windows it is scored in: every token of every document is predicted once.
+"""The text of an evaluation and the windows in which it is scored; every token of every document is predicted once.
 
-The stream is an end token, then the documents one after another, each closed by an end token. Prediction ``p`` reads
-``stream[p]`` and is scored on ``stream[p + 1]``; it belongs to the document of what it predicts, so a document's first
-token is predicted from the end token before it, and its closing end token counts.
+The stream is an end token, followed by the documents, each closed by an end token. Prediction ``p`` has input
+``stream[p]`` and target ``stream[p + 1]``, and belongs to the document of its target. So a document's first token is
+predicted from the end token before it, and its closing end token is one of its targets.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from adaponder.terminal import errors, line
 
 
 class Vocabulary(NamedTuple):
-    """A checkpoint's tokenizer, and the token that ends a document."""
+    """A checkpoint's tokenizer and the id of the token that ends a document."""
 
     tokenizer: Tokenizer
     end_id: int
@@ -42,7 +42,7 @@ class Vocabulary(NamedTuple):
 
 
 def open_vocabulary(spec: str) -> Vocabulary:
-    """Opens the tokenizer of a model folder or hub name, or a ``tokenizer.json``; older formats are converted."""
+    """Opens the tokenizer of a model folder or hub name, or a ``tokenizer.json``; converts older formats."""
     folder = Path(spec)
     if folder.is_dir():
         refuse_code(folder)
@@ -71,10 +71,10 @@ class Text:
     Attributes:
         stream: ``int64[predictions + 1]``.
         starts: ``int64[documents]``: the first prediction of each document.
-        sources: of each document.
-        utf8_bytes: ``int64[documents]``.
-        learned: ``bool[predictions]``: predicted tokens that training learns (the assistant's turns of conversations,
-            the answers and the end of puzzles); losses are computed from these alone. ``None``: all.
+        sources: the source of each document.
+        utf8_bytes: ``int64[documents]``: the size of each document.
+        learned: ``bool[predictions]``: targets that training learns and mean losses include (the assistant's turns of
+            conversations, answers and ends of puzzles). ``None``: all.
     """
 
     stream: np.ndarray
@@ -90,7 +90,7 @@ class Text:
 
     @property
     def document(self) -> np.ndarray:
-        """Returns ``int64[predictions]``: the document of each prediction."""
+        """Returns the document index of each prediction, ``int64[predictions]``."""
         return np.repeat(np.arange(len(self.starts)), np.diff(self.starts, append=self.predictions))
 
     @property
@@ -100,11 +100,11 @@ class Text:
 
     @property
     def position(self) -> np.ndarray:
-        """Returns ``int64[predictions]``: the position of the predicted token in its document."""
+        """Returns the position of each predicted token in its document, ``int64[predictions]``."""
         return np.arange(self.predictions) - self.starts[self.document]
 
     def first(self, predictions: int) -> Text:
-        """Returns the first ``predictions``; a truncated document keeps its source, and its ``utf8_bytes`` become 0."""
+        """Returns a text of the first ``predictions``; a truncated document has ``utf8_bytes`` 0."""
         if predictions >= self.predictions:
             return self
         count = int(np.searchsorted(self.starts, predictions, "left"))
@@ -119,11 +119,10 @@ class Text:
 def open_text(
     data: str, vocabulary: Vocabulary, *, whose: str, split: str = "validation", max_tokens: int | None = None
 ) -> Text:
-    """Opens the text behind ``data`` in tokens of ``vocabulary``; ``whose`` names its checkpoint in errors.
+    """Opens ``data`` as tokens of ``vocabulary``, at most ``max_tokens``; ``whose`` names the checkpoint in errors.
 
-    ``data`` is a folder made by ``adaponder prepare`` (its ``split``), or anything ``prepare`` reads: a text file, a
-    folder of them, ``.jsonl`` (all of these also compressed), ``.parquet``, ``stdlib``, ``hf:NAME``. ``max_tokens``
-    truncates it.
+    ``data`` is a folder made by ``adaponder prepare`` (of which ``split`` is read), or any input of ``prepare``: a text
+    file, a folder of text files, ``.jsonl`` (all of these also compressed), ``.parquet``, ``stdlib``, ``hf:NAME``.
     """
     if max_tokens is not None and max_tokens < 1:
         raise InputError(f"--max-tokens {max_tokens} must be at least 1")
@@ -173,7 +172,7 @@ def _encoded(data: str, vocabulary: Vocabulary) -> Iterator[_Piece]:
 
 
 def _mask(tokens: int, runs: list[int]) -> np.ndarray:
-    """Returns ``bool[tokens]`` from the (first token, length) pairs of the learned runs."""
+    """Returns ``bool[tokens]``, true in the learned runs, given as first token, length, first token, length, …"""
     mask = np.zeros(tokens, bool)
     for first, count in zip(runs[::2], runs[1::2], strict=True):
         mask[first : first + count] = True
@@ -213,9 +212,9 @@ def _joined(documents: Iterator[_Piece], vocabulary: Vocabulary, limit: int | No
 
 
 class WindowBatch(NamedTuple):
-    """A batch of windows of one length, ``[windows, length]``; ``index`` is an entry's prediction of the stream.
+    """A batch of windows of one length; all fields are ``[windows, length]``, and ``index`` numbers the predictions.
 
-    ``fresh`` marks predictions that no earlier window scored; ``documents`` is set where attention may not cross them.
+    ``fresh`` marks predictions that no earlier window scored; ``documents`` is ``None`` if attention crosses documents.
     """
 
     index: np.ndarray
@@ -227,11 +226,10 @@ class WindowBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Windows:
-    """Disjoint windows of ``length`` predictions, or sliding ones that advance by ``stride`` and score the new ones.
+    """Disjoint windows of ``length`` predictions, or windows that advance by ``stride`` and score only new predictions.
 
-    ``across_documents``: whether a token may attend to earlier documents, as in packed training. ``every`` and
-    ``offset`` score one window in ``every`` and leave out the others: the halves of a text are ``every=2`` with
-    ``offset`` 0 and 1.
+    ``across_documents``: whether a token may attend to earlier documents, as in packed training. Of every ``every``
+    windows only one is scored, beginning with window ``offset``.
     """
 
     length: int
@@ -253,7 +251,7 @@ class Windows:
         return f"{kind} windows of {self.length:,}" + ("" if self.across_documents else ", each document alone")
 
     def starts(self, predictions: int) -> np.ndarray:
-        """Returns the first prediction of each window; the last sliding one is moved back so that it is full."""
+        """Returns the first prediction of each window; the last sliding window is moved back so that it is full."""
         step = self.stride or self.length
         if predictions <= self.length or step == self.length:
             return np.arange(0, predictions, self.length)
@@ -261,7 +259,7 @@ class Windows:
         return np.minimum(np.arange(count) * step, predictions - self.length)
 
     def scored(self, predictions: int) -> np.ndarray:
-        """Returns ``bool[predictions]``: the scored predictions, all unless ``every`` leaves windows out."""
+        """Returns which predictions are scored, ``bool[predictions]``: all unless ``every`` leaves windows out."""
         starts, lengths, fresh = self._cut(predictions)
         bounds = np.zeros(predictions + 1, np.int64)
         np.add.at(bounds, fresh, 1)
@@ -269,7 +267,7 @@ class Windows:
         return np.cumsum(bounds[:-1]) > 0
 
     def _cut(self, predictions: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns each window's first prediction, length, and first prediction that no earlier window scores."""
+        """Returns each window's first prediction, its length, and its first prediction not in earlier windows."""
         starts = self.starts(predictions)
         lengths = np.minimum(self.length, predictions - starts)
         fresh = np.concatenate([[0], starts[:-1] + lengths[:-1]])
@@ -277,7 +275,7 @@ class Windows:
         return starts[selected], lengths[selected], fresh[selected]
 
     def batches(self, text: Text, size: int) -> Iterator[WindowBatch]:
-        """Yields batches of ``size`` windows; a shorter last window is a batch of its own, so nothing is padded."""
+        """Yields batches of up to ``size`` windows; a shorter last window is a separate batch, so nothing is padded."""
         starts, lengths, scored = self._cut(text.predictions)
         full = int((lengths == self.length).sum())
         groups = [slice(begin, min(begin + size, full)) for begin in range(0, full, size)]

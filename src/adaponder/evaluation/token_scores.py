@@ -1,7 +1,6 @@
-"""Scores a text token by token and iteration by iteration, reusing the longest common beginning of earlier texts.
+"""Scores each token of a text after each iteration, reusing the longest common prefix of earlier texts.
 
-Equals one uncached forward over the whole text: depth, gates, and the loss and the likeliest tokens after each
-iteration of each token.
+Depth, gates, and the loss and likeliest tokens after each iteration equal those of one uncached forward over the text.
 """
 
 from __future__ import annotations
@@ -23,23 +22,24 @@ from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.ops.precision import widened
 from adaponder.policies import Custom, FixedDepth, Policy, PolicyInput
 
-# Bounds the float32 copy of logits: about 40 MB.
+# Maximum number of logits that are copied to float32 at a time: about 40 MB.
 _CHUNK = 10_000_000
-# A cached text that would lose more than this share is copied, not cut: its client may continue with it.
+# A cached text that would lose more than this share is copied before truncation, as its client may continue it; shorter
+# common prefixes than _WORTH_COPYING tokens are scored anew instead.
 _SHARE_LEFT = 0.5
 _WORTH_COPYING = 32
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How a text is scored.
+    """The settings by which a text is scored.
 
     Attributes:
-        policy: decides depth; ``None``: the method's own rule.
-        max_iterations: cap on the depth of every token.
+        policy: the policy; ``None``: the method's default.
+        max_iterations: maximum depth of every token; ``None``: the model's.
         depths: forced depth by slot; slots beyond the text are ignored.
         top: number of likeliest tokens to return after each iteration.
-        seed: of random policies.
+        seed: seed of random policies.
         salt: cache namespace; texts are reused only within one salt.
     """
 
@@ -51,7 +51,7 @@ class Reading:
     salt: str = ""
 
     def at_full_depth(self, model: AdaPonderForCausalLM) -> Reading:
-        """Returns the same settings with every token at the maximum depth."""
+        """Returns settings with every token at the maximum depth, without ``depths`` and ``top``."""
         deepest = self.max_iterations or model.config.iterations
         policy = FixedDepth(deepest) if model.method.halts else None
         return Reading(policy, self.max_iterations, seed=self.seed, salt=self.salt)
@@ -65,8 +65,8 @@ class TokenScore:
         gates: the policy's ``gate`` input after each iteration.
         nll: loss of the next token after each iteration, in nats.
         top: the likeliest next tokens after each iteration, with their log-probabilities.
-        hidden: final-normed hidden state after each iteration, to score another next token later.
-        notes: values that callers derive from the score and cache with it, by name; a changed score has none.
+        hidden: final-normed hidden state after each iteration, kept to score another next token later.
+        notes: values that callers derive from the score, by name; cached with it and dropped when the score changes.
     """
 
     gates: list[float] = field(default_factory=list)
@@ -79,9 +79,9 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """The score of each token of a text; ``cached`` of them come from an earlier text.
+    """The score of each token of a text; the first ``cached`` scores come from an earlier text.
 
-    The ``nll`` of the last one has no meaning: no token follows.
+    The ``nll`` of the last token is meaningless, because no token follows it.
     """
 
     tokens: list[TokenScore]
@@ -93,13 +93,13 @@ class TokenScores:
 
     @property
     def nll(self) -> list[float]:
-        """Returns the loss of each token from the second on."""
+        """Returns the loss of each token but the first, at the depth of the token before it."""
         return [score.nll[-1] for score in self.tokens[:-1]]
 
 
 @dataclass(eq=False)
 class _CachedText:
-    """A scored text: the settings that it was scored with, its tokens, their scores, and their KV cache."""
+    """A scored text: its settings (``key``; ``None``: never cached), tokens, scores, and KV cache (``ledger``)."""
 
     key: Hashable
     ids: list[int]
@@ -108,22 +108,22 @@ class _CachedText:
 
 
 class TokenScorer:
-    """Scores texts with one model and caches the KV rows of the latest ones; not thread-safe.
+    """Scores texts with one model and caches the KV rows of the latest texts; not thread-safe.
 
     Args:
-        model: in evaluation mode, with ``reuse="state"``.
+        model: a model in evaluation mode, with ``reuse="state"``.
         kept: maximum number of cached texts.
-        kept_bytes: maximum bytes of their keys and values.
+        kept_bytes: maximum bytes of cached keys and values.
     """
 
     def __init__(self, model: AdaPonderForCausalLM, *, kept: int = 16, kept_bytes: int = 1 << 28):
         self.model = model
         self._most, self._most_bytes = kept, kept_bytes
-        self._cache: list[_CachedText] = []  # the latest last
+        self._cache: list[_CachedText] = []  # in order of use, the latest last
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of cached keys and values."""
+        """Returns the number of bytes of cached keys and values."""
         return sum(entry.ledger.nbytes for entry in self._cache)
 
     def score(self, ids: Sequence[int], how: Reading) -> TokenScores:
@@ -136,9 +136,9 @@ class TokenScorer:
                 return end.value
 
     def in_parts(self, ids: Sequence[int], how: Reading, size: int) -> Generator[None, None, TokenScores]:
-        """Returns what :meth:`score` does, and yields after each ``size`` tokens.
+        """Does the same as :meth:`score`, as a generator that yields after every ``size`` tokens.
 
-        Other texts may be scored in between. Scored tokens are cached even if the generator is abandoned.
+        Other texts may be scored in between. Tokens scored so far are cached even if the generator is closed early.
         """
         ids = [int(token) for token in ids]
         self._check(ids, how)
@@ -184,7 +184,10 @@ class TokenScorer:
             raise InputError("depths: this model gives every token the same depth; use max_iterations to reduce it")
 
     def _beginning(self, key: Hashable, ids: list[int], max_iterations: int | None) -> tuple[_CachedText, int]:
-        """Takes the cached text with the longest common beginning, cut to it, and its length; else an empty text."""
+        """Returns the cached text with the longest common prefix, and the prefix's length; else an empty text and 0.
+
+        The text is truncated to the prefix, unless the prefix is all of ``ids``.
+        """
         best, common = None, 0
         for entry in self._cache:
             length = _common(ids, entry.ids) if entry.key == key else 0
@@ -206,7 +209,7 @@ class TokenScorer:
     def _read(
         self, ids: list[int], past: int, end: int, ledger: Ledger, how: Reading, rule: Policy
     ) -> list[TokenScore]:
-        """Scores the tokens from ``past`` to ``end``; earlier ones have rows in the ledger."""
+        """Scores the tokens from ``past`` to ``end``; the ledger has the rows of earlier tokens."""
         scores = [TokenScore() for _ in ids[past:end]]
         policy = how.policy
         if how.depths:
@@ -241,7 +244,7 @@ class TokenScorer:
 
     @torch.inference_mode()
     def _measure(self, scores: list[TokenScore], targets: list[int], top: int) -> None:
-        """Adds losses of ``targets``, and ``top`` likeliest tokens, after each iteration to scores that lack them."""
+        """Adds to incomplete ``scores`` the loss of their target and the ``top`` likeliest tokens, per iteration."""
         vocabulary = self.model.config.vocab_size
         top = min(top, vocabulary)
         states: list[tuple[TokenScore, Tensor, int]] = []
@@ -268,12 +271,12 @@ class TokenScorer:
 
 
 def _common(left: list[int], right: list[int]) -> int:
-    """Returns the length of the common beginning."""
+    """Returns the length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
 def _forced(rule: Policy, depths: Mapping[int, int], slots: int, device: torch.device) -> Any:
-    """Returns a policy that forces the depths of some slots and leaves the others to ``rule``."""
+    """Returns a callable policy that forces the depths of the slots in ``depths`` and applies ``rule`` to others."""
     forced = torch.tensor([depths.get(slot, 0) for slot in range(slots)], device=device)
 
     def decide(rows: PolicyInput) -> Tensor:

@@ -1,4 +1,4 @@
-"""The family: one short file per method, all on the same backbone wrapper."""
+"""The methods: one short file each, all on the same backbone wrapper."""
 
 from adaponder.errors import ConfigError, shown
 from adaponder.execution.base import Iteration
@@ -16,7 +16,7 @@ from adaponder.methods.ponder import Ponder
 from adaponder.methods.pondernet import PonderNet
 from adaponder.registry import Scale, check_method, method_names, register_name
 
-# Under the names of adaponder.registry, which are known without torch.
+# By the names in adaponder.registry, which can be imported without torch.
 _CLASSES: dict[str, type[Method]] = {
     "adaponder": AdaPonder,
     "ponder": Ponder,
@@ -34,24 +34,24 @@ _CLASSES: dict[str, type[Method]] = {
 
 
 def method_class(name: str) -> type[Method]:
-    """Returns the class of a method."""
+    """Returns the class of the method ``name``."""
     return _CLASSES[check_method(name)]
 
 
 def build_method(config: Recurrence) -> Method:
-    """Builds what the config's method adds to a backbone, freshly initialised."""
+    """Builds the module that the config's method adds to a backbone, with initial weights."""
     method = method_class(config.method)(config)
     method.reset_parameters(getattr(config.backbone_config, "initializer_range", 0.02))
     return method
 
 
 def register_method(name: str, method: type[Method], *, embedding_scale: Scale = "sqrt(d)") -> None:
-    """Makes a user's own method known by ``name`` to configs, recipes and commands of this process.
+    """Registers a user's method under ``name`` for configs, recipes and commands of this process.
 
     Args:
-        name: not yet taken, unless by this same class.
+        name: a name that no other class has.
         method: a subclass of :class:`Method`.
-        embedding_scale: the default of a model that is trained from scratch.
+        embedding_scale: the default embedding scale of models that are trained from scratch.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ConfigError(f"register_method({shown(name)}, …): a name of letters, digits and _ is needed")

@@ -1,4 +1,4 @@
-"""ACT as in the Universal Transformer: states are fed in again until a token's halting probabilities add up to one."""
+"""ACT as in the Universal Transformer: each state is the next input, until halting probabilities add up to one."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from adaponder.policies import Policy
 
 
 class AdaptiveComputationTime(Method):
-    """``y = sum_n p_n s_n``: the head reads the mean of a token's states, weighted by where it may halt (Graves 2016).
+    """``y = sum_n p_n s_n``: the head reads the mean of states, weighted by halting probability (Graves 2016).
 
     ``s_1 = Transformer(E^0)``, ``s_{n+1} = Transformer(s_n + t_n)``, each final-normed. One halting unit serves all
     iterations, ``h_n = sigmoid(w s_n + b)``. A token halts at ``N``, the first iteration at which
     ``h_1 + … + h_n >= 1 - epsilon`` (``exit_threshold``), or at K; ``p_n = h_n`` before, and the last iteration gets
     the remainder, ``p_N = R = 1 - (h_1 + … + h_{N-1})``. Tokens halt in training too.
 
-    ``t_n`` is a learned vector for each iteration but the first, initially zero; the Universal Transformer adds a
-    sinusoid. Where another policy halts a token, its last iteration gets the remainder; beyond ``N`` further states
-    have weight 0.
+    ``t_n`` is a learned vector for each iteration but the first, initially zero (a sinusoid in the Universal
+    Transformer). If another policy halts a token earlier, its last iteration gets the remainder; if later, the states
+    after ``N`` have weight 0.
     """
 
     def __init__(self, config: Recurrence):
         super().__init__(config)
-        units = min(1, config.gates())  # none where there is nothing to decide
+        units = min(1, config.gates())  # none if K = 1
         self.gates = nn.ModuleList(Gate(config.hidden_size, width=0, bias=-config.gate_bias) for _ in range(units))
         self.signals = nn.ParameterList(nn.Parameter(torch.zeros(config.hidden_size)) for _ in range(config.gates()))
 
@@ -53,12 +53,12 @@ class AdaptiveComputationTime(Method):
         halting = gate_probability(rows.gate(self.gates, latest))  # h_n
         left = (1.0 - spent - halting).clamp_min(0.0)  # 1 - (h_1 + … + h_n)
         rows.decide(left, state.hidden)
-        weight = torch.where(rows.active, torch.minimum(halting, 1.0 - spent), 0.0)  # p_n of tokens that go on
+        weight = torch.where(rows.active, torch.minimum(halting, 1.0 - spent), 0.0)  # p_n of tokens that continue
         mean = mean + weight[..., None] * latest
         return State(latest + self._signal(count, latest), state.hidden, (latest, mean, spent + weight, count + 1))
 
     def _signal(self, count: Tensor, latest: Tensor) -> Tensor:
-        """Returns ``t_n`` of each row, ``count`` iterations after its first."""
+        """Returns the next ``t_n`` of each row; ``count`` is the number of ``t_n`` it has received before."""
         table = torch.stack(list(self.signals)).to(latest.dtype)
         return nn.functional.embedding(count.long().clamp(max=len(table) - 1), table)
 
@@ -80,10 +80,10 @@ class AdaptiveComputationTime(Method):
     signal = "exit"
     exit_threshold = 0.99  # Graves' 1 - epsilon
     gate_meaning = "halting probability"
-    gates_decide = False  # a policy compares 1 minus the sum of all halting probabilities
+    gates_decide = False  # a policy compares 1 minus the sum of the halting probabilities so far
 
     def training_policy(self, progress: float) -> Policy:
-        """Returns its own rule from the first step on: the halting unit learns through the mean over states."""
+        """Returns the default policy from the first step on; the halting unit learns through the mean of states."""
         return self.default_policy(training=True)
 
     @classmethod
@@ -104,7 +104,7 @@ def read_out(mean: Tensor, spent: Tensor, latest: Tensor) -> Tensor:
 class PonderCostLoss:
     """Cross-entropy plus ``weight`` times the mean over targets of ``N + R``.
 
-    ``N`` is a token's depth and ``R = 1 - (h_1 + … + h_{N-1})`` the remainder, which alone has gradients.
+    ``N`` is a token's depth and ``R = 1 - (h_1 + … + h_{N-1})`` the remainder; only ``R`` has gradients.
     """
 
     needs_states: ClassVar[bool] = False

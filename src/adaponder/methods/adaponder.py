@@ -1,4 +1,4 @@
-"""AdaPonderLM, Algorithms 1 and 2: ponder on the expected next embedding until the token's own gate closes."""
+"""AdaPonderLM, Algorithms 1 and 2: adds expected next embeddings to a token's input until its gate closes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from adaponder.policies import LearnedGate, Policy
 
 
 class AdaPonder(Ponder):
-    """K-1 gates on a PonderLM recurrence; ``i`` counts iterations from 0 as the paper does.
+    """PonderLM's recurrence with K-1 gates; ``i`` counts iterations from 0, as in the paper.
 
     Algorithm 1: E^0 = start; for i = 0 … K-1: h^i = receive(Transformer(E^i)), E^{i+1} = advance. :meth:`Method.start`
-    is E^0 and :meth:`Method.forward` the loop. Nothing reads E^K, so the last iteration has no gate.
+    returns E^0 and :meth:`Method.forward` is the loop. E^K is not used, so the last iteration has no gate.
     """
 
     def __init__(self, config: Recurrence):
@@ -33,7 +33,7 @@ class AdaPonder(Ponder):
         self.gates = nn.ModuleList(gate() for _ in range(count))
 
     def receive(self, rows: Rows, state: State, output: Pass) -> State:
-        # The pass was eq. 1, with eq. 10 inside: halted tokens kept their keys and values. Here they keep h^i as well.
+        # The pass computed eq. 1 and 10: halted tokens kept their keys and values. Here they keep h^i as well.
         return State(state.input, rows.freeze(output.hidden, state.hidden))
 
     def advance(self, rows: Rows, state: State) -> State:
@@ -76,13 +76,13 @@ class AdaPonder(Ponder):
 
     @classmethod
     def gate_flops(cls, config: Recurrence) -> int:
-        """Counts ``W2 gelu(W1 h)``; width 0 has one row of weights."""
+        """Returns the FLOPs of ``W2 gelu(W1 h)``; a gate of width 0 is one row of weights."""
         d, inner = config.hidden_size, config.gate_width * config.hidden_size
         return 2 * (d * inner + inner) if inner else 2 * d
 
     @classmethod
     def requested_depth(cls, config: Recurrence, pressed: float) -> float:
-        """Returns ``K - k (K - 1)``: a closed gate is one iteration less."""
+        """Returns ``K - k (K - 1)``: each closed gate saves one iteration."""
         return config.iterations - pressed * config.gates()
 
     @classmethod
@@ -92,12 +92,12 @@ class AdaPonder(Ponder):
 
 @dataclass
 class PonderLoss:
-    """Cross-entropy plus ``weight`` times the mean of the smallest ``fraction`` of all gates, or of each iteration's.
+    """Cross-entropy plus ``weight`` times the mean of the smallest ``fraction`` of gates, of all or per iteration.
 
     Attributes:
         weight, fraction: the paper's lambda and ``k_s``.
         on, pool: which collection of gates is ranked; see :func:`adaponder.halting.ponder_pool`.
-        bottom_k: the mean of the smallest values; several processes rank theirs together.
+        bottom_k: computes the mean of the smallest values; several processes rank their gates together.
         share: see :class:`Objective`.
     """
 
@@ -114,7 +114,7 @@ class PonderLoss:
         losses = CrossEntropy()(trajectory, score, execution)  # eq. 11
         if trajectory.gates is None or self.weight == 0.0:
             return losses
-        # Without padding every token counts, and the pool's size is known without waiting for the device.
+        # Without padding every token counts, and the pool's size is known without synchronising with the device.
         real = None if execution.tokens.plain else execution.tokens.real
         pool = ponder_pool(trajectory.gates, real, execution.depth, on=self.on, pool=self.pool)
         if self.pool == "each":

@@ -1,7 +1,7 @@
-"""Methods that may be stopped at any depth: tokens halt at random in training, and gates learn the gain ahead.
+"""Methods that can stop at any depth: training halts tokens at random, and gates predict the gain of later iterations.
 
-:class:`Anytime` is PonderLM's recurrence, :class:`Relay` Ouro's, :class:`Reread` PonderNet's; losses, random halts and
-gates are the same.
+:class:`Anytime` has PonderLM's recurrence, :class:`Relay` Ouro's, and :class:`Reread` PonderNet's; losses, random halts
+and gates are the same.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from adaponder.policies import GateOrChance, LearnedGate, Policy, RandomRates, a
 
 
 class Anytime(AdaPonder):
-    """``E^{i+1} = E^i + m^{i+1} e^i``: AdaPonder's gates, which decide only which tokens continue and weigh nothing.
+    """``E^{i+1} = E^i + m^{i+1} e^i``: AdaPonder's gates decide which tokens continue, but do not weight updates.
 
     At full depth this is PonderLM. Training halts tokens at random (``halt_prior``), independently of the gates, and
     takes the loss after every iteration (``loss_prior``), so that the backbone learns with halted tokens at any depth.
-    Gates learn beside it, from detached states, whether some later iteration lowers a token's loss by more than
-    ``lookahead_delta``; neither loss gives the other's parameters a gradient. With ``gate_share`` the gates themselves
-    halt the tokens of some sequences, as they will at inference.
+    From detached states, gates learn whether some later iteration lowers a token's loss by more than
+    ``lookahead_delta``; backbone and gates get gradients only from their own loss. With ``gate_share`` the gates
+    themselves halt the tokens of some sequences, as at inference.
     """
 
     def __init__(self, config: Recurrence):
@@ -56,7 +56,7 @@ class Anytime(AdaPonder):
         return State(embedding, hidden)
 
     def decide(self, rows: Rows, hidden: Tensor) -> Tensor:
-        """Halts rows by gates that read detached states; returns the gates' probabilities."""
+        """Evaluates the gates on detached states, lets the policy halt rows, and returns the gates' probabilities."""
         s = gate_probability(rows.gate(self.gates, hidden.detach()))
         rows.decide(s, hidden)
         return s
@@ -82,7 +82,7 @@ class Anytime(AdaPonder):
     gate_meaning = "foreseen: a later iteration helps"
 
     def training_policy(self, progress: float) -> Policy:
-        """Returns random halts that become as frequent as ``halt_prior`` over the warm-up, from almost none."""
+        """Returns a policy whose random halts grow from almost none to those of ``halt_prior`` during the warm-up."""
         return RandomRates(min(1e6, self.config.halt_prior / max(progress, 1e-6))) if progress < 1 else self.halting
 
     @classmethod
@@ -91,12 +91,12 @@ class Anytime(AdaPonder):
 
     @classmethod
     def requested_depth(cls, config: Recurrence, pressed: float) -> None:
-        """Returns ``None``: the budget is set after training."""
+        """Returns ``None``: depth is chosen after training."""
         return
 
     @classmethod
     def complete(cls, config: Recurrence) -> None:
-        """Checks that the prior has a share for each depth."""
+        """Raises unless ``loss_prior`` has one share per depth, adding up to 1."""
         prior = config.loss_prior
         if prior is None:
             return
@@ -108,7 +108,7 @@ class Anytime(AdaPonder):
 
 
 class Relay(Anytime):
-    """``E^{i+1} = h^i``: the next iteration reads the final-normed state itself, as in Ouro."""
+    """``E^{i+1} = h^i``: the final-normed state is the next iteration's input, as in Ouro."""
 
     mixes_vocabulary = False
 
@@ -118,7 +118,7 @@ class Relay(Anytime):
 
 
 class Reread(Anytime):
-    """``E^{i+1} = E^0 + c h^i``: what PonderNet's next step reads, ``c`` being ``state_scale``."""
+    """``E^{i+1} = E^0 + c h^i`` with ``c = state_scale``, as in PonderNet."""
 
     mixes_vocabulary = False
 
@@ -140,11 +140,11 @@ class Reread(Anytime):
 
 @dataclass
 class EveryDepthLoss:
-    """``sum_i prior[i] / r_i * loss_i`` over the iterations ``i`` that each token took part in, the mean over targets.
+    """The mean over targets of ``sum_i prior[i] / r_i * loss_i``, over the iterations ``i`` with the token active.
 
-    ``r_i`` is the expected share of tokens that reach iteration ``i`` where the policy halts at random, else 1, so this
-    estimates ``sum_i prior[i] * E[loss_i]``, and any partition into micro-steps has the same sum. In a sequence whose
-    tokens the gates halted, only the loss at each token's own depth counts, as at inference.
+    ``r_i`` is the expected share of tokens that reach iteration ``i`` if the policy halts at random, else 1. So this
+    estimates ``sum_i prior[i] * E[loss_i]``, and any partition into micro-steps has the same sum. In sequences whose
+    tokens are halted by gates, only the loss at each token's own depth counts, as at inference.
     """
 
     needs_states: ClassVar[bool] = True
@@ -155,8 +155,8 @@ class EveryDepthLoss:
         return self.from_losses(losses_by_depth(trajectory, score), score, execution)
 
     def from_losses(self, losses: Tensor, score: Scorer, execution: Execution) -> Losses:
-        """Computes it from the losses of each token after each iteration, ``[iterations, batch, time]``."""
-        terms = {"cross_entropy": score.mean(losses[-1])}  # of each token's last state, at its own depth
+        """Computes the loss from each token's loss after each iteration, ``losses [iterations, batch, time]``."""
+        terms = {"cross_entropy": score.mean(losses[-1])}  # each token's last state, at its own depth
         total = torch.zeros_like(terms["cross_entropy"])
         gated = gated_sequences(execution)
         for i, (loss, share) in enumerate(zip(losses, self.prior, strict=False)):
@@ -170,7 +170,7 @@ class EveryDepthLoss:
 
 
 def gated_sequences(execution: Execution) -> Tensor | None:
-    """Returns ``[batch, 1]``, in which sequences the gates halted tokens; ``None`` where the policy has no such."""
+    """Returns ``bool[batch, 1]``: sequences in which gates halt tokens; ``None`` unless a ``GateOrChance`` decides."""
     policy = execution.control.policy
     if not isinstance(policy, GateOrChance):
         return None
@@ -181,33 +181,33 @@ def gated_sequences(execution: Execution) -> Tensor | None:
 
 
 def _share_reaching(policy: Policy, iteration: int) -> float:
-    """Returns the share of tokens that random halts let reach ``iteration``; 1 for other policies."""
+    """Returns the expected share of tokens that random halts leave active at ``iteration``; 1 for other policies."""
     by_chance = policy.by_chance if isinstance(policy, GateOrChance) else policy
     return by_chance.reaching(iteration) if isinstance(by_chance, RandomRates) else 1.0
 
 
 def _mean_where(values: Tensor, mask: Tensor, score: Scorer) -> Tensor:
-    """Returns the mean over the targets of tokens in ``mask``; 0 where there are none."""
+    """Returns the mean of ``values`` over tokens in ``mask`` with a target; 0 if there are none."""
     count = score.mean(mask.to(values.dtype))
     return score.mean(values * mask) / count.clamp_min(torch.finfo(values.dtype).tiny)
 
 
 @dataclass
 class LookaheadLoss:
-    """The loss of every depth plus each gate's binary cross-entropy against its label, the mean over gates.
+    """The backbone's loss plus the mean over gates of each gate's binary cross-entropy against its label.
 
-    The label of gate ``i`` says whether a later iteration lowers the token's loss by more than ``delta``. Only tokens
-    read to the end have labels: among those cut short only positive labels would be known. Each sequence counts
-    equally, since one that reads deeply has more of them. Sequences in which the gates halted tokens give no labels:
-    their tokens at full depth are not like the others. No gradient goes into the labels.
+    The label of gate ``i`` is 1 if a later iteration lowers the token's loss by more than ``delta``. Only full-depth
+    tokens have labels, because for halted tokens only positive labels can be known. Sequences are weighted equally,
+    as deep sequences have more labels. Sequences in which gates halt tokens have no labels, because there the gates
+    select which tokens reach full depth. Labels have no gradient.
 
     Attributes:
         depths: the loss of the backbone.
-        delta: nats.
-        by: the weight of a label: ``tokens``, all equal, or ``nats``, the distance of its gain from ``delta``, so that
-            a gate is above one half where the expected gain is above ``delta``.
+        delta: required gain, in nats.
+        by: the weight of a label: ``tokens`` weights all equally, ``nats`` by the distance of the gain from ``delta``,
+            so that a gate is above one half where the expected gain is above ``delta``.
         share, mean_count: see :class:`adaponder.methods.objectives.Objective`.
-        without_target: whether tokens without a target have the label 0: no iteration can lower their loss.
+        without_target: whether tokens without a target have the label 0, since no iteration can lower their loss.
     """
 
     needs_states: ClassVar[bool] = True
@@ -242,7 +242,7 @@ class LookaheadLoss:
 
 
 def _gate_loss(logit: Tensor, label: Tensor, weights: Tensor) -> Tensor:
-    """Returns each token's weighted binary cross-entropy, the mean over gates (the first axis)."""
+    """Returns the mean over gates (the first axis) of each token's weighted binary cross-entropy."""
     return nn.functional.binary_cross_entropy_with_logits(logit, label, weights, reduction="none").mean(0)
 
 
@@ -253,9 +253,9 @@ def gains_ahead(losses: Tensor) -> Tensor:
 
 
 def mean_over_sequences(values: Tensor, mask: Tensor, mean_count: Callable[[Tensor], Tensor] = own_count) -> Tensor:
-    """Averages ``values`` in ``mask`` (``[batch, time]``) within each sequence, then over sequences that have any.
+    """Averages ``values`` where ``mask`` is true, first per sequence, then over sequences; both are ``[batch, time]``.
 
-    Returns 0 if none has. ``mean_count`` makes it the mean over several processes.
+    Only sequences with true entries count; 0 if there are none. ``mean_count`` averages their number over processes.
     """
     count = mask.sum(1)
     means = (values * mask).sum(1) / count.clamp_min(1)

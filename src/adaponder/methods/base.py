@@ -1,4 +1,4 @@
-"""What every method of the family is: what one row does between two passes of the same backbone, and its facts."""
+"""The base class of all methods: the update of a row between two passes of the backbone, and facts about the method."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from adaponder.policies import ExitThreshold, FixedDepth, Policy
 
 
 class State(NamedTuple):
-    """What a method keeps of each row from one pass to the next: tensors with one entry per row.
+    """The state of each row between two passes: tensors with one entry per row.
 
     Attributes:
-        input: what the next pass reads, ``[…, d]``.
-        hidden: the final-normed hidden state after the last pass, which head and gates read; ``None`` before the first.
-        carried: any other tensors of the method, one entry per row each.
+        input: the input of the next pass, ``[…, d]``.
+        hidden: final-normed hidden states after the last pass, read by head and gates; ``None`` before the first pass.
+        carried: any other tensors of the method, each with one entry per row.
     """
 
     input: Tensor
@@ -30,30 +30,30 @@ class State(NamedTuple):
 
 
 class Method(nn.Module, ABC):
-    """One recurrence, defined for a row: ``start``, then ``receive`` after each pass and ``advance`` before the next.
+    """A recurrence, defined per row: ``start``, then ``receive`` after each pass and ``advance`` before the next pass.
 
-    :meth:`forward` runs it over whole batches, all rows at one iteration. The engine calls the three with rows at
-    different iterations, so nothing in them may depend on the batch.
+    :meth:`forward` runs the recurrence over whole batches, all rows at one iteration. The engine calls ``start``,
+    ``receive`` and ``advance`` with rows at different iterations, so they must not depend on the rest of the batch.
 
-    The rest of the package reads a method's facts from its class and never tests for its name. Facts that depend on
-    settings are class methods of a config, so costs are known before a model is built.
+    Other packages read facts about a method from its class and never test its name. Facts that depend on settings are
+    class methods that take a config, so costs are known before a model is built.
 
     Attributes:
         halts: whether tokens can stop before the last iteration.
-        signal: the kind of signal that policies get as ``gate``; a policy that needs another signal is refused.
-        fixed_iterations: the only K it has, overriding the config; ``None`` leaves K to the config.
+        signal: the kind of signal that policies receive as ``gate``; policies that need another kind are rejected.
+        fixed_iterations: the only supported K, overriding the config; ``None`` leaves K to the config.
         mixes_vocabulary: whether a token's next input contains the expected embedding over the vocabulary.
-        has_ponder_term: whether ``Objective.ponder_weight`` adds a term to its loss, so that ``train.target_depth`` and
+        has_ponder_term: whether ``Objective.ponder_weight`` adds a term to the loss, so that ``train.target_depth`` and
             ``train.gate_start`` apply.
-        has_exit_loss: whether its loss reads the ``exit_…`` values of an ``Objective``.
-        exit_threshold: its default for ``config.exit_threshold``; ``None`` if it has no such rule.
-        gates_apart: whether its own parameters and the backbone's get no gradient of each other's loss; each is then
-            clipped by itself.
-        gate_meaning: what a gate's value is, on the axis of a figure.
-        gates_decide: whether a policy compares its threshold with the gate's value itself.
-        after_halting: what a figure calls the iterations after a token has halted.
-        exported: whether the file that ``adaponder export`` writes computes it; not inherited.
-        keep_logits: keep the vocabulary's logits for backward instead of computing them again.
+        has_exit_loss: whether the loss reads the ``exit_…`` values of an ``Objective``.
+        exit_threshold: the default of ``config.exit_threshold``; ``None`` for methods without an exit rule.
+        gates_apart: whether the method's parameters and the backbone's get no gradient from each other's loss; their
+            gradients are then clipped separately.
+        gate_meaning: axis label of the gate's value in figures.
+        gates_decide: whether policies compare their threshold with the gate's value itself.
+        after_halting: label in figures of the iterations after a token has halted.
+        exported: whether ``adaponder export`` supports the method; not inherited.
+        keep_logits: whether to keep vocabulary logits for the backward pass instead of recomputing them.
     """
 
     halts: ClassVar[bool] = False
@@ -73,13 +73,13 @@ class Method(nn.Module, ABC):
         super().__init__()
         self.config = config
         self.keep_logits = False
-        # Made here: a compiler (torch 2.11) does not find the fields of a policy that is made while it traces.
+        # Created here, because torch.compile (2.11) does not find the fields of a policy that is created while tracing.
         self.full_depth = FixedDepth(config.iterations)
 
     # --- the recurrence -----------------------------------------------------------------------------------------
 
     def start(self, rows: Rows, embedded: Tensor) -> State:
-        """Returns the state before the first pass, which reads E^0."""
+        """Returns the state before the first pass, with E^0 as input."""
         return State(self.scaled(embedded))
 
     @abstractmethod
@@ -87,7 +87,7 @@ class Method(nn.Module, ABC):
         """Returns the state after a pass."""
 
     def advance(self, rows: Rows, state: State) -> State:
-        """Returns the state for the next pass; not called after the last.
+        """Returns the state for the next pass; not called after the last pass.
 
         Methods that halt call ``rows.decide`` here, once.
         """
@@ -103,24 +103,24 @@ class Method(nn.Module, ABC):
             if i < passes - 1:
                 state = self.advance(execution, state)
             if execution.shown == i:
-                execution.show(hidden)  # decide has not shown it, with a gate
+                execution.show(hidden)  # not yet shown by decide, which shows it with its gate
         gates = torch.stack(execution.gate_logits, dim=-1) if execution.gate_logits else None
         return Trajectory(state.hidden, gates, execution.states)
 
     def scaled(self, embedded: Tensor) -> Tensor:
-        """Returns E^0, the embeddings as the recurrence reads them first."""
+        """Returns E^0, the scaled embeddings."""
         return embedded * self.config.input_scale
 
     def arrange(self, tokens: Tokens, iterations: int) -> Tokens:
-        """Returns the tokens as the backbone reads them."""
+        """Returns the tokens in the layout that the backbone reads."""
         return tokens
 
     def reuse(self) -> str:
-        """Returns what other tokens see of a halted one (see :meth:`reuse_rule`)."""
+        """Returns the :meth:`reuse_rule` for this config."""
         return self.reuse_rule(self.config)
 
     def needs_stream(self, iterations: int) -> bool:
-        """Returns whether the recurrence reads the residual stream before the final norm."""
+        """Returns whether the recurrence uses the residual stream before the final norm."""
         return False
 
     # --- training -----------------------------------------------------------------------------------------------
@@ -133,76 +133,76 @@ class Method(nn.Module, ABC):
 
     def exit_policy(self) -> Policy:
         """Returns the policy that exits at ``config.exit_threshold``."""
-        assert self.config.exit_threshold is not None  # filled in by complete
+        assert self.config.exit_threshold is not None  # set by complete
         return ExitThreshold(self.config.exit_threshold)
 
     def training_policy(self, progress: float) -> Policy | None:
-        """Returns the policy when ``progress`` of ``train.capacity_warmup`` has passed; ``None``: the default one."""
+        """Returns the policy at ``progress`` (1: done) of ``train.capacity_warmup``; ``None``: the default policy."""
         return None
 
     def objective(self, values: Objective) -> LossFunction:
-        """Returns the method's training loss at these values of the schedule."""
+        """Returns the method's training loss for these scheduled values."""
         return CrossEntropy()
 
     @classmethod
     def states_scored(cls, iterations: int) -> int:
-        """Returns the number of iterations after which the training loss is taken, each with one pass of the head."""
+        """Returns the number of hidden states per token that the training loss scores with the head."""
         return 1
 
     @classmethod
     def requested_depth(cls, config: Recurrence, pressed: float) -> float | None:
-        """Returns the mean depth at which a share ``pressed`` of the gates is closed; ``None`` if the loss has none."""
+        """Returns the loss's target mean depth if it closes a share ``pressed`` of the gates; ``None``: no target."""
         return None if cls.halts else float(config.iterations)
 
     # --- the config ---------------------------------------------------------------------------------------------
 
     @classmethod
     def complete(cls, config: Recurrence) -> None:
-        """Fills in settings that were left open, and raises on settings that this method cannot have."""
+        """Sets the method's defaults for unset settings; raises on settings that this method does not support."""
         if config.exit_threshold is None:
             config.exit_threshold = cls.exit_threshold
 
     @classmethod
     def described(cls, config: Recurrence) -> dict[str, Any]:
-        """Returns its own settings, by the names that ``adaponder inspect`` prints."""
+        """Returns the method's settings, by the names that ``adaponder inspect`` prints."""
         return {}
 
     @classmethod
     def can_be_exported(cls) -> bool:
-        """Returns whether the class itself, not one that it inherits from, is ``exported``."""
+        """Returns whether the class itself sets ``exported``; a parent's value does not count."""
         return bool(vars(cls).get("exported", False))
 
     # --- rows and slots -----------------------------------------------------------------------------------------
 
     @classmethod
     def passes(cls, iterations: int) -> int:
-        """Returns the passes of the backbone that these iterations take: the most rows that a ledger keeps per slot."""
+        """Returns the number of backbone passes for ``iterations``, which is the maximum of ledger rows per slot."""
         return iterations
 
     @classmethod
     def slots_per_token(cls, iterations: int) -> int:
-        """Returns the slots that a token takes in the sequence the backbone reads."""
+        """Returns the number of slots per token in the sequence that the backbone reads."""
         return 1
 
     @classmethod
     def reuse_rule(cls, config: Recurrence) -> str:
-        """Returns what other tokens see of a halted one: a value of ``config.reuse``, or ``absent`` for nothing."""
+        """Returns how other tokens attend to halted ones: a value of ``config.reuse``, or ``absent`` for not at all."""
         return "state"
 
     # --- cost ---------------------------------------------------------------------------------------------------
 
     @classmethod
     def own_parameters(cls, config: Recurrence) -> int:
-        """Returns how many parameters it adds to the backbone's, biases included; allocates none."""
+        """Returns the number of parameters that the method adds, biases included; allocates no memory for them."""
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in cls(config).parameters())
 
     @classmethod
     def gates_asked(cls, iterations: int) -> int:
-        """Returns the number of iterations after which a gate is evaluated: all but the last, if it halts."""
+        """Returns the number of gate evaluations of a token at full depth: K - 1 if the method halts, else 0."""
         return iterations - 1 if cls.halts else 0
 
     @classmethod
     def gate_flops(cls, config: Recurrence) -> int:
-        """Returns the FLOPs of one evaluation of a gate; by default, of one row of weights."""
+        """Returns the FLOPs of one gate evaluation; by default, of a gate with one row of weights."""
         return 2 * config.hidden_size

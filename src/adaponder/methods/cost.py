@@ -1,9 +1,8 @@
 """Cost of a forward of any method: iterations, FLOPs and K/V bytes, from shapes and depths alone.
 
-A FLOP count here is 2 per multiply-add of the matrix products of one forward; norms, softmax, activations, rotary
-angles and what a policy computes for itself are left out. Attention has two counts: ``causal`` counts the keys that a
-query may see, ``square`` every query row against every key slot, as a dense masked kernel computes it and torch's flop
-counter reports.
+FLOPs are 2 per multiply-add of the matrix products of one forward; norms, softmax, activations, rotary embeddings and
+computations of a policy are left out. Attention is counted in one of two ways: ``causal`` counts the keys that a query
+may see, ``square`` every query with every key slot, as a dense masked kernel computes and torch's FLOP counter reports.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Attention = Literal["causal", "square"]
 
 
 class Parameters(NamedTuple):
-    """The number of parameters of the stock decoder, and of those that the method adds."""
+    """The numbers of parameters of the stock decoder and of the method."""
 
     backbone: int
     added: int
@@ -41,19 +40,19 @@ def parameters_of(config: Recurrence, *, shape: Shape | None = None) -> Paramete
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a batch, in sums over its tokens: costs of several batches, or of a prefill and its decode, add up.
+    """The cost of a batch, summed over its tokens; costs of several batches, or of prefill and decode, can be added.
 
     Attributes:
-        tokens: real tokens, padding not counted.
-        reads: their depths added up.
-        rows: rows that the body computed; more than ``reads`` where halted tokens are computed again.
-        body: FLOPs of the layers' matrices.
-        attention: FLOPs of queries with keys and of weights with values.
-        head: FLOPs of the returned logits.
+        tokens: number of real tokens, without padding.
+        reads: sum of the tokens' depths.
+        rows: number of rows that the layers computed; above ``reads`` if halted tokens are computed again.
+        body: FLOPs of the layers' weight matrices.
+        attention: FLOPs of queries times keys and of attention weights times values.
+        head: FLOPs of the logits that are returned.
         expectation: FLOPs of expected embeddings.
-        gates: FLOPs of gates, routers and exits.
-        kv_bytes: bytes of the keys and values that these tokens leave behind.
-        vanilla: FLOPs of the stock decoder on the same tokens, logits and attention count.
+        gates: FLOPs of gates, routers and exit gates.
+        kv_bytes: bytes of these tokens' keys and values in the cache.
+        vanilla: FLOPs of the stock decoder on the same tokens, with the same logits and way of counting attention.
     """
 
     tokens: int
@@ -69,12 +68,12 @@ class Cost:
 
     @classmethod
     def nothing(cls) -> Cost:
-        """Returns zeros: the start of a sum."""
+        """Returns a cost of zero, to start a sum."""
         return cls(*(0 for _ in fields(cls)))
 
     @property
     def iterations(self) -> float:
-        """Mean depth of real tokens: the paper's x."""
+        """Returns the mean depth of real tokens, the paper's x."""
         return self.reads / max(1, self.tokens)
 
     @property
@@ -83,7 +82,7 @@ class Cost:
 
     @property
     def ratio(self) -> float:
-        """The true x: FLOPs relative to the stock decoder on the same tokens."""
+        """Returns the FLOPs relative to the stock decoder on the same tokens, the true x."""
         return self.flops / max(1, self.vanilla)
 
     def __add__(self, other: Cost) -> Cost:
@@ -102,20 +101,20 @@ def cost_of(
     dtype: torch.dtype = torch.bfloat16,
     attention: Attention = "causal",
 ) -> Cost:
-    """Returns the cost of a forward that reads each token ``depth [batch, time]`` times and skips halted tokens.
+    """Returns the cost of a forward in which tokens have these depths and halted tokens are skipped.
 
-    Dense execution skips nothing: it costs as much as full depth, for padding too.
+    Dense execution skips nothing: it costs as much as full depth, also for padding.
 
     Args:
-        depth: the iterations of each token, as a forward returns them; 0 for padding.
+        depth: the depth of each token, ``[batch, time]``, as a forward returns it; 0 for padding.
         config: the method and its settings.
-        shape: of the backbone; read off ``config`` when absent, which takes a fraction of a second.
-        past: tokens already in the ledger: their depths ``[batch, past]``, or their number, each read to the full.
-        max_iterations: that of the forward.
-        logits: how many tokens get logits; by default every real one.
-        every_gate: gates of halted tokens are evaluated too, as a forward does for ``output_gates`` or ``labels``.
-        dtype: of keys and values.
-        attention: ``causal`` or ``square``, see the top of this module. Packed documents count as one.
+        shape: the backbone's shape; ``None`` computes it from ``config`` in a fraction of a second.
+        past: tokens already in the ledger: their depths ``[batch, past]``, or their number, at full depth.
+        max_iterations: the forward's maximum depth; ``None``: the config's.
+        logits: number of tokens that get logits; ``None``: every real token.
+        every_gate: whether gates of halted tokens are evaluated too, as with ``output_gates`` or ``labels``.
+        dtype: type of keys and values.
+        attention: ``causal`` or ``square``, see the top of this module. Packed documents are counted as one document.
     """
     iterations = config.iterations if max_iterations is None else max_iterations
     depth, past = _checked(depth, past, config, iterations)
@@ -131,7 +130,7 @@ def cost_of(
     rows, attended = _reading(depth, past, shape, attention, **layout)
     vanilla_rows, vanilla_attention = _reading(depth.clamp(max=1), past.clamp(max=1), shape, attention)
     head = 2 * shape.vocabulary * shape.hidden * with_logits
-    # The expected embedding is computed only for the tokens that the next iteration reads.
+    # Expected embeddings are computed only for tokens that are active in the next iteration.
     mixed = sum(active[1:]) if method.mixes_vocabulary else 0
     gates = sum(([tokens] * iterations if every_gate else active)[: method.gates_asked(iterations)])
     return Cost(
@@ -149,9 +148,9 @@ def cost_of(
 
 
 def per_depth(config: Recurrence, *, context: int = 0, shape: Shape | None = None) -> list[Cost]:
-    """Returns the cost of decoding one token at depth 1 … K after ``context`` tokens, keys and values in bfloat16.
+    """Returns the costs of decoding one token after ``context`` tokens at depth 1 … K, with a bfloat16 cache.
 
-    A method that cannot halt gets depth n from ``max_iterations=n``.
+    For methods that cannot halt, depth n means ``max_iterations=n``.
     """
     shape, halts = shape or shape_of(config.backbone_config), method_class(config.method).halts
     options = {"shape": shape, "past": context}
@@ -162,9 +161,9 @@ def per_depth(config: Recurrence, *, context: int = 0, shape: Shape | None = Non
 
 
 def training_flops(config: Recurrence, *, sequence: int, shape: Shape | None = None) -> float:
-    """Returns the FLOPs per token of a training step, in windows of ``sequence`` tokens, each read K times.
+    """Returns the FLOPs per token of a training step at full depth, in windows of ``sequence`` tokens.
 
-    A backward is two forwards; the head counts once for every state that the loss scores, recomputation not at all.
+    A backward pass counts as two forwards, the head once per state that the loss scores, and recomputation as nothing.
     """
     row = torch.full((1, sequence), config.iterations)
     cost = cost_of(row, config, shape=shape, every_gate=True)
@@ -173,9 +172,9 @@ def training_flops(config: Recurrence, *, sequence: int, shape: Shape | None = N
 
 
 def expectation_flops(shape: Shape) -> int:
-    """Returns the FLOPs of one expected embedding: logits over V, then a mixture of V embeddings.
+    """Returns the FLOPs of one expected embedding: V logits, then the weighted sum of V embeddings.
 
-    ``expectation_top_k`` sets the other probabilities to 0, and multiplies as much.
+    ``expectation_top_k`` does not reduce them: it sets the other probabilities to 0, but multiplies them as well.
     """
     return 4 * shape.vocabulary * shape.hidden
 
@@ -183,15 +182,15 @@ def expectation_flops(shape: Shape) -> int:
 def _reading(
     depth: Tensor, past: Tensor, shape: Shape, attention: str, *, passes: int = 1, slots: int = 1, reuse: str = "state"
 ) -> tuple[int, int]:
-    """Returns (rows through the body, FLOPs of attention) of all ``passes`` over ``slots`` per token.
+    """Returns (rows computed, FLOPs of attention), summed over ``passes`` passes; each token takes ``slots`` slots.
 
-    ``reuse`` is the method's rule for halted tokens; the defaults are the stock decoder.
+    ``reuse`` is the method's rule for halted tokens; the defaults describe the stock decoder.
     """
     grid = torch.cat([past, depth], dim=1).repeat_interleave(slots, dim=1)
     order = (grid > 0).cumsum(1)
     rows = attended = 0
     for i in range(passes):
-        query = grid > (0 if reuse in ("kv", "none") else i)  # these compute halted tokens too
+        query = grid > (0 if reuse in ("kv", "none") else i)  # these two rules compute halted tokens too
         query[:, : past.shape[1] * slots] = False
         if attention == "square":
             key = torch.ones_like(query)
@@ -201,26 +200,26 @@ def _reading(
             pairs = {window: _pairs(query, key, order, window) for window in set(shape.windows)}
         rows += int(query.sum())
         attended += sum(width * pairs[window] for width, window in zip(shape.attention, shape.windows, strict=True))
-        # Cached rows are unfolded anew in each pass, for every sequence that still has active tokens.
+        # Multi-head latent attention expands the cached rows in each pass, if the sequence has active tokens.
         attended += shape.expansion * int(key[query.any(1)].sum())
     return rows, 2 * attended
 
 
 def _pairs(query: Tensor, key: Tensor, order: Tensor, window: int | None) -> int:
-    """Counts the (query, key) pairs of a causal mask.
+    """Returns the number of (query, key) pairs of a causal mask, sliding if ``window`` is not ``None``.
 
-    All are ``[batch, slots]``; ``order`` is the rank among real tokens, which is what a window counts in.
+    Tensors are ``[batch, slots]``; ``order`` is each slot's rank among real tokens, the unit of ``window``.
     """
     visible = key.cumsum(1)
     if window is not None:
-        # The keys up to the newest one that has left the window, by rank.
+        # Subtract the keys that are older than the window, by rank.
         gone = torch.searchsorted(order, order - window, right=True)
         visible = visible - nn.functional.pad(visible, (1, 0)).gather(1, gone)
     return int(visible[query].sum())
 
 
 def _checked(depth: Tensor, past: int | Tensor, config: Recurrence, iterations: int) -> tuple[Tensor, Tensor]:
-    """Returns the depths of new and of past tokens on the CPU; raises on depths that this method cannot have."""
+    """Returns the depths of new and past tokens on the CPU; raises on depths that the method does not support."""
     if not 1 <= iterations <= config.iterations:
         raise InputError(
             f"max_iterations={iterations} must be between 1 and {config.iterations}, the model's iterations"

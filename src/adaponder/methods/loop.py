@@ -1,4 +1,4 @@
-"""Loop Transformer: the whole layer stack again on its own residual stream; and vanilla, the loop of one."""
+"""Loop Transformer, which repeats the layer stack on its own residual stream; and vanilla, which runs it once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from adaponder.methods.base import Method, State
 
 
 class Loop(Method):
-    """No input injection, no norm between loops: the final norm is applied once, to what the last loop left."""
+    """Repeats the layers without input injection or norm between loops; the final norm follows the last loop."""
 
     def receive(self, rows: Rows, state: State, output: Pass) -> State:
         return State(output.stream, output.hidden)

@@ -1,4 +1,4 @@
-"""Mixture-of-Recursions, expert choice: routers choose, recursion by recursion, which tokens are computed again."""
+"""Mixture-of-Recursions, expert choice: a router per recursion chooses which tokens are computed again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from adaponder.policies import Policy, Ranked, RouterThreshold, Shares
 
 
 class Router(nn.Linear):
-    """The logit of computing a token again, from the un-normed stream; no bias."""
+    """Maps the residual stream before the final norm to the logit of computing a token again; no bias."""
 
     def __init__(self, hidden_size: int):
         super().__init__(hidden_size, 1, bias=False)
@@ -33,11 +33,11 @@ class Router(nn.Linear):
 
 
 class MixtureOfRecursions(Method):
-    """``x[chosen] += alpha sigmoid(router) stack(x[chosen])``; the others pass through and cannot be attended to.
+    """``x[chosen] += alpha sigmoid(router) stack(x[chosen])``; other tokens pass through and cannot be attended to.
 
-    The first recursion computes every token, plainly, so it needs no router and K = 1 is vanilla (law 4). In training
-    the top share of each sequence is chosen, which looks at the future; evaluation and decoding choose by the sign of
-    the router's logit, which the auxiliary loss trains to agree.
+    The first recursion computes every token, without weighting, so it needs no router and K = 1 is vanilla (law 4).
+    Training chooses the top share of each sequence, which depends on later tokens; evaluation and decoding choose by
+    the sign of the router's logit, which the auxiliary loss trains to agree with that choice.
     """
 
     def __init__(self, config: Recurrence):
@@ -70,7 +70,7 @@ class MixtureOfRecursions(Method):
         return self.top_share() if training else RouterThreshold()
 
     def top_share(self, warm: float = 1.0) -> Policy:
-        """Returns the non-causal choice of training. ``warm`` goes from 0 (keep all) to 1 (the config's capacities)."""
+        """Returns the non-causal training policy; ``warm`` goes from 0 (keep all) to 1 (the config's capacities)."""
         ramp = 0.5 * (1.0 - math.cos(math.pi * min(1.0, max(0.0, warm))))
         capacities = self.config.capacities or []
         return Ranked(Shares(shares=tuple(1.0 - (1.0 - capacity) * ramp for capacity in capacities[1:])))
@@ -102,7 +102,7 @@ class MixtureOfRecursions(Method):
 
     @classmethod
     def complete(cls, config: Recurrence) -> None:
-        """Sets open capacities to the paper's ratios at K = 4 (sum 3.80, its 3.8x), else to 1, and checks them."""
+        """Checks capacities; if unset, uses the paper's for K = 4 (they add up to 3.80, its 3.8x), else 1."""
         iterations, capacities = config.iterations, config.capacities
         if capacities is None:
             capacities = [1.0, 0.97, 0.93, 0.9] if iterations == 4 else [1.0] * iterations
@@ -118,9 +118,9 @@ class MixtureOfRecursions(Method):
 
 @dataclass
 class RouterLoss:
-    """Cross-entropy plus ``weight`` times each router's binary cross-entropy against the tokens that were chosen.
+    """Cross-entropy plus ``weight`` times the sum over routers of binary cross-entropy against the chosen tokens.
 
-    So the sign of a router's logit learns to agree with the choice of the top share of a sequence.
+    It trains the sign of a router's logit to agree with the choice of the top share of each sequence.
     """
 
     needs_states: ClassVar[bool] = False
@@ -133,13 +133,13 @@ class RouterLoss:
         if not execution.gate_logits:
             return losses
         depth = execution.depth
-        # After iteration i the router chose among the tokens computed there; the chosen ones have the next one too.
+        # After iteration i, the router chose which of the tokens computed in it are also computed in iteration i + 1.
         terms = [agreement(logit, depth > i, depth > i + 1) for i, logit in enumerate(execution.gate_logits)]
         return with_term(losses, "router", torch.stack(terms).sum(), score, weight=self.weight, share=self.share)
 
 
 def agreement(logit: Tensor, eligible: Tensor, chosen: Tensor) -> Tensor:
-    """Returns the binary cross-entropy of each logit against having been chosen, averaged over the eligible tokens."""
+    """Returns the binary cross-entropy of ``logit`` against ``chosen``, averaged over eligible tokens."""
     logit = widened(logit)
     bce = nn.functional.binary_cross_entropy_with_logits(logit, chosen.to(logit.dtype), reduction="none")
     return (bce * eligible).sum() / eligible.sum().clamp_min(1)

@@ -1,4 +1,4 @@
-"""Training losses: what an objective receives, what it returns, and how targets are scored."""
+"""Training losses: their inputs and outputs, their scheduled settings, and the scoring of targets."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from adaponder.ops.precision import widened
 
 @dataclass
 class Trajectory:
-    """What a recurrence leaves behind.
+    """The result of a recurrence over a batch.
 
     Attributes:
-        hidden: final-normed hidden states ``[batch, time, d]``, each token's last.
-        gates: the logits of all gates ``[batch, time, gates]``; ``None`` if there was none.
-        states: hidden states after each pass, where they were collected.
+        hidden: each token's last final-normed hidden state, ``[batch, time, d]``.
+        gates: the logits of all gates, ``[batch, time, gates]``; ``None`` if no gate was evaluated.
+        states: hidden states after each pass; empty unless requested.
     """
 
     hidden: Tensor
@@ -34,21 +34,21 @@ class Trajectory:
 
 
 class Losses(NamedTuple):
-    """The loss to differentiate, and its terms by name, before their weights."""
+    """The loss to differentiate, and its unweighted terms by name."""
 
     total: Tensor
     terms: dict[str, Tensor]
 
 
 class Scorer(NamedTuple):
-    """How an objective scores hidden states against the targets.
+    """Functions that score hidden states against the targets.
 
     Attributes:
-        nll: per-token losses ``[batch, time]`` of hidden states.
-        mean: mean of per-token values over the tokens that count.
-        mean_nll: equals ``mean(nll(hidden))`` at less cost.
-        counted: which tokens count, ``[batch, time]``.
-        share: this batch's part of that mean where a caller spreads it over several batches (see :func:`with_term`).
+        nll: returns per-token losses ``[batch, time]`` of hidden states.
+        mean: returns the mean of per-token values over counted tokens.
+        mean_nll: equals ``mean(nll(hidden))``, at less cost.
+        counted: ``bool[batch, time]``: real tokens with a target.
+        share: counted tokens of this batch over those of all batches that a caller sums (see :func:`with_term`).
     """
 
     nll: Callable[[Tensor], Tensor]
@@ -67,7 +67,7 @@ class LossFunction(Protocol):
 
 
 class CrossEntropy:
-    """The loss of the last hidden state (eq. 11), and nothing else."""
+    """The cross-entropy of the last hidden state (eq. 11)."""
 
     needs_states: ClassVar[bool] = False
 
@@ -77,13 +77,13 @@ class CrossEntropy:
 
 
 def own_count(count: Tensor) -> Tensor:
-    """Returns the count itself: that of a single process."""
+    """Returns ``count`` unchanged, its mean over a single process."""
     return count
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The numbers that a schedule sets, from which each method makes its loss (``Method.objective``).
+    """The scheduled settings from which each method builds its loss (``Method.objective``).
 
     The defaults add nothing to the method's own loss.
     """
@@ -118,14 +118,14 @@ class Objective:
 
 
 def losses_by_depth(trajectory: Trajectory, score: Scorer) -> Tensor:
-    """Returns each token's loss after each iteration, ``[iterations, batch, time]``; constant once it has halted."""
+    """Returns each token's loss after each iteration, ``[iterations, batch, time]``; constant after the token halts."""
     return torch.stack([score.nll(state) for state in trajectory.states])
 
 
 def with_term(losses: Losses, name: str, term: Tensor, score: Scorer, *, weight: float, share: float | None) -> Losses:
-    """Equals ``losses`` plus ``share * weight * term``, multiplied in the term's own precision.
+    """Adds ``share * weight * term``, multiplied in the term's precision, to the total, and ``term`` to the terms.
 
-    ``share`` is the weight of a term beside the losses of targets; ``None`` is this batch's part of all targets.
+    ``share`` makes a term that is not a mean over targets add up over batches; ``None``: ``score.share``.
     """
     factor = weight * (score.share if share is None else share)
     if isinstance(factor, Tensor):
@@ -139,7 +139,7 @@ def with_term(losses: Losses, name: str, term: Tensor, score: Scorer, *, weight:
 def as_targets(
     ids: Tensor, labels: Tensor | None, targets: Tensor | None, vocabulary: int, *, document: Tensor | None
 ) -> Tensor | None:
-    """Returns what each token should predict: ``targets``, or labels shifted one to the left within each document."""
+    """Returns each token's target: ``targets``, or ``labels`` shifted one to the left within each document."""
     for name, values in (("labels", labels), ("targets", targets)):
         if values is not None and values.shape != ids.shape:
             raise InputError(f"{name} has shape {tuple(values.shape)}, input_ids {tuple(ids.shape)}: they must agree")
@@ -152,7 +152,7 @@ def as_targets(
     shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100).to(ids.device, torch.long)
     if document is None:
         return shifted
-    # A document's last token cannot predict the first one of the next.
+    # A document's last token must not predict the next document's first token.
     last = nn.functional.pad(document[:, 1:] != document[:, :-1], (0, 1))
     return shifted.masked_fill(last, -100)
 
@@ -165,22 +165,22 @@ def scorer(
     head: tuple[Tensor, Tensor | None],
     items: Tensor | int | None,
 ) -> Scorer:
-    """Builds the scorer of a method's loss; ``items`` is the count to average over, if it is more than this batch.
+    """Builds the scorer of a method's loss; means divide by ``items`` (``None``: the batch's counted tokens).
 
-    ``logits`` are those of the last hidden state where they exist anyway; others are never materialised whole.
+    ``logits`` are those of the last hidden state, if they are computed anyway; no other logits are materialised whole.
     """
-    # Predictions of padding do not count, so the first real token of a left-padded row is no target.
+    # Predictions at padding do not count, so the first real token of a left-padded sequence is never a target.
     counted = (targets != -100) & real
     share: Tensor | float = 1.0
     if items is None:
         items = counted.sum().clamp_min(1)
     else:
         count = counted.sum()
-        # In float64, so that shares add up; MPS has none.
+        # In float64, so that shares add up; MPS has no float64.
         share = (count if count.device.type == "mps" else count.double()) / items
 
     def per_item(total: Tensor) -> Tensor:
-        # A count is rounded once, to the precision of what it divides.
+        # The count is rounded only once, to the precision of the total.
         return total / (items.to(total.dtype) if isinstance(items, Tensor) else items)
 
     def nll(hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Ouro (LoopLM): the final-normed state is fed in again, and an exit gate spreads each token's loss over the loops."""
+"""Ouro (LoopLM): the final-normed state is the next loop's input; an exit gate weights the loss of each loop."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from adaponder.policies import Policy
 
 
 class Exit(nn.Linear):
-    """The logit of a loop's exit probability, lambda."""
+    """Maps the hidden state after a loop to the logit of its exit probability, lambda."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return super().forward(hidden).squeeze(-1)
 
 
 class Ouro(Method):
-    """One exit gate for all loops; training always runs every loop, exits happen in evaluation."""
+    """Loops with one exit gate for all; training runs every loop, and tokens exit early only in evaluation."""
 
     def __init__(self, config: Recurrence):
         super().__init__(config)
@@ -66,11 +66,11 @@ class Ouro(Method):
     exit_threshold = 1.0  # no exit before the last loop
     has_exit_loss = True
     gate_meaning = "exit probability"
-    gates_decide = False  # a policy compares the probability of having stayed so far, a product over all exits
+    gates_decide = False  # a policy compares the probability of no exit so far, a product over loops
 
     @classmethod
     def gates_asked(cls, iterations: int) -> int:
-        """Returns all: the exit gate is evaluated after the last loop too, though nothing is left to decide."""
+        """Returns ``iterations``: the exit gate is evaluated after the last loop too, although it decides nothing."""
         return iterations
 
     @classmethod
@@ -80,7 +80,7 @@ class Ouro(Method):
 
 @dataclass
 class ExpectedExitLoss:
-    """Stage I: each token's loss averaged over where it may exit, minus ``entropy_weight`` times that entropy."""
+    """Stage I: each token's expected loss under its exit distribution, minus ``entropy_weight`` times its entropy."""
 
     needs_states: ClassVar[bool] = True
 
@@ -96,7 +96,7 @@ class ExpectedExitLoss:
 
 
 class ExitImprovementLoss:
-    """Stage II: the exit gate learns to continue where the last loop helped; cross-entropy is only reported."""
+    """Stage II: trains the exit gate to continue where the last loop lowered the loss; only reports cross-entropy."""
 
     needs_states: ClassVar[bool] = True
 
@@ -108,14 +108,14 @@ class ExitImprovementLoss:
 
 
 def _per_loop(trajectory: Trajectory, score: Scorer) -> tuple[Tensor, Tensor]:
-    """Returns per-token losses and exit logits after each loop, ``[loops, batch, time]`` both."""
+    """Returns per-token losses and exit logits after each loop, both ``[loops, batch, time]``."""
     assert trajectory.gates is not None  # the exit gate is evaluated after every loop
     losses = losses_by_depth(trajectory, score)
     return losses, trajectory.gates.movedim(-1, 0).to(losses.dtype)
 
 
 def exit_log_probabilities(logit: Tensor) -> Tensor:
-    """Equals ``log(lambda_t * prod_{j<t} (1 - lambda_j))`` along the first axis, the remainder on the last loop."""
+    """Equals ``log(lambda_t * prod_{j<t} (1 - lambda_j))`` along the first axis; the last loop gets the remainder."""
     log_exit = nn.functional.logsigmoid(logit)
     log_stay = nn.functional.logsigmoid(-logit)
     before = torch.cat([torch.zeros_like(log_stay[:1]), log_stay.cumsum(0)[:-1]])

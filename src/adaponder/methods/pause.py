@@ -1,4 +1,4 @@
-"""Pause tokens: K-1 pauses follow each token at its own position; its prediction is read at the last."""
+"""Pause tokens: K-1 pauses follow each token at the token's position; the last of them predicts the next token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adaponder.methods.base import Method, State
 
 
 class Pause(Method):
-    """One pass over K times as many slots: depth in width. ``max_iterations=n`` inserts ``n - 1`` pauses."""
+    """One pass with K slots per token instead of K passes. ``max_iterations=n`` inserts ``n - 1`` pauses."""
 
     def __init__(self, config: Recurrence):
         super().__init__(config)
@@ -34,7 +34,7 @@ class Pause(Method):
             return self.vector.to(embedded.dtype)
         pause = cast(int, self.config.pause_token_id)
         token = torch.full((), pause, dtype=torch.long, device=embedded.device)
-        return rows.backbone.embed(token)  # made on the device, so that a CUDA graph can capture it
+        return rows.backbone.embed(token)  # created on the device, so that a CUDA graph can capture it
 
     def reset_parameters(self, std: float) -> None:
         if self.vector is not None:

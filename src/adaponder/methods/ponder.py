@@ -1,4 +1,4 @@
-"""PonderLM: read, add the expected next embedding, read again; every token the same number of times."""
+"""PonderLM: each pass adds the expected next embedding to a token's input; all tokens have the same depth."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ class Ponder(Method):
         return State(embedding + expected.to(embedding.dtype), hidden)
 
     def expected_embedding(self, rows: Rows, hidden: Tensor) -> Tensor:
-        """Returns the mean of the embedding table under each active row's prediction (eq. 6 to 8)."""
+        """Returns the expected embedding under each active row's next-token distribution (eq. 6 to 8)."""
         options = {"top_k": self.config.expectation_top_k, "keep_logits": self.keep_logits}
         return rows.map(partial(rows.backbone.expected_embedding, scale=self.config.table_scale, **options), hidden)

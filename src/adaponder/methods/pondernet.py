@@ -1,4 +1,4 @@
-"""PonderNet: each step reads the token and its own last state; exit probabilities are held near a geometric prior."""
+"""PonderNet: each step reads the token and its last state; a loss keeps exit probabilities near a geometric prior."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from adaponder.policies import Policy
 
 
 class PonderNet(Method):
-    """``h_{n+1} = Transformer(E^0 + c h_n)``, ``h_0 = 0``, each final-normed: a step of ``x`` and ``h`` (Banino 2021).
+    """``h_{n+1} = Transformer(E^0 + c h_n)``, ``h_0 = 0``, each final-normed (Banino 2021).
 
-    ``c`` is ``state_scale``, 1 in the paper. One unit serves all iterations: ``lambda_n = sigmoid(w h_n + b)`` is the
-    probability to exit after iteration ``n`` given that the token has not exited before, so
-    ``p_n = lambda_n prod_{j<n} (1 - lambda_j)``, the rest on the last iteration. Training runs every iteration and
-    takes the expected loss under ``p``. At inference a token exits at the median of ``p`` (``exit_threshold`` 0.5);
-    :class:`adaponder.policies.SampledExit` samples, as the paper does.
+    ``c`` is ``state_scale``, 1 in the paper. One gate serves all iterations: ``lambda_n = sigmoid(w h_n + b)`` is the
+    probability of an exit after iteration ``n`` if the token has not exited before, so
+    ``p_n = lambda_n prod_{j<n} (1 - lambda_j)``; the last iteration gets the remainder. Training runs every iteration
+    and takes the expected loss under ``p``. At inference a token exits at the median of ``p`` (``exit_threshold`` 0.5);
+    :class:`adaponder.policies.SampledExit` samples the exit, as the paper does.
     """
 
     def __init__(self, config: Recurrence):
         super().__init__(config)
-        units = min(1, config.gates())  # none where there is nothing to decide
+        units = min(1, config.gates())  # none if K = 1
         self.gates = nn.ModuleList(Gate(config.hidden_size, width=0, bias=-config.gate_bias) for _ in range(units))
 
     def start(self, rows: Rows, embedded: Tensor) -> State:
@@ -64,7 +64,7 @@ class PonderNet(Method):
     signal = "exit"
     exit_threshold = 0.5  # the median of the exit distribution
     gate_meaning = "exit probability"
-    gates_decide = False  # a policy compares the probability of having stayed so far, a product over all exits
+    gates_decide = False  # a policy compares the probability of no exit so far, a product over steps
 
     @classmethod
     def states_scored(cls, iterations: int) -> int:
@@ -72,7 +72,7 @@ class PonderNet(Method):
 
     @classmethod
     def requested_depth(cls, config: Recurrence, pressed: float) -> float:
-        """Returns the mean of the prior."""
+        """Returns the mean depth under the prior."""
         return mean_exit(config.exit_prior, config.iterations)
 
     @classmethod
@@ -86,10 +86,10 @@ class PonderNet(Method):
 
 @dataclass
 class GeometricExitLoss:
-    """``sum_n p_n loss_n + weight * KL(p || geometric(prior))``, the mean over targets.
+    """The mean over targets of ``sum_n p_n loss_n + weight * KL(p || geometric(prior))``.
 
     The prior exits with probability ``prior`` after each iteration and, like ``p``, with certainty after the last.
-    ``expected_depth`` is ``sum_n n p_n``, since training reads every token K times.
+    ``expected_depth`` is reported as ``sum_n n p_n``, because the depth in training is always K.
     """
 
     needs_states: ClassVar[bool] = True
@@ -110,20 +110,20 @@ class GeometricExitLoss:
 
 
 def _with_last(gates: Tensor | None, losses: Tensor) -> Tensor:
-    """Returns exit logits ``[K, batch, time]``: those of K - 1 gates ``[batch, time, K - 1]``, and 0 for the last.
+    """Returns exit logits ``[K, batch, time]``: those of ``gates [batch, time, K - 1]``, and 0 for iteration K.
 
-    Every token exits after the last iteration, so the value of its logit does not matter.
+    Every token exits after the last iteration, so the last logit is never used.
     """
     last = torch.zeros_like(losses[:1])
     return last if gates is None else torch.cat([gates.movedim(-1, 0).to(losses.dtype), last])
 
 
 def geometric_log_probabilities(prior: float, iterations: int) -> Tensor:
-    """Equals ``log(prior (1 - prior)^{n-1})`` for ``n = 1 … K - 1`` and ``log((1 - prior)^{K-1})`` for K."""
+    """Equals ``log(prior (1 - prior)^{n-1})`` for ``n = 1 … K - 1`` and ``log((1 - prior)^{K-1})`` for ``n = K``."""
     logit = math.log(prior) - math.log1p(-prior)
     return exit_log_probabilities(torch.full((iterations,), logit, dtype=torch.float64))
 
 
 def mean_exit(prior: float, iterations: int) -> float:
-    """Equals ``sum_n n p_n`` of the geometric prior."""
+    """Returns the mean of the geometric prior, ``sum_n n p_n``."""
     return (1.0 - (1.0 - prior) ** iterations) / prior

@@ -1,7 +1,7 @@
-"""A policy looks at each row, one token after one iteration, and decides whether the token is read again.
+"""The base class of policies: after each iteration, a policy decides for each row whether its token continues.
 
 A policy can be written as one line of text, ``word:value[,value…]``, e.g. ``fixed:2`` or ``gate:0.1,0.2,0.3``; a
-schedule's calibrated thresholds follow an ``@``. Command lines take such a line and profiles store it.
+schedule's calibrated thresholds follow an ``@``. ``--policy`` takes such a line and profiles store it.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from adaponder.errors import InputError, shown
 
 @dataclass(frozen=True)
 class PolicyInput:
-    """What a policy may look at: one entry per row, all of one shape (hidden states and logits have one more axis).
+    """The inputs of a policy: tensors with one entry per row, all of one shape (hidden states have one more axis).
 
-    Rows of one call may stand at different iterations and have different seeds, so a policy compares tensors and never
-    branches on them.
+    Rows of one call may be at different iterations and have different seeds, so a policy must compare tensors and not
+    branch on their values.
 
     Attributes:
         iteration: int64, the iteration that the row has just finished, from 0.
         gate: the model's signal to continue, in (0, 1): the learned gate's ``s``, a router's sigmoid, or the
-            probability of not having exited yet.
+            probability of no exit so far.
         hidden: final-normed hidden states.
         position: position of the token in its document.
         seed: int64, the caller's seed.
-        sequence: index in the batch of the token's sequence.
-        slot: index of the token in its sequence, padding and cached tokens counted.
+        sequence: batch index of the token's sequence.
+        slot: index of the token in its sequence, including padding and cached tokens.
         active: tokens that have not halted; the policy's result for other tokens is ignored.
         head: computes logits from hidden states; use :attr:`logits`.
         previous: final-normed hidden states of the same tokens one iteration earlier; undefined for rows at
-            iteration 0, ``None`` where no row has one.
+            iteration 0, ``None`` if all rows are at iteration 0 or no policy ``reads_previous``.
     """
 
     iteration: Tensor
@@ -52,12 +52,12 @@ class PolicyInput:
 
     @property
     def logits(self) -> Tensor:
-        """Computes the next-token logits at this iteration; most policies do not need them."""
+        """Computes the next-token logits after this iteration; expensive, and most policies do not need them."""
         return self.head(self.hidden)
 
 
 class PolicyLine(NamedTuple):
-    """A line of text split up: ``uniform:0.5@0.1,0.2`` has word ``uniform``, value ``0.5``, thresholds ``0.1,0.2``."""
+    """The parts of a line: ``uniform:0.5@0.1,0.2`` has word ``uniform``, value ``0.5`` and thresholds ``0.1,0.2``."""
 
     word: str
     value: str
@@ -65,7 +65,7 @@ class PolicyLine(NamedTuple):
 
 
 def numbers_of(text: str) -> tuple[float, ...]:
-    """Returns the numbers in a part of a line, between commas."""
+    """Parses comma-separated numbers."""
     try:
         return tuple(float(number) for number in text.split(","))
     except ValueError:
@@ -73,25 +73,25 @@ def numbers_of(text: str) -> tuple[float, ...]:
 
 
 def number_text(value: float | Sequence[float]) -> str:
-    """Formats one number, or several with commas between them, as text that parses back to the same numbers."""
-    # repr of a float is the shortest such text.
+    """Formats one number, or several separated by commas; parsing the text gives exactly the same numbers."""
+    # repr of a float is the shortest text that parses to it.
     return ",".join(repr(number) for number in (value if isinstance(value, Sequence) else (value,)))
 
 
 class Policy(ABC):
-    """Decides which tokens are read again; how an update is weighted is up to the method.
+    """Decides which tokens continue to the next iteration; the method decides how updates are weighted.
 
-    A class with a ``word`` is registered when it is defined: ``--policy`` takes ``word:value`` and a profile stores it.
+    A class with a ``word`` is registered when it is defined: ``--policy`` takes ``word:value`` and profiles store it.
 
     Attributes:
-        causal: promises that a token's decision never depends on later tokens; others cannot generate.
-        row_by_row: promises that a row's decision depends on that row alone.
+        causal: whether a token's decision never depends on later tokens; only causal policies can generate.
+        row_by_row: whether a row's decision depends on that row alone.
         reads_seed: whether a decision may depend on the row's seed.
-        reads_previous: whether it reads ``previous``; the engine keeps those states only where a policy does.
-        signal: the kind of ``gate`` that it needs (the ``signal`` of a method's class); ``None``: any.
-        word: its name in a line of text; empty where it has no such form.
-        value_field: the field that the value of a line sets; empty where it takes none.
-        per_gate: whether that value may have one number for each gate.
+        reads_previous: whether the policy reads ``previous``; the engine keeps these states only for such policies.
+        signal: the kind of ``gate`` that the policy needs (the ``signal`` of a method's class); ``None``: any.
+        word: the policy's name in a line of text; empty if it cannot be written as a line.
+        value_field: the field that the value of a line sets; empty if a line has no value.
+        per_gate: whether the value may have one number for each gate.
     """
 
     causal: ClassVar[bool] = True
@@ -109,7 +109,7 @@ class Policy(ABC):
         if any(mark in word for mark in ":@,"):
             raise InputError(f"{cls.__qualname__}.word={word!r} must not contain a colon, a comma or @")
         other = _BY_WORD.get(word)
-        # A class defined again (a notebook's cell run twice, dataclass(slots=True)) replaces itself.
+        # A class that is defined again (a notebook cell run twice, dataclass(slots=True)) replaces the earlier one.
         if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
             raise InputError(f"{cls.__qualname__}.word={word!r} is the word of {other.__qualname__}; choose another")
         if word:
@@ -117,32 +117,32 @@ class Policy(ABC):
 
     @abstractmethod
     def __call__(self, rows: PolicyInput) -> Tensor:
-        """Returns True for rows whose token is read again; settings are refused in ``check`` and ``check_batch``."""
+        """Returns True for rows whose token continues; ``check`` and ``check_batch`` reject invalid settings."""
 
     @property
     def fingerprint(self) -> str:
-        """Names the policy and its settings: equal fingerprints, equal decisions."""
+        """Returns a name of the policy with its settings; policies with equal fingerprints make equal decisions."""
         return repr(self)
 
     @property
     def spelling(self) -> str:
-        """Returns the policy as typed, ``fixed:2``, for tables and errors; its fingerprint where it has no line."""
+        """Returns the policy's line, e.g. ``fixed:2``, or its fingerprint if it has no line; for tables and errors."""
         try:
             return self.as_line()
         except InputError:
             return self.fingerprint
 
     def heads(self, iteration: int) -> int:
-        """Returns how often the policy computes a token's logits to decide after this iteration."""
+        """Returns how many times the policy computes a token's logits to decide after this iteration."""
         return 0
 
     def check(self, method: str, iterations: int) -> None:
-        """Raises where it cannot decide for a model of ``method`` that reads a token up to ``iterations`` times."""
+        """Raises if the policy's settings do not fit a model of ``method`` with K = ``iterations``."""
         if self.per_gate:
             self.check_one_per_gate(self.value_field, iterations)
 
     def check_one_per_gate(self, name: str, iterations: int) -> None:
-        """Raises if the field ``name`` is a list without one number for each gate of a model of K iterations."""
+        """Raises if the field ``name`` is a list whose length is not ``iterations - 1``, the number of gates."""
         value = getattr(self, name)
         if isinstance(value, Sequence) and len(value) != iterations - 1:
             raise InputError(
@@ -151,7 +151,7 @@ class Policy(ABC):
             )
 
     def check_signal(self, signal: str, method: str, iterations: int) -> None:
-        """Raises where it needs another signal than the one that a model of ``method`` provides as ``gate``."""
+        """Raises if the policy needs another kind of ``gate`` than ``signal``, the kind of a model of ``method``."""
         if self.signal not in (None, signal):
             raise InputError(
                 f"policy={self.spelling}: it reads the signal of {self.signal}, and this model is {method} "
@@ -159,26 +159,26 @@ class Policy(ABC):
             )
 
     def check_batch(self, sequences: int, slots: int) -> None:  # noqa: B027 (most policies fit every batch)
-        """Raises where it cannot decide for a batch of this shape, padding and cached tokens counted.
+        """Raises if the policy does not fit a batch of this shape, including padding and cached tokens.
 
-        Called once before a forward, so that no decision has to wait for the device.
+        Called once before each forward, so that decisions need no check that synchronises with the device.
         """
 
     @classmethod
     def words(cls) -> tuple[str, ...]:
-        """Returns the words that a line of this policy may start with."""
+        """Returns the words with which a line of this policy may start."""
         return (cls.word,)
 
     @classmethod
     def parse(cls, line: PolicyLine) -> Policy | None:
-        """Returns the policy that a line describes; ``None`` where the line does not have the form of one."""
+        """Returns the policy that a line describes; ``None`` if the line does not have the form of this class."""
         if line.thresholds or (line.value and not cls.value_field):
             return None
         return cls(**{cls.value_field: cls.parse_value(line.value)}) if cls.value_field else cls()
 
     @classmethod
     def parse_value(cls, value: str) -> Any:
-        """Returns the value of a line as ``value_field`` takes it."""
+        """Parses the value of a line for ``value_field``."""
         values = numbers_of(value)
         if len(values) > 1 and not cls.per_gate:
             raise InputError(f"{cls.word} takes one value, {len(values)} were given")
@@ -186,25 +186,25 @@ class Policy(ABC):
 
     def as_line(self) -> str:
         """Returns the line of text that :meth:`parse` turns back into this policy."""
-        # A subclass without a word of its own would be read back as its parent.
+        # The line of a subclass that inherits its word would be parsed as the parent class.
         if _BY_WORD.get(self.word) is not type(self):
             raise InputError(f"policy={self.fingerprint}: it cannot be written as one line of text")
         return f"{self.word}:{number_text(getattr(self, self.value_field))}" if self.value_field else self.word
 
 
-# Filled when a class is defined: see Policy.__init_subclass__.
+# Filled by Policy.__init_subclass__ when a class is defined.
 _BY_WORD: dict[str, type[Policy]] = {}
 
 
 def registered_policies() -> tuple[type[Policy], ...]:
-    """Returns every policy class that has a word, in the order in which they were defined."""
+    """Returns every policy class that has a word, in order of definition."""
     return tuple(_BY_WORD.values())
 
 
 def parse_policy(text: str, option: str = "--policy") -> Policy:
-    """Returns the policy that a line of text describes; ``ranked-…`` ones are for evaluation only.
+    """Returns the policy that a line of text describes; ``ranked-…`` policies are for evaluation only.
 
-    ``option`` is named in errors.
+    Errors name ``option``.
     """
     word, _, numbers = text.partition(":")
     value, _, thresholds = numbers.partition("@")
@@ -230,7 +230,7 @@ def as_policy(policy: Policy | Callable[[PolicyInput], Tensor]) -> Policy:
 
 @dataclass(frozen=True)
 class Custom(Policy):
-    """A user's callable. It is trusted to be causal and per token; law 1 can be tested on it."""
+    """Wraps a user's callable, which must be causal and decide per token; this is not checked."""
 
     function: Callable[[PolicyInput], Tensor]
 

@@ -1,4 +1,4 @@
-"""Chooses the policy of a command or request: by a line, a threshold of the gate, a profile or a mean depth."""
+"""Chooses the policy of a command or request from a line, a gate threshold, a profile or a mean depth."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def choose_policy(
     profiles: Profiles = MappingProxyType({}),
     name: Callable[[str], str] = str,
 ) -> Policy | None:
-    """Returns the policy of ``policy``, ``tau`` or ``budget``; ``None``, the method's own, if none of them is given.
+    """Returns the policy for ``policy``, ``tau`` or ``budget``; ``None`` (the method's default) if none is given.
 
     Args:
         policy: a policy, or its line such as ``fixed:2``.
         tau: a threshold of the learned gate.
-        budget: the name of a profile, or a mean depth between those of calibrated profiles.
-        profiles: the checkpoint's profiles by name, as ``profiles.json`` stores them.
-        name: what the caller calls each of the three fields, for errors.
+        budget: the name of a profile, or a mean depth, met by interpolating between profiles of the learned gate.
+        profiles: the checkpoint's profiles by name, as in ``profiles.json``.
+        name: returns the caller's name of ``policy``, ``tau`` or ``budget``, for errors.
     """
     ways = {"policy": policy, "tau": tau, "budget": budget}
     given = [name(field) for field, value in ways.items() if value is not None]
@@ -55,7 +55,7 @@ def choose_policy(
         return FixedDepth(int(budget))
     gates = iterations - 1
     points = [(1.0, (1.0,) * gates), *points, (float(iterations), (0.0,) * gates)]
-    # Thresholds between calibrated depths are linear in the depth.
+    # Between calibrated depths, thresholds are interpolated linearly.
     above = next(index for index, (depth, _) in enumerate(points) if depth >= budget)
     (low, before), (high, after) = points[above - 1], points[above]
     share = (budget - low) / (high - low)
@@ -63,7 +63,7 @@ def choose_policy(
 
 
 def profile_policy(profiles: Profiles, name: str, option: str) -> Policy:
-    """Returns the policy of the profile ``name``; ``option`` is named in errors."""
+    """Returns the policy of the profile ``name``; errors name ``option``."""
     if name not in profiles:
         known = ", ".join(profiles) or "none"
         raise InputError(
@@ -73,7 +73,7 @@ def profile_policy(profiles: Profiles, name: str, option: str) -> Policy:
 
 
 def _calibrated(profiles: Profiles, iterations: int) -> list[tuple[float, tuple[float, ...]]]:
-    """Returns mean depth and thresholds of each profile of the learned gate, sorted by depth."""
+    """Returns (mean depth, thresholds) of each profile of the learned gate with finite thresholds, sorted by depth."""
     points = {}
     for profile in profiles.values():
         policy, depth = parse_policy(profile["policy"]), profile.get("depth", profile.get("budget"))

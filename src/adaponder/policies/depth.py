@@ -1,4 +1,4 @@
-"""Policies with given depths: one for all tokens, or one for each."""
+"""Policies with given depths: one depth for all tokens, or one per token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adaponder.policies.base import Policy, PolicyInput
 
 @dataclass(frozen=True)
 class FixedDepth(Policy):
-    """Reads every token ``depth`` times."""
+    """Gives every token the same depth."""
 
     depth: int
     reads_seed: ClassVar[bool] = False
@@ -44,9 +44,9 @@ class FixedDepth(Policy):
 
 @dataclass(frozen=True)
 class ForcedDepths(Policy):
-    """Reads each token ``depths[sequence, slot]`` times: replay, oracles, tests.
+    """Gives each token the depth ``depths[sequence, slot]``; for replay, oracles and tests.
 
-    Depths on another device than the model's are copied at every iteration: move them first where time matters.
+    Depths on another device than the model's are copied at every iteration; move them first if speed matters.
     """
 
     depths: Tensor
@@ -60,7 +60,7 @@ class ForcedDepths(Policy):
             raise InputError(f"depths={given} must be a tensor [batch, time] of whole numbers")
 
     def check(self, method: str, iterations: int) -> None:
-        # On a GPU the host would wait for the maximum, and a token is read at most K times anyway.
+        # On a GPU, computing the maximum would synchronise, and no token gets more than K iterations anyway.
         if self.depths.device.type == "cpu" and self.depths.numel() and int(self.depths.max()) > iterations:
             raise InputError(
                 f"policy: ForcedDepths has depth {int(self.depths.max())}; the model reads a token at most "

@@ -1,4 +1,4 @@
-"""Policies that compare the model's own signal with a threshold: a learned gate, a router, exits."""
+"""Policies that compare the model's signal (learned gate, router or exit gate) with a threshold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from adaponder.policies.values import as_floats, as_number, as_share, at, set_fi
 
 @dataclass(frozen=True)
 class LearnedGate(Policy):
-    """Continues while ``s >= tau`` (eq. 4): the paper's rule. One tau or one per gate; ``inf`` halts every token."""
+    """Continues while ``s >= tau`` (eq. 4), the paper's rule; one tau, or one per gate. ``inf`` halts every token."""
 
     tau: float | tuple[float, ...] = 1e-4
     reads_seed: ClassVar[bool] = False
@@ -37,7 +37,7 @@ class LearnedGate(Policy):
 
 @dataclass(frozen=True)
 class RouterThreshold(Policy):
-    """Continues while the router's logit is positive: how a model that is trained to rank decides causally."""
+    """Continues while the router's logit is positive; the causal rule of models that are trained with ranking."""
 
     reads_seed: ClassVar[bool] = False
     signal: ClassVar[str | None] = "router"
@@ -49,7 +49,7 @@ class RouterThreshold(Policy):
 
 @dataclass(frozen=True)
 class ExitThreshold(Policy):
-    """Exits once the cumulative exit probability reaches ``q``: the rule of models that have an exit gate."""
+    """Halts once the cumulative exit probability reaches ``q``; the rule of models with an exit gate."""
 
     q: float = 1.0
     reads_seed: ClassVar[bool] = False
@@ -63,5 +63,5 @@ class ExitThreshold(Policy):
             raise InputError(f"q={self.q} must be above 0 and at most 1")
 
     def __call__(self, rows: PolicyInput) -> Tensor:
-        # Not 1 - gate < q: that difference rounds to 1 for a small gate, and at q = 1 no token may exit because of it.
+        # Not 1 - gate < q: for a small gate, 1 - gate rounds to 1, so tokens would exit at q = 1 because of rounding.
         return rows.gate.float() > at(1.0 - self.q, rows.iteration, torch.float32)

@@ -1,4 +1,4 @@
-"""Policies that measure a row's prediction, or how far the last iteration moved it, and compare with a threshold."""
+"""Policies that compare a measure of a row's prediction, or of its change in the last iteration, with a threshold."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from adaponder.ops.precision import widened
 from adaponder.policies.base import Policy, PolicyInput
 from adaponder.policies.values import as_floats, at, set_fields
 
-# Rows whose logits exist at one time: with 50,000 words, 200 MB in float32.
+# Number of rows whose logits are in memory at a time: 200 MB in float32 for a vocabulary of 50,000.
 _ROWS = 1024
 
 
 @dataclass(frozen=True)
 class MeasureThreshold(Policy):
-    """Continues while :meth:`measure` is at least ``threshold`` (``at_most``: at most), one number or one per gate.
+    """Continues while :meth:`measure` is at least ``threshold`` (at most, if ``at_most``); one number or one per gate.
 
-    Measures of two iterations (``reads_previous``) have nothing to compare after iteration 0: every token continues
-    then and is read at least twice.
+    Measures that compare two iterations (``reads_previous``) are undefined after iteration 0; every token continues
+    there, so depths are at least 2.
     """
 
     threshold: float | tuple[float, ...]
@@ -39,7 +39,7 @@ class MeasureThreshold(Policy):
     @staticmethod
     @abstractmethod
     def measure(rows: PolicyInput) -> Tensor:
-        """Returns one number per row; thresholds are compared with it in its own precision."""
+        """Returns one number per row; thresholds are converted to its precision before comparison."""
 
     def __call__(self, rows: PolicyInput) -> Tensor:
         measured = self.measure(rows)
@@ -49,13 +49,13 @@ class MeasureThreshold(Policy):
 
 @dataclass(frozen=True)
 class Entropy(MeasureThreshold):
-    """Continues while the next-token distribution's entropy (nats) is at least ``threshold``."""
+    """Continues while the entropy of the next-token distribution is at least ``threshold`` nats."""
 
     word: ClassVar[str] = "entropy"
 
     @staticmethod
     def measure(rows: PolicyInput) -> Tensor:
-        """Equals ``-sum p log p`` of the next-token distribution, in nats; logits exist for a few rows at a time."""
+        """Equals ``-sum p log p`` of the next-token distribution, in nats; computes logits in chunks to save memory."""
 
         def entropy(hidden: Tensor) -> Tensor:
             return entropy_of(widened(rows.head(hidden)))
@@ -68,9 +68,9 @@ class Entropy(MeasureThreshold):
 
 @dataclass(frozen=True)
 class Confidence(MeasureThreshold):
-    """Continues while the two likeliest next tokens are at most ``threshold`` apart in probability.
+    """Continues while the probabilities of the two likeliest next tokens differ by at most ``threshold``.
 
-    CALM's softmax response. At 1 every token is read K times.
+    This is CALM's softmax response. With ``threshold=1`` every token has depth K.
     """
 
     word: ClassVar[str] = "confidence"
@@ -78,7 +78,7 @@ class Confidence(MeasureThreshold):
 
     @staticmethod
     def measure(rows: PolicyInput) -> Tensor:
-        """Equals ``p(1st) - p(2nd)`` of the next-token distribution, 0 to 1; logits exist for a few rows at a time."""
+        """Equals ``p(1st) - p(2nd)`` of the next-token distribution, 0 to 1; computes logits in small chunks."""
 
         def margin(hidden: Tensor) -> Tensor:
             first, second = torch.softmax(widened(rows.head(hidden)), dim=-1).topk(2, dim=-1).values.unbind(-1)
@@ -92,7 +92,7 @@ class Confidence(MeasureThreshold):
 
 @dataclass(frozen=True)
 class Divergence(MeasureThreshold):
-    """Continues while the last iteration moved the prediction by a divergence (nats) of at least ``threshold``."""
+    """Continues while the KL divergence between the last two predictions is at least ``threshold`` nats."""
 
     word: ClassVar[str] = "kl"
     reads_previous: ClassVar[bool] = True
@@ -113,7 +113,7 @@ class Divergence(MeasureThreshold):
 
 @dataclass(frozen=True)
 class Change(MeasureThreshold):
-    """Continues while the last iteration moved the final-normed hidden state by at least ``threshold`` of its norm."""
+    """Continues while the relative change of the final-normed hidden state is at least ``threshold``."""
 
     word: ClassVar[str] = "change"
     reads_previous: ClassVar[bool] = True
@@ -131,9 +131,9 @@ class Change(MeasureThreshold):
 
 @dataclass(frozen=True)
 class Similarity(MeasureThreshold):
-    """Continues while a token's last two final-normed hidden states have a cosine of at most ``threshold``.
+    """Continues while the cosine of a token's last two final-normed hidden states is at most ``threshold``.
 
-    CALM's hidden-state saturation.
+    This is CALM's hidden-state saturation.
     """
 
     word: ClassVar[str] = "similarity"
@@ -157,13 +157,13 @@ def entropy_of(logits: Tensor) -> Tensor:
 
 
 def in_chunks(function: Callable[..., Tensor], *states: Tensor) -> Tensor:
-    """Equals ``function(*states)`` of hidden states or logits, computed a few rows at a time."""
+    """Equals ``function(*states)`` of hidden states or logits, computed in chunks of rows to save memory."""
     chunks = [state.flatten(0, -2).split(_ROWS) for state in states]
     return torch.cat([function(*chunk) for chunk in zip(*chunks, strict=True)]).view(states[0].shape[:-1])
 
 
 def _since_previous(rows: PolicyInput, measure: Callable[[Tensor, Tensor], Tensor], *, first: float) -> Tensor:
-    """Returns ``measure(hidden, previous)``, and ``first`` for rows at iteration 0, which have no previous states."""
+    """Returns ``measure(hidden, previous)``, but ``first`` for rows at iteration 0, which have no previous state."""
     if rows.previous is None:
         return torch.full_like(rows.gate, first)
     return torch.where(rows.iteration == 0, first, measure(rows.hidden, rows.previous))

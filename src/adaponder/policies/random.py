@@ -1,4 +1,4 @@
-"""Policies that draw depths: by hashes of (seed, position, iteration), so that a draw is the same in any batch."""
+"""Policies with random depths, drawn by hashes of (seed, position, iteration), so that no draw depends on the batch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from adaponder.policies.base import Policy, PolicyInput
 from adaponder.policies.gate import LearnedGate
 from adaponder.policies.values import as_number, as_share, set_fields, unit_hash
 
-# Numbers that no iteration has, for draws that belong to a token or to a sequence: the rate of a token or sequence,
-# whether a token has its own rate, where a token exits, whether the gate decides in a sequence.
+# Negative iteration numbers, for draws per token or per sequence: the rate of a token or sequence, whether a token has
+# its own rate, where a token exits, whether the gate decides in a sequence (this one also has a negative position).
 _RATE, _OWN_RATE, _EXIT, _BY_GATE = -1, -2, -3, -3
 
 
 @dataclass(frozen=True)
 class Random(Policy):
-    """Continues with probability ``keep``. Tokens at equal positions of different sequences are decided alike."""
+    """Continues with probability ``keep``; tokens with equal seed and position in two sequences continue alike."""
 
     keep: float
     word: ClassVar[str] = "random"
@@ -35,11 +35,11 @@ class Random(Policy):
 
 @dataclass(frozen=True)
 class RandomRates(Policy):
-    """Continues at a random rate that is itself drawn, so that ``P(depth > i) = prior / (prior + i)``.
+    """Continues at a rate that is itself random, so that ``P(depth > i) = prior / (prior + i)``.
 
-    A rate is the probability to continue after each iteration, drawn from Beta(prior, 1), uniform at prior = 1. Half
-    of the tokens share a rate that is drawn once per sequence, each of the others has its own. So whole sequences are
-    read once or K times, and in each of them some tokens go to the end independently of the others.
+    A rate is the probability to continue after each iteration, drawn from Beta(prior, 1), uniform if prior = 1. Half
+    of the tokens share a rate drawn per sequence, the others each have their own rate. So some sequences are mostly
+    shallow and some mostly deep, and in each of them some tokens reach full depth independently of the others.
     """
 
     prior: float = 1.0
@@ -58,22 +58,22 @@ class RandomRates(Policy):
         return unit_hash(rows.position, rows.seed, rows.iteration) < rate
 
     def reaching(self, iteration: int) -> float:
-        """Returns the share of tokens that are read at this iteration, from 0."""
+        """Returns the expected share of tokens that are active in this iteration, from 0."""
         return self.prior / (self.prior + iteration)
 
 
 @dataclass(frozen=True)
 class GateOrChance(Policy):
-    """In a ``share`` of the sequences the learned gate decides with ``tau``, in the others :class:`RandomRates`.
+    """Decides by the learned gate with ``tau`` in a ``share`` of the sequences, by :class:`RandomRates` in the others.
 
-    So a model learns with the halts that its gates will make, and gates still learn the gain of every depth. A hash of
-    a sequence's seed selects the rule.
+    So the model is trained with the halts of its gates, while gates still learn from tokens at every depth. A hash of
+    each sequence's seed selects the rule.
     """
 
     share: float
     tau: float
     prior: float
-    # Made once: a compiler (torch 2.11) does not find the fields of a policy that is made while it traces.
+    # Created once, because torch.compile (2.11) does not find the fields of a policy that is created while tracing.
     gate: LearnedGate = field(init=False, repr=False, compare=False)
     by_chance: RandomRates = field(init=False, repr=False, compare=False)
 
@@ -88,17 +88,17 @@ class GateOrChance(Policy):
         return torch.where(self.by_gate(rows.seed), self.gate(rows), self.by_chance(rows))
 
     def by_gate(self, seed: Tensor) -> Tensor:
-        """Returns whether the gate decides in a sequence of that seed, in the shape of ``seed``."""
+        """Returns whether the gate decides in sequences with these seeds, in the shape of ``seed``."""
         place = torch.full_like(seed, _BY_GATE)
         return unit_hash(place, seed, place) < self.share
 
 
 @dataclass(frozen=True)
 class SampledExit(Policy):
-    """Samples where each token exits: after iteration ``n`` with the probability that its exit gate gives to ``n``.
+    """Samples the depth of each token from the exit distribution of its exit gate.
 
-    A token draws one number ``u`` in [0, 1) and continues while the probability of having stayed is above ``u``, which
-    is exact: ``P(stay > u) = stay``.
+    Each token has one uniform number ``u`` in [0, 1) and continues while its probability of no exit so far, ``stay``,
+    is above ``u``. This samples exactly, because ``P(u < stay) = stay``.
     """
 
     signal: ClassVar[str | None] = "exit"
@@ -109,5 +109,5 @@ class SampledExit(Policy):
 
 
 def _draw(rows: PolicyInput, position: Tensor, number: int) -> Tensor:
-    """Returns the hash of (seed, ``position``, ``number``): a draw that no iteration makes."""
+    """Returns the uniform hash of (seed, ``position``, ``number``); no iteration has a negative ``number``."""
     return unit_hash(position, rows.seed, torch.full_like(rows.iteration, number))

@@ -1,7 +1,7 @@
-"""Policies that keep a prescribed share of tokens after each iteration, those of highest gate.
+"""Policies that keep a prescribed share of tokens after each iteration: the tokens with the highest gates.
 
-:class:`Schedule` decides by calibrated thresholds (causal); :class:`Ranked` ranks within the sequence, as the paper's
-experiment does, and looks at later tokens.
+:class:`Schedule` decides by calibrated thresholds and is causal; :class:`Ranked` ranks the tokens of a sequence, as in
+the paper's experiment, and depends on later tokens.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from adaponder.policies.values import as_floats, as_share, at, set_fields
 
 @dataclass(frozen=True)
 class Schedule(Policy):
-    """Keeps the tokens of highest gate, a prescribed share of the sequence at each iteration.
+    """Keeps the tokens with the highest gates, a prescribed share after each iteration.
 
-    With ``thresholds`` (see :func:`thresholds_for`) the rule is causal and per token. A schedule's ``value_field`` sets
-    its shares.
+    It decides causally and per token, by ``thresholds`` (see :func:`thresholds_for`); without thresholds it can only be
+    ranked by :class:`Ranked`. The ``value_field`` of a subclass sets its shares.
     """
 
     thresholds: tuple[float, ...] = ()
@@ -37,12 +37,12 @@ class Schedule(Policy):
         set_fields(self, **{"thresholds": as_floats("thresholds", self.thresholds), name: shares})
 
     def checked_shares(self, name: str, value: Any) -> Any:
-        """Returns the value of a schedule's own field; raises unless it is a share."""
+        """Returns the value of ``value_field``; raises unless it is a share."""
         return as_share(name, value)
 
     @abstractmethod
     def share(self, iteration: int) -> float:
-        """Returns the share of a sequence's tokens that is read again after this iteration."""
+        """Returns the share of a sequence's tokens that continue after this iteration."""
 
     def check(self, method: str, iterations: int) -> None:
         if self.thresholds:
@@ -69,7 +69,7 @@ class Schedule(Policy):
 
     @classmethod
     def parse_shares(cls, line: PolicyLine) -> Self:
-        """Returns the schedule of a line, with its thresholds if the line has any."""
+        """Returns the schedule that a line describes, with or without thresholds."""
         thresholds = numbers_of(line.thresholds) if line.thresholds else ()
         return cls(thresholds, **{cls.value_field: cls.parse_value(line.value)})
 
@@ -77,7 +77,7 @@ class Schedule(Policy):
         return self.shares_as_line() + (f"@{number_text(self.thresholds)}" if self.thresholds else "")
 
     def shares_as_line(self) -> str:
-        """Returns the line without thresholds."""
+        """Returns the schedule's line without thresholds."""
         return super().as_line()
 
     def __call__(self, rows: PolicyInput) -> Tensor:
@@ -110,7 +110,7 @@ class Geometric(Schedule):
 
 @dataclass(frozen=True)
 class Shares(Schedule):
-    """Keeps a given share after each iteration, as capacities are given."""
+    """Keeps the share ``shares[i]`` of tokens after iteration i."""
 
     shares: tuple[float, ...] = field(default=(), kw_only=True)
     word: ClassVar[str] = "shares"
@@ -136,9 +136,9 @@ class Shares(Schedule):
 
 
 class SequencePolicy(Policy):
-    """Chooses among the tokens of each whole sequence, later ones included: for evaluation and training only.
+    """Decides for all tokens of a sequence together, so it depends on later tokens: for evaluation and training only.
 
-    Dense and compact execution hold whole sequences at one iteration and call :meth:`choose`.
+    Dense and compact execution, which have whole sequences at one iteration, call :meth:`choose`.
     """
 
     causal: ClassVar[bool] = False
@@ -146,12 +146,12 @@ class SequencePolicy(Policy):
 
     @abstractmethod
     def choose(self, gate: Tensor, active: Tensor, lengths: Tensor, iteration: int) -> Tensor:
-        """Returns True for the tokens that are read again, as a grid ``[batch, time]``.
+        """Returns ``bool[batch, time]``, true for tokens that continue.
 
         Args:
             gate: ``[batch, time]``, as in :class:`PolicyInput`; undefined for tokens that are not active.
             active: ``[batch, time]``, false for halted tokens and padding.
-            lengths: ``[batch]``, the number of real tokens of each sequence.
+            lengths: ``[batch]``, the number of real tokens in each sequence.
             iteration: the iteration just finished, from 0.
         """
 
@@ -161,7 +161,7 @@ class SequencePolicy(Policy):
 
 @dataclass(frozen=True)
 class Ranked(SequencePolicy):
-    """Prunes the lowest-gate tokens of each sequence down to the schedule's share: for training and evaluation."""
+    """Keeps the schedule's share of each sequence, the tokens with the highest gates; cannot generate."""
 
     schedule: Schedule
     word: ClassVar[str] = "ranked"
@@ -174,7 +174,7 @@ class Ranked(SequencePolicy):
         self.schedule.check(method, iterations)
 
     def choose(self, gate: Tensor, active: Tensor, lengths: Tensor, iteration: int) -> Tensor:
-        # The share is of the whole sequence, as read at iteration 0, not of what pruning has left of it.
+        # The share is of all real tokens in the sequence, not of the tokens that are still active.
         budget = (self.schedule.share(iteration) * lengths.double() + 1e-9).long()
         candidates = torch.where(active, gate.float(), -math.inf)
         rank = candidates.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
@@ -193,10 +193,9 @@ class Ranked(SequencePolicy):
 
 
 def thresholds_for(schedule: Schedule, gates: Tensor) -> tuple[float, ...]:
-    """Returns the thresholds at which ``schedule`` keeps its shares of these tokens.
+    """Returns the thresholds at which ``schedule`` keeps its shares of these tokens: quantiles among active tokens.
 
-    They are quantiles among the tokens that are still active. ``gates`` is ``[tokens, K-1]``, from a run at full depth
-    on text like that to come.
+    ``gates`` is ``[tokens, K-1]``, from a run at full depth on text that resembles later inputs.
     """
     active = torch.ones(gates.shape[0], dtype=torch.bool, device=gates.device)
     thresholds = []
@@ -215,5 +214,5 @@ def thresholds_for(schedule: Schedule, gates: Tensor) -> tuple[float, ...]:
 
 
 def _schedules() -> dict[str, type[Schedule]]:
-    """Returns the schedules by the word that ranks by them, ``ranked-…``."""
+    """Returns each schedule class by its word with ``ranked-`` in front."""
     return {f"{Ranked.word}-{kind.word}": kind for kind in registered_policies() if issubclass(kind, Schedule)}

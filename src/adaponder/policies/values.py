@@ -1,4 +1,4 @@
-"""Numbers that policies hold: checked when a policy is made, and looked up per row when it decides."""
+"""Checks the numbers of a policy when it is created, and looks them up per row when it decides; hashes for draws."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from adaponder.errors import InputError, shown
 
 
 def at(value: float | Sequence[float] | Tensor, iteration: Tensor, dtype: torch.dtype) -> float | Tensor:
-    """Equals ``value[iteration]`` row by row, in ``dtype``; one number serves all gates, a tensor has one per row.
+    """Equals ``value[iteration]`` per row, in ``dtype``; one number serves all gates, a tensor has a value per row.
 
-    Nothing is copied from the host, so a CUDA graph can capture it. Rows at an iteration without an entry get NaN, for
-    which every comparison is false; ``Policy.check`` refuses such settings.
+    Nothing is copied from the host, so a CUDA graph can capture it. Rows at an iteration without an entry get NaN, so
+    all comparisons are false; ``Policy.check`` rejects such settings.
     """
     if isinstance(value, Tensor):
         return value.to(dtype)
@@ -28,32 +28,32 @@ def at(value: float | Sequence[float] | Tensor, iteration: Tensor, dtype: torch.
 
 
 def as_int64(seed: int) -> int:
-    """Returns ``seed`` modulo 2**64 as an int64, as wrapping int64 arithmetic would."""
+    """Returns the int64 that is congruent to ``seed`` modulo 2**64."""
     if -(1 << 63) <= seed < (1 << 63):
-        return seed  # unchanged: a compiler with symbolic seeds could not represent the numbers below
+        return seed  # a compiler with symbolic seeds could not represent the numbers below
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def sequence_seeds(seed: int, number: Tensor) -> Tensor:
-    """Derives a seed for each sequence from one seed and the sequence's ``number`` (int64).
+    """Returns a seed for each sequence, derived from ``seed`` and the sequence's ``number`` (int64).
 
-    Every step is invertible, so different numbers have different seeds.
+    Every step is invertible, so different numbers get different seeds.
     """
     return scrambled(number + as_int64(seed * 0x9E3779B97F4A7C15))
 
 
 def scrambled(x: Tensor) -> Tensor:
-    """Applies the two rounds of splitmix64 to int64, whose products wrap modulo 2**64; each round is invertible."""
+    """Applies two rounds like splitmix64's (but both shift by 30) to int64, modulo 2**64; each is invertible."""
     for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
         x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * factor
     return x
 
 
 def unit_hash(position: Tensor, seed: Tensor, iteration: Tensor) -> Tensor:
-    """Equals a uniform number in [0, 1) that depends on (seed, position, iteration) alone (splitmix64).
+    """Returns a uniform number in [0, 1), a hash of (seed, position, iteration) in the manner of splitmix64.
 
-    Seed and iteration are int64. Their products wrap modulo 2**64, of which 2**62 is a divisor, so the remainder is
-    that of exact whole numbers.
+    Seed and iteration are int64. Products wrap modulo 2**64, a multiple of 2**62, so the remainder modulo 2**62 equals
+    that of exact integer arithmetic.
     """
     x = scrambled(position + ((seed * 0x9E3779B9 + iteration * 0x85EBCA6B) & ((1 << 62) - 1)))
     x = x ^ ((x >> 31) & 0x1FFFFFFFF)
@@ -61,7 +61,7 @@ def unit_hash(position: Tensor, seed: Tensor, iteration: Tensor) -> Tensor:
 
 
 def as_number(name: str, value: float) -> float:
-    """Returns a number as a float, so that equal settings have equal fingerprints; raises on anything else and NaN."""
+    """Returns a number as a float, so that equal settings have equal fingerprints; raises on NaN and non-numbers."""
     if isinstance(value, bool) or not hasattr(value, "__float__") or math.isnan(float(value)):
         raise InputError(f"{name}={shown(value)} must be a number")
     return float(value)
@@ -79,7 +79,7 @@ def as_floats(name: str, value: float | Sequence[float]) -> float | tuple[float,
     """Returns one number, or one per gate, each checked by :func:`as_number`."""
     if not isinstance(value, Sequence):
         return as_number(name, value)
-    if isinstance(value, str):  # a sequence too, of letters
+    if isinstance(value, str):  # a string is a Sequence too
         raise InputError(f"{name}={shown(value)} must be a number")
     return tuple(as_number(name, number) for number in value)
 

@@ -1,9 +1,9 @@
 """Dials: a policy with a free threshold, set to a mean depth by quantiles of signals recorded at full depth.
 
 Mean depth is the mean of ``1 + [signal 0 >= threshold] + [signals 0 and 1 >= threshold] + …``. So the threshold that
-gives a depth on recorded signals is an order statistic of their running minima, exactly, however crowded they are near
-0 or 1. Halting changes what later tokens attend to, so scoring with that threshold gives a depth close by;
-:func:`tune` corrects it.
+gives a depth on recorded signals is exactly an order statistic of the signals' running minima, even where many signals
+are close to 0 or 1. Halting changes what later tokens attend to, so scoring with the threshold gives a slightly
+different depth; :func:`tune` corrects it.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from adaponder.policies import (
 from adaponder.policies.measures import MeasureThreshold
 from adaponder.policies.values import unit_hash
 
-# A mean depth within CLOSE of the budget ends the search; one further away than REACHED counts as missed.
+# A mean depth within CLOSE of the budget ends the search; a mean depth further away than REACHED counts as missed.
 CLOSE, REACHED = 0.004, 0.02
 MAX_RUNS = 6
 _MANNER = {False: "thresholds", True: "ranked"}
-# Settings that were scored already cost nothing to revisit.
+# Maximum steps of the search, including free ones at settings that were scored before.
 _MAX_LOOKS = 40
 
 
@@ -52,10 +52,11 @@ class Rule(NamedTuple):
     """A policy that compares one signal with a threshold.
 
     Attributes:
-        name: in tables and legends.
-        unit: of the threshold, in words.
-        signal: its value for each token; large where the token should continue.
-        ceiling: whether ``signal`` is minus the policy's own measure, which continues while at most the threshold.
+        name: label in tables and legends.
+        policy: builds the policy from a threshold.
+        unit: unit of the threshold, in words.
+        signal: computes the signal of each row; large where the token should continue.
+        ceiling: whether the policy continues while a measure is at most the threshold; ``signal`` is minus the measure.
         shallowest: the smallest mean depth; 2 for policies that compare two iterations.
         lowest: the smallest threshold.
     """
@@ -94,7 +95,7 @@ RULES: dict[str, Rule] = {
 
 
 class FullDepth(NamedTuple):
-    """A half scored at full depth: losses ``[n, K]``, and the values of each rule's signal ``[n, K-1]``."""
+    """The scores of one half at full depth: losses ``[n, K]`` and each rule's signal ``[n, K-1]``, by name."""
 
     nll: np.ndarray
     signals: dict[str, np.ndarray]
@@ -136,17 +137,17 @@ def at_full_depth(
     fresh = [batch.fresh.flatten() for batch in half.windows.batches(half.text, batch_size)]
     signals = {}
     for name in RULES:
-        # No token halts and nothing is padded, so every call had all tokens of its batch, in their order.
+        # No token halts and nothing is padded, so every call received all tokens of its batch, in order.
         calls = [np.stack([call[name] for call in recorded[i : i + gates]], -1) for i in range(0, len(recorded), gates)]
         signals[name] = np.concatenate([values[new] for values, new in zip(calls, fresh, strict=True)])
     nll = scores.nll_by_iteration
     if scores.counted is not None:
-        nll = nll * scores.counted[:, None]  # tokens outside the loss gain nothing at any depth
+        nll = nll * scores.counted[:, None]  # for tokens outside the loss, all depths are equally good
     return FullDepth(nll, signals)
 
 
 class Setting(NamedTuple):
-    """A policy with its threshold set: in words, and as a policy (``None`` for the oracle, which needs the losses)."""
+    """A dial's setting in words and as a policy (``None`` for the oracle, which has a ``price`` instead)."""
 
     words: str
     policy: Policy | None
@@ -157,7 +158,7 @@ class Setting(NamedTuple):
         return None if self.policy is None else self.policy.as_line()
 
     def options(self, half: Half, losses: np.ndarray | None, *, iterations: int, seed: int) -> ScoringOptions:
-        """Returns options that score ``half`` at this setting; only the oracle uses ``losses``, at full depth."""
+        """Returns options that score ``half`` at this setting; only the oracle uses ``losses`` at every depth."""
         if self.policy is not None:
             return ScoringOptions(policy=self.policy, seed=seed)
         assert losses is not None
@@ -166,11 +167,12 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Dial:
-    """A policy with a free threshold; ``at(depth)`` is the setting with this mean depth on the recorded signals.
+    """A policy with a free threshold.
 
     Attributes:
-        name: in tables and legends.
-        shallowest: the smallest mean depth it can be set to; there and at K the measured depth is exact.
+        name: label in tables and legends.
+        at: returns the setting with a given mean depth on the recorded signals.
+        shallowest: the smallest mean depth of any setting; there and at K the measured depth is exact.
     """
 
     name: str
@@ -180,13 +182,13 @@ class Dial:
 
 
 def threshold_dial(full: FullDepth, word: str, name: str | None = None) -> Dial:
-    """Returns the dial of one of :data:`RULES`."""
+    """Returns the dial of ``RULES[word]``."""
     rule, signal = RULES[word], full.signals[word]
 
     def at(depth: float) -> Setting:
         threshold = threshold_at(signal, depth)
         if word == "random":
-            # A token continues where its number is below ``keep``: one step of the hash above the highest kept.
+            # Tokens continue where their hash is below ``keep``: the highest kept hash plus its resolution.
             keep = min(1.0, max(0.0, 2.0**-24 - threshold))
             return Setting(f"keep {keep:.4f}", Random(keep))
         threshold = -threshold if rule.ceiling else max(rule.lowest, threshold)
@@ -196,7 +198,7 @@ def threshold_dial(full: FullDepth, word: str, name: str | None = None) -> Dial:
 
 
 def uniform_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
-    """Keeps the same share after every iteration (section 5.2): at depth d, ``(d - 1) / (K - 1)`` of all tokens."""
+    """Returns the dial that keeps the same share ``(depth - 1) / (K - 1)`` after every iteration (section 5.2)."""
 
     def at(depth: float) -> Setting:
         keep = min(1.0, max(0.0, (depth - 1.0) / (full.iterations - 1)))
@@ -206,7 +208,7 @@ def uniform_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
 
 
 def geometric_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
-    """Keeps shares that decay as ``r, r^2, …``; the depth decides ``r``."""
+    """Returns the dial that keeps shares ``r, r^2, …``, with the ``r`` that gives the depth."""
     powers = np.arange(1, full.iterations)
 
     def at(depth: float) -> Setting:
@@ -217,7 +219,7 @@ def geometric_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
 
 
 def decaying_dial(full: FullDepth, rate: float, *, ranked: bool = False) -> Dial:
-    """Keeps shares that decay as ``c, c r, c r^2, …`` with ``r = rate``; the depth decides ``c``."""
+    """Returns the dial that keeps shares ``c, c r, c r^2, …`` (at most 1) with ``r = rate``; the depth sets ``c``."""
     decay = tuple(float(rate**i) for i in range(full.iterations - 1))
 
     def at(depth: float) -> Setting:
@@ -228,7 +230,7 @@ def decaying_dial(full: FullDepth, rate: float, *, ranked: bool = False) -> Dial
 
 
 def shares_dial(full: FullDepth, shape: tuple[float, ...], name: str) -> Dial:
-    """Gives the learned gate a tau per iteration, so that shares of active tokens have these proportions."""
+    """Returns the dial of a learned gate with one tau per iteration; its shares of active tokens follow ``shape``."""
 
     def at(depth: float) -> Setting:
         taus = thresholds_for(Shares(shares=scaled_shares(shape, depth - 1.0)), full.gates)
@@ -238,7 +240,7 @@ def shares_dial(full: FullDepth, shape: tuple[float, ...], name: str) -> Dial:
 
 
 def oracle_dial(full: FullDepth) -> Dial:
-    """Gives each token the depth that is best for its own loss at a price per iteration; it knows the next token."""
+    """Returns the dial that gives each token the depth of least loss plus price per iteration; it reads the targets."""
 
     def at(depth: float) -> Setting:
         price = _bisect(-100.0, 100.0, lambda price: priced_depths(full.nll, price).mean() > depth)
@@ -252,7 +254,7 @@ def _scheduled(schedule: Schedule, full: FullDepth, ranked: bool) -> Policy:
 
 
 def _bisect(low: float, high: float, too_low: Callable[[float], bool], steps: int = 60) -> float:
-    """Returns the smallest number that is not too low, to the precision of so many steps."""
+    """Returns the smallest number between ``low`` and ``high`` that is not too low, after ``steps`` bisections."""
     for _ in range(steps):
         middle = (low + high) / 2
         low, high = (middle, high) if too_low(middle) else (low, middle)
@@ -260,7 +262,7 @@ def _bisect(low: float, high: float, too_low: Callable[[float], bool], steps: in
 
 
 def priced_depths(nll: np.ndarray, price: float) -> np.ndarray:
-    """Equals ``argmin over d of nll[d - 1] + price * (d - 1)``, the shallowest of equals."""
+    """Equals ``argmin over d of nll[d - 1] + price * (d - 1)``, the smallest such d."""
     return 1 + (nll + price * np.arange(nll.shape[1])).argmin(1)
 
 
@@ -279,7 +281,7 @@ def threshold_at(signal: np.ndarray, depth: float) -> float:
 
 
 def scaled_shares(shape: tuple[float, ...], total: float) -> tuple[float, ...]:
-    """Equals ``min(1, c * shape)`` with the ``c`` for which they add up to ``total``; a falling shape stays falling."""
+    """Equals ``min(1, c * shape)`` with the ``c`` for which the shares add up to ``total``; keeps a falling order."""
     weights = np.array(shape)
     if total >= len(weights) or not weights.any():
         return tuple([1.0] * len(weights) if total > 0 else [0.0] * len(weights))
@@ -299,9 +301,9 @@ class Tuned(NamedTuple):
     """A dial set to a budget on the tuning half.
 
     Attributes:
-        scores: of the tuning half at this setting; ``None`` where the dial cannot meet the budget.
+        scores: scores of the tuning half at this setting; ``None`` if the budget is below the dial's smallest depth.
         runs: number of scorings of the tuning half.
-        missed: why the budget was not reached; ``None`` where it was.
+        missed: why the budget was not reached; ``None`` if it was.
     """
 
     dial: Dial
@@ -317,7 +319,7 @@ class Tuned(NamedTuple):
 
 
 def too_shallow(budget: float, shallowest: float) -> str | None:
-    """Returns why a rule with this smallest mean depth cannot meet ``budget``; ``None`` if it can."""
+    """Returns why a rule whose smallest mean depth is ``shallowest`` cannot meet ``budget``; ``None`` if it can."""
     return f"has a mean depth of at least {shallowest:g}" if budget < shallowest - REACHED else None
 
 
@@ -339,12 +341,12 @@ def tune(
             scores = measure(setting)
             measured[key] = float(scores.depth.mean()), setting, scores
         depth = measured[key][0]
-        # The mean depth of a short text moves in steps: a smaller distance is required only where one could be met.
+        # The mean depth of a short text changes in steps, so a distance below one step may be impossible to reach.
         step = iterations / len(measured[key][2].depth)
         if abs(depth - budget) <= max(CLOSE, min(REACHED, step)):
             break
         low, high = ((aim, depth), high) if depth < budget else (low, (aim, depth))
-        # Equal signals give one setting for many aims: then bisection reaches the next one fastest.
+        # Equal signals give the same setting for many aims; bisection then reaches the next setting fastest.
         aim = (low[0] + high[0]) / 2 if again else _between(low, high, budget)
     depth, setting, scores = min(measured.values(), key=lambda run: abs(run[0] - budget))
     missed = None if abs(depth - budget) <= REACHED else f"nearest depth {depth:.3f}: no setting was measured closer"
@@ -352,7 +354,7 @@ def tune(
 
 
 def _between(low: tuple[float, float], high: tuple[float, float], budget: float) -> float:
-    """Returns where the line through two (aim, depth) points meets the budget, away from both ends."""
+    """Returns the aim at which the line through two (aim, depth) points meets the budget, kept away from both ends."""
     width = high[0] - low[0]
     rise = high[1] - low[1]
     fraction = (budget - low[1]) / rise if rise > 0 else 0.5

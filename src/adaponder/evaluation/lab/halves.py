@@ -1,8 +1,8 @@
 """Splits a text into a tuning half and a held-out half that share no target.
 
-Many documents are assigned whole. With few or very unequal documents, windows alternate between the halves, so that
-both hold parts of every long document. Intervals then resample windows and are narrower than those over documents;
-results say which.
+A text of many documents is split by whole documents. With few or very unequal documents, windows alternate between the
+halves, so that both contain parts of every long document. Bootstrap intervals then resample windows and are narrower
+than intervals over documents; ``Halves.drawn`` names the resampled unit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UNEQUAL = 0.1
 class Half:
     """One half: the predictions of ``text`` that ``windows`` score.
 
-    ``own_text`` holds these alone; its documents are the units that intervals resample, documents or windows.
+    ``own_text`` contains only these predictions; its documents are the units that intervals resample.
     """
 
     text: Text
@@ -45,7 +45,7 @@ class Half:
 
     @property
     def learned(self) -> int:
-        """Returns the number of tokens in the mean loss: all of a text, the answers of conversations and puzzles."""
+        """Returns the number of tokens in the mean loss: all tokens, but only answers in conversations and puzzles."""
         return int(self.own_text.counted.sum())
 
     @property
@@ -53,19 +53,19 @@ class Half:
         return len(np.unique(self.text.document[self.chosen]))
 
     def score(self, model: AdaPonderForCausalLM, how: ScoringOptions, **options: Any) -> Scores:
-        """Scores the predictions of this half alone; ``options`` are further ones of :func:`scoring.score`."""
+        """Returns the scores of this half; ``options`` are passed on to :func:`adaponder.evaluation.scoring.score`."""
         return score(model, self.text, self.windows, how=how, **options).at(self.chosen)
 
     def summarise(self, scores: Scores, *, seed: int) -> Summary:
         return summarise(self.own_text, scores.nll, scores.depth, seed=seed)
 
     def depth_interval(self, scores: Scores, *, seed: int) -> Interval | None:
-        """Returns the interval of the mean depth."""
+        """Returns the bootstrap interval of the mean depth."""
         counts = np.diff(self.own_text.starts, append=self.own_text.predictions)
         return bootstrap(per_document(self.own_text, scores.depth.astype(np.float64)), counts, seed=seed)
 
     def everywhere(self, values: np.ndarray, otherwise: int) -> np.ndarray:
-        """Returns one value per prediction of the whole text: ``values`` in this half, ``otherwise`` in the other."""
+        """Returns one value per prediction of the whole text: ``values`` in this half, ``otherwise`` elsewhere."""
         everywhere = np.full(self.text.predictions, otherwise, values.dtype)
         everywhere[self.chosen] = values
         return everywhere
@@ -105,7 +105,7 @@ def halve(text: Text, windows: Windows) -> Halves:
 
 
 def _assign(lengths: np.ndarray) -> np.ndarray:
-    """Returns ``bool[documents]``: those of the first half; each goes to the half with fewer tokens so far."""
+    """Returns ``bool[documents]``, true in the first half; each document goes to the half with fewer tokens so far."""
     chosen, lead = np.zeros(len(lengths), bool), 0
     for index, length in enumerate(lengths.tolist()):
         chosen[index] = lead <= 0
@@ -114,7 +114,7 @@ def _assign(lengths: np.ndarray) -> np.ndarray:
 
 
 def _documents(text: Text, chosen: np.ndarray) -> Text:
-    """Returns the chosen documents as a text of their own; each still follows an end token."""
+    """Returns a text of the chosen documents; each still follows an end token."""
     lengths = np.diff(text.starts, append=text.predictions)[chosen]
     starts = np.cumsum(lengths) - lengths
     return _part(text, chosen[text.document], starts, np.flatnonzero(chosen), text.utf8_bytes[chosen])
@@ -130,13 +130,13 @@ def _every_other(text: Text, windows: Windows, offset: int) -> Half:
     first = text.document[index[starts]]
     lengths = np.diff(starts, append=len(index))
     document_lengths = np.diff(text.starts, append=text.predictions)[first]
-    # Bytes in proportion to tokens, of the document that the window begins in.
+    # The bytes of a window are estimated by its share of the tokens of the document that it begins in.
     utf8_bytes = np.round(text.utf8_bytes[first] * lengths / document_lengths).astype(np.int64)
     return Half(text, windows, _part(text, predictions, starts, first, utf8_bytes))
 
 
 def _part(text: Text, chosen: np.ndarray, starts: np.ndarray, documents: np.ndarray, utf8_bytes: np.ndarray) -> Text:
-    """Returns the chosen predictions as a text of documents from ``starts``, each with the source of ``documents``."""
+    """Returns a text of the chosen predictions; documents begin at ``starts`` and have the sources of ``documents``."""
     return replace(
         text,
         stream=np.concatenate([text.stream[:1], text.stream[1:][chosen]]),

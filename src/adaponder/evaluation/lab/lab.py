@@ -1,8 +1,8 @@
-"""Compares policies at equal mean depth, tuned to it on one half of a text and measured on the other; calibrates one.
+"""Compares policies tuned to one mean depth on half of a text and measured on the other half; calibrates a policy.
 
-One tau for all gates is tuned first. A tau for each iteration can spend the same depth differently: losses at full
-depth propose how, and a proposal is chosen where its loss on the tuning half is lower than one tau's by more than
-chance. The held-out half is not used to choose, only to measure.
+Calibration first tunes one tau for all gates. A tau per iteration can distribute the same depth differently: proposals
+are computed from losses at full depth, and a proposal is chosen if its loss on the tuning half is significantly lower
+than with one tau. The held-out half is never used to choose, only to measure.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ class Measurement:
     """One policy at one budget, measured on the held-out half.
 
     Attributes:
-        budget: mean depth it was tuned to; ``None`` for the policy as trained, which is not tuned.
-        setting: the tuned value, in words; ``spec`` is its ``--policy`` line, where there is one.
+        budget: mean depth that the policy was tuned to; ``None`` for an untuned policy.
+        setting: the tuned value, in words; ``spec`` is the policy's ``--policy`` line, ``None`` if it has none.
+        runs: number of scorings of the tuning half.
         tuning_depth: mean depth on the tuning half.
-        difference: its loss minus the tuned learned gate's, paired by document.
-        active: share of tokens active at iteration 1 … K.
-        mflops: per token, including logits that some policies compute only to decide (``deciding_mflops``).
-        missed: why the budget was not reached; the other fields are then empty, or off the budget.
+        difference: the policy's loss minus the tuned learned gate's, paired by document.
+        active: shares of tokens active at iteration 1 … K.
+        mflops: MFLOPs per token, including logits computed only for the policy's decisions (``deciding_mflops``).
+        missed: why the budget was not reached; the results are then missing or at another depth. ``None`` if reached.
     """
 
     policy: str
@@ -92,10 +93,10 @@ class Measurement:
 
 
 class Lab:
-    """Tunes policies on one half of a text, by signals recorded there at full depth, and measures them on the other.
+    """Tunes policies on one half of a text, with signals recorded at full depth, and measures them on the other half.
 
-    ``show(what, total)`` is called before each scoring and returns a progress callback, called with the number of
-    predictions of each batch.
+    ``show(what, total)`` is called before each scoring and returns a callback for progress, which is called with the
+    number of predictions of each batch.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Lab:
 
     @cached_property
     def held_out_losses(self) -> np.ndarray:
-        """Returns the held-out half's losses at every depth, which only the oracle uses."""
+        """Returns the losses of the held-out half at every depth; only the oracle uses them."""
         return self._at_full_depth(self.halves.held_out, "held-out half at full depth").nll
 
     def tune(self, dial: Dial, budget: float) -> Tuned:
@@ -135,7 +136,7 @@ class Lab:
     def held_out(self, tuned: Tuned, learned: Scores | None = None) -> tuple[Measurement, Scores | None]:
         """Measures a tuned setting on the held-out half, paired with the ``learned`` gate's scores.
 
-        Without scores where the dial could not be set to the budget at all.
+        The returned scores are ``None`` if the setting was never scored on the tuning half.
         """
         dial, setting, half = tuned.dial, tuned.setting, self.halves.held_out
         planned = Measurement(
@@ -179,7 +180,7 @@ class Lab:
         return [learned, *scheduled, *signals, dials.oracle_dial(full)]
 
     def budgets(self, requested: Sequence[float] | None, own: float) -> tuple[float, ...]:
-        """Returns the requested budgets, or else the learned rule's ``own`` depth."""
+        """Returns the requested budgets; without any, ``own``, the mean depth of the method's own policy."""
         for budget in requested or ():
             check_budget(budget, self.iterations, "--budgets")
         if requested:
@@ -194,9 +195,9 @@ class Lab:
     def compare(
         self, budgets: Sequence[float], *, rates: Sequence[float] = RATES, journal: Journal | None = None
     ) -> Iterator[Measurement]:
-        """Yields for each budget a measurement of each policy, the learned gate first.
+        """Yields a measurement of each policy at each budget, the learned gate first.
 
-        Measurements are saved in ``journal``; those that it holds already are not repeated.
+        Measurements are saved in ``journal``; measurements already in it are not repeated.
         """
         learned_dial, *others = self.dials(rates)
         for budget in budgets:
@@ -207,7 +208,7 @@ class Lab:
                     yield Measurement.from_dict(part.facts)
                     continue
                 if learned is None and dial is not learned_dial:
-                    # Its measurement is saved, its losses are not, and every other policy is paired with them.
+                    # The journal has no losses of the learned gate, with which all other policies are paired.
                     learned = self.held_out(self.tune(learned_dial, budget))[1]
                 measurement, scores = self.held_out(self.tune(dial, budget), learned)
                 learned = scores if dial is learned_dial else learned
@@ -218,7 +219,7 @@ class Lab:
     def _measured(
         self, planned: Measurement, policy: Policy | None, scores: Scores, learned: Scores | None
     ) -> Measurement:
-        """Completes ``planned`` with the held-out ``scores``, paired with the ``learned`` gate's."""
+        """Adds the results of the held-out ``scores`` to ``planned``, paired with the ``learned`` gate's scores."""
         half = self.halves.held_out
         summary = half.summarise(scores, seed=self.seed)
         difference = None
@@ -226,7 +227,7 @@ class Lab:
             difference = paired_difference(half.own_text, learned.nll, scores.nll, seed=self.seed)
         active = tuple(float((scores.depth > i).mean()) for i in range(self.iterations))
         spent = scores.spent
-        # The policy decides after iteration i for tokens that were active in it.
+        # After iteration i the policy decides about the tokens that were active in iteration i.
         decided = [sum(spent.histogram[i:]) for i in range(self.iterations - 1)]
         deciding = deciding_flops(policy, decided, self.shape) / spent.tokens
         return replace(
@@ -244,7 +245,7 @@ class Lab:
 
 
 def require_halting(model: AdaPonderForCausalLM) -> None:
-    """Raises for methods whose tokens all have one depth, and for models of one iteration."""
+    """Raises for methods that give all tokens the same depth, and for models of one iteration."""
     if model.config.iterations < 2:
         raise InputError(f"{model.config.method} with one iteration has no depth to choose")
     if not model.method.halts:
@@ -264,7 +265,7 @@ def check_budget(budget: float, iterations: int, option: str) -> None:
 
 ONE, EACH, FIXED = "one tau for all gates", "a tau per iteration", "fixed depth"
 PROPOSALS = 2
-# Number of tokens that proposals are computed from.
+# Maximum number of tokens that proposals are computed from.
 _SAMPLE = 20_000
 
 RULES = ("gate", "uniform", "geometric", *(name for name in dials.RULES if name != "gate"))
@@ -272,7 +273,7 @@ RULES = ("gate", "uniform", "geometric", *(name for name in dials.RULES if name 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to meet the budget: its loss on the tuning half, which decides, and its held-out measurement."""
+    """One way to meet the budget: its loss on the tuning half (used to choose) and its held-out measurement."""
 
     row: Measurement
     tuning_loss: float | None
@@ -284,7 +285,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A budget and the ways tried to meet it, the chosen one first."""
+    """A budget and the ways that were tried to meet it, the chosen way first."""
 
     budget: float
     choices: tuple[Choice, ...]
@@ -295,7 +296,7 @@ class Calibration:
 
     @property
     def policy(self) -> Policy:
-        assert self.chosen.spec is not None  # calibrate chooses among policies that can be written down
+        assert self.chosen.spec is not None  # every rule of calibrate has a --policy line
         return parse_policy(self.chosen.spec)
 
     def as_dict(self) -> dict[str, Any]:
@@ -303,13 +304,13 @@ class Calibration:
 
 
 def calibrate(lab: Lab, budget: float, *, rule: str = "gate") -> Calibration:
-    """Meets ``budget`` on the tuning half in one or several ways, chooses there, and measures each way held out."""
+    """Tunes the ways to meet ``budget``, chooses one on the tuning half, and measures each on the held-out half."""
     ways = meet(lab, budget, rule=rule)
     if ways[0].missed is not None:
         raise InputError(f"--budget {budget:g}: {rule} cannot meet it on this text ({ways[0].missed})")
     choices = []
     for way in ways:
-        assert way.scores is not None  # a rule that was not run has no second way
+        assert way.scores is not None  # a rule with several ways can reach depth 1, so all were scored
         choices.append(Choice(lab.held_out(way)[0], way.scores.loss, way is ways[0]))
     return Calibration(budget, tuple(choices))
 
@@ -323,7 +324,7 @@ def meet(lab: Lab, budget: float, *, rule: str = "gate") -> list[Tuned]:
 
 
 def check_rule(rule: str, budget: float) -> None:
-    """Raises for an unknown rule, and for one whose smallest mean depth is above ``budget``."""
+    """Raises if the rule is unknown, or its smallest mean depth is above ``budget``."""
     if rule not in RULES:
         raise InputError(f"--rule {rule} must be one of {', '.join(RULES)}")
     shallowest = dials.RULES[rule].shallowest if rule in dials.RULES else 1.0
@@ -332,8 +333,8 @@ def check_rule(rule: str, budget: float) -> None:
 
 
 def ordered(ways: Sequence[Tuned], own_text: Text, *, seed: int = 0) -> list[Tuned]:
-    """Sorts ``ways``: those that reach the budget first. Among them only ways with a significantly lower loss come
-    before ``ways[0]``, the simplest; the rest follow by their loss."""
+    """Sorts ``ways``: ways that reach the budget come first. Among these, only ways with a significantly lower loss
+    come before ``ways[0]``, the simplest. Otherwise ways are sorted by loss."""
     simplest = ways[0]
 
     def merit(way: Tuned) -> tuple[bool, int, float]:
@@ -360,13 +361,13 @@ def _dials(full: FullDepth, budget: float, rule: str) -> list[Dial]:
 def propose(full: FullDepth, budget: float, *, count: int = PROPOSALS) -> list[tuple[float, ...]]:
     """Proposes shares of tokens active at iteration 2 … K that cost ``budget`` and have the lowest expected loss.
 
-    The expected loss of a token that halts after d iterations is its loss there at full depth. From several starts,
-    depth is moved between iterations as long as the expected loss falls. Shares that one tau for all gates gives
-    anyway are not proposed.
+    The expected loss of a token that halts after d iterations is its loss after d iterations at full depth. From
+    several starts, hill climbing moves depth between iterations while the expected loss falls. Shares close to those
+    of one tau for all gates are not proposed.
     """
     gates = full.iterations - 1
     if gates < 2 or not 1.0 < budget < full.iterations:
-        return []  # with one gate, or nothing to choose, a tau per iteration is one tau
+        return []  # with one gate, or at depth 1 or K, a tau per iteration adds nothing
     few = FullDepth(full.nll[:_SAMPLE], {"gate": full.signals["gate"][:_SAMPLE]})
     starts = [tuple(rate**i for i in range(gates)) for rate in (1.0, 0.7, 0.3)]
     ends = [_climb(few, scaled_shares(start, budget - 1.0)) for start in starts]
@@ -381,14 +382,14 @@ def propose(full: FullDepth, budget: float, *, count: int = PROPOSALS) -> list[t
 
 
 def expected_loss(full: FullDepth, shares: tuple[float, ...]) -> float:
-    """Returns the mean over tokens of the full-depth loss at the depth that these shares give each token."""
+    """Returns the mean loss if each token halts at the depth that ``shares`` give it, by the full-depth losses."""
     thresholds = torch.tensor(thresholds_for(Shares(shares=shares), full.gates), dtype=torch.float32)
     depth = 1 + (full.gates >= thresholds).long().cumprod(1).sum(1)
     return float(np.take_along_axis(full.nll, depth.numpy()[:, None] - 1, axis=1).mean())
 
 
 def _climb(full: FullDepth, shares: tuple[float, ...]) -> tuple[tuple[float, ...], float]:
-    """Moves ever smaller shares from one iteration to another while the expected loss falls."""
+    """Moves ever smaller shares between iterations while the loss falls; returns the shares and their loss."""
     loss = expected_loss(full, shares)
     for step in (0.2, 0.1, 0.05, 0.02):
         better = True
@@ -412,9 +413,9 @@ def _moves(shares: tuple[float, ...], step: float) -> Iterator[tuple[float, ...]
 
 
 def frontier(lab: Lab, budgets: Sequence[float], *, journal: Journal | None = None) -> Iterator[Measurement]:
-    """Yields a measurement for each budget, met in the way that :func:`meet` prefers; then one for each fixed depth.
+    """Yields a measurement for each budget, with the best way of :func:`meet`, then one for each fixed depth.
 
-    Measurements are saved in ``journal``; those that it holds already are not repeated.
+    Measurements are saved in ``journal``; measurements already in it are not repeated.
     """
     measures: dict[str, Callable[[], Measurement]] = {
         f"budget {budget!r}": lambda budget=budget: lab.held_out(meet(lab, budget)[0])[0] for budget in budgets
@@ -430,7 +431,7 @@ def frontier(lab: Lab, budgets: Sequence[float], *, journal: Journal | None = No
 
 
 def budgets_between(iterations: int, step: float) -> list[float]:
-    """Returns 1, 1 + step, … K."""
+    """Returns the budgets ``1, 1 + step, …`` and K."""
     if not 0.0 < step <= iterations - 1:
         raise InputError(f"--step {step:g} must be above 0 and at most {iterations - 1}")
     budgets = [round(1.0 + i * step, 6) for i in range(int((iterations - 1) / step + 1e-9) + 1)]

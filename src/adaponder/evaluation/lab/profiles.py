@@ -1,7 +1,7 @@
-"""Profiles: policies calibrated for a budget, stored by name beside the weights, and refused for any other weights.
+"""Profiles: policies calibrated for a budget, stored by name beside the weights, and rejected for any other weights.
 
-``profiles.json`` lies outside the checkpoint's manifest and carries its own checksum, so a truncated or edited file is
-refused. It is written under another name and renamed, so it is never half written.
+``profiles.json`` is not in the checkpoint's manifest and contains its own checksum, so a truncated or edited file is
+rejected. It is written under another name and renamed, so it is never half written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from adaponder.policies.choice import profile_policy
 
 FILE, FORMAT = "profiles.json", 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-# Weights up to this size are hashed whole; of larger ones so many evenly spaced blocks, which any training step moves.
+# Files up to _WHOLE bytes are hashed whole; of larger ones, _BLOCKS evenly spaced blocks: training changes all weights.
 _WHOLE, _BLOCKS, _BLOCK = 1 << 26, 64, 1 << 18
 
 
@@ -34,7 +34,7 @@ def load_profile(folder: str | Path, name: str) -> Policy:
 def stored(folder: Path) -> dict[str, dict[str, Any]]:
     """Returns the profiles of the model in ``folder`` by name, the smallest budget first.
 
-    Raises if the file was changed or belongs to other weights.
+    Raises if the file was edited or damaged, or belongs to other weights.
     """
     path = folder / FILE
     if not os.path.lexists(path):
@@ -56,21 +56,21 @@ def stored(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _is_profile(profile: Any) -> bool:
-    """Returns whether a profile has the types that ``store`` writes."""
+    """Returns whether ``profile`` has values of the types that ``store`` writes."""
     if not isinstance(profile, dict) or not isinstance(profile.get("policy"), str):
         return False
     return isinstance(profile.get("budget", 0), (int, float))
 
 
 def store(folder: Path, name: str, profile: dict[str, Any]) -> Path:
-    """Adds or replaces one profile; ``profile["policy"]`` is a line that :func:`parse_policy` reads."""
+    """Adds or replaces one profile; ``profile["policy"]`` is a line for :func:`parse_policy`."""
     check_name(name)
     parse_policy(profile["policy"])
     path = folder / FILE
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # not every network file system can lock a folder
-            lock(descriptor, wait=True)  # of two processes that add profiles at once, neither is lost
+            lock(descriptor, wait=True)  # two processes may add profiles at the same time
         profiles = stored(folder) | {name: profile}
         content: dict[str, Any] = {"format": FORMAT, "weights": identity(folder), "profiles": profiles}
         replace_file(path, sealed(content).encode())
@@ -82,17 +82,17 @@ def store(folder: Path, name: str, profile: dict[str, Any]) -> Path:
 
 
 def check_name(name: str) -> None:
-    """Raises unless ``name`` can be the name of a profile."""
+    """Raises unless ``name`` is a valid profile name."""
     if not _NAME.fullmatch(name):
         raise InputError(f"--name {name!r} must be at most 64 letters, digits, dots, dashes and underscores")
 
 
 def identity(folder: Path) -> str:
-    """Hashes the config and the weights in ``folder``; of large files, blocks spread over each."""
+    """Returns a hash of the config and weights in ``folder``; of large files, only evenly spaced blocks are hashed."""
     digest = hashlib.sha256()
     for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
         if path.name == "optimizer.safetensors":
-            continue  # a step folder's moments are not part of the model
+            continue  # the optimizer's state in a step folder is not part of the model
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         if size <= _WHOLE:

@@ -1,1 +1,1 @@
-"""Tasks of lm-evaluation-harness: their data, the model that answers, and the scores."""
+"""Tasks of lm-evaluation-harness: their records, the model interface, and the scores."""

@@ -1,7 +1,7 @@
-"""lm-eval's model interface over a checkpoint; an answer does not depend on batch size or request order.
+"""lm-eval's model interface for a checkpoint; an answer does not depend on batch size or request order.
 
-Requests are encoded, cut and scored as lm-eval's own ``hf`` model does, so a vanilla checkpoint gets the same scores,
-item by item. Tokens have adaptive depth, halted ones are skipped, and the cost is counted for each task.
+Requests are encoded, truncated and scored as by lm-eval's own ``hf`` model, so a vanilla checkpoint gets the same score
+for each item. Depth is adaptive, halted tokens are skipped, and the cost is counted per task.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ Counting = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 
 class HarnessLM(TemplateLM):
-    """lm-eval's model interface over a checkpoint: log-likelihood, rolling log-likelihood, generation.
+    """lm-eval's model interface for a checkpoint: log-likelihood, rolling log-likelihood, generation.
 
     Args:
-        model: in evaluation mode, on its device.
-        tokenizer: its own.
-        batch_size: texts per forward; changes speed and rounding only.
-        how: policy, maximum iterations, and the seed of sampling.
-        counting: ``with counting(task, texts) as advance`` shows progress; :func:`adaponder.terminal.counting`.
+        model: the model in evaluation mode, on its device.
+        tokenizer: the model's tokenizer.
+        batch_size: texts per forward; changes only speed and rounding.
+        how: policy, maximum iterations, and sampling seed.
+        counting: ``with counting(task, texts) as advance`` shows progress; see :func:`adaponder.terminal.counting`.
 
     Attributes:
-        meters: cost by task name, of every real token, prompts included. Padding, and tokens generated after a
+        meters: cost by task name, over all real tokens including prompts. Padding, and tokens generated after a
             sequence has stopped, are not counted.
     """
 
@@ -91,7 +91,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Returns the token that a text without context is conditioned on: the start token, else the end token."""
+        """Returns the first token of texts without context: the start token, else the end token."""
         start = self.tokenizer.bos_token_id
         return self.tokenizer.eos_token_id if start is None else start
 
@@ -104,13 +104,13 @@ class HarnessLM(TemplateLM):
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Returns the tokens of a text; no start token is added if the text begins with one."""
+        """Encodes a text; adds no start token if the text already begins with it."""
         if add_special_tokens is None and string.startswith(str(self.tokenizer.decode(self.prefix_token_id))):
             add_special_tokens = False
         return self.tokenizer.encode(string, **_special(add_special_tokens))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Formats a task's messages with the tokenizer's own template."""
+        """Formats a task's messages with the tokenizer's chat template."""
         return chat_text("--apply_chat_template", self.tokenizer, chat_history, answers=add_generation_prompt)
 
     # --- log-likelihood -----------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class HarnessLM(TemplateLM):
         return self._by_task(requests, self._roll)
 
     def _roll(self, requests: list[Instance]) -> list[float]:
-        """Returns the log-likelihood of each text, in disjoint windows, each conditioned on the token before it."""
+        """Returns the log-likelihood of each text, from disjoint windows that each see only one token of context."""
         windows, owners = [], []
         for owner, request in enumerate(requests):
             of_request = get_rolling_token_windows(
@@ -145,7 +145,7 @@ class HarnessLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[Answer]:
-        """Scores ``(key, context, continuation)``; requests that differ in the last token alone share a forward."""
+        """Scores ``(key, context, continuation)`` requests; those that differ only in the last token share a pass."""
         texts: dict[tuple[int, ...], list[int]] = {}
         for index, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
@@ -153,9 +153,9 @@ class HarnessLM(TemplateLM):
                     f"{self._task}: a continuation of {len(continuation)} tokens cannot be scored with "
                     f"{self.max_length} positions"
                 )
-            # lm-eval moves trailing spaces of a context into the continuation, so a context of spaces is empty here.
+            # lm-eval moves trailing spaces of a context to the continuation, so a context of only spaces is empty here.
             before = context or [self.prefix_token_id]
-            # Texts that are too long lose their beginning; the last token is only predicted.
+            # Texts that are too long are truncated on the left; the last token is a target, never an input.
             texts.setdefault(tuple((before + continuation[:-1])[-self.max_length :]), []).append(index)
         answers: list[Answer] = [(0.0, False)] * len(requests)
         for batch in self._batches(texts, key=lambda text: (-len(text), text)):
@@ -170,12 +170,12 @@ class HarnessLM(TemplateLM):
 
     @torch.no_grad()
     def _score(self, texts: Sequence[Sequence[int]], rows: list[int], continuations: list[list[int]]) -> list[Answer]:
-        """Returns the log-likelihood of each continuation at the end of its text, and whether it is the greedy one."""
+        """Returns each continuation's log-likelihood at the end of its text, and whether it is the greedy choice."""
         ids, mask = self._padded(texts)
         scored = [0] * len(texts)
         for row, continuation in zip(rows, continuations, strict=True):
             scored[row] = max(scored[row], len(continuation))
-        # Padding on the left aligns the ends, so that only the last positions need logits.
+        # Left padding aligns the ends of all texts, so only the last positions need logits.
         longest = max(scored)
         with self._meter as meter:
             output = self.model(
@@ -215,7 +215,7 @@ class HarnessLM(TemplateLM):
         return answers
 
     def _prompt(self, text: str, settings: GenerationSettings) -> tuple[int, ...]:
-        """Returns the tokens of a prompt; one that leaves no room for the answer is truncated on the left."""
+        """Encodes a prompt, truncated on the left to leave room for the answer."""
         start = self.tokenizer.bos_token
         spelled = isinstance(start, str) and text.startswith(start)
         tokens = self.tokenizer.encode(text, **_special(False if spelled else None)) or [self.prefix_token_id]
@@ -226,7 +226,7 @@ class HarnessLM(TemplateLM):
             yield from zip(batch, self._generate([prompts[index] for index in batch], settings), strict=True)
 
     def _sampled(self, prompts: dict[int, tuple[int, ...]], settings: GenerationSettings) -> Iterator[tuple[int, str]]:
-        """Samples one prompt at a time with its own seed, so that answers do not depend on other requests."""
+        """Samples prompts one at a time, each with its own seed, so that answers do not depend on other requests."""
         repetitions: Counter[tuple[int, ...]] = Counter()
         devices = [self.device] if self.device.type == "cuda" else []
         with self._counting(self._task, len(prompts)) as advance:
@@ -265,10 +265,10 @@ class HarnessLM(TemplateLM):
             for tokens, length in zip(new, lengths, strict=True)
         ]
 
-    # --- what it costs ------------------------------------------------------------------------------------------
+    # --- cost ---------------------------------------------------------------------------------------------------
 
     def _by_task(self, requests: list[Instance], answer: Callable[[list[Instance]], list[Any]]) -> list[Any]:
-        """Returns answers in the order of ``requests``, computed task by task, so that costs are counted per task."""
+        """Returns the answers in the order of ``requests``; computes them task by task, to count each task's cost."""
         tasks: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             tasks.setdefault(request.task_name or "", []).append(index)
@@ -280,12 +280,12 @@ class HarnessLM(TemplateLM):
 
     @property
     def _meter(self) -> Meter:
-        """Returns the meter of the current task, copied from a blank one that holds the model's shape."""
+        """Returns the current task's meter; on first use, copies ``_blank``, whose model shape is already computed."""
         return self.meters.setdefault(self._task, copy.copy(self._blank))
 
     def _count_generation(self, depth: Tensor, width: int, lengths: list[int]) -> None:
-        """Counts a prefill of ``width`` slots, then one token at a time up to each sequence's ``lengths`` new ones."""
-        # The last new token of a sequence is generated, but never an input.
+        """Adds the cost of a prefill of ``width`` slots and of decoding each sequence's ``lengths`` new tokens."""
+        # The last new token of a sequence is never an input.
         read = torch.arange(depth.shape[1]) < width - 1 + torch.tensor(lengths)[:, None]
         depth = torch.where(read, depth, 0)
         arguments: dict[str, Any] = {"max_iterations": self.how.max_iterations, "policy": self.how.policy}
@@ -297,7 +297,7 @@ class HarnessLM(TemplateLM):
     # --- batches ------------------------------------------------------------------------------------------------
 
     def _batches(self, items: Any, *, key: Callable[[Any], Any]) -> Iterator[list[Any]]:
-        """Yields batches sorted by ``key``: the longest first, so that a lack of memory shows at once."""
+        """Yields batches of items sorted by ``key``: long items first, so that out-of-memory errors occur early."""
         ordered = iter(sorted(items, key=key))
         with self._counting(self._task, len(items)) as advance:
             while batch := list(islice(ordered, self.batch_size)):
@@ -311,7 +311,7 @@ class HarnessLM(TemplateLM):
         return self.prefix_token_id if pad is None else pad
 
     def _padded(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Returns ids ``[texts, longest]`` padded on the left, and their attention mask."""
+        """Returns the ids ``[texts, longest]``, padded on the left, and their attention mask."""
         rows = [torch.tensor(text) for text in texts]
         ids = pad_sequence(rows, batch_first=True, padding_value=self._filler, padding_side="left")
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
@@ -319,7 +319,7 @@ class HarnessLM(TemplateLM):
 
 
 def _special(add: bool | None) -> dict[str, bool]:
-    """Returns arguments of ``encode``; ``None`` leaves start and end tokens to the tokenizer's default."""
+    """Returns keyword arguments for ``encode``; ``add=None`` keeps the tokenizer's default for start and end tokens."""
     return {} if add is None else {"add_special_tokens": add}
 
 
@@ -327,7 +327,7 @@ def _special(add: bool | None) -> dict[str, bool]:
 
 
 class GenerationSettings(NamedTuple):
-    """Settings of a generation request; ``others`` goes to ``generate`` unchanged."""
+    """Settings of a generation request; ``others`` is passed to ``generate`` unchanged."""
 
     until: list[str]
     max_new_tokens: int
@@ -336,7 +336,7 @@ class GenerationSettings(NamedTuple):
 
 
 def generation_settings(request: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> GenerationSettings:
-    """Returns the settings of an lm-eval request: 256 tokens and greedy by default; the end token always stops."""
+    """Returns the settings of an lm-eval request: by default 256 tokens, greedy. The end token always stops."""
     kwargs: dict[str, Any] = dict(normalize_gen_kwargs(request, default_max_gen_toks=256))
     end = tokenizer.eos_token
     until = handle_stop_sequences(kwargs.pop("until"), eos=None if end is None else str(end))
@@ -353,10 +353,10 @@ def generation_settings(request: dict[str, Any], tokenizer: PreTrainedTokenizerB
 
 
 class StopAtStrings(StoppingCriteria):
-    """Stops each sequence once its new text holds a stop string.
+    """Stops each sequence once its new text contains a stop string.
 
     Attributes:
-        lengths: new tokens of each sequence when its stop string was complete, else 0.
+        lengths: number of new tokens of each sequence when its stop string was complete; 0 if it is not.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: list[str], *, rows: int):

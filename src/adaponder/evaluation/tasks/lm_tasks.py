@@ -1,4 +1,4 @@
-"""Runs lm-eval's own tasks, unchanged, with records from the hub or from files."""
+"""Runs lm-eval's tasks unchanged, on records from the hub or from files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _UNREADABLE = (KeyError, ValueError, TypeError, IndexError, jinja2.TemplateError
 
 @dataclass(frozen=True)
 class OpenedTask:
-    """A task with its records: ``split`` is evaluated, ``examples`` is the split of few-shot examples (or ``None``)."""
+    """A task with its records; ``split`` is evaluated, few-shot examples are drawn from ``examples``, if any."""
 
     task: Any
     name: str
@@ -45,7 +45,7 @@ class OpenedTask:
 
 
 class Metric(NamedTuple):
-    """One metric of a task; ``stderr`` is ``None`` where there is no formula for it."""
+    """One metric of a task; ``stderr`` is ``None`` if no closed form is known, or it is not finite."""
 
     name: str
     value: float
@@ -54,7 +54,7 @@ class Metric(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskScore:
-    """Metrics and cost of a task; ``samples`` are lm-eval's, one per item and filter."""
+    """Metrics and cost of a task; ``samples`` are lm-eval's records of answers, one per item and filter."""
 
     opened: OpenedTask
     items: int
@@ -84,7 +84,7 @@ class TaskScore:
 
 
 def find_tasks(names: Sequence[str]) -> TaskManager:
-    """Returns lm-eval's index of these tasks; its slow index of all tasks is built only if a name is missing."""
+    """Returns a ``TaskManager`` that has these tasks; the slow index of all tasks is built only if one is missing."""
     folders = {folder for name, folder in _folders().items() if name in names}
     manager = TaskManager(include_defaults=False, include_path=sorted(folders))
     if any(name not in manager.all_subtasks for name in names):
@@ -99,7 +99,7 @@ def find_tasks(names: Sequence[str]) -> TaskManager:
 
 @functools.cache
 def _folders() -> dict[str, Path]:
-    """Returns the folder of each of lm-eval's tasks, by the first ``task:`` line of its YAML files."""
+    """Returns the folder of each lm-eval task by name, from the first ``task:`` line of each YAML file."""
     pattern = re.compile(rb"^task:[ \t]*[\"']?([^\s\"'#]+)", re.MULTILINE)
     files = sorted((Path(lm_eval.__file__).parent / "tasks").rglob("*.yaml"), reverse=True)
     named = ((pattern.search(path.read_bytes()), path.parent) for path in files)
@@ -112,7 +112,7 @@ def _folders() -> dict[str, Path]:
 def open_task(
     manager: TaskManager, name: str, shots: int, data: TaskData | None, *, limit: int | None = None, seed: int = 0
 ) -> OpenedTask:
-    """Opens a task with its records, or the first ``limit`` ones; examples are drawn with lm-eval's seed, 0."""
+    """Opens a task with its records; may skip records after ``limit``. Examples use lm-eval's seed plus ``seed``."""
     if shots < 0:
         raise InputError(f"--fewshot {shots} must be at least 0")
     if limit is not None and limit < 1:
@@ -144,12 +144,12 @@ def _from_files(manager: TaskManager, name: str, shots: int, data: TaskData, lim
         raise InputError(f"--task-data: {name} is a Python task that fetches its own records; leave it out")
     split = _evaluated(name, config, data)
     examples = _examples(name, config, data, split) if shots else None
-    # Preparing ten thousand records takes seconds: only those to be evaluated, unless examples come from them.
+    # Preparing many records takes seconds, so only ``limit`` are prepared, unless examples come from the same split.
     loaded = {split: _dataset(name, config, data, split, None if examples == split else limit)}
     if examples is not None and examples != split:
         loaded[examples] = _dataset(name, config, data, examples, None)
-    # lm-eval applies changes to a registered task when it is a member of an unnamed group. Where test and few-shot
-    # split are the same, it leaves the item out of its own examples.
+    # lm-eval applies changes to a registered task only as a member of a group that is defined inline. If the test and
+    # few-shot splits are the same, it never uses an item as its own example.
     changed: dict[str, Any] = {"task": name, "custom_dataset": lambda **_: loaded}
     changed |= {"training_split": None, "validation_split": None, "test_split": split, "fewshot_split": examples}
     if isinstance(shown := config.get("fewshot_config"), dict):
@@ -165,7 +165,7 @@ def _from_files(manager: TaskManager, name: str, shots: int, data: TaskData, lim
 
 
 def _evaluated(name: str, config: dict[str, Any], data: TaskData) -> str:
-    """Returns the split to evaluate: lm-eval's, else test or validation, whichever is in ``data``."""
+    """Returns the split to evaluate: the first of lm-eval's split, test and validation that is in ``data``."""
     theirs = config.get("test_split") or config.get("validation_split") or "test"
     for split in (theirs, "test", "validation"):
         if data.find(name, split):
@@ -174,9 +174,9 @@ def _evaluated(name: str, config: dict[str, Any], data: TaskData) -> str:
 
 
 def _examples(name: str, config: dict[str, Any], data: TaskData, split: str) -> str | None:
-    """Returns the split to draw examples from: map.yaml's, else lm-eval's; the evaluated one only by map.yaml.
+    """Returns the split of few-shot examples: map.yaml's; else lm-eval's, unless it is evaluated; else train.
 
-    Returns ``None`` for a task that defines its examples itself.
+    Returns ``None`` for a task that defines its own examples.
     """
     shown = config.get("fewshot_config") or {}
     if shown.get("samples"):
@@ -204,7 +204,7 @@ def _dataset(name: str, config: dict[str, Any], data: TaskData, split: str, limi
 
 
 def _template_fields(config: dict[str, Any]) -> tuple[str, ...]:
-    """Returns the fields that a task's templates use; none where the task preprocesses its records."""
+    """Returns the fields that a task's templates use; empty if the task preprocesses its records."""
     if config.get("process_docs"):
         return ()
     texts = [config.get(key) for key in ("doc_to_text", "doc_to_target", "doc_to_choice")]
@@ -217,9 +217,9 @@ def _template_fields(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def run_task(model: HarnessLM, opened: OpenedTask, *, limit: int | None = None) -> TaskScore:
-    """Scores the model on all items of a task, or on the first ``limit`` ones."""
+    """Scores the model on a task, or on the first ``limit`` items."""
     task = opened.task
-    # Where examples come from the evaluated split one more is drawn, because the item itself may be among them.
+    # If examples come from the evaluated split, one more is drawn, because the item itself may be among them.
     needed = opened.shots + (task.fewshot_cfg.split == task.config.test_split)
     if opened.examples and len(task.sampler.df) < needed:
         raise InputError(
@@ -246,7 +246,7 @@ def run_task(model: HarnessLM, opened: OpenedTask, *, limit: int | None = None) 
 
 
 def _blame_record(opened: OpenedTask, limit: int | None) -> None:
-    """Raises an error that names the first record from which the task cannot make an item, if there is one."""
+    """Raises an error that names the first record that the task's templates fail on, if there is one."""
     task = opened.task
     for number, record in enumerate(islice(task.task_docs, limit), 1):
         try:
@@ -262,7 +262,7 @@ def _blame_record(opened: OpenedTask, limit: int | None) -> None:
 
 
 def _metrics(task: Any, results: dict[str, Any], samples: list[dict[str, Any]]) -> Iterator[Metric]:
-    """Yields each metric with its standard error in closed form; lm-eval would bootstrap perplexities."""
+    """Yields each metric with its closed-form standard error; for perplexities, lm-eval itself would bootstrap it."""
     for key, value in results.items():
         name, _, filtered = key.partition(",")
         if not filtered or name.endswith("_stderr") or not isinstance(value, (int, float)):
@@ -272,7 +272,7 @@ def _metrics(task: Any, results: dict[str, Any], samples: list[dict[str, Any]]) 
         if aggregation is mean and len(values) > 1:
             stderr = mean_stderr(values)
         elif aggregation is perplexity and len(values) > 1:
-            # The derivative of exp(-mean) is -exp(-mean).
+            # Delta method: the derivative of exp(-mean) is -exp(-mean).
             stderr = value * mean_stderr(values)
         if stderr is not None and not math.isfinite(stderr):
             stderr = None
@@ -281,7 +281,7 @@ def _metrics(task: Any, results: dict[str, Any], samples: list[dict[str, Any]]) 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silences lm-eval and datasets but for errors, and hides their progress bars."""
+    """Context manager that silences lm-eval, datasets and the hub except for errors, and hides their progress bars."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "huggingface_hub")]
     levels = [logger.level for logger in loggers]
     bars, tqdm = datasets.are_progress_bars_disabled(), lm_eval.api.task.tqdm

@@ -1,8 +1,8 @@
-"""Suites: published tables of tasks, shots and metric, with their scores to compare with.
+"""Suites: published benchmark tables (tasks, shots, metric) with their scores, for comparison.
 
-The paper's table is "Zero-shot and five-shot performance (accuracy, %) on downstream tasks". Its metric is lm-eval's
-``acc`` for every task: the caption says accuracy, and Pythia-1.4B's 40.4 on HellaSwag is its ``acc`` (``acc_norm``, by
-length of the ending, lies more than ten points higher). That reading is inferred, not stated.
+The paper's table is "Zero-shot and five-shot performance (accuracy, %) on downstream tasks". Its metric is inferred to
+be lm-eval's ``acc`` for every task: the caption says accuracy, and 40.4 for Pythia-1.4B on HellaSwag is the model's
+``acc``; ``acc_norm``, normalised by the length of the ending, is more than ten points higher.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from adaponder.errors import InputError
 
 @dataclass(frozen=True)
 class Reference:
-    """Published scores of one backbone in percent, by shots, in the order of the suite's tasks."""
+    """Published scores of one backbone in percent: for each number of shots, one per task, in the suite's order."""
 
     name: str
     source: str
@@ -28,7 +28,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Suite:
-    """Tasks in the table's order, numbers of examples, metric, and published scores to compare with."""
+    """A published table: tasks in the table's order, numbers of shots, metric, and published scores."""
 
     name: str
     tasks: tuple[str, ...]
@@ -37,7 +37,7 @@ class Suite:
     references: tuple[Reference, ...]
 
     def matched(self, config: AdaPonderConfig) -> Reference | None:
-        """Returns the reference whose backbone has the same family, hidden size, layers, heads and MLP width."""
+        """Returns the reference with this backbone's family, hidden size, layers, heads and MLP width, if any."""
         backbone: Any = config.backbone_config
         if backbone.model_type != "gpt_neox":
             return None
@@ -50,7 +50,7 @@ class Suite:
         return next((row for row in self.references if row.shape == shape), None)
 
     def compare(self, scores: Mapping[str, float], shots: int, reference: Reference | None) -> Comparison:
-        """Compares ``scores`` (percent, by task) with the reference's at the same shots, averaged over these tasks."""
+        """Compares ``scores`` (percent by task) with the reference's scores of the same tasks at the same shots."""
         theirs = {}
         if reference is not None and shots in reference.scores:
             theirs = dict(zip(self.tasks, reference.scores[shots], strict=True))
@@ -59,7 +59,7 @@ class Suite:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Scores in percent by task, and those of the matched reference (empty where there is none)."""
+    """Our scores and the reference's, in percent by task; ``theirs`` is empty without a reference."""
 
     shots: int
     ours: dict[str, float]
@@ -75,7 +75,7 @@ class Comparison:
 
     @property
     def difference(self) -> float | None:
-        """Returns the paper's delta acc."""
+        """Returns our average minus the reference's, the paper's delta acc."""
         return None if self.reference_average is None else self.average - self.reference_average
 
     def as_dict(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Comparison:
 
 _SOURCE = "AdaPonderLM (2026), table of downstream tasks: released checkpoint (300B tokens), evaluated by its authors"
 
-# By name and shape: scores without examples, and with five.
+# Zero-shot and five-shot scores, by name and shape (hidden size, layers, heads, MLP width).
 _SCORES = {
     ("Pythia-410M", (1024, 24, 16, 4096)): (
         (51.4, 52.2, 36.4, 21.4, 53.8, 66.9, 33.7, 81.5, 30.9),

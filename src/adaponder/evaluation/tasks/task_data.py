@@ -1,24 +1,23 @@
 """Reads task records from local files, with the fields of the public datasets.
 
-A folder of task data holds one file of JSON lines per task and split, plain or compressed (``.gz``, ``.xz``, …)::
+A folder of task data contains a JSON lines file per task and split, plain or compressed (``.gz``, ``.xz``, …)::
 
     DIR/arc_easy/test.jsonl.xz
     DIR/arc_easy/train.jsonl.xz         needed for few-shot examples only
-    DIR/sciq_validation.jsonl.xz        or flat: <task>_<split>; ``val``, ``valid`` and ``dev`` also mean validation
-    DIR/lambada_test_openai.jsonl.xz    or under a name of ``PUBLISHED``
+    DIR/sciq_validation.jsonl.xz        or <task>_<split>; ``val``, ``valid``, ``dev`` mean validation
+    DIR/lambada_test_openai.jsonl.xz    or a name in ``PUBLISHED``
 
-A ``map.yaml`` in it (or named instead of the folder) maps tasks and splits to files with other names. Paths are
-relative to it, and it takes precedence over file names::
+A ``map.yaml`` in the folder (or passed instead of it) maps tasks and splits to files with other names. Its paths are
+relative to its folder, and it takes precedence over the file names above::
 
     arc_easy: {test: elsewhere/easy.jsonl}
     lambada_openai:
       test: lambada_test_openai.jsonl.xz
       fewshot: test                     # draw examples from this split; an item is never its own example
 
-Records have the fields that lm-eval's task reads, as the hub dataset has them. Three datasets are also published in
-another layout, which is brought into that one: ARC's first release (``question.stem`` and ``question.choices``), RACE's
-first release (``questions``, ``options``, ``answers`` of an article) and RACE with one question per record (records of
-one article are put together, as the dataset that lm-eval reads was made).
+Records have the fields of the hub dataset that lm-eval's task reads. Three other published layouts are converted:
+ARC's first release (``question.stem`` and ``question.choices``), RACE's first release (``questions``, ``options`` and
+``answers`` of an article) and RACE with one question per record (records of one article are merged).
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ TaskRecord = dict[str, Any]
 SPLITS = ("train", "validation", "test")
 _ALIASES = {"validation": ("val", "valid", "dev")}
 _ENDINGS = tuple(f".jsonl{compression}" for compression in ("", *COMPRESSIONS))
-# Names that authors gave their files, where neither task nor split can be guessed from them.
+# File names used by a dataset's authors that do not follow <task>_<split>.
 PUBLISHED = {("lambada_openai", "test"): ("lambada_test_openai", "lambada_test")}
-# Fields that a task's code reads; those of other tasks are in their templates.
+# Fields read by a task's Python code; the fields of other tasks are found in their templates.
 FIELDS = {
     "winogrande": ("sentence", "option1", "option2", "answer"),
     "piqa": ("goal", "sol1", "sol2", "label"),
@@ -48,7 +47,7 @@ FIELDS = {
 
 
 class TaskData:
-    """A folder of task data, or its ``map.yaml``; see the top of this module."""
+    """The task data of a folder, or of a ``map.yaml``; see the top of this module."""
 
     def __init__(self, path: Path):
         self.folder, map_file = (path.parent, path) if path.is_file() else (path, path / "map.yaml")
@@ -57,7 +56,7 @@ class TaskData:
         self._map = _read_map(map_file) if map_file.is_file() else {}
 
     def find(self, task: str, split: str) -> Path | None:
-        """Returns the file with that split of a task, if there is one."""
+        """Returns the file of a task's split; ``None`` if there is none."""
         if named := self._map.get(task, {}).get(split):
             path = self.folder / named
             if not path.is_file():
@@ -66,16 +65,16 @@ class TaskData:
         return next((path for path in self._candidates(task, split) if path.is_file()), None)
 
     def fewshot(self, task: str) -> str | None:
-        """Returns the split that map.yaml names for few-shot examples."""
+        """Returns the split of few-shot examples in map.yaml; ``None`` if it names none."""
         return self._map.get(task, {}).get("fewshot")
 
     def looked_for(self, task: str, split: str) -> str:
-        """Returns where a split is looked for, for error messages."""
+        """Returns the expected file of a split, for error messages."""
         first = self._candidates(task, split)[0]
         return f"{first}[{'|'.join(COMPRESSIONS)}] (or a {split} file of {task} named in map.yaml)"
 
     def read(self, task: str, split: str, fields: Sequence[str] = ()) -> list[TaskRecord]:
-        """Reads the records of a split, in the layout that lm-eval's task expects; each must have all ``fields``."""
+        """Reads the records of a split in the layout of lm-eval's task; raises if a record lacks one of ``fields``."""
         path = self.find(task, split)
         if path is None:
             raise InputError(f"--task-data: {task} has no {split} split; looked for {self.looked_for(task, split)}")
@@ -117,13 +116,13 @@ def _read_map(path: Path) -> dict[str, dict[str, str]]:
 
 
 def _as_on_the_hub(task: str, records: list[TaskRecord]) -> list[TaskRecord]:
-    """Rearranges the other published layouts of ARC and RACE, recognised by their first record."""
+    """Converts other published layouts of ARC and RACE, recognised by their first record, to the hub's."""
     first = records[0]
     if task in ("arc_easy", "arc_challenge") and isinstance(first.get("question"), dict):
         return [_arc(record) for record in records]
     if task != "race" or isinstance(first.get("problems"), str):
         return records
-    if "problems" in first:  # RACE's problems are Python text on the hub, which lm-eval parses
+    if "problems" in first:  # on the hub, problems are text of a Python list, which lm-eval parses
         return [record | {"problems": repr(record["problems"])} for record in records]
     if "questions" in first:
         names = ("questions", "answers", "options")
@@ -138,7 +137,7 @@ def _as_on_the_hub(task: str, records: list[TaskRecord]) -> list[TaskRecord]:
 
 
 def _arc(record: TaskRecord) -> TaskRecord:
-    """Converts ARC as first released: the choices are a list of objects inside the question."""
+    """Converts a record of ARC's first release, where the choices are a list of objects inside the question."""
     question = record["question"]
     choices = {key: [choice[key] for choice in question["choices"]] for key in ("text", "label")}
     return record | {"question": question["stem"], "choices": choices}
