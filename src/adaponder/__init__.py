@@ -1,7 +1,7 @@
 """AdaPonder: language models that read hard tokens more often.
 
-Importing this package imports neither torch nor transformers: a name is imported when it is first used, and the family
-registers with Hugging Face's Auto classes as soon as both are there, in whichever order they are imported.
+Importing this package imports neither torch nor transformers: public names are imported on first use. The model type
+is registered with Hugging Face's Auto classes whether transformers is imported before or after this package.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from adaponder.policies import Similarity as Similarity
     from adaponder.policies import Uniform as Uniform
 
-# The module of each public name. AdaPonderConfig comes with modeling, since AutoModelForCausalLM takes a config.
+# The public names of each module. AdaPonderConfig comes from modeling, which registers it with AutoModelForCausalLM.
 _PUBLIC = {
     "checkpoints.shipped": "sample_path",
     "evaluation.lab.profiles": "load_profile",
@@ -65,7 +65,7 @@ _AUTO = "transformers.models.auto.configuration_auto"
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name, or a module that holds one, when it is first used."""
+    """Imports a public name, or a module of ``_MODULES``, when it is first used."""
     if name in _HOMES:
         value = getattr(importlib.import_module(f"adaponder.{_HOMES[name]}"), name)
     elif name in _MODULES:
@@ -81,9 +81,9 @@ def __dir__() -> list[str]:
 
 
 class _ConfigOnDemand:
-    """Stands for AdaPonderConfig in the table of the Auto classes until one of its attributes is read.
+    """Placeholder for AdaPonderConfig in the mapping of the Auto classes.
 
-    Then ``adaponder.modeling`` is imported, which registers config and model itself.
+    Calling it or reading an attribute imports ``adaponder.modeling``, which registers the config and the model.
     """
 
     __name__ = "AdaPonderConfig"
@@ -96,9 +96,9 @@ class _ConfigOnDemand:
 
 
 class _AfterImport(MetaPathFinder):
-    """Finds the module of the Auto classes as usual, and registers the family as soon as it is executed.
+    """Import hook: registers :class:`_ConfigOnDemand` right after the module of the Auto classes has been executed.
 
-    Nothing is imported then: Hugging Face imports its modules in the middle of one another, and of ours.
+    It imports nothing at that moment, because transformers' modules and ours may be only partly imported.
     """
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:

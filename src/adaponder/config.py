@@ -33,23 +33,23 @@ _FOREIGN_KEYS = {
     "use_cache",  # transformers.Trainer writes it
 }
 
-# What a folder that ``adaponder export`` wrote says of the code it brings. Equal to it, an auto_map is ignored and the
+# The auto_map in the config.json of folders that ``adaponder export`` writes. One equal to it is ignored, and the
 # classes of this package are used; any other is refused.
 OUR_AUTO_MAP = {
     "AutoConfig": "configuration_adaponder.AdaPonderConfig",
     "AutoModelForCausalLM": "modeling_adaponder.AdaPonderForCausalLM",
 }
 
-# More than any model has; larger values would fill the memory before they raise.
+# Limits above any real model; larger values would exhaust the memory before an error is raised.
 _LARGEST = {"vocab_size": 2**24, "num_hidden_layers": 4096, "num_attention_heads": 2**16, "hidden_size": 2**20}
 _LARGEST_SIZE = 2**31 - 1
 _SIZE = re.compile(r"(_size|_dim|_rank|_heads|_layers|max_position_embeddings)$|^(n|num)_")
 
 
 def is_our_auto_map(auto_map: Any) -> bool:
-    """Returns whether an ``auto_map`` equals ``OUR_AUTO_MAP``; code is not run even then.
+    """Returns whether an ``auto_map`` equals ``OUR_AUTO_MAP``; its code is never run, even if it does.
 
-    Hugging Face writes ``NAME--`` before each entry where the folder is the hub's repository NAME.
+    For a hub repository NAME, Hugging Face prepends ``NAME--`` to each entry; the prefix is ignored.
     """
     entries = auto_map.items() if isinstance(auto_map, dict) else ()
     return {
@@ -58,7 +58,7 @@ def is_our_auto_map(auto_map: Any) -> bool:
 
 
 def _of_backbone(name: str) -> Any:
-    """Returns a property that reads and sets a field of the backbone's config, ``None`` where it has none."""
+    """Returns a property that reads and sets a field of the backbone's config; an absent field reads ``None``."""
 
     def read(config: AdaPonderConfig) -> Any:
         return getattr(config.backbone_config, name, None)
@@ -106,7 +106,7 @@ class AdaPonderConfig(PreTrainedConfig, Recurrence):
         super().__post_init__(**kwargs)
 
     def check(self) -> None:
-        """Raises on values that no model can be built from; called again before anything is allocated."""
+        """Raises on values that no model can be built from; called again by the model, before it allocates anything."""
         check_fields(self, kind=Recurrence)
         if self.ponder_pool == "closed" and self.ponder_on == "logits":
             raise ConfigError(
@@ -128,14 +128,14 @@ class AdaPonderConfig(PreTrainedConfig, Recurrence):
 
     @property
     def auto_map(self) -> dict[str, str]:
-        """Names no code; TRL asks every config that is not of transformers."""
+        """Returns an empty mapping: no remote code. TRL reads it from every config class outside transformers."""
         return {}
 
     vocab_size = _of_backbone("vocab_size")
     hidden_size = _of_backbone("hidden_size")
     num_hidden_layers = _of_backbone("num_hidden_layers")
     max_position_embeddings = _of_backbone("max_position_embeddings")
-    # Hugging Face's own tools read and set these on a model's config: the backbone's are the ones that are saved.
+    # Hugging Face's tools read and set these on the model's config; they are stored in the backbone's config.
     eos_token_id = _of_backbone("eos_token_id")
     bos_token_id = _of_backbone("bos_token_id")
     pad_token_id = _of_backbone("pad_token_id")
@@ -148,7 +148,7 @@ def _as_config(backbone: PreTrainedConfig | dict | None) -> PreTrainedConfig:
     if backbone is None:
         raise ConfigError("backbone_config is missing: give the config of a Hugging Face decoder")
     if isinstance(backbone, PreTrainedConfig):
-        # A copy: Hugging Face writes the outer model's attention choice into it, and the stock model keeps its own.
+        # Copied: Hugging Face writes the outer model's attention implementation into it, not into the stock model's.
         return copy.deepcopy(backbone)
     if not isinstance(backbone, dict):
         raise ConfigError(f"backbone_config={shown(backbone)} must be the config of a Hugging Face decoder")

@@ -1,4 +1,4 @@
-"""Device names, precisions and the rule of autocast.
+"""Device names, precisions and autocast.
 
 torch is imported by the functions that need it: the command line lists precisions without it.
 """
@@ -12,14 +12,14 @@ from adaponder.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-# What --dtype takes; auto is the precision that weights were saved in, on a CPU at least float32.
+# Values of --dtype; auto: the precision that the weights were saved in, but at least float32 on a CPU.
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-# What --weights takes: quantised in the layers, or half precision throughout.
+# Values of --weights: the layers' linear maps quantised to one byte per number, or half precision throughout.
 WEIGHTS = ("int8", "fp8", "bfloat16", "float16")
 
 
 def as_device(name: str) -> torch.device:
-    """Returns the device of that name; raises if this machine has none."""
+    """Returns the device of that name; raises if the name is unknown or this machine has no such GPU."""
     import torch
 
     try:
@@ -34,7 +34,7 @@ def as_device(name: str) -> torch.device:
 
 
 def as_dtype(name: str) -> str | torch.dtype:
-    """Returns the precision of that name; ``auto`` stays a word, which Hugging Face's loaders take for "as saved"."""
+    """Returns the torch dtype of that name; ``auto`` stays text, which Hugging Face's loaders read as "as saved"."""
     import torch
 
     if name not in DTYPES:
@@ -51,7 +51,7 @@ def hardware_name(device: torch.device | str) -> str:
 
 
 def product_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Returns the precision of products when ``train.dtype`` is ``dtype``: a CPU computes bfloat16 runs in float32."""
+    """Returns the precision of matrix products in a run with ``train.dtype=dtype``: float32 for bfloat16 on a CPU."""
     import torch
 
     if dtype == "bfloat16" and device.type == "cpu":
@@ -60,7 +60,7 @@ def product_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def autocast(dtype: str, device: torch.device) -> torch.autocast:
-    """Returns the autocast context of a forward when ``train.dtype`` is ``dtype``: bfloat16 except on a CPU."""
+    """Returns the autocast context of a run with ``train.dtype=dtype``; enabled only for bfloat16, and not on a CPU."""
     import torch
 
     low = product_dtype(dtype, device) == torch.bfloat16

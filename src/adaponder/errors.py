@@ -26,7 +26,7 @@ class CheckpointError(AdaPonderError):
 
 
 class InputError(AdaPonderError):
-    """An argument, an option or a file that cannot be honoured."""
+    """An argument, an option or a file that cannot be used."""
 
 
 class TrainingError(AdaPonderError):
@@ -44,7 +44,7 @@ def in_one_line(problem: BaseException) -> str:
 
 
 def shown(value: Any) -> str:
-    """Returns a value as an error shows it: at most 60 characters."""
+    """Returns ``repr(value)`` for an error message, shortened to at most 60 characters."""
     if isinstance(value, int) and value.bit_length() > 200:
         return "a number of too many digits"
     text = repr(value)
@@ -52,12 +52,12 @@ def shown(value: Any) -> str:
 
 
 def choice(value: Any, words: Sequence[str]) -> str:
-    """Returns ``one of a, b, …`` for an error about ``value``, with the word that is spelled most alike."""
+    """Returns ``one of a, b, …`` for an error about ``value``; more than three words get a spelling suggestion."""
     hint = did_you_mean(value, words) if isinstance(value, str) and len(words) > 3 else ""
     return f"one of {', '.join(words)}{hint}"
 
 
 def did_you_mean(word: str, words: Iterable[str], prefix: str = "") -> str:
-    """Returns ``; did you mean …?`` with the word that is spelled most alike, or an empty text."""
+    """Returns ``; did you mean …?`` with the closest spelling among ``words``, or an empty string."""
     near = difflib.get_close_matches(word, words, n=1)
     return f"; did you mean {prefix}{near[0]}?" if near else ""

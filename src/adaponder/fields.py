@@ -23,14 +23,14 @@ from adaponder.registry import DEFAULT_METHOD, Scale, method_names
 
 PonderOn = Literal["probabilities", "logits"]
 
-LARGEST_INT = 2**63 - 1  # of a command line or a JSON body
+LARGEST_INT = 2**63 - 1  # the largest integer in a command line or a JSON body
 
 # --- what a field is -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """The finite numbers within these bounds; NaN lies in no range."""
+    """An interval of numbers, unlimited where a bound is ``None``; :func:`fits` also requires finite numbers."""
 
     ge: float | None = None
     gt: float | None = None
@@ -39,7 +39,7 @@ class Range:
 
     @classmethod
     def parse(cls, interval: str) -> Range:
-        """Returns the range of an interval such as ``(0, 1]``; ``inf`` is no bound."""
+        """Parses an interval such as ``(0, 1]``; ``inf`` means no bound."""
         low, high = (_number(bound) for bound in interval[1:-1].split(","))
         bounds = {"ge" if interval[0] == "[" else "gt": low, "le" if interval[-1] == "]" else "lt": high}
         return cls(**{name: bound for name, bound in bounds.items() if not math.isinf(bound)})
@@ -53,7 +53,7 @@ class Range:
         )
 
     def __str__(self) -> str:
-        """Returns the range as an error states it, such as ``greater than 0 and at most 1``."""
+        """Returns the range in words for errors, such as ``greater than 0 and at most 1``."""
         if self.ge is not None and self.le is not None:
             return f"between {_brief(self.ge)} and {_brief(self.le)}"
         words = (("at least", self.ge), ("greater than", self.gt), ("at most", self.le), ("less than", self.lt))
@@ -61,7 +61,7 @@ class Range:
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Returns the bounds that are set, by the names that pydantic gives them."""
+        """Returns the bounds that are set, as arguments of ``pydantic.Field``."""
         return {name: bound for name, bound in vars(self).items() if bound is not None}
 
 
@@ -69,8 +69,8 @@ class Field(NamedTuple):
     """One value that a user can set.
 
     Attributes:
-        choices: returns the words allowed at this moment; ``None`` for a field that is no word.
-        why: the reason for the range, which errors give.
+        choices: function that returns the words allowed now, after registrations; ``None``: the type decides alone.
+        why: the reason for the range, appended to errors.
     """
 
     name: str
@@ -111,7 +111,7 @@ def fields_of(kind: type) -> Mapping[str, Field]:
 
 
 def violation(field: Field, value: Any) -> str | None:
-    """Returns what is wrong with a value, as ``must be …``, or ``None`` if the field takes it."""
+    """Returns an error ``must be …`` for an invalid value of the field, or ``None`` for a valid one."""
     if fits(value, field.type, field):
         return None
     words = list(field.choices()) if field.choices else [str(word) for word in get_args(_literal(field.type))]
@@ -120,12 +120,12 @@ def violation(field: Field, value: Any) -> str | None:
 
 
 def check_fields(values: Any, prefix: str = "", *, kind: type | None = None) -> None:
-    """Raises an error that names the first attribute of ``values`` that its field does not take.
+    """Raises a :class:`ConfigError` that names the first attribute of ``values`` with an invalid value.
 
     Args:
         values: a dataclass, or any object with the fields of ``kind``.
-        prefix: stands before the name in the error, e.g. ``train.``.
-        kind: the dataclass whose fields count; default: the type of ``values``.
+        prefix: prepended to the name in the error, e.g. ``train.``.
+        kind: the dataclass whose fields are checked; ``None``: the type of ``values``.
     """
     for name, field in fields_of(kind or type(values)).items():
         value = getattr(values, name)
@@ -157,7 +157,7 @@ def _items_fit(values: Sequence[Any], origin: Any, hints: Sequence[Any], field: 
 
 
 def _literal(hint: Any) -> Any:
-    """Returns the type itself if it is a choice of words, ``None`` beside them or not."""
+    """Returns the ``Literal`` of a hint ``Literal[…]`` or ``Literal[…] | None``; ``None`` for any other hint."""
     parts = [part for part in get_args(hint) if part is not type(None)]
     inner = parts[0] if typing.get_origin(hint) in (types.UnionType, typing.Union) and len(parts) == 1 else hint
     return inner if typing.get_origin(inner) is Literal else None
@@ -182,7 +182,7 @@ def _allowed(hint: Any, limits: Range) -> str:
 def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # an int beyond the floats
+    except OverflowError:  # an int larger than any float
         return False
 
 
@@ -197,14 +197,14 @@ def _brief(number: float) -> str:
     return f"{number:,}" if isinstance(number, int) else f"{number:g}"
 
 
-# --- fields that are gone ------------------------------------------------------------------------------------------
+# --- removed fields ------------------------------------------------------------------------------------------------
 
-# ``section.field`` of a recipe or config that older versions had: (its default, the last version that had it).
+# Maps a removed ``section.field`` of a recipe or config to (its default, the last version that had it).
 REMOVED: dict[str, tuple[Any, str]] = {}
 
 
 def is_removed(path: str, value: Any) -> bool:
-    """Returns whether ``section.field`` is gone; raises if its value is not the old default, which changes nothing."""
+    """Returns whether ``section.field`` was removed; raises if ``value`` is neither ``None`` nor the old default."""
     if path not in REMOVED:
         return False
     default, version = REMOVED[path]
@@ -224,7 +224,7 @@ def is_removed(path: str, value: Any) -> bool:
 class Sampling:
     """How a completion is sampled, where it ends, and what is returned with it: the base of the engine's ``Request``.
 
-    ``adaponder generate`` and the server's bodies take their ranges and help from here.
+    ``adaponder generate`` and the server's request bodies take their ranges and help from these fields.
     """
 
     max_new_tokens: int = setting(128, "Most tokens to generate.", "[1, inf)")
@@ -269,9 +269,9 @@ REQUEST_FIELDS = fields_of(Sampling)
 
 
 def check(name: str, value: Any, *, error: type[AdaPonderError] = InputError) -> Any:
-    """Returns a value for the field ``name`` of a request as a plain Python number, or raises ``error``.
+    """Returns ``value`` if it is valid for the field ``name`` of a request; raises ``error`` otherwise.
 
-    Numbers of numpy and torch are converted first. ``None`` is returned where the field may be ``None``.
+    Numbers of numpy and torch are converted to Python's first. ``None`` is valid if the field's type includes it.
     """
     field = REQUEST_FIELDS[name]
     plain = as_plain_number(value, field.type)
@@ -281,7 +281,7 @@ def check(name: str, value: Any, *, error: type[AdaPonderError] = InputError) ->
 
 
 def as_plain_number(value: Any, hint: Any) -> Any:
-    """Returns a number of any library as Python's int or float, as the type asks; anything else unchanged."""
+    """Converts a number of any library to Python's int or float, whichever ``hint`` names; others are unchanged."""
     if value is None or isinstance(value, (bool, str)):
         return value
     kinds = (hint, *get_args(hint))
@@ -300,8 +300,8 @@ def as_plain_number(value: Any, hint: Any) -> Any:
 class Recurrence:
     """The settings of the recurrence around a backbone.
 
-    ``AdaPonderConfig`` inherits these fields, a recipe's section ``model`` has them with ``None`` for what is left to
-    the config, and ``adaponder convert`` takes the help and range of its options from here.
+    ``AdaPonderConfig`` inherits these fields; in a recipe's section ``model`` each may also be ``None`` (unset);
+    ``adaponder convert`` takes the help and ranges of its options from them.
     """
 
     method: str = setting(DEFAULT_METHOD, "which recurrence", choices=method_names)
@@ -405,7 +405,7 @@ class Recurrence:
         "lookahead_delta, so that a gate is half open where reading on gains that much on the average",
     )
 
-    if typing.TYPE_CHECKING:  # what AdaPonderConfig adds and methods read
+    if typing.TYPE_CHECKING:  # defined by AdaPonderConfig; methods read them
         backbone_config: Any = None
 
         @property
@@ -413,7 +413,7 @@ class Recurrence:
 
     @property
     def table_scale(self) -> float:
-        """Returns the factor on the embedding table of the mixture."""
+        """Returns the factor on the embedding table in the vocabulary expectation."""
         assert isinstance(self.embedding_scale, (int, float))  # resolved when a config is built
         return self.embedding_scale
 
@@ -423,7 +423,7 @@ class Recurrence:
         return self.table_scale * self.initial_multiplier
 
     def gates(self) -> int:
-        """Returns how many decisions a token faces: none after the last iteration."""
+        """Returns the number of gate evaluations per token: one after each iteration but the last."""
         return self.iterations - 1
 
 
@@ -437,7 +437,7 @@ def meanings(kind: type) -> str:
 
 
 def option(name: str, *flags: str, kind: type = Sampling, help: str | None = None, **more: Any) -> Any:
-    """Returns the Typer option of a field of ``kind``: ``top_p: Annotated[float, option("top_p")] = 1.0``."""
+    """Returns a Typer option with a field's help and range: ``top_p: Annotated[float, option("top_p")] = 1.0``."""
     import typer
 
     field = fields_of(kind)[name]
@@ -455,9 +455,9 @@ def option(name: str, *flags: str, kind: type = Sampling, help: str | None = Non
 
 
 def body_field(name: str, **more: Any) -> Any:
-    """Returns the pydantic field of a field of a request, as ``Annotated[float | None, body_field("top_p")]``.
+    """Returns a pydantic field with a request field's help and range: ``Annotated[float, body_field("top_p")]``.
 
-    Whole numbers without a bound get that of 64 bits. ``more`` is passed to ``pydantic.Field`` and wins.
+    Integers without a bound are limited to 64 bits. Arguments in ``more`` go to ``pydantic.Field`` and take precedence.
     """
     import pydantic
 

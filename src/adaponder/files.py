@@ -1,6 +1,6 @@
-"""Reads files of any origin as plain data, within limits, or refuses them in one line.
+"""Reads untrusted files as plain data within size limits, and writes files atomically.
 
-Files that the package writes appear complete, under their final name, or not at all.
+A refused file raises an error of one line. A written file is complete under its final name, or absent.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from filelock import lock_descriptor
 
 from adaponder.errors import AdaPonderError, CheckpointError, InputError
 
-# The largest tokenizer.json on the hub has some 40 MB; a file beyond this is not read into memory.
+# The largest tokenizer.json on the hub has about 40 MB; a file above this limit is not read into memory.
 JSON_BYTES = 2**28
 # Deeper than any config, table or manifest; far below what the interpreter's stack can take.
 JSON_DEPTH = 64
 # Counts and ids have at most 20 digits. Python refuses to print integers of more than 4,300.
 JSON_DIGITS = 40
-# A recipe has some 60 lines.
+# A recipe has about 60 lines.
 YAML_BYTES = 2**20
 YAML_DEPTH = 16
 _BLOCK = 2**20
 
 
 def open_plain(path: Path, error: type[AdaPonderError] = CheckpointError) -> BinaryIO:
-    """Opens an ordinary file for reading; refuses a folder, pipe, socket or device without waiting for it."""
+    """Opens an ordinary file for reading; refuses folders, pipes, sockets and devices without blocking."""
     try:
         # Without O_NONBLOCK, opening a pipe waits for a writer.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -68,12 +68,12 @@ def read_json(path: Path, error: type[AdaPonderError] = CheckpointError) -> dict
 
 
 def parse_json(content: bytes, where: Path | str, error: type[AdaPonderError] = CheckpointError) -> dict[str, Any]:
-    """Parses a JSON object within the limits of this module; errors name ``where`` it is from."""
+    """Parses a JSON object within the limits of this module; errors begin with ``where``, its source."""
     try:
         loaded = json.loads(content.decode("utf-8"), parse_int=_whole)
     except RecursionError:
         raise error(f"{where}: nested too deeply for a JSON file of its kind") from None
-    except ValueError as problem:  # JSONDecodeError and UnicodeDecodeError are such
+    except ValueError as problem:  # includes JSONDecodeError and UnicodeDecodeError
         raise error(f"{where} is not valid JSON: {problem}") from None
     if not isinstance(loaded, dict):
         raise error(f"{where}: an object is needed, found {type(loaded).__name__}")
@@ -83,7 +83,7 @@ def parse_json(content: bytes, where: Path | str, error: type[AdaPonderError] = 
 
 
 class _PlainYaml(yaml.SafeLoader):
-    """Reads YAML as plain data: no aliases (a page of them expands beyond memory), no key twice, no deep nesting."""
+    """Reads YAML as plain data; refuses aliases (a few of them can exhaust memory), duplicate keys and deep nesting."""
 
     depth = 0
 
@@ -114,18 +114,18 @@ _PlainYaml.add_constructor("tag:yaml.org,2002:int", _PlainYaml.construct_yaml_in
 
 
 def parse_yaml(text: str, where: str, error: type[AdaPonderError]) -> Any:
-    """Parses YAML within the limits of this module; errors name ``where`` it is from."""
+    """Parses YAML within the limits of this module; errors begin with ``where``, its source."""
     try:
         return yaml.load(text, Loader=_PlainYaml)
     except RecursionError:
         raise error(f"{where}: nested too deeply") from None
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as problem:
-        # Beside its own errors PyYAML lets those of its conversions through (`2001-99-99`, `!!bool x`).
+        # Besides its own errors, PyYAML raises those of Python's conversions (`2001-99-99`, `!!bool x`).
         raise error(f"{where} is not valid YAML: {' '.join(str(problem).split())}") from None
 
 
 def read_yaml(path: Path, error: type[AdaPonderError]) -> Any:
-    """Returns the content of a YAML file, as :func:`parse_yaml` reads it."""
+    """Returns the content of a YAML file, parsed by :func:`parse_yaml`."""
     try:
         text = read_bytes(path, error, limit=YAML_BYTES).decode("utf-8")
     except UnicodeDecodeError as problem:
@@ -137,7 +137,7 @@ _NEVER = threading.Event()
 
 
 def sha256_of(path: Path, error: type[AdaPonderError] = CheckpointError, *, ended: threading.Event = _NEVER) -> str:
-    """Returns the SHA-256 of a file, read in pieces; stops early, with a wrong one, once ``ended`` is set."""
+    """Returns the SHA-256 of a file, read in blocks; once ``ended`` is set, stops and returns a wrong one."""
     digest = hashlib.sha256()
     with open_plain(path, error) as file:
         try:
@@ -149,9 +149,9 @@ def sha256_of(path: Path, error: type[AdaPonderError] = CheckpointError, *, ende
 
 
 def sha256_of_each(paths: Sequence[Path], error: type[AdaPonderError] = CheckpointError) -> list[str]:
-    """Equals ``[sha256_of(path) for path in paths]``, by several threads; an interruption waits for none of them."""
+    """Returns the SHA-256 of each file, computed in threads, which stop early if the caller is interrupted."""
     ended = threading.Event()
-    # Hashing and reading let other threads run: this goes as fast as cores or disk allow.
+    # Hashing and reading release the GIL, so the threads run in parallel.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         try:
             return list(pool.map(lambda path: sha256_of(path, error, ended=ended), paths))
@@ -168,9 +168,9 @@ def checksums_wanted() -> bool:
 
 
 def write_whole(path: Path, content: bytes, error: type[AdaPonderError] = AdaPonderError) -> None:
-    """Replaces the content of ``path`` atomically: it holds the new or the old one, even after a power cut.
+    """Replaces the content of ``path`` atomically: even after a power cut, it is the old or the new one.
 
-    A failure is an ``error`` that names the file and the cure.
+    Raises ``error``, which names the file and the cure, if writing fails.
     """
     try:
         replace_file(path, content)
@@ -189,9 +189,9 @@ def replace_file(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a path beside ``path``: the file written there takes the place of ``path`` when the block ends.
+    """Yields a temporary path beside ``path``; the file written there replaces ``path`` when the block ends.
 
-    If the block or the disk fails, or the process is killed, ``path`` is as it was.
+    If the block or the disk fails, or the process is killed, ``path`` is unchanged.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -206,10 +206,10 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing_folder(folder: Path, partial: Path, *, make_way: Callable[[Path], object] = os.rmdir) -> Iterator[Path]:
-    """Yields ``partial``, a new folder beside ``folder`` that takes its place when the block ends.
+    """Yields ``partial``, a new folder that replaces ``folder`` when the block ends.
 
-    ``make_way`` removes the ``folder`` that is there: by default only an empty one. If the block or the disk fails,
-    ``partial`` is removed and ``folder`` is as it was.
+    ``make_way`` removes an existing ``folder``; the default raises unless it is empty. If the block or the disk fails,
+    ``partial`` is removed and ``folder`` is unchanged.
     """
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -229,14 +229,14 @@ def replacing_folder(folder: Path, partial: Path, *, make_way: Callable[[Path], 
 def lock(descriptor: int, *, wait: bool = False) -> bool:
     """Locks an open file or folder; returns ``False`` if another process holds the lock and ``wait`` is not set.
 
-    The lock ends when the descriptor is closed, however the process ends. Raises :class:`OSError` where the file
-    system knows no locks.
+    The lock ends when the descriptor is closed, at the latest when the process ends. Raises :class:`OSError` if the
+    file system does not support locks.
     """
     return lock_descriptor(descriptor, blocking=wait)
 
 
 def flush(path: Path) -> None:
-    """Waits until a file's content, or a folder's list of names, is on the disk."""
+    """Flushes a file's content, or a folder's entries, to the disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -245,7 +245,7 @@ def flush(path: Path) -> None:
 
 
 def _flush_names(folder: Path) -> None:
-    # Makes a rename survive a power cut; systems that cannot open a folder need no such thing.
+    # Makes a rename durable across a power cut; systems on which folders cannot be opened do not need it.
     with contextlib.suppress(PermissionError):
         flush(folder)
 

@@ -14,7 +14,7 @@ from adaponder.ops.precision import wide_dtype, widened
 
 
 class Column(nn.Linear):
-    """A linear map to one number, never in less than float32: bf16 is a sixteenth apart where tau = 1e-4 decides."""
+    """A linear map to one number, in at least float32: near the logit of tau = 1e-4, bf16 values are 1/16 apart."""
 
     def __init__(self, width: int):
         super().__init__(width, 1)
@@ -23,17 +23,17 @@ class Column(nn.Linear):
         wide = wide_dtype(hidden.dtype)
         hidden, weight, bias = hidden.to(wide), self.weight.to(wide), self.bias.to(wide)
         if is_compiling():
-            # A compiler fuses a sum into what comes before it; a product would write and read all of that once more.
+            # The compiler fuses this sum with the operations before it; a matrix product would read it from memory.
             return (hidden * weight).sum(-1, keepdim=True) + bias
         with torch.autocast(hidden.device.type, enabled=False):
             return nn.functional.linear(hidden, weight, bias)
 
 
 class Gate(nn.Module):
-    """One iteration's gate: the final-normed hidden state ``[…, d]`` to a logit ``[…]``; large means keep pondering.
+    """Maps final-normed hidden states ``[…, d]`` after one iteration to logits of continuing, ``[…]``.
 
-    Equals ``W2 gelu(W1 h + b1) + b2`` (eq. 2); width 0 leaves the linear map alone. The last bias starts at
-    ``bias`` and the last weights at zero, so every token starts with ``s = sigmoid(bias)``: open, and how far is known.
+    Equals ``W2 gelu(W1 h + b1) + b2`` (eq. 2); with ``width=0``, a single linear map. The last weights start at zero
+    and the last bias at ``bias``, so that every token starts with ``s = sigmoid(bias)``.
     """
 
     def __init__(self, hidden_size: int, *, width: int, bias: float):
@@ -56,17 +56,17 @@ class Gate(nn.Module):
 
 
 def read_gate(gate: nn.Module, hidden: Tensor) -> Tensor:
-    """Equals ``gate(hidden)``: one function, and so one compiled graph, for all gates."""
+    """Equals ``gate(hidden)``: a function, so that all gates share one compiled graph."""
     return gate(hidden)
 
 
 def gate_probability(logit: Tensor) -> Tensor:
-    """Equals ``sigmoid(logit)`` (eq. 3), never in less than float32, so that rounding moves no token across tau."""
+    """Equals ``sigmoid(logit)`` (eq. 3) in at least float32, so that rounding moves no token across tau."""
     return torch.sigmoid(widened(logit))
 
 
 def stays_active(probability: Tensor, tau: float | Tensor) -> Tensor:
-    """Equals ``s >= tau`` compared in float32 (eq. 4), so that no precision of the model moves the threshold."""
+    """Equals ``s >= tau`` (eq. 4), compared in float32, so that the threshold is the same in every model precision."""
     return probability.float() >= tau
 
 
@@ -93,12 +93,12 @@ def ponder_fraction(step: int, *, start: int, full: int, k_max: float) -> float:
 
 
 def pool_count(fraction: float, size: int) -> int:
-    """Equals ``floor(fraction * size)``, immune to 0.29 * 100 = 28.999…"""
+    """Equals ``floor(fraction * size)``, at most ``size``, corrected for rounding (0.29 * 100 is 28.999…)."""
     return min(size, math.floor(fraction * size + 1e-9))
 
 
 def bottom_k_mean(values: Tensor, fraction: float) -> Tensor:
-    """Equals the mean of the smallest ``floor(fraction * size)`` elements (eq. 13); exactly 0 when that is none."""
+    """Equals the mean of the smallest ``floor(fraction * size)`` elements (eq. 13); 0 if that number is 0."""
     count = pool_count(fraction, values.numel())
     if count == 0:
         return values.new_zeros(())
@@ -106,10 +106,10 @@ def bottom_k_mean(values: Tensor, fraction: float) -> Tensor:
 
 
 def ponder_pool(logits: Tensor, real: Tensor | None, depth: Tensor, *, on: str, pool: str) -> Tensor:
-    """Returns the collection that the ponder loss ranks: every real token (``None``: all are) times K-1 gates.
+    """Returns the gate values that the ponder loss ranks: K-1 for each real token (``real=None``: for every token).
 
-    ``logits`` is ``[batch, time, K-1]``. Gate i of a token of depth D was still open to decide while ``i < D``; later
-    gates read its frozen hidden state (``pool="all"`` and ``"each"``) or count as constant 0 (``pool="closed"``).
+    ``logits`` is ``[batch, time, K-1]``. A token of depth D was active at gates ``i < D``. Its later gates read its
+    frozen hidden state (``pool="all"`` and ``"each"``) or count as constant 0 (``pool="closed"``).
     """
     values = gate_probability(logits) if on == "probabilities" else logits
     if pool == "closed":

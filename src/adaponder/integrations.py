@@ -1,4 +1,4 @@
-"""Schedules the two-stage objective under ``transformers.Trainer`` and TRL's ``SFTTrainer``, as in our own loop."""
+"""The two-stage objective of ``adaponder train`` for ``transformers.Trainer`` and TRL's ``SFTTrainer``."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from adaponder.training.watch import DepthCounts, collapse, member_of
 class PonderCallback(TrainerCallback):
     """The two-stage objective: ``Trainer(…, callbacks=[PonderCallback(ponder_start=…, ponder_full=…)])``.
 
-    Steps are the Trainer's updates, including resumed ones. Each process ranks its own gates, and a micro-batch has the
-    weight of its share of the update's targets. A random policy gets another seed for each sequence of each
+    Steps are the Trainer's updates, including resumed ones. Each process ranks its own gates, and a micro-batch is
+    weighted by its share of the update's targets. A random policy gets a different seed for each sequence of each
     micro-batch, the same in a resumed run. The callback sets the model's ``training_objective``, ``training_policy``
-    and ``training_seed``, and clears them when training begins (an earlier one may have raised) and ends.
+    and ``training_seed``; it clears them when training ends, and when it begins, in case an earlier run raised.
 
     Logs gain ``depth``, the mean over the tokens since the last log, and ``halted_1 … halted_{K-1}``, the shares of
-    tokens of at most that depth; logs of an evaluation, and the results of ``evaluate`` and ``predict``, gain
-    ``eval_depth`` and so on, with the prefix of their metrics. The callback moves itself before the Trainer's other
+    tokens with depth at most 1 … K-1. Logs of an evaluation, and the results of ``evaluate`` and ``predict``, gain
+    the same with the prefix of their metrics, e.g. ``eval_depth``. The callback moves itself before the Trainer's other
     callbacks, so that reporters log these values too. It warns when gates have collapsed. Padding does not count; each
-    process counts its own tokens, by a hook that stays on the model.
+    process counts its own tokens, with a hook that stays on the model.
 
     Args:
         ponder_weight: the paper's lambda.
-        k_max: the share of gates that bottom-K averages, once warm.
+        k_max: the share of gates that bottom-K averages from ``ponder_full`` on.
         ponder_start: the step at which stage 2 begins (S0): before it, cross-entropy alone.
         ponder_full: the step at which k has reached ``k_max`` (S1).
-        gate_start: gates are not updated before this step; ``None``: a third into stage 1 for methods with a ponder
-            term, else at once.
+        gate_start: gates are not updated before this step; ``None``: ``ponder_start // 3`` for methods with a ponder
+            term, else 0.
         halt_before_ponder: whether gates may halt tokens in stage 1.
         capacity_warmup: for mor, steps over which capacity shrinks from 1.
-        exit_stage: ouro's stage; freeze the backbone for 2, which trains only the exits.
+        exit_stage: ouro's training stage; stage 2 trains only the exits, so freeze the backbone for it.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class PonderCallback(TrainerCallback):
         self._come_first()
 
     def _come_first(self) -> None:
-        """Moves itself before reporters, which a Trainer lists first.
+        """Moves this callback before the reporters, which a Trainer lists first.
 
-        A Trainer does not pass the list of callbacks to them, so it is taken from the calling frame.
+        A Trainer does not give callbacks access to their list, so the list is found in the calling frames.
         """
         frame = inspect.currentframe()
         while frame is not None:
@@ -103,7 +103,7 @@ class PonderCallback(TrainerCallback):
         model = member_of(kwargs["model"], "PonderCallback")
         model.training_objective = objective_at(self.schedule, state.global_step)
         model.training_policy = policy_at(self.schedule, model.method, state.global_step)
-        # The number of this forward among those of all processes; later micro-batches of the step count up.
+        # The index of this forward among those of all processes; on_substep_end increments it for each micro-batch.
         first = (state.global_step * args.world_size + args.process_index) * args.gradient_accumulation_steps
         model.training_seed = first
 
@@ -151,7 +151,7 @@ class PonderCallback(TrainerCallback):
         self.depths.evaluated(kwargs["eval_dataloader"])
 
     def _depths(self, metrics: dict[str, Any]) -> dict[str, float]:
-        """Returns the depths of the evaluation that ``metrics`` are of, with their prefix; empty for other metrics."""
+        """Returns the depths of the evaluation that gave ``metrics``, with its prefix; empty after training."""
         prefix = next((name.removesuffix("_runtime") for name in metrics if name.endswith("_runtime")), "train")
         depths = {} if prefix == "train" else self.depths.take(training=False)
         return {f"{prefix}_{name}": value for name, value in depths.items()}
@@ -166,7 +166,7 @@ class PonderCallback(TrainerCallback):
 
 
 def __getattr__(name: str) -> Any:
-    """Imports ``PonderSFTTrainer`` when it is first used: TRL is an extra."""
+    """Imports ``PonderSFTTrainer`` on first use, because TRL is an optional dependency."""
     if name != "PonderSFTTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

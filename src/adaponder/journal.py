@@ -1,4 +1,4 @@
-"""Resumable work: finished parts are kept on disk, and the same command with the same settings continues from them."""
+"""Resumable work: finished parts are saved on disk, and the same command with the same settings continues from them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class JournalPart(NamedTuple):
 class Journal:
     """Stores finished parts, one file each, in a folder that the first part creates and :meth:`remove` deletes.
 
-    A folder with parts of other ``settings`` (JSON values) is refused.
+    Raises if the folder holds parts that were saved with other ``settings`` (JSON values).
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]):
@@ -98,9 +98,9 @@ def changed_settings(
 
 @contextmanager
 def resuming(journal: Journal | None, part: str) -> Iterator[None]:
-    """Wraps work that saves each finished ``part`` in ``journal`` (``None``: there is no ``--out``).
+    """Context manager of work that saves its finished parts in ``journal`` (``None``: not saved, without ``--out``).
 
-    Prints how many parts an earlier call has finished and, when interrupted, how many are kept.
+    Prints how many parts an earlier call finished and, when interrupted, how many are saved; ``part`` is their noun.
     """
     if journal is not None and len(journal):
         console.print(Text(f"resuming: {_count(journal, part)} in {journal.folder}"))

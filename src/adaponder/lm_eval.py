@@ -1,4 +1,4 @@
-"""``python -m adaponder.lm_eval …`` is lm-eval's own command line, with this family known to it.
+"""``python -m adaponder.lm_eval …`` runs lm-eval's own command line with AdaPonder models registered.
 
 ``--model hf`` opens a checkpoint as it opens any other; ``--model adaponder`` takes policies and profiles too
 (:class:`adaponder.commands.lm_eval_model.AdaPonderLM`). Either reads tokens at adaptive depth.
@@ -20,7 +20,7 @@ if find_spec("lm_eval") is not None:
 
 
 def main() -> None:
-    """lm-eval's command line; its refusals of ours are one line each, with the exit codes of ``adaponder``."""
+    """Runs lm-eval's command line; errors of this package are one line each, with the exit codes of ``adaponder``."""
     try:
         if find_spec("lm_eval") is None:
             raise InputError("lm-eval is not installed: pip install 'adaponder[eval]'")
@@ -29,7 +29,7 @@ def main() -> None:
         from adaponder.checkpoints.loading import refuse_code
 
         for folder in _folders(sys.argv[1:]):
-            refuse_code(folder)  # lm-eval's own models would refuse code too, in a page of traceback
+            refuse_code(folder)  # lm-eval's own models refuse code too, but with a long traceback
         cli_evaluate()
     except AdaPonderError as error:
         sys.exit(exit_code(error))

@@ -1,6 +1,6 @@
-"""The names of the methods, and the embedding scale of each: known without importing torch.
+"""Names and default embedding scales of the methods, without importing torch.
 
-The classes stand in :mod:`adaponder.methods`, under the same names.
+Their classes are in :mod:`adaponder.methods`, under the same names.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from adaponder.errors import ConfigError, choice, shown
 Scale = Literal["sqrt(d)", "sqrt(2.5 d)"]
 SCALES: dict[str, float] = {"sqrt(d)": 1.0, "sqrt(2.5 d)": 2.5}
 
-# What a model trained from scratch has unless its config says otherwise: the same for every method of one comparison,
-# vanilla included; loop's is its release's. It stands here and not with the other facts, in the class, because the hash
-# of a recipe contains it: `adaponder recipes` takes one second, importing torch four more.
+# The default embedding scale of a model trained from scratch: the same for all methods, vanilla included, so that they
+# can be compared; loop's is that of its release. It is here and not in the method's class, because the hash of a recipe
+# contains it: `adaponder recipes` takes one second, and importing the classes and torch four more.
 _NAMES = ("adaponder", "ponder", "loop", "pause", "mor", "ouro", "act")
 _NAMES += ("pondernet", "anytime", "relay", "reread", "vanilla")
 _SCALES: dict[str, Scale] = {name: "sqrt(2.5 d)" if name == "loop" else "sqrt(d)" for name in _NAMES}
 
-# Methods that are gone, with the last version that had each.
+# Maps a removed method to the last version that had it.
 REMOVED_METHODS: dict[str, str] = {}
 
 DEFAULT_METHOD = "adaponder"  # of a model or recipe that names none
@@ -34,7 +34,7 @@ def method_names() -> tuple[str, ...]:
 
 
 def check_method(name: str, prefix: str = "") -> str:
-    """Returns ``name`` if it is a registered method; raises otherwise (``prefix`` stands before ``method`` then)."""
+    """Returns ``name`` if it is a registered method; else raises, with ``prefix`` before the field in the error."""
     if isinstance(name, str) and name in REMOVED_METHODS:
         version = REMOVED_METHODS[name]
         raise ConfigError(f"{prefix}method={name} was removed; adaponder {version} is the last version that has it")
@@ -49,7 +49,7 @@ def scale_from_scratch(name: str) -> Scale:
 
 
 def scale_of(rule: str, hidden_size: int) -> float:
-    """Returns the number that a rule of ``SCALES`` means at this hidden size."""
+    """Evaluates a rule of ``SCALES``, such as ``sqrt(d)``, at this hidden size."""
     return math.sqrt(SCALES[rule] * hidden_size)
 
 

@@ -1,4 +1,4 @@
-"""How results look in a terminal: one console, one palette, tables, and text coloured by depth."""
+"""Terminal output: a console, tables, progress bars, and text coloured by depth."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.status import Status
 
-# Every control character as a symbol that only looks like one; what turns text around, and halves of a pair, as �.
+# Maps ASCII control characters to visible symbols, and other controls, bidirectional marks and surrogates to �.
 _VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 _VISIBLE |= dict.fromkeys([*range(0x80, 0xA0), 0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F)], 0xFFFD)
 _VISIBLE |= dict.fromkeys([*range(0x2066, 0x206A), *range(0xD800, 0xE000)], 0xFFFD)
 
 
 def plain(text: str) -> str:
-    """Returns the text, equally long, with control characters replaced by visible ones."""
+    """Replaces each control character by a visible one; the length does not change."""
     return text.translate(_VISIBLE)
 
 
 class Screen(Console):
-    """Prints a string as text only: no markup, no emoji, no control sequence.
+    """Console that prints strings literally: no markup, no emoji, no control sequences.
 
-    Prompts, model output, paths and errors may hold anything. A style beside a text colours it:
+    Prompts, model output, paths and errors may contain any characters. Styles are given as arguments:
     ``print("done", style="dim")``, or ``print(line("saved in ", (path, "bold")))``.
     """
 
@@ -44,11 +44,11 @@ class Screen(Console):
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
 
     def print(self, *objects: Any, soft_wrap: bool | None = None, **options: Any) -> None:
-        """Prints as rich does; with ``soft_wrap`` one line in a file or a pipe, broken between words in a window."""
+        """Prints as rich does; with ``soft_wrap``, wraps between words in a terminal, not in a file or pipe."""
         super().print(*objects, soft_wrap=soft_wrap and not self.is_terminal, **options)
 
     def print_whole(self, text: str) -> None:
-        """Prints one line also in a window, which may break it anywhere: a command to copy."""
+        """Prints one line without line breaks, such as a command to copy; a terminal may wrap it anywhere."""
         super().print(text, soft_wrap=True)
 
     def render_str(self, text: str, **options: Any) -> Text:
@@ -56,7 +56,7 @@ class Screen(Console):
         return super().render_str(plain(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Renders everything that is printed, however deep in a table or a group it lies."""
+        """Replaces control characters in every text that is printed, also inside tables and groups."""
         if isinstance(renderable, Text) and (shown := plain(renderable.plain)) != renderable.plain:
             renderable = renderable.copy()
             renderable.plain = shown
@@ -72,11 +72,11 @@ errors = Screen(stderr=True)
 
 
 def line(*parts: object) -> Text:
-    """Joins parts to one text; ``(part, style)`` is styled: ``line("saved in ", (path, "bold"))``."""
+    """Joins parts into one text; ``(part, style)`` is styled: ``line("saved in ", (path, "bold"))``."""
     return Text.assemble(*((str(part[0]), part[1]) if isinstance(part, tuple) else str(part) for part in parts))
 
 
-# Dark to bright with depth: told apart by lightness alone, so also without colour vision and in grey print.
+# Brighter with depth: distinguishable by lightness alone, also without colour vision and in grey print.
 _STEPS = ((48, 18, 59), (62, 73, 137), (33, 144, 140), (94, 201, 97), (253, 231, 37))
 
 
@@ -94,7 +94,7 @@ def depth_style(depth: int, deepest: int) -> str:
 
 
 def by_depth(pieces: Sequence[str], depths: Sequence[int], deepest: int) -> Text:
-    """Joins the pieces to one text, each coloured by its depth."""
+    """Joins the pieces into one text, each coloured by its depth."""
     text = Text()
     for piece, depth in zip(pieces, depths, strict=True):
         text.append(piece, style=depth_style(depth, deepest))
@@ -102,7 +102,7 @@ def by_depth(pieces: Sequence[str], depths: Sequence[int], deepest: int) -> Text
 
 
 def legend(deepest: int) -> Text:
-    """Returns the colours of the depths 1 to ``deepest``, in one line."""
+    """Returns the colour key of depths 1 … ``deepest``, in one line."""
     text = Text("read ")
     for depth in range(1, deepest + 1):
         text.append(f" {depth}x ", style=depth_style(depth, deepest))
@@ -114,10 +114,10 @@ _GAP = 2
 
 @dataclass(frozen=True)
 class Titled:
-    """Prints a table under its title: words to the left, figures, which have a head, to the right.
+    """A table under its title, with text columns aligned left and number columns aligned right.
 
-    Where the window is too narrow for all columns, several tables follow one another, each with the first column: no
-    figure is ever broken in two.
+    If the window is too narrow for all columns, it is printed as several tables, each with the first column, so that
+    no number is broken over two lines.
     """
 
     title: str
@@ -146,15 +146,15 @@ class Titled:
             yield drawn
 
     def _holds_figures(self, index: int) -> bool:
-        """Returns whether a column is one of figures: most cells are, and the others say why there is none."""
+        """Returns whether at least half of a column's non-empty cells are numbers; never for the first column."""
         cells = [row[index] for row in self.rows if row[index].strip(" –—")]
         figures = sum(cell.lstrip("+-±~ [")[:1].isdigit() for cell in cells)
         return index > 0 and bool(self.columns[index]) and 2 * figures >= len(cells)
 
     def _least_width(self, index: int, most: int) -> int:
-        """Returns the width of the cells and of the longest word of the head.
+        """Returns the least width of a column: that of its widest cell and of the longest word of its heading.
 
-        Sentences and paths may be broken where there is no room, and a first column must leave some for others.
+        Cells wider than half of ``most`` (in a table of one column: than ``most``) may be wrapped.
         """
         cells = max((cell_len(row[index]) for row in self.rows), default=0)
         word = max((cell_len(word) for word in self.columns[index].split()), default=0)
@@ -186,9 +186,9 @@ def counted(number: int, what: str) -> str:
 def progress_bars(*columns: str) -> Progress:
     """Returns progress bars with the time left, which vanish when done; none are shown outside a terminal.
 
-    ``columns`` are fields of a task that stand behind its bar.
+    ``columns`` are names of a task's fields that are shown after its bar.
     """
-    # Imported here, since --help needs none.
+    # Imported here, because --help needs none.
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
     from rich.progress import TimeRemainingColumn as TimeLeft
 
@@ -201,7 +201,7 @@ def progress_bars(*columns: str) -> Progress:
 
 @contextmanager
 def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar: ``with counting("scoring", n) as advance: … advance(some)``."""
+    """Shows a progress bar: ``with counting("scoring", n) as advance: … advance(count)``."""
     with progress_bars() as progress:
         task = progress.add_task(what, total=total)
         yield lambda some: progress.advance(task, some)
@@ -211,14 +211,14 @@ def quiet_libraries() -> None:
     """Turns off progress bars and notices of libraries; environment variables that are set already stay as they are."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    if "transformers" in sys.modules:  # it has read them already; and is not imported for this
+    if "transformers" in sys.modules:  # then it has read the variables already
         from transformers.utils import logging
 
         logging.disable_progress_bar()
         logging.set_verbosity_error()
 
 
-# The path of a result that is to go to standard output, and the last result that was written there.
+# The path that means standard output, and the last result for it, which json_alone writes.
 STDOUT = Path("-")
 _last: list[str] = []
 
@@ -251,9 +251,9 @@ def _finite(value: Any) -> Any:
 
 @contextmanager
 def json_alone(path: Path | None) -> Iterator[None]:
-    """Leaves standard output to the result of a command if its ``path`` is ``-``; all that is printed goes to stderr.
+    """If ``path`` is ``-``, sends everything that is printed to stderr, and only the JSON result to stdout.
 
-    The last result is written when the command has ended, however it ended.
+    The last result is written when the block ends, also after an error.
     """
     if path != STDOUT:
         yield

@@ -1,1 +1,1 @@
-"""Tables in, figures out: nothing in this room runs a model to draw."""
+"""Measures texts into tables (traces), and draws figures from tables without running a model."""

@@ -28,7 +28,7 @@ class Demand(NamedTuple):
         at_depth: share of right answers by the depth given to every token, 1 … K.
         accuracy: share of right answers under the checkpoint's own policy.
         depth: mean depth, under its own policy, of the token that answers.
-        by_depth: numbers of those tokens with depth 1, 2, … K.
+        by_depth: for each need, the number of answering tokens with depth 1, 2, … K.
         rho: Spearman's correlation of need and own depth over questions; ``None`` where all have the same depth.
     """
 

@@ -79,7 +79,7 @@ def loss_against_compute(rows: Sequence[Entry]) -> Figure:
 
 
 def _kind(policy: str) -> str:
-    """Returns the name without ranked or thresholds; both share a panel."""
+    """Returns the policy's name without "ranked" or "thresholds": both variants share a panel."""
     return policy.removesuffix(", ranked").removesuffix(", thresholds")
 
 
@@ -102,7 +102,7 @@ def _draw_rule(axes: Axes, kind: str, rows: Sequence[Entry], field: str, theme: 
 
 
 def _look(causal: bool, theme: Theme) -> dict[str, Any]:
-    """Line style of a policy: one colour for causal ones, another and hollow markers for those that look ahead."""
+    """Returns a policy's line style: one colour if causal, another and hollow markers if it looks ahead."""
     if causal:
         return {"color": PALETTE[0], "marker": "s", "linestyle": "-", "zorder": 4}
     return {"color": PALETTE[2], "marker": "D", "markerfacecolor": theme.paper, "linestyle": ":", "zorder": 5}
@@ -116,7 +116,7 @@ def _hide_unused(panels: Iterable[Axes], count: int, columns: int) -> None:
 
 
 def _across(rows: Sequence[Entry], field: str) -> tuple[float, float]:
-    """Returns the limits of an axis of this field."""
+    """Returns the limits of an axis with the rows' values of ``field``."""
     limits = _margin([row[field] for row in rows], 0.05)
     return limits if field != "depth" else depth_limits(*limits, max(len(row["active"]) for row in rows), margin=0.0)
 
@@ -194,7 +194,7 @@ def keep_probability(rows: Sequence[Entry], budget: float) -> Figure:
         for axes, row in zip(panels, shown, strict=False):
             active = row["active"]
             iterations = range(1, len(active) + 1)
-            # One colour: the depth ramp is for depths of tokens, and these are iterations.
+            # One colour: the depth colours mean depths of tokens, and these are iterations.
             bars = axes.bar(iterations, active, color=PALETTE[0], width=0.75)
             axes.bar_label(bars, [f"{share:.2f}".removeprefix("0") for share in active], fontsize=5.5, padding=1)
             # A long name takes two lines, so that it does not run into its neighbour.

@@ -32,7 +32,7 @@ FIGURES, TABLES = "figures", "tables"
 
 @dataclass(frozen=True)
 class Report:
-    """Holds what was written, and why other figures were not; ``excerpts``: whether tokens are shown in context."""
+    """The figures written, and why others were left out; ``excerpts``: whether tokens are shown in context."""
 
     numbers: Numbers
     drawn: list[Plate]
@@ -55,9 +55,9 @@ class Report:
 def write_report(
     trace: Trace, out: Path, *, only: Sequence[str] = (), advance: Callable[[int], None] = lambda plates: None
 ) -> Report:
-    """Writes every figure that this trace allows (or ``only`` some) into ``out``, with their tables and the page.
+    """Writes every figure that this trace allows (or those named in ``only``) into ``out``, with tables and the page.
 
-    Figures of an earlier report that this one does not have are removed.
+    Figures of an earlier report that are not in this one are removed.
     """
     plates, left_out = choose(trace.about, only)
     (out / TABLES).mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ def _html(trace: Trace, report: Report, pictures: dict[str, dict[str, str]]) -> 
     """Returns the page: ``page/report.html`` filled in, with its style and script."""
     page = resources.files("adaponder.analysis") / "page"
     template, style, script = (page.joinpath(f"report.{kind}").read_text("utf-8") for kind in ("html", "css", "js"))
-    # Every value is text from outside unless it is Markup.
+    # Every value is escaped unless it is Markup.
     environment = jinja2.Environment(
         autoescape=True,
         trim_blocks=True,

@@ -35,7 +35,7 @@ _RING: dict[str, Any] = {
 
 
 class Spread(NamedTuple):
-    """Mean and standard deviation (``None`` of a single one) over the seeds of one setting."""
+    """Mean and standard deviation (``None`` for a single seed) over the seeds of one setting."""
 
     mean: float
     deviation: float | None
@@ -50,9 +50,9 @@ class Point:
     """One setting of a sweep, over its seeds; ``None`` where no seed has finished.
 
     Attributes:
-        fields: value of every axis. runs: how many were planned; how many finished is ``loss.count``.
-        embedding_scale: of the models trained. requested: the target mean depth.
-        loss, depth: on validation text. halted: mean shares after iterations 1 … K-1.
+        fields, runs: value of every axis; number of planned runs, of which ``loss.count`` have finished.
+        embedding_scale, requested: the scale of the trained models; the target mean depth.
+        loss, depth, halted: on validation text; ``halted`` has the mean shares after iterations 1 … K-1.
     """
 
     fields: Mapping[str, Any]
@@ -105,7 +105,7 @@ def symbol(field: str) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Formats a value as it would be typed."""
+    """Formats a value as on the command line."""
     if isinstance(value, list):
         return ", ".join(map(text_of, value))
     return f"{value:g}" if isinstance(value, float) else str(value).lower()
@@ -169,10 +169,10 @@ def sensitivity(records: Sequence[Mapping[str, Any]]) -> Figure:
     lines = lines_of(settings)
     knobs = _distinct([line.axis for line in lines if line.axis])
     depths = ["requested", "realised"] if any(point.requested is not None for point in settings) else ["realised"]
-    # Six cells wide: one row for one knob; else knobs, at most three a row, above the depths.
+    # The mosaic is six cells wide: one row for one knob; else knobs, at most three a row, above the depths.
     groups = [[*knobs, *depths]] if len(knobs) <= 1 else [*(knobs[i : i + 3] for i in range(0, len(knobs), 3)), depths]
     rows = [[name for name in group for _ in range(6 // len(group))] for group in groups]
-    # Where axes were varied one at a time, the unchanged recipe is the point on every line.
+    # Where axes were varied one at a time, the unchanged recipe is the point that all lines share.
     varied = len({line.axis for line in lines}) > 1
     base = next((point for point in lines[0].points if varied and all(point in line.points for line in lines)), None)
     with house() as theme:

@@ -18,7 +18,7 @@ from rich.style import Style
 
 from adaponder.terminal import depth_style
 
-# Inches: the text width of a two-column page. Text below keeps its size when printed so.
+# Inches: the text width of a two-column page; font sizes are chosen for printing at this width.
 PAGE = 7.0
 _STYLE = Path(__file__).with_name("page") / "house.mplstyle"
 
@@ -68,7 +68,7 @@ def series(index: int, of: int = len(PALETTE)) -> dict[str, Any]:
 
     Markers and line styles separate neighbours in grey print too.
     """
-    # More series than the palette has colours: they come in an order, so a ramp suits them.
+    # More series than the palette has colours are ordered ones: they get a colour ramp.
     colour = PALETTE[index] if of <= len(PALETTE) else to_hex(_RAMP(0.3 + 0.5 * index / (of - 1)))
     return {"color": colour, "marker": MARKERS[index % len(MARKERS)], "linestyle": LINES[index % len(LINES)]}
 
@@ -97,7 +97,7 @@ def save(figure: Figure, path: Path) -> tuple[Path, Path]:
     # Not with_suffix: a name may hold a dot of its own, as in "lambda-0.1".
     png, svg = (path.with_name(f"{path.name}.{kind}") for kind in ("png", "svg"))
     with house():  # ticks are made while drawing
-        # Laid out once for both files: that is half of the drawing.
+        # Laid out once for both files, which saves half of the time.
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
         figure.savefig(png, metadata={"Software": None})

@@ -16,10 +16,10 @@ RESAMPLES = 500
 
 
 class Numbers(NamedTuple):
-    """Overall numbers of a trace, including the four halting numbers, which differ in general.
+    """Overall numbers of a trace, with the four halting numbers of :class:`adaponder.evaluation.meter.Spent`.
 
     Attributes:
-        tokens, scored: predictions, and those of learned tokens, which losses are computed from.
+        tokens, scored: number of all predictions, and of those that losses are computed from (learned tokens).
         bits_per_byte: for fully learned texts only.
         iterations: mean depth.
         halted: share of tokens that halted before the maximum depth.
@@ -138,7 +138,7 @@ class Correlation(NamedTuple):
 
 
 def spearman(x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None) -> float | None:
-    """Returns Spearman's correlation of whole numbers from 0 on, each pair counted ``weights`` times."""
+    """Returns Spearman's correlation of two arrays of non-negative integers; ``weights`` are optional, one per pair."""
     weights = np.ones(len(x)) if weights is None else weights.astype(np.float64)
     ranks = []
     for side in (x, y):
@@ -152,13 +152,13 @@ def spearman(x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None) ->
 
 def rank_correlation(trace: Trace, x: np.ndarray, y: np.ndarray) -> Correlation:
     """Returns Spearman's rho of two values per prediction, and its percentile interval over resampled documents."""
-    # Indices among distinct values have the same ranks, and resamples of them need no sorting.
+    # Indices among the distinct values have the same ranks, and computing the ranks of a resample needs no sorting.
     x, y = (np.unique(side, return_inverse=True)[1] for side in (x, y))
     rho, document = spearman(x, y), trace["document"]
     documents = int(document.max()) + 1
     if rho is None or documents < FEW:
         return Correlation(rho, None)
-    # A resample takes time proportional to the tokens: a million of them get fewer.
+    # A resample takes time proportional to the tokens, so large texts get fewer resamples.
     resamples = int(np.clip(2e8 / len(trace), 200, 1000))
     generator = np.random.default_rng(trace.about.seed)
     draws = []

@@ -33,8 +33,8 @@ _KEY = b"adaponder.trace"
 _ROWS = 65_536
 _LIBRARIES = ("torch", "transformers", "numpy", "pyarrow")
 _WORDS = ("token", "target", "source")
-# Columns of every trace: the token and the one predicted from it, their position, whether that one is learned, the
-# depth and the loss.
+# Columns of every trace: positions and ids of token and target, the token's frequency, whether the target is learned,
+# depth and loss.
 _WHOLE = ("document", "position", "window_position", "token_id", "target_id", "count", "rank")
 FIXED: dict[str, Any] = dict.fromkeys(_WHOLE, np.int32) | {"learned": np.bool_, "depth": np.int8, "nll": np.float64}
 
@@ -46,7 +46,7 @@ class Kind:
     Attributes:
         deepest: maximum depth: K, or ``--max-iterations``.
         halts: whether the method can halt tokens.
-        gates: columns ``gate_1`` …; 0 where the method has none.
+        gates: number of columns ``gate_1`` …; 0 if the method has no gates.
     """
 
     method: str
@@ -60,7 +60,7 @@ class About(Kind):
     """Description of a trace: checkpoint, policy, text, cost, versions.
 
     Attributes:
-        iterations: K, of the model.
+        iterations: K of the model.
         tau: thresholds of the learned gate; ``None`` for other policies.
         utf8_bytes: of the text, 0 where unknown.
         spent: cost of scoring by the meter (without gates that only the trace evaluates).
@@ -89,8 +89,8 @@ class Trace:
     number of iterations and ``nll`` the loss of its prediction (nats). ``nll_i``, ``entropy_i`` and ``gate_i`` are the
     values after iteration i (a halted token's no longer change); ``full_nll_i`` are losses when every token has full
     depth, so ``full_nll_1`` is the loss at forced depth 1. ``count`` and ``rank`` are the token's frequency in this
-    text. ``learned`` is false where training does not learn the target: other turns than the assistant's, the given
-    part of puzzles.
+    text. ``learned`` is false where the target is not trained on: other turns than the assistant's, the given part
+    of puzzles.
     """
 
     frame: pd.DataFrame
@@ -119,7 +119,7 @@ class Trace:
 
 
 def columns_of(about: About) -> list[str]:
-    """Returns the columns of a trace of this kind."""
+    """Returns the names of the columns of a trace."""
     numbered = [f"{name}_{i}" for name in ("nll", "full_nll", "entropy") for i in range(1, about.deepest + 1)]
     return [*FIXED, *_WORDS, *numbered, *(f"gate_{i}" for i in range(1, about.gates + 1))]
 
@@ -156,7 +156,7 @@ def make_trace(
     journal: Journal | None = None,
     advance: Callable[[int], None] = lambda predictions: None,
 ) -> Trace:
-    """Scores ``text`` and returns its trace; ``advance`` is called with numbers of predictions, for each scoring.
+    """Scores ``text`` and returns its trace; ``advance`` is called with the numbers of newly scored predictions.
 
     Finished portions are saved in ``journal``; those that it holds already are not scored again.
     """

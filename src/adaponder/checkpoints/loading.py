@@ -24,19 +24,19 @@ from adaponder.files import checksums_wanted, open_plain, read_json
 from adaponder.ops.finite import first_not_finite
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5")
-# What loading may need of a hub repository: no pickle, no source file.
+# The files of a hub repository that loading may need: no pickles, no source files.
 NEEDED = ("*.json", "*.safetensors", "*.txt", "tokenizer.model", "*.jinja")
 _OF_A_TOKENIZER = tuple(pattern for pattern in NEEDED if pattern != "*.safetensors")
 # A manifest may list these, but loading does not need them.
 NOT_NEEDED = ("README.md", "optimizer.safetensors")
-_NEGLIGIBLE = 2**24  # numbers: 64 MiB may be allocated needlessly
-# What Hugging Face's loaders raise on impossible configs and files.
+_NEGLIGIBLE = 2**24  # numbers: at most 64 MiB too much is allocated
+# Errors that Hugging Face's loaders raise on impossible configs and files.
 _LOADER_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, ArithmeticError)
 _LOADER_ERRORS = (*_LOADER_ERRORS, RuntimeError, AssertionError, SafetensorError, StrictDataclassError)
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """Returns the model folder of a model folder, a step folder, or a run folder (its final, else its newest step)."""
+    """Returns the model folder: ``folder`` itself, or in a run folder its final model, else its newest checkpoint."""
     if (folder / "config.json").is_file():
         return folder
     if (folder / "final" / "config.json").is_file():
@@ -51,7 +51,7 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 def _hint(path: Path) -> str:
-    """Returns the hint for a path that has the short name of one of the package's checkpoints."""
+    """Returns a hint if ``path`` is the short name of one of the package's checkpoints, else an empty string."""
     name = str(path)
     return f"; the checkpoint that comes with adaponder is {full_name(name)}" if name in NAMES else ""
 
@@ -59,8 +59,8 @@ def _hint(path: Path) -> str:
 def fetch(name: str | Path, patterns: tuple[str, ...] = NEEDED, **hub: Any) -> Path:
     """Returns the model folder of a checkpoint: local, or a hub repository's snapshot without executable files.
 
-    ``sample`` and ``sample-hops`` come with the package, unless a local folder has that name. ``hub`` goes to the hub's
-    client: revision, cache_dir, token, local_files_only.
+    ``sample`` and ``sample-hops`` come with the package, unless a local folder has that name. ``hub`` are
+    options of ``snapshot_download``: revision, cache_dir, token, local_files_only.
     """
     if (packaged := shipped(name)) is not None:
         return packaged
@@ -77,7 +77,7 @@ def fetch(name: str | Path, patterns: tuple[str, ...] = NEEDED, **hub: Any) -> P
 
 
 def refuse_unsafe(folder: Path) -> None:
-    """Refuses a checkpoint folder that could execute code or reach outside itself; reads nothing but its metadata."""
+    """Refuses a checkpoint folder that could execute code or reach outside itself; reads only JSON and headers."""
     read_json(folder / "config.json")
     refuse_code(folder)
     weights = sorted(folder.glob("*.safetensors"))
@@ -92,7 +92,7 @@ def refuse_unsafe(folder: Path) -> None:
 
 
 def refuse_code(folder: Path) -> None:
-    """Refuses a folder whose settings ask for code, or whose files are links or no plain files."""
+    """Refuses a folder whose settings would run code, or with links out of it, special files or an adapter."""
     for pattern in NEEDED:
         for path in sorted(folder.glob(pattern)):
             _require_own(path)
@@ -138,7 +138,7 @@ def _refuse_code_in(path: Path, settings: dict[str, Any]) -> None:
 
 
 def _is_own_weights(name: Any) -> bool:
-    """Returns whether ``name`` is that of a safetensors file or index in the checkpoint's own folder."""
+    """Returns whether ``name`` names a safetensors file or index in the checkpoint's own folder."""
     return (
         isinstance(name, str)
         and Path(name).name == name
@@ -174,7 +174,7 @@ def _require_safetensors(path: Path) -> None:
 
 
 def require_room(folder: Path, config: PreTrainedConfig) -> None:
-    """Refuses sizes that the weights cannot fill, before anything of those sizes is allocated.
+    """Refuses a config that is much larger than its weights, before a model of that size is allocated.
 
     Every layer has a tensor, so there cannot be more layers than tensors. Sizes that are wrong by less than a factor of
     two are left to the comparison of keys and shapes, which lists all of them.
@@ -215,7 +215,7 @@ def require_finite(where: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 @contextmanager
 def in_our_words(folder: Path | str) -> Iterator[None]:
-    """Turns errors of Hugging Face's loaders into one line that names the checkpoint."""
+    """Context manager: turns errors of Hugging Face's loaders into one line that names the checkpoint."""
     try:
         yield
     except AdaPonderError:
@@ -250,7 +250,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def require_exact_keys(where: str, info: dict[str, Any]) -> None:
-    """Raises unless every parameter was found and every tensor used: ``info`` is Hugging Face's loading report."""
+    """Raises unless every parameter was found and every tensor used: ``info`` is Hugging Face's loading info."""
     problems = []
     for kind in ("missing", "unexpected", "mismatched"):
         if keys := info.get(f"{kind}_keys"):

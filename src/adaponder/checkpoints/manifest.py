@@ -1,4 +1,4 @@
-"""Writing a checkpoint folder, and its ``manifest.json``: sizes and checksums that name the first file that differs.
+"""Writes checkpoint folders with a ``manifest.json`` of sizes and checksums, and verifies them.
 
 Verifying reads every listed file once, in chunks and by several threads: a second or two per gigabyte.
 """
@@ -27,7 +27,7 @@ _OLDER = 1
 
 
 def write_manifest(folder: Path, names: Iterable[str] | None = None, **facts: Any) -> None:
-    """Lists size and checksum of the named files in ``folder``, or of all in it; ``facts`` are kept beside them."""
+    """Writes the manifest of ``names`` in ``folder`` (``None``: all files but hidden ones), with ``facts``."""
     if names is None:
         names = [path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")]
     listed = sorted(set(names) - _APART)
@@ -64,10 +64,10 @@ def verify_files(
 ) -> None:
     """Raises unless every listed file is as it was written; a folder without a manifest has nothing to verify.
 
-    ``only`` restricts it to these names, ``skip`` leaves out names with this ending.
+    ``only``: the names to verify; ``skip``: an ending of names to leave out; ``may_be_missing``: optional files.
     """
     if not os.path.lexists(folder / MANIFEST) or not read_json(folder / MANIFEST).keys() & {"format", "files"}:
-        return  # there is none, or that of another program
+        return  # no manifest, or one of another program
     listed = {
         name: written
         for name, written in read_manifest(folder)["files"].items()
@@ -103,19 +103,19 @@ def _is_entry(name: str, entry: Any) -> bool:
 def saving(
     folder: Path, partial: Path, *, intact: str, make_way: Callable[[Path], object] = os.rmdir
 ) -> Iterator[Path]:
-    """Writes a folder of weights completely or not at all; an error of the disk says what is still ``intact``."""
+    """Context manager: writes a folder of weights completely or not at all; ``intact`` ends the error of a failure."""
     try:
         with replacing_folder(folder, partial, make_way=make_way):
             yield partial
             share_weights(partial)
-    except (OSError, SafetensorError) as error:  # the second where weights do not fit on the disk
+    except (OSError, SafetensorError) as error:  # SafetensorError: the disk is full
         raise CheckpointError(f"{folder} could not be saved: {error}; {intact}") from error
 
 
 def share_weights(folder: Path) -> None:
     """Gives the weights in ``folder`` the permissions of the configuration beside them.
 
-    safetensors 0.8 writes files that only their owner may read, whatever the umask is.
+    safetensors 0.8 writes files that only their owner may read, regardless of the umask.
     """
     configs = [path for name in ("config.json", "adapter_config.json") if (path := folder / name).exists()]
     for path in folder.glob("*.safetensors") if configs else ():

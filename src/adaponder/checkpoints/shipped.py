@@ -27,12 +27,12 @@ def sample_path(name: str = SAMPLE) -> Path:
 
 
 def full_name(name: str) -> str:
-    """Returns the name that means the package's checkpoint even if a local folder has the short one."""
+    """Returns ``adaponder:NAME``, the package's checkpoint even if a local folder is called NAME."""
     return _PREFIX + name
 
 
 def shipped(name: str | Path) -> Path | None:
-    """Returns the folder of the package's checkpoint ``name``, unless a local folder has that short name."""
+    """Returns the folder of the package's checkpoint ``name``; ``None`` for other names and for local paths."""
     short = str(name).removeprefix(_PREFIX)
     if short not in NAMES or (short == str(name) and Path(name).exists()):
         return None

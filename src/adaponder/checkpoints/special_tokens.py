@@ -17,7 +17,7 @@ TOKENIZER, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "ge
 
 
 class SpecialTokens(NamedTuple):
-    """Ids of a tokenizer's end and padding tokens, and its ``model_max_length``; ``None`` where its files say none."""
+    """Ids of a tokenizer's end and padding tokens, and its ``model_max_length``; ``None`` if not set."""
 
     end: int | None
     padding: int | None
@@ -25,7 +25,7 @@ class SpecialTokens(NamedTuple):
 
 
 def read_special_tokens(folder: Path) -> SpecialTokens | None:
-    """Returns the special tokens of the tokenizer in ``folder``; ``None`` where no JSON file has them."""
+    """Returns the special tokens of the tokenizer in ``folder``; ``None`` without both of its JSON files."""
     if not all(os.path.lexists(folder / name) for name in (TOKENIZER, SETTINGS)):
         return None
     content, settings = read_json(folder / TOKENIZER), read_json(folder / SETTINGS)
@@ -69,7 +69,7 @@ def _vocabulary(content: dict[str, Any]) -> dict[str, int]:
 def require_agreement(
     folder: Path, config: Mapping[str, Any] | None = None, generation: Mapping[str, Any] | None = None
 ) -> None:
-    """Raises where :func:`disagreements` are found; absent ``config`` (the backbone's) and ``generation`` are read."""
+    """Raises if :func:`disagreements` finds any; ``config`` (the backbone's) and ``generation`` default to files."""
     if problems := disagreements(folder, config, generation):
         raise CheckpointError(
             f"{folder}: {'; '.join(problems)}; adaponder doctor {folder} --seal lets the tokenizer decide"
@@ -115,9 +115,9 @@ def as_ids(stated: Any) -> list[Any]:
 def align(model: PreTrainedModel, end: int, padding: int | None = None, *, from_scratch: bool = False) -> list[str]:
     """Sets the end token of a model's config and generation config to ``end``; returns the changes, in words.
 
-    A model trained from scratch has no other end token and pads with it. One from elsewhere keeps its own end tokens
-    beside it and its padding, unless the tokenizer has another ``padding``. A config without a padding token still has
-    none: stock decoders would give that token's embedding no gradient.
+    With ``from_scratch`` it is the only end token, and the padding token unless ``padding`` is given. Otherwise the
+    model keeps its own end tokens too, and its padding token unless ``padding`` (the tokenizer's) is given; a config
+    without a padding token stays without, because stock decoders give that token's embedding no gradient.
     """
     config, generation, changes = model.config.get_text_config(), model.generation_config, []
     assert generation is not None  # every generating model has one
@@ -166,7 +166,7 @@ def mend(folder: Path) -> list[str]:
 
 
 def with_padding(files: Mapping[str, str], model: PreTrainedModel) -> dict[str, str]:
-    """Returns the tokenizer's ``files`` with padding on the left, by the model's padding token.
+    """Returns the tokenizer's ``files``, set to pad on the left with the model's padding token.
 
     Padding settings in the files stay; ``model_max_length`` becomes at most the model's positions.
     """

@@ -1,1 +1,1 @@
-"""Checkpoints of other formats: opened, converted, narrowed and exported, each with an equality check."""
+"""Opens, converts, quantises and exports checkpoints, stock decoders and PonderLM included."""

@@ -25,7 +25,7 @@ LEAST_TRANSFORMERS = "5.17"
 
 
 def training_of(folder: Path) -> dict[str, Any] | None:
-    """Returns how the checkpoint in ``folder`` was trained, by its ``state.json``; ``None`` without a readable one.
+    """Returns how the checkpoint in ``folder`` was trained, from its ``state.json``; ``None`` if none can be read.
 
     Keys: recipe, data, tokenizer, steps, tokens, seed and validation; a value that is not recorded is ``None``.
     """
@@ -88,7 +88,7 @@ def card_text(
     """Returns the text of README.md, ``card.md.jinja`` filled in: the hub's metadata, then the page.
 
     Args:
-        name: what the reader opens: a hub name, or the folder.
+        name: the hub name or folder that the card's examples open.
         training: from :func:`training_of`.
         measured: data, split, tokens, windows, and rows with label, loss, perplexity, bits_per_byte, depth, flops and
             ratio; the first row is at the model's own depths.

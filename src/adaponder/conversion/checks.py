@@ -1,4 +1,4 @@
-"""Checks that a conversion computes what its source computed: the logits of both on the same tokens."""
+"""Checks that a conversion and its source give the same logits on the same tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from adaponder.modeling import AdaPonderForCausalLM
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison on the same tokens: the largest difference of logits, relative to the largest logit."""
+    """One comparison, in general the largest difference of logits relative to the largest; no bound: only reported."""
 
     what: str
     difference: float
@@ -33,7 +33,7 @@ class Check:
 
 
 def require_checks(checks: Sequence[Check], out: Path) -> None:
-    """Raises where a check does not hold."""
+    """Raises if a check does not hold; the error names ``out``."""
     if failed := [check for check in checks if not check.holds]:
         raise CheckpointError(
             "; ".join(f"{c.what}: differs by {c.difference:.1e}, {c.bound:.1e} allowed" for c in failed)
@@ -56,8 +56,8 @@ def compare_with_ponderlm(
 ) -> list[Check]:
     """Compares ``model`` with PonderLM as released; ``source`` is the recurrence it was trained with.
 
-    One iteration must agree, and so must full depth where both have equally many iterations: exactly with gates at 1,
-    and with gates as initialised within what a gate just below 1 implies.
+    One iteration must agree, and with equally many iterations full depth too: to rounding with all gates set to 1; with
+    gates as initialised, the difference must shrink when they are moved closer to 1. Other scales are only reported.
     """
 
     def released(steps: int) -> Tensor:
@@ -75,7 +75,7 @@ def compare_with_ponderlm(
     with _gates_at(model.method, 1e4):
         wide_open = compare("full depth with gates at 1", model(ids).logits, expected, bounded=same)
     as_is = compare("full depth with gates as they start", model(ids).logits, expected, bounded=False)
-    # The gates weight each update by s, so the distance goes with 1 - s: half as far from 1 is about half as far off.
+    # Updates are weighted by s, so the difference is about proportional to 1 - s: halving that about halves it.
     with _gates_at(model.method, model.config.gate_bias + math.log(2)):
         halved = relative_difference(model(ids).logits, expected)
     bound = 0.75 * as_is.difference + rounding_bound(expected.dtype) if same else None

@@ -62,7 +62,7 @@ def convert(
     seed: int = 0,
     **recurrence: Any,
 ) -> Conversion:
-    """Converts a checkpoint, checks that it computes what its source did, and saves it with its tokenizer.
+    """Converts a checkpoint, checks that it computes what its source computes, and saves it with its tokenizer.
 
     ``method="backbone"`` returns the plain stock decoder. Other options are fields of :class:`AdaPonderConfig`.
     Nothing is written unless every check holds.
@@ -190,7 +190,7 @@ def _save(model: PreTrainedModel, out: Path, source: Path) -> list[str]:
 
 
 def copy_tokenizer(source: Path, folder: Path, model: PreTrainedModel | None) -> None:
-    """Copies the tokenizer's files; with a ``model``, sets padding as it needs it where they say nothing."""
+    """Copies the tokenizer's files; with a ``model``, adds the padding settings that they lack."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a folder that ``trust_remote_code=True`` opens without this package, and sends it to the hub.
+"""Writes a checkpoint as a folder that ``trust_remote_code=True`` opens without this package, and uploads it.
 
 The code in the folder is copied from :mod:`adaponder.conversion.exported`; the package itself opens the folder with its
 own classes.
@@ -37,7 +37,7 @@ _NOT_LISTED = ("README.md", *CODE)
 
 
 def require_exportable(config: AdaPonderConfig, source: str) -> None:
-    """Raises where the exported file does not compute what a model of this config computes."""
+    """Raises unless the exported code supports models of this config."""
     methods = [name for name in method_names() if method_class(name).can_be_exported()]
     family = config.backbone_config.model_type
     for field, value, known in (
@@ -57,7 +57,7 @@ def export(
 ) -> list[Check]:
     """Writes ``model``, with the tokenizer in ``source``, to the new or empty folder ``out``; returns the checks.
 
-    ``card`` makes the text of its README.md. Nothing is written unless the exported code computes what the package
+    ``card`` returns the text of its README.md. Nothing is written unless the exported code computes what the package
     computes; ``verify=False`` skips that comparison.
     """
     require_room(out)
@@ -80,7 +80,7 @@ def export(
 
 @torch.no_grad()
 def compare_with_package(folder: Path, model: AdaPonderForCausalLM) -> list[Check]:
-    """Compares the exported code with the weights in ``folder`` against the package's ``model``, on the same tokens."""
+    """Compares the exported code, with the weights in ``folder``, with the package's ``model`` on the same tokens."""
     loaded: Any = exported.AdaPonderForCausalLM.from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
     twin, info = loaded
     if wrong := {kind: keys for kind, keys in info.items() if keys and kind.endswith("_keys")}:
@@ -91,7 +91,7 @@ def compare_with_package(folder: Path, model: AdaPonderForCausalLM) -> list[Chec
     cached = twin(ids, use_cache=True)
     differs = ours.depth != theirs.depth
     same = not bool(differs.any())
-    if ours.gates is not None:  # a depth that rounding alone decided is no mistake
+    if ours.gates is not None:  # depths may differ where a gate is within rounding of tau
         tau = model.config.tau
         differs &= ~((ours.gates - tau).abs() <= tau * rounding_bound(model.dtype)).any(-1)
     same_cached = same and bool((cached.depth == ours.depth).all())

@@ -18,7 +18,7 @@ from adaponder.ops.precision import widened
 
 _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _QUANTISED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-# Times the smallest fp8 step, 2**-9, this is float16's smallest number.
+# Multiplied by the smallest fp8 number, 2**-9, this gives float16's smallest, 2**-24.
 _SMALLEST_POWER = 2.0**-15
 
 
@@ -35,7 +35,7 @@ class NarrowLinear(nn.Module):
         self.in_features, self.out_features = wide.in_features, wide.out_features
         weight = wide.weight.detach()
         most = torch.iinfo(dtype).max if dtype == torch.int8 else torch.finfo(dtype).max
-        # In half precision the largest number of a row can exceed the last step, and its sign would flip.
+        # In float32: in half precision, a row's largest weight could exceed the last int8 step and wrap around.
         exact = widened(weight)
         scale = (exact.abs().amax(1) / most).clamp(min=torch.finfo(exact.dtype).tiny)
         # Small scales are outside float16's range, but not bfloat16's.
@@ -48,7 +48,7 @@ class NarrowLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight, scale = self.weight.to(x.dtype), self.scale
         if x.dtype == torch.float16:
-            # A sum of steps overflows there: the scale's power of two, which is exact, goes before the product.
+            # Sums of unscaled steps overflow float16, so the power of two in the scale is applied before the product.
             scale, power = _split(scale)
             weight *= power.to(x.dtype)[:, None]
         product = functional.linear(x, weight) * scale.to(x.dtype)
@@ -59,7 +59,7 @@ class NarrowLinear(nn.Module):
 
 
 def _split(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits each number into one below 2 times a power of two that rounds no step in float16."""
+    """Splits each scale into a factor below 2 and a power of two by which float16 multiplies fp8 numbers exactly."""
     exact = widened(scale)
     power = (exact / (2 * torch.frexp(exact).mantissa)).clamp(min=_SMALLEST_POWER)
     return exact / power, power

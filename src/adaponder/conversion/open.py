@@ -31,7 +31,7 @@ from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.registry import PLAIN_METHOD
 
 _PONDERLM_FLAGS = ("ponderinglm", "pondering_steps", "scale_embeds", "mutiply_pondering_steps")
-# PonderLM's release carries a projection that no forward uses.
+# PonderLM's released weights contain a projection that no forward uses.
 _PONDERLM_UNUSED = {"adapter.weight"}
 
 
@@ -41,7 +41,7 @@ class OpenedCheckpoint:
 
     Attributes:
         kind: ``stock``, ``ponderlm`` or ``adaponder``.
-        folder: its files.
+        folder: the local folder with its files.
         model: the stock model, or for ``adaponder`` our own.
         recurrence: fields of :class:`AdaPonderConfig` that it was trained with; empty for a stock model.
     """
@@ -53,7 +53,7 @@ class OpenedCheckpoint:
 
 
 def open_checkpoint(name: str, *, revision: str | None = None, dtype: str = "auto") -> OpenedCheckpoint:
-    """Opens a stock, PonderLM or AdaPonder checkpoint; every key must fit."""
+    """Opens a stock, PonderLM or AdaPonder checkpoint; raises on missing or unexpected keys."""
     precision = as_dtype(dtype)
     folder = fetch(name, revision=revision)
     refuse_unsafe(folder)
@@ -92,7 +92,7 @@ def open_checkpoint(name: str, *, revision: str | None = None, dtype: str = "aut
 
 
 def describe(name: str, *, revision: str | None = None, verify: bool | None = None) -> AdaPonderConfig:
-    """Returns the :class:`AdaPonderConfig` that :func:`load` would give the checkpoint's model; reads no weight."""
+    """Returns the :class:`AdaPonderConfig` that :func:`load` would give the checkpoint's model; reads no weights."""
     folder = fetch(name, ("*.json",), revision=revision)
     refuse_code(folder)
     if checksums_wanted() if verify is None else verify:
@@ -136,7 +136,7 @@ def load(
 ) -> tuple[AdaPonderForCausalLM, Path]:
     """Returns (model, folder) of any checkpoint; a stock decoder becomes ``vanilla``, PonderLM becomes ``ponder``.
 
-    ``auto`` is the precision of the saved weights, on a CPU at least float32: many have no fast half precision.
+    ``auto`` is the precision of the saved weights, on a CPU at least float32: many CPUs have no fast half precision.
     ``weights`` narrows them afterwards, as :func:`~adaponder.conversion.narrow.narrow` does.
     """
     target = as_device(device)

@@ -1,8 +1,8 @@
-"""What a method may do with the rows it advances, and how whole batches implement it.
+"""The operations with which a method advances rows, and their implementation for whole batches.
 
 A method defines what one row does between two passes of the backbone (:class:`adaponder.methods.base.Method`), in terms
-of :class:`Rows`, which need not stand at the same iteration. :class:`Execution` implements these for whole batches, in
-which they do: :mod:`dense <adaponder.execution.dense>` computes every token and masks;
+of :class:`Rows`, which may be at different iterations. :class:`Execution` implements them for a batch whose tokens are
+all at the same iteration: :mod:`dense <adaponder.execution.dense>` computes every token and masks;
 :mod:`compact <adaponder.execution.compact>` and :mod:`cached <adaponder.execution.cached>` compute active rows only.
 """
 
@@ -26,8 +26,8 @@ from adaponder.policies import Policy, PolicyInput, SequencePolicy, as_int64
 class Iteration(NamedTuple):
     """The argument of an ``on_iteration`` hook, called after each pass: tensors ``[batch, time, …]``.
 
-    ``gate`` is the signal to continue (see :class:`adaponder.policies.PolicyInput`), ``None`` where nothing is left to
-    decide; ``active`` are the tokens that were active in this pass.
+    ``gate`` is the signal to continue (see :class:`adaponder.policies.PolicyInput`), ``None`` if no halting decision
+    follows this pass; ``active`` marks the tokens that were active in it.
     """
 
     index: int
@@ -53,8 +53,8 @@ class Control:
     Attributes:
         iterations: the most iterations of a token in this forward, at most ``config.iterations``.
         policy: halts tokens (methods that never halt ignore it).
-        seed: for the policy; one for all sequences, or a tensor ``[batch]`` with one for each.
-        every_gate: evaluate later gates of halted tokens too (the ponder loss needs them; decoding does not).
+        seed: seed of the policy: one for all sequences, or a tensor ``[batch]`` with one for each.
+        every_gate: also evaluate the gates after a token has halted (the ponder loss needs them; decoding does not).
         keep_states: keep the hidden states after each pass.
         hook: called with each :class:`Iteration`.
     """
@@ -68,13 +68,13 @@ class Control:
 
 
 class Rows(ABC):
-    """The rows that a method advances; each may stand at another iteration.
+    """The rows that a method advances; each may be at a different iteration.
 
     Attributes:
         backbone: embedding table, head and final norm.
-        active: bool per row: whether it takes part, in ``receive`` in the pass just done, after ``decide`` in the next.
-            Padding never does.
-        slots_per_token: slots that a token takes in the sequence the backbone reads.
+        active: bool per row: in ``receive``, whether it was active in the last pass; after ``decide``, whether it is in
+            the next. Always false for padding.
+        slots_per_token: number of slots of a token in the backbone's input (more than one for pause).
     """
 
     backbone: Backbone
@@ -87,17 +87,17 @@ class Rows(ABC):
 
     @abstractmethod
     def gate(self, gates: Sequence[nn.Module] | nn.ModuleList, values: Tensor) -> Tensor:
-        """Returns the logit of each row's own gate: gate ``i`` after iteration ``i``; a single gate serves all."""
+        """Returns each row's gate logit: of ``gates[i]`` after iteration ``i``; a single gate serves all iterations."""
 
     @abstractmethod
     def decide(self, gate: Tensor, hidden: Tensor) -> None:
-        """Halts rows by the policy (eq. 5), which reads ``gate`` (0 to 1, larger: continue) and ``hidden``."""
+        """Halts rows by the policy (eq. 5), given ``gate`` (0 to 1; larger means continue) and ``hidden``."""
 
     @abstractmethod
     def freeze(self, new: Tensor, old: Tensor | None) -> Tensor:
         """Returns ``new`` for active rows, ``old`` for halted ones (law 3).
 
-        ``new`` for all where ``old`` is ``None`` (the first pass) or reuse is ``kv`` or ``none``.
+        Returns ``new`` for all rows if ``old`` is ``None`` (the first pass) or reuse is ``kv`` or ``none``.
         """
 
     @abstractmethod
@@ -105,7 +105,7 @@ class Rows(ABC):
         """Returns ``first`` for rows after iteration 0, ``later()`` for all others."""
 
     def compiled(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Returns ``function``, compiled where passes are and the number of rows is constant."""
+        """Returns ``function``, compiled if passes are compiled and the number of rows is constant."""
         return function
 
 
@@ -113,14 +113,14 @@ class Execution(Rows):
     """One forward over a batch: its tokens ``[batch, time]``, all at the same iteration.
 
     Attributes:
-        reuse: what other tokens see of a halted one. ``state``: its last row, and its hidden state stays; ``kv``: its
-            last row, though its hidden state moves on; ``none``: its newest row; ``absent``: nothing.
+        reuse: the row of a halted token that others attend to. ``state``: its last active row, with its hidden state
+            frozen; ``kv``: the same row, but its hidden state still changes; ``none``: its newest; ``absent``: no row.
         replay: recompute passes in backward instead of keeping their activations.
         stream: whether the method needs the residual stream.
         depth: the number of passes in which each token was active.
         passes: the number of passes done.
-        gate_logits: what :meth:`gate` returned, in order.
-        states: hidden states after each pass, where they are kept.
+        gate_logits: the results of :meth:`gate`, in order.
+        states: hidden states after each pass, if ``control.keep_states``.
         shown: the number of passes that :meth:`show` has reported.
     """
 
@@ -160,12 +160,12 @@ class Execution(Rows):
         return first if self.passes == 1 else later()
 
     def show(self, hidden: Tensor, gate: Tensor | None = None) -> None:
-        """Reports the last pass to the caller's hook, and keeps its states if required."""
+        """Reports the last pass to the caller's hook, and keeps its hidden states if ``keep_states``."""
         self.shown += 1
         if self.control.keep_states:
             self.states.append(hidden)
         if self.control.hook is not None:
-            slots = self.slots_per_token  # the last one has the token's prediction
+            slots = self.slots_per_token  # a token's last slot predicts the next token
             self.control.hook(Iteration(self.passes - 1, hidden, gate, self.active[:, slots - 1 :: slots]))
 
     def decide(self, gate: Tensor, hidden: Tensor) -> None:
@@ -203,7 +203,7 @@ class Execution(Rows):
         return torch.full_like(like, as_int64(seed))
 
     def _halt(self, keep: Tensor) -> None:
-        """Halts all tokens but ``keep [batch, time]``; monotone (eq. 5): a halted token stays halted."""
+        """Halts every token where ``keep [batch, time]`` is false; halted tokens stay halted (eq. 5)."""
         self.active = self.active & keep
 
     @abstractmethod
@@ -219,4 +219,4 @@ class Execution(Rows):
 
     @abstractmethod
     def _grid(self, rows: Tensor) -> Tensor:
-        """Returns the inverse of :meth:`_rows`, ``[batch, time]``; false elsewhere."""
+        """Inverts :meth:`_rows` for booleans; returns ``[batch, time]``, false elsewhere."""

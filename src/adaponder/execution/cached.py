@@ -17,11 +17,11 @@ from adaponder.ops.masks import Places
 
 
 class Cached(Sparse):
-    """Where halted tokens are skipped, all passes together compute the sum of the tokens' depths in rows.
+    """Computes rows over a ledger, without padding: as many as the sum of depths if halted tokens are skipped.
 
-    Sequences with equally many rows to compute form a rectangle ``[sequences, count]``. If the counts are equal, that
-    is one pass; otherwise the rows are packed into one lane, or, where the attention is not ours, there is a rectangle
-    for each count. No row is padding.
+    Sequences with equally many rows to compute form a rectangle ``[sequences, count]``. If all counts are equal, a pass
+    is one rectangle; otherwise the rows are packed into one lane (a batch of one), or, if the attention implementation
+    cannot pack, there is one rectangle per count.
     """
 
     def __init__(self, *args: Any, ledger: Ledger, **options: Any):
@@ -55,7 +55,7 @@ class Cached(Sparse):
         return Pass(grid(hidden), grid(stream))
 
     def _outputs(self, x: Tensor, computed: Tensor, stored: Tensor) -> Iterator[tuple[Tensor, PassOutput]]:
-        """Yields (row indices, the pass over them): one rectangle or lane, if the attention can do it."""
+        """Yields (row indices, output of these rows), once for each rectangle or for the one lane."""
         counts = computed.sum(1)
         lengths = [count for count in counts.unique().tolist() if count]
         if len(lengths) > 1 and self.backbone.packs():
@@ -72,7 +72,7 @@ class Cached(Sparse):
             )
 
     def _read_packed(self, x: Tensor, index: Tensor, sequences: Tensor, stored: Tensor) -> PassOutput:
-        """Runs one pass over the rows at ``index`` of these sequences; those ``stored`` leave a row."""
+        """Runs one pass over the rows at ``index``, in one lane; those in the mask ``stored`` enter the ledger."""
         ledger, time = self.ledger, x.shape[1]
         stored_index = stored.nonzero().squeeze(1)
         sequence, slot = index[stored_index] // time, self.past + index[stored_index] % time
@@ -80,7 +80,7 @@ class Cached(Sparse):
         plan = RowPlan(
             read=read, stored=stored_index, slot_index=torch.searchsorted(sequences, sequence) * ledger.slots + slot
         )
-        # Without documents: packed rows meet only a caller's ledger, for which packed documents are refused.
+        # No document ids: lanes are used here only with a caller's ledger, and that excludes packed documents.
         key = Places(*ledger.places(sequences), present=read >= 0)
         holding = {"stores": ledger.snapshot(), "plan": plan}
         lane = torch.searchsorted(sequences, index // time)
@@ -95,7 +95,7 @@ class Cached(Sparse):
         lane = torch.arange(len(sequences), device=x.device)[:, None].expand_as(when)[stored]
         slot = self.past + when[stored]
         read = ledger.write(sequences[lane], slot, sequences, self.passes)
-        # The first pass over an empty ledger and unpadded sequences reads just what it computes.
+        # The first pass over an empty ledger and unpadded sequences attends only to what it computes.
         fresh = self.passes == 0 and self.past == 0 and when.shape[1] == ledger.slots
         stored_index = stored.flatten().nonzero().squeeze(1)
         plan = RowPlan(read=read, stored=stored_index, slot_index=lane * ledger.slots + slot, fresh=fresh)

@@ -1,4 +1,4 @@
-"""Compact execution for prefill and for training that skips halted tokens: active rows are packed into one lane."""
+"""Compact execution for prefill and training that skips halted tokens: active rows form one lane, a batch of one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from adaponder.ops.masks import Places
 
 
 class Sparse(Execution):
-    """Shared by packed and cached execution: grids ``[batch, time, …]`` flattened to rows and back.
+    """Base of packed and cached execution: converts grids ``[batch, time, …]`` to rows and back.
 
-    A row index counts tokens of the flattened grid.
+    A row index is an index into the flattened grid.
     """
 
     def __init__(self, *args: Any, **options: Any):
@@ -28,9 +28,9 @@ class Sparse(Execution):
         self._active_index: Tensor | None = None
 
     def index_of(self, mask: Tensor) -> Tensor:
-        """Returns the row indices of the tokens in a mask, which must be ``tokens.real`` or ``active`` itself.
+        """Returns the row indices of the tokens in a mask, which must be the object ``tokens.real`` or ``active``.
 
-        The host waits for their number, so each of the two is computed once.
+        Their number requires a device synchronisation, so each result is cached.
         """
         if mask is self.tokens.real:
             if self._real_index is None:
@@ -58,7 +58,7 @@ class Sparse(Execution):
     ) -> PassOutput:
         """Runs one pass over the rows at ``row_index``, packed into one lane.
 
-        ``sequence`` is each row's sequence, an index into ``key`` and into what the view returns.
+        ``sequence`` is the index of each row's sequence in ``key`` and in the tensors that the view returns.
         """
         tokens = self.tokens
 
@@ -95,8 +95,8 @@ class Sparse(Execution):
 class Packed(Sparse):
     """Computes all rows of a pass in one lane, across sequences.
 
-    Products see no padding, and attention finds each row's sequence (:class:`adaponder.backbones.attention.Lane`).
-    It leaves no cache to decode from: for that, see :class:`adaponder.execution.cached.Cached`.
+    No padding is computed; each row attends to its own sequence (:class:`adaponder.backbones.attention.Lane`).
+    It keeps no cache for decoding; :class:`adaponder.execution.cached.Cached` does.
     """
 
     def __init__(self, *args: Any, **options: Any):
@@ -116,7 +116,7 @@ class Packed(Sparse):
             return Pass(x, x)  # undefined, but gates whose tokens have all halted get gradients of 0, as in dense
         stored_index = self.stored().flatten()[index].nonzero().squeeze(1) if self.reuse == "kv" else None
         stored = index if stored_index is None else index[stored_index]
-        # Halted tokens may be absent; padding always is.
+        # With reuse="absent" no token attends to halted ones; none ever attends to padding.
         present = self.active if self.reuse == "absent" else None if tokens.plain else tokens.real
         key, sequence, lanes = Places(tokens.slot, tokens.order, tokens.document, present), index // time, None
         if self.backbone.unfolds:

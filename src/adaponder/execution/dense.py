@@ -1,4 +1,4 @@
-"""Dense execution: every pass computes every token, and ``where`` keeps the rows of halted ones (Algorithm 2)."""
+"""Dense execution: every pass computes every token, and ``torch.where`` keeps the rows of halted ones (Algorithm 2)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from adaponder.ops.masks import Places
 
 
 class Dense(Execution):
-    """Has no data-dependent shape: for training, and the reference for the other executions."""
+    """Computes every token, so no shape depends on data; the default in training, and the reference of the others."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -22,7 +22,7 @@ class Dense(Execution):
 
     def _pass(self, x: Tensor) -> Pass:
         tokens, vanishing = self.tokens, self.reuse == "absent"
-        # The mask changes between iterations only where halted tokens vanish.
+        # The mask changes between iterations only if halted tokens are no longer attended to.
         if (vanishing and self.passes > 0) or (self.passes == 0 and not tokens.plain):
             places = Places(tokens.slot, tokens.order, tokens.document, self.active if vanishing else tokens.real)
             self.mask = self.backbone.mask(places, places, x.dtype)

@@ -13,10 +13,10 @@ from adaponder.errors import CacheError
 
 
 class RowStore:
-    """The rows of one layer: ``[rows, heads, size]`` keys and values, appended to.
+    """The keys and values of one layer, ``[rows, heads, size]`` each, which grow by appending rows.
 
-    Without gradients rows go into a buffer that doubles when full, so appending costs what it writes; with gradients
-    each append is a new tensor, because autograd keeps the old ones.
+    Without gradients, rows are written into a buffer that doubles when full; with gradients, each append makes a new
+    tensor, because autograd keeps the old ones.
     """
 
     def __init__(self, keys: Tensor, values: Tensor):
@@ -51,12 +51,12 @@ class RowStore:
 
 
 class Ledger(Cache):
-    """The K/V rows of a batch of sequences: the sum of the tokens' depths (``reuse="none"``: K per token).
+    """The KV cache of a batch: as many rows per layer as the sum of the tokens' depths (``reuse="none"``: K per token).
 
     ``table[sequence, slot, iteration]`` is the row that iteration reads for that token: ``min(iteration, depth - 1)``
-    (law 3), or none (-1) where the method lets a halted token vanish. Nothing is copied when a token halts. Beams share
-    the rows of their common past. ``identity`` holds the settings that its rows depend on: a model can continue a
-    ledger whose identity equals that of its own.
+    (law 3), or -1 if the method removes halted tokens. Nothing is copied when a token halts. Beams share the rows of
+    their common prefix. ``identity`` holds the settings that the rows depend on: a model continues only a ledger with
+    the same identity as its own.
     """
 
     def __init__(self, *, layers: int, iterations: int, slots_per_token: int = 1, **identity: Any):
@@ -72,17 +72,17 @@ class Ledger(Cache):
 
     @property
     def depth(self) -> Tensor:
-        """Depth of each token of the batch, ``[batch, tokens]``; 0 for padding."""
+        """Returns the depth of each token of the batch, ``[batch, tokens]``; 0 for padding."""
         return self._books()[1].unflatten(1, (-1, self.slots_per_token)).sum(-1)
 
     @property
     def rows(self) -> int:
-        """Rows held per layer."""
+        """Returns the number of rows stored per layer."""
         return 0 if self.stores[0] is None else self.stores[0].count
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values held (spare capacity of the buffers not counted)."""
+        """Returns the bytes of the stored keys and values, without spare buffer capacity."""
         held = [tensor for store in self.stores if store is not None for tensor in store.tensors()]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
@@ -103,7 +103,7 @@ class Ledger(Cache):
         self.slot_depth = torch.cat([self.slot_depth, depth], 1)
 
     def carry_over(self, past: int, iteration: int) -> None:
-        """Lets the slots from ``past`` on read at ``iteration`` the rows of the iteration before."""
+        """Sets the rows of slots ``past`` and later at ``iteration`` to those of the iteration before."""
         table, _ = self._books()
         table[:, past:, iteration] = table[:, past:, iteration - 1]
 
@@ -131,7 +131,7 @@ class Ledger(Cache):
         return self.table, self.slot_depth
 
     def snapshot(self) -> list[KeysValues | None]:
-        """Returns the present rows per layer; appending later does not change them."""
+        """Returns the current keys and values per layer; later appends do not change them."""
         return [None if store is None else store.tensors() for store in self.stores]
 
     def append(self, rows: list[KeysValues]) -> None:

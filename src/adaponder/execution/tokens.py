@@ -1,4 +1,4 @@
-"""The tokens of one forward and their places: padding, packing and cached past made explicit once."""
+"""The tokens of one forward: their slots, positions and documents, with padding and cached tokens accounted for."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Tokens:
     Attributes:
         real: false for padding.
         position: position id handed to the backbone.
-        slot: index of the token in its sequence, padding and cached tokens counted: the order of causality.
-        order: index among the real tokens of its sequence: what a sliding window counts.
-        document: documents packed into one sequence do not see each other; ``None`` if each sequence is one document.
+        slot: index of the token in its sequence, padding and cached tokens included; causality follows it.
+        order: index among the real tokens of its sequence; sliding windows are measured in it.
+        document: document ids; attention stays within a document. ``None``: each sequence is one document.
         plain: whether there is no padding, no packed document and no past: an ordinary causal pass.
-        past: slots that a cache holds already.
-        per_token: slots that a token takes.
+        past: number of slots in the cache.
+        per_token: number of slots of a token (more than one for pause).
     """
 
     real: Tensor
@@ -37,7 +37,7 @@ class Tokens:
 
     @property
     def last_slot(self) -> int:
-        """A bound on every position, known without waiting for the device."""
+        """Returns an upper bound on derived positions, without a device synchronisation."""
         return self.past + self.slot.shape[1] - 1
 
     @property
@@ -66,9 +66,9 @@ class Tokens:
 def check_inputs(
     input_ids: Tensor | None, inputs_embeds: Tensor | None, *, vocabulary: int, hidden_size: int
 ) -> Tensor:
-    """Checks a forward's ids or embeddings; returns a ``[batch, time]`` tensor (for embeddings, of arbitrary values).
+    """Checks the ids or embeddings of a forward; returns the ids, or for embeddings a placeholder ``[batch, time]``.
 
-    Values of ids are checked on the CPU alone: on a GPU the host would wait for them in every forward.
+    The values of ids are checked only on the CPU: on a GPU this would synchronise the device in every forward.
     """
     if input_ids is not None and inputs_embeds is not None:
         raise InputError("input_ids and inputs_embeds: give only one of them")
@@ -90,9 +90,9 @@ def check_inputs(
 
 
 def check_ids(name: str, ids: Tensor, vocabulary: int, *, wait: bool = False) -> None:
-    """Raises unless these are token ids of a vocabulary of that size; labels may also be -100.
+    """Raises unless ``ids`` are token ids below ``vocabulary``; labels may also be -100.
 
-    On a GPU their values are checked only if the host may ``wait`` for them.
+    On a GPU their values are checked only if ``wait`` is set, because that synchronises the device.
     """
     require_whole(name, ids)
     if not (_here(ids) or (wait and not torch.compiler.is_compiling())) or not ids.numel():
@@ -111,7 +111,7 @@ def require_whole(name: str, values: Tensor) -> None:
 
 
 def _here(values: Tensor) -> bool:
-    """Returns whether values can be read without waiting for a device or breaking a compiler's graph."""
+    """Returns whether values can be read without a device synchronisation or a graph break."""
     return values.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -123,11 +123,11 @@ def arrange_tokens(
     document_ids: Tensor | None = None,
     ledger: Ledger | None = None,
 ) -> Tokens:
-    """Builds the grid of a forward from what Hugging Face callers pass.
+    """Builds the :class:`Tokens` of a forward from its arguments.
 
-    Positions are derived from the mask when absent, so left padding changes nothing. Packed documents come as
-    ``document_ids``, or as ``position_ids`` that restart (no mask, no cache), as in Hugging Face; a cache would
-    silently switch the latter off there, so here both become an explicit mask.
+    Without ``position_ids``, positions count real tokens, so left padding changes nothing. Packed documents are given
+    as ``document_ids``, or as ``position_ids`` that restart (without mask or cache), as in Hugging Face, where a cache
+    silently disables this; here both become document ids, and a cache with them is refused.
     """
     batch, time = input_ids.shape
     past = 0 if ledger is None else ledger.get_seq_length()
@@ -197,7 +197,7 @@ def _restarts(position: Tensor) -> Tensor | None:
 
 
 def _first_of_document(order: Tensor, real: Tensor, document: Tensor) -> Tensor:
-    """Returns the order of the first real token of each token's document."""
+    """Returns, for each token, the ``order`` of the first real token of its document."""
     new = torch.ones_like(document, dtype=torch.bool)
     new[:, 1:] = document[:, 1:] != document[:, :-1]
     # Padding has the order of the real token before it, so the next real one's is one more.

@@ -17,7 +17,7 @@ from adaponder.policies import Policy, PolicyInput
 
 PolicyLike = Policy | Callable[[PolicyInput], Tensor]
 
-# Hugging Face callers pass these to every model, generate() the tokenizer; none requires anything of this model.
+# Arguments that Hugging Face passes to every model, and may pass here; only num_items_in_batch is used.
 _HARMLESS = {"num_items_in_batch", "cache_position", "token_type_ids", "tokenizer"}
 # Arguments of kernels for packed sequences; positions that restart carry the same information.
 OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -25,7 +25,7 @@ OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", 
 
 @dataclass(frozen=True)
 class RunTime:
-    """Run-time control as a caller gives it."""
+    """Run-time control given by a caller; a default value means unset."""
 
     policy: PolicyLike | None = None
     max_iterations: int | None = None
@@ -82,7 +82,7 @@ def kept_positions(logits_to_keep: int | Tensor) -> slice | Tensor:
 
 
 def check_room(prompt: int, new_tokens: int, positions: int) -> None:
-    """Raises where ``new_tokens`` after the prompt need more positions than the backbone has."""
+    """Raises if ``new_tokens`` after the prompt need more positions than the backbone has."""
     room = positions - prompt + 1  # the last new token is returned without being read, so it needs no position
     if new_tokens > room:
         tokens = "1 token" if prompt == 1 else f"{prompt} tokens"
@@ -119,7 +119,7 @@ class AdaPonderOutput(ModelOutput):
 
     @property
     def last_hidden_state(self) -> Tensor:
-        """Raises: TRL's trainers look for it, to compute a loss that would have no ponder term."""
+        """Raises: TRL's trainers would compute a loss from it, without the ponder term."""
         raise AttributeError(
             "last_hidden_state: AutoModel gives it; to train with TRL use adaponder.integrations.PonderSFTTrainer"
         )
@@ -127,7 +127,7 @@ class AdaPonderOutput(ModelOutput):
 
 @dataclass
 class AdaPonderModelOutput(ModelOutput):
-    """The output of ``AutoModel``'s forward; ``last_hidden_state`` is each token's last, as the head reads it."""
+    """The output of ``AutoModel``'s forward; ``last_hidden_state`` is final-normed, of each token's last iteration."""
 
     last_hidden_state: Tensor | None = None
     past_key_values: Ledger | None = None

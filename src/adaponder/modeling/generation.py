@@ -17,11 +17,11 @@ from adaponder.execution.tokens import check_ids
 from adaponder.fields import Field, Range, Sampling, fields_of, violation
 from adaponder.modeling.arguments import RunTime, check_room
 
-# The generating model and its run-time control. Hugging Face would pass the control to an assistant, which may be a
-# stock model or one of ours with other settings, but not to the forwards of guidance.
+# The generating model and its run-time control. Not passed as keyword arguments, because Hugging Face would pass them
+# to an assistant model too, but not to the additional forwards of classifier-free guidance.
 _GENERATING: ContextVar[tuple[Any, dict[str, Any]] | None] = ContextVar("generating", default=None)
 _RUN_TIME = tuple(item.name for item in fields(RunTime))
-# As in a request to the engine, but a temperature of 0 is do_sample=False here.
+# The ranges of the engine's requests, except that temperature is above 0: greedy decoding is do_sample=False here.
 _CHECKED = (
     *(fields_of(Sampling)[name] for name in ("top_p", "top_k", "max_new_tokens")),
     Field("temperature", float, range=Range(gt=0)),
@@ -30,7 +30,7 @@ _CHECKED = (
 
 
 def generating(model: Any) -> RunTime | None:
-    """Returns the run-time control of the ``generate`` in which this model runs; ``None`` outside of one."""
+    """Returns the run-time control of this model's running ``generate``; ``None`` outside of one."""
     current = _GENERATING.get()
     return RunTime(**current[1]) if current is not None and current[0] is model else None
 
@@ -54,11 +54,11 @@ def check_generation(
     if embedded is not None and (input_ids is not None or embedded.ndim != 3):
         raise InputError("inputs_embeds must be [batch, time, hidden], without input_ids beside it")
     if embedded is not None:
-        input_ids = torch.full(embedded.shape[:2], -1, device=embedded.device)  # no id, and so no padding
+        input_ids = torch.full(embedded.shape[:2], -1, device=embedded.device)  # no token id, so no padding
     if input_ids is None or input_ids.ndim != 2 or 0 in input_ids.shape:
         raise InputError("input_ids: the prompt is empty; give at least one token per sequence")
     if embedded is None:
-        # The host waits for their values once, here, and not in every forward.
+        # Synchronises the device once, here, and not in every forward.
         check_ids("input_ids", input_ids, vocabulary, wait=True)
     real = _real_tokens(input_ids, settings)
     if (real == 0).any():
@@ -82,7 +82,7 @@ def check_generation(
 
 
 def _real_tokens(ids: Tensor, settings: GenerationSettings) -> Tensor:
-    """Returns the number of real tokens of each sequence, by Hugging Face's rule."""
+    """Returns the number of real tokens per sequence: by the mask, else by the padding token, as Hugging Face does."""
     mask = settings["attention_mask"]
     if mask is not None:
         if mask.ndim != 2 or mask.shape != ids.shape:
@@ -111,7 +111,7 @@ def _check_length(prompt: int, settings: GenerationSettings, positions: int) -> 
 
 
 def check_cache(cache: Any, wanted: Ledger) -> Ledger:
-    """Returns the cache if a model whose own cache would be ``wanted`` can continue it; raises otherwise."""
+    """Returns ``cache`` if it has the identity of ``wanted``, a new ledger of the model; raises otherwise."""
     if not isinstance(cache, Ledger):
         raise CacheError(
             f"past_key_values is a {type(cache).__name__}: this model keeps one row per token and iteration, which "
@@ -128,7 +128,7 @@ def check_cache(cache: Any, wanted: Ledger) -> Ledger:
 
 
 def _require_numbers(input_ids: Tensor, logits: Tensor) -> Tensor:
-    """Returns the logits; raises if they contain NaN, whose likeliest token would be 0."""
+    """Returns the logits; raises if they contain NaN, because token 0 would be generated."""
     if bool(logits.isnan().any()):
         raise EvaluationError(
             f"after {input_ids.shape[1]} tokens the model's logits are NaN: its weights are damaged, or it overflows "
@@ -179,7 +179,7 @@ class LedgerGenerationMixin(GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Provides a ledger: Hugging Face's default cache has one row per token, K iterations need K."""
+        """Provides a ledger: Hugging Face's default cache has one row per token, but K iterations need K."""
         wanted = generation_config.cache_implementation
         if wanted not in (None, "dynamic"):
             raise CacheError(

@@ -41,10 +41,10 @@ _PLAIN = Objective()
 
 
 class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrainedModel):
-    """A stock Hugging Face decoder that one method of the family applies to each token up to K times.
+    """A stock Hugging Face decoder that reads each token up to K times, as one method of the family prescribes.
 
-    ``model.backbone`` is the stock model, of which only the name of its attention and the gradient of its padding token
-    change; ``model.method`` holds what the method adds (gates, routers).
+    ``model.backbone`` is the stock model; only its attention setting and its padding embedding's gradient change.
+    ``model.method`` holds what the method adds (gates, routers).
     """
 
     config: AdaPonderConfig
@@ -66,7 +66,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             )
             backbone = built
         _train_padding(backbone)
-        # One shared config: resizing the vocabulary must reach both.
+        # One shared config: resizing the vocabulary must change both.
         config.backbone_config = backbone.config
         self.backbone: PreTrainedModel = backbone
         self.method: Method = build_method(config)
@@ -84,7 +84,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
 
     @property
     def wrapped(self) -> Backbone:
-        """The backbone as the recurrence sees it."""
+        """Returns the wrapper of ``backbone`` that runs passes; made anew if ``backbone`` was replaced."""
         if self._wrapped.stock is not self.backbone:
             options, self._wrapped = self._wrapped.compile_options, Backbone(self.backbone)
             if options is not None:
@@ -93,7 +93,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
 
     @classmethod
     def from_backbone(cls, stock: PreTrainedModel, **recurrence: Any) -> AdaPonderForCausalLM:
-        """Wraps a stock decoder, sharing its weights. ``embedding_scale`` is 1, as it was trained, unless given.
+        """Wraps a stock decoder, sharing its weights; ``embedding_scale`` defaults to 1, as in its training.
 
         >>> model = AdaPonderForCausalLM.from_backbone(pythia, method="adaponder", iterations=4)
         """
@@ -102,12 +102,12 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         config = AdaPonderConfig(backbone_config=stock.config, dtype=stock.dtype, **recurrence)
         model = cls(config, backbone=stock)
         model.method.to(device=stock.device, dtype=stock.dtype)
-        for name in ("eos_token_id", "bos_token_id", "pad_token_id"):  # it stops where the stock model stops
+        for name in ("eos_token_id", "bos_token_id", "pad_token_id"):  # generation ends at the stock model's end tokens
             setattr(model.generation_config, name, getattr(stock.generation_config, name, None))
         return model.train(stock.training)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Does nothing: the backbone follows its own rule, and a method initialises itself when built."""
+        """Does nothing: backbone and method initialise themselves when they are built."""
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         refuse_attention(attn_implementation)
@@ -160,21 +160,21 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             attention_mask: 0 for padding, left or right; with a cache, over cached tokens too.
             position_ids: derived from the mask when absent, so left padding changes nothing.
             labels: shifted inside, -100 is ignored. Predictions of padding and of a document's last token do not count.
-            targets: labels that are shifted already: what each token should predict.
+            targets: labels that are already shifted: the token that each token should predict.
             past_key_values: the :class:`Ledger` of an earlier forward, to continue from.
             use_cache: return a ledger to continue from.
             logits_to_keep: only the last n positions' logits (or those at the given indices); 0 keeps all.
             inputs_embeds: ``[batch, time, hidden]`` instead of ids, as ``get_input_embeddings()`` computes them.
-            document_ids: documents packed into one sequence: equal ids see each other, and positions restart.
-            policy: decides depth instead of the learned rule.
+            document_ids: ids of documents packed into a sequence: attention stays within equal ids, positions restart.
+            policy: decides depths instead of the method's default policy.
             max_iterations: limit on each token's iterations.
             execution: ``dense`` or ``compact``; by default dense in training, compact where tokens can be skipped.
             allow_mismatch: skip halted tokens although ``reuse="kv"`` updates their hidden state.
-            objective: the training loss around cross-entropy; in training by default ``training_objective``.
-            output_logits: return logits; without, training holds a chunk of them at a time.
+            objective: the training loss; in training by default ``training_objective``.
+            output_logits: return logits; if false, the loss computes them in chunks, which saves memory.
             output_gates: return gates, those of halted tokens included (they read the frozen state).
             output_iteration_logits: return logits after each iteration.
-            output_hidden_states: return hidden states after each iteration; by default as the config says.
+            output_hidden_states: return hidden states after each iteration; ``None``: as set in the config.
             on_iteration: called with an :class:`Iteration` after each pass.
             seed: for policies that draw: one for all sequences, or ``[batch]``, one for each.
         """
@@ -280,7 +280,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         return max_iterations
 
     def check_policy(self, policy: PolicyLike | None) -> None:
-        """Raises where this policy cannot decide for this model; ``None`` is always accepted."""
+        """Raises if this policy cannot be used with this model; ``None`` is always accepted."""
         if policy is None:
             return
         if not self.method.halts:
@@ -302,7 +302,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         return policy
 
     def _ledger(self, past: Any, *, use_cache: bool | None, iterations: int) -> Ledger | None:
-        """Returns the given ledger, or a new one if one is to be returned; else ``None``."""
+        """Returns the given ledger, else a new one if ``use_cache`` is set, else ``None``."""
         if past is None:
             return self.new_ledger(iterations) if use_cache else None
         return check_cache(past, self.new_ledger(iterations))
@@ -323,7 +323,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
     def _execution(
         self, name: str | None, tokens: Tokens, control: Control, ledger: Ledger | None, allow_mismatch: bool
     ) -> Execution:
-        """Returns the execution of a forward: as named, else dense in training and compact where tokens are skipped."""
+        """Returns the execution of a forward: as named, else dense in training and compact if tokens are skipped."""
         if name not in (None, "dense", "compact"):
             raise InputError(f"execution={name!r} must be dense or compact")
         if name == "dense" and ledger is not None:
@@ -364,7 +364,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
 
     def _check_positions(self, tokens: Tokens, *, given: bool) -> None:
         limit = self.config.max_position_embeddings
-        # Slots bound derived positions, and their number is known without waiting for the device.
+        # Derived positions are at most the last slot, which is known without a device synchronisation.
         if limit is None or (not given and tokens.last_slot < limit):
             return
         last = int(tokens.position.max())
@@ -377,8 +377,8 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
     def compile_passes(self, *, by: str = "layer", memory_budget: float = 1.0, **options: Any) -> None:
         """Compiles passes over the backbone, and small functions between them; ``options`` are ``torch.compile``'s.
 
-        One layer is compiled for all of them and for all iterations; ``by="pass"`` makes a graph of a whole pass, which
-        takes a minute or two with many layers. ``memory_budget=0.5`` keeps half of a pass's activations for backward
+        One layer is compiled and used for all layers and iterations; ``by="pass"`` compiles a whole pass instead, which
+        takes one or two minutes with many layers. ``memory_budget=0.5`` keeps half of a pass's activations for backward
         and recomputes the rest. ``torch.compile(model)`` works too, as one graph of all iterations.
         """
         self.wrapped.compile(by=by, memory_budget=memory_budget, **options)
@@ -403,7 +403,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
 class AdaPonderModel(AdaPonderForCausalLM):
     """The model that ``AutoModel`` opens: the same weights; returns hidden states instead of logits.
 
-    The head stays: the recurrence mixes embeddings by the distribution that it predicts.
+    The head is kept: the recurrence mixes embeddings by the distribution that the head predicts.
     """
 
     def forward(
@@ -441,7 +441,7 @@ class AdaPonderModel(AdaPonderForCausalLM):
 def _train_padding(stock: PreTrainedModel) -> None:
     """Gives the padding token's embedding a gradient: a text may contain it, and padding itself is masked.
 
-    Some families leave it out, and which token that is may change: a saved model would train other tokens than before.
+    Some families exclude it (``padding_idx``): a saved model whose padding token changed would train other embeddings.
     """
     embedding = cast(Any, stock.get_input_embeddings())
     if getattr(embedding, "padding_idx", None) is not None:

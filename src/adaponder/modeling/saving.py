@@ -1,4 +1,4 @@
-"""Strict saving and loading through Hugging Face's methods: no code is run, every key must fit."""
+"""Strict saving and loading through Hugging Face's methods: no code is run, no key may be missing or unexpected."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StrictCheckpointMixin:
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | Path, *args: Any, verify: bool | None = None, **kwargs: Any
     ) -> Any:
-        """Runs Hugging Face's ``from_pretrained``: safetensors only, and any key that does not fit is an error.
+        """Runs Hugging Face's ``from_pretrained``: safetensors only; missing, unexpected or mismatched keys raise.
 
         Compares every file with the manifest, if there is one (a second or two per gigabyte); config, generation config
         and tokenizer must name the same end and padding tokens. ``verify=False`` or ``ADAPONDER_VERIFY=0`` skips both.
@@ -73,9 +73,9 @@ class StrictCheckpointMixin:
         return (model, info) if wants_info else model
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Runs torch's ``load_state_dict``, but weights without a place are an error with ``strict=False`` too.
+        """Runs torch's ``load_state_dict``, but unknown keys are an error with ``strict=False`` too.
 
-        ``transformers.Trainer`` resumes that way, and a head under another name would keep its old weights.
+        ``transformers.Trainer`` resumes with ``strict=False``: a head saved under another name would not be loaded.
         """
         unknown = sorted(set(state_dict) - set(self.state_dict())) if not strict else []
         if unknown:

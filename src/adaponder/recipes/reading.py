@@ -1,4 +1,4 @@
-"""A recipe by name or path: its file laid over its bases, then the command line's overrides, checked field by field."""
+"""Loads a recipe by name or path: merges its file over its bases, applies overrides and checks every field."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SECTIONS = {"model": ModelRecipe, "data": DataRecipe, "train": TrainRecipe}
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
     """Returns the recipe of that name or path, with ``section.field=value`` overrides; unknown fields are errors.
 
-    A recipe may name a ``base``: it then says only what differs from it.
+    A recipe that names a ``base`` states only the fields that differ from it.
     """
     values = _with_bases(name)
     for override in overrides:
@@ -44,7 +44,7 @@ def recipe_names() -> list[str]:
 
 
 def stated_in(name: str) -> dict[str, str]:
-    """Returns for each ``section.field`` that a file states the recipe whose value holds: this one or a base."""
+    """Maps each ``section.field`` stated in a recipe or its bases to the recipe whose value is used."""
     values, _ = _read(name)
     base = values.pop("base", None)
     return ({} if base is None else stated_in(base)) | dict.fromkeys(_fields_in(values), name)
@@ -59,7 +59,7 @@ def _fields_in(values: Mapping[str, Any], path: str = "") -> Iterator[str]:
 
 
 def base_of(name: str) -> str | None:
-    """Returns the name of the recipe's ``base``, if it has one."""
+    """Returns the name of the recipe's ``base``, or ``None``."""
     return _read(name)[0].get("base")
 
 
@@ -97,7 +97,7 @@ def _is_file(name: str) -> bool:
 
 
 def _with_bases(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Returns the content of a recipe's file over that of its base; ``above`` are the recipes whose bases led here."""
+    """Returns the content of a recipe's file over that of its base; ``above``: the recipes based on it."""
     if name in above:
         raise ConfigError(f"{name}: its bases run in a circle, {' → '.join((*above, name))}")
     values, recipe_name = _read(name)
@@ -107,7 +107,7 @@ def _with_bases(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``above`` over ``below``; a backbone with a ``model_type`` and an origin are replaced whole."""
+    """Merges ``above`` over ``below``; mappings with ``model_type`` or ``kind`` (backbone, origin) are replaced."""
     merged = dict(below)
     for key, value in above.items():
         whole = isinstance(value, dict) and ("model_type" in value or "kind" in value)
@@ -137,7 +137,7 @@ def _set_field(values: dict[str, Any], override: str) -> None:
 
 
 def _build(kind: Any, values: Mapping[str, Any], path: str) -> Any:
-    """Builds a dataclass ``kind``; ``path`` (``train.``) stands before a field's name in errors."""
+    """Builds a dataclass ``kind``; ``path`` (``train.``) is prepended to field names in errors."""
     known = {item.name: item for item in fields(kind)}
     hints = typing.get_type_hints(kind)
     arguments: dict[str, Any] = {}
@@ -159,7 +159,7 @@ def _build(kind: Any, values: Mapping[str, Any], path: str) -> Any:
         if name not in arguments and item.default is MISSING and item.default_factory is MISSING:
             raise ConfigError(f"{path}{name} is missing")
     built = kind(**arguments)
-    check_fields(built, path)  # the sections have done so; an origin's path is known only here
+    check_fields(built, path)  # sections check themselves; the path of an origin is known only here
     return built
 
 
@@ -170,7 +170,7 @@ def _mapping(value: Any, path: str) -> Mapping[str, Any]:
 
 
 def _suggestion(key: str, path: str, known: Mapping[str, Any]) -> str:
-    """Returns a hint: that field in another section, else the one spelled most alike, else what a recipe has."""
+    """Returns a hint for an unknown field: the section that has it, else the closest spelling, else all fields."""
     for section, kind in _SECTIONS.items():
         if key in {item.name for item in fields(kind)}:
             return f"; did you mean {section}.{key}?"
@@ -179,7 +179,7 @@ def _suggestion(key: str, path: str, known: Mapping[str, Any]) -> str:
 
 
 def _coerced(value: Any, hint: Any) -> Any:
-    """Converts a value to the field's type where it means the same: 3.0 to 3, a list to a tuple, text to a number."""
+    """Converts a value to the field's type if nothing is lost: 3.0 to 3, a list to a tuple, text to a number."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         for argument in arguments:
@@ -200,7 +200,7 @@ def _coerced(value: Any, hint: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Returns a float for text that spells one: YAML reads 1e-3 as text (it wants 1.0e-3)."""
+    """Returns a float for text that spells one: YAML 1.1 reads 1e-3 as text, and only 1.0e-3 as a number."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -208,7 +208,7 @@ def _number(value: Any) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    """Returns a backbone's mapping with numbers for text that spells one; whole numbers stay whole."""
+    """Converts text that spells a number throughout a backbone's mapping; whole numbers become int."""
     if isinstance(value, dict):
         return {key: _numbers(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -26,10 +26,10 @@ FREE_TRAIN = ("eval_every", "eval_tokens", "save_every", "keep", "log_every", "k
 
 
 def _open_recurrence() -> Any:
-    """Makes a frozen dataclass of the fields of ``Recurrence``, in which ``None``, the default, leaves one open.
+    """Makes a frozen dataclass with the fields of ``Recurrence``, all ``None`` (unset) by default except ``method``.
 
-    A field left open is what a checkpoint was trained with, else the config's default. The method cannot be left open,
-    ``ponder_on`` stands in the section ``train``, and lists are tuples, so that the recipe cannot change.
+    An unset field takes the value that a checkpoint was trained with, else the config's default. ``ponder_on`` is left
+    out, because the section ``train`` has it; lists become tuples, so that a recipe is immutable.
     """
     hints = typing.get_type_hints(Recurrence)
     columns: list[Any] = []
@@ -54,7 +54,7 @@ OpenRecurrence: Any = _open_recurrence()
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRecipe(OpenRecurrence):
-    """What is trained: a backbone, and every setting of :class:`adaponder.fields.Recurrence`."""
+    """The model that is trained: a backbone, and every setting of :class:`adaponder.fields.Recurrence`."""
 
     backbone: Any = setting(
         MISSING,
@@ -81,7 +81,7 @@ class ModelRecipe(OpenRecurrence):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Returns the settings of the recurrence as keyword arguments of the config, without those left open."""
+        """Returns the settings of the recurrence as keyword arguments of the config, without unset ones."""
         values = {item.name: getattr(self, item.name) for item in fields(OpenRecurrence)}
         return {
             name: list(value) if isinstance(value, tuple) else value
@@ -228,7 +228,7 @@ class TrainRecipe:
     log_every: int = setting(10, "steps between logs; 0: only at the end", STEPS)
 
     def gates_begin(self, *, pressed: bool) -> int:
-        """Returns the first step that updates the method's own parameters; ``pressed``: its loss has a ponder term."""
+        """Returns the first step that updates the method's parameters; ``pressed``: whether it has a ponder term."""
         if self.gate_start is not None:
             return self.gate_start
         waits = pressed and self.ponder_weight and not self.freeze_backbone_steps
@@ -240,7 +240,7 @@ class TrainRecipe:
             raise ConfigError(f"train.{problem}")
 
     def _contradictions(self) -> Iterator[str]:
-        """Yields an error for each rule between fields that is broken."""
+        """Yields an error for each violated rule between fields."""
         for name in ("warmup", "joint_warmup"):
             warmup = getattr(self, name) or 0
             if warmup >= 1 and (warmup > self.steps or warmup != int(warmup)):
@@ -284,9 +284,9 @@ class Origin:
     """Where a value of a paper's recipe comes from.
 
     Attributes:
-        kind: ``stated`` in the paper; ``release``, from public code or configs (PonderLM's unless the note says whose);
-            ``inferred``, in neither, and the note says why this one.
-        value: the value there. A test compares it with the recipe's.
+        kind: ``stated``: in the paper; ``release``: in public code or configs (PonderLM's unless noted otherwise);
+            ``inferred``: in neither, and the note gives the reason.
+        value: the value in that source; a test compares it with the recipe's.
     """
 
     kind: Literal["stated", "inferred", "release"]
@@ -299,7 +299,7 @@ class Recipe:
     """One training run as data.
 
     Attributes:
-        provenance: for recipes of papers, the origin of each ``section.field`` (``code.…``: of what no field can set).
+        provenance: for recipes of papers, the origin of each ``section.field``, and as ``code.…`` of other facts.
     """
 
     name: str
@@ -317,7 +317,7 @@ class Recipe:
         self._check_sequence()
 
     def _check_sequence(self) -> None:
-        """Raises where a window has more tokens than the backbone has positions, or than one validation reads."""
+        """Raises if a window has more tokens than the backbone has positions, or than ``train.eval_tokens``."""
         sequence, backbone = self.data.sequence, self.model.backbone
         if isinstance(backbone, Mapping):
             longest = backbone.get("max_position_embeddings", sequence)
@@ -331,9 +331,9 @@ class Recipe:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the recipe as plain data, with the embedding scale of training from scratch where it is left open.
+        """Returns the recipe as plain data; from scratch, an unset embedding scale is replaced by the method's default.
 
-        So records and hashes of runs with different scales differ.
+        Thus records and hashes of runs with different scales differ.
         """
         values = dataclasses.asdict(self)
         if self.model.embedding_scale is None and not isinstance(self.model.backbone, str):
@@ -342,9 +342,9 @@ class Recipe:
 
     @property
     def fingerprint(self) -> str:
-        """Returns the hash of all fields that decide the result: not of name, prose, or how often the run logs.
+        """Returns the hash of all fields that affect the result, so not of name, description or logging interval.
 
-        Fields left open (``None``) are not part of it, and removed fields are, with their last default: so neither
+        Unset fields (``None``) are left out, and removed fields are included with their last default, so that neither
         adding nor removing a field changes the hash of older runs.
         """
         sections = self.as_dict()
@@ -354,7 +354,7 @@ class Recipe:
         }
         for path, (default, _) in REMOVED.items():
             section, _, name = path.partition(".")
-            if default is not None and section != "model":  # a model's fields were left open by default
+            if default is not None and section != "model":  # model fields are unset by default, so not hashed
                 decisive[section][name] = default
         for key in FREE_TRAIN:
             decisive["train"].pop(key, None)
@@ -365,7 +365,7 @@ class Recipe:
 
 
 def _check_numbers(value: Any, where: str) -> None:
-    """Raises where a number of a backbone's mapping is not finite, or larger than any size or id."""
+    """Raises if a number in a backbone's mapping is not finite or its magnitude exceeds 1e15."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _check_numbers(inner, f"{where}.{key}")

@@ -38,7 +38,7 @@ DECILES = 10
 SOURCES = 10
 _WINDOW_BINS = 16
 _QUANTILES = {"whislo": 0.05, "q1": 0.25, "med": 0.5, "q3": 0.75, "whishi": 0.95}
-# Closer to 0 and 1 than this float32 has no more values near 1.
+# Float32 has no values closer to 1 than about this.
 _END = 1e-7
 
 
@@ -60,7 +60,7 @@ class ActiveTokens(Plate):
     def draw(self, theme: Theme) -> Figure:
         figure = new_figure(width=PAGE, height=2.2)
         axes = figure.subplots()
-        # One colour: the depth ramp is for depths of tokens, and these are iterations.
+        # One colour: the depth colours mean depths of tokens, and these are iterations.
         bars = axes.bar(self.iterations, 100 * self.shares, width=0.7, color=PALETTE[0])
         axes.bar_label(bars, [percent(share) for share in self.shares], padding=2)
         iteration_axis(axes, self.iterations)
@@ -246,7 +246,7 @@ class DepthByDifficulty(Plate):
 
 
 def _significance(rho: Correlation) -> str:
-    """Returns what the interval says about the correlation."""
+    """Describes whether the correlation differs significantly from zero."""
     if rho.interval is None:
         return "too few documents for an interval"
     if rho.interval.low <= 0.0 <= rho.interval.high:
@@ -257,7 +257,7 @@ def _significance(rho: Correlation) -> str:
 class DepthByPlace(Plate):
     """Shows mean depth by frequency of the token, by position in document and window, and by source.
 
-    ``curves`` and ``sources`` are pairs: the mean binned value (or the names of the sources), and depths.
+    Each of ``curves``, and ``sources``, is a pair: mean values of the bins (or names of the sources), and depths.
     """
 
     name = "depth"
@@ -308,7 +308,7 @@ class DepthByPlace(Plate):
         height = np.arange(len(names))[::-1]
         axes.axvline(self.mean, color=theme.muted, linestyle=":", linewidth=1.0)
         axes.errorbar(depth.mean, height, xerr=depth.bars, **{**series(3), "linestyle": "none"}, clip_on=False)
-        # Long names keep their end, which tells most in a path.
+        # Long names keep their end, which identifies a path best.
         short = [drawable(name if len(name) <= 22 else "…" + name[-21:], 40) for name in names]
         labels = [f"{name} ({tokens:,})" for name, tokens in zip(short, depth.tokens, strict=True)]
         for tick in axes.set_yticks(height, labels):

@@ -29,14 +29,14 @@ from adaponder.analysis.trace import Trace
 BINS = 40
 _CHECK_MARK = "the paper's check mark (\N{CHECK MARK}), where loss falls to a middle depth and is highest at the last"
 _GROUPS = ("all tokens", "tokens still active", "tokens that had halted")
-# Most iterations whose numbers of tokens fit below the axis.
+# With up to this many iterations, their numbers of tokens fit below the axis.
 _ROOM = 5
 
 
 class LossByDepth(Plate):
-    """Shows mean loss, number of tokens and distribution of losses by depth; the paper reports a check mark.
+    """Shows mean loss, number of tokens and distribution of losses by depth; the paper's curve looks like a check mark.
 
-    ``groups`` has an entry per depth; ``density[bin, depth]``, per nat, integrates to at most 1 at each depth.
+    ``groups`` has one entry per depth; ``density[bin, depth]``, per nat, integrates to at most 1 at each depth.
     """
 
     name = "halting"

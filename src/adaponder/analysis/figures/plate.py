@@ -27,9 +27,9 @@ class Plate(ABC):
     """One figure: an instance holds its numbers, measured from a trace, and draws, describes and tabulates them.
 
     Attributes:
-        name: of its files, and of ``--only``.
+        name: the name of its files, and in ``--only``.
         alt: alternative text; the numbers are in the caption.
-        needs: what the traced method must have: ``halting``, ``gates``, a second of its ``iterations``.
+        needs: what the traced method must have: ``halting``, ``gates``, ``iterations`` (more than one).
     """
 
     name: ClassVar[str]
@@ -42,7 +42,7 @@ class Plate(ABC):
 
     @classmethod
     def missing(cls, kind: Kind) -> str | None:
-        """Returns why the figure cannot be bars from a trace of this kind; ``None`` if it can."""
+        """Returns why the figure cannot be drawn from a trace of this kind; ``None`` if it can."""
         if "halting" in cls.needs and not kind.halts:
             return f"{kind.method} never halts: every token has depth {kind.deepest}"
         if "gates" in cls.needs and not kind.gates:
@@ -80,7 +80,7 @@ def listed(parts: list[str]) -> str:
 
 
 def draw_bars(axes: Axes, x: Any, height: Any, interval: ArrayLike, theme: Theme, **look: Any) -> None:
-    """Draws bars with intervals; a rim in the colour of the paper keeps intervals visible on dark bars."""
+    """Draws bars with intervals; an outline in the background colour keeps intervals visible on dark bars."""
     axes.bar(x, height, **look)
     bars = axes.errorbar(x, height, yerr=interval, fmt="none", ecolor=theme.ink, elinewidth=1.0, zorder=3)
     for line in (*bars.lines[1], *bars.lines[2]):
@@ -88,7 +88,7 @@ def draw_bars(axes: Axes, x: Any, height: Any, interval: ArrayLike, theme: Theme
 
 
 def draw_zero(axes: Axes, theme: Theme) -> None:
-    """Draws the line of no gain, on an axis of nats high enough that rounding errors do not fill it."""
+    """Draws a line at 0, and widens the y axis (nats) enough that rounding errors do not fill it."""
     axes.axhline(0.0, color=theme.ink, linewidth=0.8, zorder=1.5)
     low, high = axes.get_ylim()
     if (more := _MIN_HEIGHT - (high - low)) > 0:
@@ -96,19 +96,19 @@ def draw_zero(axes: Axes, theme: Theme) -> None:
 
 
 def iteration_axis(axes: Axes, iterations: Any, names: list[str] | None = None) -> None:
-    """Makes the x axis one of whole iterations, without grid lines."""
+    """Sets ticks of whole iterations on the x axis, without grid lines."""
     axes.set_xticks(iterations, names)
     axes.set_xlim(iterations[0] - 0.6, iterations[-1] + 0.6)
     axes.grid(visible=False, axis="x")
 
 
 def depth_axis(axes: Axes, deepest: int) -> None:
-    """Makes the x axis one of depths 1 … ``deepest``; the last is marked as that of tokens that never halted."""
+    """Sets ticks of depths 1 … ``deepest`` on the x axis; the last is marked "(all)": its tokens never halted."""
     names = [str(depth) for depth in range(1, deepest)] + [f"{deepest}\n(all)" if deepest > 1 else "1"]
     iteration_axis(axes, range(1, deepest + 1), names)
 
 
 def mean_depth_limits(groups: Means, deepest: int, *, least: float) -> tuple[float, float]:
-    """Returns the limits of an axis of these mean depths; at least ``least`` around them, so noise does not fill it."""
+    """Returns axis limits for these mean depths, with a margin of at least ``least``, so noise does not fill it."""
     low, high = groups.range
     return depth_limits(low, high, deepest, margin=max(0.1 * (high - low), least))

@@ -17,7 +17,7 @@ from adaponder.analysis.trace import Trace
 from adaponder.terminal import by_depth
 
 TOKENS = 32
-# Entries of the legend side by side, as many as the page is wide, and the height of a line of them.
+# Entries in a line of the legend, at the width of the page, and the height of such a line in inches.
 _ENTRIES, _LINE = 5, 0.2
 EXCERPTS = "excerpts"
 BEFORE, AFTER = 28, 10
@@ -25,7 +25,7 @@ PASSAGE = 320
 
 
 class TokenGrid(Plate):
-    """Shows consecutive tokens by iterations, computed or reused; ``after`` is the legend of cells of halted tokens."""
+    """Shows which iterations of consecutive tokens were computed; ``after``: legend of the cells after halting."""
 
     name = "grid"
     title = "Computed or reused, token by token"
@@ -83,9 +83,9 @@ class TokenGrid(Plate):
 
 
 def busiest(depth: np.ndarray, document: np.ndarray, length: int) -> tuple[int, int]:
-    """Returns first and length of the tokens of one document whose depths have the highest entropy.
+    """Returns (first, length) of the tokens of one document whose depths have the highest entropy.
 
-    If every document is shorter than ``length``, it is the beginning of the text.
+    If every document is shorter than ``length``, the tokens are the first of the text.
     """
     length = min(length, len(depth))
     levels = np.arange(1, int(depth.max()) + 1)
@@ -102,7 +102,7 @@ def busiest(depth: np.ndarray, document: np.ndarray, length: int) -> tuple[int, 
 
 
 class Excerpt(NamedTuple):
-    """Holds words with their depths (0: not computed) and the loss of what each predicts (NaN: nothing).
+    """Words with their depths (0: not computed) and the loss of predicting the next word (NaN: none).
 
     ``target`` is the index of the word that ``remark`` is about; ``None`` for a passage.
     """
@@ -129,7 +129,7 @@ def extremes(trace: Trace, *, hardest: bool, count: int = 6) -> list[Excerpt]:
 
 
 def passage(trace: Trace, length: int = PASSAGE) -> Excerpt:
-    """Returns the ``length`` tokens whose depths differ most."""
+    """Returns the excerpt of ``length`` consecutive tokens whose depths differ most."""
     first, length = busiest(trace["depth"], trace["document"], length)
     tokens = trace.frame.iloc[first : first + length]
     means = f"mean depth {tokens['depth'].mean():.2f} ({trace['depth'].mean():.2f} overall)"

@@ -10,14 +10,14 @@ from unicodedata import category
 from matplotlib.font_manager import FontProperties, findfont, get_font
 
 _SPACES = {" ": "␣", "\n": "↵", "\t": "⇥"}
-# Controls, characters of no width or that turn text around, halves of pairs, private use, ends of lines and paragraphs.
+# Unicode categories: control, format, surrogate, private use, line separator, paragraph separator.
 _INVISIBLE = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 
 
 def visible(text: str, *, keep: str = "\n") -> str:
     """Spells every invisible character of ``text`` as ``\\x1b`` or ``\\u202e``, except those in ``keep``.
 
-    So no token can move a cursor, change the direction of writing or hide.
+    Thus no token can move the cursor, change the direction of writing or be invisible.
     """
     return "".join(
         _number(letter) if category(letter) in _INVISIBLE and letter not in keep else letter for letter in text
@@ -45,7 +45,7 @@ def for_figure(text: str, limit: int = 10) -> str:
 
 
 def drawable(text: str, limit: int) -> str:
-    """Returns ``text`` in characters of the figures' font, cut at ``limit``; others are spelled by their number."""
+    """Returns ``text`` in characters of the figures' font, cut at ``limit``; others are escaped as in ``visible``."""
     spelled = visible(text, keep="")
     shown = "".join(letter if _has(letter) else _number(letter) for letter in spelled)
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"

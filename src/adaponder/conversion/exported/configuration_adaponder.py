@@ -25,7 +25,7 @@ class AdaPonderConfig(PreTrainedConfig):
         tau: a token halts once its gate s < tau; 0 lets every token be read K times.
         gate_width: hidden width of a gate as a multiple of the hidden size; 0 makes it linear.
         shared_gate: one gate for all iterations instead of one each.
-        embedding_scale: factor on embeddings, those of tokens and those that are expected.
+        embedding_scale: factor on the embeddings of tokens and on expected embeddings.
         initial_multiplier: further factor on the embeddings of tokens.
         expectation_top_k: expect only the k likeliest tokens; ``None`` is the whole vocabulary.
         reuse: what a halted token keeps. ``state``: keys, values and hidden state.
@@ -69,7 +69,7 @@ class AdaPonderConfig(PreTrainedConfig):
 
     @property
     def gates(self) -> int:
-        """The number of gates: after the last iteration nothing is left to decide."""
+        """Returns the number of gates: one for each iteration but the last, or a shared one."""
         if self.method != "adaponder":
             return 0
         return min(1, self.iterations - 1) if self.shared_gate else self.iterations - 1

@@ -1,9 +1,9 @@
-"""AdaPonderLM in one file: a Transformer reads each token again until the token's gate says enough.
+"""AdaPonderLM in one file: a Transformer reads each token again until the token's gate closes.
 
 Needs torch and transformers (5.17 or newer). Equations are those of *AdaPonderLM: Gated Pondering Language Models with
 Token-Wise Adaptive Depth*: one stock decoder makes ``K = config.iterations`` passes, ``i = 0 … K-1``. After each but
 the last a gate reads each token's hidden state; a token whose gate is below ``config.tau`` halts for good and keeps its
-keys, values and hidden state. An active token adds the embedding it expects next to its own. Without gates
+keys, values and hidden state. The input of an active token gains the expected next embedding. Without gates
 (``method: ponder``) every token is read K times.
 
 ``_ponder`` is Algorithm 1. A halted token keeps its keys and values (eq. 10) in two equal ways: ``_read_all`` computes
@@ -55,7 +55,7 @@ class AdaPonderOutput(ModelOutput):
 
 
 class Column(nn.Linear):
-    """A linear map, never in less than float32: in bfloat16 neighbouring logits are far apart where tau decides."""
+    """A linear map in at least float32: near the logit of tau = 1e-4, bfloat16 values are 1/16 apart."""
 
     def forward(self, input: Tensor) -> Tensor:
         wide = torch.promote_types(input.dtype, torch.float32)
@@ -78,7 +78,7 @@ class Gate(nn.Module):
 
 
 class Gates(nn.Module):
-    """The gate of each iteration; without any, every token continues with weight 1."""
+    """The gates of all iterations; without gates (``ponder``), every token continues with weight 1."""
 
     def __init__(self, config: AdaPonderConfig):
         super().__init__()
@@ -112,7 +112,7 @@ class PonderCache(Cache):
         self.real = torch.cat([self.real, real], 1)
         self.depth = functional.pad(self.depth, (0, real.shape[1]))
         room = self.rows[0][0].shape[2] if self.rows else self.real.shape[1]  # padding alone leaves no rows
-        if (lacking := self.real.shape[1] - room) > 0:  # room for more, so that not every token copies all rows
+        if (lacking := self.real.shape[1] - room) > 0:  # spare slots, so that not every token copies all rows
             self._each(lambda rows: functional.pad(rows, (0, 0, 0, 0, 0, lacking + 128)))
 
     def swap(self, layer: int, iteration: int, sequences: Tensor, slots: Tensor, new: tuple[Tensor, Tensor]) -> Any:
@@ -302,7 +302,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         return embedding(torch.arange(self.config.vocab_size, device=device))
 
     def _read_all(self, tokens: Tokens) -> Read:
-        """Returns a pass that computes every token and keeps the keys and values of halted ones (Algorithm 2)."""
+        """Returns a function that runs a pass over all tokens; halted ones keep keys and values (Algorithm 2)."""
         before: dict[int, tuple[Tensor, Tensor]] = {}
         slots = torch.arange(tokens.real.shape[1], device=tokens.real.device).expand(tokens.real.shape)
         # A pass that is plainly causal needs no mask: attention is faster without.
@@ -322,7 +322,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         return read
 
     def _read_active(self, tokens: Tokens, cache: PonderCache) -> Read:
-        """Returns a pass that computes active tokens only and reads the rows of all others from the cache.
+        """Returns a function that runs a pass over active tokens and reads the rows of all others from the cache.
 
         Sequences with equally many active tokens are computed together: one pass when decoding, and for one sequence.
         """
@@ -361,7 +361,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
     def _mask(self, slots: Tensor, real: Tensor) -> Any:
         """Returns the causal mask of queries ``slots [n, count]`` over the ``real [n, all slots]`` keys.
 
-        A sliding window counts tokens, not padding. Every slot sees itself, so that no softmax is over nothing.
+        A sliding window counts tokens, not padding. Every slot attends to itself, so that no softmax is empty.
         """
         backbone = self.backbone.config
         window: Any = getattr(backbone, "sliding_window", None)
