@@ -251,9 +251,9 @@ def _finite(value: Any) -> Any:
 
 @contextmanager
 def json_alone(path: Path | None) -> Iterator[None]:
-    """If ``path`` is ``-``, sends everything that is printed to stderr, and only the JSON result to stdout.
+    """Context manager: if ``path`` is ``-``, writes only the JSON result to stdout and redirects prints to stderr.
 
-    The last result is written when the block ends, also after an error.
+    The latest result is written when the block ends, even after an error.
     """
     if path != STDOUT:
         yield

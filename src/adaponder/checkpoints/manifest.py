@@ -103,7 +103,7 @@ def _is_entry(name: str, entry: Any) -> bool:
 def saving(
     folder: Path, partial: Path, *, intact: str, make_way: Callable[[Path], object] = os.rmdir
 ) -> Iterator[Path]:
-    """Context manager: writes a folder of weights completely or not at all; ``intact`` ends the error of a failure."""
+    """Context manager: saves a weights folder atomically; on failure the error message ends with ``intact``."""
     try:
         with replacing_folder(folder, partial, make_way=make_way):
             yield partial

@@ -195,7 +195,7 @@ class Generated:
 
     @property
     def mean_depth(self) -> float:
-        """Returns the mean depth of all tokens but the last, which was never read."""
+        """Returns the mean depth of all tokens except the last, which was sampled but never fed to the model."""
         read = [depth for depth in self.depths if depth]
         return sum(read) / max(1, len(read))
 

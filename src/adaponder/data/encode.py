@@ -1,4 +1,4 @@
-"""Encodes documents into tokens, in this process or in several; the result and its order are the same."""
+"""Encodes documents into tokens, in this process or in workers; both give the same tokens in the same order."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Sparse(Execution):
     ) -> PassOutput:
         """Runs one pass over the rows at ``row_index``, packed into one lane.
 
-        ``sequence`` is the index of each row's sequence in ``key`` and in the tensors that the view returns.
+        ``sequence`` is each row's index into the first axis of ``key`` and of the tensors that the view returns.
         """
         tokens = self.tokens
 

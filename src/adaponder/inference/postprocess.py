@@ -64,7 +64,7 @@ class Postprocessor:
     def _decode_window(
         self, sequence: Sequence, lines: list[list[int]], extras: Extras, column: int, events: list[Event]
     ) -> None:
-        """Processes a sequence's column of the log, one line per tick of its window, and appends accepted tokens."""
+        """Processes the log of a sequence's draft window, one line per tick, and appends the accepted tokens."""
         assert self.runner.drafts is not None
         size, window, completion = self.runner.drafts.size, sequence.window, sequence.completion
         sequence.kv.in_flight -= len(lines)

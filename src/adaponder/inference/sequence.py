@@ -76,7 +76,7 @@ class Chunk:
         return self.iteration if self.in_flight else self.iteration - 1
 
     def hidden(self, zeros: Tensor) -> Tensor:
-        """Returns the hidden states of its tokens; ``zeros [1, …]``, repeated, if the state has none."""
+        """Returns the hidden states of the chunk's tokens; if none are stored, ``zeros [1, …]`` expanded to them."""
         if self.state is None or self.state.hidden is None:
             return zeros.expand(len(self.tokens), -1, -1)
         return self.state.hidden

@@ -96,7 +96,7 @@ class ExpectedExitLoss:
 
 
 class ExitImprovementLoss:
-    """Stage II: trains the exit gate to continue where the last loop lowered the loss; only reports cross-entropy."""
+    """Loss of stage II: the exit gate learns to continue where the last loop lowered the loss."""
 
     needs_states: ClassVar[bool] = True
 

@@ -111,7 +111,7 @@ def _check_length(prompt: int, settings: GenerationSettings, positions: int) -> 
 
 
 def check_cache(cache: Any, wanted: Ledger) -> Ledger:
-    """Returns ``cache`` if it has the identity of ``wanted``, a new ledger of the model; raises otherwise."""
+    """Returns ``cache`` if it is a ledger with the same settings as ``wanted``, a new ledger; raises otherwise."""
     if not isinstance(cache, Ledger):
         raise CacheError(
             f"past_key_values is a {type(cache).__name__}: this model keeps one row per token and iteration, which "

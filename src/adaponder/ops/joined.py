@@ -68,7 +68,7 @@ _JOIN_IN_PLACE = JoinInPlace()
 
 
 def settings(options: dict[str, Any]) -> dict[str, Any]:
-    """Adds the graph pass to ``torch.compile``'s options, unless they choose another backend or such a pass is set."""
+    """Returns ``torch.compile`` options with this graph pass; unchanged if the backend or that pass slot is taken."""
     theirs = {name.replace("-", "_") for name in options.get("options") or {}}
     taken = _SETTING in theirs or getattr(torch._inductor.config, _SETTING) is not None
     if options.get("backend", "inductor") != "inductor" or taken:

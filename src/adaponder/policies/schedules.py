@@ -110,7 +110,7 @@ class Geometric(Schedule):
 
 @dataclass(frozen=True)
 class Shares(Schedule):
-    """Keeps the share ``shares[i]`` of tokens after iteration i."""
+    """Lets the fraction ``shares[i]`` of all tokens of a sequence continue after iteration i."""
 
     shares: tuple[float, ...] = field(default=(), kw_only=True)
     word: ClassVar[str] = "shares"

@@ -84,7 +84,7 @@ def _read(name: str) -> tuple[dict[str, Any], str]:
 
 @cache
 def _shipped(name: str) -> Any:
-    """Parses a recipe that ships, once."""
+    """Returns the parsed YAML of a recipe shipped with the package, cached by name."""
     text = (resources.files("adaponder") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
     return parse_yaml(text, name, ConfigError)
 

@@ -1,4 +1,4 @@
-"""Computes a run's metrics: means since the last log, utilisation, depths in other trainers, collapse of the gates."""
+"""Computes a run's metrics: means since the last log, MFU, gate collapse, depths inside other libraries' trainers."""
 
 from __future__ import annotations
 

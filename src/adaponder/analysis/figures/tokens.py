@@ -115,7 +115,7 @@ class Excerpt(NamedTuple):
 
 
 def extremes(trace: Trace, *, hardest: bool, count: int = 6) -> list[Excerpt]:
-    """Returns excerpts around the highest or lowest losses after one iteration, of different words, not overlapping."""
+    """Returns excerpts around the highest or lowest losses at depth 1: distinct target tokens, no overlaps."""
     loss, ids = trace["full_nll_1"], trace["target_id"]
     learned, rows = np.flatnonzero(trace["learned"]), list[int]()
     # Many of the extreme predictions are of one word: far more than ``count`` are considered.

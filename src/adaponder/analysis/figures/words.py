@@ -15,7 +15,7 @@ _INVISIBLE = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 
 
 def visible(text: str, *, keep: str = "\n") -> str:
-    """Spells every invisible character of ``text`` as ``\\x1b`` or ``\\u202e``, except those in ``keep``.
+    """Escapes every invisible character of ``text`` (ESC becomes ``\\x1b``), except those in ``keep``.
 
     Thus no token can move the cursor, change the direction of writing or be invisible.
     """

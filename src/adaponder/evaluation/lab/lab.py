@@ -382,7 +382,7 @@ def propose(full: FullDepth, budget: float, *, count: int = PROPOSALS) -> list[t
 
 
 def expected_loss(full: FullDepth, shares: tuple[float, ...]) -> float:
-    """Returns the mean loss if each token halts at the depth that ``shares`` give it, by the full-depth losses."""
+    """Estimates the mean loss under ``Shares(shares)`` from the losses after each iteration at full depth."""
     thresholds = torch.tensor(thresholds_for(Shares(shares=shares), full.gates), dtype=torch.float32)
     depth = 1 + (full.gates >= thresholds).long().cumprod(1).sum(1)
     return float(np.take_along_axis(full.nll, depth.numpy()[:, None] - 1, axis=1).mean())

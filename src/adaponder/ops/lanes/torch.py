@@ -180,10 +180,10 @@ class WindowRows(NamedTuple):
 def begin_windows(
     books: Books, windows: DraftWindows, lane: Tensor, *, passes: int, vanishes: bool, every: bool | None = None
 ) -> WindowRows:
-    """Enters the rows of these lanes' windows into the index and returns them; ``passes`` rows are reserved per token.
+    """Writes the pool rows of these lanes' draft windows into the index and returns them; a token has ``passes`` rows.
 
-    With ``every``, each window entry gives a row; else only live ones (a token, not halted) do, but at least one. The
-    default is false on a CPU and true elsewhere, where selecting live entries would synchronise with the host.
+    With ``every``, returns a row for each window entry, else only for live ones (a token, not halted), at least one.
+    By default false on a CPU and true elsewhere, where selecting live entries would synchronise with the host.
     """
     every = lane.device.type != "cpu" if every is None else every
     books.tick.add_(1)
