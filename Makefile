@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # One thread per test worker: two workers with two threads each are slower than two with one.
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-.PHONY: help setup demo test report test-every test-engine test-serve test-ray test-compiler test-floor mutants docs check format clean
+.PHONY: help setup demo test pytest report test-every test-engine test-serve test-ray test-compiler test-floor mutants docs check format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -35,7 +35,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: setup  ## pretrain a small model on the Python standard library and show what it learned
 	@HF_HUB_OFFLINE=1 $(BIN)/adaponder demo
 
-test: check  ## style, types, then the tests
+test: setup  ## style, types and the tests, beside each other: the type checker uses one core
+	@$(MAKE) --no-print-directory -j2 check pytest
+
+pytest: setup
 	$(PYTEST) $(BIN)/python -m pytest -n $(JOBS)
 
 test-every: setup  ## further cases of what make test takes some of: two hundred kills of a run, every byte flipped, …

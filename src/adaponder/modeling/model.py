@@ -271,7 +271,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         return objective
 
     def most_iterations(self, max_iterations: int | None) -> int:
-        """Returns the iteration limit of a forward: ``max_iterations`` or, if ``None``, the config's; raises if invalid."""
+        """Returns a forward's iteration limit: ``max_iterations`` or, if ``None``, the config's; raises if invalid."""
         if max_iterations is None:
             return self.config.iterations
         most, is_int = self.config.iterations, isinstance(max_iterations, int) and not isinstance(max_iterations, bool)
