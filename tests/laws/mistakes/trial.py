@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -119,8 +120,6 @@ def _asserts(error: BaseException) -> bool:
 
 def warm() -> None:
     """Loads what every child would load for itself."""
-    import importlib
-
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRITON_INTERPRET", "1")  # as tests/conftest.py does without a GPU
     for name in _LIBRARIES:
@@ -192,6 +191,8 @@ def _child(folder: Path, mistake: Mistake | None, tests: tuple[str, ...]) -> Non
     sys.path[:0] = [str(source), str(folder)]
     os.environ["PYTHONPATH"] = os.pathsep.join((str(source), str(folder)))  # for the processes that tests start
     os.chdir(ROOT)
+    for package in filter(None, FOLDERS):  # now: pytest will put the checkout, which has them too, first on the path
+        importlib.import_module(package)
     import pytest
 
     watch = Watch()
