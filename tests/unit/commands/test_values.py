@@ -1,5 +1,6 @@
 """Every option of every command with values that make no sense: one line and an exit code, never a traceback."""
 
+import shutil
 import sys
 
 import pytest
@@ -46,6 +47,8 @@ def parser():
 def no_work(monkeypatch, place, parser):
     """Options are judged for real; what would take seconds afterwards says that it would begin."""
     monkeypatch.chdir(place)
+    for made in ("nowhere", "shards"):  # by an earlier walk: --out nowhere/at/all is good
+        shutil.rmtree(made, ignore_errors=True)
     monkeypatch.setattr(cli, "app", parser)
     loaded = {}
 
