@@ -144,7 +144,8 @@ def test_no_value_of_any_option_ends_in_a_traceback(capsys, monkeypatch, parser,
             judge(code, error, f"{words} {option} {value[:40]!r}")
 
 
-@pytest.mark.parametrize("words", [words for words in BASE if words != "demo"])
+# Inputs of prepare: tests/unit/data/test_sources.py.
+@pytest.mark.parametrize("words", [words for words in BASE if words not in ("demo", "prepare")])
 def test_no_argument_ends_in_a_traceback(capsys, monkeypatch, words):
     monkeypatch.setattr("adaponder.conversion.convert.convert", CONVERT)
     monkeypatch.setattr("adaponder.data.prepare.prepare", PREPARE)
