@@ -220,7 +220,7 @@ def fingerprint(model: AdaPonderForCausalLM, text: Text) -> str:
     return digest.hexdigest()
 
 
-# Batches per portion: so many that saving takes little time compared to scoring.
+# Batches scored between two saves; at this number, saving takes little time compared to scoring.
 BATCHES = 32
 
 
