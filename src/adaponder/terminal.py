@@ -81,7 +81,7 @@ _STEPS = ((48, 18, 59), (62, 73, 137), (33, 144, 140), (94, 201, 97), (253, 231,
 
 
 def depth_style(depth: int, deepest: int) -> str:
-    """Returns the rich style of a token of this depth; dim for a token that was not read."""
+    """Returns the rich style of a token of this depth; depth 0, a token that was not read, is dim."""
     if depth < 1:
         return "dim"
     position = 0 if deepest == 1 else (depth - 1) * (len(_STEPS) - 1) / (deepest - 1)
@@ -161,11 +161,11 @@ class Titled:
         return max(min(cells, most // 2 if len(self.columns) > 1 else most), word)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Titled:
+def table(title: str, columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> Titled:
     """Returns a table to print, with its cells as strings and without empty columns."""
     cells = [[str(cell) for cell in row] for row in rows]
-    kept = [i for i in range(len(columns)) if i == 0 or not cells or any(row[i].strip(" –—") for row in cells)]
-    return Titled(title, [columns[i] for i in kept], [[row[i] for i in kept] for row in cells])
+    shown = [i for i in range(len(columns)) if i == 0 or not cells or any(row[i].strip(" –—") for row in cells)]
+    return Titled(title, [columns[i] for i in shown], [[row[i] for i in shown] for row in cells])
 
 
 def number(value: float | None, form: str) -> str:
@@ -204,11 +204,11 @@ def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """Shows a progress bar: ``with counting("scoring", n) as advance: … advance(count)``."""
     with progress_bars() as progress:
         task = progress.add_task(what, total=total)
-        yield lambda some: progress.advance(task, some)
+        yield lambda count: progress.advance(task, count)
 
 
 def quiet_libraries() -> None:
-    """Turns off progress bars and notices of libraries; environment variables that are set already stay as they are."""
+    """Turns off progress bars and notices of libraries; keeps environment variables that are set already."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "transformers" in sys.modules:  # then it has read the variables already
@@ -251,9 +251,9 @@ def _finite(value: Any) -> Any:
 
 @contextmanager
 def json_alone(path: Path | None) -> Iterator[None]:
-    """Context manager: if ``path`` is ``-``, writes only the JSON result to stdout and redirects prints to stderr.
+    """Context manager for ``--json -``: standard output gets only the JSON result, standard error all other prints.
 
-    The latest result is written when the block ends, even after an error.
+    The latest result is written when the block ends, even after an error. For other paths it does nothing.
     """
     if path != STDOUT:
         yield

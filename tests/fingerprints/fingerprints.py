@@ -27,7 +27,7 @@ import runpy
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,9 +134,6 @@ def _parts(text: str) -> tuple[str, float, float]:
     return shape, float(norm), float(projection)
 
 
-# --- models --------------------------------------------------------------------------------------------------------
-
-
 def stored(method: str, dtype: torch.dtype) -> AdaPonderForCausalLM:
     """Opens the checkpoint of a method in ``fixtures/``."""
     return AutoModelForCausalLM.from_pretrained(FIXTURES / "checkpoints" / method, dtype=dtype).eval()
@@ -156,9 +153,6 @@ def padded_batch() -> tuple[Tensor, Tensor]:
     mask[1, :4] = 0
     mask[2, 8:] = 0
     return ids(3, 11, seed=7), mask
-
-
-# --- values --------------------------------------------------------------------------------------------------------
 
 
 def forward_values(model: AdaPonderForCausalLM, execution: str) -> Iterator[tuple[str, Any]]:
@@ -278,10 +272,10 @@ def policy_values(model: AdaPonderForCausalLM) -> Iterator[tuple[str, Any]]:
         yield "forced logits", model(tokens, policy=forced).logits
 
 
-def method_values(method: str) -> Iterator[tuple[str, Any]]:
-    """Yields everything that a method computes, in both precisions, by name."""
-    for precision, dtype in DTYPES.items():
-        model = stored(method, dtype)
+def method_values(method: str, precisions: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yields everything that a method computes by name."""
+    for precision in precisions:
+        model = stored(method, DTYPES[precision])
         objective = Objective(ponder_weight=0.7, ponder_fraction=0.4)
         parts = {f"training, {execution}": training_values(model, execution, objective) for execution in EXECUTIONS}
         parts |= {execution: forward_values(model, execution) for execution in EXECUTIONS}
@@ -344,9 +338,6 @@ def packed_values() -> Iterator[tuple[str, Any]]:
             yield f"{method} float64 packed, {execution}: loss", output.loss
 
 
-# --- files ---------------------------------------------------------------------------------------------------------
-
-
 def adaponder(*arguments: str, folder: Path) -> None:
     """Runs a command of the package in ``folder``, in this process: importing transformers again would take longest."""
     given, sys.argv = sys.argv, ["adaponder", *arguments]
@@ -362,8 +353,7 @@ def adaponder(*arguments: str, folder: Path) -> None:
 
 def prepared_values(folder: Path) -> Iterator[tuple[str, Any]]:
     """Prepares the text of ``fixtures/training`` and yields the tokens, the tokenizer and the manifest."""
-    if not (folder / "text.jsonl").exists():
-        shutil.copy(FIXTURES / "training" / "text.jsonl", folder)
+    shutil.copy(FIXTURES / "training" / "text.jsonl", folder)
     adaponder(*PREPARE, "--out", "again", folder=folder)
     for path in sorted((folder / "again").rglob("*")):
         if path.suffix == ".bin" or path.name == "tokenizer.json":
@@ -384,21 +374,11 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "inspect": ("inspect", CHECKPOINT),
 }
 # Fields of a command's JSON result that are compared, wherever they are in it.
-RESULTS = {
-    *(
-        "loss",
-        "interval",
-        "bits_per_byte",
-        "depth",
-        "perplexity",
-        "tokens",
-        "documents",
-        "iterations",
-        "depths",
-        "text",
-    ),
-    *("tokens_by_depth", "flops_per_token", "vanilla_flops_per_token", "kv_bytes_per_token", "mean_depth", "policy"),
-}
+_RESULTS = """
+loss interval bits_per_byte depth perplexity tokens documents iterations depths text tokens_by_depth flops_per_token
+vanilla_flops_per_token kv_bytes_per_token mean_depth policy
+"""
+RESULTS = set(_RESULTS.split())
 
 
 def command_values(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -419,16 +399,7 @@ def _results(result: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _results(value, f"{path}{name}.")
 
 
-METRICS = {
-    "loss",
-    "cross_entropy",
-    "ponder",
-    "grad_norm",
-    "lr",
-    "mean_depth",
-    "halted",
-    "validation_loss",
-}
+METRICS = {"loss", "cross_entropy", "ponder", "grad_norm", "lr", "mean_depth", "halted", "validation_loss"}
 TRAIN = ("train", "recipe.yaml", "--out", "run", "--resume", "auto")
 
 
@@ -469,16 +440,15 @@ def write_fixtures() -> None:
 GROUPS = (*METHODS, "variants", "families", "packed", "prepared", "resumed", "commands")
 
 
-def group_values(group: str, folder: Path) -> dict[str, Any]:
+def group_values(group: str, folder: Path, precisions: Sequence[str] = tuple(DTYPES)) -> dict[str, Any]:
     """Returns the fingerprints of one group by name; ``folder`` is a new place for files."""
     folder.mkdir(parents=True)
+    with_files = {"prepared": prepared_values, "resumed": resumed_values, "commands": command_values}
+    without = {"variants": variant_values, "families": family_values, "packed": packed_values}
     if group in METHODS:
-        values = method_values(group)
-    elif group in ("prepared", "resumed", "commands"):
-        made = {"prepared": prepared_values, "resumed": resumed_values, "commands": command_values}
-        values = made[group](folder)
+        values = method_values(group, precisions)
     else:
-        values = {"variants": variant_values, "families": family_values, "packed": packed_values}[group]()
+        values = with_files[group](folder) if group in with_files else without[group]()
     return {name: fingerprint(value) for name, value in values}
 
 

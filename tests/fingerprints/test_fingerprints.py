@@ -5,24 +5,34 @@ import warnings
 
 import pytest
 
-from fingerprints import GROUPS, VALUES, differences, group_values, machine
+from fingerprints import DTYPES, GROUPS, METHODS, VALUES, differences, group_values, machine
 
 RECORDED = json.loads(VALUES.read_text())
 
 
-# The commands and the families, 17 s, compute what other groups and the laws do too.
-SLOW = ("families", "commands")
+FURTHER = {"families", "commands"}  # compute what other groups and the laws do too
+CASES = [(group, precision) for group in GROUPS for precision in (DTYPES if group in METHODS else ["both"])]
+
+
+def is_further(group: str, precision: str) -> bool:
+    """Returns whether make test-every checks this case: in float32 a method runs the same code as in float64."""
+    return group in FURTHER or (precision == "float32" and group != "adaponder")
 
 
 @pytest.mark.parametrize(
-    "group", [pytest.param(group, marks=[pytest.mark.every] if group in SLOW else []) for group in GROUPS]
+    ("group", "precision"),
+    [pytest.param(*case, marks=[pytest.mark.every] if is_further(*case) else []) for case in CASES],
 )
-def test_values_are_those_recorded(group, tmp_path):
+def test_values_are_those_recorded(group, precision, tmp_path):
     bits = machine() == RECORDED["machine"]
     if not bits:
         warnings.warn(f"bits are not compared: recorded on {RECORDED['machine']}", stacklevel=1)
-    found = json.loads(json.dumps(group_values(group, tmp_path / "new")))
-    wrong = differences(RECORDED["values"][group], found, bits=bits)
+    recorded, precisions = RECORDED["values"][group], list(DTYPES)
+    if group in METHODS:
+        precisions = [precision]
+        recorded = {name: value for name, value in recorded.items() if name.startswith(f"{group} {precision} ")}
+    found = json.loads(json.dumps(group_values(group, tmp_path / "new", precisions)))
+    wrong = differences(recorded, found, bits=bits)
     assert not wrong, f"{len(wrong)} values differ:\n" + "\n".join(wrong[:20])
 
 

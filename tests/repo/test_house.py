@@ -1,6 +1,7 @@
 """The house keeps its order: who may import whom, what importing costs, and which names are public."""
 
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -37,9 +38,12 @@ def room_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
+tree_of = functools.cache(lambda path: ast.parse(path.read_text()))
+
+
 def imported_rooms(path: Path) -> set[str]:
     rooms = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module] if node.module != "adaponder" else [f"adaponder.{a.name}" for a in node.names]
@@ -63,7 +67,7 @@ def test_every_import_goes_down_the_stairs():
 def imported_modules(path: Path, modules: Mapping[str, Path]) -> set[str]:
     """The modules of the package that a file imports, be it for types alone."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
             those = [f"{node.module}.{alias.name}" for alias in node.names]
             names |= {name if name in modules else node.module for name in those}
@@ -126,7 +130,7 @@ def test_the_public_door_is_this_wide():
 
 def test_every_module_states_its_law_first():
     for path in SOURCE.rglob("*.py"):
-        assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no first line"
+        assert ast.get_docstring(tree_of(path)), f"{path} has no first line"
 
 
 def test_pins_are_exact_and_cover_what_is_required():

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from adaponder import __version__, cli, terminal
 from adaponder.commands import demo, doctor
 from adaponder.errors import AdaPonderError
+from adaponder.evaluation import meter
 from stock_support import make_stock
 from training_support import corpus
 
@@ -72,31 +73,6 @@ def test_a_command_has_the_options_of_its_groups_and_every_command_but_serve_has
     assert {"--window", "--tau", "--tokenizer", "--weights", "--device"} <= options["eval"]
     assert {"--max-n", "--stall", "--lanes", "--weights"} <= options["serve"]
     assert "--tokenizer" not in options["export"]
-
-
-@pytest.mark.parametrize(("name", "module"), [("bench", "benchmarks"), ("reproduce", "experiments")])
-def test_a_command_that_moved_out_says_where_to(monkeypatch, capsys, name, module):
-    code, _, error = run(monkeypatch, capsys, name, "decode", "--device", "cuda")
-    assert code == 2
-    assert f"python -m {module}" in error
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("eval", "x", "--batch-size", "0"), "--batch-size"),
-        (("eval", "x", "--data="), "--data is empty"),
-        (("eval", "x", "--tau", "nan"), "--tau"),
-        (("generate", "x", "--top-p", "2"), "--top-p"),
-        (("inspect",), "CKPT"),
-        (("eval", "x", "--data", "x", "--depths", "two"), "--depths two must be whole numbers"),
-    ],
-)
-def test_a_wrong_value_is_one_line_that_names_its_option(monkeypatch, capsys, words, said):
-    code, _, error = run(monkeypatch, capsys, *words)
-    assert code == 2
-    assert said in error
-    assert len(error.splitlines()) == 1
 
 
 def test_help_is_quick():
@@ -167,15 +143,13 @@ def test_generate_reads_as_deep_as_asked_and_counts_the_cost_of_prompt_and_token
 
 
 def test_a_result_on_standard_output_stands_there_alone(monkeypatch, capsys, checkpoint, tmp_path):
-    record, asked = tmp_path / "out.json", ["generate", str(checkpoint), "--prompt", "def f", "--max-new-tokens", "6"]
+    record, asked = tmp_path / "out.json", ["inspect", str(checkpoint)]
     code, shown, _ = run(monkeypatch, capsys, *asked, "--json", str(record))
     assert code == 0
     code, out, err = run(monkeypatch, capsys, *asked, "--json", "-")
     assert code == 0
-    written, printed = json.loads(record.read_text()), json.loads(out)
-    assert written.keys() == printed.keys()
-    assert all(written[key] == printed[key] for key in ("text", "depths"))
-    assert err.splitlines()[0] == shown.splitlines()[0], "what was on standard output is on standard error"
+    assert json.loads(out) == json.loads(record.read_text())
+    assert err == shown, "what was on standard output is on standard error"
     assert not (tmp_path / "-").exists()
 
 
@@ -216,6 +190,7 @@ def test_inspect_counts_parameters_and_cost(checkpoint, tmp_path):
 
 
 def test_doctor_lists_versions_devices_and_kernels(tmp_path, monkeypatch):
+    monkeypatch.setattr(meter, "check_all", lambda: [meter.check_flops("adaponder")])
     shown("doctor", "--json", str(tmp_path / "doctor.json"))
     result = json.loads((tmp_path / "doctor.json").read_text())
     assert result["versions"]["torch"]
@@ -240,57 +215,59 @@ def test_doctor_lists_versions_devices_and_kernels(tmp_path, monkeypatch):
         ("generate {ada} --prompt x --device abacus", "--device"),
         ("generate {ada} --prompt x --interactive", "--prompt has no effect"),
         ("generate ./nowhere --prompt x", "nowhere"),
+        ("generate x --prompt x --seed 99999999999999999999", "--seed"),
+        ("generate x --prompt x --temperature 101", "--temperature"),
+        ("generate x --prompt x --repetition-penalty 0", "--repetition-penalty"),
+        ("generate x --top-p 2", "--top-p"),
+        ("inspect", "CKPT"),
         ("inspect {ada} --context 100000", "--context"),
+        ("convert", "SRC"),
         ("convert {stock} --out {stock}", "--out"),
         ("convert {stock} --out {new} --method magic", "'magic' is not one of adaponder,"),
+        ("convert {stock} --out {new} --gate-bias inf", "--gate-bias"),
         ("convert {stock} --out {stock}/config.json/x", "config.json is a file, not a folder"),
         ("convert {ada} --out {new} --iterations 3", "is that already"),
+        ("prepare x --tokenizer x --out {new} --validation nan", "--validation"),
         ("train cpu/demo --json {stock}/config.json/x", "config.json is a file, not a folder"),
         ("train cpu/demo --set data.sequence=100000", "exceeds model.backbone.max_position_embeddings"),
+        ("sweep cpu/demo", "--grid is missing"),
+        ("sweep cpu/demo --seeds 0,nan", "--seeds"),
+        ("eval {ada} --data x --tasks sciq", "one of --data"),
+        ("eval {ada} --data x --depths 9", "--depths"),
+        ("eval {ada} --data x --max-iterations 9", "--max-iterations"),
+        ("eval x --data x --split neither", "--split"),
+        ("eval x --data x --depths two", "--depths two must be whole numbers"),
+        ("eval x --data=", "--data is empty"),
+        ("eval x --batch-size 0", "--batch-size"),
+        ("eval x --tau nan", "--tau"),
         ("compare {ada} {ada} --data x --profile-b none", "--profile-b none"),
         ("compare {ada} {ada} --data x --policy-a wild:1", "--policy-a wild:1"),
         ("compare {ada} {ada} --data x --profile-b n --policy-b fixed:1", "--policy-b and"),
         ("compare {ada} {ada} --data x --max-iterations-b 9", "--max-iterations-b 9"),
         ("policies {ada}", "--data"),
         ("policies {ada} --data x --budgets two", "--budgets two"),
+        ("policies {ada} --data x --budgets 1.5,inf", "--budgets"),
+        ("policies {ada} --data x --rates 0.5,nan", "--rates"),
         ("policies nothing.json", "not a result"),
         ("calibrate {ada} --budget 2", "--data"),
         ("calibrate {ada} --data x", "--budget"),
+        ("calibrate {ada} --data x --budget nan", "--budget"),
+        ("calibrate {ada} --data x --frontier --step 0", "--step"),
         ("analyze {ada}", "--data is needed"),
-        ("eval {ada} --data x --tasks sciq", "one of --data"),
-        ("sweep cpu/demo", "--grid is missing"),
-        ("convert", "SRC"),
+        ("serve {ada} --stall 0", "--stall"),
         ("ponder", "ponder"),
+        ("bench decode --device cuda", "python -m benchmarks decode"),
+        ("reproduce decode --device cuda", "python -m experiments"),
     ],
 )
-def test_wrong_use_exits_with_2_and_names_the_field(monkeypatch, capsys, stock, checkpoint, tmp_path, arguments, field):
+def test_a_wrong_value_is_one_line_that_names_its_option(
+    monkeypatch, capsys, stock, checkpoint, tmp_path, arguments, field
+):
     words = arguments.format(ada=checkpoint, stock=stock, new=tmp_path / "new").split()
     code, _, error = run(monkeypatch, capsys, *words)
     assert (code, len(error.splitlines())) == (2, 1)
     assert field in error
     assert not (tmp_path / "new").exists()
-
-
-HOSTILE = "x\x1b]0;owned\x07[/b]:smile:"
-
-
-def test_prompt_and_paths_reach_the_terminal_as_text(monkeypatch, capsys, checkpoint, tmp_path):
-    ended, output, _ = run(
-        monkeypatch, capsys, "generate", str(checkpoint), "--prompt", HOSTILE, "--max-new-tokens", "2"
-    )
-    assert ended == 0
-    assert "x␛]0;owned" in output
-    assert "[/b]:smile:" in output
-    assert "\x1b" not in output
-    for arguments in (
-        ["inspect", HOSTILE],
-        ["convert", str(checkpoint), "--out", f"{checkpoint}/config.json/{HOSTILE}"],
-    ):
-        ended, _, error = run(monkeypatch, capsys, *arguments)
-        assert ended in (1, 2)
-        assert "[/b]:smile:" in error
-        assert "\x1b" not in error
-        assert len(error.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -307,7 +284,7 @@ def test_a_full_disk_and_an_interruption_are_one_line(monkeypatch, capsys, raise
     assert (ended, error) == (code, words)
 
 
-def test_the_demo_trains_assesses_and_writes_how_to_go_on(tmp_path, capsys):
+def test_the_demo_trains_assesses_and_writes_how_to_go_on(monkeypatch, tmp_path, capsys):
     shards = corpus(tmp_path)
     small = [
         f"data.source={shards}",
@@ -337,6 +314,8 @@ def test_the_demo_trains_assesses_and_writes_how_to_go_on(tmp_path, capsys):
     assert "bytes of Python that neither was trained on" in output
     readme = (tmp_path / "runs" / "demo" / "README.md").read_text()
     assert "adaponder generate" in readme
+    monkeypatch.setattr(demo, "beside", lambda final: found["beside"])
+    monkeypatch.setattr(demo, "puzzle", lambda seed: {"by_need": found["puzzles"]})
     assert demo.demo(out=tmp_path / "runs" / "demo", overrides=small) == found, "a finished run is looked at again"
     assert "finished: " in capsys.readouterr().out
 
@@ -344,8 +323,8 @@ def test_the_demo_trains_assesses_and_writes_how_to_go_on(tmp_path, capsys):
 def test_a_budget_found_on_one_half_is_a_profile_everywhere(checkpoint, tmp_path):
     """calibrate, list, eval, generate, analyze: the way of a budget through the commands."""
     text = tmp_path / "text.txt"
-    text.write_text("\n".join(f"def function_{i}(x): return x + {i * 37}" for i in range(120)))
-    common = ["--data", str(text), "--window", "64"]
+    text.write_text("\n".join(f"def function_{i}(x): return x + {i * 37}" for i in range(60)))
+    common = ["--data", str(text), "--window", "64", "--max-tokens", "1000"]
 
     shown("calibrate", str(checkpoint), "--budget", "2.0", "--name", "half", *common)
     assert "half" in shown("calibrate", str(checkpoint), "--list")

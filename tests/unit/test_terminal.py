@@ -106,11 +106,6 @@ def test_a_table_never_breaks_a_figure(width):
     assert tables == {60: 3, 80: 2, 300: 1}[width]
 
 
-def test_a_table_that_fits_is_one_table():
-    lines = drawn(80, "Narrow", ("", "loss", "depth held out"), [("a", "1.0", "2.00"), ("b", "1.5", "3.00")])
-    assert lines == ["Narrow", "   loss  depth held out", "a   1.0            2.00", "b   1.5            3.00"]
-
-
 def test_a_column_without_any_value_is_left_out():
     head = ("", "loss", "95 %", "bits/byte", "peak GiB")
     assert drawn(80, "None", head, [("a", "1.0", "", "–", "–"), ("b", "1.5", " ", "2", "–")]) == [

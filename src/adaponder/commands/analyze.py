@@ -13,8 +13,6 @@ from adaponder.terminal import console, counting, legend, line, table, write_jso
 if TYPE_CHECKING:
     from adaponder.analysis.report import Report
     from adaponder.analysis.trace import Trace
-    from adaponder.evaluation.scoring import ScoringOptions
-    from adaponder.evaluation.text import Text
 
 
 @shared.command
@@ -39,6 +37,7 @@ def analyze(
     from adaponder.analysis.report import write_report
     from adaponder.analysis.trace import NAME, kind_of, make_trace, planned_scorings, read_trace, write_trace
     from adaponder.data.manifest import MANIFEST
+    from adaponder.evaluation.scoring import fingerprint
     from adaponder.journal import FOLDER, Journal, on_interrupt, resuming
 
     figures, trace_path, journal = shared.listed("--only", only, str), _trace_of(checkpoint, data), None
@@ -57,7 +56,17 @@ def analyze(
         text, windows = reading.text(subject, data), reading.windows(subject)
         whence = f"{data} ({reading.split})" if (Path(data) / MANIFEST).is_file() else data
         origin, size = {"checkpoint": checkpoint, "data": whence}, reading.batch_size
-        settings = _settings(subject, text, how) | origin | {"batch": size, "windows": str(windows)}
+        # What all portions of a trace must have in common.
+        settings = origin | {
+            "weights and text": fingerprint(subject.model, text),
+            "policy": "the method's own" if how.policy is None else str(getattr(how.policy, "spelling", how.policy)),
+            "max iterations": how.max_iterations,
+            "seed": how.seed,
+            "dtype": str(subject.model.dtype),
+            "device": subject.model.device.type,
+            "batch": size,
+            "windows": str(windows),
+        }
         journal = Journal(out / FOLDER, settings)
         total = text.predictions * len(planned_scorings(subject.model, how))
         with resuming(journal, "portion"), counting(f"tracing {checkpoint}", total) as advance:
@@ -74,20 +83,6 @@ def analyze(
     show(trace, report)
     write_json(json, report.as_dict(trace))
     return report
-
-
-def _settings(subject: shared.Subject, text: Text, how: ScoringOptions) -> dict[str, Any]:
-    """Returns the settings, besides checkpoint and data, that all portions of a trace must have in common."""
-    from adaponder.evaluation.scoring import fingerprint
-
-    return {
-        "weights and text": fingerprint(subject.model, text),
-        "policy": "the method's own" if how.policy is None else str(getattr(how.policy, "spelling", how.policy)),
-        "max iterations": how.max_iterations,
-        "seed": how.seed,
-        "dtype": str(subject.model.dtype),
-        "device": subject.model.device.type,
-    }
 
 
 def _trace_of(name: str, data: str | None) -> Path | None:

@@ -125,19 +125,19 @@ def profile(calibration: Calibration, result: dict[str, Any]) -> dict[str, Any]:
     return about | {"made": datetime.now(UTC).isoformat(timespec="seconds"), "version": __version__}
 
 
-THERE = ("depth there", "loss there")
 HELD_OUT = ("depth held out", "95 % of depth", "loss held out", "95 % of loss", "MFLOP/token")
 
 
 def show(calibration: Calibration) -> None:
-    """Prints how each choice measured on both halves of the text, and how far the chosen one is off the budget."""
+    """Prints the measurements of each choice on both halves, and how far the chosen depth is from the budget."""
     rows = []
     for choice in calibration.choices:
         row = choice.row
         label = f"{row.policy} (chosen)" if choice.chosen else row.policy
-        there = (number(row.tuning_depth, ".3f"), number(choice.tuning_loss, ".4f"))
-        rows.append((label, row.setting, *there, *_held_out(row)))
-    console.print(table(f"\nMean depth {calibration.budget:g}", ("", "setting", *THERE, *HELD_OUT), rows))
+        tuning = (number(row.tuning_depth, ".3f"), number(choice.tuning_loss, ".4f"))
+        rows.append((label, row.setting, *tuning, *_held_out(row)))
+    columns = ("", "setting", "depth there", "loss there", *HELD_OUT)
+    console.print(table(f"\nMean depth {calibration.budget:g}", columns, rows))
     if len(calibration.choices) > 1:
         console.print("A tau per iteration is chosen where its loss there is told apart from one tau's.", style="dim")
     chosen = calibration.chosen
@@ -166,16 +166,14 @@ def draw(result: dict[str, Any], out: Path) -> list[Path]:
     from adaponder.analysis import policies_figure as figures
     from adaponder.analysis.style import save as save_figure
 
-    drawn = [*save_figure(figures.frontier(result["rows"]), out / "frontier")]
+    drawn = save_figure(figures.frontier(result["rows"]), out / "frontier")
     console.print(line("\nThe frontier is in ", (out, "bold")))
-    return drawn
+    return list(drawn)
 
 
 def redraw(result: Path, *, out: Path) -> list[Path]:
     """Draws the figure again from the ``frontier.json`` at ``result``, without a model; returns the files written."""
-    frontier = load_result(result, "calibrate", "rows")
-    out.mkdir(parents=True, exist_ok=True)
-    return draw(frontier, out)
+    return draw(load_result(result, "calibrate", "rows"), out)
 
 
 def list_profiles(checkpoint: str, *, json: Path | None = None) -> dict[str, Any]:

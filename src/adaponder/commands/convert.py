@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,11 +18,12 @@ if TYPE_CHECKING:
     from adaponder.conversion.convert import Conversion
 
 _SETTINGS = "Settings of the recurrence (default: as the source was trained, else the config's)"
+_SCALE = "factor on embeddings"
+_setting = partial(option, kind=Recurrence, rich_help_panel=_SETTINGS)
 
 
-def _check_method(name: str) -> str:
-    one_of(*method_names(), "backbone")(name)  # methods may have been registered since this module was imported
-    return name
+def _check_method(name: str) -> str | None:
+    return one_of(*method_names(), "backbone")(name)  # methods may have been registered since the import
 
 
 def convert(
@@ -34,14 +36,11 @@ def convert(
     text: Annotated[str | None, opt("Text, or a file of it: shows the loss at each depth.", "TEXT")] = None,
     revision: Annotated[str | None, opt("Branch, tag or commit of a hub source.", "NAME")] = None,
     json: Json = None,
-    iterations: Annotated[int | None, option("iterations", kind=Recurrence, rich_help_panel=_SETTINGS)] = None,
-    tau: Annotated[float | None, option("tau", kind=Recurrence, rich_help_panel=_SETTINGS)] = None,
-    gate_width: Annotated[int | None, option("gate_width", kind=Recurrence, rich_help_panel=_SETTINGS)] = None,
-    gate_bias: Annotated[float | None, option("gate_bias", kind=Recurrence, rich_help_panel=_SETTINGS)] = None,
-    embedding_scale: Annotated[
-        float | None,
-        option("embedding_scale", kind=Recurrence, help="factor on embeddings", metavar="X", rich_help_panel=_SETTINGS),
-    ] = None,
+    iterations: Annotated[int | None, _setting("iterations")] = None,
+    tau: Annotated[float | None, _setting("tau")] = None,
+    gate_width: Annotated[int | None, _setting("gate_width")] = None,
+    gate_bias: Annotated[float | None, _setting("gate_bias")] = None,
+    embedding_scale: Annotated[float | None, _setting("embedding_scale", help=_SCALE, metavar="X")] = None,
     seed: Seed = 0,
     dtype: Dtype = "auto",
 ) -> Any:
@@ -55,7 +54,7 @@ def convert(
     if text is not None and os.path.isfile(text):
         text = read_bytes(Path(text), InputError).decode(errors="replace")
     with console.status(f"converting {source} …"):
-        done = converted(
+        conversion = converted(
             source,
             out,
             method=method,
@@ -69,25 +68,25 @@ def convert(
             gate_bias=gate_bias,
             embedding_scale=embedding_scale,
         )
-    show(done)
-    write_json(json, asdict(done))
-    return done
+    show(conversion)
+    write_json(json, asdict(conversion))
+    return conversion
 
 
-def show(done: Conversion) -> None:
+def show(conversion: Conversion) -> None:
     """Prints what was converted, the checks of equality, and the losses on the text if there is one."""
-    source, out = (done.source, "bold"), (done.out, "bold")
-    console.print(line(source, f" ({done.kind}) → ", out, f" ({done.method}, K = {done.iterations})"))
-    added = f", of which the method adds {done.added:,}" if done.added else ""
-    console.print(f"{done.parameters:,} parameters{added}")
-    for remark in done.remarks:
+    source, out = (conversion.source, "bold"), (conversion.out, "bold")
+    console.print(line(source, f" ({conversion.kind}) → ", out, f" ({conversion.method}, K = {conversion.iterations})"))
+    added = f", of which the method adds {conversion.added:,}" if conversion.added else ""
+    console.print(f"{conversion.parameters:,} parameters{added}")
+    for remark in conversion.remarks:
         console.print(f"so that config, generation config and tokenizer agree, {remark}", soft_wrap=True)
-    if done.gates_open is not None:
-        console.print(f"gates start open: s = {done.gates_open:.6f}")
-    if done.checks:
-        show_checks("Equality on random tokens", done.checks)
+    if conversion.gates_open is not None:
+        console.print(f"gates start open: s = {conversion.gates_open:.6f}")
+    if conversion.checks:
+        show_checks("Equality on random tokens", conversion.checks)
     else:
         console.print("no equality to check: these options change the function the source was trained to be")
-    if done.losses:
-        rows = [(depth, f"{loss:.4f}") for depth, loss in enumerate(done.losses, 1)]
+    if conversion.losses:
+        rows = [(depth, f"{loss:.4f}") for depth, loss in enumerate(conversion.losses, 1)]
         console.print(table("Loss on the given text", ("read", "loss"), rows))

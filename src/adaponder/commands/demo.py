@@ -15,7 +15,6 @@ from adaponder.commands.shared import Json, NarrowOpening, Overrides, Reading, f
 from adaponder.terminal import by_depth, console, legend, line, table, write_json
 
 if TYPE_CHECKING:
-    from adaponder.data import Shards
     from adaponder.recipes import Recipe
     from adaponder.training.loop import Trainer
 
@@ -38,21 +37,21 @@ def demo(
     show_recipe("cpu/demo", recipe, overrides or ())
     out.parent.mkdir(parents=True, exist_ok=True)
     data = out.parent.parent / "data"
-    done = train(recipe, out=out, resume="auto", data=data)
-    if done.final is None:
-        console.print(f"stopped at step {done.step}; the same command goes on")
-        return {"step": done.step}
+    outcome = train(recipe, out=out, resume="auto", data=data)
+    if outcome.final is None:
+        console.print(f"stopped at step {outcome.step}; the same command goes on")
+        return {"step": outcome.step}
 
     console.rule("2  what it learned")
-    trainer = done.trainer or open_finished(recipe, out, data=data)
+    trainer = outcome.trainer or open_finished(recipe, out, data=data)
     result = assess(recipe, trainer)
     show_assessment(result, recipe)
 
     console.rule("3  what it writes, each token coloured by how often it was read")
-    show(_continued(str(done.final), max_new_tokens=80, temperature=0.8), colours=True)
+    show(_continued(str(outcome.final), max_new_tokens=80, temperature=0.8), colours=True)
 
     console.rule("4  beside it, a trained model that comes along: adaponder generate sample")
-    result |= {"beside": beside(done.final)}
+    result |= {"beside": beside(outcome.final)}
 
     console.rule("5  where the needed depth is known: adaponder puzzle")
     result |= {"puzzles": puzzle(seed=5)["by_need"]}
@@ -64,7 +63,10 @@ def demo(
 
 def assess(recipe: Recipe, trainer: Trainer) -> dict[str, Any]:
     """Returns validation losses: at the model's own depths, at each fixed depth, of token frequencies, of chance."""
+    import numpy as np
+
     from adaponder.policies import FixedDepth
+    from adaponder.training.validation import whole_windows
 
     tokens = recipe.train.eval_tokens
     learned = trainer.evaluate(tokens)
@@ -72,27 +74,37 @@ def assess(recipe: Recipe, trainer: Trainer) -> dict[str, Any]:
         trainer.evaluate(tokens, policy=FixedDepth(depth))["validation_loss"]
         for depth in range(1, trainer.model.config.iterations + 1)
     ]
-    shards = trainer.sampler.shards
-    untrained = math.log(trainer.model.config.vocab_size)
-    known = {"unigram": unigram_loss(shards, trainer, tokens), "uniform": untrained}
-    return learned | {"forced": forced, "tokens": validation_tokens(trainer, tokens)} | known
+    shards, validation, length = trainer.sampler.shards, trainer.validation, recipe.data.sequence
+    assert validation is not None  # trainer.evaluate has read it
+    scored_tokens = whole_windows(validation, tokens, length=length) * length
+    # Frequencies of the training split, with add-one smoothing.
+    counts = np.bincount(shards.read(0, shards.tokens), minlength=shards.vocab_size) + 1.0
+    unigram = float(-np.log(counts / counts.sum())[validation.read(1, scored_tokens)].mean())
+    known = {"unigram": unigram, "uniform": math.log(trainer.model.config.vocab_size)}
+    return learned | {"forced": forced, "tokens": scored_tokens} | known
 
 
 def beside(trained: Path) -> list[dict[str, Any]]:
-    """Shows a text written by the shipped checkpoint, and compares its loss on held-out text with that of ``trained``.
+    """Shows a text written by the shipped checkpoint, and compares this checkpoint with ``trained`` on held-out text.
 
     Losses are in bits per byte, since the vocabularies differ.
     """
+    from adaponder.evaluation.scoring import ScoringOptions
+
     sample = full_name(SAMPLE)
     (text,) = _continued(sample, max_new_tokens=60, temperature=0.6, seed=6)
     console.print(by_depth(text.pieces, text.depths, text.deepest))
     console.print()
     console.print(legend(text.deepest))
-    compared = {"just trained": str(trained), "sample": sample}
-    rows = [{"model": name} | _on_held_out(checkpoint) for name, checkpoint in compared.items()]
-    cells = [
-        (row["model"], f"{row['parameters']:,}", f"{row['bits_per_byte']:.3f}", f"{row['depth']:.2f}") for row in rows
-    ]
+    rows, cells, reading = [], [], Reading()
+    for name, checkpoint in (("just trained", str(trained)), ("sample", sample)):
+        subject = open_subject(checkpoint)
+        held_out, windows = reading.text(subject, sample), reading.windows(subject)
+        result = scored(subject, held_out, windows, "its own depths", ScoringOptions(), reading.batch_size).summary
+        parameters, size = subject.model.num_parameters(), int(held_out.utf8_bytes.sum())
+        measured = {"bits_per_byte": result.bits_per_byte, "depth": result.depth}
+        rows.append({"model": name, "parameters": parameters, "bytes": size} | measured)
+        cells.append((name, f"{parameters:,}", f"{result.bits_per_byte:.3f}", f"{result.depth:.2f}"))
     title = f"\nOn {rows[0]['bytes']:,} bytes of Python that neither was trained on"
     console.print(table(title, ("", "parameters", "bits/byte", "mean depth"), cells))
     return rows
@@ -101,36 +113,6 @@ def beside(trained: Path) -> list[dict[str, Any]]:
 def _continued(checkpoint: str, **settings: Any) -> list[Generated]:
     model, _, tokenizer = NarrowOpening().generator(checkpoint)
     return continue_prompts(model, tokenizer, [PROMPT], settings={"top_p": 0.95, **settings})
-
-
-def _on_held_out(checkpoint: str) -> dict[str, Any]:
-    """Returns parameters, bits per byte and mean depth of a model on the package's held-out text."""
-    from adaponder.evaluation.scoring import ScoringOptions
-
-    subject, reading = open_subject(checkpoint), Reading()
-    text, windows = reading.text(subject, full_name(SAMPLE)), reading.windows(subject)
-    summary = scored(subject, text, windows, "its own depths", ScoringOptions(), reading.batch_size).summary
-    facts = {"parameters": subject.model.num_parameters(), "bytes": int(text.utf8_bytes.sum())}
-    return facts | {"bits_per_byte": summary.bits_per_byte, "depth": summary.depth}
-
-
-def unigram_loss(shards: Shards, trainer: Trainer, tokens: int) -> float:
-    """Returns the validation loss of the training split's token frequencies, with add-one smoothing."""
-    import numpy as np
-
-    counts = np.bincount(shards.read(0, shards.tokens), minlength=shards.vocab_size) + 1.0
-    log_p = np.log(counts / counts.sum())
-    assert trainer.validation is not None  # assess evaluated on it
-    return float(-log_p[trainer.validation.read(1, validation_tokens(trainer, tokens))].mean())
-
-
-def validation_tokens(trainer: Trainer, tokens: int) -> int:
-    """Returns how many of at most ``tokens`` tokens an evaluation scores: only whole windows are used."""
-    from adaponder.training.validation import whole_windows
-
-    assert trainer.validation is not None
-    length = trainer.recipe.data.sequence
-    return whole_windows(trainer.validation, tokens, length=length) * length
 
 
 def show_assessment(result: dict[str, Any], recipe: Recipe) -> None:

@@ -41,32 +41,8 @@ def doctor(
     return report
 
 
-# --- the installation ----------------------------------------------------------------------------------------------
-
-
 def check_installation() -> dict[str, Any]:
-    """Prints and returns the report of :func:`examine_installation`."""
-    report = examine_installation()
-    problems = report["problems"]
-    rows = [(name, value or "not installed", problems.get(name, "")) for name, value in report["versions"].items()]
-    console.print(table("Versions", ("package", "version", ""), rows))
-    console.print(table("Devices", ("device", "what"), [tuple(device.values()) for device in report["devices"]]))
-    rows = [tuple(kernel.values()) for kernel in report["kernels"]]
-    console.print(table("Kernels", ("operation", "device", "would run"), rows))
-    rows = [
-        (check["method"], f"{check['formula']:,}", f"{check['counted']:,}", f"{check['ratio']:.4f}")
-        for check in report["flops"]
-    ]
-    console.print(table("FLOPs of a small forward", ("method", "our meter", "torch's counter", "ratio"), rows))
-    if report["problems"]:
-        console.print("; ".join(f"{name} {why}" for name, why in report["problems"].items()), style="red")
-    else:
-        console.print("all well", style="green")
-    return report
-
-
-def examine_installation() -> dict[str, Any]:
-    """Returns versions, devices, kernels and FLOP checks; ``problems`` explains by name what is wrong."""
+    """Prints and returns versions, devices, kernels and FLOP checks; ``problems`` explains by name what is wrong."""
     import torch
     from packaging.version import Version
 
@@ -86,20 +62,26 @@ def examine_installation() -> dict[str, Any]:
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         devices.append({"name": f"cuda:{index}", "what": f"{about.name}, {about.total_memory / 2**30:.0f} GiB"})
+    operations = sorted(path.parent.name for path in Path(__file__).parents[1].glob("ops/*/__init__.py"))
     kernels = [
         {"op": op, "device": device["name"], "runs": would_run(op, device["name"])}
         for device in devices
-        for op in operations()
+        for op in operations
     ]
     checks = [check._asdict() | {"ratio": check.ratio} for check in check_all()]
     if wrong := [str(check["method"]) for check in checks if abs(check["ratio"] - 1) > 0.01]:
         problems["meter"] = f"differs from torch's flop counter by more than 1 % for {', '.join(wrong)}"
+    rows = [(name, value or "not installed", problems.get(name, "")) for name, value in versions.items()]
+    console.print(table("Versions", ("package", "version", ""), rows))
+    console.print(table("Devices", ("device", "what"), [device.values() for device in devices]))
+    console.print(table("Kernels", ("operation", "device", "would run"), [kernel.values() for kernel in kernels]))
+    flops = [(row["method"], f"{row['formula']:,}", f"{row['counted']:,}", f"{row['ratio']:.4f}") for row in checks]
+    console.print(table("FLOPs of a small forward", ("method", "our meter", "torch's counter", "ratio"), flops))
+    if problems:
+        console.print("; ".join(f"{name} {why}" for name, why in problems.items()), style="red")
+    else:
+        console.print("all well", style="green")
     return {"versions": versions, "problems": problems, "devices": devices, "kernels": kernels, "flops": checks}
-
-
-def operations() -> list[str]:
-    """Returns the names of the operations in ``adaponder.ops``, sorted."""
-    return sorted(path.parent.name for path in Path(__file__).parents[1].glob("ops/*/__init__.py"))
 
 
 def would_run(op: str, device: str) -> str:
@@ -110,9 +92,6 @@ def would_run(op: str, device: str) -> str:
     if device == "cpu" or not written:
         return "torch (reference)"
     return "Triton kernels in bf16 and fp16, torch in float32" if HAS_TRITON else "torch: Triton is not installed"
-
-
-# --- a checkpoint --------------------------------------------------------------------------------------------------
 
 
 def check_checkpoint(checkpoint: str, *, seal: bool = False) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -73,10 +73,10 @@ def evaluate(
     subject = shared.open_subject(checkpoint, opening)
     model, windows = subject.model, reading.windows(subject)
     how = depth.scoring(subject, reading.seed, execution="dense" if dense else None)
-    own = own_label(subject, how)
-    by_label = {own: how} | forced(subject, fixed_depths, how)
+    by_label = {own_label(subject, how): how} | forced(subject, fixed_depths, how)
     text = reading.text(subject, data)
-    scorings = [scored(subject, text, windows, label, way, reading.batch_size) for label, way in by_label.items()]
+    score = partial(scored, subject, text, windows, batch_size=reading.batch_size)
+    scorings = [score(label, way) for label, way in by_label.items()]
     from adaponder.evaluation.scoring import agreement
     from adaponder.evaluation.summary import by_source
 
@@ -95,9 +95,7 @@ def evaluate(
     }
     sentence = ""
     if opening.weights is not None:
-        narrowed, result["weights"], sentence = narrow(
-            subject, opening.weights, scorings[0], text, windows, how, reading
-        )
+        narrowed, result["weights"], sentence = narrow(subject, opening.weights, scorings[0], text, how, score)
         scorings.append(narrowed)
     result["rows"] = [scoring.as_dict() for scoring in scorings]
     console.print(described(data, text, windows))
@@ -105,7 +103,10 @@ def evaluate(
     if sentence:
         console.print(f"\n{sentence}")
     if sources:
-        rows = [(name, f"{part.tokens:,}", *loss_cells(part), f"{part.depth:.3f}") for name, part in sources.items()]
+        rows = [
+            (name, f"{summary.tokens:,}", *loss_cells(summary), f"{summary.depth:.3f}")
+            for name, summary in sources.items()
+        ]
         console.print(table("\nBy source", ("source", "tokens", "loss", "95 %", "bits/byte", "iterations"), rows))
     agreed = None
     if halts and not dense and check_tokens:
@@ -120,7 +121,7 @@ def evaluate(
 
 @dataclass(frozen=True)
 class Scoring:
-    """The scores of a text by one checkpoint and policy; ``label`` is their name in tables."""
+    """Scores of a text by one checkpoint and policy, with their label in tables."""
 
     label: str
     scores: Scores
@@ -157,11 +158,10 @@ def narrow(
     weights: str,
     before: Scoring,
     text: Text,
-    windows: Windows,
     how: ScoringOptions,
-    reading: shared.Reading,
+    score: Callable[..., Scoring],
 ) -> tuple[Scoring, dict[str, Any], str]:
-    """Narrows the weights of ``subject`` in place and scores the text again.
+    """Narrows the weights of ``subject`` in place and scores the text again with ``score(label, how)``.
 
     Returns the new scoring, the changes for the JSON result, and a sentence about them.
     """
@@ -171,7 +171,7 @@ def narrow(
     sizes = [weight_bytes(subject.model)]
     narrow(subject.model, weights)
     sizes.append(weight_bytes(subject.model))
-    after = scored(subject, text, windows, f"{before.label}, {weights} weights", how, reading.batch_size)
+    after = score(f"{before.label}, {weights} weights", how)
     difference = paired_difference(text, before.scores.nll, after.scores.nll, seed=how.seed)
     depths = [before.summary.depth, after.summary.depth]
     other_depth = float((before.scores.depth != after.scores.depth).mean())
@@ -186,7 +186,7 @@ def narrow(
 
 
 def described(data: str, text: Text, windows: Windows) -> str:
-    """Returns the line above the tables: numbers of tokens and documents, and the windows."""
+    """Returns the line above the tables: the numbers of tokens and documents, and the windows."""
     from adaponder.evaluation.summary import FEW
 
     few = f" (intervals need {FEW})" if len(text.starts) < FEW else ""
@@ -213,7 +213,7 @@ def own_policy(subject: shared.Subject, how: ScoringOptions) -> str | None:
 
 
 def forced(subject: shared.Subject, depths: Sequence[int], how: ScoringOptions) -> dict[str, ScoringOptions]:
-    """Returns for each of ``depths`` the options that give every token that depth, by the label of the scoring."""
+    """Returns scoring options by label, one for each of ``depths``, that give every token this depth."""
     from adaponder.policies import FixedDepth
 
     most = subject.model.config.iterations

@@ -82,7 +82,7 @@ def export(
 
 
 def measure(subject: shared.Subject, data: str, reading: shared.Reading) -> dict[str, Any]:
-    """Scores the text at the model's own depths and at every fixed depth, and prints the result as ``eval`` does."""
+    """Scores the text at the model's own depths and at every fixed depth; prints the tables of ``eval``."""
     from adaponder.data.manifest import MANIFEST
     from adaponder.evaluation.scoring import ScoringOptions
 

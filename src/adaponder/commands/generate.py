@@ -8,6 +8,8 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from adaponder.commands.interactive import LiveText
     from adaponder.evaluation.meter import Spent
     from adaponder.modeling import AdaPonderForCausalLM
-    from adaponder.text import TextEvent, Writing
+    from adaponder.text import TextEvent
 
 STANDARD_INPUT = "-"
 _SAMPLING = "Sampling"
@@ -104,19 +106,16 @@ def generate(
     return completions
 
 
-# --- prompts -------------------------------------------------------------------------------------------------------
-
-
 def read_prompts(prompt: Sequence[str] | str | None, prompt_file: Path | None = None) -> list[str]:
     """Returns the prompts of ``--prompt``, then of ``--prompt-file``; without either, piped standard input."""
     texts = (prompt,) if isinstance(prompt, str) else tuple(prompt or ())
-    prompts = [_standard_input("--prompt -") if text == STANDARD_INPUT else text for text in texts]
+    prompts = [_read(STANDARD_INPUT, "--prompt -") if text == STANDARD_INPUT else text for text in texts]
     if prompt_file is not None:
         prompts += _from_file(prompt_file)
     if not texts and prompt_file is None:
         if sys.stdin is None or sys.stdin.isatty():
             raise InputError("--prompt is needed; or --prompt-file, --interactive, or text on standard input")
-        prompts = [_standard_input("--prompt")]
+        prompts = [_read(STANDARD_INPUT, "--prompt")]
     if "" in prompts:
         raise InputError("--prompt is empty: give at least one token")
     return prompts
@@ -124,7 +123,7 @@ def read_prompts(prompt: Sequence[str] | str | None, prompt_file: Path | None = 
 
 def _from_file(path: Path) -> list[str]:
     option = f"--prompt-file {path}"
-    text = _standard_input(option) if str(path) == STANDARD_INPUT else _content(path, option)
+    text = _read(str(path), option)
     # str.splitlines would also split at form feeds and other separators within a prompt.
     lines = enumerate(text.split("\n"), start=1)
     numbered = [(number, line.removesuffix("\r")) for number, line in lines if line.strip()]
@@ -135,13 +134,19 @@ def _from_file(path: Path) -> list[str]:
     return [_from_json(line, f"{option}, line {number}") for number, line in numbered]
 
 
-def _content(path: Path, option: str) -> str:
+def _read(source: str, option: str) -> str:
+    """Returns the text of a file, or of standard input (``-``) without its trailing line break."""
     try:
-        return path.read_text(encoding="utf-8")
+        if source != STANDARD_INPUT:
+            return Path(source).read_text(encoding="utf-8")
+        text = sys.stdin.read().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         raise InputError(f"{option} is not UTF-8 text ({error.reason} at byte {error.start})") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{option} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if not text:
+        raise InputError(f"{option}: standard input is empty; give a prompt")
+    return text
 
 
 def _from_json(line: str, option: str) -> str:
@@ -152,21 +157,6 @@ def _from_json(line: str, option: str) -> str:
     if not isinstance(prompt, str) or not prompt:
         raise InputError(f'{option}: {shown(line)} must be JSON with the field prompt, as in {{"prompt": "text"}}')
     return prompt
-
-
-def _standard_input(option: str) -> str:
-    """Returns all of standard input, without a trailing line break."""
-    try:
-        text = sys.stdin.read()
-    except (OSError, ValueError) as error:  # closed, or not text
-        raise InputError(f"{option}: standard input cannot be read: {error}") from None
-    text = text.removesuffix("\n").removesuffix("\r")
-    if not text:
-        raise InputError(f"{option}: standard input is empty; give a prompt")
-    return text
-
-
-# --- generation ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -225,11 +215,11 @@ def continue_prompts(
     drafts: int | None = None,
     live: LiveText | None = None,
 ) -> list[Generated]:
-    """Continues the prompts with the engine; ``settings`` are fields of a request, ``samples`` among them.
+    """Continues the prompts with the engine.
 
-    With ``chat`` each prompt is a user's message. ``live`` shows the text of a single prompt as it is generated.
+    ``settings`` are fields of a request, such as ``samples``. With ``chat`` each prompt is a user's message. ``live``
+    shows the text of a single prompt as it is generated.
     """
-    from adaponder.backbones.shape import shape_of
     from adaponder.inference.engine import Engine
     from adaponder.text import TextEngine, chat_ids, encode, pieces
 
@@ -261,35 +251,29 @@ def continue_prompts(
     else:
         with counting("generating", len(writings)) as advance:
             text_engine.finish(lambda event: (note(event), advance(int(event.done))))
-    shape = shape_of(model.config)
-    return [as_generated(model, tokenizer, writing, shape, seconds[id(writing)]) for writing in writings]
-
-
-def as_generated(
-    model: AdaPonderForCausalLM, tokenizer: PreTrainedTokenizerBase, writing: Writing, shape: Shape, seconds: float
-) -> Generated:
-    """Converts a finished sample to :class:`Generated` with its cost; ``seconds``: time until it was finished."""
-    from adaponder.text import pieces
-
-    request = writing.request
-    depths, prompt = writing.depths, len(request.prompt)
-    read = [depth for depth in depths if depth]
-    rule = {"policy": request.policy, "max_iterations": request.max_iterations}
-    prefill, decode = _cost(model, read, prompt, shape, **rule)
-    return Generated(
-        pieces=[*pieces(tokenizer, request.prompt), *writing.pieces],
-        depths=depths,
-        prompt=prompt,
-        deepest=request.max_iterations or model.config.iterations,
-        finish_reason=writing.finish_reason or "cancelled",
-        prefill=prefill,
-        decode=replace(decode, seconds=seconds),
-        dropped_rows=writing.dropped_rows,
-    )
+    shape = engine.runner.backbone_shape
+    completions = []
+    for writing in writings:
+        request, read = writing.request, [depth for depth in writing.depths if depth]
+        rule = {"policy": request.policy, "max_iterations": request.max_iterations}
+        prefill, decode = _cost(model, read, len(request.prompt), shape, **rule)
+        completions.append(
+            Generated(
+                pieces=[*pieces(tokenizer, request.prompt), *writing.pieces],
+                depths=writing.depths,
+                prompt=len(request.prompt),
+                deepest=request.max_iterations or model.config.iterations,
+                finish_reason=writing.finish_reason or "cancelled",
+                prefill=prefill,
+                decode=replace(decode, seconds=seconds[id(writing)]),
+                dropped_rows=writing.dropped_rows,
+            )
+        )
+    return completions
 
 
 def as_result(completions: Sequence[Generated], seconds: float) -> dict[str, Any]:
-    """Returns the result for ``--json``: all completions, and at the top level the fields of a single one."""
+    """Returns the result for ``--json``: all completions; the fields of a single completion also at the top level."""
     new_tokens = sum(len(completion.pieces) - completion.prompt for completion in completions)
     result = {"seconds": seconds, "new_tokens": new_tokens, "tokens_per_second": new_tokens / seconds}
     values = [completion.as_dict() for completion in completions]
@@ -299,7 +283,7 @@ def as_result(completions: Sequence[Generated], seconds: float) -> dict[str, Any
 def _cost(
     model: AdaPonderForCausalLM, depths: list[int], prompt: int, shape: Shape, **rule: Any
 ) -> tuple[Spent, Spent]:
-    """Returns the costs of the prompt and of the tokens after it; ``rule``: options of :meth:`Meter.add`."""
+    """Returns the costs of the prompt and of the tokens after it; passes ``rule`` on to :meth:`Meter.add`."""
     import torch
 
     from adaponder.evaluation.meter import Meter
@@ -349,8 +333,5 @@ def show(completions: Sequence[Generated], *, colours: bool, text: bool = True) 
 
 
 def _together(costs: Sequence[Spent]) -> Spent:
-    """Returns the sum of the costs of concurrent completions; its seconds are those of the slowest."""
-    cost = sum((spent.cost for spent in costs[1:]), costs[0].cost)
-    histogram = tuple(map(sum, zip(*(spent.histogram for spent in costs), strict=True)))
-    seconds = max(spent.seconds for spent in costs)
-    return replace(costs[0], cost=cost, histogram=histogram, seconds=seconds)
+    """Returns the sum of the costs of concurrent completions, with the seconds of the slowest completion."""
+    return replace(reduce(add, costs), seconds=max(spent.seconds for spent in costs), scored=None)

@@ -42,8 +42,9 @@ COMMANDS = {
     "/help": "show this",
     "/quit": "leave, as Ctrl-D does; Ctrl-C ends a text and not the program",
 }
-_NUMBERS = ("iterations", "temperature", "top-p", "top-k", "max", "seed")
-_OTHER_NAMES = {"iterations": "max_iterations", "max": "max_new_tokens"}  # names of fields, where they differ
+# The fields of a request that are numbers, by the command that sets each.
+_NUMBERS = {name: name.replace("-", "_") for name in ("temperature", "top-p", "top-k", "seed")}
+_NUMBERS |= {"iterations": "max_iterations", "max": "max_new_tokens"}
 _REFRESH = 0.08  # seconds between two updates of the screen
 
 
@@ -59,8 +60,7 @@ class LiveText:
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._began = self._shown = time.perf_counter()
         self._writing: Writing | None = None
-        # Token index and text of tokens whose depth is not known yet.
-        self._waiting: list[tuple[int, str]] = []
+        self._waiting: list[tuple[int, str]] = []  # token index and text of tokens whose depth is not known yet
 
     def __enter__(self) -> LiveText:
         self._began = time.perf_counter()
@@ -75,7 +75,7 @@ class LiveText:
         console.print(self.line)
 
     def say(self, text: str, style: str = "") -> None:
-        """Adds text that is not generated, such as the prompt."""
+        """Adds text that was not generated, such as the prompt."""
         self.line.append(text, style=style)
         self._print_full_lines()
 
@@ -97,7 +97,7 @@ class LiveText:
         return f"{counted(len(tokens), 'token')}, {len(tokens) / seconds:,.1f} tokens/s, mean depth {depth:.2f}"
 
     def _move(self, tokens: list[Token], *, everything: bool = False) -> None:
-        """Moves waiting text to ``line``: that of tokens whose depth is known, or all of it with ``everything``."""
+        """Moves the text of tokens whose depth is known to ``line``; with ``everything``, the text of all tokens."""
         while self._waiting and (everything or self._waiting[0][0] + 1 < len(tokens)):
             number, text = self._waiting.pop(0)
             depth = tokens[number + 1].depth if number + 1 < len(tokens) else 0
@@ -114,7 +114,7 @@ class LiveText:
 
 @contextmanager
 def ctrl_c_noted() -> Iterator[Callable[[], bool]]:
-    """Yields a function that returns whether Ctrl-C was pressed; nothing is raised, so engine steps are completed."""
+    """Yields a function that returns whether Ctrl-C was pressed. Nothing is raised, so that engine steps complete."""
     came = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
         yield came.is_set
@@ -127,7 +127,7 @@ def ctrl_c_noted() -> Iterator[Callable[[], bool]]:
 
 
 class Conversation:
-    """Reads lines: runs commands, which begin with a slash, and continues other lines, or answers them with ``--chat``.
+    """Reads lines and runs them: commands, which begin with a slash, and prompts to continue or, in a chat, to answer.
 
     ``settings`` are the fields of the next request, including the policy.
     """
@@ -158,8 +158,8 @@ class Conversation:
         """Reads lines until the end of the input or ``/quit``."""
         if self.chat:
             chat_ids(self.tokenizer, [_user("?")])  # raises now if the tokenizer has no template
-        done = "answered" if self.chat else "continued"
-        console.print(line(f"Text is {done}. ", ("/help", "bold"), " lists the other commands."))
+        response = "answered" if self.chat else "continued"
+        console.print(line(f"Text is {response}. ", ("/help", "bold"), " lists the other commands."))
         console.print(legend(self.deepest))
         while True:
             try:
@@ -176,7 +176,7 @@ class Conversation:
                 self.answer(text)
 
     def answer(self, text: str) -> None:
-        """Runs one line, a command or a prompt; after an error, which is printed, nothing is changed."""
+        """Runs a command or a prompt. An error is printed and changes nothing."""
         try:
             if text.startswith("/"):
                 self.obey(*text[1:].split(None, 1))
@@ -216,28 +216,25 @@ class Conversation:
         if command == "help":
             console.print(table("", ("command", ""), COMMANDS.items()))
         elif command == "new":
-            self.begin_anew()
+            if not self.chat:
+                raise InputError("/new: every prompt begins anew; only with --chat are earlier messages read too")
+            self.messages = []
+            console.print("A new conversation.", style="dim")
         else:
-            try:
-                if command != "settings":
-                    settings = self.settings | self._changes(command, value)
-                    self._check(Request(prompt=[0], **settings))
-                    self.settings = settings
-            except InputError as error:
-                raise InputError(f"/{command} {value}: {error}") from None
+            if command != "settings":
+                self._change(command, value)
             self.show_settings()
 
-    def begin_anew(self) -> None:
-        """Starts a new conversation."""
-        if not self.chat:
-            raise InputError("/new: every prompt begins anew; only with --chat are earlier messages read too")
-        self.messages = []
-        console.print("A new conversation.", style="dim")
-
-    def _check(self, request: Request) -> None:
-        """Raises if the settings of ``request`` are invalid for every prompt."""
+    def _change(self, command: str, value: str) -> None:
+        """Changes a setting; raises and changes nothing if no prompt could be read with it."""
         engine, iterations = self.engine.engine, self.model.config.iterations
-        check_request(request, self.model, positions=engine.tokens, iterations=iterations, eos_ids=engine.eos_ids)
+        try:
+            settings = self.settings | self._changes(command, value)
+            request = Request(prompt=[0], **settings)
+            check_request(request, self.model, positions=engine.tokens, iterations=iterations, eos_ids=engine.eos_ids)
+        except InputError as error:
+            raise InputError(f"/{command} {value}: {error}") from None
+        self.settings = settings
 
     def _changes(self, command: str, value: str) -> dict[str, Any]:
         """Returns the fields of a request that a command changes."""
@@ -246,7 +243,7 @@ class Conversation:
             return {"policy": Depth(**rule).choose(self.model, self.folder)}
         if command not in _NUMBERS:
             raise InputError("there is no such command; /help lists them")
-        name = _OTHER_NAMES.get(command, command.replace("-", "_"))
+        name = _NUMBERS[command]
         if not value and name == "max_iterations":
             return {name: None}
         if name == "seed" and value.startswith("-"):

@@ -14,7 +14,7 @@ from adaponder.terminal import console, counted, line, progress_bars, table, wri
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from adaponder.evaluation.lab.halves import Half, Halves
+    from adaponder.evaluation.lab.halves import Halves
     from adaponder.evaluation.lab.lab import Measurement
     from adaponder.evaluation.text import Text
 
@@ -88,25 +88,26 @@ def policies(
 def halved(subject: shared.Subject, data: str, reading: shared.Reading) -> tuple[Text, Halves, dict[str, Any]]:
     """Reads a text and splits it in halves; returns the text, the halves, and the facts about them for a result."""
     from adaponder.evaluation.lab.halves import halve
+    from adaponder.evaluation.summary import FEW
 
     text, windows = reading.text(subject, data), reading.windows(subject)
     halves = halve(text, windows)
+    count = len(halves.held_out.own_text.starts)
+    intervals = f"95 %, {halves.drawn} drawn again"
+    if count < FEW:
+        intervals = f"left out, {counted(count, halves.drawn.removesuffix('s'))} being too few to draw again"
     facts = subject.facts() | {
         "iterations": subject.model.config.iterations,
         "data": data,
         "split": reading.split,
         "windows": str(windows),
         "halves": halves.how,
-        "intervals": described_intervals(halves),
-        "tuning": _counts(halves.tuning),
-        "held_out": _counts(halves.held_out),
+        "intervals": intervals,
         "seed": reading.seed,
     }
+    for name, half in (("tuning", halves.tuning), ("held_out", halves.held_out)):
+        facts[name] = {"tokens": half.tokens, "learned": half.learned, "documents": half.documents}
     return text, halves, facts
-
-
-def _counts(half: Half) -> dict[str, int]:
-    return {"tokens": half.tokens, "learned": half.learned, "documents": half.documents}
 
 
 def bar_of_scorings(progress: Progress) -> Callable[[str, int], Callable[[int], None]]:
@@ -120,26 +121,14 @@ def bar_of_scorings(progress: Progress) -> Callable[[str, int], Callable[[int], 
     return show
 
 
-def described_intervals(halves: Halves) -> str:
-    """Returns in words how confidence intervals are computed, or why there are none."""
-    from adaponder.evaluation.summary import FEW
-
-    count = len(halves.held_out.own_text.starts)
-    if count < FEW:
-        return f"left out, {counted(count, halves.drawn.removesuffix('s'))} being too few to draw again"
-    return f"95 %, {halves.drawn} drawn again"
-
-
 def described(result: dict[str, Any]) -> str:
     """Returns the line above the tables: text, halves, windows and intervals."""
-    tuning, held_out = (_tokens(result[half]) for half in ("tuning", "held_out"))
+    sizes = []
+    for half in ("tuning", "held_out"):
+        tokens, learned = result[half]["tokens"], result[half]["learned"]
+        sizes.append(counted(tokens, "token") + ("" if learned == tokens else f" ({learned:,} learned)"))
     how = f"{result['halves']}; {result['windows']}; intervals {result['intervals']}"
-    return f"{result['data']}: tuned on {tuning}, measured on {held_out}; {how}"
-
-
-def _tokens(counts: dict[str, int]) -> str:
-    tokens, learned = counts["tokens"], counts["learned"]
-    return counted(tokens, "token") + ("" if learned == tokens else f" ({learned:,} learned)")
+    return f"{result['data']}: tuned on {sizes[0]}, measured on {sizes[1]}; {how}"
 
 
 FOOTNOTES = (
@@ -167,9 +156,9 @@ def cells(row: Measurement) -> tuple[str, ...]:
     if row.difference is not None:
         gap = f"{row.difference.mean:+.4f}" + ("*" if row.difference.told_apart else " ")
         interval = "" if row.difference.interval is None else str(row.difference.interval)
-    there = "" if row.tuning_depth is None else f"{row.tuning_depth:.3f}"
+    tuning_depth = "" if row.tuning_depth is None else f"{row.tuning_depth:.3f}"
     measured = (f"{row.depth:.3f}", f"{row.loss:.4f}", gap, interval, f"{row.mflops:,.2f}")
-    return (row.policy, flag, setting_of(row), there, *measured)
+    return (row.policy, flag, setting_of(row), tuning_depth, *measured)
 
 
 def setting_of(row: Measurement) -> str:
@@ -213,9 +202,7 @@ def draw(result: dict[str, Any], out: Path) -> list[Path]:
 
 def redraw(path: Path, *, out: Path) -> list[Path]:
     """Draws the figures again from the ``policies.json`` at ``path``, without a model; returns the files written."""
-    result = load_result(path, "policies", "rows", "budgets")
-    out.mkdir(parents=True, exist_ok=True)
-    return draw(result, out)
+    return draw(load_result(path, "policies", "rows", "budgets"), out)
 
 
 def load_result(path: Path, command: str, *needed: str) -> dict[str, Any]:

@@ -16,12 +16,6 @@ if TYPE_CHECKING:
     from adaponder.data.manifest import Manifest
     from adaponder.data.prepare import Progress
 
-_STAGES = {
-    "tokenizer": "training the tokenizer",
-    "tokens": "tokenising",
-    "done": "tokenising",
-}
-
 
 def prepare(
     inputs: Annotated[
@@ -62,8 +56,9 @@ def prepare(
 
         def show_progress(now: Progress) -> None:
             tokens = f"{now.documents:,} documents, {now.tokens:,} tokens" if now.tokens else ""
+            stage = "training the tokenizer" if now.stage == "tokenizer" else "tokenising"
             # A hub dataset has no size in bytes: without a total the bar only shows activity.
-            bar.update(line, description=_STAGES[now.stage], completed=now.read, total=now.total or None, tokens=tokens)
+            bar.update(line, description=stage, completed=now.read, total=now.total or None, tokens=tokens)
 
         manifest = prepared(
             inputs,

@@ -58,9 +58,10 @@ def puzzle(
 
 
 def hops_of(folder: Path) -> Hops:
-    """Returns the hops settings that a checkpoint was trained with, by its state or its data's manifest; else defaults.
+    """Returns the settings of the hops puzzles that a checkpoint was trained on, or the defaults if they are unknown.
 
-    Raises if they name only another kind of puzzle, which has the same tokens.
+    The settings are in the checkpoint's state or in the manifest of its data. Raises if these name only another kind
+    of puzzle, which has the same tokens.
     """
     from adaponder.data.manifest import MANIFEST, Manifest
     from adaponder.data.puzzles import Hops, is_generated, settings_of
@@ -81,10 +82,11 @@ def hops_of(folder: Path) -> Hops:
 
 
 class Readings(NamedTuple):
-    """The words of puzzles and, as arrays ``[puzzles, words]``, a model's ``depth`` at each word and its next words.
+    """The words of puzzles, and arrays ``[puzzles, words]`` about a model that read them.
 
-    ``answer`` is the id predicted for the next word, ``once`` the same at depth 1. Where the next word is an answer,
-    ``need`` is its number of hops, ``right`` its id, and ``forced`` whether elimination gives it; elsewhere all are 0.
+    ``answer`` is the id that the model predicts for the next word, ``depth`` the model's depth there, and ``once`` the
+    prediction at depth 1. Where the next word is an answer, ``need`` is its number of hops, ``right`` its id, and
+    ``forced`` whether elimination gives it; elsewhere these three are 0.
     """
 
     words: list[list[str]]

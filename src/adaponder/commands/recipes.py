@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.padding import Padding
@@ -22,10 +21,14 @@ def recipes(
     json: Json = None,
 ) -> None:
     """List the recipes that ship, or show one with every field and where its value is from."""
+    from adaponder.recipes import load_recipe, recipe_names
+
+    shown = [load_recipe(recipe) for recipe in (recipe_names() if name is None else [name])]
     if name is None:
-        list_recipes(json=json)
+        list_recipes(shown)
     else:
-        describe(name, json=json)
+        describe(name, shown[0])
+    write_json(json, {recipe.name: recipe.as_dict() for recipe in shown})
 
 
 def show_recipe(name: str, recipe: Recipe, overrides: Sequence[str], *, verbose: bool = False) -> None:
@@ -33,19 +36,25 @@ def show_recipe(name: str, recipe: Recipe, overrides: Sequence[str], *, verbose:
 
     Overridden fields are always printed; ``verbose`` prints every field.
     """
-    from adaponder.recipes import base_of, load_recipe
+    from adaponder.recipes import DataRecipe, ModelRecipe, TrainRecipe, base_of, load_recipe
 
     console.print(line((recipe.name, "bold"), f"  {recipe.fingerprint}  {recipe.about}"))
     values, base = flat(recipe), base_of(name)
-    usual = _defaults() if base is None else flat(load_recipe(base))
+    if base is None:
+        sections = {"model": ModelRecipe, "data": DataRecipe, "train": TrainRecipe}
+        usual = {
+            f"{name}.{item.name}": _shown(item.default) for name, kind in sections.items() for item in fields(kind)
+        }
+    else:
+        usual = flat(load_recipe(base))
     changed = {override.partition("=")[0] for override in overrides}
-    kept = {key: value for key, value in values.items() if verbose or key in changed or usual.get(key) != value}
+    differing = {key: value for key, value in values.items() if verbose or key in changed or usual.get(key) != value}
     if base is not None and not verbose:
-        console.print(f"as {base}, but" if kept else f"as {base}")
+        console.print(f"as {base}, but" if differing else f"as {base}")
     for section in ("model", "data", "train"):
         marked = [
             (f"  {key.removeprefix(section + '.')}={value}", "bold yellow" if key in changed else "")
-            for key, value in kept.items()
+            for key, value in differing.items()
             if key.startswith(f"{section}.")
         ]
         if marked:
@@ -71,26 +80,13 @@ def flat(recipe: Recipe) -> dict[str, Any]:
     return by_field
 
 
-def _defaults() -> dict[str, Any]:
-    """Returns the default value of every field by ``section.field``."""
-    from adaponder.recipes import DataRecipe, ModelRecipe, TrainRecipe
-
-    sections = {"model": ModelRecipe, "data": DataRecipe, "train": TrainRecipe}
-    return {
-        f"{section}.{item.name}": _shown(item.default) for section, kind in sections.items() for item in fields(kind)
-    }
-
-
 def _shown(value: Any) -> Any:
     """Returns the value; a list as text without spaces, so that a narrow terminal does not break it."""
     return str(list(value)).replace(" ", "") if isinstance(value, (tuple, list)) else value
 
 
-def list_recipes(*, json: Path | None = None) -> None:
-    """Prints two lines per recipe: name and size, and what it is."""
-    from adaponder.recipes import load_recipe, recipe_names
-
-    shipped = [load_recipe(name) for name in recipe_names()]
+def list_recipes(shipped: Sequence[Recipe]) -> None:
+    """Prints two lines per recipe: name and size, and its description."""
     for recipe in shipped:
         iterations = f", K = {recipe.model.iterations}" if recipe.model.iterations else ""
         tokens = recipe.train.steps * recipe.train.global_batch * recipe.data.sequence
@@ -98,14 +94,12 @@ def list_recipes(*, json: Path | None = None) -> None:
         # Two lines each, because the columns of a table would be too narrow in a small window.
         console.print(line((recipe.name, "bold"), f"  {recipe.model.method}{iterations}, {size}"), soft_wrap=True)
         console.print(Padding(recipe.about, (0, 0, 0, 4)), style="dim")
-    write_json(json, {recipe.name: recipe.as_dict() for recipe in shipped})
 
 
-def describe(name: str, *, json: Path | None = None) -> None:
-    """Prints every field of one recipe and where its value is from: a paper, this recipe, its base or the defaults."""
-    from adaponder.recipes import load_recipe, stated_in
+def describe(name: str, recipe: Recipe) -> None:
+    """Prints every field of a recipe and where its value is from: a paper, this recipe, its base or the defaults."""
+    from adaponder.recipes import stated_in
 
-    recipe = load_recipe(name)
     console.print(line((recipe.name, "bold"), f"  {recipe.fingerprint}  {recipe.about}"))
     values, stated = flat(recipe), stated_in(name)
     for key in [*values, *(key for key in recipe.provenance if key not in values)]:
@@ -119,12 +113,11 @@ def describe(name: str, *, json: Path | None = None) -> None:
         value = values.get(key, source.value if source and key.startswith("code.") else None)
         shown = key if value is None else f"{key}={value}"
         console.print(Padding(line(shown, (f"  {origin}", "dim")), (0, 0, 0, 2)))
-    write_json(json, {recipe.name: recipe.as_dict()})
 
 
 def _brief(count: int) -> str:
     """Returns the count with three digits and a unit, such as ``98.3M``."""
-    size, unit = next(
-        ((size, unit) for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")) if count >= size), (1, "")
-    )
-    return f"{count / size:.3g}{unit}"
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)

@@ -6,8 +6,8 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 from adaponder.commands import shared
 from adaponder.commands.shared import opt
 from adaponder.errors import InputError
-from adaponder.terminal import console, line
+from adaponder.terminal import console
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -30,6 +30,8 @@ _KEYS = (
     "API keys, one per line (# begins a comment); or the variable ADAPONDER_API_KEY. "
     "Clients send Authorization: Bearer KEY; the page asks for it."
 )
+_STALL = "Cut off a client that reads nothing for this long."
+_DRAIN = "At the end, wait this long for requests under way."
 _WAITING = "Completions that may wait for a lane; beyond it, 429."
 _TOKENS = "Tokens of a completion; default: as far as the positions reach."
 _LONGEST = "Longest sequence; default: as far as the backbone's positions reach."
@@ -47,12 +49,8 @@ class LimitOptions:
     n: Annotated[int, _limit("Completions of one prompt.", "N", min=1, max=128, flag="--max-n")] = 16
     prompts: Annotated[int, _limit("Prompts of one request.", "N", min=1, max=1024, flag="--max-prompts")] = 64
     body_bytes: Annotated[int, _limit("Longest body of a request.", "BYTES", min=1024, flag="--max-body")] = 1 << 20
-    stall_seconds: Annotated[float, _seconds("Cut off a client that reads nothing for this long.", flag="--stall")] = (
-        30.0
-    )
-    drain_seconds: Annotated[float, _seconds("At the end, wait this long for requests under way.", flag="--drain")] = (
-        30.0
-    )
+    stall_seconds: Annotated[float, _seconds(_STALL, flag="--stall")] = 30.0
+    drain_seconds: Annotated[float, _seconds(_DRAIN, flag="--drain")] = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,17 +61,6 @@ class EngineOptions:
     tokens: Annotated[int | None, _engine(_LONGEST, "N", min=2)] = None
     rows: Annotated[int | None, _engine(_ROWS, "N", min=64)] = None
     drafts: Annotated[int | None, _engine(_DRAFTS, "N", min=0)] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServedModel:
-    """Settings with which a server, or each replica on Ray, opens its checkpoint and its engine."""
-
-    checkpoint: str
-    name: str | None = None
-    threads: int | None = None
-    engine: EngineOptions = field(default_factory=EngineOptions)
-    opening: shared.NarrowOpening = field(default_factory=shared.NarrowOpening)
 
 
 @shared.command
@@ -124,7 +111,7 @@ def serve(
 
     access = access_of(host, keys_of(api_key_file), no_auth, allow_host or (), allow_origin or ())
     settings = Settings(lanes=engine.lanes, limits=Limits(**vars(limits), best_of=limits.n), access=access)
-    model = ServedModel(checkpoint=checkpoint, name=name, threads=threads, engine=engine, opening=opening)
+    open_model = partial(open_worker, checkpoint, name=name, threads=threads, engine=engine, opening=opening)
     if ray:
         from adaponder.serving import ray as on_ray
 
@@ -136,20 +123,20 @@ def serve(
             gpus=1.0 if opening.device.startswith("cuda") else 0.0,
             address=ray_address,
         )
-        on_ray.run(partial(open_app, model, settings), cluster, settings)
+        on_ray.run(partial(open_app, open_model, settings), cluster, settings)
         return
     listening = listen(host, port)
     try:
-        _serve(open_worker(model), settings, listening)
+        _serve(open_model(), settings, listening)
     finally:
         listening.close()
 
 
-def open_app(model: ServedModel, settings: Settings) -> ASGIApp:
-    """Opens the model and builds the app; called in each replica on Ray."""
+def open_app(open_model: Callable[[], Worker], settings: Settings) -> ASGIApp:
+    """Opens the model and builds the app in a replica on Ray."""
     from adaponder.serving.routes import make_app
 
-    return make_app(open_worker(model), settings)
+    return make_app(open_model(), settings)
 
 
 def _serve(worker: Worker, settings: Settings, listening: socket.socket) -> None:
@@ -167,7 +154,7 @@ def _serve(worker: Worker, settings: Settings, listening: socket.socket) -> None
         halting = f"up to {served.iterations} iterations a token" if facts["halts"] else f"every token read {times}"
         where = f"{str(served.model.dtype).removeprefix('torch.')} on {served.model.device}"
         model = f"Model: {facts['method']}, {facts['parameters']:,} parameters, {where}, {halting}"
-        console.print(line(model), soft_wrap=True)
+        console.print(model, soft_wrap=True)
         console.print(
             f"Limits: {settings.lanes} lanes, {limits.waiting} completions waiting, {served.tokens} tokens a sequence, "
             f"n up to {limits.n}",
@@ -179,7 +166,14 @@ def _serve(worker: Worker, settings: Settings, listening: socket.socket) -> None
     run(make_app(worker, settings), worker, listening, settings.limits, started=started)
 
 
-def open_worker(asked: ServedModel) -> Worker:
+def open_worker(
+    checkpoint: str,
+    *,
+    name: str | None,
+    threads: int | None,
+    engine: EngineOptions,
+    opening: shared.NarrowOpening,
+) -> Worker:
     """Opens the checkpoint's model and tokenizer; the engine is opened in the worker's thread."""
     import torch
 
@@ -188,19 +182,17 @@ def open_worker(asked: ServedModel) -> Worker:
     from adaponder.serving.worker import Worker
 
     def limit_threads() -> None:
-        if asked.threads is not None:
-            torch.set_num_threads(asked.threads)
+        if threads is not None:
+            torch.set_num_threads(threads)
+
+    def open_engine() -> Engine:
+        limit_threads()  # torch's number of threads is a setting of each thread
+        return Engine(model, **vars(engine))
 
     limit_threads()
-    model, folder, tokenizer = asked.opening.generator(asked.checkpoint)
-    name = asked.name or default_name(asked.checkpoint)
-    served = Served(model, tokenizer, folder, name=name, tokens=asked.engine.tokens)
-
-    def engine() -> Engine:
-        limit_threads()  # torch's number of threads is a setting of each thread
-        return Engine(model, **vars(asked.engine))
-
-    return Worker(engine, served)
+    model, folder, tokenizer = opening.generator(checkpoint)
+    served = Served(model, tokenizer, folder, name=name or default_name(checkpoint), tokens=engine.tokens)
+    return Worker(open_engine, served)
 
 
 def default_name(checkpoint: str) -> str:

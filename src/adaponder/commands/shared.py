@@ -1,4 +1,4 @@
-"""Shared parts of the commands: common options, opening a checkpoint, and choosing the policy.
+"""Defines what commands share: common options, opening a checkpoint, and choosing the policy.
 
 Neither this module nor one with a command imports torch or transformers at its top, so that ``--help`` is quick.
 """
@@ -6,12 +6,12 @@ Neither this module nor one with a command imports torch or transformers at its 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import os
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from adaponder.evaluation.text import Text, Vocabulary, Windows
     from adaponder.modeling import AdaPonderForCausalLM
     from adaponder.policies import Policy
-
-# --- checks of one option ------------------------------------------------------------------------------------------
 
 _STREAMS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 
@@ -91,9 +89,6 @@ def _refuse_unwritable(path: Path) -> None:
         raise typer.BadParameter(f"{path} cannot be written to: permission denied for {nearest}")
 
 
-_KINDS: dict[type, str] = {int: "whole numbers", float: "numbers", str: "names"}
-
-
 def listed(flag: str, text: str | Sequence[Any] | None, kind: type = int, interval: str = "[1, inf)") -> tuple:
     """Parses ``1,2,3`` (or a sequence) as values of ``kind``; numbers must be within the interval."""
     words = text.split(",") if isinstance(text, str) else text or ()
@@ -102,7 +97,8 @@ def listed(flag: str, text: str | Sequence[Any] | None, kind: type = int, interv
     except ValueError:
         values = ("",)
     if "" in values:
-        raise InputError(f"{flag} {text} must be {_KINDS[kind]} separated by commas")
+        words_of_kind = {int: "whole numbers", float: "numbers", str: "names"}
+        raise InputError(f"{flag} {text} must be {words_of_kind[kind]} separated by commas")
     limits = Range.parse(interval)
     if wrong := [value for value in values if not isinstance(value, str) and value not in limits]:
         raise InputError(f"{flag} {text}: {wrong[0]} must be {limits}")
@@ -110,12 +106,9 @@ def listed(flag: str, text: str | Sequence[Any] | None, kind: type = int, interv
 
 
 def refuse(beside: str, **options: object) -> None:
-    """Raises if any of ``options`` is set, which have no effect together with ``beside``."""
+    """Raises if any of ``options`` is set: they have no effect together with ``beside``."""
     if unused := [name for name, value in options.items() if value not in (None, ()) and value is not False]:
         raise InputError(f"--{unused[0].replace('_', '-')} has no effect with {beside}: leave it out")
-
-
-# --- options -------------------------------------------------------------------------------------------------------
 
 
 def opt(
@@ -144,7 +137,7 @@ def arg(help: str, metavar: str) -> Any:
 
 
 def command(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces a command's parameters that are dataclasses of options by their fields, one parameter for each option.
+    """Replaces each parameter that is a dataclass of options by one parameter per field.
 
     ``def eval(checkpoint: Checkpoint, *, depth: Depth)`` gets the parameters ``checkpoint``, ``policy``, ``tau``, …
     A caller from Python may also pass the dataclass itself.
@@ -162,19 +155,17 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
                 item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=of_group[item.name]
             )
 
-    @functools.wraps(function)
+    @wraps(function)
     def grouped(*args: Any, **options: Any) -> Any:
         for name, kind in groups.items():
-            given = {item.name: options.pop(item.name) for item in dataclasses.fields(kind) if item.name in options}
-            options.setdefault(name, kind(**given))
+            values = {item.name: options.pop(item.name) for item in dataclasses.fields(kind) if item.name in options}
+            options.setdefault(name, kind(**values))
         return function(*args, **options)
 
     grouped.__signature__ = inspect.Signature(list(parameters.values()))
     grouped.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
     return grouped
 
-
-# --- shared options ------------------------------------------------------------------------------------------------
 
 POLICIES = (
     "gate:0.01  gate:0.1,0.2,0.3  fixed:2  entropy:2.5  kl:0.01  change:0.1  confidence:0.9  similarity:0.95  "
@@ -200,21 +191,13 @@ _DTYPES = "float32, bfloat16, float16, float64, or auto: as saved, on a CPU at l
 _WEIGHTS = "int8, fp8 (in the layers), on a GPU bfloat16, float16: less memory. eval says what it changes."
 Device = Annotated[str, opt("cpu, cuda, cuda:1, …", "NAME", panel=_MODEL)]
 Dtype = Annotated[str, opt(_DTYPES, "NAME", check=one_of(*DTYPES), panel=_MODEL)]
-Weights = Annotated[str | None, opt(_WEIGHTS, "NAME", check=one_of(*WEIGHTS), panel=_MODEL)]
-Tokenizer = Annotated[str | None, opt("Folder or hub name; default: the checkpoint's own.", "NAME", panel=_MODEL)]
 Seed = Annotated[int, opt("Seed of everything random.", "N", min=0, panel=_MODEL)]
-Split = Annotated[
-    str, opt("Of a prepared folder: train or validation.", "NAME", check=one_of("train", "validation"), panel=_TEXT)
-]
-Window = Annotated[
-    int | None, opt("Tokens per window; default: the backbone's positions, at most 2048.", "N", min=1, panel=_TEXT)
-]
-Stride = Annotated[
-    int | None, opt("Slide windows by this many tokens; default: disjoint windows.", "N", min=1, panel=_TEXT)
-]
-AcrossDocuments = Annotated[
-    bool, opt("Whether tokens attend to earlier documents.", flag="--across-documents/--by-document", panel=_TEXT)
-]
+
+_SPLIT = "Of a prepared folder: train or validation."
+_WINDOW = "Tokens per window; default: the backbone's positions, at most 2048."
+_STRIDE = "Slide windows by this many tokens; default: disjoint windows."
+_ACROSS = "Whether tokens attend to earlier documents."
+_text = partial(opt, panel=_TEXT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,14 +212,16 @@ class Place:
 class Opening(Place):
     """Options for opening a checkpoint."""
 
-    tokenizer: Tokenizer = None
+    tokenizer: Annotated[
+        str | None, opt("Folder or hub name; default: the checkpoint's own.", "NAME", panel=_MODEL)
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class NarrowOpening(Opening):
-    """Options for opening a checkpoint, with narrower weights (``int8``, …) if requested."""
+    """Options for opening a checkpoint, including narrower weights such as ``int8``."""
 
-    weights: Weights = None
+    weights: Annotated[str | None, opt(_WEIGHTS, "NAME", check=one_of(*WEIGHTS), panel=_MODEL)] = None
 
     def generator(self, checkpoint: str) -> tuple[AdaPonderForCausalLM, Path, PreTrainedTokenizerBase]:
         """Opens a checkpoint for generation; returns its model, folder and tokenizer."""
@@ -249,14 +234,14 @@ class NarrowOpening(Opening):
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Options for reading a text: which part of it, and the windows and batches that it is split into."""
+    """Options for reading a text: its split, its length, and its windows and batches."""
 
-    split: Split = "validation"
-    window: Window = None
-    stride: Stride = None
-    across_documents: AcrossDocuments = True
-    max_tokens: Annotated[int | None, opt("Use only the first N tokens of the text.", "N", min=1, panel=_TEXT)] = None
-    batch_size: Annotated[int, opt("Windows at a time; results do not depend on it.", "N", min=1, panel=_TEXT)] = 8
+    split: Annotated[str, _text(_SPLIT, "NAME", check=one_of("train", "validation"))] = "validation"
+    window: Annotated[int | None, _text(_WINDOW, "N", min=1)] = None
+    stride: Annotated[int | None, _text(_STRIDE, "N", min=1)] = None
+    across_documents: Annotated[bool, _text(_ACROSS, flag="--across-documents/--by-document")] = True
+    max_tokens: Annotated[int | None, _text("Use only the first N tokens of the text.", "N", min=1)] = None
+    batch_size: Annotated[int, _text("Windows at a time; results do not depend on it.", "N", min=1)] = 8
     seed: Seed = 0
 
     def text(self, subject: Subject, data: str) -> Text:
@@ -286,7 +271,7 @@ class Depth:
     max_iterations: Annotated[int | None, option("max_iterations", rich_help_panel=_DEPTH)] = None
 
     def choose(self, model: AdaPonderForCausalLM, folder: Path, side: str = "") -> Policy | None:
-        """Returns the policy, or ``None`` for the method's own; raises if two are named.
+        """Returns the policy, or ``None`` for the method's own; raises if more than one option names a policy.
 
         ``side`` (``-a`` or ``-b`` of ``compare``) is appended to the names of options in errors.
         """
@@ -312,9 +297,6 @@ class Depth:
         policy = self.choose(subject.model, subject.folder, side)
         subject.model.check_policy(policy)  # before a text is read
         return ScoringOptions(policy=policy, max_iterations=self.max_iterations, execution=execution, seed=seed)
-
-
-# --- a checkpoint that is evaluated --------------------------------------------------------------------------------
 
 
 class Subject(NamedTuple):

@@ -6,9 +6,7 @@ draws them.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import json as jsonlib
 import shlex
 from collections.abc import Sequence
@@ -128,9 +126,6 @@ def _make(folder: Path, *, default: bool) -> None:
         raise InputError(f"--out {folder} cannot be written to: {error}") from error
 
 
-# --- showing -------------------------------------------------------------------------------------------------------
-
-
 def show_plan(
     name: str, runs: Sequence[PlannedRun], summaries: Sequence[RunSummary], folder: Path, device: str
 ) -> None:
@@ -182,7 +177,7 @@ def _cells(point: Point, name: str) -> tuple[str, ...]:
 
 
 def _ended(summary: RunSummary) -> str:
-    """Returns the sentence that is printed when a run has ended."""
+    """Returns the sentence to print when a run has ended."""
     from adaponder.training.sweep import FAILED, FINISHED
 
     if summary.status == FAILED:
@@ -198,9 +193,6 @@ def _duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-# --- writing -------------------------------------------------------------------------------------------------------
 
 
 def _write(settings: dict[str, Any], summaries: Sequence[RunSummary], folder: Path) -> dict[str, Any]:
@@ -223,18 +215,14 @@ def _write(settings: dict[str, Any], summaries: Sequence[RunSummary], folder: Pa
 
 def as_csv(runs: Sequence[dict[str, Any]]) -> str:
     """Returns CSV with one line per run and a column for each varied setting and each iteration's halted share."""
-    gates = max((len(run["validation_halted"] or []) for run in runs), default=0)
+    import pandas as pd
+
     lines = []
     for run in runs:
         others = {key: value for key, value in run.items() if key not in ("name", "fields", "validation_halted")}
-        halted = [*(run["validation_halted"] or []), *[None] * gates][:gates]
-        shares = {f"validation_halted_{iteration}": share for iteration, share in enumerate(halted, 1)}
+        shares = {f"validation_halted_{gate}": share for gate, share in enumerate(run["validation_halted"] or [], 1)}
         lines.append({"name": run["name"]} | run["fields"] | others | shares)
-    file = io.StringIO()
-    writer = csv.DictWriter(file, fieldnames=list(lines[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return file.getvalue()
+    return pd.DataFrame(lines, dtype=object).to_csv(index=False)
 
 
 def draw(result: dict[str, Any], folder: Path) -> None:

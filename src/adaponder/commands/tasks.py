@@ -137,7 +137,7 @@ def show(checkpoint: str, scores: list[TaskScore], limit: int | None) -> None:
 
     several = len({score.opened.shots for score in scores}) > 1
     costs = [
-        (f"{score.opened.name}, {score.opened.shots}-shot" if several else score.opened.name, *score.spent.cells())
+        (score.opened.name + (f", {score.opened.shots}-shot" if several else ""), *score.spent.cells())
         for score in scores
     ]
     console.print(table("\nWhat it cost, prompts included", ("task", *COLUMNS), costs))
@@ -145,14 +145,11 @@ def show(checkpoint: str, scores: list[TaskScore], limit: int | None) -> None:
 
 def compare(suite: Suite, scores: list[TaskScore], matched: Reference | None) -> list[Comparison]:
     """Compares the suite's metric, in percent, with that of the reference, at each number of few-shot examples."""
-    compared = []
-    for shots in dict.fromkeys(score.opened.shots for score in scores):
-        at_shots = [score for score in scores if score.opened.shots == shots]
-        by_task = {score.opened.name: score.value(suite.metric) for score in at_shots}
-        compared.append(
-            suite.compare({task: 100 * value for task, value in by_task.items() if value is not None}, shots, matched)
-        )
-    return compared
+    by_shots: dict[int, dict[str, float]] = {score.opened.shots: {} for score in scores}
+    for score in scores:
+        if (value := score.value(suite.metric)) is not None:
+            by_shots[score.opened.shots][score.opened.name] = 100 * value
+    return [suite.compare(values, shots, matched) for shots, values in by_shots.items()]
 
 
 def show_suite(suite: Suite, compared: list[Comparison], matched: Reference | None) -> None:

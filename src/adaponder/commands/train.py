@@ -46,7 +46,7 @@ def train(
     if out.parent == Path("runs"):
         out.parent.mkdir(parents=True, exist_ok=True)
     show_recipe(recipe, loaded, overrides or (), verbose=verbose)
-    done = train_recipe(
+    outcome = train_recipe(
         loaded,
         out=out,
         resume=resume,
@@ -55,20 +55,20 @@ def train(
         allow_changes=allow_changes,
         wandb=wandb,
     )
-    if done.world.leads:
-        where = done.final or f"{out} (resume with --resume auto)"
-        console.print(line(f"step {done.step} of {loaded.train.steps} → ", (where, "bold")))
-        result = {"recipe": loaded.as_dict(), "step": done.step, "final": str(done.final or "")}
-        write_json(json, result | _compared(done))
-    if done.final is None:
+    if outcome.world.leads:
+        where = outcome.final or f"{out} (resume with --resume auto)"
+        console.print(line(f"step {outcome.step} of {loaded.train.steps} → ", (where, "bold")))
+        result = {"recipe": loaded.as_dict(), "step": outcome.step, "final": str(outcome.final or "")}
+        write_json(json, result | _compared(outcome))
+    if outcome.final is None:
         raise typer.Exit(130)  # interrupted
-    return done
+    return outcome
 
 
-def _compared(done: Outcome) -> dict[str, Any]:
+def _compared(outcome: Outcome) -> dict[str, Any]:
     """Prints loss and depth before and after continued training of a checkpoint; returns both for ``--json``."""
-    trainer = done.trainer
-    if trainer is None or done.final is None or trainer.before is None or trainer.after is None:
+    trainer = outcome.trainer
+    if trainer is None or outcome.final is None or trainer.before is None or trainer.after is None:
         return {}
     before, after = trainer.before, trainer.after
     rows = [

@@ -1,7 +1,10 @@
 """A tiny checkpoint that reads words, and records of tasks, for every test of the commands."""
 
+import functools
+
 import pytest
 
+from adaponder.conversion import open as opening
 from harness_support import reader, words, write_records
 
 
@@ -11,6 +14,15 @@ def checkpoint(tmp_path_factory) -> str:
     reader().save_pretrained(folder)
     words().save_pretrained(folder)
     return str(folder)
+
+
+load_once = functools.cache(opening.load)
+
+
+@pytest.fixture(autouse=True)
+def checkpoints_opened_once(monkeypatch):
+    """Each checkpoint is opened once for all commands of all tests."""
+    monkeypatch.setattr(opening, "load", load_once)
 
 
 @pytest.fixture(scope="session")

@@ -44,9 +44,6 @@ def texts(checkpoint, tmp_path, *arguments: str, typed: str | None = None) -> li
     return [one["prompt"] + one["text"] for one in found]
 
 
-# --- prompts -------------------------------------------------------------------------------------------------------
-
-
 def asked(monkeypatch, typed: str | None = None, **options) -> list[str]:
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed or ""))
     return generate.read_prompts(options.get("prompt"), options.get("prompt_file"))
@@ -92,9 +89,6 @@ def test_no_prompt_at_all_is_wrong_use(monkeypatch):
     monkeypatch.setattr(sys, "stdin", Mock(**{"isatty.return_value": True}))
     with pytest.raises(InputError, match="--prompt is needed"):
         generate.read_prompts(None)
-
-
-# --- many at once --------------------------------------------------------------------------------------------------
 
 
 def test_prompts_together_are_continued_as_each_alone(checkpoint, tmp_path):
@@ -145,9 +139,6 @@ def test_a_stop_string_ends_the_text_before_it(checkpoint, tmp_path):
     assert found["depths"][-1] == 0
 
 
-# --- on a terminal -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def window(monkeypatch):
     """What a terminal of 40 columns is sent."""
@@ -190,9 +181,6 @@ def test_one_prompt_is_shown_as_it_grows(monkeypatch, window, checkpoint):
     assert shown[: len(text)] == [line.plain.rstrip() for line in text], "the text stays, and nothing else of it"
     assert "tokens/s, mean depth" not in "".join(shown)
     assert any(line.startswith("Mean depth") for line in shown)
-
-
-# --- the loop ------------------------------------------------------------------------------------------------------
 
 
 def conversation(checkpoint, *lines: str) -> str:
@@ -256,8 +244,6 @@ def test_ctrl_c_ends_the_text_and_not_the_program(monkeypatch, checkpoint):
     assert "2 tokens, " in shown
     assert signal.getsignal(signal.SIGINT) is before
 
-
-# --- conversations by the tokenizer's template -----------------------------------------------------------------------
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.content == 'refuse' %}{{ raise_exception('not that') }}{% endif %}"

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
-from typer.testing import CliRunner
 
 from adaponder import AdaPonderForCausalLM, FixedDepth
-from adaponder.cli import app
 from adaponder.commands import puzzle
 from adaponder.data.prepare import prepare
 from adaponder.data.puzzles import END_ID, WORDS, Hops, documents, ids_of, questions, settings_of
@@ -75,18 +73,19 @@ def test_answers_are_counted_by_need():
     ]
 
 
-def test_the_command_shows_a_puzzle_and_the_tally_and_a_seed_gives_it_again(model, tmp_path):
+def test_the_command_shows_a_puzzle_and_the_tally_and_a_seed_gives_it_again(model, tmp_path, capsys):
     model.save_pretrained(tmp_path / "model")
     load_tokenizer(SYMBOLS)[0].save(str(tmp_path / "model" / "tokenizer.json"))
+    folder = str(tmp_path / "model")
+    assert puzzle.puzzle(folder, puzzles=1)["seed"] != puzzle.puzzle(folder, puzzles=1)["seed"]
+    capsys.readouterr()
     outputs = []
-    for name in ("a", "b"):
-        arguments = ["puzzle", str(tmp_path / "model"), "--seed", "3", "--puzzles", "5", "--json", f"{tmp_path}/{name}"]
-        done = CliRunner().invoke(app, arguments)
-        assert done.exit_code == 0, done.output
-        outputs.append(done.output)
+    for _ in range(2):
+        puzzle.puzzle(folder, seed=3, puzzles=5, json=tmp_path / "result.json")
+        outputs.append(capsys.readouterr().out)
     text = outputs[0]
     assert outputs[1] == text
-    result = json.loads((tmp_path / "a").read_text())
+    result = json.loads((tmp_path / "result.json").read_text())
     assert result["seed"] == 3
     assert sum(row["questions"] for row in result["by_need"]) == 30
     words = next(iter(documents(settings_of("hops:seed=3,documents=5"))))
@@ -107,17 +106,6 @@ def test_the_command_shows_a_puzzle_and_the_tally_and_a_seed_gives_it_again(mode
     assert "30 questions of 5 puzzles" in text
 
 
-def test_without_a_seed_puzzles_differ_from_call_to_call(model, tmp_path):
-    model.save_pretrained(tmp_path / "model")
-    load_tokenizer(SYMBOLS)[0].save(str(tmp_path / "model" / "tokenizer.json"))
-    seeds = []
-    for _ in range(2):
-        done = CliRunner().invoke(app, ["puzzle", str(tmp_path / "model"), "--puzzles", "1", "--json", f"{tmp_path}/x"])
-        assert done.exit_code == 0, done.output
-        seeds.append(json.loads((tmp_path / "x").read_text())["seed"])
-    assert seeds[0] != seeds[1]
-
-
 @pytest.mark.parametrize("prepared", [False, True], ids=["named", "prepared"])
 def test_the_puzzles_are_those_it_was_trained_on_and_others_than_hops_are_refused(tmp_path, prepared):
     def trained_on(source: str) -> Hops:
@@ -135,6 +123,5 @@ def test_the_puzzles_are_those_it_was_trained_on_and_others_than_hops_are_refuse
 
 
 def test_a_checkpoint_of_other_tokens_is_refused():
-    done = CliRunner().invoke(app, ["puzzle", "adaponder:sample"])
-    assert done.exit_code != 0
-    assert "not trained on puzzles" in str(done.exception) + done.output
+    with pytest.raises(InputError, match="adaponder:sample"):
+        puzzle.puzzle("adaponder:sample")
