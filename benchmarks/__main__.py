@@ -1,6 +1,6 @@
 """The command line: ``python -m benchmarks train|prefill|decode|serve|ops``."""
 
-from benchmarks import decode, ops, prefill, serve, train
+from benchmarks import decode, ops, serve, steps
 from benchmarks.cli import add_command, program, run_program
 
 app = program(
@@ -9,8 +9,14 @@ app = program(
     "Records (hardware, versions, commit, figures) go to benchmarks/records/. One test of each kernel runs first; if "
     "one fails, nothing is measured.",
 )
-for module in (train, prefill, decode, serve, ops):
-    add_command(app, module.__name__.rpartition(".")[2], module.run)
+for name, run in {
+    "train": steps.train,
+    "prefill": steps.prefill,
+    "decode": decode.run,
+    "serve": serve.run,
+    "ops": ops.run,
+}.items():
+    add_command(app, name, run)
 
 if __name__ == "__main__":
     run_program(app)

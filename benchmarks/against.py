@@ -1,4 +1,4 @@
-"""Times this tree against another one, step by step in turn, so that both meet the same state of the device.
+"""Times two checkouts in turn, so that a device that slows down slows both.
 
     python benchmarks/against.py OTHER --device cuda --case train-70m --case decode-410m-64
 
@@ -16,85 +16,107 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 HERE = Path(__file__).resolve()
-KEEP = (1, 0.5, 0.5, 0.5)  # share of tokens in each pass of a prefill
+_DECODER = {"model_type": "gpt_neox", "vocab_size": 50304, "max_position_embeddings": 4096}
+_DECODER |= {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+_TINY = _DECODER | {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 CASES: dict[str, dict[str, Any]] = {
     "train-70m": {"recipe": "paper/adaponder-70m", "batch": 32},
     "train-410m": {"recipe": "paper/adaponder-410m", "batch": 8},
     "prefill-410m": {"recipe": "paper/adaponder-410m", "batch": 16, "execution": "compact"},
     "prefill-410m-dense": {"recipe": "paper/adaponder-410m", "batch": 16, "execution": "dense"},
-    "decode-410m-1": {"shape": "410m", "lanes": 1},
-    "decode-410m-64": {"shape": "410m", "lanes": 64},
-    "tiny": {"recipe": "cpu/demo", "batch": 2},
-    "tiny-prefill": {"recipe": "cpu/demo", "batch": 2, "execution": "compact"},
-    "tiny-decode": {"shape": "tiny", "lanes": 2},
+    "decode-410m-1": {"shape": _DECODER, "lanes": 1},
+    "decode-410m-64": {"shape": _DECODER, "lanes": 64},
+    "tiny": {"recipe": "cpu/demo", "batch": 2, "vocabulary": 2048},
+    "tiny-prefill": {"recipe": "cpu/demo", "batch": 2, "vocabulary": 2048, "execution": "compact"},
+    "tiny-decode": {"shape": _TINY, "lanes": 2},
 }
 
 
-# --- one tree ------------------------------------------------------------------------------------------------------
+# --- one tree: only names that the package had in version 0.1.0, too -----------------------------------------------
 
 
 def work(case: str, device_name: str) -> None:
-    """Builds a case with the tree's own package, then times steps as the parent process asks for them."""
+    """Builds a case with the tree's package, then times as many steps as each line of standard input requests."""
     import torch
 
-    settings, device = CASES[case], torch.device(device_name)
-    if "shape" in settings:
-        _decode(settings, device)
-        return
-    try:
-        train, prefill = (importlib.import_module(f"benchmarks.{name}") for name in ("train", "prefill"))
-        depths_of = importlib.import_module("benchmarks.models").depths_of
-        variants: Any = (train.TrainVariant, prefill.PrefillVariant)
-    except ImportError:  # before benchmarks left the package
-        train, prefill = (importlib.import_module(f"adaponder.bench.{name}") for name in ("training", "prefill"))
-        depths_of = importlib.import_module("adaponder.bench.depths").depths_of
-        variants = (train.Variant, prefill.Variant)
+    device = torch.device(device_name)
+    step = (_decode if "shape" in CASES[case] else _step)(device=device, **CASES[case])
+    for _ in range(5):
+        step()
+    print(json.dumps("ready"), flush=True)
+    for request in sys.stdin:
+        step()  # the device may have rested
+        print(json.dumps([step() for _ in range(int(request))]), flush=True)
+
+
+def _step(
+    recipe: str, batch: int, device: Any, vocabulary: int = 50304, execution: str | None = None
+) -> Callable[[], float]:
+    """Returns a function that times a training step; with ``execution``, a prefill in which half of the tokens halt."""
+    import torch
+
+    from adaponder.devices import autocast
+    from adaponder.methods import Objective
+    from adaponder.policies import ForcedDepths
     from adaponder.recipes import load_recipe
+    from adaponder.training.build import build_model
 
-    recipe, compiles, measure = load_recipe(settings["recipe"]), device.type == "cuda", train.measure
+    try:
+        from adaponder.training.schedule import build_optimizer
+    except ImportError:  # its place in version 0.1.0
+        build_optimizer = importlib.import_module("adaponder.training.optim").build_optimizer
+    settings = load_recipe(recipe)
+    train, length = settings.train, settings.data.sequence
+    with device:
+        model: Any = build_model(settings, vocabulary)
+    if device.type == "cuda":
+        model.compile_passes(by="layer")
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (batch, length + 1), generator=generator).to(device)
+    optimizer, how = build_optimizer(model, train), {"output_logits": False, "execution": "dense"}
+    how |= {"targets": ids[:, 1:], "objective": Objective(train.ponder_weight, train.k_max)}
+    if execution is not None:
+        depths = torch.where(torch.rand(batch, length, generator=generator) < 0.5, 1, model.config.iterations)
+        how = {"execution": execution, "policy": ForcedDepths(depths.to(device))}
+        how |= {"logits_to_keep": 1, "output_gates": False}
 
-    def take_turns(step: Any, on: torch.device, *, warmup: int, repeats: int) -> Any:
-        timing = measure(step, on, warmup=warmup, repeats=1)
-        print(json.dumps("ready"), flush=True)
-        for line in sys.stdin:
-            timing = measure(step, on, warmup=1, repeats=int(line))
-            print(json.dumps(timing.seconds), flush=True)
-        return timing
+    def step() -> float:
+        began = time.perf_counter()
+        with autocast(train.dtype, device), torch.set_grad_enabled(execution is None):
+            output = model(ids[:, :-1], **how)
+        if execution is None:
+            output.loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip or float("inf"))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - began
 
-    train.measure = prefill.measure = take_turns
-    how: dict[str, Any] = {"device": device, "warmup": 4, "repeats": 1}
-    if "execution" in settings:
-        depths = depths_of(KEEP, settings["batch"], recipe.data.sequence, seed=0)
-        variant = variants[1](settings["execution"], "layer" if compiles else None)
-        prefill.measure_prefill(recipe, variant, depths, **how)
-    else:
-        train.measure_training(recipe, variants[0]("adaponder", compile=compiles), batch=settings["batch"], **how)
+    return step
 
 
-def _decode(settings: dict[str, Any], device: Any) -> None:
-    """Times eight tokens of every lane per step, at full depth; requests that end are replaced."""
+def _decode(shape: dict[str, Any], lanes: int, device: Any) -> Callable[[], float]:
+    """Returns a function that times eight decoded tokens per lane at full depth and replaces finished requests."""
     import torch
 
     from adaponder import AdaPonderConfig, AdaPonderForCausalLM
     from adaponder.inference import Engine, Request
 
-    sizes = {"410m": (50304, 1024, 24, 16, 4096), "tiny": (61, 16, 2, 2, 24)}[settings["shape"]]
-    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-    shape = {"model_type": "gpt_neox", "max_position_embeddings": 4096, **dict(zip(names, sizes, strict=True))}
     torch.manual_seed(0)
     with device:
         model = AdaPonderForCausalLM(AdaPonderConfig(backbone_config=shape, method="adaponder", iterations=4))
     torch.nn.Module.to(model, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    model.eval()
-    context, new, lanes = 128, 1024, settings["lanes"]
-    engine = Engine(model, lanes=lanes, tokens=context + new + 64)
+    context, new = 128, 1024
+    engine = Engine(model.eval(), lanes=lanes, tokens=context + new + 64)
     request = Request(prompt=[1] * context, max_new_tokens=new, ignore_eos=True, depths=[4] * (context + new - 1))
 
     def step() -> float:
@@ -107,11 +129,7 @@ def _decode(settings: dict[str, Any], device: Any) -> None:
             tokens += sum(event.token is not None for event in engine.step())
         return (time.perf_counter() - began) / tokens * lanes
 
-    for _ in range(10):
-        step()
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        print(json.dumps([step() for _ in range(int(line))]), flush=True)
+    return step
 
 
 # --- both trees ----------------------------------------------------------------------------------------------------
@@ -138,9 +156,9 @@ def ask(worker: subprocess.Popen[str], request: str = "") -> Any:
 
 
 def compare(other: Path, case: str, *, device: str, rounds: int, steps: int) -> dict[str, Any]:
-    """Returns median seconds of a step in both trees and the median ratio of turns (below 1: this tree is faster).
+    """Returns the median seconds of a step in both trees, and the median ratio of their turns.
 
-    The tree that goes first changes from round to round.
+    A ratio below 1 means that this tree is faster. The tree that goes first changes from round to round.
     """
     workers = [start(tree, case, device) for tree in (HERE.parents[1], other)]
     for worker in workers:

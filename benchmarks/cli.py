@@ -1,4 +1,4 @@
-"""Command lines of the programs beside the package: options from dataclasses, errors and exit codes as adaponder's."""
+"""Builds the command lines of benchmarks and experiments: options from dataclasses, exit codes as adaponder's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def program(name: str, about: str) -> typer.Typer:
 
 
 def add_command(app: typer.Typer, name: str, run: Callable[..., Any]) -> None:
-    """Registers ``run(options, ...)``: the fields of its options class and its other parameters are options."""
+    """Registers ``run(options, …)``: its options are the fields of the options class and the other parameters."""
     first, *others = inspect.signature(run).parameters.values()
     kind: Any = get_type_hints(run)[first.name]
     fields = inspect.signature(kind).parameters

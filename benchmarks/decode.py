@@ -1,22 +1,20 @@
-"""Times decoding: one stream and many lanes, short and long contexts, tokens of every depth, ours beside others."""
+"""Times decoding of our engine and of others, by number of lanes, context length and depth."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from typer import Option
 
 from adaponder.errors import AdaPonderError, InputError, in_one_line
-from adaponder.terminal import console, line, table
+from adaponder.terminal import console
 from benchmarks import harness
-from benchmarks.harness import Common, Row, Run, number
+from benchmarks.harness import Common, Row, Timed, milliseconds, number, ratio
 from benchmarks.models import ITERATIONS, SHAPES, SHARES, shares_of
-from benchmarks.record import ROOT
 
 # Sides in the engine: our method, the same with drafted tokens, and the plain decoder.
 ENGINE, DRAFTING, VANILLA = "engine", "drafting", "vanilla"
@@ -25,7 +23,6 @@ PORTABLE, HF, HF_BATCH = "portable", "hf generate", "hf continuous"
 IN_ENGINE = (ENGINE, DRAFTING, VANILLA)
 PLAIN_SIDES = (VANILLA, HF, HF_BATCH)
 STEADY, MEMORY, WHOLE = "steady", "memory", "end to end"
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Lanes, contexts and lengths of the whole table, and what is enough on a CPU.
 ON_GPU: dict[str, Any] = {"lanes": (1, 4, 16, 64, 256), "contexts": (128, 512, 2048), "new": 128}
 ON_CPU: dict[str, Any] = {"lanes": (1, 4), "contexts": (8, 16), "new": 8}
@@ -33,17 +30,17 @@ ON_CPU: dict[str, Any] = {"lanes": (1, 4), "contexts": (8, 16), "new": 8}
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """One row of the table.
+    """One measurement: who decodes, which model, how many sequences.
 
     Attributes:
-        side: who decodes.
+        side: what decodes: the engine or a function outside of it.
         shape: the model's shape, or the name of a checkpoint.
         lanes: sequences at a time.
         context: tokens of each prompt.
         depth: forced mean depth; ``None``: the model decides.
-        kind: ``steady``, all lanes decoding; ``memory``, many requests through a KV cache with rows for ``lanes``
-            sequences of full depth; ``end to end``, prompts included.
-        new: new tokens of each request that runs to its end.
+        kind: ``steady``: every lane decodes. ``memory``: many requests share a KV cache with rows for ``lanes``
+            sequences of full depth. ``end to end``: prompts are included.
+        new: tokens to generate per request, unless the kind is ``steady``.
     """
 
     side: str
@@ -56,7 +53,7 @@ class DecodeCase:
 
     @property
     def name(self) -> str:
-        """Returns the name on the screen and in the record."""
+        """Returns the name that tables and records show."""
         depth = "" if self.side in PLAIN_SIDES else ", own depth" if self.depth is None else f", depth {self.depth:g}"
         kind = "" if self.kind == STEADY else f", {self.kind}"
         lanes = "one stream" if self.lanes == 1 else f"{self.lanes} lanes"
@@ -64,7 +61,7 @@ class DecodeCase:
 
     @property
     def shares(self) -> tuple[float, ...] | None:
-        """Returns the shares of depths that the case forces; ``None`` where it forces none."""
+        """Returns the share of tokens that is forced to each depth; ``None`` if the model decides."""
         return None if self.depth is None or self.side in PLAIN_SIDES else shares_of(self.depth)
 
 
@@ -91,7 +88,7 @@ def run(
     ] = None,
     dtype: Annotated[str | None, Option(metavar="NAME", help="bfloat16 (GPU), float16 or float32 (CPU).")] = None,
 ) -> dict[str, Any]:
-    """Time decoding in the engine: one stream and many lanes, contexts, depths; beside generate and Hugging Face's.
+    """Time decoding in the engine, beside generate and Hugging Face: by lanes, context length and depth.
 
     [dim]python -m benchmarks decode --device cuda --subset[/]
 
@@ -100,8 +97,7 @@ def run(
     from benchmarks.decode_sides import Sides, open_checkpoint
 
     device = options.target
-    precision = dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    harness.one_of("--dtype", precision, DTYPES)
+    dtype = harness.precision(dtype, device)
     harness.one_of("--scenario", scenario or "ouro", ["ouro"])
     for name in shape or ():
         harness.one_of("--shape", name, SHAPES)
@@ -127,24 +123,17 @@ def run(
         name = "-".join(["decode", *shapes, *(["subset"] if subset else [])])
         every = subset_cases(shapes) if subset else cases(shapes, means or tuple(SHARES), **sizes)
     selected = harness.select(every, options.only)
-    opened = None if checkpoint is None or data is None else open_checkpoint(checkpoint, data, precision, device)
-    settings = {"dtype": precision, "tokens": tokens, "subset": subset, "scenario": scenario, "checkpoint": checkpoint}
+    opened = None if checkpoint is None or data is None else open_checkpoint(checkpoint, data, dtype, device)
+    settings = {"dtype": dtype, "tokens": tokens, "subset": subset, "scenario": scenario, "checkpoint": checkpoint}
     forced = {case.depth for case in selected if case.depth is not None}
     settings |= {"shares": {f"{depth:g}": shares_of(depth) for depth in sorted(forced)}}
-    bench = Run(options, name, settings)
+    bench = Timed(options, name, settings)
     rate, steps = bench.hardware["copy_bytes"], options.how_often | {"part": tokens}
-    sides = Sides(device, DTYPES[precision], options.seed or 0, rate, opened, **steps)
-    rows = bench.measure_all(selected, lambda case: row_of(case, sides.measure), compare=lambda result: None, show=show)
-    bench.keep(ratios=(ratios := ratios_of(rows)))
-    if ratios:
-        cells = [
-            (pair["name"], pair["what"], f"{pair['times']:.2f}", number("lanes_times", ".2f")(pair)) for pair in ratios
-        ]
-        console.print(table("\nHow many times as fast", ("case", "", "tokens/s", "lanes"), cells))
+    sides = Sides(device, getattr(torch, dtype), options.seed or 0, rate, opened, **steps)
+    rows = bench.measure_all(selected, lambda case: row_of(case, sides.measure), compare=compare, show=show)
     record = bench.finish()
-    if bench.path is not None and any(row["works"] for row in rows):
-        for path in draw(rows, ROOT / "benchmarks" / bench.path.stem, bench.hardware["device"]):
-            console.print(line("the plot is ", (path.relative_to(ROOT), "bold")))
+    if any(row["works"] for row in rows):
+        bench.draw(panels(rows, bench.hardware["device"]))
     return record
 
 
@@ -154,10 +143,11 @@ def run(
 def cases(
     shapes: Sequence[str], depths: Sequence[float], *, lanes: Sequence[int], contexts: Sequence[int], new: int
 ) -> list[DecodeCase]:
-    """Returns the whole table of each shape, cases of one engine together.
+    """Returns all cases of each shape; neighbours use the same model.
 
-    One stream and ``lanes`` at full depth over all contexts; every depth at the middle context; the other sides there,
-    at full depth and at mean depth 2. ``new`` is the length of requests that run to their ends.
+    The engine runs with every number of lanes and every context at full depth, and with every depth at the middle
+    context. Other sides run with one stream and with many lanes. ``new`` is the length of requests that run to their
+    ends.
     """
     result: list[DecodeCase] = []
     # Sides and depths are compared at 64 lanes, or the nearest number there is.
@@ -181,7 +171,7 @@ def _other_sides(shape: str, lanes: Sequence[int], context: int, full: float) ->
 
 
 def subset_cases(shapes: Sequence[str]) -> list[DecodeCase]:
-    """Returns the rows that the aims are stated for, which take a few minutes."""
+    """Returns the cases that the project has targets for; they take a few minutes."""
     result = [DecodeCase(side, shape, 1, 128) for shape in shapes for side in (ENGINE, DRAFTING)]
     last = shapes[-1]
     result += [DecodeCase(ENGINE, last, 64, 512, depth) for depth in (4.0, 3.7, 2.0)]
@@ -191,7 +181,7 @@ def subset_cases(shapes: Sequence[str]) -> list[DecodeCase]:
 
 
 def served(shape: str, lanes: Sequence[int] = (1, 32, 128), context: int = 1024, new: int = 128) -> list[DecodeCase]:
-    """Returns requests from prompt to last token, at full depth, ``lanes`` at a time."""
+    """Returns end-to-end cases at full depth, one for each number of concurrent requests in ``lanes``."""
     return [DecodeCase(ENGINE, shape, count, context, float(ITERATIONS), WHOLE, new) for count in lanes]
 
 
@@ -208,27 +198,14 @@ def row_of(case: DecodeCase, measure: Callable[[DecodeCase], Row]) -> Row:
         return row | {"works": False, "problem": in_one_line(error)}
 
 
-def ratios_of(rows: Sequence[Row]) -> list[Row]:
-    """Returns how much faster ours is where two rows differ in one thing only: the depth or the side."""
-    names = DecodeCase.__dataclass_fields__
-    by_case = {DecodeCase(**{name: row[name] for name in names}): row for row in rows if row.get("tokens_per_second")}
-    result = []
-    for case, row in by_case.items():
-        others = {}
-        if case.side == DRAFTING:
-            others = {"over engine": replace(case, side=ENGINE)}
-        elif case.side == ENGINE:
-            others = {"over portable": replace(case, side=PORTABLE)}
-            others[f"over depth {ITERATIONS}"] = replace(case, depth=float(ITERATIONS))
-        for what, other in others.items():
-            if other == case or other not in by_case:
-                continue
-            base = by_case[other]
-            ratio = {"name": row["name"], "what": what, "times": row["tokens_per_second"] / base["tokens_per_second"]}
-            if row.get("resident_lanes") and base.get("resident_lanes"):
-                ratio["lanes_times"] = row["resident_lanes"] / base["resident_lanes"]
-            result.append(ratio)
-    return result
+def compare(rows: Sequence[Row]) -> None:
+    """Fills in ``times_engine``: tokens/s relative to the same lanes of the engine at full depth without drafting."""
+    speeds = {row["name"]: row.get("tokens_per_second") for row in rows}
+    for row in rows:
+        case = DecodeCase(**{name: row[name] for name in DecodeCase.__dataclass_fields__})
+        base = replace(case, side=ENGINE, depth=None if case.depth is None else float(ITERATIONS))
+        speed = row.get("tokens_per_second") if case.side in (ENGINE, DRAFTING) else None
+        row["times_engine"] = ratio(speed, speeds.get(base.name))
 
 
 # --- tables and figure ---------------------------------------------------------------------------------------------
@@ -247,18 +224,15 @@ def _speed(row: Row) -> str:
     return "out of memory" if "out of memory" in row["problem"].lower() else "failed"
 
 
-def _milliseconds(name: str, quantile: str) -> Callable[[Row], str]:
-    return lambda row: number(quantile, ",.2f", 1e3)(row.get(name) or {})
-
-
 COLUMNS = {
     "who, lanes, context, depth": _case_name,
     "tokens/s": _speed,
     "spread": harness.SPREAD,
+    "x engine": number("times_engine", ".2f"),
     "of limit": number("limit_share", ".1%"),
-    "first ms": _milliseconds("first_token_seconds", "p50"),
-    "between ms": _milliseconds("between_tokens_seconds", "p50"),
-    "p99": _milliseconds("between_tokens_seconds", "p99"),
+    "first ms": milliseconds("first_token_seconds", "p50", ",.2f"),
+    "between ms": milliseconds("between_tokens_seconds", "p50", ",.2f"),
+    "p99": milliseconds("between_tokens_seconds", "p99", ",.2f"),
     "resident": number("resident_lanes", ".1f"),
     "waiting": number("waiting_requests", ",.0f"),
     "peak GiB": harness.PEAK,
@@ -267,7 +241,7 @@ COLUMNS = {
 
 
 def show(rows: Sequence[Row]) -> None:
-    """Prints a table for each shape, and why rows have no figures."""
+    """Prints a table for each shape, and the error of each row that failed."""
     for shape in dict.fromkeys(row["shape"] for row in rows):
         harness.print_table(f"\n{shape}: decoding", COLUMNS, [row for row in rows if row["shape"] == shape])
     for row in rows:
@@ -275,10 +249,8 @@ def show(rows: Sequence[Row]) -> None:
             console.print(f"{row['name']}: {row['problem']}", style="yellow")
 
 
-def draw(rows: Sequence[Row], path: Path, device: str) -> tuple[Path, Path]:
-    """Writes ``path``.png and ``path``.svg: tokens per second by lanes and by mean depth; failed rows are left out."""
-    from adaponder.analysis.style import PAGE, house, new_figure, save, series
-
+def panels(rows: Sequence[Row], device: str) -> dict[str, Any]:
+    """Returns two panels for :func:`harness.draw`: tokens/s by lanes and by mean depth, without failed rows."""
     works = [row for row in rows if row["works"]]
     deepest = max((row["depth"] or 0 for row in works), default=0)
     by_lanes: dict[str, list[tuple[float, float]]] = {}
@@ -292,18 +264,7 @@ def draw(rows: Sequence[Row], path: Path, device: str) -> tuple[Path, Path]:
             label = f"{name}, {row['lanes']} lanes, context {row['context']}"
             by_depth.setdefault(label, []).append((row["mean_depth"], row["tokens_per_second"]))
     by_depth = {label: points for label, points in by_depth.items() if len(points) > 1}
-    with house():
-        figure = new_figure(width=PAGE, height=4.2)
-        left, right = figure.subplots(1, 2)
-        for axes, some in ((left, by_lanes), (right, by_depth)):
-            for index, (label, points) in enumerate(some.items()):
-                axes.plot(*zip(*sorted(points), strict=True), **series(index, len(some)), label=label)
-            if some:
-                axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize="small")
-        left.set(xscale="log", yscale="log", xlabel="lanes", ylabel="tokens/s", title=f"by lanes, {device}")
-        lanes = sorted({row["lanes"] for row in works})
-        left.set_xticks(lanes, [str(count) for count in lanes], minor=False)
-        left.minorticks_off()
-        right.set(xlabel="mean depth", ylabel="tokens/s", title="by mean depth")
-        right.set_ylim(bottom=0)
-        return save(figure, path)
+    lanes: dict[str, Any] = {"xlabel": "lanes", "ylabel": "tokens/s", "xscale": "log", "yscale": "log"}
+    lanes["xticks"] = lanes["xticklabels"] = sorted({row["lanes"] for row in works})
+    depth = {"xlabel": "mean depth", "ylabel": "tokens/s", "ylim": (0, None)}
+    return {f"by lanes, {device}": (lanes, by_lanes), "by mean depth": (depth, by_depth)}

@@ -1,11 +1,11 @@
-"""Runs the sides of ``benchmarks decode``: our engine, our ``generate``, and Hugging Face's on the plain decoder."""
+"""Measures the cases of ``benchmarks decode`` in the engine, with ``generate``, and with Hugging Face's decoders."""
 
 from __future__ import annotations
 
 import random
 import statistics
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -23,8 +23,9 @@ from adaponder.methods import method_class
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import ForcedDepths
 from benchmarks.decode import DRAFTING, HF, HF_BATCH, IN_ENGINE, MEMORY, PLAIN_SIDES, PORTABLE, STEADY, DecodeCase
-from benchmarks.harness import Row, forget
+from benchmarks.harness import Row, forget, measure
 from benchmarks.models import build, build_stock, draw_depths, mean_depth, shape_config
+from benchmarks.serve_client import Answer, percentiles
 
 # New tokens of a side outside the engine; the slow one makes fewer.
 _NEW = {PORTABLE: 12, HF: 48, HF_BATCH: 48}
@@ -34,9 +35,15 @@ _LONGEST_WAIT = 120.0
 _AHEAD = 40_000_000
 
 
+# Fields of a row that a side may not know.
+_UNKNOWN = ("limit_tokens_per_second", "limit_share", "waiting_requests", "kv_rows", "idle_share", "accepted_share")
+
+
 def as_row(
     rates: Sequence[float],
     *,
+    resident_lanes: float,
+    peak_bytes: int | None = None,
     shares: Sequence[float] = (1.0,),
     first: Sequence[float] = (),
     between: Sequence[float] = (),
@@ -48,33 +55,17 @@ def as_row(
         rates: tokens per second in each timed part.
         shares: share of the timed tokens of depth 1, 2, …
         first: seconds from each request to its first token.
-        between: seconds between two tokens of a sequence, of each token.
-        more: further fields; those that are left out are unknown.
+        between: seconds from the previous token of the same sequence, for each token.
     """
     speed = statistics.median(rates)
-    unknown = ("limit_tokens_per_second", "limit_share", "resident_lanes", "waiting_requests", "kv_rows", "idle_share")
-    return {
-        "tokens_per_second": speed,
-        "spread": (max(rates) - min(rates)) / speed,
-        "rates": list(rates),
-        "mean_depth": mean_depth(shares),
-        "first_token_seconds": _quantiles(first),
-        "between_tokens_seconds": _quantiles(between),
-        **dict.fromkeys((*unknown, "peak_bytes", "accepted_share")),
-        **more,
-    }
-
-
-def _quantiles(values: Sequence[float]) -> dict[str, float] | None:
-    """Returns the median and the 99th percentile."""
-    if not values:
-        return None
-    tensor = torch.tensor(values, dtype=torch.float64)
-    return {"p50": float(tensor.quantile(0.5)), "p99": float(tensor.quantile(0.99))}
+    row = {"tokens_per_second": speed, "spread": (max(rates) - min(rates)) / speed, "rates": list(rates)}
+    row |= {"mean_depth": mean_depth(shares), "resident_lanes": resident_lanes, "peak_bytes": peak_bytes}
+    row |= {"first_token_seconds": percentiles(first), "between_tokens_seconds": percentiles(between)}
+    return row | dict.fromkeys(_UNKNOWN) | more
 
 
 class Opened(NamedTuple):
-    """A checkpoint, and token ids that its prompts are cut from."""
+    """A checkpoint, and the token ids that prompts are cut from."""
 
     model: AdaPonderForCausalLM
     prompts: Sequence[int]
@@ -93,12 +84,12 @@ def open_checkpoint(checkpoint: str, data: str, dtype: str, device: torch.device
 
 @dataclass
 class Sides:
-    """Measures cases, with one model in memory at a time, kept while the next case needs the same.
+    """Measures cases one after the other; a model stays in memory until a case needs another one.
 
     Attributes:
-        seed: of weights, prompts and depths.
+        seed: seed of weights, prompts and depths.
         copy_rate: bytes per second that a large copy reads and writes.
-        opened: a checkpoint that takes the place of a shape; without it prompts are random.
+        opened: a checkpoint to measure instead of a shape; without a checkpoint, prompts are random.
         warmup: parts that are not timed.
         repeats: timed parts.
         part: tokens of each lane in a part.
@@ -133,20 +124,20 @@ class Sides:
             return self.opened.model.config
         return shape_config(case.shape, vanilla=case.side in PLAIN_SIDES)
 
-    def _model(self, case: DecodeCase, build: Callable[..., Any] = build) -> Any:
-        """Returns the case's model, after freeing another one."""
+    def _model(self, case: DecodeCase) -> Any:
+        """Returns the case's model; frees the previous one if it differs."""
         if self.opened is not None:
             return self.opened.model
-        key = build, case.shape, case.side in PLAIN_SIDES
+        make = build_stock if case.side in (HF, HF_BATCH) else build
+        key = make, case.shape, case.side in PLAIN_SIDES
         if self._kept[0] != key:
             self._kept = None, None
             forget(self.device)
-            model = build(self._config(case), device=self.device, dtype=self.dtype, seed=self.seed)
-            self._kept = key, model
+            self._kept = key, make(self._config(case), device=self.device, dtype=self.dtype, seed=self.seed)
         return self._kept[1]
 
     def _in_engine(self, case: DecodeCase) -> tuple[Row, Sequence[float], float]:
-        """Returns a row, the shares of its tokens by depth, and the mean number of tokens that a row attends to."""
+        """Measures a case in the engine; returns its row, the share of tokens by depth, and the mean context length."""
         model, prompts = self._model(case), None if self.opened is None else self.opened.prompts
         forget(self.device)
         most, iterations = model.config.max_position_embeddings, model.config.iterations
@@ -171,33 +162,32 @@ class Sides:
         return row, load.shares(), case.context + load.total / max(1, len(load.arrived)) / 2
 
     def _outside(self, case: DecodeCase) -> tuple[Row, Sequence[float], float]:
-        """Returns the same of a side outside of the engine: the time of all new tokens after the first."""
-        new, device = _NEW[case.side], self.device
-        model = self._model(case, build if case.side == PORTABLE else build_stock)
+        """Measures a side outside of the engine, from the first new token to the last; see :meth:`_in_engine`."""
+        new, model = _NEW[case.side], self._model(case)
         generator = torch.Generator().manual_seed(self.seed)
-        ids = torch.randint(self._config(case).vocab_size, (case.lanes, case.context), generator=generator).to(device)
+        ids = torch.randint(self._config(case).vocab_size, (case.lanes, case.context), generator=generator)
         if case.side == HF_BATCH:
-            return _continuous(model, ids.tolist(), new=new, device=device), (1.0,), 0.0
+            return _continuous(model, ids.tolist(), new=new, device=self.device), (1.0,), 0.0
+        ids = ids.to(self.device)
         fixed: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": True, "pad_token_id": 0}
         if case.shares is not None:
             depths = [draw_depths(case.shares, case.context + new, seed=self.seed + lane) for lane in range(case.lanes)]
-            fixed["policy"] = ForcedDepths(torch.tensor(depths, device=device))
+            fixed["policy"] = ForcedDepths(torch.tensor(depths, device=self.device))
 
         @torch.no_grad()
-        def seconds(new: int) -> float:
-            return _seconds(lambda: model.generate(ids, max_new_tokens=new, min_new_tokens=new, **fixed), device)
+        def generate(new: int) -> None:
+            model.generate(ids, max_new_tokens=new, min_new_tokens=new, **fixed)
 
-        seconds(2)
-        reset_peak(device)
-        first, shares = seconds(1), case.shares or (1.0,)
-        rates = [case.lanes * (new - 1) / max(1e-9, seconds(new) - first) for _ in range(2)]
-        more = {"resident_lanes": case.lanes, "peak_bytes": peak(device)}
-        row = as_row(rates, shares=shares, first=[first], between=[case.lanes / rate for rate in rates], **more)
+        first = measure(lambda: generate(1), self.device, warmup=1, repeats=1).median
+        timing = measure(lambda: generate(new), self.device, warmup=0, repeats=2)
+        shares, rates = case.shares or (1.0,), [case.lanes * (new - 1) / max(1e-9, t - first) for t in timing.seconds]
+        more = {"resident_lanes": case.lanes, "peak_bytes": timing.peak_bytes, "shares": shares}
+        row = as_row(rates, first=[first], between=[case.lanes / rate for rate in rates], **more)
         return row, shares, case.context + new / 2
 
 
 def _continuous(model: Any, prompts: list[list[int]], *, new: int, device: torch.device) -> Row:
-    """Times Hugging Face's continuous batching, prompts included: it does not report when each token came."""
+    """Times Hugging Face's continuous batching with its prompts, since it does not report when a token came."""
     settings = GenerationConfig(max_new_tokens=new, do_sample=True, eos_token_id=-1, pad_token_id=0)
     outputs: dict[Any, Any] = {}
 
@@ -205,33 +195,11 @@ def _continuous(model: Any, prompts: list[list[int]], *, new: int, device: torch
         outputs.clear()
         outputs.update(model.generate_batch(inputs=prompts, generation_config=settings, progress_bar=False))
 
-    run()
-    seconds = _seconds(run, device)
+    seconds = measure(run, device, warmup=1, repeats=1).median
     tokens = sum(len(output.generated_tokens) for output in outputs.values())
     if not tokens:
         raise RuntimeError("generate_batch made no token")
     return as_row([tokens / seconds], resident_lanes=len(prompts))
-
-
-def _seconds(run: Callable[[], None], device: torch.device) -> float:
-    """Times a function, with what it leaves queued on a GPU."""
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    synchronize()
-    began = time.perf_counter()
-    run()
-    synchronize()
-    return time.perf_counter() - began
-
-
-def reset_peak(device: torch.device) -> None:
-    """Resets the peak of allocated memory."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak(device: torch.device) -> int | None:
-    """Returns the peak of allocated memory since."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 # --- loads of the engine -------------------------------------------------------------------------------------------
@@ -239,41 +207,40 @@ def peak(device: torch.device) -> int | None:
 
 @dataclass
 class DecodeLoad:
-    """Submits requests of one case and notes when their tokens come.
+    """Submits the requests of a case and records when their tokens arrive.
 
     Attributes:
-        prompts: token ids that prompts are cut from; without them prompts are random.
-        submitted: when each request was submitted.
-        arrived: for each request, (time, tokens) of each step that brought tokens.
-        depths: tokens of each depth.
-        ended: finished requests.
-        total: tokens so far.
+        prompts: token ids that prompts are cut from; ``None`` makes random prompts.
+        answers: when each request was submitted and when its tokens arrived.
+        depths: number of tokens of each depth.
+        ended: number of finished requests.
+        total: number of tokens so far.
     """
 
     engine: Engine
     case: DecodeCase
     seed: int = 0
     prompts: Sequence[int] | None = None
-    submitted: dict[int, float] = field(default_factory=dict)
-    arrived: dict[int, list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
+    answers: dict[int, Answer] = field(default_factory=dict)
     depths: Counter[int] = field(default_factory=Counter)
     ended: int = 0
     total: int = 0
 
     def run(self, measure: Callable[..., Any], **how: Any) -> Any:
-        """Returns ``measure(self)``, and leaves the engine empty."""
-        reset_peak(self.engine.model.device)
+        """Returns ``measure(self)``, then cancels all requests."""
+        if self.engine.model.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.engine.model.device)
         try:
             return measure(self, **how)
         finally:
-            for request_id in self.submitted:
+            for request_id in self.answers:
                 self.engine.cancel(request_id)
             while self.engine.busy:
                 self.engine.step()
 
     def submit(self, new: int) -> None:
-        """Submits one more request of ``new`` tokens."""
-        count, context, shares = len(self.submitted), self.case.context, self.case.shares
+        """Submits another request that generates ``new`` tokens."""
+        count, context, shares = len(self.answers), self.case.context, self.case.shares
         draw = random.Random(self.seed * 1_000_003 + count)
         if self.prompts is None:
             prompt = [draw.randrange(self.engine.model.config.vocab_size) for _ in range(context)]
@@ -282,10 +249,11 @@ class DecodeLoad:
             prompt = list(self.prompts[start : start + context])
         depths = None if shares is None else draw_depths(shares, context + new - 1, seed=draw.randrange(2**31))
         settings: dict[str, Any] = {"max_new_tokens": new, "ignore_eos": True, "seed": count, "depths": depths}
-        self.submitted[self.engine.submit(Request(prompt=prompt, **settings))] = time.perf_counter()
+        request = self.engine.submit(Request(prompt=prompt, **settings))
+        self.answers[request] = Answer(due=time.perf_counter())
 
     def step(self) -> None:
-        """Runs one step of the engine and notes its tokens."""
+        """Runs one step of the engine and records its tokens."""
         events = self.engine.step()
         now = time.perf_counter()
         tokens = Counter(event.request for event in events if event.token is not None)
@@ -295,66 +263,57 @@ class DecodeLoad:
             if completion.error is not None:
                 raise RuntimeError(completion.error)
         for request, count in tokens.items():
-            self.arrived[request].append((now, count))
+            self.answers[request].arrivals.append((now, count))
         self.total += tokens.total()
+
+    @property
+    def arrived(self) -> list[Answer]:
+        """Returns the answers that have at least one token."""
+        return [answer for answer in self.answers.values() if answer.arrivals]
 
     def settle(self) -> None:
         """Steps until every lane decodes, or no further request can be admitted."""
         began = time.perf_counter()
-        while len(self.arrived) < self.case.lanes:
+        while len(arrived := self.arrived) < self.case.lanes:
             self.step()
             counts = self.engine.statistics
-            stuck = counts["waiting"] and all(sum(n for _, n in times) >= 16 for times in self.arrived.values())
-            if stuck and len(self.arrived) >= counts["resident"]:
+            stuck = counts["waiting"] and all(sum(n for _, n in answer.arrivals) >= 16 for answer in arrived)
+            if stuck and len(arrived) >= counts["resident"]:
                 return
             if time.perf_counter() - began > _LONGEST_WAIT:
-                lanes = f"{len(self.arrived)} of {self.case.lanes} lanes"
+                lanes = f"{len(arrived)} of {self.case.lanes} lanes"
                 raise RuntimeError(f"only {lanes} decode after {_LONGEST_WAIT:.0f} s")
 
-    def first(self) -> list[float]:
-        """Returns the seconds from each request to its first token."""
-        return [times[0][0] - self.submitted[request] for request, times in self.arrived.items()]
-
-    def between(self, since: float) -> list[float]:
-        """Returns the seconds per token since then; tokens that came together share the time before them."""
-        seconds = []
-        for times in self.arrived.values():
-            for (before, _), (now, count) in pairwise(times):
-                if before >= since:
-                    seconds += [(now - before) / count] * count
-        return seconds
-
     def shares(self) -> list[float]:
-        """Returns the share of the noted tokens of depth 1, 2, …"""
+        """Returns the share of recorded tokens of depth 1, 2, …"""
         depths = range(1, max(self.depths, default=1) + 1)
         return [self.depths[depth] / max(1, self.depths.total()) for depth in depths]
 
-    def row(self, rates: Sequence[float], resident: Sequence[int], *, since: float, **more: Any) -> Row:
-        """Returns the measured fields of the case's row; ``resident`` are the lanes that decoded in each step."""
-        counts = self.engine.statistics
+    def row(self, rates: Sequence[float], resident: Sequence[int], *, since: float) -> Row:
+        """Returns the measured fields of the case's row; ``resident`` is the number of busy lanes in each step."""
+        counts, device = self.engine.statistics, self.engine.model.device
         return as_row(
             rates,
             shares=self.shares(),
-            first=self.first(),
-            between=self.between(since),
+            first=[answer.arrivals[0][0] - answer.due for answer in self.arrived],
+            between=[gap for answer in self.arrived for gap in answer.gaps(since)],
             resident_lanes=sum(resident) / max(1, len(resident)),
             waiting_requests=counts["waiting"],
             kv_rows=counts["pages_held"] * self.engine.pages.size,
-            peak_bytes=peak(self.engine.model.device),
+            peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
             accepted_share=counts["accepted"] / counts["drafted"] if counts["drafted"] else None,
-            **more,
         )
 
 
 def first_tokens(load: DecodeLoad) -> None:
-    """Lets every lane make some tokens, untimed."""
+    """Generates a few tokens in every lane, untimed."""
     for _ in range(load.case.lanes):
         load.submit(min(load.engine.tokens - load.case.context, 64))
     load.settle()
 
 
 def steady_length(case: DecodeCase, *, warmup: int, repeats: int, part: int) -> int:
-    """Returns the new tokens of a sequence that decodes from before the last lane begins until the last timed part."""
+    """Returns how many tokens a sequence needs to keep decoding until the last timed part ends."""
     return (warmup + repeats + 2) * part + 64 + case.lanes * case.context // 4096
 
 
@@ -367,7 +326,8 @@ def steady(load: DecodeLoad, *, warmup: int, repeats: int, part: int) -> Row:
         load.submit(new)
     load.settle()
     engine.warm_up()
-    target = load.total + warmup * part * len(load.arrived)
+    lanes = len(load.arrived)
+    target = load.total + warmup * part * lanes
     while load.total < target:
         load.step()
     load.depths.clear()
@@ -375,7 +335,7 @@ def steady(load: DecodeLoad, *, warmup: int, repeats: int, part: int) -> Row:
     rates, resident = [], []
     while len(rates) < repeats and not load.ended:
         tokens, since = load.total, time.perf_counter()
-        while load.total - tokens < part * len(load.arrived) and engine.busy and not load.ended:
+        while load.total - tokens < part * lanes and engine.busy and not load.ended:
             load.step()
             resident.append(engine.statistics["resident"])
         if not load.ended:
@@ -388,9 +348,9 @@ def steady(load: DecodeLoad, *, warmup: int, repeats: int, part: int) -> Row:
 
 
 def idle_share(load: DecodeLoad, seconds: float, launches: int = 4) -> float | None:
-    """Returns the share of a tick's ``seconds`` in which the device was idle; ``None`` without a GPU.
+    """Returns the share of a tick's ``seconds`` in which the GPU was idle; ``None`` without a GPU.
 
-    A few more launches are timed on the device alone, which is kept busy until the host has queued all of one.
+    Times a few more launches on the device alone, which waits before each until the host has queued the whole launch.
     """
     engine = load.engine
     if engine.model.device.type != "cuda" or not engine.busy:
@@ -415,7 +375,7 @@ def idle_share(load: DecodeLoad, seconds: float, launches: int = 4) -> float | N
 
 
 def through_memory(load: DecodeLoad) -> Row:
-    """Runs many requests through a KV cache that holds only some; times the middle three fifths of their tokens."""
+    """Runs more requests than the KV cache holds and times the middle three fifths of their tokens."""
     engine, case = load.engine, load.case
     # Lengths from half to one and a half times, so that sequences do not begin and end together.
     lengths = [max(1, case.new // 2 + case.new * (index % 9) // 8) for index in range(6 * case.lanes)]
@@ -436,14 +396,14 @@ def through_memory(load: DecodeLoad) -> Row:
 
 
 def end_to_end(load: DecodeLoad, *, rounds: int = 2) -> Row:
-    """Keeps ``lanes`` requests under way until ``rounds`` times as many are done; times all their new tokens."""
+    """Keeps ``lanes`` requests running until ``rounds * lanes`` have finished; times all their new tokens."""
     case, began, resident = load.case, time.perf_counter(), []
     for _ in range(case.lanes):
         load.submit(case.new)
     while load.ended < rounds * case.lanes:
         load.step()
         resident.append(load.engine.statistics["resident"])
-        while len(load.submitted) < min(rounds * case.lanes, load.ended + case.lanes):
+        while len(load.answers) < min(rounds * case.lanes, load.ended + case.lanes):
             load.submit(case.new)
     return load.row([load.total / (time.perf_counter() - began)], resident, since=began)
 
@@ -452,7 +412,7 @@ def end_to_end(load: DecodeLoad, *, rounds: int = 2) -> Row:
 
 
 class TickBytes(NamedTuple):
-    """Bytes that an average tick moves, by what they belong to."""
+    """Bytes that an average tick moves, by part of the model."""
 
     body: float
     head: float
@@ -492,11 +452,11 @@ def tick_bytes(
 
 
 def limit(config: AdaPonderConfig, shares: Sequence[float], *, lanes: float, copy_rate: float, **how: Any) -> float:
-    """Returns the tokens per second if bytes moved at the rate of a large copy and nothing else took time."""
+    """Returns the tokens/s if a tick took only the time to copy its bytes at ``copy_rate``."""
     depth = 1.0 if method_class(config.method).slots_per_token(config.iterations) > 1 else mean_depth(shares)
     return copy_rate * lanes / depth / sum(tick_bytes(config, shares, lanes=lanes, **how))
 
 
 def _any(share: float, lanes: float) -> float:
-    """Returns the probability that one of ``lanes`` rows is among a share of them."""
+    """Returns the probability that at least one of ``lanes`` rows has a property that a ``share`` of rows has."""
     return 1 - (1 - min(1.0, share)) ** lanes

@@ -1,4 +1,4 @@
-"""Times repetitions after a warm-up, checks the kernels first, and writes the record of one benchmark."""
+"""Runs a benchmark: checks the kernels, times variants after a warm-up, prints tables and writes the record."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from typer import Option
 
 from adaponder.devices import as_device
 from adaponder.errors import EvaluationError, InputError
-from adaponder.recipes import Recipe
 from adaponder.terminal import STDOUT, console, line, table, write_json
 from benchmarks.record import ROOT, commit_of, provenance
 
@@ -29,7 +28,7 @@ Number = TypeVar("Number", int, float)
 SEVERAL = "; may be repeated."
 Row = dict[str, Any]
 _NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-# Words of a recipe's or a device's name that file names leave out.
+# Left out of file names.
 _COMMON = {"paper", "cpu", "adaponder", "nvidia", "geforce", "amd", "instinct"}
 
 
@@ -38,7 +37,7 @@ _COMMON = {"paper", "cpu", "adaponder", "nvidia", "geforce", "amd", "instinct"}
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of each repetition, and the peak of allocated memory (``None`` where it is not counted)."""
+    """Seconds of each repetition, and the peak of allocated memory (``None`` on a CPU)."""
 
     seconds: list[float]
     peak_bytes: int | None
@@ -49,7 +48,7 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Returns (maximum - minimum) / median: smaller differences between variants mean nothing."""
+        """Returns (maximum - minimum) / median; a smaller difference between variants means nothing."""
         return (max(self.seconds) - min(self.seconds)) / self.median
 
 
@@ -88,10 +87,10 @@ def if_it_fits(measure_one: Callable[[], Item]) -> Item | None:
 
 
 def forget(device: torch.device, *, graphs: bool = True) -> None:
-    """Frees the memory of earlier measurements, so that every measurement starts alike.
+    """Frees the memory of earlier measurements and, with ``graphs``, drops compiled graphs.
 
-    Compiled graphs are dropped too, unless the next model is known to fit them: the compiler counts those of all models
-    together, and past its limit it would run the next model uncompiled, or compile it for shapes that vary.
+    The compiler counts the graphs of all models together. Past its limit it would run the next model uncompiled or
+    compile it for dynamic shapes, so graphs are only kept for a model that can reuse them.
     """
     if graphs:
         torch.compiler.reset()
@@ -100,8 +99,21 @@ def forget(device: torch.device, *, graphs: bool = True) -> None:
         torch.cuda.empty_cache()
 
 
+def time_step(
+    prepare: Callable[[], Callable[[], object]],
+    device: torch.device,
+    *,
+    warmup: int,
+    repeats: int,
+    keep_graphs: bool = False,
+) -> Timing | None:
+    """Times the step that ``prepare`` builds, or returns ``None`` if memory does not suffice."""
+    forget(device, graphs=not keep_graphs)
+    return if_it_fits(lambda: measure(prepare(), device, warmup=warmup, repeats=repeats))
+
+
 def matmul_rate(device: torch.device) -> float:
-    """Returns FLOP/s of a large product of random matrices, in the precision that training uses there."""
+    """Returns the FLOP/s of a large matrix product, in bfloat16 on a GPU and float32 on a CPU."""
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
@@ -109,7 +121,7 @@ def matmul_rate(device: torch.device) -> float:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Returns the bytes per second that a large copy reads and writes."""
+    """Returns the bytes read and written per second by a large copy."""
     source = torch.empty(1 << (30 if device.type == "cuda" else 26), dtype=torch.uint8, device=device).random_(0, 256)
     target = torch.empty_like(source)
     return 2 * source.numel() / measure(lambda: target.copy_(source), device, warmup=3, repeats=10).median
@@ -120,11 +132,18 @@ def ratio(above: float | None, below: float | None) -> float | None:
     return None if above is None or not below else above / below
 
 
+def add_ratios(rows: Iterable[Row], base: Row, **fields: str) -> None:
+    """Sets ``row[name] = row[field] / base[field]`` for each ``name=field``; ``None`` where a value is missing."""
+    for row in rows:
+        for name, field in fields.items():
+            row[name] = ratio(row[field], base.get(field))
+
+
 # --- the check of the kernels --------------------------------------------------------------------------------------
 
 
 def check_kernels(device: torch.device) -> None:
-    """Runs one test of each kernel on this device; raises with the tail of pytest's output if one fails."""
+    """Runs a test of each kernel on this device; raises with the end of pytest's output if one fails."""
     # A process either compiles kernels or interprets them.
     environment = {} if device.type == "cuda" else {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     code, output = run_tests(environment)
@@ -147,17 +166,10 @@ def run_tests(environment: dict[str, str]) -> tuple[int, str]:
 
 
 @dataclass(frozen=True)
-class Common:
-    """Options that train, prefill, decode and ops share."""
+class Recorded:
+    """Options of every benchmark."""
 
     device: Annotated[str, Option(metavar="NAME", help="cpu, cuda, cuda:1, …")] = "cpu"
-    repeats: Annotated[int, Option(metavar="N", min=1, max=100_000, help="Timed repetitions; the median counts.")] = 10
-    warmup: Annotated[int, Option(metavar="N", min=0, max=100_000, help="Untimed repetitions before them.")] = 3
-    only: Annotated[
-        list[str] | None,
-        Option(metavar="WORD", help=f"Only plain and variants with WORD in their name, without a record{SEVERAL}"),
-    ] = None
-    trust: Annotated[bool, Option("--trust", help="Do not check the kernels first; the record says so.")] = False
     commit: Annotated[str | None, Option(metavar="NAME", help="The measured commit; default: from git.")] = None
     record: Annotated[bool, Option("--record/--no-record", help="Write a record to benchmarks/records/.")] = True
     json: Annotated[Path | None, Option(metavar="PATH", help="Write JSON after each row; - for stdout.")] = None
@@ -167,15 +179,28 @@ class Common:
     def target(self) -> torch.device:
         return as_device(self.device)
 
+
+@dataclass(frozen=True)
+class Common(Recorded):
+    """Options of the benchmarks that time kernels: train, prefill, decode and ops."""
+
+    repeats: Annotated[int, Option(metavar="N", min=1, max=100_000, help="Timed repetitions; the median counts.")] = 10
+    warmup: Annotated[int, Option(metavar="N", min=0, max=100_000, help="Untimed repetitions before them.")] = 3
+    only: Annotated[
+        list[str] | None,
+        Option(metavar="WORD", help=f"Only plain and variants with WORD in their name, without a record{SEVERAL}"),
+    ] = None
+    trust: Annotated[bool, Option("--trust", help="Do not check the kernels first; the record says so.")] = False
+
     @property
-    def how_often(self) -> dict[str, Any]:
+    def how_often(self) -> dict[str, int]:
         return {"warmup": self.warmup, "repeats": self.repeats}
 
 
 def numbers(
     option: str, text: str | None, kind: Callable[[str], Number], low: float, high: float, count: int | None = None
 ) -> list[Number]:
-    """Parses ``1,2,3``; every number must be between ``low`` and ``high``."""
+    """Parses a list such as ``1,2,3`` whose numbers must be between ``low`` and ``high``."""
     if text is None:
         return []
     try:
@@ -195,118 +220,151 @@ def one_of(option: str, value: str, names: Iterable[str]) -> None:
         raise InputError(f"{option} {value} must be one of {', '.join(names)}")
 
 
-class Run:
-    """A benchmark under way: its record so far."""
+def precision(dtype: str | None, device: torch.device) -> str:
+    """Returns ``--dtype`` after checking it; the default is bfloat16 on a GPU and float32 on a CPU."""
+    one_of("--dtype", dtype or "float32", ("bfloat16", "float16", "float32"))
+    return dtype or ("bfloat16" if device.type == "cuda" else "float32")
 
-    def __init__(
-        self,
-        options: Common,
-        name: str,
-        settings: dict[str, Any],
-        recipe: Recipe | None = None,
-        overrides: Sequence[str] | None = None,
-    ):
-        """Checks the kernels, measures the device's rates and begins the record called ``name``."""
-        self.options, device, part = options, options.target, bool(options.only)
-        # A record stands for the whole comparison: --only must not replace it.
-        self.path = record_path(name, device, recipe) if options.record and not part else None
+
+class Run:
+    """A running benchmark and its record so far."""
+
+    def __init__(self, options: Recorded, name: str, settings: dict[str, Any], **facts: Any):
+        """Measures the device's rates and begins the record called ``name``, with ``facts`` beside its settings."""
+        self.options = options
+        self.path = record_path(name, options.target) if options.record else None
         commit = commit_of(options.commit, required=options.record)
-        if recipe is not None:
-            console.print(line((recipe.name, "bold"), f"  {recipe.fingerprint}  {recipe.about}"))
-        if options.record and part:
-            console.print("--only measures a part, so no record is written; --json PATH keeps the rows")
-        if options.trust:
-            console.print("--trust: the kernels are not checked", style="yellow")
-        else:
-            console.print("checking the kernels …")
-            check_kernels(device)
-        known = {"command": f"bench {name.partition('-')[0]}", "tested": not options.trust}
-        known |= conditions(device, commit=commit) | {"recipe": None, "seed": options.seed or 0}
-        if recipe is not None:
-            known["recipe"] = {"name": recipe.name, "hash": recipe.fingerprint, "set": list(overrides or [])}
-            known["seed"] = recipe.train.seed
-        known["settings"] = settings | options.how_often | ({"only": list(options.only or ())} if part else {})
-        self.hardware: dict[str, Any] = known["hardware"]
+        self.check()
+        console.print("measuring the device's own rates …")
         self.metrics: dict[str, Any] = {}
-        self.record = known | {"complete": False, "metrics": self.metrics}
+        self.record = {"command": f"bench {name.partition('-')[0]}", **provenance(options.target, commit=commit)}
+        self.hardware: dict[str, Any] = {"device": self.record["hardware"]}
+        self.hardware |= {"matmul_flops": matmul_rate(options.target), "copy_bytes": copy_rate(options.target)}
+        self.record |= {"hardware": self.hardware, "seed": options.seed or 0, "settings": settings, **facts}
+        self.record |= {"complete": False, "metrics": self.metrics}
+
+    def check(self) -> None:
+        """Raises before anything is measured if figures would mean nothing."""
 
     def keep(self, **metrics: Any) -> None:
-        """Adds metrics and writes all so far to ``--json``."""
+        """Adds metrics to the record and writes it to ``--json``."""
         self.metrics.update(metrics)
         write_json(self.options.json, self.record)
 
     def finish(self) -> dict[str, Any]:
-        """Returns the complete record, written to its path and to ``--json``."""
+        """Writes the complete record to its path and to ``--json``, and returns it."""
+        self.record["complete"] = True
+        if self.path is not None:
+            write_json(self.path, self.record)
+            console.print(line("the record is ", (self.path.relative_to(ROOT), "bold")))
+        write_json(self.options.json, self.record)
+        return self.record
+
+    def draw(self, panels: Mapping[str, Any]) -> None:
+        """Draws the figure beside the record, if the record is written."""
+        if self.path is not None:
+            path = draw(ROOT / "benchmarks" / self.path.stem, panels)[0]
+            console.print(line("the plot is ", (path.relative_to(ROOT), "bold")))
+
+
+class Timed(Run):
+    """A benchmark that checks the kernels and then times variants one after the other."""
+
+    options: Common
+
+    def __init__(self, options: Common, name: str, settings: dict[str, Any], **facts: Any):
+        settings = settings | options.how_often | ({"only": options.only} if options.only else {})
+        super().__init__(options, name, settings, **{"recipe": None, "tested": not options.trust} | facts)
+        if options.only and self.path is not None:
+            # A record stands for the whole comparison: --only must not replace it.
+            console.print("--only measures a part, so no record is written; --json PATH keeps the rows")
+            self.path = None
+
+    def check(self) -> None:
+        if self.options.trust:
+            console.print("--trust: the kernels are not checked", style="yellow")
+        else:
+            console.print("checking the kernels …")
+            check_kernels(self.options.target)
+
+    def finish(self) -> dict[str, Any]:
         rates = f"{self.hardware['matmul_flops'] / 1e12:.3g} TFLOP/s of matmul, "
         rates += f"{self.hardware['copy_bytes'] / 1e9:.4g} GB/s of copy"
         console.print(f"\n{self.hardware['device']}: {rates}; medians of {self.options.repeats}", style="dim")
-        self.record["complete"] = True
-        save(self.record, self.path, self.options.json)
-        return self.record
+        return super().finish()
 
     def measure_all(
         self,
-        items: Iterable[Any],
+        variants: Iterable[Any],
         measure_one: Callable[[Any], Row],
         *,
-        compare: Callable[[list[Row]], object],
         show: Callable[[list[Row]], object],
+        compare: Callable[[list[Row]], object] = lambda rows: None,
     ) -> list[Row]:
-        """Returns a row per item; ``compare`` fills in the ratios between rows, ``show`` prints them.
+        """Returns a row per variant; ``compare`` fills in ratios between rows, and ``show`` prints the table.
 
-        The rows so far are printed if the user interrupts.
+        An interruption still prints the rows so far.
         """
         rows: list[Row] = []
         try:
-            for item in items:
-                console.print(f"measuring {item.name} …")
-                rows.append(measure_one(item))
+            for variant in variants:
+                console.print(f"measuring {variant.name} …")
+                rows.append(measure_one(variant))
                 compare(rows)
                 self.keep(rows=rows)
         except KeyboardInterrupt:
             name = "standard output" if self.options.json == STDOUT else self.options.json
-            console.print(
-                f"interrupted: no record is written{f'; {name} has the rows so far' if rows and name else ''}"
-            )
+            written = f"; {name} has the rows so far" if rows and name else ""
+            console.print(f"interrupted: no record is written{written}")
             raise
         finally:
             if rows:
                 show(rows)
         return rows
 
+    def time_all(
+        self,
+        variants: Sequence[Any],
+        prepare: Callable[[Any], Callable[[], object]],
+        report: Callable[[Any, float | None], Row],
+        **after: Callable[[list[Row]], object],
+    ) -> list[Row]:
+        """Times each variant and returns a row for it.
 
-def conditions(device: torch.device, *, commit: str, packages: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns hardware with its measured rates, versions, commit and date."""
-    console.print("measuring the device's own rates …")
-    facts = provenance(device, commit=commit, packages=packages)
-    rates = {"matmul_flops": matmul_rate(device), "copy_bytes": copy_rate(device)}
-    return facts | {"hardware": {"device": facts["hardware"], **rates}}
+        ``prepare`` builds the step that is timed. ``report`` returns further fields of the row from the median seconds,
+        which are ``None`` if memory did not suffice. Consecutive variants with equal ``graphs`` share compiled graphs.
+        ``after`` holds the functions of :meth:`measure_all`.
+        """
+        shares_graphs = {after: before.graphs == after.graphs for before, after in pairwise(variants)}
+
+        def measure_one(variant: Any) -> Row:
+            how: dict[str, Any] = {"keep_graphs": shares_graphs.get(variant, False), **self.options.how_often}
+            timing = time_step(lambda: prepare(variant), self.options.target, **how)
+            if timing is None:
+                fields = {"fits": False, "seconds": [], "spread": None, "peak_bytes": None}
+            else:
+                fields = {"fits": True, "spread": timing.spread, **vars(timing)}
+            return report(variant, timing and timing.median) | fields
+
+        return self.measure_all(variants, measure_one, **after)
 
 
-def record_path(kind: str, device: torch.device, recipe: Recipe | None = None) -> Path:
+def record_path(name: str, device: torch.device) -> Path:
     """Returns the path of a record, such as ``benchmarks/records/train-70m-h200.json``."""
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    words = [kind, *_words("" if recipe is None else recipe.name), *(_words(hardware) if hardware else [device.type])]
-    return ROOT / "benchmarks" / "records" / ("-".join(words) + ".json")
+    words = words_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else [device.type]
+    return ROOT / "benchmarks" / "records" / ("-".join([name, *words]) + ".json")
 
 
-def _words(name: str) -> list[str]:
+def words_of(name: str) -> list[str]:
+    """Returns the words of a recipe's or device's name that go into file names."""
     return [word for word in re.split(r"[^a-z0-9.]+", name.lower()) if word and word not in _COMMON]
-
-
-def save(record: dict[str, Any], path: Path | None, also: Path | None) -> None:
-    """Writes a record to ``path`` and ``also`` where they are given."""
-    if path is not None:
-        write_json(path, record)
-        console.print(line("the record is ", (path.relative_to(ROOT), "bold")))
-    write_json(also, record)
 
 
 # --- names and tables ----------------------------------------------------------------------------------------------
 
 
 def select(items: Sequence[Item], only: Sequence[str] | None, always: str | None = None) -> list[Item]:
-    """Returns the items with a word of ``only`` in their names, and those that are called ``always``."""
+    """Returns the items whose name contains a word of ``only`` or has ``always`` as a part."""
     names = {item: str(getattr(item, "name", item)) for item in items}
     for word in only or ():
         if not any(word in name for name in names.values()):
@@ -318,6 +376,21 @@ def select(items: Sequence[Item], only: Sequence[str] | None, always: str | None
     return [item for item, name in names.items() if is_selected(name)]
 
 
+def draw(path: Path, panels: Mapping[str, tuple[dict[str, Any], Mapping[str, Sequence[Any]]]]) -> list[Path]:
+    """Writes ``path``.png and ``path``.svg; ``panels`` maps a title to settings of the axes and lines by label."""
+    from adaponder.analysis.style import PAGE, house, new_figure, save, series
+
+    with house():
+        figure = new_figure(width=PAGE, height=4.2)
+        for axes, (title, (settings, lines)) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+            for index, (label, points) in enumerate(lines.items()):
+                axes.plot(*zip(*sorted(points), strict=True), **series(index, len(lines)), label=label)
+            axes.set(title=title, **settings)
+            if lines:
+                axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize="small")
+        return list(save(figure, path))
+
+
 def print_table(title: str, columns: Mapping[str, Callable[[Row], str]], rows: Sequence[Row]) -> None:
     """Prints rows under a title; ``columns`` maps each heading to the function that formats its cell."""
     cells = [[cell(row) for cell in columns.values()] for row in rows]
@@ -325,7 +398,7 @@ def print_table(title: str, columns: Mapping[str, Callable[[Row], str]], rows: S
 
 
 def number(name: str, form: str, scale: float = 1.0) -> Callable[[Row], str]:
-    """Returns a function that formats a row's ``name``, times ``scale``; a dash where it is missing."""
+    """Returns a function that formats ``row[name] * scale``, or a dash if the value is missing."""
 
     def cell(row: Row) -> str:
         value = row.get(name)
@@ -334,17 +407,15 @@ def number(name: str, form: str, scale: float = 1.0) -> Callable[[Row], str]:
     return cell
 
 
+def milliseconds(name: str, share: str, form: str) -> Callable[[Row], str]:
+    """Returns a function that formats the percentile ``share`` of ``row[name]`` in milliseconds."""
+    return lambda row: number(share, form, 1e3)(row.get(name) or {})
+
+
 SPREAD, PEAK = number("spread", ".1%"), number("peak_bytes", ".1f", 2**-30)
 
 
 def speed(name: str, form: str, scale: float = 1.0) -> Callable[[Row], str]:
-    """Formats as :func:`number`, and says where memory did not suffice."""
+    """Formats as :func:`number`, with "out of memory" for a variant that did not fit."""
     cell = number(name, form, scale)
     return lambda row: cell(row) if row["fits"] else "out of memory"
-
-
-def timing_fields(timing: Timing | None) -> Row:
-    """Returns the fields of a row that every timing has."""
-    if timing is None:
-        return {"fits": False, "seconds": [], "spread": None, "peak_bytes": None}
-    return {"fits": True, "seconds": timing.seconds, "spread": timing.spread, "peak_bytes": timing.peak_bytes}

@@ -1,18 +1,17 @@
-"""Builds the models that are compared, their random batches, and depths in given shares."""
+"""Builds the compared models, random batches, and token depths in given shares."""
 
 from __future__ import annotations
 
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from typer import Option
 
 from adaponder.backbones.wrapper import relative_difference, rounding_bound
 from adaponder.config import AdaPonderConfig
@@ -22,80 +21,15 @@ from adaponder.errors import EvaluationError, InputError
 from adaponder.methods import Iteration
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import ForcedDepths
-from adaponder.recipes import Recipe, load_recipe
+from adaponder.recipes import Recipe
 from adaponder.terminal import console
 from adaponder.training.build import build_model
-from benchmarks.harness import SEVERAL, Common, Run, forget, if_it_fits
+from benchmarks.harness import forget, if_it_fits
 from benchmarks.plain import PlainPonder
 
 # The method that is measured, and the name of the plain PonderLM, which computes what our ``ponder`` does.
 METHOD, PLAIN = "adaponder", "plain"
 CPU = torch.device("cpu")
-
-
-# --- what train and prefill measure --------------------------------------------------------------------------------
-
-RecipeName = Annotated[
-    str | None, Option("--recipe", metavar="RECIPE", help="Default: paper/adaponder-70m on a GPU, cpu/demo on a CPU.")
-]
-Overrides = Annotated[list[str] | None, Option("--set", metavar="a.b=c", help=f"Change a field of the recipe{SEVERAL}")]
-Batch = Annotated[int | None, Option(metavar="N", min=1, help="Sequences at once; default: the recipe's micro_batch.")]
-Keep = Annotated[
-    str | None, Option(metavar="1,.5,…", help="Share of tokens that each iteration reads; random tokens halt.")
-]
-Compile = Annotated[bool, Option("--compile/--no-compile", help="Measure compiled variants, too.")]
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A recipe's model on batches of random tokens, with ``depths [batch, sequence]`` if tokens are forced to halt.
-
-    ``shares`` are the shares of tokens that each iteration reads; empty if no token halts.
-    """
-
-    options: Common
-    recipe: Recipe
-    overrides: Sequence[str]
-    batch: int
-    shares: Sequence[float]
-    depths: Tensor | None
-
-    def begin(self, name: str) -> Run:
-        """Begins the record called ``name``; where tokens halt, dense and compact execution are compared first."""
-        settings: dict[str, Any] = {"batch": self.batch, "sequence": self.recipe.data.sequence, "dtype": self.dtype}
-        if self.depths is not None:
-            settings |= {"keep": self.shares, "mean_depth": float(self.depths.double().mean())}
-        bench = Run(self.options, name, settings, self.recipe, self.overrides)
-        if self.depths is not None:
-            bench.keep(dense_and_compact_differ_by=check_executions(self.recipe, self.depths, self.options.target))
-        return bench
-
-    @property
-    def dtype(self) -> str:
-        return str(product_dtype(self.recipe.train.dtype, self.options.target)).removeprefix("torch.")
-
-    def title(self, what: str) -> str:
-        title = f"\n{self.recipe.name}, {self.batch} x {self.recipe.data.sequence:,} tokens, {self.dtype}: {what}"
-        shares = ", ".join(f"{share:g}" for share in self.shares)
-        return f"{title} that reads {shares} of the tokens" if shares else title
-
-
-def choose_workload(
-    options: Common, name: str | None, overrides: Sequence[str] | None, batch: int | None, shares: Sequence[float]
-) -> Workload:
-    """Returns the workload of the commands' options; the batch is by default what one process computes at a time."""
-    recipe = choose_recipe(name, overrides, options)
-    batch = batch or recipe.train.micro_batch or recipe.train.global_batch
-    depths = choose_depths(shares, recipe, batch) if shares else None
-    return Workload(options, recipe, overrides or (), batch, shares, depths)
-
-
-def choose_recipe(name: str | None, overrides: Sequence[str] | None, options: Common) -> Recipe:
-    """Returns the recipe, with ``--seed`` if given; raises if its model cannot be built."""
-    default = "paper/adaponder-70m" if options.target.type == "cuda" else "cpu/demo"
-    recipe = load_recipe(name or default, overrides or ())
-    vocabulary_of(recipe)
-    return recipe if options.seed is None else replace(recipe, train=replace(recipe.train, seed=options.seed))
 
 
 # --- the models of a recipe ----------------------------------------------------------------------------------------
@@ -137,11 +71,6 @@ def config_of(recipe: Recipe, method: str) -> AdaPonderConfig:
     return build_ours(recipe, method, torch.device("meta")).config
 
 
-def compiled_name(by: str) -> str:
-    """Names what is compiled at once; a layer is the default."""
-    return "compiled" if by == "layer" else f"compiled by {by}"
-
-
 def batches(recipe: Recipe, batch: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Cycles through four random batches of (tokens, targets), so that no step finds its data in a cache."""
     generator = torch.Generator().manual_seed(recipe.train.seed)
@@ -164,14 +93,14 @@ def choose_depths(keep: Sequence[float], recipe: Recipe, batch: int) -> Tensor:
 
 
 def depths_of(keep: Sequence[float], batch: int, sequence: int, *, seed: int) -> Tensor:
-    """Returns depths ``[batch, sequence]``: a random ``keep[i]`` of each sequence's tokens reach iteration i."""
+    """Returns random depths ``[batch, sequence]``; iteration i reads a share ``keep[i]`` of each sequence's tokens."""
     generator = torch.Generator().manual_seed(seed)
     rank = torch.rand(batch, sequence, generator=generator).argsort(dim=1).argsort(dim=1)
     return sum(((rank < round(share * sequence)).long() for share in keep), torch.zeros_like(rank))
 
 
 def check_executions(recipe: Recipe, depths: Tensor, device: torch.device) -> float:
-    """Returns by how much dense and compact execution differ; raises if that is more than rounding explains."""
+    """Returns the difference of dense and compact execution; raises if rounding does not explain it."""
     console.print("comparing dense and compact execution …")
     error = if_it_fits(lambda: disagreement(recipe, depths, device=device))
     if error is None:
@@ -213,7 +142,7 @@ ITERATIONS = 4
 
 
 def _backbone(hidden: int, layers: int, heads: int, inner: int, **family: Any) -> dict[str, Any]:
-    """Returns a backbone's config, of the family GPT-NeoX unless another is given."""
+    """Returns a backbone's config; GPT-NeoX unless ``family`` says otherwise."""
     sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
     common = {"model_type": "gpt_neox", "vocab_size": 50304, "max_position_embeddings": 4096}
     return common | sizes | {"intermediate_size": inner} | family
@@ -232,7 +161,7 @@ SHAPES = {
 
 
 def shape_config(name: str, *, vanilla: bool = False) -> AdaPonderConfig:
-    """Returns the config of a shape with its method, or of the plain decoder."""
+    """Returns the config of a shape with its method, or with ``vanilla`` of the plain decoder."""
     method, backbone = SHAPES[name]
     return AdaPonderConfig(backbone_config=backbone, method="vanilla" if vanilla else method, iterations=ITERATIONS)
 
@@ -247,7 +176,7 @@ def build(config: AdaPonderConfig, *, device: torch.device, dtype: torch.dtype, 
 
 
 def build_stock(config: AdaPonderConfig, *, device: torch.device, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    """Builds Hugging Face's plain decoder of the same shape."""
+    """Builds Hugging Face's decoder of the same shape."""
     torch.manual_seed(seed)
     with device:
         return AutoModelForCausalLM.from_config(config.backbone_config, dtype=dtype).eval()
@@ -264,19 +193,19 @@ SHARES = {
 
 
 def shares_of(mean: float) -> tuple[float, ...]:
-    """Returns shares of depths 1 … 4 with this mean: those of :data:`SHARES`, or a mixture of both neighbours."""
+    """Returns the shares of depths 1 … 4 with this mean, interpolated between entries of :data:`SHARES`."""
     low, high = max(known for known in SHARES if known <= mean), min(known for known in SHARES if known >= mean)
     weight = (mean - low) / (high - low) if high > low else 0.0
     return tuple((1 - weight) * a + weight * b for a, b in zip(SHARES[low], SHARES[high], strict=True))
 
 
 def mean_depth(shares: Sequence[float]) -> float:
-    """Returns the mean of depths 1, 2, … in these shares."""
+    """Returns the mean depth; ``shares[d - 1]`` is the share of depth d."""
     return sum(depth * share for depth, share in enumerate(shares, start=1))
 
 
 def draw_depths(shares: Sequence[float], count: int, *, seed: int) -> list[int]:
-    """Returns ``count`` depths in exactly these shares (rounded to add up), shuffled by the seed."""
+    """Returns ``count`` shuffled depths in exactly these shares, up to rounding."""
     bounds = [round(sum(shares[:depth]) / sum(shares) * count) for depth in range(len(shares) + 1)]
     depths = [depth + 1 for depth in range(len(shares)) for _ in range(bounds[depth + 1] - bounds[depth])]
     random.Random(seed).shuffle(depths)

@@ -16,12 +16,11 @@ from adaponder.ops.linear_cross_entropy import linear_cross_entropy_sum, plain_l
 from adaponder.ops.vocab_expectation import plain_vocab_expectation, vocab_expectation
 from adaponder.terminal import console
 from benchmarks import harness
-from benchmarks.harness import Common, Row, Run, Timing, measure, number, ratio, speed
+from benchmarks.harness import Common, Row, Timed, number, ratio, speed
 
 EXPECTATION, LOSS = "vocab_expectation", "linear_cross_entropy"
 OPERATIONS = (EXPECTATION, LOSS)
 PLAIN, OURS, KEPT, TORCH = "plain", "ours", "ours, logits kept", "torch"
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # The precision of operands, as in training; products are computed in the precision that is measured.
 _HELD = torch.float32
 _COLUMNS = {
@@ -61,6 +60,11 @@ class OpCase:
     backward: bool
 
     @property
+    def graphs(self) -> OpCase:
+        """Returns the case itself: no two cases share compiled graphs."""
+        return self
+
+    @property
     def name(self) -> str:
         return f"{self.op}: {self.implementation}, {'with backward' if self.backward else 'forward'}"
 
@@ -82,31 +86,38 @@ def run(
     [dim]python -m benchmarks ops --device cuda --size 65536,512,50304[/]
     """
     device = options.target
-    dtype = dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    harness.one_of("--dtype", dtype, DTYPES)
+    dtype = harness.precision(dtype, device)
     sizes = [Size(*harness.numbers("--size", text, int, 1, 2**40, count=3)) for text in size or ()]
     sizes = sizes or (ON_GPU if device.type == "cuda" else ON_CPU)
     selected = harness.select(cases(sizes), options.only, always=PLAIN)
-    bench = Run(options, "ops", {"sizes": [list(size) for size in sizes], "dtype": dtype})
+    bench = Timed(options, "ops", {"sizes": [list(size) for size in sizes], "dtype": dtype})
     if not torch_has_it():
         console.print(f"torch {torch.__version__} has no linear_cross_entropy: no row for it")
 
-    def row_of(case: OpCase) -> Row:
-        how: dict[str, Any] = {"device": device, "dtype": DTYPES[dtype], "seed": options.seed or 0}
-        timing = harness.if_it_fits(lambda: measure_op(case, **how, **options.how_often))
-        return as_row(case, timing, bench.hardware)
+    def report(case: OpCase, median: float | None) -> Row:
+        flops, moved = work_of(case.op, case.size, backward=case.backward)
+        row = {"op": case.op, **case.size._asdict(), "implementation": case.implementation, "backward": case.backward}
+        row |= {"flops": flops, "bytes": moved, "milliseconds": median and median * 1e3}
+        row |= {"matmul_share": ratio(ratio(flops, median), bench.hardware["matmul_flops"])}
+        return row | {"copy_share": ratio(ratio(moved, median), bench.hardware["copy_bytes"])}
 
     def show(rows: list[Row]) -> None:
         for op, size in dict.fromkeys(map(_work_key, rows)):
-            some = [row for row in rows if _work_key(row) == (op, size)]
-            harness.print_table(f"\n{op}: {size}, {dtype}", _COLUMNS, some)
+            group = [row for row in rows if _work_key(row) == (op, size)]
+            harness.print_table(f"\n{op}: {size}, {dtype}", _COLUMNS, group)
 
-    bench.measure_all(selected, row_of, compare=compare_with_plain, show=show)
+    bench.time_all(
+        selected,
+        lambda case: operation(case, device=device, dtype=getattr(torch, dtype), seed=options.seed or 0),
+        report,
+        compare=compare_with_plain,
+        show=show,
+    )
     return bench.finish()
 
 
 def cases(sizes: Sequence[Size]) -> list[OpCase]:
-    """Returns every operation at every size: plain, ours, ours with logits kept, torch's own loss if it has one."""
+    """Returns all cases: each operation at each size, plain, ours, and torch's loss if this torch has one."""
     ways = {EXPECTATION: [PLAIN, OURS, KEPT], LOSS: [PLAIN, OURS, *([TORCH] if torch_has_it() else [])]}
     return [
         OpCase(op, size, way, backward)
@@ -122,7 +133,7 @@ def torch_has_it() -> bool:
 
 
 def work_of(op: str, size: Size, *, backward: bool) -> tuple[int, int]:
-    """Returns the least work: FLOPs of matrix products, bytes of operands and results.
+    """Returns the least possible work: FLOPs of matrix products, and bytes of operands and results.
 
     A product of tokens x d with d x vocabulary is 2 n d V FLOPs. The expectation needs two (logits, mixture) and its
     backward four (into probabilities, table, hidden states, head); the loss one, and its backward two. Every operand is
@@ -134,14 +145,6 @@ def work_of(op: str, size: Size, *, backward: bool) -> tuple[int, int]:
     else:  # hidden states and head in, losses out; d losses in, d hidden and d head out in backward
         products, elements, targets = (3 if backward else 1), n * d + v * d + n, n
     return products * 2 * n * d * v, (1 + backward) * elements * _HELD.itemsize + 8 * targets
-
-
-def measure_op(
-    case: OpCase, *, device: torch.device, dtype: torch.dtype, seed: int, warmup: int, repeats: int
-) -> Timing:
-    """Times one case; raises torch's own error if memory does not suffice."""
-    harness.forget(device)
-    return measure(operation(case, device=device, dtype=dtype, seed=seed), device, warmup=warmup, repeats=repeats)
 
 
 def operation(case: OpCase, *, device: torch.device, dtype: torch.dtype, seed: int) -> Callable[[], Sequence[Tensor]]:
@@ -186,24 +189,13 @@ def _loss(implementation: str, targets: Tensor, dtype: torch.dtype) -> Callable[
     return lambda hidden, weight: linear_cross_entropy_sum(hidden, weight, targets, every) / len(targets)
 
 
-def as_row(case: OpCase, timing: Timing | None, hardware: dict[str, Any]) -> Row:
-    """Returns a record's row, with the shares of the device's measured rates."""
-    flops, moved = work_of(case.op, case.size, backward=case.backward)
-    median = None if timing is None else timing.median
-    row = {"op": case.op, **case.size._asdict(), "implementation": case.implementation, "backward": case.backward}
-    row |= {"flops": flops, "bytes": moved, "milliseconds": median and median * 1e3}
-    row |= {"matmul_share": ratio(ratio(flops, median), hardware["matmul_flops"])}
-    row |= {"copy_share": ratio(ratio(moved, median), hardware["copy_bytes"])}
-    return row | harness.timing_fields(timing)
-
-
 def compare_with_plain(rows: list[Row]) -> None:
     """Fills in each row's speed and memory relative to the plain version of the same operation and size."""
     plain = {(_work_key(row), row["backward"]): row for row in rows if row["implementation"] == PLAIN}
     for row in rows:
-        other = plain.get((_work_key(row), row["backward"]), {})
-        row["times_plain"] = ratio(other.get("milliseconds"), row["milliseconds"])
-        row["memory_of_plain"] = ratio(row["peak_bytes"], other.get("peak_bytes"))
+        base = plain.get((_work_key(row), row["backward"]), {})
+        harness.add_ratios([row], base, memory_of_plain="peak_bytes")
+        row["times_plain"] = ratio(base.get("milliseconds"), row["milliseconds"])
 
 
 def _work_key(row: Row) -> tuple[str, Size]:

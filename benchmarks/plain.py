@@ -1,7 +1,7 @@
-"""PonderLM in the plainest words, as a baseline for speed: stock modules, eager, every logit held.
+"""Implements PonderLM with stock Hugging Face modules alone, as the baseline of training speed.
 
-Nothing of adaponder is used. The recurrence is the one of the PonderLM release: read, take the softmax over the whole
-vocabulary, mix the embedding table by it, add, read again.
+The recurrence is that of the PonderLM release: run the backbone, take the softmax over the whole vocabulary, add the
+expected embedding to the input, and run the backbone again. All logits are held in memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 
 class PlainPonder(nn.Module):
-    """``scale`` multiplies the table that is mixed; ``first`` the embeddings of the tokens themselves."""
+    """PonderLM; ``scale`` multiplies the expected embedding, ``first`` the embeddings of the tokens."""
 
     def __init__(self, config: PreTrainedConfig, *, iterations: int, scale: float, first: float):
         super().__init__()

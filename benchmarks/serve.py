@@ -1,28 +1,25 @@
-"""Loads a running server: all streams at once, then rates that rise, beside the engine alone."""
+"""Measures a server under load: all streams at once, then requests at rising rates, beside its engine alone."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
-import torch
 from typer import Argument, Option
 
-from adaponder.devices import DTYPES, as_device
+from adaponder.devices import DTYPES
 from adaponder.errors import EvaluationError, InputError
 from adaponder.policies import parse_policy
-from adaponder.terminal import console, line
+from adaponder.terminal import console
 from benchmarks import harness
-from benchmarks.harness import SEVERAL, Row, number, print_table, record_path, save
-from benchmarks.record import ROOT, commit_of
+from benchmarks.harness import SEVERAL, Recorded, Row, Run, milliseconds, number, print_table
+from benchmarks.record import versions
 from benchmarks.serve_client import (
     Answer,
     ServerLoad,
@@ -44,7 +41,7 @@ _CLIENT_STREAMS, _CLIENT_TOKENS = 64, 1500
 
 
 @dataclass(frozen=True)
-class ServeOptions:
+class ServeOptions(Recorded):
     """Options of ``benchmarks serve``; one of ``checkpoint``, ``url`` and ``stand_in`` names the server."""
 
     checkpoint: Annotated[str | None, Argument(metavar="CKPT", help="Start its server; measure its engine, too.")] = (
@@ -65,12 +62,7 @@ class ServeOptions:
     repeats: Annotated[int, Option(metavar="N", min=1, max=1000, help="Repetitions of the maximum.")] = 3
     timeout: Annotated[float, Option(metavar="S", min=0.1, max=3600, help="A longer request has failed.")] = 120.0
     policy: Annotated[str | None, Option(metavar="RULE", help="Such as fixed:2; default: the server's.")] = None
-    seed: Annotated[int, Option(metavar="N", min=0, help="Of arrivals and prompts.")] = 0
-    device: Annotated[str, Option(metavar="NAME", help="Of CKPT: cpu, cuda, cuda:1, …")] = "cpu"
     dtype: Annotated[str, Option(metavar="NAME", help=f"Of CKPT: {', '.join(DTYPES)}.")] = "auto"
-    commit: Annotated[str | None, Option(metavar="NAME", help="The measured commit; default: from git.")] = None
-    record: Annotated[bool, Option("--record/--no-record", help="Write a record to benchmarks/records/.")] = True
-    json: Annotated[Path | None, Option(metavar="PATH", help="Write the result as JSON; - for standard output.")] = None
 
     @property
     def kind(self) -> str:
@@ -90,12 +82,12 @@ class ServeOptions:
             streams=streams or self.streams,
             seconds=self.seconds,
             timeout=self.timeout,
-            seed=self.seed,
+            seed=self.seed or 0,
         )
 
 
 def run(options: ServeOptions) -> dict[str, Any]:
-    """Load a server with requests that arrive at random times, at rates that rise: tokens/s, latencies, failures.
+    """Measure a server under requests that arrive at random times, at rising rates: tokens/s, latencies, failures.
 
     [dim]python -m benchmarks serve runs/demo --new 32[/]
 
@@ -112,33 +104,30 @@ def run(options: ServeOptions) -> dict[str, Any]:
         raise InputError(f"--rates {options.rates} must rise: sort them")
     if options.policy is not None:
         parse_policy(options.policy)
-    device = as_device(options.device)
-    path = record_path(f"serve-{options.kind}", device) if options.record else None
-    commit = commit_of(options.commit, required=options.record)
-    known = {"command": "bench serve", **harness.conditions(device, commit=commit, packages=PACKAGES)}
-    known["hardware"]["cores"] = os.cpu_count()
     names = ("checkpoint", "url", "seconds", "context", "new", "streams", "timeout", "repeats", "policy")
     settings = {name: getattr(options, name) for name in names} | {"rates": rates, "stand_in": stand_ins}
-    known |= {"seed": options.seed, "settings": settings}
-    metrics: dict[str, Any] = {"client_tokens_per_second": client_limit()}
-    console.print(f"the client takes up to {metrics['client_tokens_per_second']:,.0f} tokens/s from an idle server")
+    bench = Run(options, f"serve-{options.kind}", settings, versions=versions(*PACKAGES))
+    bench.hardware["cores"] = os.cpu_count()
+    bench.keep(client_tokens_per_second=client_limit())
     if options.stand_in:
-        metrics |= _load_stand_ins(options, stand_ins, rates)
+        bursts, rows = _load_stand_ins(options, stand_ins, rates)
     elif options.checkpoint is not None:
-        alone = _engine_alone(options, device)
+        alone = _engine_alone(options)
         arguments = ["-m", "adaponder", "serve", options.checkpoint, "--port", "0", "--device", options.device]
         arguments += ["--dtype", options.dtype, "--lanes", str(options.streams)]
         with started(arguments, patience=600.0) as server:
             wait_until_ready(server.url, None, patience=600.0)
-            metrics |= _load_server(options, rates, server.url, None, alone, server)
+            bursts, rows = _load_server(options, rates, server.url, None, alone, server)
     else:
-        metrics |= _load_server(options, rates, str(options.url), os.environ.get(KEY))
-    record = known | {"complete": True, "metrics": metrics}
-    save(record, path, options.json)
-    if path is not None and metrics["rates"]:
-        most = metrics["all_at_once"][0]["server_tokens_per_second"]
-        for drawn in draw(metrics["rates"], ROOT / "benchmarks" / path.stem, known["hardware"]["device"], most=most):
-            console.print(line("the plot is ", (drawn.relative_to(ROOT), "bold")))
+        bursts, rows = _load_server(options, rates, str(options.url), os.environ.get(KEY))
+    bench.keep(all_at_once=bursts, rates=rows)
+    console.print(
+        f"the client takes up to {bench.metrics['client_tokens_per_second']:,.0f} tokens/s from an idle server"
+    )
+    print_table("\nAll streams at once", _BURST_COLUMNS, bursts)
+    print_table("\nRequests that arrive at random times", _RATE_COLUMNS, rows)
+    record = bench.finish()
+    bench.draw(panels(rows, most=bursts[0]["server_tokens_per_second"]))
     return record
 
 
@@ -149,71 +138,56 @@ def _load_server(
     key: str | None,
     alone: float | None = None,
     server: ServerProcess | None = None,
-) -> dict[str, Any]:
-    """Measures all streams at once, then rates that rise."""
+) -> tuple[list[Row], list[Row]]:
+    """Measures all streams at once, then rising rates; returns the rows of both tables."""
     load = options.load(url, key)
     burst = all_at_once(url, load, key=key, repeats=options.repeats, what=options.kind, alone=alone)
-    print_table("\nAll streams at once", _BURST_COLUMNS, [burst])
-    rows = []
-    for row in at_rates(url, load, rates or usual_rates(burst, load), key=key):
-        rows.append(row | {"server_rss": None if server is None else server.rss()})
-        print_table("" if rows[1:] else "\nRequests that arrive at random times", _RATE_COLUMNS, rows[-1:])
-    return {"all_at_once": [burst], "rates": rows}
+    rows = at_rates(url, load, rates or usual_rates(burst, load), key=key)
+    return [burst], [row | {"server_rss": None if server is None else server.rss()} for row in rows]
 
 
 def _load_stand_ins(
     options: ServeOptions, stand_ins: Sequence[Sequence[float]], rates: Sequence[float]
-) -> dict[str, Any]:
-    """Measures each stand-in alone and through the server, in turn; the first one under rates that rise, too."""
-    from adaponder.inference import Request
+) -> tuple[list[Row], list[Row]]:
+    """Measures each stand-in alone and through the server, and the first one also at rising rates."""
     from benchmarks.stand_in import SleepingEngine, engine_rate, stand_in_model
 
     bursts, rows, model = [], [], stand_in_model()
     for lanes, tick in ((int(lanes), tick) for lanes, tick in stand_ins):
         with started(["-m", "benchmarks.stand_in", str(lanes), str(tick)]) as server:
             load = options.load(server.url, None, streams=lanes)
-            how: dict[str, Any] = {"max_new_tokens": load.new, "ignore_eos": True, "seed": 0}
-            requests = [Request(prompt=body["prompt"], **how) for body in load.bodies(lanes, part=0)]
-
-            def alone(lanes: int = lanes, tick: float = tick, requests: list[Request] = requests) -> float:
-                return engine_rate(SleepingEngine(model, lanes=lanes, tick=tick / 1e3), requests)
-
+            engine, bodies = SleepingEngine(model, lanes=lanes, tick=tick / 1e3), load.bodies(lanes, part=0)
             # Half of the engine's repetitions before and half after, so that both meet the same machine.
-            speeds, before = [alone(), alone()], server.cpu_seconds()
-            row = all_at_once(
-                server.url, load, key=None, repeats=options.repeats, what=f"{lanes} tokens per {tick:g} ms"
-            )
+            speeds, before = [engine_rate(engine, bodies) for _ in range(2)], server.cpu_seconds()
+            what = f"{lanes} tokens per {tick:g} ms"
+            row = all_at_once(server.url, load, key=None, repeats=options.repeats, what=what)
             after = server.cpu_seconds()
-            speeds += [alone(), alone()]
+            speeds += [engine_rate(engine, bodies) for _ in range(2)]
             row |= against_engine(row["server_tokens_per_second"], median(speeds))
             row |= {"lanes": lanes, "tick_ms": tick, "engine_repetitions": speeds}
             if before is not None and after is not None:
                 row["cpu_us_per_token"] = 1e6 * (after - before) / (lanes * load.new * (options.repeats + 1))
             bursts.append(row)
-            print_table("" if bursts[1:] else "\nAll streams at once", _BURST_COLUMNS, [row])
             rows = rows or list(at_rates(server.url, load, rates or usual_rates(row, load), key=None))
-    print_table("\nRequests that arrive at random times", _RATE_COLUMNS, rows)
-    return {"all_at_once": bursts, "rates": rows}
+    return bursts, rows
 
 
-def _engine_alone(options: ServeOptions, device: torch.device) -> float:
-    """Returns the tokens per second of the checkpoint's engine without a server, on requests like the load's."""
+def _engine_alone(options: ServeOptions) -> float:
+    """Returns the tokens/s of the checkpoint's engine without a server, on the same kind of requests."""
     from adaponder.conversion.open import load
-    from adaponder.inference import Engine, Request
+    from adaponder.inference import Engine
     from benchmarks.stand_in import engine_rate
 
     model, _ = load(str(options.checkpoint), dtype=options.dtype, device=options.device)
     engine = Engine(model.eval(), lanes=options.streams)
-    prompts = ServerLoad("alone", model.config.vocab_size, options.context, options.new, seed=options.seed)
-    policy = None if options.policy is None else parse_policy(options.policy)
-    how: dict[str, Any] = {"max_new_tokens": options.new, "ignore_eos": True, "temperature": 0.0, "seed": 0}
-    rates = []
-    for part in range(options.repeats + 1):  # the first is a warm-up
-        bodies = prompts.bodies(options.streams, part=part)
-        rates.append(engine_rate(engine, [Request(prompt=body["prompt"], policy=policy, **how) for body in bodies]))
+    prompts = ServerLoad("alone", model.config.vocab_size, options.context, options.new, seed=options.seed or 0)
+    how: dict[str, Any] = {"temperature": 0.0}
+    how |= {} if options.policy is None else {"policy": parse_policy(options.policy)}
+    parts = (prompts.bodies(options.streams, part=part) for part in range(options.repeats + 1))
+    rates = [engine_rate(engine, bodies, **how) for bodies in parts]
     del engine, model
-    harness.forget(device)
-    return median(rates[1:])
+    harness.forget(options.target)
+    return median(rates[1:])  # the first is a warm-up
 
 
 # --- measurements --------------------------------------------------------------------------------------------------
@@ -232,7 +206,7 @@ def served_model(url: str, key: str | None, *, timeout: float = 30.0) -> dict[st
 
 
 def wait_until_ready(url: str, key: str | None, *, patience: float) -> None:
-    """Returns once the server takes requests: it listens before its engine is open."""
+    """Waits until the server accepts requests: it listens before its engine is loaded."""
     until = time.monotonic() + patience
     while (status := get(url, "/ready", key, 30.0)[0]) != 200:
         if time.monotonic() > until:
@@ -247,6 +221,7 @@ def all_at_once(
 
     ``alone`` is the engine's speed without the server.
     """
+    console.print(f"{what}: {load.streams} streams at once …")
     rates: list[float] = []
     last: Row = {}
     for part in range(repeats + 1):
@@ -261,19 +236,20 @@ def all_at_once(
 
 
 def against_engine(speed: float, alone: float | None) -> Row:
-    """Returns the server's and the engine's tokens/s; ``overhead`` is the share of the engine's that is lost."""
+    """Returns both speeds and ``overhead``, the share of the engine's tokens/s that the server loses."""
     overhead = 1.0 - speed / alone if alone else None
     return {"engine_tokens_per_second": alone, "server_tokens_per_second": speed, "overhead": overhead}
 
 
 def usual_rates(burst: Row, load: ServerLoad) -> list[float]:
-    """Returns shares of the server's maximum, in requests per second."""
+    """Returns request rates at the usual shares of the server's maximum."""
     return [share * burst["server_tokens_per_second"] / load.new for share in USUAL_SHARES]
 
 
 def at_rates(url: str, load: ServerLoad, rates: Sequence[float], *, key: str | None) -> Iterator[Row]:
-    """Yields a row per rate: the summary of requests that arrive at that many per second."""
+    """Yields the summary of each rate, in requests per second."""
     for step, rate in enumerate(rates):
+        console.print(f"{rate:.3g} requests per second for {load.seconds:g} s …")
         due = poisson_times(rate, load.seconds, seed=load.seed * 7919 + step)
         answers = _send(url, load, due, 100 + step, key)
         yield {"rate": rate, "offered_tokens_per_second": rate * load.new} | summary(answers, load.seconds)
@@ -284,7 +260,7 @@ def _send(url: str, load: ServerLoad, due: Sequence[float], part: int, key: str 
 
 
 def client_limit() -> float:
-    """Returns the tokens per second that the client takes from a server which has nothing to do."""
+    """Returns the tokens/s that the client reads from a server that only echoes."""
     with started(["-m", "benchmarks.serve_client", "echo", "0"]) as server:
         load = ServerLoad("echo", 100, context=1, new=_CLIENT_TOKENS)
         answers = _send(server.url, load, [0.0] * _CLIENT_STREAMS, 0, None)
@@ -295,57 +271,41 @@ def client_limit() -> float:
 # --- tables and figure ---------------------------------------------------------------------------------------------
 
 
-def _milliseconds(name: str, share: str) -> Callable[[Row], str]:
-    return lambda row: number(share, ",.1f", 1e3)(row[name])
-
-
 _BURST_COLUMNS = {
     "what": lambda row: row["what"],
     "streams": number("streams", ",.0f"),
     "engine tokens/s": number("engine_tokens_per_second", ",.0f"),
     "through the server": number("server_tokens_per_second", ",.0f"),
     "overhead": number("overhead", ".1%"),
-    "between ms p50": _milliseconds("between_tokens", "p50"),
-    "p99": _milliseconds("between_tokens", "p99"),
+    "between ms p50": milliseconds("between_tokens", "p50", ",.1f"),
+    "p99": milliseconds("between_tokens", "p99", ",.1f"),
 }
 _RATE_COLUMNS = {
     "requests/s": number("rate", ".3g"),
     "tokens/s": number("tokens_per_second", ",.0f"),
     **{name: number(name, ",.0f") for name in ("answered", "refused", "failed")},
-    "first ms p50": _milliseconds("first_token", "p50"),
-    "p95": _milliseconds("first_token", "p95"),
-    "p99": _milliseconds("first_token", "p99"),
-    "between ms p50": _milliseconds("between_tokens", "p50"),
-    "p95 ": _milliseconds("between_tokens", "p95"),
-    "p99 ": _milliseconds("between_tokens", "p99"),
+    "first ms p50": milliseconds("first_token", "p50", ",.1f"),
+    "p95": milliseconds("first_token", "p95", ",.1f"),
+    "p99": milliseconds("first_token", "p99", ",.1f"),
+    "between ms p50": milliseconds("between_tokens", "p50", ",.1f"),
+    "p95 ": milliseconds("between_tokens", "p95", ",.1f"),
+    "p99 ": milliseconds("between_tokens", "p99", ",.1f"),
     "depth": number("mean_depth", ".2f"),
 }
 
 
-def draw(rows: Sequence[Row], path: Path, title: str, *, most: float | None) -> tuple[Path, Path]:
-    """Writes ``path``.png and ``path``.svg: tokens/s and latencies by offered load; ``most`` is its maximum."""
-    from adaponder.analysis.style import PAGE, house, new_figure, save, series
-
+def panels(rows: Sequence[Row], *, most: float) -> dict[str, Any]:
+    """Returns panels for :func:`harness.draw`: tokens/s and latencies by offered load, and the maximum ``most``."""
     offered = [row["offered_tokens_per_second"] for row in rows]
-    answered = [row["tokens_per_second"] for row in rows]
-    with house():
-        figure = new_figure(width=PAGE, height=3.2)
-        speed, first, between = figure.subplots(1, 3)
-        speed.plot(offered, answered, **series(0, 3), label="answered")
-        speed.plot(offered, offered, **series(1, 3), label="offered")
-        if most:
-            speed.axhline(most, color="0.5", linewidth=0.8, linestyle=":", label="all streams at once")
-        speed.set(title=title, ylabel="tokens/s")
-        speed.set_ylim(bottom=0, top=1.15 * max([*answered, most or 0.0]) or 1.0)
-        latencies = {"first_token": (first, "to the first token"), "between_tokens": (between, "between tokens")}
-        for name, (axes, what) in latencies.items():
-            for index, share in enumerate(("p50", "p95", "p99")):
-                values = [1e3 * row[name][share] if row[name][share] is not None else math.nan for row in rows]
-                axes.plot(offered, values, **series(index, 3), label=share)
-            axes.set(title=what, ylabel="ms")
-            axes.set_ylim(bottom=0)
-        for axes in (speed, first, between):
-            axes.set(xlabel="offered tokens/s")
-            axes.set_xlim(left=0)
-            axes.legend(loc="upper left", fontsize="small")
-        return save(figure, path)
+    answered = zip(offered, [row["tokens_per_second"] for row in rows], strict=True)
+    speeds = {"answered": list(answered), "offered": list(zip(offered, offered, strict=True))}
+    speeds["all streams at once"] = [(0.0, most), (max(offered), most)]
+    axes: dict[str, Any] = {"xlabel": "offered tokens/s", "xlim": (0, None), "ylim": (0, None)}
+    drawn: dict[str, Any] = {"through the server": (axes | {"ylabel": "tokens/s"}, speeds)}
+    for name, title in {"first_token": "to the first token", "between_tokens": "between tokens"}.items():
+        points = {
+            share: [(rate, 1e3 * row[name][share]) for rate, row in zip(offered, rows, strict=True) if row[name][share]]
+            for share in ("p50", "p95", "p99")
+        }
+        drawn[title] = (axes | {"ylabel": "ms"}, points)
+    return drawn

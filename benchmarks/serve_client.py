@@ -1,7 +1,7 @@
-"""Sends a load to a server and counts its answers: requests are sent when due, answered or not (open loop).
+"""Sends requests to a server when they are due, whether or not earlier ones are answered, and times the answers.
 
 ``python -m benchmarks.serve_client`` reads a plan from standard input and writes the answers to standard output, both
-as JSON: a process of its own, so that neither the server nor the benchmark takes time from it. ``python -m
+as JSON. The client is a separate process, so that neither the server nor the benchmark slows it. ``python -m
 benchmarks.serve_client echo TICK`` serves prepared events, to measure the client's own limit. Neither imports torch.
 """
 
@@ -41,13 +41,13 @@ class ServerLoad:
 
     Attributes:
         vocabulary: prompts are drawn from token ids below it.
-        context: tokens of a prompt.
-        new: tokens to generate.
+        context: length of a prompt in tokens.
+        new: number of tokens to generate.
         settings: further fields of a request's body, such as ``{"adaponder": {"policy": "fixed:2"}}``.
         streams: requests under way at once where the server's maximum is measured.
         seconds: how long requests arrive at each rate.
         timeout: seconds after which an incomplete request has failed.
-        seed: of arrivals and prompts.
+        seed: seed of arrivals and prompts.
     """
 
     model: str
@@ -113,21 +113,22 @@ class Answer:
         return self.status == 429
 
     def scaled(self) -> list[tuple[float, float]]:
-        """Returns arrivals whose tokens sum to ``tokens``: text comes only when a character is complete."""
+        """Returns arrivals with counts scaled to sum to ``tokens``: a chunk is a complete character, not a token."""
         counted = sum(count for _, count in self.arrivals)
         share = self.tokens / counted if counted and self.tokens else 1.0
         return [(when, count * share) for when, count in self.arrivals]
 
-    def gaps(self) -> list[float]:
-        """Returns the seconds between tokens; tokens that came together share the time before them."""
-        quantiles: list[float] = []
+    def gaps(self, since: float = 0.0) -> list[float]:
+        """Returns the seconds per token after ``since``; tokens of one arrival share the time before it."""
+        gaps: list[float] = []
         for (before, _), (now, count) in pairwise(self.scaled()):
-            quantiles += [(now - before) / max(count, 1e-9)] * max(1, round(count))
-        return quantiles
+            if before >= since:
+                gaps += [(now - before) / max(count, 1e-9)] * max(1, round(count))
+        return gaps
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
-    """Returns the median, the 95th and the 99th percentile: each the smallest value that so many do not exceed."""
+    """Returns the 50th, 95th and 99th percentile, by the nearest-rank method."""
     shares = (50, 95, 99)
     quantiles = np.percentile(values, shares, method="inverted_cdf").tolist() if values else [None] * len(shares)
     return {f"p{share}": value for share, value in zip(shares, quantiles, strict=True)}
@@ -161,7 +162,7 @@ def summary(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
 
 
 def steady_rate(answers: Sequence[Answer]) -> float:
-    """Returns the tokens per second of all answers, from when each had begun until the first one ended."""
+    """Returns tokens/s while all answers were running: after the last one began, until the first one ended."""
     arrivals = [answer.scaled() for answer in answers if answer.works and answer.arrivals]
     if not arrivals:
         return 0.0
@@ -176,7 +177,7 @@ def steady_rate(answers: Sequence[Answer]) -> float:
 def run_client(
     url: str, bodies: Sequence[dict[str, Any]], due: Sequence[float], *, key: str | None, timeout: float
 ) -> list[Answer]:
-    """Returns the answers to a load that a process of its own sends."""
+    """Sends requests from a separate process and returns their answers."""
     plan = {"url": url, "bodies": list(bodies), "due": list(due), "key": key, "timeout": timeout}
     command = [sys.executable, "-m", "benchmarks.serve_client"]
     longest = (max(due) if due else 0.0) + timeout + 60.0
@@ -229,7 +230,7 @@ async def _send(client: Any, request: Any, answer: Answer, began: float, timeout
 
 
 async def _receive(response: Any, answer: Answer, began: float) -> None:
-    """Reads a response to its end: counts the tokens of each event of a stream."""
+    """Reads a streamed response to its end and records when its tokens arrive."""
     answer.status, answer.served_by = response.status_code, response.headers.get("x-served-by")
     if response.status_code != 200:
         answer.error = f"status {response.status_code}: {(await response.aread())[:120].decode('utf-8', 'replace')}"
@@ -245,7 +246,7 @@ async def _receive(response: Any, answer: Answer, began: float) -> None:
 
 
 def _tokens_of(chunk: dict[str, Any], answer: Answer) -> int:
-    """Returns the tokens whose text a chunk of a stream carries; notes its usage and error."""
+    """Returns the number of tokens in a chunk of a stream; stores its usage or error in ``answer``."""
     if "error" in chunk:
         answer.error = str(chunk["error"])[:200]
         return 0
@@ -279,7 +280,7 @@ def get(url: str, path: str, key: str | None, timeout: float) -> tuple[int, byte
 
 @dataclass
 class ServerProcess:
-    """A server that listens: its address, its process, and the file with its output."""
+    """A running server: address, process, and the file with its output."""
 
     url: str
     process: subprocess.Popen[bytes]
@@ -287,11 +288,11 @@ class ServerProcess:
 
     @property
     def output(self) -> list[str]:
-        """Returns the last lines of its output."""
+        """Returns the last lines that the server printed."""
         return self.log.read_text(errors="replace").splitlines()[-40:]
 
     def rss(self) -> int | None:
-        """Returns the bytes of memory that its process holds; ``None`` where the system does not say."""
+        """Returns the resident memory of the process in bytes; ``None`` without ``/proc``."""
         try:
             with open(f"/proc/{self.process.pid}/status") as status:
                 return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmRSS"))
@@ -299,7 +300,7 @@ class ServerProcess:
             return None
 
     def cpu_seconds(self) -> float | None:
-        """Returns the processor time that its process has used; ``None`` where the system does not say."""
+        """Returns the CPU time of the process in seconds; ``None`` without ``/proc``."""
         try:
             with open(f"/proc/{self.process.pid}/stat") as stat:
                 fields = stat.read().rpartition(")")[2].split()
@@ -316,9 +317,10 @@ def started(
     environment: Mapping[str, str] | None = None,
     ending: float = 30.0,
 ) -> Iterator[ServerProcess]:
-    """Runs ``python ARGUMENTS`` during the block; it must print its address within ``patience`` seconds.
+    """Context manager that runs a server with ``python ARGUMENTS`` and waits until it prints its address.
 
-    It is ended with SIGTERM, and killed if it still runs after ``ending`` seconds.
+    Raises if no address appears within ``patience`` seconds. Ends the server with SIGTERM, and kills it if it still
+    runs after ``ending`` seconds.
     """
     with tempfile.NamedTemporaryFile() as log:
         command, variables = [sys.executable, *arguments], _environment() | dict(environment or {})
@@ -342,13 +344,13 @@ def started(
 
 
 def _environment() -> dict[str, str]:
-    """Returns the environment in which a child finds this checkout's benchmarks and package."""
+    """Returns environment variables with which a child process imports this checkout."""
     paths = [str(_ROOT), str(_ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 async def echo(tick: float) -> None:
-    """Serves prepared events until it is ended: ``max_tokens`` of them per request, one per ``tick`` seconds."""
+    """Serves ``max_tokens`` prepared events per request, one every ``tick`` seconds, until the process ends."""
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
     def event(data: dict[str, Any]) -> bytes:

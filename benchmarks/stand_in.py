@@ -1,4 +1,4 @@
-"""Serves an engine whose tick is a sleep: what the server adds to it does not depend on a model.
+"""Serves an engine whose tick only sleeps, so that the cost of the server can be measured without a model.
 
 ``python -m benchmarks.stand_in LANES TICK_MS`` listens on a free port of 127.0.0.1 and prints its address.
 """
@@ -9,9 +9,10 @@ import itertools
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -25,6 +26,7 @@ from adaponder.inference.outputs import Completion, Event, FinishReason, Token
 from adaponder.inference.request import Request, check_request
 from adaponder.modeling import AdaPonderForCausalLM
 from benchmarks.models import ITERATIONS, SHAPES, build
+from benchmarks.serve_client import Answer, steady_rate
 
 VOCABULARY = 768
 # Below it, a byte-level tokenizer has single bytes, which are no complete characters.
@@ -34,7 +36,7 @@ _COUNTS += ("prefix_tokens_reused", "drafted", "accepted")
 
 
 class SleepingEngine:
-    """Has the interface of :class:`adaponder.inference.Engine` as far as a server uses it.
+    """Implements the part of :class:`adaponder.inference.Engine` that a server uses.
 
     Each tick sleeps ``tick`` seconds and gives each of the first ``lanes`` samples one token; a prompt takes one tick.
     ``model`` validates requests and is never run.
@@ -64,13 +66,13 @@ class SleepingEngine:
         return number
 
     def cancel(self, number: int, sample: int | None = None) -> None:
-        """Ends a request's unfinished samples, or one of them."""
+        """Cancels a request, or one sample of it."""
         for key in [key for key in self._samples if key[0] == number and sample in (None, key[1])]:
             self._end(key, "cancelled")
 
     @property
     def busy(self) -> bool:
-        """Returns whether a request is unfinished, or its last event is not yet returned."""
+        """Returns whether requests or undelivered events are left."""
         return bool(self._samples or self._events)
 
     @property
@@ -99,7 +101,7 @@ class SleepingEngine:
         return list(itertools.islice(self._samples, self.lanes))
 
     def _advance(self, key: tuple[int, int]) -> None:
-        """Reads a sample's prompt, or gives it a token."""
+        """Reads a sample's prompt, or generates its next token."""
         completion = self._samples[key]
         request, position = completion.request, len(completion.tokens)
         if not completion.prompt_depths:
@@ -116,14 +118,10 @@ class SleepingEngine:
             self._end(key, "length")
 
     def _token_id(self, completion: Completion) -> int:
-        """Returns a token id that depends on prompt, seed, sample and position alone and is no end of sequence."""
-        seed, vocabulary = int(completion.request.seed) + completion.sample, self.config.vocab_size
+        """Returns the id of a whole word, which depends on prompt, seed, sample and position alone."""
+        seed = int(completion.request.seed) + completion.sample
         mixed = (sum(completion.prompt) + seed) * 7919 + len(completion.tokens) * 104_729
-        first = FIRST_WORD if vocabulary > FIRST_WORD else 0
-        token_id = first + mixed % (vocabulary - first)
-        while token_id in self.eos_ids and len(self.eos_ids) < vocabulary:
-            token_id = (token_id + 1) % vocabulary
-        return token_id
+        return FIRST_WORD + mixed % (self.config.vocab_size - FIRST_WORD)
 
     def _end(self, key: tuple[int, int], reason: FinishReason) -> None:
         completion = self._samples.pop(key)
@@ -138,26 +136,17 @@ class SleepingEngine:
         return dict.fromkeys(_COUNTS, 0) | counts | self._counts | {"pages": self.lanes, "pages_held": resident}
 
 
-def engine_rate(engine: Engine | SleepingEngine, requests: list[Request]) -> float:
-    """Returns an engine's tokens per second from when every request had begun until the first one ended.
-
-    It is to an engine what :func:`benchmarks.serve_client.steady_rate` is to a server.
-    """
-    for request in requests:
-        engine.submit(request)
-    begun: set[int] = set()
-    since, tokens, rate = 0.0, 0, 0.0
+def engine_rate(engine: Engine | SleepingEngine, bodies: Sequence[dict[str, Any]], **settings: Any) -> float:
+    """Returns the :func:`steady_rate` of an engine on the requests in ``bodies``, without a server."""
+    how: dict[str, Any] = {"ignore_eos": True, "seed": 0} | settings
+    requests = [Request(prompt=body["prompt"], max_new_tokens=body["max_tokens"], **how) for body in bodies]
+    answers = {engine.submit(request): Answer(due=0.0, status=200) for request in requests}
     while engine.busy:
-        events = engine.step()
+        tokens = Counter(event.request for event in engine.step() if event.token is not None)
         now = time.perf_counter()
-        if since and not rate:
-            tokens += sum(event.token is not None for event in events)
-            if any(event.completion is not None for event in events):
-                rate = tokens / (now - since)
-        begun |= {event.request for event in events if event.token is not None}
-        if not since and len(begun) == len(requests):
-            since = now
-    return rate
+        for number, count in tokens.items():
+            answers[number].arrivals.append((now, count))
+    return steady_rate(list(answers.values()))
 
 
 def stand_in_model() -> AdaPonderForCausalLM:
@@ -169,7 +158,7 @@ def stand_in_model() -> AdaPonderForCausalLM:
 
 
 def stand_in_worker(lanes: int, tick: float):
-    """Builds a worker whose engine gives ``lanes`` tokens every ``tick`` seconds; its words are pieces of Python."""
+    """Builds a worker whose engine generates ``lanes`` tokens every ``tick`` seconds; its tokenizer knows Python."""
     from adaponder.serving.served import Served
     from adaponder.serving.worker import Worker
 
@@ -181,7 +170,7 @@ def stand_in_worker(lanes: int, tick: float):
 
 
 def main() -> None:
-    """Serves on a free port of 127.0.0.1 until it is ended."""
+    """Serves on a free port of 127.0.0.1 until the process ends."""
     from adaponder.serving.routes import make_app
     from adaponder.serving.server import address_of, listen, run
     from adaponder.serving.settings import Settings

@@ -10,34 +10,46 @@ import torch
 from typer.main import get_command
 
 from adaponder.errors import EvaluationError, InputError
-from adaponder.recipes import load_recipe
 from bench_support import QUICK, SET, invoke, measured
-from benchmarks import harness, ops, record, train
+from benchmarks import harness, ops, record
 from benchmarks.__main__ import app
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[3]
+SMALL = ("--trust", "--commit=abc", "--warmup=0", "--repeats=1", "--size=4,4,8")
 
 
-def test_only_a_lack_of_memory_is_a_row_without_figures():
-    def fails(error):
-        raise error
+def fail(monkeypatch, implementation: str, error: BaseException) -> None:
+    """Makes one implementation of the operations over the vocabulary raise."""
+    real = ops.operation
 
-    for error in (torch.OutOfMemoryError("no"), RuntimeError("CUDA error: out of memory"), MemoryError()):
-        assert harness.if_it_fits(lambda error=error: fails(error)) is None
-    with pytest.raises(RuntimeError, match="something else"):
-        harness.if_it_fits(lambda: fails(RuntimeError("something else")))
+    def operation(case, **how):
+        if case.implementation == implementation:
+            raise error
+        return real(case, **how)
+
+    monkeypatch.setattr(ops, "operation", operation)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), RuntimeError("CUDA out of memory"), MemoryError()])
+def test_only_a_lack_of_memory_is_a_row_without_figures(monkeypatch, tmp_path, error):
+    fail(monkeypatch, "plain", error)
+    found = measured("ops", *SMALL, "--no-record", "--only=expectation", folder=tmp_path)
+    for row in found["metrics"]["rows"]:
+        assert row["fits"] == (row["implementation"] != "plain") == (row["milliseconds"] is not None)
+        assert row["times_plain"] is None
+    assert "out of memory" in found["shown"]
+    fail(monkeypatch, "plain", RuntimeError("something else"))
+    assert isinstance(invoke("ops", *SMALL, "--no-record").exception, RuntimeError)
 
 
 # --- the check of the kernels --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["train", "ops"])
-def test_a_failing_kernel_refuses(monkeypatch, tmp_path, kind):
+def test_a_failing_kernel_refuses(monkeypatch, tmp_path):
     monkeypatch.setattr(harness, "run_tests", lambda environment: (1, "…\nFAILED test_kernels.py::test_it"))
-    result = invoke(kind, "--commit", "abc", *(SET if kind != "ops" else []), "--json", str(tmp_path / "out.json"))
+    result = invoke("ops", "--commit", "abc", "--json", str(tmp_path / "out.json"))
     assert isinstance(result.exception, EvaluationError), "exits with 1"
-    assert not isinstance(result.exception, InputError)
     assert "FAILED test_kernels.py::test_it" in str(result.exception)
     assert "measuring" not in result.output
     assert list(tmp_path.rglob("*.json")) == []
@@ -54,9 +66,8 @@ def test_kernels_are_interpreted_on_a_cpu_and_compiled_on_a_gpu(monkeypatch, tmp
 
 def test_every_kernel_has_a_test_that_runs_before_a_benchmark():
     tests = "".join(path.read_text() for path in (ROOT / "tests" / "unit" / "ops").glob("test_*.py"))
-    checks = re.findall(
-        r'^    "(test_\w+)"', (ROOT / "tests" / "unit" / "ops" / "conftest.py").read_text(), re.MULTILINE
-    )
+    listed = (ROOT / "tests" / "unit" / "ops" / "conftest.py").read_text()
+    checks = re.findall(r'^    "(test_\w+)"', listed, re.MULTILINE)
     assert len(checks) > 10
     assert all(f"def {name}(" in tests for name in checks)
 
@@ -66,15 +77,13 @@ def test_every_kernel_has_a_test_that_runs_before_a_benchmark():
 
 def test_records_have_telling_names_and_do_not_replace_each_other(monkeypatch, tmp_path):
     monkeypatch.setattr(harness, "ROOT", tmp_path)
-    asked = ("--trust", "--commit=abc", "--warmup=0", "--repeats=1")
-    training = ("--no-compile", "--batch=2", *SET)
-    runs = (("train", *training), ("train", *training, "--keep=1,.5,.5"), ("ops", "--size=4,4,8"))
-    for arguments in runs:
-        result = invoke(*arguments, *asked)
+    training = ("--trust", "--commit=abc", "--warmup=0", "--repeats=1", "--no-compile", "--batch=2", *SET)
+    for arguments in (("train", *training, "--keep=1,.5,.5"), ("prefill", *training), ("ops", *SMALL)):
+        result = invoke(*arguments)
         assert result.exit_code == 0, f"{result.output} {result.exception!r}"
     assert "benchmarks/records/ops-cpu.json" in result.output
     records = {path.name: json.loads(path.read_text()) for path in tmp_path.rglob("*.json")}
-    assert set(records) == {"train-demo-cpu.json", "train-halting-demo-cpu.json", "ops-cpu.json"}
+    assert set(records) == {"train-halting-demo-cpu.json", "prefill-demo-cpu.json", "ops-cpu.json"}
     assert all(found["commit"] == "abc" for found in records.values())
 
 
@@ -83,13 +92,13 @@ def test_records_have_telling_names_and_do_not_replace_each_other(monkeypatch, t
     [
         ("paper/adaponder-70m", "NVIDIA H200", "train-70m-h200"),
         ("paper/ponder-410m", "NVIDIA A100-SXM4-80GB", "train-ponder-410m-a100-sxm4-80gb"),
-        ("mini/adaponder", "NVIDIA GeForce RTX 4090", "train-mini-rtx-4090"),
         ("cpu/demo", None, "train-demo-cpu"),
     ],
 )
 def test_names_come_from_recipe_and_device(monkeypatch, name, device, expected):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: device)
-    path = harness.record_path("train", torch.device("cuda" if device else "cpu"), load_recipe(name))
+    name = "-".join(["train", *harness.words_of(name)])
+    path = harness.record_path(name, torch.device("cuda" if device else "cpu"))
     assert path == ROOT / "benchmarks" / "records" / f"{expected}.json"
 
 
@@ -103,32 +112,22 @@ def test_a_commit_is_asked_for_where_there_is_no_git(monkeypatch):
 
 
 def test_an_interruption_shows_what_was_measured_and_leaves(monkeypatch):
-    real = train.build_variant
-
-    def build(recipe, variant, device):
-        if variant.method == "adaponder":
-            raise KeyboardInterrupt
-        return real(recipe, variant, device)
-
-    monkeypatch.setattr(train, "build_variant", build)
-    result = invoke("train", *QUICK, "--no-compile", "--batch", "1", *SET, "--json", "-")
+    fail(monkeypatch, "ours", KeyboardInterrupt())
+    result = invoke("ops", *SMALL, "--no-record", "--json", "-")
     assert result.exit_code == 130
-    assert "ponder, eager" in result.stderr.split("a training step")[1]
+    assert "plain, forward" in result.stderr.split("vocab_expectation: 4 tokens")[1]
     assert "standard output has the rows so far" in result.stderr
     assert json.loads(result.stdout)["complete"] is False
 
 
 def test_only_what_is_asked_for_is_measured_and_no_record_stands_for_all(tmp_path):
-    asked = ("--trust", "--commit=abc", "--warmup=0", "--repeats=1", "--no-compile", "--only=checkpointed", "--batch=2")
-    found = measured("train", *asked, *SET, folder=tmp_path)
-    assert [row["variant"] for row in found["metrics"]["rows"]] == ["plain", "adaponder, eager, checkpointed"]
-    assert found["settings"]["only"] == ["checkpointed"]
+    found = measured("ops", *SMALL, "--only=kept", folder=tmp_path)
+    assert {row["implementation"] for row in found["metrics"]["rows"]} == {"plain", "ours, logits kept"}
+    assert found["settings"]["only"] == ["kept"]
     assert "no record is written" in found["shown"]
-    result = invoke("train", "--trust", "--no-record", "--only=faster", *SET)
+    result = invoke("ops", *SMALL, "--only=faster")
     assert isinstance(result.exception, InputError)
     assert "--only faster" in str(result.exception)
-    chosen = harness.select(ops.cases([ops.Size(2, 3, 5)]), ["vocab_expectation"], always="plain")
-    assert {case.op for case in chosen if case.implementation != "plain"} == {"vocab_expectation"}
 
 
 # --- ops -----------------------------------------------------------------------------------------------------------
@@ -145,16 +144,12 @@ def test_the_roofline_counts_the_unavoidable_work():
 
 def test_ops_compare_plain_ours_and_torchs(tmp_path, monkeypatch):
     found = measured("ops", *QUICK, "--size", "32,8,50", folder=tmp_path)
-    rows = found["metrics"]["rows"]
+    rows = {(row["op"], row["implementation"], row["backward"]): row for row in found["metrics"]["rows"]}
     # Each operation with and without backward, plain and ours; kept logits serve a backward; torch has one loss.
     assert len(rows) == 8 + 1 + 2 * ops.torch_has_it()
-    for row in rows:
-        same = ("op", "tokens", "hidden", "vocabulary", "backward")
-        (plain,) = [
-            other for other in rows if other["implementation"] == "plain" and all(other[k] == row[k] for k in same)
-        ]
+    for (op, _, backward), row in rows.items():
         seconds = row["milliseconds"] / 1e3
-        assert row["times_plain"] == pytest.approx(plain["milliseconds"] / row["milliseconds"])
+        assert row["times_plain"] == pytest.approx(rows[op, "plain", backward]["milliseconds"] / row["milliseconds"])
         assert row["matmul_share"] == pytest.approx(row["flops"] / seconds / 1e9)
         assert row["copy_share"] == pytest.approx(row["bytes"] / seconds / 1e8)
     assert found["recipe"] is None
@@ -194,12 +189,21 @@ def test_what_is_timed_computes_the_same(op, backward):
         ("decode --only=nothing", "--only nothing"),
         ("decode --shape=huge", "--shape huge"),
         ("decode --depths=5", "--depths 5"),
+        ("decode --dtype int3", "--dtype int3"),
+        ("serve", "CKPT"),
+        ("serve runs/x --url http://127.0.0.1:1", "CKPT"),
+        ("serve --stand-in 64", "--stand-in 64"),
+        ("serve --stand-in x,8", "--stand-in x,8"),
+        ("serve --stand-in 64,0", "--stand-in 64,0"),
+        ("serve runs/x --rates 2,1", "--rates 2,1"),
+        ("serve runs/x --rates nan", "--rates nan"),
+        ("serve runs/x --dtype int3", "--dtype int3"),
     ],
 )
 def test_wrong_options_are_named(line, option):
     name, *rest = line.split()
     shape = SET if name in ("train", "prefill") and "--recipe" not in rest else []
-    result = invoke(name, *rest, "--trust", "--no-record", *shape)
+    result = invoke(name, *rest, "--no-record", *([] if name == "serve" else ["--trust"]), *shape)
     assert isinstance(result.exception, InputError), result.output
     assert option in str(result.exception)
 

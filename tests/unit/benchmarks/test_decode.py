@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from bench_support import measured as run_command
-from benchmarks import decode, decode_sides
+from benchmarks import decode, decode_sides, harness
 from benchmarks.decode import COLUMNS, DecodeCase
-from benchmarks.decode_sides import DecodeLoad, as_row, limit, tick_bytes
+from benchmarks.decode_sides import as_row, limit, tick_bytes
 from benchmarks.models import SHARES, draw_depths, shape_config, shares_of
 from harness_support import reader, words
 
@@ -88,7 +88,7 @@ def test_a_case_that_fails_is_a_row_and_the_rest_goes_on():
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmuch")
         if case.lanes == 2:
             raise TypeError("no such option")
-        return as_row([10.0, 12.0, 11.0], shares=(0.5, 0.5))
+        return as_row([10.0, 12.0, 11.0], resident_lanes=3, shares=(0.5, 0.5))
 
     rows = [decode.row_of(case, measure) for case in chosen]
     assert [row["works"] for row in rows] == [False, False, True]
@@ -101,30 +101,18 @@ def test_a_case_that_fails_is_a_row_and_the_rest_goes_on():
         decode.row_of(chosen[0], lambda case: {}["a mistake of ours"])
 
 
-def test_ratios_are_of_rows_that_differ_in_one_thing():
-    def row(side: str, depth: float, speed: float, lanes: int = 64, resident: float = 64.0) -> dict:
+def test_speeds_are_relative_to_the_engine_at_full_depth_without_drafting():
+    def row(side: str, depth: float | None, speed: float, lanes: int = 64) -> dict:
         case = DecodeCase(side, "410m", lanes, 512, depth)
-        return decode.row_of(case, lambda _: as_row([speed], resident_lanes=resident))
+        return decode.row_of(case, lambda _: as_row([speed], resident_lanes=lanes))
 
-    rows = [row("engine", 4.0, 100), row("engine", 2.0, 195, resident=128), row("portable", 2.0, 105)]
-    rows.append(row("engine", 2.0, 5, lanes=1))
-    found = {(one["name"].split(", ")[-1], one["what"]): one for one in decode.ratios_of(rows)}
-    assert set(found) == {("depth 2", "over depth 4"), ("depth 2", "over portable")}
-    assert found["depth 2", "over depth 4"]["times"] == pytest.approx(1.95)
-    assert found["depth 2", "over depth 4"]["lanes_times"] == 2.0
-    assert found["depth 2", "over portable"]["times"] == pytest.approx(195 / 105)
+    rows = [row("engine", 4.0, 100), row("engine", 2.0, 195), row("drafting", 4.0, 250), row("portable", 4.0, 5)]
+    rows += [row("engine", 2.0, 5, lanes=1), row("engine", None, 100), row("drafting", None, 140)]
+    decode.compare(rows)
+    assert [row["times_engine"] for row in rows] == [1.0, 1.95, 2.5, None, None, 1.0, 1.4]
 
 
 # --- measuring -----------------------------------------------------------------------------------------------------
-
-
-def test_the_clock_shares_time_among_tokens_that_came_together():
-    clock = DecodeLoad(None, DecodeCase("engine", "tiny", 2, 8), submitted={0: 1.0, 1: 1.5})  # type: ignore[arg-type]
-    clock.arrived[0] = [(2.0, 1), (3.0, 4), (3.5, 1)]
-    clock.arrived[1] = [(2.5, 2)]
-    assert clock.first() == [1.0, 1.0]
-    assert clock.between(since=0.0) == [0.25] * 4 + [0.5]
-    assert clock.between(since=2.5) == [0.5]
 
 
 @pytest.mark.every
@@ -147,9 +135,8 @@ def test_the_record_has_every_figure_of_every_row(tmp_path):
     memory = [row for row in rows.values() if row["kind"] == "memory"]
     assert len(memory) == 2
     assert all(row["works"] and row["limit_share"] is None for row in memory)
-    assert any(one["what"] == "over portable" for one in found["metrics"]["ratios"])
-    assert "How many times as fast" in found["shown"]
-    png, svg = decode.draw(list(rows.values()), tmp_path / "decode", "a CPU")
+    assert halted["times_engine"] == halted["tokens_per_second"] / stream["tokens_per_second"]
+    png, svg = harness.draw(tmp_path / "decode", decode.panels(list(rows.values()), "a CPU"))
     assert png.stat().st_size > 5000
     assert "tokens/s" not in svg.read_text()[:100]
 
@@ -177,9 +164,7 @@ def test_a_checkpoint_decides_its_own_depths(tmp_path):
     plain, drafting = metrics["rows"]
     assert plain["accepted_share"] is None
     assert 0 <= drafting["accepted_share"] <= 1
-    (ratio,) = metrics["ratios"]
-    assert ratio["what"] == "over engine"
-    assert ratio["times"] == drafting["tokens_per_second"] / plain["tokens_per_second"]
+    assert drafting["times_engine"] == drafting["tokens_per_second"] / plain["tokens_per_second"]
 
 
 def test_hugging_face_decodes_the_plain_shape(monkeypatch):

@@ -1,6 +1,6 @@
 """benchmarks train and prefill: the plain version computes what ours does, and rows are compared within one run."""
 
-from functools import partialmethod
+from functools import partial, partialmethod
 
 import pytest
 import torch
@@ -9,9 +9,9 @@ from torch._dynamo.utils import counters
 from adaponder.errors import EvaluationError, InputError
 from adaponder.recipes import load_recipe
 from bench_support import QUICK, SET, TINY, invoke, measured, tiny_recipe
-from benchmarks import models, train
-from benchmarks.harness import Common, Timing
-from benchmarks.train import TrainVariant
+from benchmarks import models, steps
+from benchmarks.harness import Timing, measure
+from benchmarks.steps import StepOptions, Variant
 
 CPU = torch.device("cpu")
 
@@ -45,12 +45,12 @@ def test_the_vocabulary_is_stated_or_the_tokenizers():
 
 
 def test_the_seed_determines_weights_and_tokens():
-    first, same, other = (models.choose_recipe("cpu/demo", TINY, Common(seed=seed)) for seed in (1, 1, 2))
+    first, same, other = (StepOptions("cpu", overrides=TINY, seed=seed).recipe for seed in (1, 1, 2))
     draws = [next(models.batches(chosen, 2, CPU))[0] for chosen in (first, same, other)]
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
     assert first.fingerprint == same.fingerprint != other.fingerprint
-    assert models.choose_recipe("cpu/demo", ["train.seed=7"], Common()).train.seed == 7
+    assert StepOptions(overrides=["train.seed=7"]).recipe.train.seed == 7
 
 
 # --- train ---------------------------------------------------------------------------------------------------------
@@ -58,12 +58,12 @@ def test_the_seed_determines_weights_and_tokens():
 
 def test_train_writes_what_the_contract_asks_for(trained):
     expected = {"command": "bench train", "commit": "abc", "tested": False, "seed": 0, "complete": True}
+    expected["recipe"] = {"name": "cpu/demo", "hash": tiny_recipe().fingerprint, "set": TINY}
+    expected["settings"] = {"batch": 2, "sequence": 12, "dtype": "float32", "warmup": 0, "repeats": 2}
     assert {name: trained[name] for name in expected} == expected
     assert trained["date"].count("-") == 2
     assert trained["hardware"]["matmul_flops"] == 1e9
     assert {"adaponder", "python", "torch", "transformers", "triton"} <= set(trained["versions"])
-    assert trained["recipe"] == {"name": "cpu/demo", "hash": tiny_recipe().fingerprint, "set": TINY}
-    assert trained["settings"] == {"batch": 2, "sequence": 12, "dtype": "float32", "warmup": 0, "repeats": 2}
 
 
 def test_ratios_of_train_are_of_one_run(trained):
@@ -84,66 +84,55 @@ def test_ratios_of_train_are_of_one_run(trained):
 
 
 def test_a_share_of_matmul_counts_every_product_three_times():
-    flops = train.flops_per_token(tiny_recipe(), TrainVariant("plain"))
-    assert flops == train.flops_per_token(tiny_recipe(), TrainVariant("ponder"))
-    # Per token and pass: attention's four and the MLP's two matrices in two layers, then on average 6.5 keys of 12;
-    # a mixture after all passes but the last, logits after the last.
-    body, attention = 2 * 2 * (4 * 16 * 16 + 2 * 16 * 24), 2 * 2 * 2 * 16 * 6.5
-    assert flops == 3 * (3 * (body + attention) + 2 * (2 * 2 * 61 * 16) + 2 * 61 * 16)
-    rows = []
-    for name, peak in (("plain", 400), ("adaponder", 100)):
-        done = (Timing([1.0, 2.0, 4.0], peak), 1.0)
-        rows.append(train.as_row(tiny_recipe(), TrainVariant(name), 2, done, flops=10.0, matmul_rate=960.0))
-    train.compare_with_plain(rows)
-    assert (rows[1]["memory_of_plain"], rows[1]["spread"], rows[1]["tokens_per_second"]) == (0.25, 1.5, 12)
-    assert rows[1]["matmul_share"] == pytest.approx(12 * 10 / 960)
+    depths = models.depths_of((1, 0.5, 0.25), 2, 12, seed=0)
+    body, mixture, gate, head = 2 * 2 * (4 * 16 * 16 + 2 * 16 * 24), 2 * 2 * 61 * 16, 2 * (16 * 64 + 64), 2 * 61 * 16
+    # Two layers' attention to one key. A row sees the keys up to its slot (6.5 on average) in every pass that reads it.
+    key = 2 * 2 * 2 * 16
+    seen = sum(key * (slot + 1) * int(depth) for row in depths for slot, depth in enumerate(row)) / depths.numel()
+    ponder = 3 * (body + key * 6.5) + 2 * mixture + head
+    compact = 1.75 * body + seen + 0.75 * mixture + 2 * gate + head
+    expected = {("plain", None): ponder, ("ponder", None): ponder, ("adaponder", "dense"): ponder + 2 * gate}
+    for (method, execution), forward in (expected | {("adaponder", "compact"): compact}).items():
+        flops = steps.flops_per_token(tiny_recipe(), Variant(method, execution=execution), depths)
+        assert flops == pytest.approx(3 * forward, rel=1e-12), (method, execution)
 
 
-def test_variants_are_told_apart_by_name(monkeypatch):
-    on_gpu = train.variants(torch.device("cuda"))
+def test_ratios_are_to_both_plain_versions():
+    rows = [
+        {"variant": name, "tokens_per_second": speed, "peak_bytes": peak}
+        for name, speed, peak in (("plain", 10.0, 400), ("plain, compiled", 20.0, 200), ("adaponder, eager", 30.0, 100))
+    ]
+    steps.compare_with_plain(rows)
+    assert (rows[2]["times_plain"], rows[2]["memory_of_plain"]) == (3.0, 0.25)
+    assert (rows[2]["times_compiled_plain"], rows[2]["memory_of_compiled_plain"]) == (1.5, 0.5)
+    assert Timing([1.0, 2.0, 4.0], None).spread == 1.5
+
+
+def test_variants_have_names_of_their_own(monkeypatch):
+    on_gpu = steps.train_variants(tiny_recipe(), torch.device("cuda"))
     names = [variant.name for variant in on_gpu]
     assert len(set(names)) == len(names)
-    assert names[:4] == ["plain", "adaponder, eager", "ponder, compiled", "adaponder, compiled"]
+    assert names[:3] == ["plain", "plain, compiled", "adaponder, eager"]
     assert [variant.memory_budget for variant in on_gpu if variant.memory_budget != 1] == [0.5]
-    assert all(variant.memory_budget == 1 for variant in train.variants(CPU))
-    by_pass = {variant.name for variant in train.variants(CPU, by="pass")}
+    assert all(variant.memory_budget == 1 for variant in steps.train_variants(tiny_recipe(), CPU))
+    by_pass = {variant.name for variant in steps.train_variants(tiny_recipe("train.compile_by=pass"), CPU)}
     assert {"ponder, compiled by pass", "adaponder, compiled by pass"} <= by_pass
-    asked = []
-    monkeypatch.setattr(models.AdaPonderForCausalLM, "compile_passes", lambda self, **options: asked.append(options))
-    train.build_variant(tiny_recipe(), TrainVariant("adaponder", memory_budget=0.5), CPU)
-    assert asked[0]["memory_budget"] == 0.5
-
-
-def test_out_of_memory_is_a_row(monkeypatch, tmp_path):
-    real = train.build_variant
-
-    def build(recipe, variant, device):
-        if variant.method == "plain":
-            raise torch.OutOfMemoryError("no")
-        return real(recipe, variant, device)
-
-    monkeypatch.setattr(train, "build_variant", build)
-    found = measured("train", *QUICK, "--no-compile", "--batch", "2", *SET, folder=tmp_path)
-    plain, *others = found["metrics"]["rows"]
-    assert not plain["fits"]
-    assert plain["tokens_per_second"] is None
-    assert all(row["fits"] and row["times_plain"] is None for row in others)
-    assert "out of memory" in found["shown"]
-    assert found["metrics"]["adaponder_over_ponder"] is not None
+    options = []
+    monkeypatch.setattr(models.AdaPonderForCausalLM, "compile_passes", lambda self, **how: options.append(how))
+    Variant("adaponder", memory_budget=0.5).build(tiny_recipe(), CPU)
+    assert options[0]["memory_budget"] == 0.5
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 5, 13, 40])
-def test_the_largest_batch_is_found_in_few_trials(monkeypatch, most):
+def test_the_largest_batch_is_found_in_few_trials(most):
     tried = []
 
-    def measure(recipe, variant, *, batch, **rest):
+    def time_batch(batch, keep_graphs):
+        assert keep_graphs == bool(tried), "the first trial alone starts without graphs"
         tried.append((batch, batch <= most * 3 + 2))
-        if batch > most * 3 + 2:
-            raise torch.OutOfMemoryError("no")
-        return Timing([1.0], 10 * batch), 1.0
+        return Timing([1.0], 10 * batch) if batch <= most * 3 + 2 else None
 
-    monkeypatch.setattr(train, "measure_training", measure)
-    batch, timing = train.search(tiny_recipe(), TrainVariant("plain"), start=3, device=CPU)
+    batch, timing = steps.search(time_batch, start=3)
     assert (batch, timing) == (most * 3, Timing([1.0], 10 * batch) if most else None)
     assert (most * 3, True) in tried or most == 0
     assert (most * 3 + 3, False) in tried
@@ -153,25 +142,31 @@ def test_the_largest_batch_is_found_in_few_trials(monkeypatch, most):
 @pytest.mark.compiler
 def test_searching_the_largest_batch_compiles_twice_however_far(monkeypatch):
     """Once for the first batch, once for one that varies: a layer without and with rows to reuse, three small ones."""
-    compile_passes, measure_training = models.AdaPonderForCausalLM.compile_passes, train.measure_training
-    graphs = []
-
-    def measure(recipe, variant, *, batch, **rest):
-        done = measure_training(recipe, variant, batch=batch, **rest)
-        graphs.append(counters["stats"]["unique_graphs"])
-        if batch > 10:
-            raise torch.OutOfMemoryError("no")
-        return done
-
+    compile_passes, training_step = models.AdaPonderForCausalLM.compile_passes, steps.training_step
+    graphs, recipe = [], tiny_recipe()
     monkeypatch.setattr(models.AdaPonderForCausalLM, "compile_passes", partialmethod(compile_passes, backend="eager"))
-    monkeypatch.setattr(train, "measure_training", measure)
     counters.clear()
-    variant = TrainVariant("adaponder", checkpointing=True)
-    assert train.search(tiny_recipe(), variant, start=2, device=CPU)[0] == 10
+    torch.compiler.reset()
+
+    def time_batch(batch, keep_graphs):
+        step = training_step(recipe, Variant("adaponder", checkpointing=True), batch, CPU, [])
+        timing = measure(step, CPU, warmup=1, repeats=1)
+        graphs.append(counters["stats"]["unique_graphs"])
+        return timing if batch <= 10 else None
+
+    assert steps.search(time_batch, start=2)[0] == 10
     assert graphs == [5, *[10] * (len(graphs) - 1)]
 
 
-def test_training_that_skips_halted_tokens_is_compared_with_dense_training(tmp_path):
+def test_training_that_skips_halted_tokens_is_compared_with_dense_training(monkeypatch, tmp_path):
+    forward, read = models.AdaPonderForCausalLM.forward, []
+
+    def watch(self, *args, **how):
+        output = forward(self, *args, **how)
+        read.extend([output.depth] * ("targets" in how))
+        return output
+
+    monkeypatch.setattr(models.AdaPonderForCausalLM, "forward", watch)
     found = measured("train", *QUICK, "--no-compile", "--batch=2", "--keep=1,.5,.25", *SET, folder=tmp_path)
     rows = {row["variant"]: row for row in found["metrics"]["rows"]}
     assert list(rows) == ["plain", "ponder, eager", "adaponder, eager, dense", "adaponder, eager, compact"]
@@ -183,46 +178,24 @@ def test_training_that_skips_halted_tokens_is_compared_with_dense_training(tmp_p
     assert found["metrics"]["adaponder_over_ponder"] == pytest.approx(over_ponder)
     assert found["settings"]["mean_depth"] == 1.75
     depths = models.depths_of((1, 0.5, 0.25), 2, 12, seed=0)
-    assert found["metrics"]["compact_over_dense_by_flops"] == train.promised_over_dense(tiny_recipe(), depths)
-    body, mixture, gate = 2 * 2 * (4 * 16 * 16 + 2 * 16 * 24), 2 * 2 * 61 * 16, 2 * (16 * 64 + 64)
-    keys = 2 * 2 * 2 * 16
-    # A row sees the keys up to its own slot in every iteration that reads it; gates are for all, and so is the loss.
-    seen = sum(keys * (slot + 1) * int(depth) for row in depths for slot, depth in enumerate(row)) / depths.numel()
-    rest = 2 * gate + 2 * 61 * 16
-    expected = [3 * (body + keys * 6.5) + 2 * mixture + rest] * 2 + [1.75 * body + seen + 0.75 * mixture + rest]
-    ways = [TrainVariant("adaponder", execution=execution) for execution in (None, "dense", "compact")]
-    flops = [train.flops_per_token(tiny_recipe(), variant, depths) for variant in ways]
-    assert flops == pytest.approx([3 * each for each in expected], rel=1e-12)
+    assert all((depth == 3).all() for depth in read[:2]), "PonderLM reads every token in every iteration"
+    assert len(read) == 6
+    assert all(torch.equal(depth, depths) for depth in read[2:])
+    assert found["metrics"]["compact_over_dense_by_flops"] == steps.promised_over_dense(tiny_recipe(), depths)
 
 
 @pytest.mark.compiler
 def test_compiled_training_that_skips_tokens_stays_compiled(monkeypatch, tmp_path):
     compile_passes = models.AdaPonderForCausalLM.compile_passes
     monkeypatch.setattr(models.AdaPonderForCausalLM, "compile_passes", partialmethod(compile_passes, backend="eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     asked = ("--warmup=1", "--repeats=2", "--trust", "--no-record", "--batch=2", "--keep=1,.5,.25")
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         found = measured("train", *asked, *SET, folder=tmp_path)
     losses = {row["variant"]: row["loss"] for row in found["metrics"]["rows"]}
+    assert losses["plain, compiled"] == pytest.approx(losses["plain"], rel=1e-5)
     compiled = [losses[f"adaponder, compiled, {execution}"] for execution in ("dense", "compact")]
     assert compiled[0] == pytest.approx(compiled[1], rel=1e-5)
-
-
-def test_forced_depths_hold_for_adaponder_alone_and_are_what_is_read(monkeypatch):
-    depths, seen = models.depths_of((1, 0.5, 0.25), 2, 12, seed=0), []
-    forward = models.AdaPonderForCausalLM.forward
-
-    def watch(self, *args, **how):
-        output = forward(self, *args, **how)
-        seen.append((how["execution"], output.depth))
-        return output
-
-    monkeypatch.setattr(models.AdaPonderForCausalLM, "forward", watch)
-    settings = {"batch": 2, "depths": depths, "device": CPU, "warmup": 0, "repeats": 1}
-    for variant in train.variants(CPU, compiles=False, halting=True)[1:]:
-        train.measure_training(tiny_recipe(), variant, **settings)
-    assert [execution for execution, _ in seen] == ["dense", "dense", "compact"]
-    assert (seen[0][1] == 3).all()
-    assert all(torch.equal(depth, depths) for _, depth in seen[1:])
 
 
 # --- prefill -------------------------------------------------------------------------------------------------------
@@ -231,12 +204,14 @@ def test_forced_depths_hold_for_adaponder_alone_and_are_what_is_read(monkeypatch
 def test_prefill_compares_dense_and_compact(tmp_path):
     found = measured("prefill", *QUICK, "--no-compile", "--batch=2", "--keep=1,.5,.25", *SET, folder=tmp_path)
     rows = {row["variant"]: row for row in found["metrics"]["rows"]}
-    assert list(rows) == ["plain", "dense, eager", "compact, eager"]
+    assert list(rows) == ["plain", "adaponder, eager, dense", "adaponder, eager, compact"]
     for row in rows.values():
-        assert row["times_dense"] == pytest.approx(rows["dense, eager"]["median_seconds"] / row["median_seconds"])
-        assert row["times_promised"] == rows["dense, eager"]["flops"] / row["flops"]
+        assert row["times_dense"] == pytest.approx(
+            rows["adaponder, eager, dense"]["median_seconds"] / row["median_seconds"]
+        )
+        assert row["times_promised"] == rows["adaponder, eager, dense"]["flops"] / row["flops"]
     # The body is read 1.75 instead of 3 times, a mixture is made 0.75 instead of 2 times.
-    assert 3 / 1.75 < rows["compact, eager"]["times_promised"] < 2 / 0.75
+    assert 3 / 1.75 < rows["adaponder, eager, compact"]["times_promised"] < 2 / 0.75
     assert found["settings"]["keep"] == [1, 0.5, 0.25]
     assert found["metrics"]["dense_and_compact_differ_by"] < 1e-5
 
