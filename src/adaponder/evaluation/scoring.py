@@ -325,12 +325,13 @@ def agreement(
     noise, unexplained = 0.0, None
     if dense.gates is not None and compact.gates is not None:
         noise = float(np.abs(dense.gates - compact.gates)[_untouched(flipped, windows)].max(initial=0.0))
-        taus = _taus(model, how, dense.gates.shape[1])
-        if taus is not None:
+        if (taus := gate_thresholds(model, how.policy, dense.gates.shape[1])) is not None:
             # The gate that decided differently is the one after the smaller depth.
             gate = np.minimum(dense.depth, compact.depth)[flipped] - 1
             rows = np.nonzero(flipped)[0]
-            margin = np.minimum(*(np.abs(run.gates[rows, gate] - taus[gate]) for run in runs if run.gates is not None))
+            margin = np.minimum(
+                *(np.abs(run.gates[rows, gate] - np.array(taus)[gate]) for run in runs if run.gates is not None)
+            )
             unexplained = int((margin > noise + np.finfo(np.float32).eps).sum())
     return Agreement(
         tokens=text.predictions,
@@ -351,10 +352,9 @@ def _untouched(flipped: np.ndarray, windows: Windows) -> np.ndarray:
     return latest < start
 
 
-def _taus(model: AdaPonderForCausalLM, how: ScoringOptions, gates: int) -> np.ndarray | None:
+def gate_thresholds(model: AdaPonderForCausalLM, policy: PolicyLike | None, gates: int) -> tuple[float, ...] | None:
     """Returns the threshold of each gate; ``None`` for policies other than the learned gate."""
-    policy = how.policy if how.policy is not None else model.method.default_policy(training=False)
+    policy = policy if policy is not None else model.method.default_policy(training=False)
     if not isinstance(policy, LearnedGate):
         return None
-    tau = np.asarray(policy.tau, np.float64)
-    return np.broadcast_to(tau if tau.ndim == 0 else tau[:gates], (gates,))
+    return policy.tau[:gates] if isinstance(policy.tau, tuple) else (policy.tau,) * gates

@@ -42,10 +42,9 @@ from adaponder.policies.values import unit_hash
 
 # A mean depth within CLOSE of the budget ends the search; a mean depth further away than REACHED counts as missed.
 CLOSE, REACHED = 0.004, 0.02
-MAX_RUNS = 6
 _MANNER = {False: "thresholds", True: "ranked"}
-# Maximum steps of the search, including free ones at settings that were scored before.
-_MAX_LOOKS = 40
+# Maximum scorings of a search, and its maximum steps: a step at a setting that was scored before is free.
+_MAX_RUNS, _MAX_LOOKS = 6, 40
 
 
 class Rule(NamedTuple):
@@ -79,10 +78,6 @@ def _measure_rule(name: str, kind: type[MeasureThreshold], unit: str) -> Rule:
     return Rule(name, kind, unit, signal, kind.at_most, 2.0 if kind.reads_previous else 1.0)
 
 
-def _random_signal(rows: PolicyInput) -> Tensor:
-    return -unit_hash(rows.position, rows.seed, rows.iteration)
-
-
 RULES: dict[str, Rule] = {
     "gate": Rule("learned gate", LearnedGate, "tau", lambda rows: rows.gate.float(), lowest=0.0),
     "entropy": _measure_rule("entropy", Entropy, "nats"),
@@ -90,7 +85,9 @@ RULES: dict[str, Rule] = {
     "change": _measure_rule("hidden-state change", Change, "relative"),
     "confidence": _measure_rule("top-two gap", Confidence, "gap"),
     "similarity": _measure_rule("hidden-state similarity", Similarity, "cosine"),
-    "random": Rule("random", Random, "keep", _random_signal, ceiling=True),
+    "random": Rule(
+        "random", Random, "keep", lambda rows: -unit_hash(rows.position, rows.seed, rows.iteration), ceiling=True
+    ),
 }
 
 
@@ -323,9 +320,7 @@ def too_shallow(budget: float, shallowest: float) -> str | None:
     return f"has a mean depth of at least {shallowest:g}" if budget < shallowest - REACHED else None
 
 
-def tune(
-    dial: Dial, budget: float, measure: Callable[[Setting], Scores], *, iterations: int, max_runs: int = MAX_RUNS
-) -> Tuned:
+def tune(dial: Dial, budget: float, measure: Callable[[Setting], Scores], *, iterations: int) -> Tuned:
     """Finds the setting of ``dial`` whose measured mean depth is nearest to ``budget``, by false position."""
     if (why := too_shallow(budget, dial.shallowest)) is not None:
         return Tuned(dial, budget, dial.at(dial.shallowest), None, 0, why)
@@ -336,7 +331,7 @@ def tune(
         setting = dial.at(aim)
         again = (key := repr(setting)) in measured
         if not again:
-            if len(measured) == max_runs:
+            if len(measured) == _MAX_RUNS:
                 break
             scores = measure(setting)
             measured[key] = float(scores.depth.mean()), setting, scores
