@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -190,7 +190,7 @@ class TokenScorer:
         """
         best, common = None, 0
         for entry in self._cache:
-            length = len(commonprefix([ids, entry.ids])) if entry.key == key else 0
+            length = _common(ids, entry.ids) if entry.key == key else 0
             if length > common:
                 best, common = entry, length
         if best is not None and common == len(ids):
@@ -268,6 +268,11 @@ class TokenScorer:
                     score.nll.append(loss)
                 if top:
                     score.top.append(list(zip(likeliest[index], values[index], strict=True)))
+
+
+def _common(left: list[int], right: list[int]) -> int:
+    """Returns the length of the common prefix."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
 def _forced(rule: Policy, depths: Mapping[int, int], slots: int, device: torch.device) -> Any:

@@ -42,12 +42,10 @@ class Reader:
         # The last token is never read; it is an end token, which asks nothing.
         tokens = np.concatenate([ids.numpy(), np.full((len(ids), 1), END_ID)], axis=1)
         need = np.stack([needed(row) for row in tokens])[:, 1:]
+        wanted = need.clip(1, K)
+        depth = {"need": wanted, "one": np.full(need.shape, 2), "against": K + 1 - wanted}[self.own]
         if policy is not None or max_iterations is not None:
             depth = np.full(need.shape, max_iterations if policy is None else policy.depth)
-        else:
-            depth = {"need": need.clip(1, K), "one": np.full(need.shape, 2), "against": K + 1 - need.clip(1, K)}[
-                self.own
-            ]
         answer = np.where(depth >= need, tokens[:, 1:], WRONG)
         logits = torch.nn.functional.one_hot(torch.from_numpy(answer), END_ID + 1).float()
         return types.SimpleNamespace(logits=logits, depth=torch.from_numpy(depth))
@@ -87,17 +85,14 @@ def test_a_reader_that_reads_as_often_as_needed(data):
     assert sum(found.questions) == total >= 50
 
 
-def test_readers_whose_depth_is_one_or_runs_against_need(data):
-    assert measure_demand(Reader(own="one"), opened(data)).rho is None
-    against = measure_demand(Reader(own="against"), opened(data))
+@pytest.mark.parametrize("halts", [True, False])
+def test_readers_whose_depth_is_one_or_runs_against_need(data, halts):
+    constant = measure_demand(Reader(halts=halts, own="one"), opened(data))
+    assert constant.rho is None
+    assert (constant.at_depth[3], constant.accuracy) == ([1, 1, 1, 0], [1, 1, 0, 0])
+    against = measure_demand(Reader(halts=halts, own="against"), opened(data))
     assert against.rho < -0.9
     assert against.accuracy == [1, 1, 0, 0]  # depths 3, 2, 1, 1
-
-
-def test_a_method_that_never_halts_is_measured_at_every_depth(data):
-    found = measure_demand(Reader(halts=False, own="one"), opened(data))
-    assert found.at_depth[3] == [1, 1, 1, 0]
-    assert found.accuracy == [1, 1, 0, 0]
 
 
 def test_a_document_that_was_cut_is_measured_as_far_as_it_goes(data):

@@ -63,12 +63,6 @@ def drawn(plate, trace: Trace, *, dark: bool = False):
 # --- statistics ---------------------------------------------------------------------------------------------------
 
 
-def test_shares_times_means_add_up_to_the_loss(trace):
-    assert LossByDepth(trace).table()["share x mean"].sum() == pytest.approx(trace.loss, rel=1e-12)
-    active = ActiveTokens(trace)
-    assert active.shares.sum() == pytest.approx(active.numbers.iterations, rel=1e-12)
-
-
 def test_losses_are_of_learned_tokens_and_depths_of_all():
     plain = made_up(600)
     asked = np.arange(600) % 3 > 0
@@ -89,6 +83,7 @@ def test_losses_are_of_learned_tokens_and_depths_of_all():
 
 def test_each_column_of_the_density_map_holds_its_depths_tokens(trace):
     plate = LossByDepth(trace)
+    assert plate.table()["share x mean"].sum() == pytest.approx(trace.loss, rel=1e-12)
     width = plate.clip / losses.BINS
     for depth in range(1, 5):
         inside = (trace["nll"] <= plate.clip)[trace["depth"] == depth].mean()
@@ -133,7 +128,8 @@ def test_means_are_of_their_groups(trace):
 
 
 def test_four_halting_numbers(trace):
-    overall, depth = numbers(trace), trace["depth"]
+    overall, depth, active = numbers(trace), trace["depth"], ActiveTokens(trace)
+    assert active.shares.sum() == pytest.approx(overall.iterations, rel=1e-12)
     assert overall.iterations == pytest.approx(depth.mean())
     assert overall.halted == pytest.approx((depth < 4).mean())
     assert overall.gates_closed == pytest.approx(np.mean([depth <= gate for gate in (1, 2, 3)]))
@@ -362,8 +358,7 @@ def test_the_busiest_stretch_has_the_highest_entropy_of_depths():
 
     allowed = [first for first in range(79) if document[first] == document[first + 11]]
     first, length = tokens.busiest(depth, document, 12)
-    assert length == 12
-    assert first in allowed
+    assert (length, first in allowed) == (12, True)
     assert entropy(first) == pytest.approx(max(map(entropy, allowed)))
     assert tokens.busiest(depth, np.arange(90), 12) == (0, 12)
 
@@ -378,13 +373,9 @@ def test_hardest_and_easiest_tokens(trace):
     for excerpts in (hard, easy):
         assert len({excerpt.words[excerpt.target] for excerpt in excerpts}) == len(excerpts) == 6
     assert len(tokens.passage(trace).words) <= tokens.PASSAGE
-
-
-def test_the_last_word_is_not_computed():
-    trace = changed(made_up(40, documents=1), full_nll_1=np.arange(40.0))
-    excerpt = tokens.extremes(trace, hardest=True, count=1)[0]
-    assert excerpt.target == len(excerpt.words) - 1
-    assert excerpt.depths[-1] == 0
+    rising = changed(made_up(40, documents=1), full_nll_1=np.arange(40.0))
+    excerpt = tokens.extremes(rising, hardest=True, count=1)[0]
+    assert (excerpt.target, excerpt.depths[-1]) == (len(excerpt.words) - 1, 0), "the last word is not computed"
     assert "not computed" in tokens.as_html(excerpt)
 
 

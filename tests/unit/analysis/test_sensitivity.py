@@ -67,9 +67,6 @@ def test_a_point_is_the_mean_and_spread_of_its_seeds(one_at_a_time):
     [alone] = points(one_at_a_time[:1])
     assert (alone.loss.deviation, alone.loss.count) == (None, 1)
     assert f"{alone.loss:.2f}" == "2.20"
-
-
-def test_a_failed_seed_is_counted_and_not_averaged():
     [point] = points([record(2.0, k_max=0.1), record(None, seed=1, k_max=0.1)])
     assert (point.runs, point.loss.count, point.loss.mean) == (2, 1, 2.0)
     [lost] = points([record(None, k_max=0.1)])
@@ -139,11 +136,6 @@ def test_legend_and_remark_cover_no_panel_and_not_each_other(which, request):
         assert not any(box.overlaps(other) for other in boxes[place + 1 :])
 
 
-def test_tiny_differences_are_not_blown_up():
-    low, high = sensitivity([record(2.0 + 1e-7 * k, k_max=k) for k in SHARES]).axes[0].get_ylim()
-    assert high - low == pytest.approx(0.002)
-
-
 def test_sweeps_of_words_of_many_sizes_and_of_seeds_alone_are_drawn():
     words = sensitivity([record(2.0 + i, ponder_on=on) for i, on in enumerate(("probabilities", "logits"))])
     assert [tick.get_text() for tick in words.axes[0].get_xticklabels()] == ["probabilities", "logits"]
@@ -153,6 +145,8 @@ def test_sweeps_of_words_of_many_sizes_and_of_seeds_alone_are_drawn():
     many = [record(2.0 + a, a=a, b=1, c=1, d=1) for a in (0, 1)]
     many += [record(2.0, **({"a": 0, "b": 1, "c": 1, "d": 1} | {name: 2})) for name in "bcd"]
     assert len(sensitivity(many).axes) == 6
+    low, high = sensitivity([record(2.0 + 1e-7 * k, k_max=k) for k in SHARES]).axes[0].get_ylim()
+    assert high - low == pytest.approx(0.002), "tiny differences are not blown up"
     unasked = [record(2.0, k_max=k) | {"requested_depth": None} for k in SHARES]
     assert [panel.get_xlabel() for panel in sensitivity(unasked).axes][1:] == ["mean iterations, realised"]
 

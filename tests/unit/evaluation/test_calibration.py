@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import support
 from adaponder import AdaPonderError, AdaPonderForCausalLM, LearnedGate
+from adaponder.analysis.policies_figure import flat
 from adaponder.commands import calibrate as command
 from adaponder.commands import policies as policies_command
 from adaponder.evaluation.lab import dials
@@ -57,17 +58,11 @@ def made_up_trace(*, late: bool, tokens: int = 400) -> FullDepth:
 # --- proposals ----------------------------------------------------------------------------------------------------
 
 
-def test_the_promise_is_the_loss_of_the_trace_at_those_depths():
-    seen = made_up_trace(late=True)
-    assert expected_loss(seen, (1.0, 1.0, 1.0)) == 2.0
-    assert expected_loss(seen, (1.0, 1.0, 0.0)) == 3.0
-    assert expected_loss(seen, (0.5, 0.5, 0.25)) == pytest.approx(2.75)
-
-
 @pytest.mark.parametrize(("late", "best"), [(True, (0.5, 0.5, 0.5)), (False, (1.0, 0.5, 0.0))])
 def test_depth_is_proposed_where_it_pays(late, best):
     shares = propose(made_up_trace(late=late), 2.5)[0]
     assert sum(shares) == pytest.approx(1.5, abs=1e-6)
+    assert expected_loss(made_up_trace(late=late), (1.0, 1.0, 0.0)) == (3.0 if late else 2.0)
     promise = expected_loss(made_up_trace(late=late), shares)
     assert promise == pytest.approx(expected_loss(made_up_trace(late=late), best), abs=0.03)
 
@@ -292,12 +287,21 @@ def test_the_lab_on_a_checkpoint_prints_every_policy_and_saves_its_table(
     monkeypatch.setattr(Lab, "dials", lambda lab, rates: [dial for dial in full(lab, rates) if dial.name in SHOWN])
     monkeypatch.setattr(console, "width", 200)
     result = policies_command.policies(
-        checkpoint=str(checkpoint), data=str(data), window=64, budgets=[2.2], rates=(), json=tmp_path / "lab.json"
+        checkpoint=str(checkpoint), data=str(data), window=64, budgets=[2.2], rates=(), out=tmp_path / "first"
     )
     shown = capsys.readouterr().out
     for words in ("Mean depth 2.200", "assigned whole", *SHOWN):
         assert words in shown
-    assert json.loads((tmp_path / "lab.json").read_text())["rows"] == json.loads(json.dumps(result["rows"]))
+    saved_rows = json.loads((tmp_path / "first" / policies_command.RESULT).read_text())["rows"]
+    assert saved_rows == json.loads(json.dumps(result["rows"]))
+    frame = flat(saved_rows)
+    for row, (_, line) in zip(saved_rows[2:], frame.iloc[2:].iterrows(), strict=True):
+        assert [line["difference_low"], line["difference_high"]] == row["difference"]["interval"]
+        assert [line[f"active_{i}"] for i in range(1, K + 1)] == row["active"]
+    policies_command.redraw(tmp_path / "first" / policies_command.RESULT, out=tmp_path / "again")
+    kinds = ("keep-probability", "loss-against-compute", "policies")
+    for name in [f"{kind}.{ending}" for kind in kinds for ending in ("png", "svg")]:
+        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
     assert [row["policy"] for row in result["rows"][1:]] == list(SHOWN)
     assert torch.isfinite(torch.tensor([row["loss"] for row in result["rows"]])).all()
 

@@ -145,20 +145,16 @@ def test_the_cost_of_a_task_is_that_of_reading_its_texts_once():
     expected = cost_of(model(first).depth, model.config, logits=1, dtype=model.dtype)
     expected += cost_of(model(second).depth, model.config, logits=scored, dtype=model.dtype)
     assert harness.meters["some"].cost == expected
-    harness.loglikelihood([*requests("loglikelihood", [("A", ".")], "other")])
-    assert harness.meters["some"].cost == expected, "costs of another task are its own"
-
-
-def test_generation_reads_the_prompt_and_all_new_tokens_but_the_last():
-    model = reader()
-    harness = HarnessLM(model, words(), batch_size=2)
+    # Generation reads the prompt and all new tokens but the last.
     settings = {"until": [], "max_gen_toks": 5}
-    harness.generate_until(requests("generate_until", [("She opened the door", settings)]))
+    harness.generate_until(requests("generate_until", [("She opened the door", settings)], "other"))
     prompt = torch.tensor([words().encode("She opened the door")])
     full = model.generate(prompt, max_new_tokens=5, do_sample=False, eos_token_id=0, pad_token_id=0)
-    read = full[:, :-1]
-    expected = cost_of(model(read).depth, model.config, logits=full.shape[1] - prompt.shape[1], dtype=model.dtype)
-    assert harness.meters["some"].cost == expected
+    new = full.shape[1] - prompt.shape[1]
+    assert harness.meters["other"].cost == cost_of(
+        model(full[:, :-1]).depth, model.config, logits=new, dtype=model.dtype
+    )
+    assert harness.meters["some"].cost == expected, "costs of another task are its own"
 
 
 def test_a_stop_string_ends_a_text_and_is_not_part_of_it():

@@ -230,6 +230,8 @@ def test_what_is_not_a_whole_file_is_refused_by_name(manager, tmp_path):
             open_task(manager, name, 0, TaskData(tmp_path))
     with pytest.raises(InputError, match="--task-data"):
         TaskData(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="--task-data DIR"):
+        open_task(manager, "arc_easy", 0, None)  # the hub cannot be reached
 
 
 @pytest.mark.parametrize(
@@ -245,11 +247,6 @@ def test_a_bad_map_is_refused(text, message, tmp_path):
     (tmp_path / "map.yaml").write_text(text)
     with pytest.raises(InputError, match=message):
         TaskData(tmp_path)
-
-
-def test_without_task_data_the_hub_is_asked_and_its_silence_told(manager):
-    with pytest.raises(InputError, match="--task-data DIR"):
-        open_task(manager, "arc_easy", 0, None)
 
 
 def test_any_task_of_lm_eval_reads_records_that_have_its_fields(tmp_path):
