@@ -62,7 +62,7 @@ class About(Kind):
     Attributes:
         iterations: K of the model.
         tau: thresholds of the learned gate; ``None`` for other policies.
-        utf8_bytes: of the text, 0 where unknown.
+        utf8_bytes: size of the text; 0 if unknown.
         spent: cost of scoring by the meter (without gates that only the trace evaluates).
     """
 

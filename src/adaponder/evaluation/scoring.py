@@ -263,8 +263,6 @@ def score_portions(
     return Scores(**arrays_of_text, spent=sum(spent[1:], spent[0]))
 
 
-# --- agreement of dense and compact execution: depths may differ only where a gate nearly equals tau ------------------
-
 # The two executions round differently, so a gate that nearly equals its threshold may be above it in only one of them.
 # Such flips are counted, and allowed only where the gate is no further from the threshold than the measured gate noise.
 # Allowed difference of mean losses by precision; lower precisions allow 1e-2, because single flips change the loss.

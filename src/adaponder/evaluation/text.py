@@ -164,10 +164,12 @@ def _encoded(data: str, vocabulary: Vocabulary) -> Iterator[_Piece]:
     try:
         while batch := list(islice(records, 64)):
             for record, document in zip(batch, encoder(list(enumerate(batch))), strict=True):
-                mask = None if record.learned is None else np.zeros(len(document.tokens), bool)
-                # Runs of learned tokens, given as first token, length, first token, length, …
-                for begin, count in zip(document.learned[::2], document.learned[1::2], strict=True):
-                    mask[begin : begin + count] = True
+                mask = None
+                if record.learned is not None:
+                    mask = np.zeros(len(document.tokens), bool)
+                    # Runs of learned tokens: first token, length, first token, length, …
+                    for begin, count in zip(document.learned[::2], document.learned[1::2], strict=True):
+                        mask[begin : begin + count] = True
                 yield _Piece(document.tokens.astype(np.int64), document.source, document.utf8_bytes, mask)
     finally:
         if counts.invalid_utf8:
@@ -270,12 +272,9 @@ class Windows:
         full = int((lengths == self.length).sum())
         groups = [slice(begin, min(begin + size, full)) for begin in range(0, full, size)]
         for group in [*groups, *([slice(full, None)] if full < len(starts) else [])]:
-            yield self._batch(text, starts[group], int(lengths[group][0]), scored[group])
-
-    def _batch(self, text: Text, first: np.ndarray, length: int, scored: np.ndarray) -> WindowBatch:
-        index = first[:, None] + np.arange(length + 1)
-        tokens = torch.from_numpy(text.stream[index])
-        documents = None
-        if not self.across_documents:
-            documents = torch.from_numpy(np.searchsorted(text.starts, index[:, :-1], "right") - 1)
-        return WindowBatch(index[:, :-1], tokens[:, :-1], tokens[:, 1:], index[:, :-1] >= scored[:, None], documents)
+            index = starts[group, None] + np.arange(lengths[group][0] + 1)
+            tokens = torch.from_numpy(text.stream[index])
+            index, documents = index[:, :-1], None
+            if not self.across_documents:
+                documents = torch.from_numpy(np.searchsorted(text.starts, index, "right") - 1)
+            yield WindowBatch(index, tokens[:, :-1], tokens[:, 1:], index >= scored[group, None], documents)

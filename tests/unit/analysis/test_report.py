@@ -8,22 +8,19 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
 
-from adaponder import AdaPonderForCausalLM
+import lab_support
 from adaponder.analysis.report import write_report
 from adaponder.analysis.style import DARK, LIGHT, PAGE
 from adaponder.analysis.trace import read_trace
 from adaponder.commands import analyze
-from adaponder.data.tokenizers import train_bpe
 from adaponder.errors import AdaPonderError, InputError
 from adaponder.evaluation import scoring
-from support import FAMILIES
+from lab_support import opinionated, saved
 from trace_support import made_up
 
-# Each plate is drawn in test_figures; here those that show text from data.
-SHOWN = ("depth", "grid", "excerpts")
-TEXT = "the cat sat on a mat while rain fell and nobody read it again <script>alert(1)</script> "
+# Each plate is drawn in test_figures; these show text from data.
+SHOWN = ("grid", "excerpts")
 
 
 class Page(HTMLParser):
@@ -130,38 +127,19 @@ def test_figures_left_out_are_named_and_stale_ones_removed(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """(method) -> folder of a tiny checkpoint with a tokenizer of its own."""
+def checkpoints(tmp_path_factory):
+    """Folders of tiny checkpoints by method, and a text in the words of their tokenizer."""
     folder = tmp_path_factory.mktemp("checkpoints")
-
-    def make(method: str) -> Path:
-        out = folder / method
-        if not out.exists():
-            tokenizer = train_bpe(300, [TEXT])
-            config = type(FAMILIES["gpt_neox"]).from_dict(FAMILIES["gpt_neox"].to_dict() | {"vocab_size": 300})
-            stock = AutoModelForCausalLM.from_config(config)
-            settings = {"gate_width": 0, "tau": 0.5, "gate_bias": 0.0} if method == "adaponder" else {}
-            model = AdaPonderForCausalLM.from_backbone(stock, method=method, iterations=3, **settings)
-            if method == "adaponder":
-                for gate in model.method.gates:
-                    gate.out.weight.data.normal_(0, 0.3)
-            model.save_pretrained(out)
-            tokenizer.save(str(out / "tokenizer.json"))
-        return out
-
-    return make
+    models = {method: opinionated(method, iterations=3) for method in ("adaponder", "loop")}
+    paths = {method: str(saved(folder / method, model)) for method, model in models.items()}
+    return paths | {"text": str(lab_support.written(folder / "text.jsonl"))}
 
 
-def data(folder: Path, text: str) -> str:
-    (folder / "text.txt").write_text(text)
-    return str(folder / "text.txt")
-
-
-def test_analyze_traces_a_checkpoint_and_redraws_without_it(checkpoint, tmp_path):
+def test_analyze_traces_a_checkpoint_and_redraws_without_it(checkpoints, tmp_path):
     # Longer than the backbone's 64 positions: read in windows.
-    asked = {"data": data(tmp_path, TEXT * 12), "only": ["active", "excerpts"], "json": tmp_path / "result.json"}
+    asked = {"data": checkpoints["text"], "only": ["active", "excerpts"], "json": tmp_path / "result.json"}
     out = tmp_path / "out"
-    report = analyze.analyze(checkpoint=str(checkpoint("adaponder")), out=out, max_tokens=150, **asked)
+    report = analyze.analyze(checkpoint=checkpoints["adaponder"], out=out, max_tokens=150, **asked)
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["numbers"]["tokens"] == 150
     assert result["captions"]["active"] == report.drawn[0].caption()
@@ -185,10 +163,10 @@ def test_analyze_traces_a_checkpoint_and_redraws_without_it(checkpoint, tmp_path
         ("adaponder", {"tokenizer": "nowhere/at/all"}, "--tokenizer nowhere/at/all"),
     ],
 )
-def test_what_cannot_be_done_is_said_before_anything_is_written(checkpoint, tmp_path, method, options, word):
-    asked = {"data": data(tmp_path, options.pop("text", "the cat sat on a mat")), "out": tmp_path / "out"} | options
+def test_what_cannot_be_done_is_said_before_anything_is_written(checkpoints, tmp_path, method, options, word):
+    asked = {"data": checkpoints["text"], "out": tmp_path / "out"} | options
     with pytest.raises(AdaPonderError, match=re.escape(word)):
-        analyze.analyze(checkpoint=str(checkpoint(method)), **asked)
+        analyze.analyze(checkpoint=checkpoints[method], **asked)
     assert not (tmp_path / "out").exists()
 
 
@@ -204,13 +182,13 @@ def test_a_trace_takes_no_option_that_it_would_ignore(tmp_path):
         analyze.analyze(checkpoint=str(tmp_path))
 
 
-def test_an_interrupted_trace_resumes_and_ends_the_same(checkpoint, tmp_path, monkeypatch, capsys):
-    settings = {"data": data(tmp_path, TEXT * 12), "only": ["excerpts"], "batch_size": 1, "max_tokens": 160}
+def test_an_interrupted_trace_resumes_and_ends_the_same(checkpoints, tmp_path, monkeypatch, capsys):
+    settings = {"data": checkpoints["text"], "only": ["excerpts"], "batch_size": 1, "max_tokens": 160}
     monkeypatch.setattr(scoring, "BATCHES", 1)
     whole, out, honest, calls = tmp_path / "whole", tmp_path / "out", scoring.score, []
 
     def analyze_into(folder: Path, **options) -> None:
-        analyze.analyze(checkpoint=str(checkpoint("adaponder")), out=folder, **settings, **options)
+        analyze.analyze(checkpoint=checkpoints["adaponder"], out=folder, **settings, **options)
 
     def score_until(limit: int):
         def counted(*args, **options):

@@ -124,18 +124,6 @@ def test_what_failed_is_counted_below_and_nothing_at_all_is_an_error(grid):
         sensitivity([record(None, k_max=0.1)])
 
 
-@pytest.mark.parametrize("which", ["grid", "one_at_a_time"])
-def test_legend_and_remark_cover_no_panel_and_not_each_other(which, request):
-    records = request.getfixturevalue(which)
-    records[-1] |= {"status": "failed", "validation_loss": None}
-    figure = sensitivity(records)
-    figure.draw_without_rendering()
-    boxes = [panel.get_tightbbox() for panel in figure.axes]
-    boxes += [figure.legends[0].get_window_extent(), figure._supxlabel.get_window_extent()]
-    for place, box in enumerate(boxes):
-        assert not any(box.overlaps(other) for other in boxes[place + 1 :])
-
-
 def test_sweeps_of_words_of_many_sizes_and_of_seeds_alone_are_drawn():
     words = sensitivity([record(2.0 + i, ponder_on=on) for i, on in enumerate(("probabilities", "logits"))])
     assert [tick.get_text() for tick in words.axes[0].get_xticklabels()] == ["probabilities", "logits"]

@@ -287,23 +287,30 @@ def test_the_lab_on_a_checkpoint_prints_every_policy_and_saves_its_table(
     monkeypatch.setattr(Lab, "dials", lambda lab, rates: [dial for dial in full(lab, rates) if dial.name in SHOWN])
     monkeypatch.setattr(console, "width", 200)
     result = policies_command.policies(
-        checkpoint=str(checkpoint), data=str(data), window=64, budgets=[2.2], rates=(), out=tmp_path / "first"
+        checkpoint=str(checkpoint), data=str(data), window=64, budgets=[2.2], rates=(), json=tmp_path / "lab.json"
     )
     shown = capsys.readouterr().out
     for words in ("Mean depth 2.200", "assigned whole", *SHOWN):
         assert words in shown
-    saved_rows = json.loads((tmp_path / "first" / policies_command.RESULT).read_text())["rows"]
+    saved_rows = json.loads((tmp_path / "lab.json").read_text())["rows"]
     assert saved_rows == json.loads(json.dumps(result["rows"]))
     frame = flat(saved_rows)
     for row, (_, line) in zip(saved_rows[2:], frame.iloc[2:].iterrows(), strict=True):
         assert [line["difference_low"], line["difference_high"]] == row["difference"]["interval"]
         assert [line[f"active_{i}"] for i in range(1, K + 1)] == row["active"]
-    policies_command.redraw(tmp_path / "first" / policies_command.RESULT, out=tmp_path / "again")
-    kinds = ("keep-probability", "loss-against-compute", "policies")
-    for name in [f"{kind}.{ending}" for kind in kinds for ending in ("png", "svg")]:
-        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
     assert [row["policy"] for row in result["rows"][1:]] == list(SHOWN)
     assert torch.isfinite(torch.tensor([row["loss"] for row in result["rows"]])).all()
 
 
 SHOWN = ("learned gate", "uniform, ranked", "oracle by NLL")
+
+
+@pytest.mark.every
+def test_a_result_is_saved_and_drawn_again_without_a_model(lab, tmp_path):
+    rows = [row.as_dict() for row in (lab.trained(2.5), lab.held_out(lab.tune(lab.dials(())[0], 2.5))[0])]
+    policies_command.save({"command": "policies", "budgets": [2.5], "rows": rows}, tmp_path / "first")
+    policies_command.redraw(tmp_path / "first" / policies_command.RESULT, out=tmp_path / "again")
+    kinds = ("keep-probability", "loss-against-compute", "policies")
+    for name in [f"{kind}.{ending}" for kind in kinds for ending in ("png", "svg")]:
+        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    assert all((tmp_path / "first" / f"policies.{kind}").stat().st_size > 0 for kind in ("csv", "parquet"))

@@ -159,7 +159,7 @@ def test_a_score_is_what_the_model_says_of_each_window(method):
             assert scores.depth[place].tolist() == output.depth[0].tolist()
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in ("act", "pondernet")])  # as ouro's
 @pytest.mark.parametrize("windows", [Windows(16), Windows(16, 5), Windows(20, across_documents=False)], ids=str)
 def test_scores_depend_neither_on_the_batch_nor_on_looking_closer(method, windows):

@@ -81,12 +81,12 @@ def test_few_or_unequal_documents_are_halved_by_windows_and_every_prediction_is_
     text = made_up(lengths)
     outcome = halve(text, Windows(32, stride))
     assert outcome.drawn == "windows"
-    first, second = (half.chosen for half in outcome[:2])
+    first, second = (half.mask for half in outcome[:2])
     assert (first ^ second).all()
     assert abs(int(first.sum()) - int(second.sum())) <= 42
     for half in outcome[:2]:
-        assert half.tokens == half.chosen.sum() == half.own_text.predictions
-        assert half.own_text.stream[1:].tolist() == text.stream[1:][half.chosen].tolist()
+        assert half.tokens == half.mask.sum() == half.own_text.predictions
+        assert half.own_text.stream[1:].tolist() == text.stream[1:][half.mask].tolist()
         counts = np.diff(half.own_text.starts, append=half.own_text.predictions)
         assert counts.sum() == half.tokens
         assert counts.max() <= 32
@@ -99,12 +99,12 @@ def test_both_halves_together_score_what_the_whole_text_scores(model, stride):
     full = score(model, text, windows)
     for half in halve(text, windows)[:2]:
         outcome = half.score(model, ScoringOptions(), batch_size=3, detail=True)
-        np.testing.assert_allclose(outcome.nll, full.nll[half.chosen], atol=1e-5)
-        assert outcome.depth.tolist() == full.depth[half.chosen].tolist()
+        np.testing.assert_allclose(outcome.nll, full.nll[half.mask], atol=1e-5)
+        assert outcome.depth.tolist() == full.depth[half.mask].tolist()
         assert outcome.gates.shape == (half.tokens, K - 1)
         values = np.arange(half.tokens)
-        assert half.everywhere(values, -1)[half.chosen].tolist() == values.tolist()
-        assert (half.everywhere(values, -1)[~half.chosen] == -1).all()
+        assert half.everywhere(values, -1)[half.mask].tolist() == values.tolist()
+        assert (half.everywhere(values, -1)[~half.mask] == -1).all()
 
 
 def test_a_text_of_one_window_cannot_be_halved():

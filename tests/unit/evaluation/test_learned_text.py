@@ -76,7 +76,7 @@ def test_cut_and_halved_texts_know_what_counts_of_them(text, vocabulary):
     assert few.drawn == "windows"
     numbers = []
     for half in (few.tuning, few.held_out):
-        assert (half.own_text.counted == short.counted[half.chosen]).all()
+        assert (half.own_text.counted == short.counted[half.mask]).all()
         numbers.append(half.learned)
     assert numbers[0] != numbers[1]
     assert sum(numbers) == 28

@@ -125,7 +125,7 @@ def test_a_text_read_in_parts_equals_one_read_at_once(how):
         scorer = TokenScorer(model)
         assert check(model, scorer, text, how, size) == 0
         assert check(model, scorer, [*text[:20], 9, 8, 7], how, size) == 20
-    for scorer in (TokenScorer(model), TokenScorer(model, kept_bytes=0)):
+    for scorer in (TokenScorer(model), TokenScorer(model, max_bytes=0)):
         assert in_parts(scorer, text, how, 5)[1] == 5
     scorer = TokenScorer(model)
     parts = scorer.in_parts(text, how, 8)
@@ -179,12 +179,12 @@ def test_texts_are_kept_apart_by_rule_seed_salt_and_limits():
 
 
 def test_only_the_last_texts_are_kept_and_few_bytes():
-    scorer = TokenScorer(tiny(), kept=2)
+    scorer = TokenScorer(tiny(), max_texts=2)
     first, *others = [ids(1, 10, seed=seed)[0].tolist() for seed in range(3)]
     for text in (first, *others):
         scorer.score(text, Reading())
     assert [scorer.score(text, Reading()).cached for text in (*others, first)] == [10, 10, 0]
-    small = TokenScorer(scorer.model, kept_bytes=100)
+    small = TokenScorer(scorer.model, max_bytes=100)
     small.score(first, Reading())
     assert small.nbytes == 0
 

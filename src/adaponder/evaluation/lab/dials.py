@@ -17,26 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adaponder import policies
 from adaponder.evaluation.lab.halves import Half
 from adaponder.evaluation.scoring import Scores, ScoringOptions
 from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.policies import (
-    Change,
-    Confidence,
-    Divergence,
-    Entropy,
-    Geometric,
-    LearnedGate,
-    Policy,
-    PolicyInput,
-    Random,
-    Ranked,
-    Schedule,
-    Shares,
-    Similarity,
-    Uniform,
-    thresholds_for,
-)
+from adaponder.policies import Policy, PolicyInput, Schedule, Shares, thresholds_for
 from adaponder.policies.measures import MeasureThreshold
 from adaponder.policies.values import unit_hash
 
@@ -55,7 +40,7 @@ class Rule(NamedTuple):
         policy: builds the policy from a threshold.
         unit: unit of the threshold, in words.
         signal: computes the signal of each row; large where the token should continue.
-        ceiling: whether the policy continues while a measure is at most the threshold; ``signal`` is minus the measure.
+        ceiling: whether the policy continues while its measure is at most the threshold; ``signal`` is then minus it.
         shallowest: the smallest mean depth; 2 for policies that compare two iterations.
         lowest: the smallest threshold.
     """
@@ -78,16 +63,18 @@ def _measure_rule(name: str, kind: type[MeasureThreshold], unit: str) -> Rule:
     return Rule(name, kind, unit, signal, kind.at_most, 2.0 if kind.reads_previous else 1.0)
 
 
+def _random_signal(rows: PolicyInput) -> Tensor:
+    return -unit_hash(rows.position, rows.seed, rows.iteration)
+
+
 RULES: dict[str, Rule] = {
-    "gate": Rule("learned gate", LearnedGate, "tau", lambda rows: rows.gate.float(), lowest=0.0),
-    "entropy": _measure_rule("entropy", Entropy, "nats"),
-    "kl": _measure_rule("KL between iterations", Divergence, "nats"),
-    "change": _measure_rule("hidden-state change", Change, "relative"),
-    "confidence": _measure_rule("top-two gap", Confidence, "gap"),
-    "similarity": _measure_rule("hidden-state similarity", Similarity, "cosine"),
-    "random": Rule(
-        "random", Random, "keep", lambda rows: -unit_hash(rows.position, rows.seed, rows.iteration), ceiling=True
-    ),
+    "gate": Rule("learned gate", policies.LearnedGate, "tau", lambda rows: rows.gate.float(), lowest=0.0),
+    "entropy": _measure_rule("entropy", policies.Entropy, "nats"),
+    "kl": _measure_rule("KL between iterations", policies.Divergence, "nats"),
+    "change": _measure_rule("hidden-state change", policies.Change, "relative"),
+    "confidence": _measure_rule("top-two gap", policies.Confidence, "gap"),
+    "similarity": _measure_rule("hidden-state similarity", policies.Similarity, "cosine"),
+    "random": Rule("random", policies.Random, "keep", _random_signal, ceiling=True),
 }
 
 
@@ -169,7 +156,7 @@ class Dial:
     Attributes:
         name: label in tables and legends.
         at: returns the setting with a given mean depth on the recorded signals.
-        shallowest: the smallest mean depth of any setting; there and at K the measured depth is exact.
+        shallowest: the smallest mean depth of any setting. At this depth and at K, the measured depth is exact.
     """
 
     name: str
@@ -187,7 +174,7 @@ def threshold_dial(full: FullDepth, word: str, name: str | None = None) -> Dial:
         if word == "random":
             # Tokens continue where their hash is below ``keep``: the highest kept hash plus its resolution.
             keep = min(1.0, max(0.0, 2.0**-24 - threshold))
-            return Setting(f"keep {keep:.4f}", Random(keep))
+            return Setting(f"keep {keep:.4f}", policies.Random(keep))
         threshold = -threshold if rule.ceiling else max(rule.lowest, threshold)
         return Setting(f"{rule.unit} {threshold:.4g}", rule.policy(threshold))
 
@@ -199,7 +186,7 @@ def uniform_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
 
     def at(depth: float) -> Setting:
         keep = min(1.0, max(0.0, (depth - 1.0) / (full.iterations - 1)))
-        return Setting(f"keep {keep:.4f}", _scheduled(Uniform(keep=keep), full, ranked))
+        return Setting(f"keep {keep:.4f}", _scheduled(policies.Uniform(keep=keep), full, ranked))
 
     return Dial(f"uniform, {_MANNER[ranked]}", at, causal=not ranked)
 
@@ -210,7 +197,7 @@ def geometric_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
 
     def at(depth: float) -> Setting:
         rate = _bisect(0.0, 1.0, lambda rate: (rate**powers).sum() < depth - 1.0)
-        return Setting(f"rate {rate:.4f}", _scheduled(Geometric(rate=rate), full, ranked))
+        return Setting(f"rate {rate:.4f}", _scheduled(policies.Geometric(rate=rate), full, ranked))
 
     return Dial(f"geometric, {_MANNER[ranked]}", at, causal=not ranked)
 
@@ -231,7 +218,7 @@ def shares_dial(full: FullDepth, shape: tuple[float, ...], name: str) -> Dial:
 
     def at(depth: float) -> Setting:
         taus = thresholds_for(Shares(shares=scaled_shares(shape, depth - 1.0)), full.gates)
-        return Setting("tau " + " ".join(f"{tau:.4g}" for tau in taus), LearnedGate(taus))
+        return Setting("tau " + " ".join(f"{tau:.4g}" for tau in taus), policies.LearnedGate(taus))
 
     return Dial(name, at)
 
@@ -247,7 +234,9 @@ def oracle_dial(full: FullDepth) -> Dial:
 
 
 def _scheduled(schedule: Schedule, full: FullDepth, ranked: bool) -> Policy:
-    return Ranked(schedule) if ranked else replace(schedule, thresholds=thresholds_for(schedule, full.gates))
+    if ranked:
+        return policies.Ranked(schedule)
+    return replace(schedule, thresholds=thresholds_for(schedule, full.gates))
 
 
 def _bisect(low: float, high: float, too_low: Callable[[float], bool], steps: int = 60) -> float:

@@ -24,7 +24,7 @@ from adaponder.evaluation.lab.dials import Dial, FullDepth, Setting, Tuned
 from adaponder.evaluation.lab.halves import Half, Halves
 from adaponder.evaluation.meter import deciding_flops
 from adaponder.evaluation.scoring import Scores, ScoringOptions
-from adaponder.evaluation.summary import Difference, Interval, paired_difference
+from adaponder.evaluation.summary import Difference, Interval, paired_difference, summarise
 from adaponder.evaluation.text import Text
 from adaponder.journal import Journal
 from adaponder.modeling import AdaPonderForCausalLM
@@ -193,8 +193,8 @@ class Lab:
             learned: Scores | None = None
             for dial in (learned_dial, *others):
                 name = f"{dial.name} at {budget!r}"
-                if journal is not None and (part := journal.load(name)) is not None:
-                    yield Measurement.from_dict(part.facts)
+                if journal is not None and (saved := journal.load(name)) is not None:
+                    yield Measurement.from_dict(saved.facts)
                     continue
                 if learned is None and dial is not learned_dial:
                     # The journal has no losses of the learned gate, with which all other policies are paired.
@@ -210,7 +210,7 @@ class Lab:
     ) -> Measurement:
         """Adds the results of the held-out ``scores`` to ``planned``, paired with the ``learned`` gate's scores."""
         half = self.halves.held_out
-        summary = half.summarise(scores, seed=self.seed)
+        summary = summarise(half.own_text, scores.nll, scores.depth, seed=self.seed)
         difference = None
         if learned is not None:
             difference = paired_difference(half.own_text, learned.nll, scores.nll, seed=self.seed)
@@ -250,8 +250,6 @@ def check_budget(budget: float, iterations: int, option: str) -> None:
         raise InputError(f"{option} {budget:g} must be a mean depth from 1 to {iterations}, the model's iterations")
 
 
-# --- calibration to a budget ------------------------------------------------------------------------------------------
-
 ONE, EACH, FIXED = "one tau for all gates", "a tau per iteration", "fixed depth"
 # Maximum number of proposals, and of the tokens that they are computed from.
 _PROPOSALS, _SAMPLE = 2, 20_000
@@ -261,7 +259,7 @@ RULES = ("gate", "uniform", "geometric", *(name for name in dials.RULES if name 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to meet the budget: its loss on the tuning half (used to choose) and its held-out measurement."""
+    """One way to meet the budget: its held-out measurement, and its loss on the tuning half, by which it is chosen."""
 
     row: Measurement
     tuning_loss: float | None
@@ -328,8 +326,10 @@ def check_rule(rule: str, budget: float) -> None:
 
 
 def ordered(ways: Sequence[Tuned], own_text: Text, *, seed: int = 0) -> list[Tuned]:
-    """Sorts ``ways``: ways that reach the budget come first. Among these, only ways with a significantly lower loss
-    come before ``ways[0]``, the simplest. Otherwise ways are sorted by loss."""
+    """Sorts ``ways``: those that reach the budget come first, then ways are sorted by loss.
+
+    ``ways[0]``, the simplest, stays before ways whose loss is not significantly lower.
+    """
     simplest = ways[0]
 
     def merit(way: Tuned) -> tuple[bool, int, float]:
@@ -404,9 +404,9 @@ def frontier(lab: Lab, budgets: Sequence[float], *, journal: Journal | None = No
     for depth in range(1, lab.iterations + 1):
         measures[f"depth {depth}"] = lambda depth=depth: lab.untuned(FIXED, FixedDepth(depth))
     for name, measure in measures.items():
-        part = None if journal is None else journal.load(name)
-        measurement = measure() if part is None else Measurement.from_dict(part.facts)
-        if journal is not None and part is None:
+        saved = None if journal is None else journal.load(name)
+        measurement = measure() if saved is None else Measurement.from_dict(saved.facts)
+        if journal is not None and saved is None:
             journal.save(name, measurement.as_dict())
         yield measurement
 
