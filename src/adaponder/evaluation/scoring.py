@@ -187,7 +187,7 @@ class SummedLoss(NamedTuple):
 
 @torch.no_grad()
 def score_sum(model: AdaPonderForCausalLM, input_ids: Tensor, targets: Tensor, **arguments: Any) -> SummedLoss:
-    """Returns the sum of the losses over targets that are not -100; all logits are never in memory at once.
+    """Returns the sum of the losses over targets that are not -100, without holding all logits in memory at once.
 
     The model must be in evaluation mode; ``arguments`` are passed on to its ``forward``.
     """
@@ -300,13 +300,10 @@ class Agreement:
     def __str__(self) -> str:
         verdict = "agree" if self.holds else "DISAGREE"
         tokens = counted(self.tokens, "token")
-        words = f"dense and skipping {verdict}: loss differs by {self.loss_difference:.1e} on {tokens}"
-        if self.flips:
-            words += f", {counted(self.flips, 'depth')} flipped"
-            words += "" if self.unexplained is None else f" ({self.unexplained} not at a near tie)"
-        else:
-            words += ", every depth the same"
-        return words
+        depths = f"{counted(self.flips, 'depth')} flipped" if self.flips else "every depth the same"
+        if self.flips and self.unexplained is not None:
+            depths += f" ({self.unexplained} not at a near tie)"
+        return f"dense and skipping {verdict}: loss differs by {self.loss_difference:.1e} on {tokens}, {depths}"
 
 
 def agreement(

@@ -136,7 +136,7 @@ class TokenScorer:
                 return end.value
 
     def in_parts(self, ids: Sequence[int], how: Reading, size: int) -> Generator[None, None, TokenScores]:
-        """Does the same as :meth:`score`, as a generator that yields after every ``size`` tokens.
+        """Equals :meth:`score`, as a generator that yields after every ``size`` tokens.
 
         Other texts may be scored in between. Tokens scored so far are cached even if the generator is closed early.
         """

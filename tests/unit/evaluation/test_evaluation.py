@@ -243,14 +243,6 @@ def test_sliding_windows_pay_for_the_context_they_read_again():
     assert sliding["flops_per_token"] == pytest.approx(disjoint["flops_per_token"] * 16 * 13 / 64)
 
 
-def test_the_logits_a_policy_needs_to_decide_are_paid_for():
-    model, text = tiny(), made_up((64,))
-    plain = score(model, text, Windows(16), how=ScoringOptions(policy=FixedDepth(2))).spent.cost
-    asking = score(model, text, Windows(16), how=ScoringOptions(policy=Entropy((0.0, math.inf)))).spent.cost
-    # Everybody is asked after iterations 1 and 2.
-    assert asking.flops - plain.flops == 2 * 64 * 2 * VOCABULARY * 16
-
-
 @pytest.mark.parametrize(
     ("execution", "policy", "times"),
     [
