@@ -18,31 +18,18 @@ VOCABULARY = 300
 
 _LONG = "The river ran past the mill and the mill ran past the river while the miller slept. " * 6
 
+
+def arc(number: int, question: str, answer: str, *choices: str, labels: str = "ABCD") -> dict:
+    """A record of ARC as on the hub."""
+    texts = {"text": list(choices), "label": list(labels[: len(choices)])}
+    return {"id": str(number), "question": question, "choices": texts, "answerKey": answer}
+
+
 ARC = [
-    {
-        "id": "1",
-        "question": "Which of these is hot?",
-        "choices": {"text": ["ice", "fire", "rain", "fog"], "label": list("ABCD")},
-        "answerKey": "B",
-    },
-    {
-        "id": "2",
-        "question": "What do plants need?",
-        "choices": {"text": ["light", "night", "noise"], "label": list("123")},
-        "answerKey": "1",
-    },
-    {
-        "id": "3",
-        "question": _LONG + "What ran?",
-        "choices": {"text": ["the river", "the road"], "label": list("AB")},
-        "answerKey": "A",
-    },
-    {
-        "id": "4",
-        "question": "Pick a letter.",
-        "choices": {"text": ["a", "b", "c", "d"], "label": list("ABCD")},
-        "answerKey": "D",
-    },
+    arc(1, "Which of these is hot?", "B", "ice", "fire", "rain", "fog"),
+    arc(2, "What do plants need?", "1", "light", "night", "noise", labels="123"),
+    arc(3, _LONG + "What ran?", "A", "the river", "the road"),
+    arc(4, "Pick a letter.", "D", "a", "b", "c", "d"),
 ]
 LAMBADA = [
     {"text": "She opened the door and saw the door"},

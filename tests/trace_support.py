@@ -69,10 +69,10 @@ def made_up(
     frame["target"] = pd.Categorical.from_codes(word[1:], WORDS)
     frame["source"] = pd.Categorical([f"source <{index % sources}>" for index in document])
     blocks = {"nll": own, "full_nll": full, "entropy": np.abs(own) + 0.1, "gate": s}
-    parts = {
-        f"{name}_{i + 1}": block[:, i].astype(np.float32)
+    numbered = {
+        f"{name}_{i}": values.astype(np.float32)
         for name, block in blocks.items()
-        for i in range(block.shape[1])
+        for i, values in enumerate(block.T, 1)
     }
     # nll_K of the run itself is the prediction's loss, to the last digit that is kept.
     frame["nll"] = own[:, -1].astype(np.float32).astype(np.float64)
@@ -95,5 +95,6 @@ def made_up(
         "spent": {"flops_per_token": 2.5e6, "flops_ratio": 2.9, "kv_bytes_per_token": 4096.0},
         "versions": {"adaponder": "0"},
     } | about
-    found = About(**settings)
-    return Trace(pd.concat([frame, pd.DataFrame(parts)], axis=1).reindex(columns=columns_of(found)), found)
+    description = About(**settings)
+    frame = pd.concat([frame, pd.DataFrame(numbered)], axis=1)
+    return Trace(frame.reindex(columns=columns_of(description)), description)

@@ -19,7 +19,7 @@ from adaponder.policies import FixedDepth
 
 
 class Demand(NamedTuple):
-    """Accuracy and depth on questions, grouped by the iterations they need: hops of a question, or height of its tree.
+    """Accuracy and depth on puzzle questions, grouped by the iterations needed: a question's hops or tree height.
 
     Forced answers (the last of a document of hops) are left out, because one iteration predicts most of them.
 

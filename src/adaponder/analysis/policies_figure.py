@@ -24,18 +24,17 @@ _AHEAD = ": looks ahead, cannot generate"
 
 def flat(rows: Sequence[Entry]) -> pd.DataFrame:
     """Returns a table with one row per entry; intervals and lists get a column per number."""
-    return pd.DataFrame([_flat(row) for row in rows])
-
-
-def _flat(row: Entry) -> dict[str, Any]:
-    gap = row["difference"] or {"mean": None, "interval": None}
-    cells = {key: value for key, value in row.items() if not key.endswith("_interval")}
-    del cells["active"], cells["difference"]
-    cells["depth_low"], cells["depth_high"] = row["depth_interval"] or (None, None)
-    cells["loss_low"], cells["loss_high"] = row["loss_interval"] or (None, None)
-    cells["difference"] = gap["mean"]
-    cells["difference_low"], cells["difference_high"] = gap["interval"] or (None, None)
-    return cells | {f"active_{i}": share for i, share in enumerate(row["active"], 1)}
+    table = []
+    for row in rows:
+        gap = row["difference"] or {"mean": None, "interval": None}
+        cells = {key: value for key, value in row.items() if not key.endswith("_interval") and key != "active"}
+        cells["depth_low"], cells["depth_high"] = row["depth_interval"] or (None, None)
+        cells["loss_low"], cells["loss_high"] = row["loss_interval"] or (None, None)
+        del cells["difference"]
+        cells["difference"] = gap["mean"]
+        cells["difference_low"], cells["difference_high"] = gap["interval"] or (None, None)
+        table.append(cells | {f"active_{i}": share for i, share in enumerate(row["active"], 1)})
+    return pd.DataFrame(table)
 
 
 def loss_against_compute(rows: Sequence[Entry]) -> Figure:

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from adaponder.analysis.style import PAGE, Theme, depth_limits, house, new_figure, series
+from adaponder.analysis.style import PAGE, Theme, at_least, depth_limits, house, new_figure, series
 from adaponder.errors import InputError
 
 _MEANINGS = {
@@ -47,12 +47,13 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Point:
-    """One setting of a sweep, over its seeds; ``None`` where no seed has finished.
+    """One setting of a sweep, averaged over its seeds; results are ``None`` if no seed has finished.
 
     Attributes:
-        fields, runs: value of every axis; number of planned runs, of which ``loss.count`` have finished.
-        embedding_scale, requested: the scale of the trained models; the target mean depth.
-        loss, depth, halted: on validation text; ``halted`` has the mean shares after iterations 1 … K-1.
+        fields: value of every axis.
+        runs: number of planned runs; ``loss.count`` of them have finished.
+        requested: target mean depth of the recipe.
+        halted: mean share of validation tokens that have halted after iteration 1 … K-1.
     """
 
     fields: Mapping[str, Any]
@@ -120,8 +121,11 @@ class Line(NamedTuple):
 
 
 def lines_of(settings: Sequence[Point]) -> list[Line]:
-    """Returns the lines to draw. For a full grid: along its longest numeric axis, one for each setting of the other
-    axes (one per point where no axis is numeric). For settings varied one at a time: one along each axis."""
+    """Returns the lines to draw.
+
+    A full grid is drawn along its longest numeric axis, with a line for each setting of the other axes; without a
+    numeric axis, every point is a line. Settings varied one at a time give one line along each axis.
+    """
     values = {field: _distinct([point.fields[field] for point in settings]) for field in settings[0].fields}
     if len(settings) < math.prod(map(len, values.values())):
         return [max(_along(field, settings), key=lambda line: len(line.points)) for field in values]
@@ -152,9 +156,6 @@ def _distinct(values: Sequence[Any]) -> list[Any]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-# --- drawing -------------------------------------------------------------------------------------------------------
 
 
 def sensitivity(records: Sequence[Mapping[str, Any]]) -> Figure:
@@ -192,14 +193,14 @@ def sensitivity(records: Sequence[Mapping[str, Any]]) -> Figure:
         # Shares halted are known after each iteration but the last.
         deepest = max(len(point.halted) + 1 for point in done if point.halted is not None)
         low, high = zip(*(panels[name].get_xlim() for name in depths), strict=True)
-        limits = depth_limits(*_at_least(0.2, min(low), max(high)), deepest, margin=0.0)
+        limits = depth_limits(*at_least(0.2, min(low), max(high)), deepest, margin=0.0)
         for name in depths:
             if base is not None and base.loss is not None and (depth := _depth(base, name)) is not None:
                 panels[name].plot(depth, base.loss.mean, color=theme.ink, **_RING, clip_on=False)
             panels[name].set(xlim=limits, xlabel=f"mean iterations, {name}")
             panels[name].xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
         first = panels[rows[0][0]]
-        first.set_ylim(_at_least(0.002, *first.get_ylim()))
+        first.set_ylim(at_least(0.002, *first.get_ylim()))
         if len(lines) > 1:
             labels = [f"{symbol(line.axis)} varied,  {line.label}" if varied else line.label for line in lines]
             looks = [series(index, len(lines)) for index in range(len(lines))]
@@ -260,9 +261,3 @@ def _scale(panel: Axes, knob: str, values: Sequence[Any]) -> None:
         integer = all(isinstance(value, int) for value in values)
         panel.xaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10], integer=integer))
     panel.set_xlabel(_MEANINGS.get(knob, symbol(knob)))
-
-
-def _at_least(span: float, low: float, high: float) -> tuple[float, float]:
-    """Widens the range about its middle to at least ``span``, so that tiny differences do not fill a panel."""
-    more = max(0.0, span - (high - low)) / 2
-    return low - more, high + more

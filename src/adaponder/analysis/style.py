@@ -91,6 +91,12 @@ def depth_limits(low: float, high: float, deepest: int, *, margin: float) -> tup
     return max(1.0, low - margin), min(float(deepest), high + margin)
 
 
+def at_least(span: float, low: float, high: float) -> tuple[float, float]:
+    """Widens the range about its middle to at least ``span``, so that tiny differences do not fill a panel."""
+    more = max(0.0, span - (high - low)) / 2
+    return low - more, high + more
+
+
 def save(figure: Figure, path: Path) -> tuple[Path, Path]:
     """Writes a figure of the light style as ``path``.png and ``path``.svg; the same figure gives the same bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)

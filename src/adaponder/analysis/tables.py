@@ -19,13 +19,11 @@ class Numbers(NamedTuple):
     """Overall numbers of a trace, with the four halting numbers of :class:`adaponder.evaluation.meter.Spent`.
 
     Attributes:
-        tokens, scored: number of all predictions, and of those that losses are computed from (learned tokens).
-        bits_per_byte: for fully learned texts only.
-        iterations: mean depth.
-        halted: share of tokens that halted before the maximum depth.
-        gates_closed: share of (token, gate) pairs at which the token is halted; ``None`` without gates.
-        flops: per token, repeated context included.
-        flops_ratio: to the stock decoder on the same tokens.
+        tokens: number of predictions.
+        scored: number of learned tokens, which losses are computed from.
+        bits_per_byte: ``None`` unless every token is learned.
+        flops: FLOPs per token, including context that sliding windows repeat.
+        flops_ratio: FLOPs divided by those of the stock decoder on the same tokens.
     """
 
     tokens: int
@@ -161,14 +159,14 @@ def rank_correlation(trace: Trace, x: np.ndarray, y: np.ndarray) -> Correlation:
     # A resample takes time proportional to the tokens, so large texts get fewer resamples.
     resamples = int(np.clip(2e8 / len(trace), 200, 1000))
     generator = np.random.default_rng(trace.about.seed)
-    draws = []
+    resampled = []
     for _ in range(resamples):
         times = np.bincount(generator.integers(documents, size=documents), minlength=documents)
-        draws.append(spearman(x, y, times[document]))
-    defined = [draw for draw in draws if draw is not None]
-    if not defined:
+        if (rho_of_resample := spearman(x, y, times[document])) is not None:
+            resampled.append(rho_of_resample)
+    if not resampled:
         return Correlation(rho, None)
-    low, high = np.quantile(defined, [0.025, 0.975])
+    low, high = np.quantile(resampled, [0.025, 0.975])
     return Correlation(rho, Interval(float(low), float(high)))
 
 

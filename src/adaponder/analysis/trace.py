@@ -18,13 +18,13 @@ import torch
 from adaponder.backbones.shape import shape_of
 from adaponder.errors import InputError
 from adaponder.evaluation.meter import Spent, deciding_flops
-from adaponder.evaluation.scoring import ScoringOptions, score_portions
+from adaponder.evaluation.scoring import ScoringOptions, gate_thresholds, score_portions
 from adaponder.evaluation.text import Text, Windows
 from adaponder.files import open_plain, parse_json, replacing
 from adaponder.journal import Journal
 from adaponder.methods.cost import cost_of
 from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.policies import FixedDepth, LearnedGate
+from adaponder.policies import FixedDepth
 from adaponder.text.spelling import token_texts
 from adaponder.version import __version__
 
@@ -62,7 +62,7 @@ class About(Kind):
     Attributes:
         iterations: K of the model.
         tau: thresholds of the learned gate; ``None`` for other policies.
-        utf8_bytes: of the text, 0 where unknown.
+        utf8_bytes: size of the text; 0 if unknown.
         spent: cost of scoring by the meter (without gates that only the trace evaluates).
     """
 
@@ -179,15 +179,12 @@ def make_trace(
         for i, values in enumerate(block.T, 1)
     }
     frame = _words_and_places(text, windows).assign(depth=scores.depth, nll=scores.nll).astype(FIXED)
-    kind, policy, tau = kind_of(model, how), how.policy or model.method.default_policy(training=False), None
-    if isinstance(policy, LearnedGate):
-        taus = policy.tau if isinstance(policy.tau, tuple) else (policy.tau,) * model.config.iterations
-        tau = taus[: kind.deepest - 1]
+    kind, policy = kind_of(model, how), how.policy or model.method.default_policy(training=False)
     about = About(
         checkpoint=checkpoint,
         **vars(kind),
         iterations=model.config.iterations,
-        tau=tau,
+        tau=gate_thresholds(model, how.policy, kind.deepest - 1),
         policy=str(getattr(policy, "spelling", policy)),
         data=data,
         windows=str(windows),

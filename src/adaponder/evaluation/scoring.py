@@ -187,7 +187,7 @@ class SummedLoss(NamedTuple):
 
 @torch.no_grad()
 def score_sum(model: AdaPonderForCausalLM, input_ids: Tensor, targets: Tensor, **arguments: Any) -> SummedLoss:
-    """Returns the sum of the losses over targets that are not -100; all logits are never in memory at once.
+    """Returns the sum of the losses over targets that are not -100, without holding all logits in memory at once.
 
     The model must be in evaluation mode; ``arguments`` are passed on to its ``forward``.
     """
@@ -263,8 +263,6 @@ def score_portions(
     return Scores(**arrays_of_text, spent=sum(spent[1:], spent[0]))
 
 
-# --- agreement of dense and compact execution: depths may differ only where a gate nearly equals tau ------------------
-
 # The two executions round differently, so a gate that nearly equals its threshold may be above it in only one of them.
 # Such flips are counted, and allowed only where the gate is no further from the threshold than the measured gate noise.
 # Allowed difference of mean losses by precision; lower precisions allow 1e-2, because single flips change the loss.
@@ -302,13 +300,10 @@ class Agreement:
     def __str__(self) -> str:
         verdict = "agree" if self.holds else "DISAGREE"
         tokens = counted(self.tokens, "token")
-        words = f"dense and skipping {verdict}: loss differs by {self.loss_difference:.1e} on {tokens}"
-        if self.flips:
-            words += f", {counted(self.flips, 'depth')} flipped"
-            words += "" if self.unexplained is None else f" ({self.unexplained} not at a near tie)"
-        else:
-            words += ", every depth the same"
-        return words
+        depths = f"{counted(self.flips, 'depth')} flipped" if self.flips else "every depth the same"
+        if self.flips and self.unexplained is not None:
+            depths += f" ({self.unexplained} not at a near tie)"
+        return f"dense and skipping {verdict}: loss differs by {self.loss_difference:.1e} on {tokens}, {depths}"
 
 
 def agreement(
@@ -325,12 +320,13 @@ def agreement(
     noise, unexplained = 0.0, None
     if dense.gates is not None and compact.gates is not None:
         noise = float(np.abs(dense.gates - compact.gates)[_untouched(flipped, windows)].max(initial=0.0))
-        taus = _taus(model, how, dense.gates.shape[1])
-        if taus is not None:
+        if (taus := gate_thresholds(model, how.policy, dense.gates.shape[1])) is not None:
             # The gate that decided differently is the one after the smaller depth.
             gate = np.minimum(dense.depth, compact.depth)[flipped] - 1
             rows = np.nonzero(flipped)[0]
-            margin = np.minimum(*(np.abs(run.gates[rows, gate] - taus[gate]) for run in runs if run.gates is not None))
+            margin = np.minimum(
+                *(np.abs(run.gates[rows, gate] - np.array(taus)[gate]) for run in runs if run.gates is not None)
+            )
             unexplained = int((margin > noise + np.finfo(np.float32).eps).sum())
     return Agreement(
         tokens=text.predictions,
@@ -351,10 +347,9 @@ def _untouched(flipped: np.ndarray, windows: Windows) -> np.ndarray:
     return latest < start
 
 
-def _taus(model: AdaPonderForCausalLM, how: ScoringOptions, gates: int) -> np.ndarray | None:
+def gate_thresholds(model: AdaPonderForCausalLM, policy: PolicyLike | None, gates: int) -> tuple[float, ...] | None:
     """Returns the threshold of each gate; ``None`` for policies other than the learned gate."""
-    policy = how.policy if how.policy is not None else model.method.default_policy(training=False)
+    policy = policy if policy is not None else model.method.default_policy(training=False)
     if not isinstance(policy, LearnedGate):
         return None
-    tau = np.asarray(policy.tau, np.float64)
-    return np.broadcast_to(tau if tau.ndim == 0 else tau[:gates], (gates,))
+    return policy.tau[:gates] if isinstance(policy.tau, tuple) else (policy.tau,) * gates

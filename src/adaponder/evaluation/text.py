@@ -7,7 +7,6 @@ predicted from the end token before it, and its closing end token is one of its 
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,16 +43,12 @@ class Vocabulary(NamedTuple):
 def open_vocabulary(spec: str) -> Vocabulary:
     """Opens the tokenizer of a model folder or hub name, or a ``tokenizer.json``; converts older formats."""
     folder = Path(spec)
-    if folder.is_dir():
-        refuse_code(folder)
-        if not (folder / "tokenizer.json").is_file():
-            return _rebuilt(folder)
-    return Vocabulary(*load_tokenizer(spec))
-
-
-def _rebuilt(folder: Path) -> Vocabulary:
-    """Opens the tokenizer of a folder without ``tokenizer.json``, converted by transformers."""
-    loaded: Any = tokenizer_of(folder)
+    if not folder.is_dir():
+        return Vocabulary(*load_tokenizer(spec))
+    refuse_code(folder)
+    if (folder / "tokenizer.json").is_file():
+        return Vocabulary(*load_tokenizer(spec))
+    loaded: Any = tokenizer_of(folder)  # transformers converts other formats
     end = loaded.eos_token_id if loaded.eos_token_id is not None else loaded.bos_token_id
     tokenizer = getattr(loaded, "backend_tokenizer", None)
     if end is None or tokenizer is None:
@@ -104,16 +99,16 @@ class Text:
         return np.arange(self.predictions) - self.starts[self.document]
 
     def first(self, predictions: int) -> Text:
-        """Returns a text of the first ``predictions``; a truncated document has ``utf8_bytes`` 0."""
+        """Returns a text of the first ``predictions``; the last document may be truncated."""
         if predictions >= self.predictions:
             return self
         count = int(np.searchsorted(self.starts, predictions, "left"))
-        sizes = self.utf8_bytes[:count].copy()
+        stream, sizes = self.stream[: predictions + 1], self.utf8_bytes[:count].copy()
         if count == len(self.starts) or self.starts[count] != predictions:
-            sizes[-1] = 0
+            tokens = stream[self.starts[count - 1] + 1 :].tolist()
+            sizes[-1] = len(self.vocabulary.tokenizer.decode(tokens).encode())
         learned = None if self.learned is None else self.learned[:predictions]
-        stream, starts, sources = self.stream[: predictions + 1], self.starts[:count], self.sources[:count]
-        return Text(stream, starts, sources, sizes, self.vocabulary, learned)
+        return Text(stream, self.starts[:count], self.sources[:count], sizes, self.vocabulary, learned)
 
 
 def open_text(
@@ -130,7 +125,12 @@ def open_text(
         documents = _prepared(Path(data), split, vocabulary, whose)
     else:
         documents = _encoded(data, vocabulary)
-    return _joined(documents, vocabulary, max_tokens, data)
+    text = _joined(documents, vocabulary, max_tokens)
+    if text is None:
+        raise InputError(f"--data {data} has no text")
+    if not text.counted.any():
+        raise InputError(f"--data {data} has no learned tokens, so there is nothing to score")
+    return text
 
 
 class _Piece(NamedTuple):
@@ -164,44 +164,35 @@ def _encoded(data: str, vocabulary: Vocabulary) -> Iterator[_Piece]:
     try:
         while batch := list(islice(records, 64)):
             for record, document in zip(batch, encoder(list(enumerate(batch))), strict=True):
-                mask = None if record.learned is None else _mask(len(document.tokens), document.learned)
+                mask = None
+                if record.learned is not None:
+                    mask = np.zeros(len(document.tokens), bool)
+                    # Runs of learned tokens: first token, length, first token, length, …
+                    for begin, count in zip(document.learned[::2], document.learned[1::2], strict=True):
+                        mask[begin : begin + count] = True
                 yield _Piece(document.tokens.astype(np.int64), document.source, document.utf8_bytes, mask)
     finally:
         if counts.invalid_utf8:
             errors.print(line((f"{data}:", "yellow"), f" {SKIPPED['invalid_utf8']}: {counts.invalid_utf8:,}"))
 
 
-def _mask(tokens: int, runs: list[int]) -> np.ndarray:
-    """Returns ``bool[tokens]``, true in the learned runs, given as first token, length, first token, length, …"""
-    mask = np.zeros(tokens, bool)
-    for first, count in zip(runs[::2], runs[1::2], strict=True):
-        mask[first : first + count] = True
-    return mask
-
-
-def _joined(documents: Iterator[_Piece], vocabulary: Vocabulary, limit: int | None, data: str) -> Text:
+def _joined(documents: Iterator[_Piece], vocabulary: Vocabulary, limit: int | None) -> Text | None:
+    """Returns the text of the first ``limit`` tokens of ``documents``; ``None`` if they have no token."""
     pieces: list[_Piece] = []
-    left = math.inf if limit is None else limit
+    predictions = 0
     for piece in documents:
-        if left <= 0:
-            break
-        if len(piece.tokens) > left:
-            tokens = piece.tokens[: int(left)]
-            size = len(vocabulary.tokenizer.decode(tokens.tolist()).encode())
-            learned = None if piece.learned is None else piece.learned[: len(tokens)]
-            piece = piece._replace(tokens=tokens, utf8_bytes=size, learned=learned)
         pieces.append(piece)
-        left -= len(piece.tokens)
-    if not any(len(piece.tokens) for piece in pieces):
-        raise InputError(f"--data {data} has no text")
+        predictions += len(piece.tokens)
+        if limit is not None and predictions >= limit:
+            break
+    if predictions == 0:
+        return None
     learned = None
     if any(piece.learned is not None for piece in pieces):
         masks = (np.ones(len(tokens), bool) if mask is None else mask for tokens, _, _, mask in pieces)
         learned = np.concatenate(list(masks))
-        if not learned.any():
-            raise InputError(f"--data {data} has no learned tokens, so there is nothing to score")
     lengths = np.array([len(piece.tokens) for piece in pieces])
-    return Text(
+    text = Text(
         stream=np.concatenate([np.array([vocabulary.end_id], np.int64), *(piece.tokens for piece in pieces)]),
         starts=np.cumsum(lengths) - lengths,
         sources=tuple(piece.source for piece in pieces),
@@ -209,6 +200,7 @@ def _joined(documents: Iterator[_Piece], vocabulary: Vocabulary, limit: int | No
         vocabulary=vocabulary,
         learned=learned,
     )
+    return text if limit is None else text.first(limit)
 
 
 class WindowBatch(NamedTuple):
@@ -280,12 +272,9 @@ class Windows:
         full = int((lengths == self.length).sum())
         groups = [slice(begin, min(begin + size, full)) for begin in range(0, full, size)]
         for group in [*groups, *([slice(full, None)] if full < len(starts) else [])]:
-            yield self._batch(text, starts[group], int(lengths[group][0]), scored[group])
-
-    def _batch(self, text: Text, first: np.ndarray, length: int, scored: np.ndarray) -> WindowBatch:
-        index = first[:, None] + np.arange(length + 1)
-        tokens = torch.from_numpy(text.stream[index])
-        documents = None
-        if not self.across_documents:
-            documents = torch.from_numpy(np.searchsorted(text.starts, index[:, :-1], "right") - 1)
-        return WindowBatch(index[:, :-1], tokens[:, :-1], tokens[:, 1:], index[:, :-1] >= scored[:, None], documents)
+            index = starts[group, None] + np.arange(lengths[group][0] + 1)
+            tokens = torch.from_numpy(text.stream[index])
+            index, documents = index[:, :-1], None
+            if not self.across_documents:
+                documents = torch.from_numpy(np.searchsorted(text.starts, index, "right") - 1)
+            yield WindowBatch(index, tokens[:, :-1], tokens[:, 1:], index >= scored[group, None], documents)

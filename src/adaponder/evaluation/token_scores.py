@@ -65,7 +65,7 @@ class TokenScore:
         gates: the policy's ``gate`` input after each iteration.
         nll: loss of the next token after each iteration, in nats.
         top: the likeliest next tokens after each iteration, with their log-probabilities.
-        hidden: final-normed hidden state after each iteration, kept to score another next token later.
+        hidden: final-normed hidden state after each iteration, stored so that another next token can be scored later.
         notes: values that callers derive from the score, by name; cached with it and dropped when the score changes.
     """
 
@@ -112,13 +112,13 @@ class TokenScorer:
 
     Args:
         model: a model in evaluation mode, with ``reuse="state"``.
-        kept: maximum number of cached texts.
-        kept_bytes: maximum bytes of cached keys and values.
+        max_texts: maximum number of cached texts.
+        max_bytes: maximum bytes of cached keys and values.
     """
 
-    def __init__(self, model: AdaPonderForCausalLM, *, kept: int = 16, kept_bytes: int = 1 << 28):
+    def __init__(self, model: AdaPonderForCausalLM, *, max_texts: int = 16, max_bytes: int = 1 << 28):
         self.model = model
-        self._most, self._most_bytes = kept, kept_bytes
+        self._max_texts, self._max_bytes = max_texts, max_bytes
         self._cache: list[_CachedText] = []  # in order of use, the latest last
 
     @property
@@ -136,7 +136,7 @@ class TokenScorer:
                 return end.value
 
     def in_parts(self, ids: Sequence[int], how: Reading, size: int) -> Generator[None, None, TokenScores]:
-        """Does the same as :meth:`score`, as a generator that yields after every ``size`` tokens.
+        """Equals :meth:`score`, as a generator that yields after every ``size`` tokens.
 
         Other texts may be scored in between. Tokens scored so far are cached even if the generator is closed early.
         """
@@ -160,7 +160,7 @@ class TokenScorer:
         finally:
             if entry.key is not None and entry.ids:
                 self._cache.append(entry)
-            while len(self._cache) > self._most or (self._cache and self.nbytes > self._most_bytes):
+            while len(self._cache) > self._max_texts or (self._cache and self.nbytes > self._max_bytes):
                 del self._cache[0]
         scores = entry.scores[: len(ids)]
         self._measure(scores, [*ids[1:], 0], how.top)

@@ -6,7 +6,6 @@ import types
 import numpy as np
 import pytest
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from transformers import AutoModelForCausalLM
 
 from adaponder import AdaPonderForCausalLM, FixedDepth
@@ -15,7 +14,6 @@ from adaponder.data.prepare import prepare
 from adaponder.data.puzzles import END_ID, PUZZLES, ids_of, needed
 from adaponder.errors import InputError
 from adaponder.evaluation.text import open_text, open_vocabulary
-from experiments.figures import draw_demand
 from experiments.measures import measuring
 from support import FAMILIES, stir
 
@@ -42,12 +40,10 @@ class Reader:
         # The last token is never read; it is an end token, which asks nothing.
         tokens = np.concatenate([ids.numpy(), np.full((len(ids), 1), END_ID)], axis=1)
         need = np.stack([needed(row) for row in tokens])[:, 1:]
+        wanted = need.clip(1, K)
+        depth = {"need": wanted, "one": np.full(need.shape, 2), "against": K + 1 - wanted}[self.own]
         if policy is not None or max_iterations is not None:
             depth = np.full(need.shape, max_iterations if policy is None else policy.depth)
-        else:
-            depth = {"need": need.clip(1, K), "one": np.full(need.shape, 2), "against": K + 1 - need.clip(1, K)}[
-                self.own
-            ]
         answer = np.where(depth >= need, tokens[:, 1:], WRONG)
         logits = torch.nn.functional.one_hot(torch.from_numpy(answer), END_ID + 1).float()
         return types.SimpleNamespace(logits=logits, depth=torch.from_numpy(depth))
@@ -87,17 +83,14 @@ def test_a_reader_that_reads_as_often_as_needed(data):
     assert sum(found.questions) == total >= 50
 
 
-def test_readers_whose_depth_is_one_or_runs_against_need(data):
-    assert measure_demand(Reader(own="one"), opened(data)).rho is None
-    against = measure_demand(Reader(own="against"), opened(data))
+@pytest.mark.parametrize("halts", [True, False])
+def test_readers_whose_depth_is_one_or_runs_against_need(data, halts):
+    constant = measure_demand(Reader(halts=halts, own="one"), opened(data))
+    assert constant.rho is None
+    assert (constant.at_depth[3], constant.accuracy) == ([1, 1, 1, 0], [1, 1, 0, 0])
+    against = measure_demand(Reader(halts=halts, own="against"), opened(data))
     assert against.rho < -0.9
     assert against.accuracy == [1, 1, 0, 0]  # depths 3, 2, 1, 1
-
-
-def test_a_method_that_never_halts_is_measured_at_every_depth(data):
-    found = measure_demand(Reader(halts=False, own="one"), opened(data))
-    assert found.at_depth[3] == [1, 1, 1, 0]
-    assert found.accuracy == [1, 1, 0, 0]
 
 
 def test_a_document_that_was_cut_is_measured_as_far_as_it_goes(data):
@@ -151,16 +144,12 @@ def test_the_measure_of_reproduce_goes_into_a_record(model, data, tmp_path):
     assert made["least_depth"] == [None] * 4
 
 
-def test_a_model_that_cannot_hold_a_document_or_its_words_is_refused(data):
-    length = PUZZLES[data.name].length
-    for field, value, said in (
-        ("max_position_embeddings", length - 2, str(length - 1)),
-        ("vocab_size", END_ID, "vocabulary"),
-    ):
-        reader = Reader()
-        setattr(reader.config, field, value)
-        with pytest.raises(InputError, match=said):
-            measure_demand(reader, opened(data))
+@pytest.mark.parametrize(("field", "short"), [("max_position_embeddings", 2), ("vocab_size", 0)])
+def test_a_model_that_cannot_hold_a_document_or_its_words_is_refused(data, field, short):
+    reader = Reader()
+    setattr(reader.config, field, PUZZLES[data.name].length - short if short else END_ID)
+    with pytest.raises(InputError, match="--window" if short else "vocabulary"):
+        measure_demand(reader, opened(data))
 
 
 def test_other_text_is_refused(tmp_path):
@@ -171,11 +160,3 @@ def test_other_text_is_refused(tmp_path):
     prepare([str(tmp_path / "a.txt")], out=tmp_path / "words", tokenizer="symbols", validation=0)
     with pytest.raises(InputError, match="asks nothing"):
         measure_demand(Reader(), opened(tmp_path / "words", split="train"))
-
-
-def test_the_legend_of_a_long_name_stays_on_the_page():
-    name = "Relay with its own halts, K = 4, 5000 steps, halts from step 3500, seed 2"
-    shares = {iterations: [1.0, 0.5] for iterations in range(1, 5)}
-    figure = draw_demand([1, 2], shares, name, [1.0, 0.9], [[9, 1, 0, 0], [1, 9, 0, 0]])
-    FigureCanvasAgg(figure).draw()
-    assert figure.legends[0].get_window_extent().width < 0.9 * figure.bbox.width

@@ -8,22 +8,19 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
 
-from adaponder import AdaPonderForCausalLM
+import lab_support
 from adaponder.analysis.report import write_report
 from adaponder.analysis.style import DARK, LIGHT, PAGE
 from adaponder.analysis.trace import read_trace
 from adaponder.commands import analyze
-from adaponder.data.tokenizers import train_bpe
 from adaponder.errors import AdaPonderError, InputError
 from adaponder.evaluation import scoring
-from support import FAMILIES
+from lab_support import opinionated, saved
 from trace_support import made_up
 
-# Each plate is drawn in test_figures; here those that show text from data.
-SHOWN = ("depth", "grid", "excerpts")
-TEXT = "the cat sat on a mat while rain fell and nobody read it again <script>alert(1)</script> "
+# Each plate is drawn in test_figures; these show text from data.
+SHOWN = ("grid", "excerpts")
 
 
 class Page(HTMLParser):
@@ -55,6 +52,9 @@ def test_a_figure_is_written_as_picture_table_and_section(written):
     report, page, out = written
     names = {plate.name for plate in report.drawn}
     assert names | {"excerpts"} == set(SHOWN)
+    overall = report.numbers
+    for value in (f"{overall.iterations:.3f}", "75.0%", "50.0%", "2.90 x", f"{overall.loss:.4f} nats per token"):
+        assert value in page.text, value
     for plate in report.drawn:
         assert (out / "figures" / f"{plate.name}.png").read_bytes().startswith(b"\x89PNG")
         assert b"<svg" in (out / "figures" / f"{plate.name}.svg").read_bytes()
@@ -64,60 +64,39 @@ def test_a_figure_is_written_as_picture_table_and_section(written):
     assert {link["href"] for link in page.all("a")} == {f"#{name}" for name in SHOWN}
 
 
-def test_the_page_loads_nothing_from_elsewhere(written):
-    _, page, out = written
-    for tag, attributes in page.found:
-        for name in ("src", "href", "srcset", "data", "action"):
-            value = attributes.get(name)
-            assert value is None or value.startswith(("data:", "#")), (tag, name)
-    source = (out / "report.html").read_text()
-    assert "@import" not in source
-    assert "url(" not in re.sub(r'src="data:[^"]*"', "", source)
-
-
-def test_pictures_are_light_and_dark_and_have_words(written):
+def test_pictures_are_light_and_dark_have_words_and_scroll_on_a_narrow_screen(written):
     report, page, out = written
     images = page.all("img")
     assert [image["class"] for image in images] == ["on-light", "on-dark"] * len(report.drawn)
     assert all(len(image["alt"] or "") > 40 for image in images)
+    regions = [region for region in page.all("div") if (region.get("aria-label") or "").startswith("Figure: ")]
+    assert [(region["class"], region["tabindex"]) for region in regions] == [("scroll", "0")] * len(report.drawn)
     style = (out / "report.html").read_text()
+    width = re.search(r"figure img \{[^}]*min-width: (\d+)rem", style)
+    # The smallest label, 7 points of a figure of 7 inches, is at least 9 pixels high at 16 pixels a rem.
+    assert 7 / 72 / PAGE * int(width[1]) * 16 >= 9
     for image, theme in zip(images[:2], (LIGHT, DARK), strict=True):
         assert theme.paper.lower() in base64.b64decode((image["src"] or "").split(",")[1]).decode().lower()
         for name, colour in (("paper", theme.paper), ("ink", theme.ink), ("muted", theme.muted), ("line", theme.grid)):
             assert f"--{name}: {colour}" in style
 
 
-def test_the_header_has_the_four_halting_numbers(written):
-    report, page, _ = written
-    overall = report.numbers
-    for value in (f"{overall.iterations:.3f}", "75.0%", "50.0%", "2.90 x", f"{overall.loss:.4f} nats per token"):
-        assert value in page.text, value
-    assert "runs/<b>made up</b>" in page.text
-    assert "invented & escaped" in page.text
-
-
-def test_a_token_that_spells_a_script_is_text(written):
+def test_a_token_that_spells_a_script_is_text_and_the_page_loads_nothing(written):
     _, page, out = written
     assert len(page.all("script")) == 1
     assert not page.all("b")
-    assert "<script>alert(1)</script>" in page.text
+    for words in ("<script>alert(1)</script>", "runs/<b>made up</b>", "invented & escaped"):
+        assert words in page.text
+    for tag, attributes in page.found:
+        for name in ("src", "href", "srcset", "data", "action"):
+            value = attributes.get(name)
+            assert value is None or value.startswith(("data:", "#")), (tag, name)
     source = (out / "report.html").read_text()
-    assert "\x1b" not in source
+    assert not any(word in re.sub(r'src="data:[^"]*"', "", source) for word in ("@import", "url(", "\x1b"))
     policy = next(meta["content"] for meta in page.all("meta") if meta.get("http-equiv"))
     script = re.search(r"<script>(.*?)</script>", source, re.DOTALL)[1]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in str(policy)
-
-
-def test_a_figure_keeps_its_size_on_a_narrow_screen_and_can_be_moved(written):
-    report, page, out = written
-    regions = [region for region in page.all("div") if (region.get("aria-label") or "").startswith("Figure: ")]
-    assert len(regions) == len(report.drawn)
-    assert all(region["class"] == "scroll" and region["tabindex"] == "0" for region in regions)
-    width = re.search(r"figure img \{[^}]*min-width: (\d+)rem", (out / "report.html").read_text())
-    # The smallest label, 7 points of a figure of 7 inches, is at least 9 pixels high at 16 pixels a rem.
-    assert 7 / 72 / PAGE * int(width[1]) * 16 >= 9
-    assert "wider than this screen" in page.text
 
 
 def test_no_name_can_break_the_page_or_hide_in_it(tmp_path):
@@ -142,38 +121,19 @@ def test_figures_left_out_are_named_and_stale_ones_removed(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """(method) -> folder of a tiny checkpoint with a tokenizer of its own."""
+def checkpoints(tmp_path_factory):
+    """Folders of tiny checkpoints by method, and a text in the words of their tokenizer."""
     folder = tmp_path_factory.mktemp("checkpoints")
-
-    def make(method: str) -> Path:
-        out = folder / method
-        if not out.exists():
-            tokenizer = train_bpe(300, [TEXT])
-            config = type(FAMILIES["gpt_neox"]).from_dict(FAMILIES["gpt_neox"].to_dict() | {"vocab_size": 300})
-            stock = AutoModelForCausalLM.from_config(config)
-            settings = {"gate_width": 0, "tau": 0.5, "gate_bias": 0.0} if method == "adaponder" else {}
-            model = AdaPonderForCausalLM.from_backbone(stock, method=method, iterations=3, **settings)
-            if method == "adaponder":
-                for gate in model.method.gates:
-                    gate.out.weight.data.normal_(0, 0.3)
-            model.save_pretrained(out)
-            tokenizer.save(str(out / "tokenizer.json"))
-        return out
-
-    return make
+    models = {method: opinionated(method, iterations=3) for method in ("adaponder", "loop")}
+    paths = {method: str(saved(folder / method, model)) for method, model in models.items()}
+    return paths | {"text": str(lab_support.written(folder / "text.jsonl"))}
 
 
-def data(folder: Path, text: str) -> str:
-    (folder / "text.txt").write_text(text)
-    return str(folder / "text.txt")
-
-
-def test_analyze_traces_a_checkpoint_and_redraws_without_it(checkpoint, tmp_path):
+def test_analyze_traces_a_checkpoint_and_redraws_without_it(checkpoints, tmp_path):
     # Longer than the backbone's 64 positions: read in windows.
-    asked = {"data": data(tmp_path, TEXT * 12), "only": ["active", "excerpts"], "json": tmp_path / "result.json"}
+    asked = {"data": checkpoints["text"], "only": ["active", "excerpts"], "json": tmp_path / "result.json"}
     out = tmp_path / "out"
-    report = analyze.analyze(checkpoint=str(checkpoint("adaponder")), out=out, max_tokens=150, **asked)
+    report = analyze.analyze(checkpoint=checkpoints["adaponder"], out=out, max_tokens=150, **asked)
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["numbers"]["tokens"] == 150
     assert result["captions"]["active"] == report.drawn[0].caption()
@@ -197,10 +157,10 @@ def test_analyze_traces_a_checkpoint_and_redraws_without_it(checkpoint, tmp_path
         ("adaponder", {"tokenizer": "nowhere/at/all"}, "--tokenizer nowhere/at/all"),
     ],
 )
-def test_what_cannot_be_done_is_said_before_anything_is_written(checkpoint, tmp_path, method, options, word):
-    asked = {"data": data(tmp_path, options.pop("text", "the cat sat on a mat")), "out": tmp_path / "out"} | options
+def test_what_cannot_be_done_is_said_before_anything_is_written(checkpoints, tmp_path, method, options, word):
+    asked = {"data": checkpoints["text"], "out": tmp_path / "out"} | options
     with pytest.raises(AdaPonderError, match=re.escape(word)):
-        analyze.analyze(checkpoint=str(checkpoint(method)), **asked)
+        analyze.analyze(checkpoint=checkpoints[method], **asked)
     assert not (tmp_path / "out").exists()
 
 
@@ -216,13 +176,13 @@ def test_a_trace_takes_no_option_that_it_would_ignore(tmp_path):
         analyze.analyze(checkpoint=str(tmp_path))
 
 
-def test_an_interrupted_trace_resumes_and_ends_the_same(checkpoint, tmp_path, monkeypatch, capsys):
-    settings = {"data": data(tmp_path, TEXT * 12), "only": ["excerpts"], "batch_size": 1, "max_tokens": 160}
+def test_an_interrupted_trace_resumes_and_ends_the_same(checkpoints, tmp_path, monkeypatch, capsys):
+    settings = {"data": checkpoints["text"], "only": ["excerpts"], "batch_size": 1, "max_tokens": 160}
     monkeypatch.setattr(scoring, "BATCHES", 1)
     whole, out, honest, calls = tmp_path / "whole", tmp_path / "out", scoring.score, []
 
     def analyze_into(folder: Path, **options) -> None:
-        analyze.analyze(checkpoint=str(checkpoint("adaponder")), out=folder, **settings, **options)
+        analyze.analyze(checkpoint=checkpoints["adaponder"], out=folder, **settings, **options)
 
     def score_until(limit: int):
         def counted(*args, **options):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import support
 from adaponder import AdaPonderError, AdaPonderForCausalLM, LearnedGate
+from adaponder.analysis.policies_figure import flat
 from adaponder.commands import calibrate as command
 from adaponder.commands import policies as policies_command
 from adaponder.evaluation.lab import dials
@@ -57,17 +58,11 @@ def made_up_trace(*, late: bool, tokens: int = 400) -> FullDepth:
 # --- proposals ----------------------------------------------------------------------------------------------------
 
 
-def test_the_promise_is_the_loss_of_the_trace_at_those_depths():
-    seen = made_up_trace(late=True)
-    assert expected_loss(seen, (1.0, 1.0, 1.0)) == 2.0
-    assert expected_loss(seen, (1.0, 1.0, 0.0)) == 3.0
-    assert expected_loss(seen, (0.5, 0.5, 0.25)) == pytest.approx(2.75)
-
-
 @pytest.mark.parametrize(("late", "best"), [(True, (0.5, 0.5, 0.5)), (False, (1.0, 0.5, 0.0))])
 def test_depth_is_proposed_where_it_pays(late, best):
     shares = propose(made_up_trace(late=late), 2.5)[0]
     assert sum(shares) == pytest.approx(1.5, abs=1e-6)
+    assert expected_loss(made_up_trace(late=late), (1.0, 1.0, 0.0)) == (3.0 if late else 2.0)
     promise = expected_loss(made_up_trace(late=late), shares)
     assert promise == pytest.approx(expected_loss(made_up_trace(late=late), best), abs=0.03)
 
@@ -132,17 +127,13 @@ def test_one_tau_gives_place_only_to_a_loss_told_apart_from_its_own():
     assert ordered([way(0.0, run=False, missed="cannot"), worse], book)[0] is worse
 
 
-def test_gates_crowded_near_one_are_resolved(lab):
+def test_gates_crowded_near_one_are_resolved_and_equal_gates_cannot_be_calibrated(lab):
     model = opinionated()
     for gate in model.method.gates:
         gate.out.bias.add_(9.0)
     crowded = Lab(model, lab.halves)
     assert np.quantile(crowded.full_depth.signals["gate"], 0.25) > 0.999
     assert meet(crowded, 2.5)[0].depth == pytest.approx(2.5, abs=REACHED)
-
-
-def test_equal_gates_cannot_be_calibrated_and_that_is_said(lab):
-    model = opinionated()
     for gate in model.method.gates:
         gate.out.weight.zero_()
     equal = Lab(model, lab.halves)
@@ -227,10 +218,11 @@ def test_a_budget_becomes_a_profile_that_other_commands_can_name(checkpoint, dat
     assert stored["depth_interval"] == list(chosen["depth_interval"])
     assert json.loads((tmp_path / "result.json").read_text())["name"] == "budget-2.2"
     assert len(json.loads((tmp_path / "out" / "frontier.json").read_text())["rows"]) == 2 + 4
-    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert set(before) == {f"frontier.{kind}" for kind in ("json", "csv", "parquet", "png", "svg")}
+    kinds = ("csv", "json", "parquet", "png", "svg")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [f"frontier.{kind}" for kind in kinds]
     command.redraw(tmp_path / "out" / "frontier.json", out=tmp_path / "again")
-    assert (tmp_path / "again" / "frontier.svg").read_bytes() == before["frontier.svg"]
+    again, first = ((tmp_path / folder / "frontier.svg").read_bytes() for folder in ("again", "out"))
+    assert again == first
 
 
 def test_a_profile_is_replaced_only_when_told_to(checkpoint, data, monkeypatch):
@@ -297,9 +289,25 @@ def test_the_lab_on_a_checkpoint_prints_every_policy_and_saves_its_table(
     shown = capsys.readouterr().out
     for words in ("Mean depth 2.200", "assigned whole", *SHOWN):
         assert words in shown
-    assert json.loads((tmp_path / "lab.json").read_text())["rows"] == json.loads(json.dumps(result["rows"]))
+    saved_rows = json.loads((tmp_path / "lab.json").read_text())["rows"]
+    assert saved_rows == json.loads(json.dumps(result["rows"]))
+    frame = flat(saved_rows)
+    for row, (_, line) in zip(saved_rows[2:], frame.iloc[2:].iterrows(), strict=True):
+        assert [line["difference_low"], line["difference_high"]] == row["difference"]["interval"]
+        assert [line[f"active_{i}"] for i in range(1, K + 1)] == row["active"]
     assert [row["policy"] for row in result["rows"][1:]] == list(SHOWN)
     assert torch.isfinite(torch.tensor([row["loss"] for row in result["rows"]])).all()
 
 
 SHOWN = ("learned gate", "uniform, ranked", "oracle by NLL")
+
+
+@pytest.mark.every
+def test_a_result_is_saved_and_drawn_again_without_a_model(lab, tmp_path):
+    rows = [row.as_dict() for row in (lab.trained(2.5), lab.held_out(lab.tune(lab.dials(())[0], 2.5))[0])]
+    policies_command.save({"command": "policies", "budgets": [2.5], "rows": rows}, tmp_path / "first")
+    policies_command.redraw(tmp_path / "first" / policies_command.RESULT, out=tmp_path / "again")
+    kinds = ("keep-probability", "loss-against-compute", "policies")
+    for name in [f"{kind}.{ending}" for kind in kinds for ending in ("png", "svg")]:
+        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    assert all((tmp_path / "first" / f"policies.{kind}").stat().st_size > 0 for kind in ("csv", "parquet"))

@@ -145,20 +145,16 @@ def test_the_cost_of_a_task_is_that_of_reading_its_texts_once():
     expected = cost_of(model(first).depth, model.config, logits=1, dtype=model.dtype)
     expected += cost_of(model(second).depth, model.config, logits=scored, dtype=model.dtype)
     assert harness.meters["some"].cost == expected
-    harness.loglikelihood([*requests("loglikelihood", [("A", ".")], "other")])
-    assert harness.meters["some"].cost == expected, "costs of another task are its own"
-
-
-def test_generation_reads_the_prompt_and_all_new_tokens_but_the_last():
-    model = reader()
-    harness = HarnessLM(model, words(), batch_size=2)
+    # Generation reads the prompt and all new tokens but the last.
     settings = {"until": [], "max_gen_toks": 5}
-    harness.generate_until(requests("generate_until", [("She opened the door", settings)]))
+    harness.generate_until(requests("generate_until", [("She opened the door", settings)], "other"))
     prompt = torch.tensor([words().encode("She opened the door")])
     full = model.generate(prompt, max_new_tokens=5, do_sample=False, eos_token_id=0, pad_token_id=0)
-    read = full[:, :-1]
-    expected = cost_of(model(read).depth, model.config, logits=full.shape[1] - prompt.shape[1], dtype=model.dtype)
-    assert harness.meters["some"].cost == expected
+    new = full.shape[1] - prompt.shape[1]
+    assert harness.meters["other"].cost == cost_of(
+        model(full[:, :-1]).depth, model.config, logits=new, dtype=model.dtype
+    )
+    assert harness.meters["some"].cost == expected, "costs of another task are its own"
 
 
 def test_a_stop_string_ends_a_text_and_is_not_part_of_it():
@@ -195,10 +191,13 @@ def test_a_sampled_answer_depends_on_seed_and_repeat_alone():
     before = torch.get_rng_state()
     settings = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 4, "until": []}
     options = requests("generate_until", [("The river", settings), ("A", settings), ("The river", settings)])
-    first = HarnessLM(reader(), words(), batch_size=1, how=ScoringOptions(seed=1)).generate_until(options)
-    again = HarnessLM(reader(), words(), batch_size=3, how=ScoringOptions(seed=1)).generate_until(options)
-    turned = HarnessLM(reader(), words(), batch_size=3, how=ScoringOptions(seed=1)).generate_until(options[1:])
-    other = HarnessLM(reader(), words(), batch_size=3, how=ScoringOptions(seed=2)).generate_until(options)
+    model = reader()
+
+    def sampled(size: int, seed: int, asked: list[Instance]) -> list[str]:
+        return HarnessLM(model, words(), batch_size=size, how=ScoringOptions(seed=seed)).generate_until(asked)
+
+    first, again, other = sampled(1, 1, options), sampled(3, 1, options), sampled(3, 2, options)
+    turned = sampled(3, 1, options[1:])
     assert first == again
     assert turned == [first[1], first[0]]
     assert first[0] != first[2]
@@ -206,21 +205,18 @@ def test_a_sampled_answer_depends_on_seed_and_repeat_alone():
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize(
-    ("how", "deepest"),
-    [
+def test_any_policy_decides_depth():
+    model = reader()
+    for how, deepest in (
         (ScoringOptions(policy=FixedDepth(2)), 2),
         (ScoringOptions(max_iterations=2), 2),
         (ScoringOptions(policy=LearnedGate(0.0)), 3),
         (ScoringOptions(policy=Ranked(Uniform(keep=0.5))), 3),
-    ],
-)
-def test_any_policy_decides_depth(how, deepest):
-    harness = HarnessLM(reader(), words(), how=how)
-    harness.loglikelihood(ASKED["loglikelihood"])
-    depths = harness.meters["some"].histogram
-    assert max(depth for depth, count in enumerate(depths, 1) if count) == deepest
-    harness.meters["some"].spent().as_dict()
+    ):
+        harness = HarnessLM(model, words(), how=how)
+        harness.loglikelihood(ASKED["loglikelihood"])
+        depths = harness.meters["some"].histogram
+        assert max(depth for depth, count in enumerate(depths, 1) if count) == deepest
 
 
 def test_bad_settings_name_the_option():

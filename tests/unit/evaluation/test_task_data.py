@@ -16,47 +16,25 @@ from adaponder.evaluation.tasks.suites import PAPER
 from adaponder.evaluation.tasks.task_data import TaskData
 from harness_support import ARC, LAMBADA, write_records
 
-HELLASWAG = [
-    {
-        "ind": 1,
-        "activity_label": "Roof",
-        "ctx_a": "A man sits.",
-        "ctx_b": "he",
-        "ctx": "",
-        "endings": ["runs.", "sits.", "eats.", "[step] flies."],
-        "label": label,
-    }
-    for label in ("3", "0")
-]
-SCIQ = [
-    {
-        "question": "What?",
-        "support": " It is ice.",
-        "distractor1": "a",
-        "distractor2": "b",
-        "distractor3": "c",
-        "correct_answer": "ice",
-    }
-]
-WINOGRANDE = [
-    {"sentence": "The cup fit the box as the _ was small.", "option1": "cup", "option2": "box", "answer": "1"}
-]
-PIQA = [{"goal": "open a door", "sol1": "pull it", "sol2": "eat it", "label": 0}]
+WINOGRANDE = {"sentence": "The cup fit the box as the _ was small.", "option1": "cup", "option2": "box", "answer": "1"}
+ENDINGS = ["runs.", "sits.", "eats.", "[step] flies."]
+HELLASWAG = {"ind": 1, "activity_label": "Roof", "ctx_a": "A man sits.", "ctx_b": "he", "ctx": "", "endings": ENDINGS}
+DISTRACTORS = {f"distractor{number}": word for number, word in enumerate("abc", 1)}
+SCIQ = {"question": "What?", "support": " It is ice.", "correct_answer": "ice"} | DISTRACTORS
 PROBLEMS = [
     {"question": "Who ran?", "answer": "B", "options": ["a", "b", "c", "d"]},
     {"question": "It is  _  .", "answer": "A", "options": ["e", "f", "g", "h"]},
 ]
-RACE = [{"article": "Some article.", "problems": repr(PROBLEMS)}]
 NINE = {
     "lambada_openai": LAMBADA,
     "lambada_standard": LAMBADA,
     "arc_easy": ARC,
     "arc_challenge": ARC,
-    "winogrande": WINOGRANDE,
-    "piqa": PIQA,
-    "hellaswag": HELLASWAG,
-    "sciq": SCIQ,
-    "race": RACE,
+    "winogrande": [WINOGRANDE],
+    "piqa": [{"goal": "open a door", "sol1": "pull it", "sol2": "eat it", "label": 0}],
+    "hellaswag": [HELLASWAG | {"label": label} for label in "30"],
+    "sciq": [SCIQ],
+    "race": [{"article": "Some article.", "problems": repr(PROBLEMS)}],
 }
 EVALUATED = {"winogrande": "validation", "piqa": "validation", "hellaswag": "validation"}
 
@@ -94,7 +72,6 @@ def test_every_task_of_the_suite_reads_the_public_fields(manager, tmp_path):
 @pytest.mark.parametrize(
     ("file", "name", "split"),
     [
-        ("arc_easy/test.jsonl", "arc_easy", "test"),
         ("arc_easy/test.jsonl.gz", "arc_easy", "test"),
         ("arc_easy_test.jsonl.xz", "arc_easy", "test"),
         ("hellaswag_val.jsonl.xz", "hellaswag", "validation"),
@@ -105,8 +82,7 @@ def test_every_task_of_the_suite_reads_the_public_fields(manager, tmp_path):
 def test_a_file_is_found_by_task_and_split_compressed_or_not(file, name, split, manager, tmp_path):
     write(tmp_path / file, NINE[name])
     opened = open_task(manager, name, 0, TaskData(tmp_path))
-    assert (opened.file, opened.split) == (tmp_path / file, split)
-    assert len(opened.task.eval_docs) == len(NINE[name])
+    assert (opened.file, opened.split, len(opened.task.eval_docs)) == (tmp_path / file, split, len(NINE[name]))
     assert TaskData(tmp_path).read(name, split) == NINE[name]
 
 
@@ -160,23 +136,19 @@ def test_a_map_may_draw_examples_from_the_evaluated_split_and_no_item_sees_itsel
         assert [request.args[0].count(f"item {n}") for n in range(len(records))] == [1] * len(records)
 
 
+def released_arc(record: dict) -> dict:
+    """A record as in ARC's first release."""
+    pairs = zip(*record["choices"].values(), strict=True)
+    choices = [{"text": text, "label": label} for text, label in pairs]
+    return record | {"question": {"stem": record["question"], "choices": choices}}
+
+
+COLUMNS = {"questions": "question", "answers": "answer", "options": "options"}
 RELEASED = {
-    "arc_challenge": [
-        record
-        | {
-            "question": {
-                "stem": record["question"],
-                "choices": [
-                    {"text": text, "label": label}
-                    for text, label in zip(record["choices"]["text"], record["choices"]["label"], strict=True)
-                ],
-            }
-        }
-        for record in ARC
-    ],
+    "arc_challenge": [released_arc(record) for record in ARC],
     "race": [
         {"article": "Some article.", "id": "x"}
-        | {f"{field}s".replace("ss", "s"): [problem[field] for problem in PROBLEMS] for field in PROBLEMS[0]}
+        | {name: [problem[field] for problem in PROBLEMS] for name, field in COLUMNS.items()}
     ],
     "race, problems as a list": [{"article": "Some article.", "problems": PROBLEMS}],
     "race, a problem per record": [{"article": "Some article.", **problem} for problem in PROBLEMS],
@@ -218,7 +190,7 @@ def test_what_is_not_a_whole_file_is_refused_by_name(manager, tmp_path):
     path = tmp_path / "arc_challenge" / "test.jsonl.xz"
     path.write_bytes(path.read_bytes()[:-20])
     os.mkfifo(tmp_path / "pipe.jsonl")
-    write(tmp_path / "sciq" / "train.jsonl", SCIQ)  # never evaluated
+    write(tmp_path / "sciq" / "train.jsonl", [SCIQ])  # never evaluated
     (tmp_path / "map.yaml").write_text("arc_easy: {test: pipe.jsonl}\npiqa: {test: nowhere.jsonl}")
     for name, message in (
         ("arc_challenge", r"test\.jsonl\.xz"),
@@ -230,6 +202,8 @@ def test_what_is_not_a_whole_file_is_refused_by_name(manager, tmp_path):
             open_task(manager, name, 0, TaskData(tmp_path))
     with pytest.raises(InputError, match="--task-data"):
         TaskData(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="--task-data DIR"):
+        open_task(manager, "arc_easy", 0, None)  # the hub cannot be reached
 
 
 @pytest.mark.parametrize(
@@ -245,11 +219,6 @@ def test_a_bad_map_is_refused(text, message, tmp_path):
     (tmp_path / "map.yaml").write_text(text)
     with pytest.raises(InputError, match=message):
         TaskData(tmp_path)
-
-
-def test_without_task_data_the_hub_is_asked_and_its_silence_told(manager):
-    with pytest.raises(InputError, match="--task-data DIR"):
-        open_task(manager, "arc_easy", 0, None)
 
 
 def test_any_task_of_lm_eval_reads_records_that_have_its_fields(tmp_path):

@@ -125,19 +125,14 @@ def test_a_text_read_in_parts_equals_one_read_at_once(how):
         scorer = TokenScorer(model)
         assert check(model, scorer, text, how, size) == 0
         assert check(model, scorer, [*text[:20], 9, 8, 7], how, size) == 20
-    for scorer in (TokenScorer(model), TokenScorer(model, kept_bytes=0)):
+    for scorer in (TokenScorer(model), TokenScorer(model, max_bytes=0)):
         assert in_parts(scorer, text, how, 5)[1] == 5
-
-
-def test_parts_that_nobody_goes_on_with_are_kept():
-    model = tiny()
     scorer = TokenScorer(model)
-    text = ids(1, 22)[0].tolist()
-    parts = scorer.in_parts(text, Reading(), 8)
+    parts = scorer.in_parts(text, how, 8)
     next(parts)
     next(parts)
     parts.close()
-    assert check(model, scorer, text) == 16
+    assert check(model, scorer, text, how) == 16, "a scoring that is given up keeps what it has"
 
 
 def test_more_likeliest_tokens_are_told_of_tokens_that_were_read_without():
@@ -184,15 +179,13 @@ def test_texts_are_kept_apart_by_rule_seed_salt_and_limits():
 
 
 def test_only_the_last_texts_are_kept_and_few_bytes():
-    model = tiny()
-    scorer = TokenScorer(model, kept=2)
-    texts = [ids(1, 10, seed=seed)[0].tolist() for seed in range(3)]
-    for text in texts:
+    scorer = TokenScorer(tiny(), max_texts=2)
+    first, *others = [ids(1, 10, seed=seed)[0].tolist() for seed in range(3)]
+    for text in (first, *others):
         scorer.score(text, Reading())
-    assert [scorer.score(text, Reading()).cached for text in texts[1:]] == [10, 10]
-    assert scorer.score(texts[0], Reading()).cached == 0
-    small = TokenScorer(model, kept_bytes=100)
-    small.score(texts[0], Reading())
+    assert [scorer.score(text, Reading()).cached for text in (*others, first)] == [10, 10, 0]
+    small = TokenScorer(scorer.model, max_bytes=100)
+    small.score(first, Reading())
     assert small.nbytes == 0
 
 

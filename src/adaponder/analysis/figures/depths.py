@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogitLocator, NullFormatter, StrMethodFormatter
 
+from adaponder.analysis import tables
 from adaponder.analysis.figures.plate import (
     DEPTH,
     Plate,
@@ -22,15 +23,6 @@ from adaponder.analysis.figures.plate import (
 )
 from adaponder.analysis.figures.words import drawable
 from adaponder.analysis.style import PAGE, PALETTE, Theme, depth_colours, depth_limits, new_figure, series
-from adaponder.analysis.tables import (
-    Correlation,
-    Means,
-    geometric_bins,
-    means,
-    numbers,
-    quantile_bins,
-    rank_correlation,
-)
 from adaponder.analysis.trace import Trace
 
 BINS = 40
@@ -55,7 +47,7 @@ class ActiveTokens(Plate):
         # A token of depth D is active in iterations 1 … D.
         self.tokens = (trace["depth"][:, None] >= self.iterations).sum(axis=0)
         self.shares = self.tokens / len(trace)
-        self.numbers = numbers(trace)
+        self.numbers = tables.numbers(trace)
 
     def draw(self, theme: Theme) -> Figure:
         figure = new_figure(width=PAGE, height=2.2)
@@ -86,7 +78,8 @@ class GateValues(Plate):
     """Shows histograms of the gates' values in log-odds, which separate values near 0, where tokens halt, and near 1.
 
     Attributes:
-        deciding, later: ``[gate, bin]``, shares of all tokens: active at that gate, and halted before it.
+        deciding: ``[gate, bin]``, share of all tokens that are active at that gate.
+        later: ``[gate, bin]``, share of all tokens that have halted before that gate.
         closed: share of all tokens that each gate halted.
         lines: threshold of each gate; ``None`` where the policy has none.
     """
@@ -103,7 +96,11 @@ class GateValues(Plate):
         gates, depth = trace.by_iteration("gate"), trace["depth"][:, None]
         count = gates.shape[1]
         active = depth > np.arange(count)
-        self.lines, self.meaning = _thresholds(trace, count), facts_of(trace.about).gate_meaning
+        method, tau = facts_of(trace.about), trace.about.tau
+        self.meaning = method.gate_meaning
+        self.lines: tuple[float | None, ...] = (0.5 if trace.about.policy.startswith("router") else None,) * count
+        if tau is not None and method.gates_decide:
+            self.lines = (*tau, *[None] * count)[:count]
         odds = _log_odds(gates)
         # The axis spans all gates and thresholds.
         ends = [odds.min(), odds.max(), *(_log_odds(line) for line in self.lines if line is not None)]
@@ -162,13 +159,6 @@ def _log_odds(gates: np.ndarray | float) -> np.ndarray:
     return np.log10(inside) - np.log10(1 - inside)
 
 
-def _thresholds(trace: Trace, count: int) -> tuple[float | None, ...]:
-    """Returns the threshold of each gate; ``None`` where the policy has none."""
-    if trace.about.tau is not None and facts_of(trace.about).gates_decide:
-        return (*trace.about.tau, *[None] * count)[:count]
-    return (0.5 if trace.about.policy.startswith("router") else None,) * count
-
-
 class DepthByDifficulty(Plate):
     """Shows whether hard tokens get more depth; difficulty is the loss of a token's prediction after one iteration.
 
@@ -177,7 +167,8 @@ class DepthByDifficulty(Plate):
     Attributes:
         deciles: depth by decile of difficulty; ``difficulty`` is the mean of each decile.
         boxes: quantiles of the difficulty of the tokens of each depth that has any.
-        rho, with_entropy: rank correlation of depth with difficulty, and with the entropy after one iteration.
+        rho: rank correlation of depth with difficulty.
+        with_entropy: rank correlation of depth with the entropy after one iteration.
     """
 
     name = "difficulty"
@@ -192,13 +183,14 @@ class DepthByDifficulty(Plate):
         trace = trace.scored
         hard, depth = trace["full_nll_1"].astype(np.float64), trace["depth"]
         self.deepest = trace.about.deepest
-        self.difficulty, self.deciles = _binned(trace, depth.astype(np.float64), hard, quantile_bins(hard, DECILES))
+        decile = tables.quantile_bins(hard, DECILES)
+        self.difficulty, self.deciles = _binned(trace, depth.astype(np.float64), hard, decile)
         self.boxes: dict[int, dict[str, Any]] = {
             present: dict(zip(_QUANTILES, np.quantile(hard[depth == present], [*_QUANTILES.values()]), strict=True))
             for present in np.unique(depth).tolist()
         }
-        self.rho = rank_correlation(trace, hard, depth)
-        self.with_entropy = rank_correlation(trace, trace["entropy_1"], depth)
+        self.rho = tables.rank_correlation(trace, hard, depth)
+        self.with_entropy = tables.rank_correlation(trace, trace["entropy_1"], depth)
 
     def draw(self, theme: Theme) -> Figure:
         figure = new_figure(width=PAGE, height=2.7)
@@ -245,7 +237,7 @@ class DepthByDifficulty(Plate):
         return self.deciles.frame("mean depth", **{"NLL after one iteration": self.difficulty})
 
 
-def _significance(rho: Correlation) -> str:
+def _significance(rho: tables.Correlation) -> str:
     """Describes whether the correlation differs significantly from zero."""
     if rho.interval is None:
         return "too few documents for an interval"
@@ -257,7 +249,7 @@ def _significance(rho: Correlation) -> str:
 class DepthByPlace(Plate):
     """Shows mean depth by frequency of the token, by position in document and window, and by source.
 
-    Each of ``curves``, and ``sources``, is a pair: mean values of the bins (or names of the sources), and depths.
+    Each entry of ``curves`` has the mean values and the depths of its bins; ``sources`` has names and depths.
     """
 
     name = "depth"
@@ -272,13 +264,13 @@ class DepthByPlace(Plate):
         depth = trace["depth"].astype(np.float64)
         count, position, in_window = trace["count"], trace["position"] + 1, trace["window_position"]
         self.curves = {
-            "frequency": _binned(trace, depth, count, geometric_bins(count)),
-            "position": _binned(trace, depth, position, geometric_bins(position)),
+            "frequency": _binned(trace, depth, count, tables.geometric_bins(count)),
+            "position": _binned(trace, depth, position, tables.geometric_bins(position)),
             "window": _binned(trace, depth, in_window + 1, in_window // -(-trace.about.window // _WINDOW_BINS)),
         }
         self.sources = _sources(trace, depth)
-        self.with_frequency = rank_correlation(trace, count, depth)
-        self.with_position = rank_correlation(trace, trace["position"], depth)
+        self.with_frequency = tables.rank_correlation(trace, count, depth)
+        self.with_position = tables.rank_correlation(trace, trace["position"], depth)
         self.mean, self.deepest = float(depth.mean()), trace.about.deepest
         self.constant = bool(depth.min() == depth.max())
 
@@ -347,17 +339,17 @@ class DepthByPlace(Plate):
         return pd.concat([*frames, depth.frame("mean depth", by="source", where=names)], ignore_index=True)
 
 
-def _binned(trace: Trace, depth: np.ndarray, values: np.ndarray, label: np.ndarray) -> tuple[np.ndarray, Means]:
+def _binned(trace: Trace, depth: np.ndarray, values: np.ndarray, label: np.ndarray) -> tuple[np.ndarray, tables.Means]:
     """Returns the mean value and the mean depth of each bin that has tokens."""
     bins, label = np.unique(label, return_inverse=True)
-    return np.bincount(label, weights=values) / np.bincount(label), means(trace, depth, label, len(bins))
+    return np.bincount(label, weights=values) / np.bincount(label), tables.means(trace, depth, label, len(bins))
 
 
-def _sources(trace: Trace, depth: np.ndarray) -> tuple[list[str], Means]:
+def _sources(trace: Trace, depth: np.ndarray) -> tuple[list[str], tables.Means]:
     """Returns the names and mean depths of the largest sources, and of all others together."""
     counts = trace.frame["source"].value_counts(sort=False).sort_values(ascending=False, kind="stable")
     names = counts[counts > 0].index.astype(str)
     others = f"{len(names) - SOURCES:,} others"
     label = np.minimum(names.get_indexer(trace["source"].astype(str)), SOURCES)
     labels = [*names[:SOURCES], *([others] if len(names) > SOURCES else [])]
-    return labels, means(trace, depth, label, len(labels))
+    return labels, tables.means(trace, depth, label, len(labels))

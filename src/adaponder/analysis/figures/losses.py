@@ -20,7 +20,6 @@ from adaponder.analysis.figures.plate import (
     iteration_axis,
     listed,
     percent,
-    spread,
 )
 from adaponder.analysis.style import LINES, MARKERS, PAGE, PALETTE, Theme, density_map, depth_colours, new_figure
 from adaponder.analysis.tables import Means, means
@@ -319,24 +318,26 @@ class ForgoneGain(Plate):
         axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, borderaxespad=0.2)
 
     def caption(self) -> str:
-        groups, (middle, low, high) = self.groups, self.chance
+        groups, (middle, least, most) = self.groups, self.chance
         if not groups.tokens.any():
             return f"No token halted before iteration {self.deepest}: nothing was given up."
+        ends = zip(groups.low, groups.high, strict=True)
+        intervals = ["" if np.isnan(low) else f" [{low:.3f}, {high:.3f}]" for low, high in ends]
         gains = [
-            f"{groups.mean[i]:+.4f} nats{spread(groups.low[i], groups.high[i])} if halted after iteration {i + 1} "
+            f"{groups.mean[i]:+.4f} nats{intervals[i]} if halted after iteration {i + 1} "
             f"(random tokens {self.random[i]:+.4f})"
             for i in np.flatnonzero(groups.tokens)
         ]
-        if low <= self.halted <= high:
+        if least <= self.halted <= most:
             verdict = "the choice of halted tokens does not differ significantly from chance"
-        elif self.halted > high:
+        elif self.halted > most:
             verdict = "the tokens that halt are those with more to gain: worse than chance"
         else:
             verdict = "the tokens that halt are those with less to gain: better than chance"
         return (
             f"At depth {self.deepest}, halted tokens would have gained {'; '.join(gains)}. "
             f"Over the whole text halting gives up {self.halted:+.4f} nats per token; the same depths permuted within "
-            f"each document give up {middle:+.4f} [{low:+.4f}, {high:+.4f}]: {verdict}."
+            f"each document give up {middle:+.4f} [{least:+.4f}, {most:+.4f}]: {verdict}."
         )
 
     def table(self) -> pd.DataFrame:

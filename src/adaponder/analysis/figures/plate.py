@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
@@ -12,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import Normal, Stroke
 from numpy.typing import ArrayLike
 
-from adaponder.analysis.style import Theme, depth_limits
+from adaponder.analysis.style import Theme, at_least, depth_limits
 from adaponder.analysis.tables import Means
 from adaponder.analysis.trace import Kind, Trace
 from adaponder.methods import Method, method_class, method_names
@@ -69,11 +68,6 @@ def percent(share: float) -> str:
     return f"{share:.1%}" if share == 0 or share >= 0.01 else f"{100 * share:.2g}%"
 
 
-def spread(low: float, high: float) -> str:
-    """Formats an interval as `` [low, high]``; NaN gives an empty string."""
-    return "" if math.isnan(low) else f" [{low:.3f}, {high:.3f}]"
-
-
 def listed(parts: list[str]) -> str:
     """Joins words as ``a, b and c``."""
     return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
@@ -88,11 +82,9 @@ def draw_bars(axes: Axes, x: Any, height: Any, interval: ArrayLike, theme: Theme
 
 
 def draw_zero(axes: Axes, theme: Theme) -> None:
-    """Draws a line at 0, and widens the y axis (nats) enough that rounding errors do not fill it."""
+    """Draws a line at 0, and widens the y axis (nats) enough that rounding errors do not fill the axis."""
     axes.axhline(0.0, color=theme.ink, linewidth=0.8, zorder=1.5)
-    low, high = axes.get_ylim()
-    if (more := _MIN_HEIGHT - (high - low)) > 0:
-        axes.set_ylim(low - more / 2, high + more / 2)
+    axes.set_ylim(at_least(_MIN_HEIGHT, *axes.get_ylim()))
 
 
 def iteration_axis(axes: Axes, iterations: Any, names: list[str] | None = None) -> None:
@@ -109,6 +101,6 @@ def depth_axis(axes: Axes, deepest: int) -> None:
 
 
 def mean_depth_limits(groups: Means, deepest: int, *, least: float) -> tuple[float, float]:
-    """Returns axis limits for these mean depths, with a margin of at least ``least``, so noise does not fill it."""
+    """Returns axis limits for these mean depths; a margin of at least ``least`` keeps noise from filling the axis."""
     low, high = groups.range
     return depth_limits(low, high, deepest, margin=max(0.1 * (high - low), least))

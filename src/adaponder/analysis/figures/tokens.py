@@ -25,7 +25,7 @@ PASSAGE = 320
 
 
 class TokenGrid(Plate):
-    """Shows which iterations of consecutive tokens were computed; ``after``: legend of the cells after halting."""
+    """Shows which iterations of consecutive tokens were computed; ``after`` is the legend of the other cells."""
 
     name = "grid"
     title = "Computed or reused, token by token"

@@ -17,35 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adaponder import policies
 from adaponder.evaluation.lab.halves import Half
 from adaponder.evaluation.scoring import Scores, ScoringOptions
 from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.policies import (
-    Change,
-    Confidence,
-    Divergence,
-    Entropy,
-    Geometric,
-    LearnedGate,
-    Policy,
-    PolicyInput,
-    Random,
-    Ranked,
-    Schedule,
-    Shares,
-    Similarity,
-    Uniform,
-    thresholds_for,
-)
+from adaponder.policies import Policy, PolicyInput, Schedule, Shares, thresholds_for
 from adaponder.policies.measures import MeasureThreshold
 from adaponder.policies.values import unit_hash
 
 # A mean depth within CLOSE of the budget ends the search; a mean depth further away than REACHED counts as missed.
 CLOSE, REACHED = 0.004, 0.02
-MAX_RUNS = 6
 _MANNER = {False: "thresholds", True: "ranked"}
-# Maximum steps of the search, including free ones at settings that were scored before.
-_MAX_LOOKS = 40
+# Maximum scorings of a search, and its maximum steps: a step at a setting that was scored before is free.
+_MAX_RUNS, _MAX_LOOKS = 6, 40
 
 
 class Rule(NamedTuple):
@@ -56,7 +40,7 @@ class Rule(NamedTuple):
         policy: builds the policy from a threshold.
         unit: unit of the threshold, in words.
         signal: computes the signal of each row; large where the token should continue.
-        ceiling: whether the policy continues while a measure is at most the threshold; ``signal`` is minus the measure.
+        ceiling: whether the policy continues while its measure is at most the threshold; ``signal`` is then minus it.
         shallowest: the smallest mean depth; 2 for policies that compare two iterations.
         lowest: the smallest threshold.
     """
@@ -84,13 +68,13 @@ def _random_signal(rows: PolicyInput) -> Tensor:
 
 
 RULES: dict[str, Rule] = {
-    "gate": Rule("learned gate", LearnedGate, "tau", lambda rows: rows.gate.float(), lowest=0.0),
-    "entropy": _measure_rule("entropy", Entropy, "nats"),
-    "kl": _measure_rule("KL between iterations", Divergence, "nats"),
-    "change": _measure_rule("hidden-state change", Change, "relative"),
-    "confidence": _measure_rule("top-two gap", Confidence, "gap"),
-    "similarity": _measure_rule("hidden-state similarity", Similarity, "cosine"),
-    "random": Rule("random", Random, "keep", _random_signal, ceiling=True),
+    "gate": Rule("learned gate", policies.LearnedGate, "tau", lambda rows: rows.gate.float(), lowest=0.0),
+    "entropy": _measure_rule("entropy", policies.Entropy, "nats"),
+    "kl": _measure_rule("KL between iterations", policies.Divergence, "nats"),
+    "change": _measure_rule("hidden-state change", policies.Change, "relative"),
+    "confidence": _measure_rule("top-two gap", policies.Confidence, "gap"),
+    "similarity": _measure_rule("hidden-state similarity", policies.Similarity, "cosine"),
+    "random": Rule("random", policies.Random, "keep", _random_signal, ceiling=True),
 }
 
 
@@ -172,7 +156,7 @@ class Dial:
     Attributes:
         name: label in tables and legends.
         at: returns the setting with a given mean depth on the recorded signals.
-        shallowest: the smallest mean depth of any setting; there and at K the measured depth is exact.
+        shallowest: the smallest mean depth of any setting. At this depth and at K, the measured depth is exact.
     """
 
     name: str
@@ -190,7 +174,7 @@ def threshold_dial(full: FullDepth, word: str, name: str | None = None) -> Dial:
         if word == "random":
             # Tokens continue where their hash is below ``keep``: the highest kept hash plus its resolution.
             keep = min(1.0, max(0.0, 2.0**-24 - threshold))
-            return Setting(f"keep {keep:.4f}", Random(keep))
+            return Setting(f"keep {keep:.4f}", policies.Random(keep))
         threshold = -threshold if rule.ceiling else max(rule.lowest, threshold)
         return Setting(f"{rule.unit} {threshold:.4g}", rule.policy(threshold))
 
@@ -202,7 +186,7 @@ def uniform_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
 
     def at(depth: float) -> Setting:
         keep = min(1.0, max(0.0, (depth - 1.0) / (full.iterations - 1)))
-        return Setting(f"keep {keep:.4f}", _scheduled(Uniform(keep=keep), full, ranked))
+        return Setting(f"keep {keep:.4f}", _scheduled(policies.Uniform(keep=keep), full, ranked))
 
     return Dial(f"uniform, {_MANNER[ranked]}", at, causal=not ranked)
 
@@ -213,7 +197,7 @@ def geometric_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
 
     def at(depth: float) -> Setting:
         rate = _bisect(0.0, 1.0, lambda rate: (rate**powers).sum() < depth - 1.0)
-        return Setting(f"rate {rate:.4f}", _scheduled(Geometric(rate=rate), full, ranked))
+        return Setting(f"rate {rate:.4f}", _scheduled(policies.Geometric(rate=rate), full, ranked))
 
     return Dial(f"geometric, {_MANNER[ranked]}", at, causal=not ranked)
 
@@ -234,7 +218,7 @@ def shares_dial(full: FullDepth, shape: tuple[float, ...], name: str) -> Dial:
 
     def at(depth: float) -> Setting:
         taus = thresholds_for(Shares(shares=scaled_shares(shape, depth - 1.0)), full.gates)
-        return Setting("tau " + " ".join(f"{tau:.4g}" for tau in taus), LearnedGate(taus))
+        return Setting("tau " + " ".join(f"{tau:.4g}" for tau in taus), policies.LearnedGate(taus))
 
     return Dial(name, at)
 
@@ -250,7 +234,9 @@ def oracle_dial(full: FullDepth) -> Dial:
 
 
 def _scheduled(schedule: Schedule, full: FullDepth, ranked: bool) -> Policy:
-    return Ranked(schedule) if ranked else replace(schedule, thresholds=thresholds_for(schedule, full.gates))
+    if ranked:
+        return policies.Ranked(schedule)
+    return replace(schedule, thresholds=thresholds_for(schedule, full.gates))
 
 
 def _bisect(low: float, high: float, too_low: Callable[[float], bool], steps: int = 60) -> float:
@@ -323,9 +309,7 @@ def too_shallow(budget: float, shallowest: float) -> str | None:
     return f"has a mean depth of at least {shallowest:g}" if budget < shallowest - REACHED else None
 
 
-def tune(
-    dial: Dial, budget: float, measure: Callable[[Setting], Scores], *, iterations: int, max_runs: int = MAX_RUNS
-) -> Tuned:
+def tune(dial: Dial, budget: float, measure: Callable[[Setting], Scores], *, iterations: int) -> Tuned:
     """Finds the setting of ``dial`` whose measured mean depth is nearest to ``budget``, by false position."""
     if (why := too_shallow(budget, dial.shallowest)) is not None:
         return Tuned(dial, budget, dial.at(dial.shallowest), None, 0, why)
@@ -336,7 +320,7 @@ def tune(
         setting = dial.at(aim)
         again = (key := repr(setting)) in measured
         if not again:
-            if len(measured) == max_runs:
+            if len(measured) == _MAX_RUNS:
                 break
             scores = measure(setting)
             measured[key] = float(scores.depth.mean()), setting, scores

@@ -14,7 +14,7 @@ import numpy as np
 
 from adaponder.errors import InputError
 from adaponder.evaluation.scoring import Scores, ScoringOptions, score
-from adaponder.evaluation.summary import FEW, Interval, Summary, bootstrap, per_document, summarise
+from adaponder.evaluation.summary import FEW, Interval, bootstrap, per_document
 from adaponder.evaluation.text import Text, Windows
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.terminal import counted
@@ -35,7 +35,7 @@ class Half:
     own_text: Text
 
     @property
-    def chosen(self) -> np.ndarray:
+    def mask(self) -> np.ndarray:
         """Returns ``bool[text.predictions]``: the predictions of this half."""
         return self.windows.scored(self.text.predictions)
 
@@ -50,14 +50,11 @@ class Half:
 
     @property
     def documents(self) -> int:
-        return len(np.unique(self.text.document[self.chosen]))
+        return len(np.unique(self.text.document[self.mask]))
 
     def score(self, model: AdaPonderForCausalLM, how: ScoringOptions, **options: Any) -> Scores:
         """Returns the scores of this half; ``options`` are passed on to :func:`adaponder.evaluation.scoring.score`."""
-        return score(model, self.text, self.windows, how=how, **options).at(self.chosen)
-
-    def summarise(self, scores: Scores, *, seed: int) -> Summary:
-        return summarise(self.own_text, scores.nll, scores.depth, seed=seed)
+        return score(model, self.text, self.windows, how=how, **options).at(self.mask)
 
     def depth_interval(self, scores: Scores, *, seed: int) -> Interval | None:
         """Returns the bootstrap interval of the mean depth."""
@@ -67,7 +64,7 @@ class Half:
     def everywhere(self, values: np.ndarray, otherwise: int) -> np.ndarray:
         """Returns one value per prediction of the whole text: ``values`` in this half, ``otherwise`` elsewhere."""
         everywhere = np.full(self.text.predictions, otherwise, values.dtype)
-        everywhere[self.chosen] = values
+        everywhere[self.mask] = values
         return everywhere
 
 
@@ -117,7 +114,7 @@ def _documents(text: Text, chosen: np.ndarray) -> Text:
     """Returns a text of the chosen documents; each still follows an end token."""
     lengths = np.diff(text.starts, append=text.predictions)[chosen]
     starts = np.cumsum(lengths) - lengths
-    return _part(text, chosen[text.document], starts, np.flatnonzero(chosen), text.utf8_bytes[chosen])
+    return _selected(text, chosen[text.document], starts, np.flatnonzero(chosen), text.utf8_bytes[chosen])
 
 
 def _every_other(text: Text, windows: Windows, offset: int) -> Half:
@@ -132,10 +129,12 @@ def _every_other(text: Text, windows: Windows, offset: int) -> Half:
     document_lengths = np.diff(text.starts, append=text.predictions)[first]
     # The bytes of a window are estimated by its share of the tokens of the document that it begins in.
     utf8_bytes = np.round(text.utf8_bytes[first] * lengths / document_lengths).astype(np.int64)
-    return Half(text, windows, _part(text, predictions, starts, first, utf8_bytes))
+    return Half(text, windows, _selected(text, predictions, starts, first, utf8_bytes))
 
 
-def _part(text: Text, chosen: np.ndarray, starts: np.ndarray, documents: np.ndarray, utf8_bytes: np.ndarray) -> Text:
+def _selected(
+    text: Text, chosen: np.ndarray, starts: np.ndarray, documents: np.ndarray, utf8_bytes: np.ndarray
+) -> Text:
     """Returns a text of the chosen predictions; documents begin at ``starts`` and have the sources of ``documents``."""
     return replace(
         text,

@@ -20,21 +20,11 @@ import torch
 from adaponder.backbones.shape import shape_of
 from adaponder.errors import InputError
 from adaponder.evaluation.lab import dials
-from adaponder.evaluation.lab.dials import (
-    Dial,
-    FullDepth,
-    Setting,
-    Tuned,
-    at_full_depth,
-    scaled_shares,
-    threshold_at,
-    too_shallow,
-    tune,
-)
+from adaponder.evaluation.lab.dials import Dial, FullDepth, Setting, Tuned
 from adaponder.evaluation.lab.halves import Half, Halves
 from adaponder.evaluation.meter import deciding_flops
 from adaponder.evaluation.scoring import Scores, ScoringOptions
-from adaponder.evaluation.summary import Difference, Interval, paired_difference
+from adaponder.evaluation.summary import Difference, Interval, paired_difference, summarise
 from adaponder.evaluation.text import Text
 from adaponder.journal import Journal
 from adaponder.modeling import AdaPonderForCausalLM
@@ -115,9 +105,8 @@ class Lab:
         self.full_depth = self._at_full_depth(halves.tuning, "tuning half at full depth")
 
     def _at_full_depth(self, half: Half, what: str) -> FullDepth:
-        return at_full_depth(
-            self.model, half, batch_size=self.batch_size, seed=self.seed, advance=self.show(what, half.tokens)
-        )
+        advance = self.show(what, half.tokens)
+        return dials.at_full_depth(self.model, half, batch_size=self.batch_size, seed=self.seed, advance=advance)
 
     @cached_property
     def held_out_losses(self) -> np.ndarray:
@@ -131,7 +120,7 @@ class Lab:
             how = setting.options(self.halves.tuning, self.full_depth.nll, iterations=self.iterations, seed=self.seed)
             return self._score(self.halves.tuning, how, f"{dial.name} at {budget:g}: tuning")
 
-        return tune(dial, budget, measure, iterations=self.iterations)
+        return dials.tune(dial, budget, measure, iterations=self.iterations)
 
     def held_out(self, tuned: Tuned, learned: Scores | None = None) -> tuple[Measurement, Scores | None]:
         """Measures a tuned setting on the held-out half, paired with the ``learned`` gate's scores.
@@ -204,8 +193,8 @@ class Lab:
             learned: Scores | None = None
             for dial in (learned_dial, *others):
                 name = f"{dial.name} at {budget!r}"
-                if journal is not None and (part := journal.load(name)) is not None:
-                    yield Measurement.from_dict(part.facts)
+                if journal is not None and (saved := journal.load(name)) is not None:
+                    yield Measurement.from_dict(saved.facts)
                     continue
                 if learned is None and dial is not learned_dial:
                     # The journal has no losses of the learned gate, with which all other policies are paired.
@@ -221,7 +210,7 @@ class Lab:
     ) -> Measurement:
         """Adds the results of the held-out ``scores`` to ``planned``, paired with the ``learned`` gate's scores."""
         half = self.halves.held_out
-        summary = half.summarise(scores, seed=self.seed)
+        summary = summarise(half.own_text, scores.nll, scores.depth, seed=self.seed)
         difference = None
         if learned is not None:
             difference = paired_difference(half.own_text, learned.nll, scores.nll, seed=self.seed)
@@ -261,19 +250,16 @@ def check_budget(budget: float, iterations: int, option: str) -> None:
         raise InputError(f"{option} {budget:g} must be a mean depth from 1 to {iterations}, the model's iterations")
 
 
-# --- calibration to a budget ------------------------------------------------------------------------------------------
-
 ONE, EACH, FIXED = "one tau for all gates", "a tau per iteration", "fixed depth"
-PROPOSALS = 2
-# Maximum number of tokens that proposals are computed from.
-_SAMPLE = 20_000
+# Maximum number of proposals, and of the tokens that they are computed from.
+_PROPOSALS, _SAMPLE = 2, 20_000
 
 RULES = ("gate", "uniform", "geometric", *(name for name in dials.RULES if name != "gate"))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to meet the budget: its loss on the tuning half (used to choose) and its held-out measurement."""
+    """One way to meet the budget: its held-out measurement, and its loss on the tuning half, by which it is chosen."""
 
     row: Measurement
     tuning_loss: float | None
@@ -319,8 +305,15 @@ def meet(lab: Lab, budget: float, *, rule: str = "gate") -> list[Tuned]:
     """Returns the ways to meet ``budget`` on the tuning half, best first (see :func:`ordered`)."""
     check_budget(budget, lab.iterations, "--budget")
     check_rule(rule, budget)
-    ways = [lab.tune(dial, budget) for dial in _dials(lab.full_depth, budget, rule)]
-    return ordered(ways, lab.halves.tuning.own_text, seed=lab.seed)
+    full = lab.full_depth
+    if rule == "gate":
+        proposals = [dials.shares_dial(full, shape, EACH) for shape in propose(full, budget)]
+        ways = [dials.threshold_dial(full, rule, ONE), *proposals]
+    elif rule in dials.RULES:
+        ways = [dials.threshold_dial(full, rule)]
+    else:
+        ways = [dials.uniform_dial(full) if rule == "uniform" else dials.geometric_dial(full)]
+    return ordered([lab.tune(way, budget) for way in ways], lab.halves.tuning.own_text, seed=lab.seed)
 
 
 def check_rule(rule: str, budget: float) -> None:
@@ -328,13 +321,15 @@ def check_rule(rule: str, budget: float) -> None:
     if rule not in RULES:
         raise InputError(f"--rule {rule} must be one of {', '.join(RULES)}")
     shallowest = dials.RULES[rule].shallowest if rule in dials.RULES else 1.0
-    if (why := too_shallow(budget, shallowest)) is not None:
+    if (why := dials.too_shallow(budget, shallowest)) is not None:
         raise InputError(f"--budget {budget:g}: {rule} {why}")
 
 
 def ordered(ways: Sequence[Tuned], own_text: Text, *, seed: int = 0) -> list[Tuned]:
-    """Sorts ``ways``: ways that reach the budget come first. Among these, only ways with a significantly lower loss
-    come before ``ways[0]``, the simplest. Otherwise ways are sorted by loss."""
+    """Sorts ``ways``: those that reach the budget come first, then ways are sorted by loss.
+
+    ``ways[0]``, the simplest, stays before ways whose loss is not significantly lower.
+    """
     simplest = ways[0]
 
     def merit(way: Tuned) -> tuple[bool, int, float]:
@@ -349,16 +344,7 @@ def ordered(ways: Sequence[Tuned], own_text: Text, *, seed: int = 0) -> list[Tun
     return sorted(ways, key=merit)
 
 
-def _dials(full: FullDepth, budget: float, rule: str) -> list[Dial]:
-    if rule == "gate":
-        proposals = [dials.shares_dial(full, shape, EACH) for shape in propose(full, budget)]
-        return [dials.threshold_dial(full, rule, ONE), *proposals]
-    if rule in dials.RULES:
-        return [dials.threshold_dial(full, rule)]
-    return [dials.uniform_dial(full) if rule == "uniform" else dials.geometric_dial(full)]
-
-
-def propose(full: FullDepth, budget: float, *, count: int = PROPOSALS) -> list[tuple[float, ...]]:
+def propose(full: FullDepth, budget: float) -> list[tuple[float, ...]]:
     """Proposes shares of tokens active at iteration 2 … K that cost ``budget`` and have the lowest expected loss.
 
     The expected loss of a token that halts after d iterations is its loss after d iterations at full depth. From
@@ -370,15 +356,15 @@ def propose(full: FullDepth, budget: float, *, count: int = PROPOSALS) -> list[t
         return []  # with one gate, or at depth 1 or K, a tau per iteration adds nothing
     few = FullDepth(full.nll[:_SAMPLE], {"gate": full.signals["gate"][:_SAMPLE]})
     starts = [tuple(rate**i for i in range(gates)) for rate in (1.0, 0.7, 0.3)]
-    ends = [_climb(few, scaled_shares(start, budget - 1.0)) for start in starts]
+    ends = [_climb(few, dials.scaled_shares(start, budget - 1.0)) for start in starts]
     ends.sort(key=lambda end: end[1])
     gate = few.signals["gate"]
-    active = np.logical_and.accumulate(gate >= threshold_at(gate, budget), axis=1).mean(0)
+    active = np.logical_and.accumulate(gate >= dials.threshold_at(gate, budget), axis=1).mean(0)
     chosen = [tuple(active.tolist())]
     for shares, _ in ends:
         if all(max(abs(a - b) for a, b in zip(shares, other, strict=True)) > 0.02 for other in chosen):
             chosen.append(shares)
-    return chosen[1 : 1 + count]
+    return chosen[1 : 1 + _PROPOSALS]
 
 
 def expected_loss(full: FullDepth, shares: tuple[float, ...]) -> float:
@@ -392,13 +378,8 @@ def _climb(full: FullDepth, shares: tuple[float, ...]) -> tuple[tuple[float, ...
     """Moves ever smaller shares between iterations while the loss falls; returns the shares and their loss."""
     loss = expected_loss(full, shares)
     for step in (0.2, 0.1, 0.05, 0.02):
-        better = True
-        while better:
-            better = False
-            for moved in _moves(shares, step):
-                if (moved_loss := expected_loss(full, moved)) < loss - 1e-6:
-                    shares, loss, better = moved, moved_loss, True
-                    break
+        while moved := next((to for to in _moves(shares, step) if expected_loss(full, to) < loss - 1e-6), None):
+            shares, loss = moved, expected_loss(full, moved)
     return shares, loss
 
 
@@ -423,9 +404,9 @@ def frontier(lab: Lab, budgets: Sequence[float], *, journal: Journal | None = No
     for depth in range(1, lab.iterations + 1):
         measures[f"depth {depth}"] = lambda depth=depth: lab.untuned(FIXED, FixedDepth(depth))
     for name, measure in measures.items():
-        part = None if journal is None else journal.load(name)
-        measurement = measure() if part is None else Measurement.from_dict(part.facts)
-        if journal is not None and part is None:
+        saved = None if journal is None else journal.load(name)
+        measurement = measure() if saved is None else Measurement.from_dict(saved.facts)
+        if journal is not None and saved is None:
             journal.save(name, measurement.as_dict())
         yield measurement
 

@@ -113,8 +113,6 @@ class HarnessLM(TemplateLM):
         """Formats a task's messages with the tokenizer's chat template."""
         return chat_text("--apply_chat_template", self.tokenizer, chat_history, answers=add_generation_prompt)
 
-    # --- log-likelihood -----------------------------------------------------------------------------------------
-
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Answer]:
         encode_and_score = super().loglikelihood
         return self._by_task(requests, lambda of_task: encode_and_score(of_task, disable_tqdm=True))
@@ -190,8 +188,6 @@ class HarnessLM(TemplateLM):
             answers.append((total.item(), bool((at_end.argmax(-1) == targets).all())))
         return answers
 
-    # --- generation ---------------------------------------------------------------------------------------------
-
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         return self._by_task(requests, self._generate_all)
 
@@ -265,8 +261,6 @@ class HarnessLM(TemplateLM):
             for tokens, length in zip(new, lengths, strict=True)
         ]
 
-    # --- cost ---------------------------------------------------------------------------------------------------
-
     def _by_task(self, requests: list[Instance], answer: Callable[[list[Instance]], list[Any]]) -> list[Any]:
         """Returns the answers in the order of ``requests``; computes them task by task, to count each task's cost."""
         tasks: dict[str, list[int]] = {}
@@ -294,8 +288,6 @@ class HarnessLM(TemplateLM):
             step = depth[:, slot : slot + 1]
             self._meter.add(step, past=depth[:, :slot], logits=int((step > 0).sum()), **arguments)
 
-    # --- batches ------------------------------------------------------------------------------------------------
-
     def _batches(self, items: Any, *, key: Callable[[Any], Any]) -> Iterator[list[Any]]:
         """Yields batches of items sorted by ``key``: long items first, so that out-of-memory errors occur early."""
         ordered = iter(sorted(items, key=key))
@@ -321,9 +313,6 @@ class HarnessLM(TemplateLM):
 def _special(add: bool | None) -> dict[str, bool]:
     """Returns keyword arguments for ``encode``; ``add=None`` keeps the tokenizer's default for start and end tokens."""
     return {} if add is None else {"add_special_tokens": add}
-
-
-# --- settings and stop strings of generation ------------------------------------------------------------------------
 
 
 class GenerationSettings(NamedTuple):

@@ -80,9 +80,6 @@ class TaskScore:
         }
 
 
-# --- finding tasks -----------------------------------------------------------------------------------------------
-
-
 def find_tasks(names: Sequence[str]) -> TaskManager:
     """Returns a ``TaskManager`` that has these tasks; the slow index of all tasks is built only if one is missing."""
     folders = {folder for name, folder in _folders().items() if name in names}
@@ -104,9 +101,6 @@ def _folders() -> dict[str, Path]:
     files = sorted((Path(lm_eval.__file__).parent / "tasks").rglob("*.yaml"), reverse=True)
     named = ((pattern.search(path.read_bytes()), path.parent) for path in files)
     return {match[1].decode(): folder for match, folder in named if match}
-
-
-# --- opening tasks -----------------------------------------------------------------------------------------------
 
 
 def open_task(
@@ -142,7 +136,11 @@ def _from_files(manager: TaskManager, name: str, shots: int, data: TaskData, lim
     config = manager.task_index[name].cfg or {}
     if "class" in config:
         raise InputError(f"--task-data: {name} is a Python task that fetches its own records; leave it out")
-    split = _evaluated(name, config, data)
+    # lm-eval's split is evaluated, or the first of test and validation that is in ``data``.
+    theirs = config.get("test_split") or config.get("validation_split") or "test"
+    split = next((split for split in (theirs, "test", "validation") if data.find(name, split)), None)
+    if split is None:
+        raise InputError(f"--task-data: no records of {name}; looked for {data.looked_for(name, theirs)}")
     examples = _examples(name, config, data, split) if shots else None
     # Preparing many records takes seconds, so only ``limit`` are prepared, unless examples come from the same split.
     loaded = {split: _dataset(name, config, data, split, None if examples == split else limit)}
@@ -152,8 +150,8 @@ def _from_files(manager: TaskManager, name: str, shots: int, data: TaskData, lim
     # few-shot splits are the same, it never uses an item as its own example.
     changed: dict[str, Any] = {"task": name, "custom_dataset": lambda **_: loaded}
     changed |= {"training_split": None, "validation_split": None, "test_split": split, "fewshot_split": examples}
-    if isinstance(shown := config.get("fewshot_config"), dict):
-        changed["fewshot_config"] = {key: value for key, value in shown.items() if key != "split"}
+    if isinstance(fewshot := config.get("fewshot_config"), dict):
+        changed["fewshot_config"] = {key: value for key, value in fewshot.items() if key != "split"}
     file = data.find(name, split)
     try:
         task: Any = manager.load([{"group": "records", "task": [changed]}])["tasks"][name]
@@ -164,24 +162,15 @@ def _from_files(manager: TaskManager, name: str, shots: int, data: TaskData, lim
     return OpenedTask(task, name, shots, split, examples, file)
 
 
-def _evaluated(name: str, config: dict[str, Any], data: TaskData) -> str:
-    """Returns the split to evaluate: the first of lm-eval's split, test and validation that is in ``data``."""
-    theirs = config.get("test_split") or config.get("validation_split") or "test"
-    for split in (theirs, "test", "validation"):
-        if data.find(name, split):
-            return split
-    raise InputError(f"--task-data: no records of {name}; looked for {data.looked_for(name, theirs)}")
-
-
 def _examples(name: str, config: dict[str, Any], data: TaskData, split: str) -> str | None:
     """Returns the split of few-shot examples: map.yaml's; else lm-eval's, unless it is evaluated; else train.
 
     Returns ``None`` for a task that defines its own examples.
     """
-    shown = config.get("fewshot_config") or {}
-    if shown.get("samples"):
+    fewshot = config.get("fewshot_config") or {}
+    if fewshot.get("samples"):
         return None
-    theirs = config.get("fewshot_split") or shown.get("split") or config.get("training_split")
+    theirs = config.get("fewshot_split") or fewshot.get("split") or config.get("training_split")
     theirs = theirs or config.get("validation_split")
     mapped = data.fewshot(name)
     source = mapped or (theirs if theirs and theirs != split else "train")
@@ -211,9 +200,6 @@ def _template_fields(config: dict[str, Any]) -> tuple[str, ...]:
     templates = [text for text in texts if isinstance(text, str) and "{{" in text]
     environment = jinja2.Environment()
     return tuple(sorted({field for text in templates for field in find_undeclared_variables(environment.parse(text))}))
-
-
-# --- running tasks -----------------------------------------------------------------------------------------------
 
 
 def run_task(model: HarnessLM, opened: OpenedTask, *, limit: int | None = None) -> TaskScore:

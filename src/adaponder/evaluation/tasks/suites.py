@@ -41,12 +41,8 @@ class Suite:
         backbone: Any = config.backbone_config
         if backbone.model_type != "gpt_neox":
             return None
-        shape = (
-            backbone.hidden_size,
-            backbone.num_hidden_layers,
-            backbone.num_attention_heads,
-            backbone.intermediate_size,
-        )
+        names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        shape = tuple(getattr(backbone, name) for name in names)
         return next((row for row in self.references if row.shape == shape), None)
 
     def compare(self, scores: Mapping[str, float], shots: int, reference: Reference | None) -> Comparison:
@@ -79,11 +75,8 @@ class Comparison:
         return None if self.reference_average is None else self.average - self.reference_average
 
     def as_dict(self) -> dict[str, Any]:
-        return vars(self) | {
-            "average": self.average,
-            "reference_average": self.reference_average,
-            "difference": self.difference,
-        }
+        averages = ("average", "reference_average", "difference")
+        return vars(self) | {name: getattr(self, name) for name in averages}
 
 
 _SOURCE = "AdaPonderLM (2026), table of downstream tasks: released checkpoint (300B tokens), evaluated by its authors"

@@ -143,5 +143,7 @@ def _arc(record: TaskRecord) -> TaskRecord:
     return record | {"question": question["stem"], "choices": choices}
 
 
-def _problems(parts: Iterable[tuple[Any, Any, Any]]) -> str:
-    return repr([{"question": question, "answer": answer, "options": options} for question, answer, options in parts])
+def _problems(problems: Iterable[tuple[Any, Any, Any]]) -> str:
+    return repr(
+        [{"question": question, "answer": answer, "options": options} for question, answer, options in problems]
+    )
