@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -100,12 +100,10 @@ def _is_entry(name: str, entry: Any) -> bool:
 
 
 @contextmanager
-def saving(
-    folder: Path, partial: Path, *, intact: str, make_way: Callable[[Path], object] = os.rmdir
-) -> Iterator[Path]:
+def saving(folder: Path, partial: Path, *, intact: str, overwrite: bool = False) -> Iterator[Path]:
     """Context manager: saves a weights folder atomically; on failure the error message ends with ``intact``."""
     try:
-        with replacing_folder(folder, partial, make_way=make_way):
+        with replacing_folder(folder, partial, overwrite=overwrite):
             yield partial
             share_weights(partial)
     except (OSError, SafetensorError) as error:  # SafetensorError: the disk is full
