@@ -24,8 +24,8 @@ _RUN_TIME = tuple(item.name for item in fields(RunTime))
 # The ranges of the engine's requests, except that temperature is above 0: greedy decoding is do_sample=False here.
 _CHECKED = (
     *(fields_of(Sampling)[name] for name in ("top_p", "top_k", "max_new_tokens")),
-    Field("temperature", float, range=Range(gt=0)),
-    Field("num_beams", int, range=Range(ge=1)),
+    Field("temperature", float, range=Range.parse("(0, inf)")),
+    Field("num_beams", int, range=Range.parse("[1, inf)")),
 )
 
 

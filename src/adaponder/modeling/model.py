@@ -23,7 +23,7 @@ from adaponder.execution.ledger import Ledger
 from adaponder.execution.tokens import Tokens, arrange_tokens, check_inputs
 from adaponder.halting import gate_probability
 from adaponder.methods import Method, Objective, build_method
-from adaponder.methods.objectives import CrossEntropy, LossFunction, Trajectory, as_targets, scorer
+from adaponder.methods.objectives import CrossEntropy, LossFunction, Scorer, Trajectory, as_targets
 from adaponder.modeling.arguments import (
     AdaPonderModelOutput,
     AdaPonderOutput,
@@ -209,7 +209,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             logits = self.wrapped.logits(hidden[:, positions] if loss is None else hidden)
         if targets is not None and loss is not None:
             items = kwargs.get("num_items_in_batch")
-            score = scorer(trajectory, logits, targets, tokens.real, self.wrapped.head(), items)
+            score = Scorer(trajectory, logits, targets, tokens.real, self.wrapped.head(), items)
             losses = loss(trajectory, score, rows)
             parts |= {"loss": losses.total, "terms": losses.terms}
             logits = logits if logits is None else logits[:, positions]
