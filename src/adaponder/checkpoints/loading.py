@@ -36,7 +36,7 @@ _LOADER_ERRORS = (*_LOADER_ERRORS, RuntimeError, AssertionError, SafetensorError
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """Returns the model folder: ``folder`` itself, or in a run folder its final model, else its newest checkpoint."""
+    """Returns ``folder`` if it is a model folder, else the final model or the newest checkpoint of a run folder."""
     if (folder / "config.json").is_file():
         return folder
     if (folder / "final" / "config.json").is_file():

@@ -131,7 +131,7 @@ def sealed(content: dict[str, Any]) -> str:
 
 
 def is_sealed(content: dict[str, Any]) -> bool:
-    """Returns whether ``content`` has the checksum that :func:`sealed` wrote, whatever its spacing."""
+    """Returns whether the checksum in ``content`` is that of its other values, as :func:`sealed` computes it."""
     return content.get("checksum") == _checksum({key: value for key, value in content.items() if key != "checksum"})
 
 

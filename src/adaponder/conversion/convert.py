@@ -36,7 +36,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Conversion:
-    """The result of a conversion. ``losses[n-1]`` is the loss at depth n on the text, where one was given."""
+    """The result of a conversion. ``losses[n-1]`` is the loss at depth n on the given text; empty without a text."""
 
     source: str
     kind: str

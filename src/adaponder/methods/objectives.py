@@ -114,7 +114,7 @@ class CrossEntropy:
 
 
 def own_count(count: Tensor) -> Tensor:
-    """Returns ``count`` unchanged, its mean over a single process."""
+    """Returns ``count`` unchanged: with a single process, it is the mean over processes."""
     return count
 
 
@@ -140,13 +140,12 @@ class Objective:
     )
     mean_count: Callable[[Tensor], Tensor] = setting(
         own_count,
-        "the divisor of a term that is a mean over things of which batches have different numbers; several "
-        "processes give their mean count",
+        "averages a term's divisor, such as the number of sequences with labels, over the processes of a run",
     )
     share: float | None = setting(
         None,
-        "factor on every term that is not a mean over targets (ponder, router). None: this batch's targets over "
-        "num_items_in_batch, right where a caller sums batches; a caller that averages them equally gives 1",
+        "factor on every term that is not a mean over targets (ponder, router). None: this batch's share of the "
+        "num_items_in_batch targets, for callers that sum batches; callers that average batches equally pass 1",
         "[0, 1_000_000]",
     )
 
@@ -162,7 +161,8 @@ def losses_by_depth(trajectory: Trajectory, score: Scorer) -> Tensor:
 def with_term(losses: Losses, name: str, term: Tensor, score: Scorer, *, weight: float, share: float | None) -> Losses:
     """Adds ``share * weight * term``, multiplied in the term's precision, to the total, and ``term`` to the terms.
 
-    ``share`` makes a term that is not a mean over targets add up over batches; ``None``: ``score.share``.
+    ``share`` weights terms that are not means over targets, so that they add up over batches; ``None``:
+    ``score.share``.
     """
     factor = weight * (score.share if share is None else share)
     if isinstance(factor, Tensor):

@@ -30,7 +30,7 @@ _CHECKED = (
 
 
 def generating(model: Any) -> RunTime | None:
-    """Returns the run-time control of this model's running ``generate``; ``None`` outside of one."""
+    """Returns the settings of the ``generate`` call that this model is in; ``None`` outside of ``generate``."""
     current = _GENERATING.get()
     return RunTime(**current[1]) if current is not None and current[0] is model else None
 

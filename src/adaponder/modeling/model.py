@@ -239,7 +239,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
     # --- the arguments of a forward -----------------------------------------------------------------------------
 
     def _run_time(self, given: RunTime, sequences: int) -> RunTime:
-        """Returns the caller's run-time control, completed by the enclosing ``generate`` or by training."""
+        """Returns the caller's settings, with unset fields from the enclosing ``generate`` or the training defaults."""
         # Dynamo cannot read a context variable; a compiled forward gets its settings from generate's keyword arguments.
         run_time = given if torch.compiler.is_compiling() else given.over(generating(self))
         if self.training and run_time.policy is None:
