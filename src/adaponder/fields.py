@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-from adaponder.errors import AdaPonderError, ConfigError, InputError, choice, shown
+from adaponder.errors import ConfigError, InputError, choice, shown
 from adaponder.registry import DEFAULT_METHOD, Scale, method_names
 
 PonderOn = Literal["probabilities", "logits"]
@@ -263,15 +263,15 @@ class Sampling:
 REQUEST_FIELDS = fields_of(Sampling)
 
 
-def check(name: str, value: Any, *, error: type[AdaPonderError] = InputError) -> Any:
-    """Returns ``value`` if it is valid for the field ``name`` of a request; raises ``error`` otherwise.
+def check(name: str, value: Any) -> Any:
+    """Returns ``value`` if it is valid for the field ``name`` of a request; raises :class:`InputError` otherwise.
 
     Numbers of numpy and torch are converted to Python's first. ``None`` is valid if the field's type includes it.
     """
     field = REQUEST_FIELDS[name]
     plain = as_plain_number(value, field.type)
     if problem := violation(field, plain):
-        raise error(f"{name}={shown(value)} {problem}")
+        raise InputError(f"{name}={shown(value)} {problem}")
     return plain
 
 

@@ -113,14 +113,14 @@ def _watch(twin: PreTrainedModel) -> tuple[Counter[nn.Module], DynamicCache]:
             module.rope_type = "default"  # type: ignore[assignment]
     cache = DynamicCache()
     token = torch.empty(1, 1, twin.config.hidden_size, dtype=twin.dtype, device="meta")
-    for held in (1, 2):
+    for cached_tokens in (1, 2):
         rows.clear()
         try:
             twin.base_model(inputs_embeds=token, past_key_values=cache, use_cache=True)
         except RuntimeError as error:
             raise _uncountable(twin.config, f"its work depends on more than shapes ({error})") from error
         for name, linear in linears.items():
-            if rows[linear] not in (1, held):
+            if rows[linear] not in (1, cached_tokens):
                 raise _uncountable(twin.config, f"{name} computed {rows[linear]} rows for one token")
     return rows, cache
 

@@ -100,8 +100,12 @@ def _is_entry(name: str, entry: Any) -> bool:
 
 
 @contextmanager
-def saving(folder: Path, partial: Path, *, intact: str, overwrite: bool = False) -> Iterator[Path]:
-    """Context manager: saves a weights folder atomically; on failure the error message ends with ``intact``."""
+def saving(folder: Path, *, intact: str, partial: Path | None = None, overwrite: bool = False) -> Iterator[Path]:
+    """Context manager: saves a weights folder atomically; on failure the error message ends with ``intact``.
+
+    Yields ``partial``, by default a folder beside ``folder``, which takes its place when the block ends.
+    """
+    partial = partial or folder.with_name(f"{folder.name}.partial")
     try:
         with replacing_folder(folder, partial, overwrite=overwrite):
             yield partial
