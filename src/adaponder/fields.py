@@ -276,7 +276,7 @@ def check(name: str, value: Any) -> Any:
 
 
 def as_plain_number(value: Any, hint: Any) -> Any:
-    """Converts a number of any library to Python's int or float, whichever ``hint`` names; others are unchanged."""
+    """Converts a number of numpy or torch to Python's int or float, as ``hint`` says; other values stay unchanged."""
     if value is None or isinstance(value, (bool, str)):
         return value
     kinds = (hint, *get_args(hint))

@@ -137,7 +137,7 @@ _NEVER = threading.Event()
 
 
 def sha256_of(path: Path, error: type[AdaPonderError] = CheckpointError, *, ended: threading.Event = _NEVER) -> str:
-    """Returns the SHA-256 of a file, read in blocks; once ``ended`` is set, stops and returns a wrong one."""
+    """Returns the SHA-256 of a file; stops early, with a meaningless result, once ``ended`` is set."""
     digest = hashlib.sha256()
     with open_plain(path, error) as file:
         try:

@@ -98,7 +98,7 @@ def changed_settings(
 
 @contextmanager
 def resuming(journal: Journal | None, part: str) -> Iterator[None]:
-    """Context manager of work that saves its finished parts in ``journal``; ``None``: without ``--out``, none is saved.
+    """Context manager of work that saves its finished parts in ``journal``; ``None`` (no ``--out``) saves nothing.
 
     Prints how many parts an earlier call finished and, when interrupted, how many are saved. ``part`` is the noun that
     messages use for a part, such as ``row``.

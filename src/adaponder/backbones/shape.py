@@ -94,7 +94,7 @@ def _refuse_uncounted(twin: PreTrainedModel) -> None:
 
 
 def _watch(twin: PreTrainedModel) -> tuple[Counter[nn.Module], DynamicCache]:
-    """Runs one token, then a second; returns (rows that each linear layer computed for the second, the cache).
+    """Runs two tokens in turn; returns (rows that each linear layer computed for the second token, the cache).
 
     A linear layer computes 1 row, the new one; one that expands cached rows computes 2.
     """

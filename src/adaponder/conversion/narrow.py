@@ -59,7 +59,7 @@ class NarrowLinear(nn.Module):
 
 
 def _split(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits each scale into a factor below 2 and a power of two by which float16 multiplies fp8 numbers exactly."""
+    """Splits each scale into a factor below 2 and a power of two; fp8 times the power is exact in float16."""
     exact = widened(scale)
     power = (exact / (2 * torch.frexp(exact).mantissa)).clamp(min=_SMALLEST_POWER)
     return exact / power, power

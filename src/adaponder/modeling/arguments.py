@@ -119,7 +119,7 @@ class AdaPonderOutput(ModelOutput):
 
     @property
     def last_hidden_state(self) -> Tensor:
-        """Raises: TRL's trainers would compute a loss from it, without the ponder term."""
+        """Raises, because TRL's trainers would compute a loss from hidden states, without the ponder term."""
         raise AttributeError(
             "last_hidden_state: AutoModel gives it; to train with TRL use adaponder.integrations.PonderSFTTrainer"
         )
