@@ -59,6 +59,7 @@ WRONG = {
     "mask-short": ("attention_mask", {"input_ids": ids(), "attention_mask": torch.ones(2, 5)}),
     "positions-short": ("position_ids", {"input_ids": ids(), "position_ids": ids()[:, :5]}),
     "documents-many": ("document_ids", {"input_ids": ids(), "document_ids": ids(3, 9)}),
+    "objective": (r"objective=0\.1", {"input_ids": ids(), "labels": ids(), "objective": 0.1}),
     "policy": ("policy", {"input_ids": ids(), "policy": 3}),
     "misspelled": ("polcy", {"input_ids": ids(), "polcy": FixedDepth(1)}),
 }

@@ -104,12 +104,6 @@ def test_the_ponder_term_does_not_depend_on_what_is_returned(execution):
     torch.testing.assert_close(without, with_gates, rtol=1e-12, atol=0)
 
 
-def test_a_ponder_term_of_no_gates_is_exactly_zero():
-    output = tiny()(ids(), labels=ids(), objective=Objective(ponder_weight=1.0, ponder_fraction=1e-9))
-    assert output.terms["ponder"] == 0
-    assert torch.equal(output.loss, output.terms["cross_entropy"])
-
-
 def test_logits_to_keep_is_a_slice_of_all():
     model = tiny()
     whole = model(ids()).logits
