@@ -99,7 +99,7 @@ def plain_ponder(stock: PreTrainedModel, ids: Tensor, *, steps: int, scale: floa
 
 def _logits_at_gates(model: AdaPonderForCausalLM, method: AdaPonder, ids: Tensor, logit: float) -> Tensor:
     """Returns the model's logits if every gate were ``sigmoid(logit)`` for every token."""
-    outputs = {f"method.gates.{number}.out": gate.out for number, gate in enumerate(method.gates)}
+    outputs: dict[str, Any] = {f"method.gates.{number}.out": gate.out for number, gate in enumerate(method.gates)}
     weights = {f"{name}.weight": torch.zeros_like(linear.weight) for name, linear in outputs.items()}
     biases = {f"{name}.bias": torch.full_like(linear.bias, logit) for name, linear in outputs.items()}
     return functional_call(model, weights | biases, ids).logits
