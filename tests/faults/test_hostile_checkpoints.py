@@ -252,8 +252,13 @@ CASES = {
     "manifest-list": Case(spell("manifest.json", "[]"), MODEL, "manifest.json"),
 }
 RUNS = [(name, door) for name, case in CASES.items() for door in case.doors]
-# make test tries each checkpoint through one of its doors, in turn; make test-every through all of them.
-TRIED = {name: case.doors[number % len(case.doors)] for number, (name, case) in enumerate(CASES.items())}
+# make test tries each checkpoint through one of its doors, in turn, and each JSON file with one of its faults;
+# make test-every all of them.
+TRIED = {
+    name: case.doors[number % len(case.doors)]
+    for number, (name, case) in enumerate(CASES.items())
+    if not name.startswith("long-number-")
+}
 
 
 @pytest.fixture(scope="module")
@@ -302,7 +307,8 @@ def test_the_folders_are_good_before_they_are_spoiled(good, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("name", "door"), [pytest.param(*run, marks=() if TRIED[run[0]] == run[1] else pytest.mark.every) for run in RUNS]
+    ("name", "door"),
+    [pytest.param(*run, marks=() if TRIED.get(run[0]) == run[1] else pytest.mark.every) for run in RUNS],
 )
 def test_a_hostile_checkpoint_is_refused_in_one_line_and_nothing_of_it_runs(
     good, tmp_path, monkeypatch, capsys, name, door
