@@ -51,6 +51,10 @@ _GROUPED = _SHAPE | {"num_key_value_heads": 1}
 _GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": POSITIONS, "vocab_size": VOCABULARY}
 _OPT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 24, "vocab_size": VOCABULARY}
 
+# Sizes of a DeepseekV3Config, which caches compressed keys and values.
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+LATENT |= {"num_key_value_heads": 2, "first_k_dense_replace": 2}
+
 FAMILIES: dict[str, PreTrainedConfig] = {
     "gpt_neox": GPTNeoXConfig(**_SHAPE),
     "llama": LlamaConfig(**_GROUPED),
@@ -126,6 +130,14 @@ def stir(model: AdaPonderForCausalLM, *, seed: int = 0) -> AdaPonderForCausalLM:
 
 def ids(batch: int = 2, time: int = 9, *, seed: int = 0) -> Tensor:
     return torch.randint(VOCABULARY, (batch, time), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same_gradients(model: nn.Module, found: Tensor, expected: Tensor) -> None:
+    """Both losses have the same gradients; a parameter without one counts as zero."""
+    parameters = list(model.parameters())
+    gradients = (torch.autograd.grad(loss, parameters, materialize_grads=True) for loss in (found, expected))
+    for (name, _), mine, theirs in zip(model.named_parameters(), *gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-12, msg=name)
 
 
 def widen_norms(model: nn.Module) -> None:

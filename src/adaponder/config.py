@@ -47,9 +47,9 @@ _SIZE = re.compile(r"(_size|_dim|_rank|_heads|_layers|max_position_embeddings)$|
 
 
 def is_our_auto_map(auto_map: Any) -> bool:
-    """Returns whether an ``auto_map`` equals ``OUR_AUTO_MAP``; its code is never run, even if it does.
+    """Returns whether an ``auto_map`` equals ``OUR_AUTO_MAP``; the code it names is never run in either case.
 
-    For a hub repository NAME, Hugging Face prepends ``NAME--`` to each entry; the prefix is ignored.
+    Ignores the prefix ``NAME--`` that Hugging Face adds to each entry for a hub repository NAME.
     """
     entries = auto_map.items() if isinstance(auto_map, dict) else ()
     return {
@@ -128,7 +128,7 @@ class AdaPonderConfig(PreTrainedConfig, Recurrence):
 
     @property
     def auto_map(self) -> dict[str, str]:
-        """Returns an empty mapping: no remote code. TRL reads it from every config class outside transformers."""
+        """Returns an empty mapping, because no remote code is used; TRL reads this attribute of every custom config."""
         return {}
 
     vocab_size = _of_backbone("vocab_size")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-from adaponder.errors import AdaPonderError, ConfigError, InputError, choice, shown
+from adaponder.errors import ConfigError, InputError, choice, shown
 from adaponder.registry import DEFAULT_METHOD, Scale, method_names
 
 PonderOn = Literal["probabilities", "logits"]
@@ -28,41 +28,36 @@ LARGEST_INT = 2**63 - 1  # the largest integer in a command line or a JSON body
 # --- what a field is -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Range:
-    """An interval of numbers, unlimited where a bound is ``None``; :func:`fits` also requires finite numbers."""
+# The bounds of a range, by the names of ``pydantic.Field``'s arguments: the comparison and its words in errors.
+_BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {
+    "ge": (operator.ge, "at least"),
+    "gt": (operator.gt, "greater than"),
+    "le": (operator.le, "at most"),
+    "lt": (operator.lt, "less than"),
+}
 
-    ge: float | None = None
-    gt: float | None = None
-    le: float | None = None
-    lt: float | None = None
+
+@dataclass(frozen=True)
+class Range:
+    """An interval of numbers with ``bounds`` named as in ``_BOUNDS``; :func:`fits` also requires finite numbers."""
+
+    bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def parse(cls, interval: str) -> Range:
         """Parses an interval such as ``(0, 1]``; ``inf`` means no bound."""
         low, high = (_number(bound) for bound in interval[1:-1].split(","))
         bounds = {"ge" if interval[0] == "[" else "gt": low, "le" if interval[-1] == "]" else "lt": high}
-        return cls(**{name: bound for name, bound in bounds.items() if not math.isinf(bound)})
+        return cls({name: bound for name, bound in bounds.items() if not math.isinf(bound)})
 
     def __contains__(self, value: float) -> bool:
-        return (
-            (self.ge is None or value >= self.ge)
-            and (self.gt is None or value > self.gt)
-            and (self.le is None or value <= self.le)
-            and (self.lt is None or value < self.lt)
-        )
+        return all(_BOUNDS[name][0](value, bound) for name, bound in self.bounds.items())
 
     def __str__(self) -> str:
         """Returns the range in words for errors, such as ``greater than 0 and at most 1``."""
-        if self.ge is not None and self.le is not None:
-            return f"between {_brief(self.ge)} and {_brief(self.le)}"
-        words = (("at least", self.ge), ("greater than", self.gt), ("at most", self.le), ("less than", self.lt))
-        return " and ".join(f"{word} {_brief(bound)}" for word, bound in words if bound is not None)
-
-    @property
-    def bounds(self) -> dict[str, float]:
-        """Returns the bounds that are set, as arguments of ``pydantic.Field``."""
-        return {name: bound for name, bound in vars(self).items() if bound is not None}
+        if {"ge", "le"} <= self.bounds.keys():
+            return f"between {_brief(self.bounds['ge'])} and {_brief(self.bounds['le'])}"
+        return " and ".join(f"{_BOUNDS[name][1]} {_brief(bound)}" for name, bound in self.bounds.items())
 
 
 class Field(NamedTuple):
@@ -268,20 +263,20 @@ class Sampling:
 REQUEST_FIELDS = fields_of(Sampling)
 
 
-def check(name: str, value: Any, *, error: type[AdaPonderError] = InputError) -> Any:
-    """Returns ``value`` if it is valid for the field ``name`` of a request; raises ``error`` otherwise.
+def check(name: str, value: Any) -> Any:
+    """Returns ``value`` if it is valid for the field ``name`` of a request; raises :class:`InputError` otherwise.
 
     Numbers of numpy and torch are converted to Python's first. ``None`` is valid if the field's type includes it.
     """
     field = REQUEST_FIELDS[name]
     plain = as_plain_number(value, field.type)
     if problem := violation(field, plain):
-        raise error(f"{name}={shown(value)} {problem}")
+        raise InputError(f"{name}={shown(value)} {problem}")
     return plain
 
 
 def as_plain_number(value: Any, hint: Any) -> Any:
-    """Converts a number of any library to Python's int or float, whichever ``hint`` names; others are unchanged."""
+    """Converts a number of numpy or torch to Python's int or float, as ``hint`` says; other values stay unchanged."""
     if value is None or isinstance(value, (bool, str)):
         return value
     kinds = (hint, *get_args(hint))
@@ -462,7 +457,7 @@ def body_field(name: str, **more: Any) -> Any:
     import pydantic
 
     field = REQUEST_FIELDS[name]
-    bounds: dict[str, Any] = field.range.bounds
+    bounds: Mapping[str, Any] = field.range.bounds
     if int in (field.type, *get_args(field.type)):
         lowest = {} if {"ge", "gt"} & bounds.keys() else {"ge": -LARGEST_INT}
         bounds = {**lowest, "le": LARGEST_INT, **bounds}

@@ -13,7 +13,7 @@ import shutil
 import stat
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -137,7 +137,7 @@ _NEVER = threading.Event()
 
 
 def sha256_of(path: Path, error: type[AdaPonderError] = CheckpointError, *, ended: threading.Event = _NEVER) -> str:
-    """Returns the SHA-256 of a file, read in blocks; once ``ended`` is set, stops and returns a wrong one."""
+    """Returns the SHA-256 of a file; stops early, with a meaningless result, once ``ended`` is set."""
     digest = hashlib.sha256()
     with open_plain(path, error) as file:
         try:
@@ -205,23 +205,31 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def replacing_folder(folder: Path, partial: Path, *, make_way: Callable[[Path], object] = os.rmdir) -> Iterator[Path]:
+def replacing_folder(folder: Path, partial: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yields ``partial``, a new folder that replaces ``folder`` when the block ends.
 
-    ``make_way`` removes an existing ``folder``; the default raises unless it is empty. If the block or the disk fails,
-    ``partial`` is removed and ``folder`` is unchanged.
+    Raises if ``folder`` holds anything, unless ``overwrite`` is set. If the block or the disk fails, ``partial`` is
+    removed and ``folder`` is unchanged.
     """
-    shutil.rmtree(partial, ignore_errors=True)
+    before = partial.with_name(f"{partial.name}.replaced")
+    for leftover in (partial, before):
+        shutil.rmtree(leftover, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
         yield partial
         for path in partial.iterdir():
             flush(path)
         flush(partial)
-        if folder.exists():
-            make_way(folder)
-        partial.rename(folder)
+        try:
+            if overwrite and folder.exists():
+                folder.rename(before)
+            partial.rename(folder)  # replaces an empty folder; raises if it holds anything
+        except BaseException:
+            if before.exists():
+                before.rename(folder)
+            raise
         _flush_names(folder.parent)
+        shutil.rmtree(before, ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

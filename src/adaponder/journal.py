@@ -98,9 +98,10 @@ def changed_settings(
 
 @contextmanager
 def resuming(journal: Journal | None, part: str) -> Iterator[None]:
-    """Context manager of work that saves its finished parts in ``journal`` (``None``: not saved, without ``--out``).
+    """Context manager of work that saves its finished parts in ``journal``; ``None`` (no ``--out``) saves nothing.
 
-    Prints how many parts an earlier call finished and, when interrupted, how many are saved; ``part`` is their noun.
+    Prints how many parts an earlier call finished and, when interrupted, how many are saved. ``part`` is the noun that
+    messages use for a part, such as ``row``.
     """
     if journal is not None and len(journal):
         console.print(Text(f"resuming: {_count(journal, part)} in {journal.folder}"))

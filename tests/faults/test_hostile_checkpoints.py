@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from adaponder import AdaPonderForCausalLM, cli, config
 from adaponder.checkpoints.loading import refuse_unsafe
 from adaponder.conversion.convert import convert
-from adaponder.errors import CheckpointError
+from adaponder.errors import CheckpointError, InputError
 from adaponder.recipes import load_recipe
 from adaponder.training.build import build_model
 from support import stock
@@ -252,8 +252,13 @@ CASES = {
     "manifest-list": Case(spell("manifest.json", "[]"), MODEL, "manifest.json"),
 }
 RUNS = [(name, door) for name, case in CASES.items() for door in case.doors]
-# make test tries each checkpoint through one of its doors, in turn; make test-every through all of them.
-TRIED = {name: case.doors[number % len(case.doors)] for number, (name, case) in enumerate(CASES.items())}
+# make test tries each checkpoint through one of its doors, in turn, and each JSON file with one of its faults;
+# make test-every all of them.
+TRIED = {
+    name: case.doors[number % len(case.doors)]
+    for number, (name, case) in enumerate(CASES.items())
+    if not name.startswith("long-number-")
+}
 
 
 @pytest.fixture(scope="module")
@@ -295,15 +300,15 @@ def arguments(door: str, checkpoint: Path, good: Path, tmp_path: Path) -> list[s
     return [str(places.get(word, word)) for word in DOORS[door]]
 
 
-@pytest.mark.parametrize("base", ["stock", "family"])
-@pytest.mark.parametrize("door", ["generate", "inspect", "words"])
+@pytest.mark.parametrize(("base", "door"), [("family", "generate"), ("stock", "inspect"), ("stock", "words")])
 def test_the_folders_are_good_before_they_are_spoiled(good, tmp_path, monkeypatch, capsys, base, door):
     code, errors = run(arguments(door, good / base, good, tmp_path), monkeypatch, capsys)
     assert not code, errors
 
 
 @pytest.mark.parametrize(
-    ("name", "door"), [pytest.param(*run, marks=() if TRIED[run[0]] == run[1] else pytest.mark.every) for run in RUNS]
+    ("name", "door"),
+    [pytest.param(*run, marks=() if TRIED.get(run[0]) == run[1] else pytest.mark.every) for run in RUNS],
 )
 def test_a_hostile_checkpoint_is_refused_in_one_line_and_nothing_of_it_runs(
     good, tmp_path, monkeypatch, capsys, name, door
@@ -349,6 +354,19 @@ def test_yes_on_standard_input_runs_nothing(good, tmp_path):
     assert "auto_map" in done.stderr
     assert done.stderr.count("\n") == 1
     assert not canary.exists()
+
+
+def test_pickles_beside_the_weights_are_never_opened_even_if_asked_for(good, tmp_path):
+    folder, canary = Path(shutil.copytree(good / "family", tmp_path / "ckpt")), tmp_path / "canary"
+    for name in ("pytorch_model.bin", "optimizer.pt", "training_args.bin"):
+        (folder / name).write_bytes(pickle.dumps(Bomb(canary)))
+    assert AdaPonderForCausalLM.from_pretrained(folder).config.iterations == 2
+    for options in ({"use_safetensors": False}, {"trust_remote_code": True}):
+        with pytest.raises(InputError, match=next(iter(options))):
+            AdaPonderForCausalLM.from_pretrained(folder, **options)
+    assert not canary.exists()
+    pickle.loads(pickle.dumps(Bomb(canary)))
+    assert canary.exists(), "the bomb would have left a trace"
 
 
 def test_an_auto_map_of_our_own_is_ignored_and_its_code_never_runs(good, tmp_path, monkeypatch):

@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
-import pickle
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,27 +94,17 @@ def test_the_intact_checkpoint_loads_as_it_was_saved(folder):
         assert torch.equal(loaded(ids).logits, expected(ids).logits)
 
 
-EXTRA = "backbone.gpt_neox.layers.2.mlp.bias"
-WRONG_KEYS: dict[str, tuple[Callable[[dict[str, Tensor]], Any], tuple[str, ...]]] = {
-    "missing": (lambda state: [state.pop(key) for key in (GATE, LAYER)], (GATE, LAYER)),
-    "unexpected": (lambda state: state.update({EXTRA: torch.zeros(2)}), (EXTRA,)),
-    "mis-shaped": (
-        lambda state: state.update({GATE: torch.zeros(1, 7), LAYER: torch.zeros(24, 17)}),
-        (GATE, LAYER, r"\(1, 7\)", r"\(1, 64\)", r"\(24, 17\)", r"\(24, 16\)"),
-    ),
-    "all-three": (
-        lambda state: [state.pop(LAYER), state.update({GATE: torch.zeros(1, 7), EXTRA: torch.zeros(1)})],
-        (LAYER, EXTRA, GATE),
-    ),
-}
+def test_wrong_keys_are_all_listed(folder):
+    extra = "backbone.gpt_neox.layers.2.mlp.bias"
 
+    def change(state: dict[str, Tensor]) -> None:
+        state.pop("method.gates.1.out.weight")
+        state |= {extra: torch.zeros(1), GATE: torch.zeros(1, 7), LAYER: torch.zeros(24, 17)}
 
-@pytest.mark.parametrize("kind", WRONG_KEYS)
-def test_wrong_keys_are_all_listed(folder, kind):
-    change, named = WRONG_KEYS[kind]
     edit_weights(folder, change)
+    shapes = (r"\(1, 7\)", r"\(1, 64\)", r"\(24, 17\)", r"\(24, 16\)")
     for loader in (load, AutoModelForCausalLM.from_pretrained):
-        with refused(*named):
+        with refused("method.gates.1.out.weight", extra, GATE, LAYER, *shapes):
             loader(folder)
 
 
@@ -151,20 +139,12 @@ BACKBONE = {
     "vocab_size": support.VOCABULARY,
     "max_position_embeddings": support.POSITIONS,
 }
+# The range of every field is walked in tests/unit/recipes/test_recipe_ranges.py; here are those that need more.
 NONSENSE: dict[str, list[Any]] = {
-    "iterations": [0, 2.5, NAN, True, "4", 10**5],
-    "tau": [0.0, 1.0, NAN, "low"],
-    "gate_width": [-1, 1.5, 10**9],
-    "gate_bias": [NAN, math.inf],
-    "embedding_scale": [NAN, 0.0, -1.0],
-    "initial_multiplier": [NAN, 0.0],
-    "expectation_top_k": [0, NAN],
-    "exit_threshold": [NAN, 0.0, 1.5],
-    **{name: [NAN] for name in ("exit_entropy_weight", "router_alpha", "router_loss_weight")},
+    "iterations": [0, 2.5, True, 10**5],
+    "embedding_scale": [NAN],
     "method": ["magic"],
-    "reuse": ["everything"],
-    "ponder_on": ["vibes"],
-    "ponder_pool": ["open"],
+    "backbone_config": [None, {}, {"hidden_size": 16}, "gpt2", 5, [1]],
     "capacities": [[1.0, NAN], [1.0, 0.0], [0.5, 1.0], [1.0]],  # with method mor and iterations 2
     "pause_token_id": [support.VOCABULARY, -1],  # with method pause
 }
@@ -199,7 +179,7 @@ class _NothingIsMade(TorchDispatchMode):
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in NONSENSE.items() for value in values])
 def test_the_nonsense_config_is_refused_by_its_field_before_anything_is_made(field, value):
     with _NothingIsMade(), refused(rf"\b{field}\b"):
-        AdaPonderConfig(backbone_config=BACKBONE, **{field: value}, **WITH.get(field, {}))
+        AdaPonderConfig(**{"backbone_config": BACKBONE, field: value}, **WITH.get(field, {}))
 
 
 @pytest.mark.parametrize(
@@ -217,31 +197,23 @@ def test_the_nonsense_backbone_is_refused_by_its_field_before_anything_is_made(f
         AdaPonderConfig(backbone_config=BACKBONE | {"model_type": family} | heads | {field: value})
 
 
-@pytest.mark.parametrize("backbone", [None, {}, {"hidden_size": 16}, "gpt2", 5, [1]], ids=str)
-def test_the_absent_backbone_is_asked_for_by_name(backbone):
-    with _NothingIsMade(), refused("backbone_config"):
-        AdaPonderConfig(backbone_config=backbone)
-
-
 @pytest.mark.parametrize(("typo", "meant"), [("iteratons", "iterations"), ("taau", "tau"), ("xyzzy", "xyzzy")])
 def test_an_unknown_field_is_refused_with_the_one_that_was_meant(typo, meant):
     with refused(rf"\b{typo}\b", rf"\b{meant}\b"):
         AdaPonderConfig(backbone_config=BACKBONE, **{typo: 3})
 
 
-def test_nonsense_in_a_saved_config_is_refused_before_anything_is_made(folder):
-    whole = (folder / "config.json").read_text()
-    wrong: list[dict[str, Any]] = [{"iterations": 0}, {"tau": NAN}, {"iteratons": 3}]
-    for change in wrong:
-        edit_json(folder / "config.json", lambda config, change=change: config.update(change))
-        with _NothingIsMade(), refused(rf"\b{next(iter(change))}\b"):
-            load(folder)
-        (folder / "config.json").write_text(whole)
-    for field, value in {"num_hidden_layers": -1, "num_attention_heads": 3}.items():
-        edit_json(folder / "config.json", lambda config, new=(field, value): config["backbone_config"].update([new]))
-        with _NothingIsMade(), refused(rf"\b{field}\b"):
-            load(folder)
-        (folder / "config.json").write_text(whole)
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [(None, "tau", NAN), (None, "iteratons", 3), ("backbone_config", "num_attention_heads", 3)],
+)
+def test_nonsense_in_a_saved_config_is_refused_before_anything_is_made(folder, part, field, value):
+    edit_json(folder / "config.json", lambda config: config.get(part, config).update({field: value}))
+    with _NothingIsMade(), refused(rf"\b{field}\b"):
+        load(folder)
+
+
+def test_a_setting_given_at_load_is_checked_too(folder):
     with refused(r"\biterations\b"):
         load(folder, iterations=0)
 
@@ -249,44 +221,7 @@ def test_nonsense_in_a_saved_config_is_refused_before_anything_is_made(folder):
 # --- 22. pickle files, auto_map, `..` paths, oversized headers: refused, nothing executed -------------------------
 
 
-class _Bomb:
-    """A pickle that leaves a marker behind when someone loads it."""
-
-    def __init__(self, marker: Path):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.marker),)
-
-
 CODE = {"AutoConfig": "modeling_evil.Config", "AutoModelForCausalLM": "modeling_evil.Model"}
-
-
-@pytest.fixture
-def bomb(tmp_path) -> Iterator[bytes]:
-    """A pickle that leaves a marker behind when it is loaded, which no test may do."""
-    marker = tmp_path / "marker"
-    pickle.loads(pickle.dumps(_Bomb(marker)))
-    marker.rmdir()
-    yield pickle.dumps(_Bomb(marker))
-    assert not marker.exists()
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pth", "model.ckpt", "model.pkl", WEIGHTS])
-def test_the_folder_of_pickles_is_refused_by_file_name_and_not_opened(folder, bomb, name):
-    (folder / WEIGHTS).unlink()
-    (folder / name).write_bytes(bomb)
-    for loader in (load, AutoModelForCausalLM.from_pretrained):
-        with refused(name):
-            loader(folder)
-
-
-def test_the_pickle_beside_the_weights_is_never_opened(folder, bomb):
-    for name in ("pytorch_model.bin", "optimizer.pt", "training_args.bin"):
-        (folder / name).write_bytes(bomb)
-    assert load(folder).config.iterations == 3
-    with refused("use_safetensors"):
-        load(folder, use_safetensors=False)
 
 
 @pytest.mark.parametrize("place", ["config", "backbone_config"])
@@ -303,15 +238,6 @@ def test_the_auto_map_is_refused_and_its_code_never_runs(folder, tmp_path, place
     assert not marker.exists()
 
 
-def test_the_code_of_strangers_cannot_be_asked_for(folder):
-    with refused("auto_map"):
-        AdaPonderConfig(backbone_config=BACKBONE, auto_map=CODE)
-    with refused(r"backbone_config\.auto_map"):
-        AdaPonderConfig(backbone_config=BACKBONE | {"auto_map": CODE})
-    with refused("trust_remote_code"):
-        load("somebody/some-model", trust_remote_code=True)
-
-
 def test_the_code_for_generation_that_a_checkpoint_brings_is_not_run_by_loading(folder, tmp_path):
     marker = tmp_path / "marker"
     (folder / "custom_generate").mkdir()
@@ -322,29 +248,16 @@ def test_the_code_for_generation_that_a_checkpoint_brings_is_not_run_by_loading(
     assert not marker.exists()
 
 
-@pytest.mark.parametrize(
-    "name", ["../../elsewhere.safetensors", "sub/../../elsewhere.safetensors", "..", 5, None, ["a"]]
-)
+@pytest.mark.parametrize("name", ["sub/../../elsewhere.safetensors", "..", 5, None, ["a"]])
 def test_the_shard_outside_the_folder_is_refused_by_name(shards, tmp_path, name):
     shutil.copy(next(shards.glob("*.safetensors")), tmp_path / "elsewhere.safetensors")
     edit_json(shards / INDEX, lambda index: index["weight_map"].update({next(iter(index["weight_map"])): name}))
     with refused(INDEX, re.escape(repr(name)) if isinstance(name, str) else ""):
         load(shards)
-
-
-@pytest.mark.parametrize("index", [{}, {"weight_map": ["a"]}, {"weight_map": "a"}], ids=str)
-def test_the_shard_index_without_a_map_is_refused(shards, index):
-    (shards / INDEX).write_text(json.dumps(index))
-    with refused(INDEX):
-        load(shards)
-
-
-@pytest.mark.parametrize("name", ["../elsewhere.safetensors", f"../{INDEX}"])
-def test_the_weights_that_a_config_places_outside_the_folder_are_refused(folder, tmp_path, name):
-    shutil.copy(folder / WEIGHTS, tmp_path / "elsewhere.safetensors")
-    edit_json(folder / "config.json", lambda config: config.update(transformers_weights=name))
-    with refused("transformers_weights"):
-        load(folder)
+    for index in ({}, {"weight_map": ["a"]}):
+        (shards / INDEX).write_text(json.dumps(index))
+        with refused(INDEX):
+            load(shards)
 
 
 def header_size(content: bytes) -> int:
@@ -379,15 +292,6 @@ def test_the_broken_safetensors_file_is_refused_by_name(folder, fault):
     path = folder / WEIGHTS
     path.write_bytes(BROKEN[fault](path.read_bytes()))
     with refused(re.escape(str(path))):
-        load(folder)
-
-
-def test_the_oversized_header_is_refused_although_the_file_is_as_long(folder):
-    path = folder / WEIGHTS
-    with path.open("wb") as file:
-        file.write((200_000_000).to_bytes(8, "little"))
-        file.truncate(300_000_000)  # sparse: no disk is used
-    with refused(re.escape(str(path)), "200000000"):
         load(folder)
 
 
@@ -460,12 +364,9 @@ def test_the_attention_mask_that_contradicts_the_cache_is_refused(model):
         model(NEXT, past_key_values=ledger_of(model), attention_mask=hidden)
     with refused("attention_mask"):
         model(NEXT, past_key_values=ledger_of(model, attention_mask=hidden[:, :9]), attention_mask=shown)
-
-
-def test_the_attention_mask_of_a_wrong_shape_is_refused(model):
-    for shape in ((2, 1), (2, 9), (2, 11), (1, 10), (2, 1, 1, 10)):
+    for wrong in (shown[:, :9], shown[:1], shown[:, None, None]):
         with refused("attention_mask"):
-            model(NEXT, past_key_values=ledger_of(model), attention_mask=torch.ones(shape, dtype=torch.long))
+            model(NEXT, past_key_values=ledger_of(model), attention_mask=wrong)
 
 
 def test_the_refused_request_leaves_the_cache_as_it_was(model):
@@ -568,28 +469,3 @@ def test_the_request_that_just_fits_is_honoured(model):
     last = support.POSITIONS
     assert model.generate(support.ids(1, last), max_new_tokens=1, do_sample=False).shape == (1, last + 1)
     assert model.generate(support.ids(1, last - 4), max_new_tokens=5, do_sample=False).shape == (1, last + 1)
-
-
-def test_the_forward_over_nothing_is_refused(model):
-    for nothing in ({"input_ids": torch.zeros(2, 0, dtype=torch.long)}, {"input_ids": torch.tensor([1, 2, 3])}, {}):
-        with refused("input_ids"):
-            model(**nothing)
-
-
-FORWARD: dict[str, Any] = {
-    "max_iterations": 0,
-    "execution": "fast",
-    "labels": support.ids(2, 4),
-    "document_ids": support.ids(2, 4),
-    "position_ids": torch.arange(4)[None],
-    "attention_mask": torch.ones(2, 4),
-    "policy": 3,
-    "inputs_embeds": torch.zeros(2, 9, 16),
-    "max_iteration": 2,
-}
-
-
-@pytest.mark.parametrize("field", FORWARD)
-def test_the_wrong_argument_of_forward_is_refused_by_name(model, field):
-    with refused(rf"\b{field}\b"):
-        model(support.ids(), **{field: FORWARD[field]})

@@ -3,7 +3,6 @@
 import errno
 import hashlib
 import os
-import shutil
 import socket
 import threading
 from pathlib import Path
@@ -136,14 +135,14 @@ def test_a_block_that_raises_puts_nothing_in_place(tmp_path):
         cut_short(replacing(tmp_path / "trace"), "")
     folders = (tmp_path / "model", tmp_path / "model.partial")
     with pytest.raises(KeyboardInterrupt):
-        cut_short(replacing_folder(*folders, make_way=shutil.rmtree), "weights")
+        cut_short(replacing_folder(*folders, overwrite=True), "weights")
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
     assert (tmp_path / "model" / "weights").read_bytes() == b"before"
 
 
 def test_a_new_folder_replaces_an_empty_one_and_no_other_unless_told(tmp_path):
     folder, partial = tmp_path / "model", tmp_path / "model.partial"
-    for content, settings in ((b"first", {}), (b"second", {"make_way": shutil.rmtree})):
+    for content, settings in ((b"first", {}), (b"second", {"overwrite": True})):
         with replacing_folder(folder, partial, **settings):
             (partial / "weights").write_bytes(content)
         assert (folder / "weights").read_bytes() == content
@@ -151,6 +150,17 @@ def test_a_new_folder_replaces_an_empty_one_and_no_other_unless_told(tmp_path):
             (partial / "weights").write_bytes(b"unwanted")
         assert (folder / "weights").read_bytes() == content
         assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_folder_that_cannot_be_put_in_place_leaves_the_old_one(tmp_path, monkeypatch):
+    folder, partial, rename = tmp_path / "model", tmp_path / "model.partial", Path.rename
+    folder.mkdir()
+    (folder / "weights").write_bytes(b"before")
+    monkeypatch.setattr(Path, "rename", lambda path, to: full() if path == partial else rename(path, to))
+    with pytest.raises(OSError, match="No space"), replacing_folder(folder, partial, overwrite=True):
+        (partial / "weights").write_bytes(b"after")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+    assert (folder / "weights").read_bytes() == b"before"
 
 
 # --- locks ---------------------------------------------------------------------------------------------------------

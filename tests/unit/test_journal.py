@@ -7,15 +7,13 @@ import pytest
 
 from adaponder import AdaPonderError
 from adaponder.commands import policies as command
-from adaponder.evaluation.lab.halves import halve
 from adaponder.evaluation.lab.lab import LEARNED, Lab
 from adaponder.evaluation.scoring import fingerprint
-from adaponder.evaluation.text import Windows
 from adaponder.journal import Journal
 from lab_support import made_up, opinionated, saved, written
 
 BUDGET = 2.5
-FEW = (LEARNED, "uniform, ranked", "random", "oracle by NLL")
+FEW = (LEARNED, "random", "oracle by NLL")
 
 
 @pytest.fixture
@@ -23,28 +21,6 @@ def few(monkeypatch):
     """A lab of few policies: enough to be interrupted between them."""
     honest = Lab.dials
     monkeypatch.setattr(Lab, "dials", lambda lab, rates: [dial for dial in honest(lab, rates) if dial.name in FEW])
-
-
-def test_an_interrupted_comparison_goes_on_with_the_same_numbers(few, tmp_path, monkeypatch):
-    lab = Lab(opinionated(), halve(made_up([32] * 24), Windows(64)))
-    rows = list(lab.compare([BUDGET], rates=()))
-    assert [row.policy for row in rows] == list(FEW)
-    journal = Journal(tmp_path / "unfinished", {"text": "a"})
-    started = lab.compare([BUDGET], rates=(), journal=journal)
-    first = [next(started) for _ in range(2)]
-    assert len(journal) == 2
-    tuned = []
-    monkeypatch.setattr(lab, "tune", lambda dial, budget: tuned.append(dial.name) or Lab.tune(lab, dial, budget))
-    again = list(lab.compare([BUDGET], rates=(), journal=Journal(tmp_path / "unfinished", {"text": "a"})))
-    # Intervals, differences and all: those kept and those paired with the learned gate that was journal.
-    assert again == rows
-    assert again[:2] == first
-    assert tuned == [LEARNED, *FEW[2:]]
-    tuned.clear()
-    assert list(lab.compare([BUDGET], rates=(), journal=journal)) == rows
-    assert not tuned
-    journal.remove()
-    assert not (tmp_path / "unfinished").exists()
 
 
 def test_parts_of_another_measurement_are_refused_by_what_differs(tmp_path):

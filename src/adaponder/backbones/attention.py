@@ -23,7 +23,7 @@ NAME = "adaponder"
 
 
 class Lane(NamedTuple):
-    """Rows packed into one lane, and the window of each layer; passed to the decoder as the keyword ``lane``.
+    """Rows of several sequences packed into one lane, and each layer's window: the decoder's keyword ``lane``.
 
     ``windows`` has one entry per layer (after :meth:`of_layer`, only that layer's). Each layer that receives the lane
     appends to ``arrived``, and the pass counts the entries: a decoder that drops the keyword attends to wrong tokens.
@@ -38,7 +38,7 @@ class Lane(NamedTuple):
         return Lane(self.rows, [self.windows[layer]], [])
 
     def take(self, layer: int, lane: Lane) -> None:
-        """Appends to ``arrived`` what the lane of one layer has recorded."""
+        """Appends to ``arrived`` the entries that ``lane``, the lane of one layer, has recorded."""
         self.arrived.extend(lane.arrived)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, **options: Any) -> Tensor:
@@ -67,7 +67,7 @@ def attend(
     lane: Lane | LedgerLane | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Computes attention for a decoder's attention module: that of the ``lane`` if the pass has one, else ``sdpa``."""
+    """Computes attention for a decoder's attention module: over the rows of ``lane`` if there is one, else ``sdpa``."""
     if lane is not None:
         lane.arrived.append(True)
         mixed = lane.mix(

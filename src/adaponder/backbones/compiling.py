@@ -24,7 +24,7 @@ from adaponder.ops import joined
 
 
 def compiled(function: Callable[..., Any], memory_budget: float, options: dict[str, Any]) -> Callable[..., Any]:
-    """Returns ``torch.compile(function)``, which keeps a share ``memory_budget`` of the activations for backward."""
+    """Returns ``torch.compile(function)``; ``memory_budget`` is the share of activations that is kept for backward."""
     compiled_function = torch.compile(function, **joined.settings(options))
     if memory_budget == 1:
         return compiled_function

@@ -94,7 +94,7 @@ def _refuse_uncounted(twin: PreTrainedModel) -> None:
 
 
 def _watch(twin: PreTrainedModel) -> tuple[Counter[nn.Module], DynamicCache]:
-    """Runs one token, then a second; returns (rows that each linear layer computed for the second, the cache).
+    """Runs two tokens in turn; returns (rows that each linear layer computed for the second token, the cache).
 
     A linear layer computes 1 row, the new one; one that expands cached rows computes 2.
     """
@@ -113,14 +113,14 @@ def _watch(twin: PreTrainedModel) -> tuple[Counter[nn.Module], DynamicCache]:
             module.rope_type = "default"  # type: ignore[assignment]
     cache = DynamicCache()
     token = torch.empty(1, 1, twin.config.hidden_size, dtype=twin.dtype, device="meta")
-    for held in (1, 2):
+    for cached_tokens in (1, 2):
         rows.clear()
         try:
             twin.base_model(inputs_embeds=token, past_key_values=cache, use_cache=True)
         except RuntimeError as error:
             raise _uncountable(twin.config, f"its work depends on more than shapes ({error})") from error
         for name, linear in linears.items():
-            if rows[linear] not in (1, held):
+            if rows[linear] not in (1, cached_tokens):
                 raise _uncountable(twin.config, f"{name} computed {rows[linear]} rows for one token")
     return rows, cache
 

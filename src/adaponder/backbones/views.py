@@ -88,7 +88,7 @@ class IterationView(Cache):
 
 
 class PlainView(IterationView):
-    """Reuses nothing: every layer reads the rows that it has just written."""
+    """A view that reuses nothing: every layer reads the rows that it has just written."""
 
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
         self.written[layer] = (keys, values)
@@ -120,7 +120,7 @@ class DenseView(IterationView):
 
 
 class GridView(IterationView):
-    """Returns, in a pass over some rows of a batch, the rows of all its tokens, kept as grids between passes.
+    """The view of a pass over some rows of a batch: returns the rows of all tokens, kept as grids between passes.
 
     Args:
         grids: per layer keys and values ``[batch, heads, slots, size]``; ``None`` before the first pass.
@@ -182,7 +182,7 @@ class RowPlan:
 
 
 class RowView(IterationView):
-    """Returns, in a pass over active rows, the row of every visible token: from the ledger or just computed."""
+    """The view of a pass over active rows: returns each visible token's row, from the ledger or just computed."""
 
     def __init__(self, layers: int, *, stores: list[KeysValues | None], plan: RowPlan):
         super().__init__(layers)

@@ -67,10 +67,10 @@ class Backbone:
         self._packs: bool | None = None
 
     def compile(self, *, by: str = "layer", memory_budget: float = 1.0, **options: Any) -> None:
-        """Compiles ``by`` layer or pass: one graph for first iterations, another for iterations that reuse rows.
+        """Compiles each layer or each pass, as ``by`` says; the rest of a forward stays uncompiled.
 
-        Packed rows are a third graph; with windows, packed documents or dropout in attention, or a ledger, they run
-        uncompiled. So does the rest of a forward except functions that methods pass to :meth:`compiled`.
+        There is one graph for first iterations, one for iterations that reuse rows and one for packed rows. Packed rows
+        run uncompiled if attention has windows, documents or dropout. Passes over a ledger always run uncompiled.
         ``memory_budget`` is the share of a pass's activations that is kept; the compiler recomputes the cheapest.
         """
         if by not in ("layer", "pass"):
@@ -89,7 +89,7 @@ class Backbone:
         return self.__dict__ | {"_compiled": {}}
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function that runs between passes, compiled if passes are, so that its operations are fused."""
+        """Returns ``function``, which runs between passes; compiled if passes are, so that its operations fuse."""
         if self.compile_options is None:
             return function
         if function not in self._compiled:
@@ -98,7 +98,7 @@ class Backbone:
         return self._compiled[function]
 
     def _compiles(self, view: type[IterationView], lane: Lane | LedgerLane | None) -> bool:
-        """Returns whether a pass runs compiled: after :meth:`compile`, dense ones and those over plain packed rows."""
+        """Returns whether a pass runs compiled: after :meth:`compile`, if it is dense or over plain packed rows."""
         if self.compile_options is None or view not in (DenseView, GridView):
             return False
         if not isinstance(lane, Lane):
@@ -117,7 +117,7 @@ class Backbone:
         return self._compiled[self._one_pass]
 
     def packs(self) -> bool:
-        """Returns whether rows of several sequences can be packed into one lane; tries it once, with one token."""
+        """Returns whether rows of several sequences can share a lane; the first call tries it with one token."""
         if not attention.use(self.stock):
             return False
         if self._packs is None:

@@ -36,7 +36,7 @@ _LOADER_ERRORS = (*_LOADER_ERRORS, RuntimeError, AssertionError, SafetensorError
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """Returns the model folder: ``folder`` itself, or in a run folder its final model, else its newest checkpoint."""
+    """Returns ``folder`` if it is a model folder, else the final model or the newest checkpoint of a run folder."""
     if (folder / "config.json").is_file():
         return folder
     if (folder / "final" / "config.json").is_file():
@@ -207,9 +207,9 @@ def require_room(folder: Path, config: PreTrainedConfig) -> None:
 def require_finite(where: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Raises at the first tensor with a NaN or an infinity in it."""
     if (bad := first_not_finite(tensors)) is not None:
-        held = bad.holds if bad.holds == "NaN" else f"{bad.holds} (as {bad.dtype})"
+        content = bad.holds if bad.holds == "NaN" else f"{bad.holds} (as {bad.dtype})"
         raise CheckpointError(
-            f"{where}: weights hold {held}: {bad.name}; the model was damaged or diverged in training"
+            f"{where}: weights hold {content}: {bad.name}; the model was damaged or diverged in training"
         )
 
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -100,12 +100,14 @@ def _is_entry(name: str, entry: Any) -> bool:
 
 
 @contextmanager
-def saving(
-    folder: Path, partial: Path, *, intact: str, make_way: Callable[[Path], object] = os.rmdir
-) -> Iterator[Path]:
-    """Context manager: saves a weights folder atomically; on failure the error message ends with ``intact``."""
+def saving(folder: Path, *, intact: str, partial: Path | None = None, overwrite: bool = False) -> Iterator[Path]:
+    """Context manager: saves a weights folder atomically; on failure the error message ends with ``intact``.
+
+    Yields ``partial``, by default a folder beside ``folder``, which takes its place when the block ends.
+    """
+    partial = partial or folder.with_name(f"{folder.name}.partial")
     try:
-        with replacing_folder(folder, partial, make_way=make_way):
+        with replacing_folder(folder, partial, overwrite=overwrite):
             yield partial
             share_weights(partial)
     except (OSError, SafetensorError) as error:  # SafetensorError: the disk is full
@@ -133,7 +135,7 @@ def sealed(content: dict[str, Any]) -> str:
 
 
 def is_sealed(content: dict[str, Any]) -> bool:
-    """Returns whether ``content`` has the checksum that :func:`sealed` wrote, whatever its spacing."""
+    """Returns whether the checksum in ``content`` is that of its other values, as :func:`sealed` computes it."""
     return content.get("checksum") == _checksum({key: value for key, value in content.items() if key != "checksum"})
 
 

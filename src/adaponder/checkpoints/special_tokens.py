@@ -25,7 +25,7 @@ class SpecialTokens(NamedTuple):
 
 
 def read_special_tokens(folder: Path) -> SpecialTokens | None:
-    """Returns the special tokens of the tokenizer in ``folder``; ``None`` without both of its JSON files."""
+    """Returns the special tokens of the tokenizer in ``folder``; ``None`` unless both of its JSON files are there."""
     if not all(os.path.lexists(folder / name) for name in (TOKENIZER, SETTINGS)):
         return None
     content, settings = read_json(folder / TOKENIZER), read_json(folder / SETTINGS)
@@ -69,7 +69,7 @@ def _vocabulary(content: dict[str, Any]) -> dict[str, int]:
 def require_agreement(
     folder: Path, config: Mapping[str, Any] | None = None, generation: Mapping[str, Any] | None = None
 ) -> None:
-    """Raises if :func:`disagreements` finds any; ``config`` (the backbone's) and ``generation`` default to files."""
+    """Raises on :func:`disagreements`; ``config`` (the backbone's) and ``generation`` are read from files if absent."""
     if problems := disagreements(folder, config, generation):
         raise CheckpointError(
             f"{folder}: {'; '.join(problems)}; adaponder doctor {folder} --seal lets the tokenizer decide"

@@ -36,7 +36,7 @@ def export(
     [dim]adaponder export runs/demo --out demo-hub --license apache-2.0 --push me/demo[/]
     """
     from adaponder.conversion.card import card_text, training_of
-    from adaponder.conversion.convert import require_room
+    from adaponder.conversion.convert import require_empty
     from adaponder.conversion.export import export as write_folder
     from adaponder.conversion.export import push as upload
     from adaponder.conversion.export import require_exportable, require_name
@@ -46,7 +46,7 @@ def export(
         require_name(push)
     elif private:
         raise InputError("--private has no effect without --push")
-    require_room(out)
+    require_empty(out)
     require_exportable(describe(checkpoint), checkpoint)
     subject = shared.open_subject(checkpoint, place)
     measured = None if data is None else measure(subject, data, reading)

@@ -36,7 +36,7 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Conversion:
-    """The result of a conversion. ``losses[n-1]`` is the loss at depth n on the text, where one was given."""
+    """The result of a conversion. ``losses[n-1]`` is the loss at depth n on the given text; empty without a text."""
 
     source: str
     kind: str
@@ -68,7 +68,7 @@ def convert(
     Nothing is written unless every check holds.
     """
     out = Path(out)
-    require_room(out)
+    require_empty(out)
     settings = {key: value for key, value in recurrence.items() if value is not None}
     if method == "backbone" and (useless := [*settings, *(["text"] if text is not None else [])]):
         raise InputError(f"--{useless[0].replace('_', '-')}: --method backbone reads each token once; leave it out")
@@ -96,7 +96,7 @@ def convert(
     )
 
 
-def require_room(out: Path) -> None:
+def require_empty(out: Path) -> None:
     """Raises unless ``out`` is a new or an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out {out} is not empty: name a new folder")
@@ -179,7 +179,7 @@ def _save(model: PreTrainedModel, out: Path, source: Path) -> list[str]:
     Returns the changes that make config, generation config and tokenizer agree, in words.
     """
     remarks = []
-    with saving(out, out.with_name(out.name + ".partial"), intact="nothing was written") as partial:
+    with saving(out, intact="nothing was written") as partial:
         if is_ours(model) and (tokens := read_special_tokens(source)) is not None and tokens.end is not None:
             remarks = align(model, tokens.end, tokens.padding)
         without_manifest: dict[str, Any] = {"manifest": False} if is_ours(model) else {}  # it is written below

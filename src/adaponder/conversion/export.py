@@ -22,7 +22,7 @@ from adaponder.checkpoints.loading import has_tokenizer
 from adaponder.checkpoints.manifest import saving, write_manifest
 from adaponder.config import OUR_AUTO_MAP, AdaPonderConfig
 from adaponder.conversion.checks import Check, compare, probe_ids, require_checks
-from adaponder.conversion.convert import copy_tokenizer, require_room
+from adaponder.conversion.convert import copy_tokenizer, require_empty
 from adaponder.conversion.exported import modeling_adaponder as exported
 from adaponder.errors import AdaPonderError, CheckpointError, InputError, in_one_line
 from adaponder.files import read_json
@@ -60,11 +60,11 @@ def export(
     ``card`` returns the text of its README.md. Nothing is written unless the exported code computes what the package
     computes; ``verify=False`` skips that comparison.
     """
-    require_room(out)
+    require_empty(out)
     require_exportable(model.config, str(source))
     if not has_tokenizer(source):
         raise InputError(f"{source} has no tokenizer: put its files there first")
-    with saving(out, out.with_name(out.name + ".partial"), intact="nothing was written") as partial:
+    with saving(out, intact="nothing was written") as partial:
         model.save_pretrained(partial, manifest=False)
         settings = read_json(partial / "config.json") | {"auto_map": OUR_AUTO_MAP}
         (partial / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -59,7 +59,7 @@ class NarrowLinear(nn.Module):
 
 
 def _split(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits each scale into a factor below 2 and a power of two by which float16 multiplies fp8 numbers exactly."""
+    """Splits each scale into a factor below 2 and a power of two; fp8 times the power is exact in float16."""
     exact = widened(scale)
     power = (exact / (2 * torch.frexp(exact).mantissa)).clamp(min=_SMALLEST_POWER)
     return exact / power, power
@@ -78,9 +78,10 @@ def narrow(model: AdaPonderForCausalLM, weights: str) -> None:
         return
     if weights not in WEIGHTS:
         raise InputError(f"--weights {weights} must be one of {', '.join(WEIGHTS)}")
+    stacks = [module for module in model.backbone.modules() if isinstance(module, nn.ModuleList)]
     linears = [
         (module, name, child)
-        for module in layers_of(model)
+        for module in {module for stack in stacks for module in stack.modules()}
         for name, child in module.named_children()
         if type(child) is nn.Linear
     ]
@@ -89,12 +90,6 @@ def narrow(model: AdaPonderForCausalLM, weights: str) -> None:
         raise InputError(f"--weights {weights}: {family} has no plain linear map in its layers")
     for module, name, linear in linears:
         setattr(module, name, NarrowLinear(linear, _QUANTISED[weights]))
-
-
-def layers_of(model: AdaPonderForCausalLM) -> set[nn.Module]:
-    """Returns every module inside the decoder's layers."""
-    stacks = [module for module in model.backbone.modules() if isinstance(module, nn.ModuleList)]
-    return {module for stack in stacks for module in stack.modules()}
 
 
 def weight_bytes(model: AdaPonderForCausalLM) -> int:

@@ -91,9 +91,9 @@ def open_checkpoint(name: str, *, revision: str | None = None, dtype: str = "aut
     return OpenedCheckpoint("ponderlm" if ponders else "stock", folder, model, recurrence)
 
 
-def describe(name: str, *, revision: str | None = None, verify: bool | None = None) -> AdaPonderConfig:
+def describe(name: str, *, verify: bool | None = None) -> AdaPonderConfig:
     """Returns the :class:`AdaPonderConfig` that :func:`load` would give the checkpoint's model; reads no weights."""
-    folder = fetch(name, ("*.json",), revision=revision)
+    folder = fetch(name, ("*.json",))
     refuse_code(folder)
     if checksums_wanted() if verify is None else verify:
         verify_files(folder, only=["config.json"])

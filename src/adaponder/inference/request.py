@@ -14,7 +14,7 @@ from adaponder.modeling import AdaPonderForCausalLM, PolicyLike
 from adaponder.modeling.arguments import check_room
 from adaponder.policies import LearnedGate, Policy, as_policy
 
-MOST_SAMPLES, MOST_TOP = (int(REQUEST_FIELDS[name].range.le or 0) for name in ("samples", "log_probabilities"))
+MOST_SAMPLES, MOST_TOP = (int(REQUEST_FIELDS[name].range.bounds["le"]) for name in ("samples", "log_probabilities"))
 MOST_BIASES = 1024
 MOST_STOP_IDS = 256
 # Below this temperature sampling is greedy.

@@ -1,20 +1,22 @@
 """The methods: one short file each, all on the same backbone wrapper."""
 
 from adaponder.errors import ConfigError, shown
-from adaponder.execution.base import Iteration
+from adaponder.execution.base import Iteration as Iteration
 from adaponder.fields import Recurrence
 from adaponder.methods.act import AdaptiveComputationTime
 from adaponder.methods.adaponder import AdaPonder
 from adaponder.methods.anytime import Anytime, Relay, Reread
-from adaponder.methods.base import Method, State
+from adaponder.methods.base import Method
+from adaponder.methods.base import State as State
 from adaponder.methods.loop import Loop, Vanilla
 from adaponder.methods.mor import MixtureOfRecursions
-from adaponder.methods.objectives import Objective
+from adaponder.methods.objectives import Objective as Objective
 from adaponder.methods.ouro import Ouro
 from adaponder.methods.pause import Pause
 from adaponder.methods.ponder import Ponder
 from adaponder.methods.pondernet import PonderNet
-from adaponder.registry import Scale, check_method, method_names, register_name
+from adaponder.registry import Scale, check_method, register_name
+from adaponder.registry import method_names as method_names
 
 # By the names in adaponder.registry, which can be imported without torch.
 _CLASSES: dict[str, type[Method]] = {
@@ -62,15 +64,3 @@ def register_method(name: str, method: type[Method], *, embedding_scale: Scale =
         raise ConfigError(f"{call}: {_CLASSES[name].__qualname__} has that name; choose another")
     _CLASSES[name] = method
     register_name(name, embedding_scale)
-
-
-__all__ = [
-    "Iteration",
-    "Method",
-    "Objective",
-    "State",
-    "build_method",
-    "method_class",
-    "method_names",
-    "register_method",
-]

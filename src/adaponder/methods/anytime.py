@@ -36,7 +36,7 @@ class Anytime(AdaPonder):
     """``E^{i+1} = E^i + m^{i+1} e^i``: AdaPonder's gates decide which tokens continue, but do not weight updates.
 
     At full depth this is PonderLM. Training halts tokens at random (``halt_prior``), independently of the gates, and
-    takes the loss after every iteration (``loss_prior``), so that the backbone learns with halted tokens at any depth.
+    takes the loss after every iteration (``loss_prior``), so that the backbone learns to predict beside halted tokens.
     From detached states, gates learn whether some later iteration lowers a token's loss by more than
     ``lookahead_delta``; backbone and gates get gradients only from their own loss. With ``gate_share`` the gates
     themselves halt the tokens of some sequences, as at inference.

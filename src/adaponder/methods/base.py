@@ -151,7 +151,7 @@ class Method(nn.Module, ABC):
 
     @classmethod
     def requested_depth(cls, config: Recurrence, pressed: float) -> float | None:
-        """Returns the loss's target mean depth if it closes a share ``pressed`` of the gates; ``None``: no target."""
+        """Returns the mean depth if the loss closes a share ``pressed`` of the gates; ``None``: it has no target."""
         return None if cls.halts else float(config.iterations)
 
     # --- the config ---------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class Method(nn.Module, ABC):
 
     @classmethod
     def passes(cls, iterations: int) -> int:
-        """Returns the number of backbone passes for ``iterations``, which is the maximum of ledger rows per slot."""
+        """Returns the number of backbone passes for ``iterations``; a slot has at most one ledger row per pass."""
         return iterations
 
     @classmethod

@@ -102,7 +102,7 @@ class MixtureOfRecursions(Method):
 
     @classmethod
     def complete(cls, config: Recurrence) -> None:
-        """Checks capacities; if unset, uses the paper's for K = 4 (they add up to 3.80, its 3.8x), else 1."""
+        """Checks capacities; unset ones become the paper's for K = 4 (their sum is 3.80, the paper's 3.8x), else 1."""
         iterations, capacities = config.iterations, config.capacities
         if capacities is None:
             capacities = [1.0, 0.97, 0.93, 0.9] if iterations == 4 else [1.0] * iterations

@@ -40,22 +40,59 @@ class Losses(NamedTuple):
     terms: dict[str, Tensor]
 
 
-class Scorer(NamedTuple):
-    """Functions that score hidden states against the targets.
+class Scorer:
+    """Scores hidden states against the targets; means divide by ``items`` (``None``: the batch's counted tokens).
+
+    ``logits`` are those of the last hidden state, if they are computed anyway; no other logits are materialised whole.
 
     Attributes:
-        nll: returns per-token losses ``[batch, time]`` of hidden states.
-        mean: returns the mean of per-token values over counted tokens.
-        mean_nll: equals ``mean(nll(hidden))``, at less cost.
         counted: ``bool[batch, time]``: real tokens with a target.
         share: counted tokens of this batch over those of all batches that a caller sums (see :func:`with_term`).
     """
 
-    nll: Callable[[Tensor], Tensor]
-    mean: Callable[[Tensor], Tensor]
-    mean_nll: Callable[[Tensor], Tensor]
-    counted: Tensor
-    share: Tensor | float = 1.0
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        logits: Tensor | None,
+        targets: Tensor,
+        real: Tensor,
+        head: tuple[Tensor, Tensor | None],
+        items: Tensor | int | None,
+    ):
+        # Predictions at padding do not count, so the first real token of a left-padded sequence is never a target.
+        self.counted = (targets != -100) & real
+        self.share: Tensor | float = 1.0
+        count = self.counted.sum()
+        if items is None:
+            items = count.clamp_min(1)
+        else:
+            # In float64, so that shares add up; MPS has no float64.
+            self.share = (count if count.device.type == "mps" else count.double()) / items
+        self._trajectory, self._logits, self._targets, self._items = trajectory, logits, targets, items
+        self._weight, self._bias = head
+
+    def nll(self, hidden: Tensor) -> Tensor:
+        """Returns per-token losses ``[batch, time]`` of hidden states."""
+        targets = self._targets
+        if self._logits is None or hidden is not self._trajectory.hidden:
+            return linear_cross_entropy(hidden, self._weight, targets, bias=self._bias)
+        logits = widened(self._logits).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, targets.flatten(), reduction="none").view(targets.shape)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Returns the mean of per-token values over counted tokens."""
+        return self._per_item((values * self.counted).sum())
+
+    def mean_nll(self, hidden: Tensor) -> Tensor:
+        """Equals ``mean(nll(hidden))``, at less cost."""
+        if self._logits is not None and hidden is self._trajectory.hidden:
+            return self.mean(self.nll(hidden))
+        weight, targets = self._weight, self._targets
+        return self._per_item(linear_cross_entropy_sum(hidden, weight, targets, self.counted, bias=self._bias))
+
+    def _per_item(self, total: Tensor) -> Tensor:
+        # The count is rounded only once, to the precision of the total.
+        return total / (self._items.to(total.dtype) if isinstance(self._items, Tensor) else self._items)
 
 
 class LossFunction(Protocol):
@@ -77,7 +114,7 @@ class CrossEntropy:
 
 
 def own_count(count: Tensor) -> Tensor:
-    """Returns ``count`` unchanged, its mean over a single process."""
+    """Returns ``count`` unchanged: with a single process, it is the mean over processes."""
     return count
 
 
@@ -103,13 +140,12 @@ class Objective:
     )
     mean_count: Callable[[Tensor], Tensor] = setting(
         own_count,
-        "the divisor of a term that is a mean over things of which batches have different numbers; several "
-        "processes give their mean count",
+        "averages a term's divisor, such as the number of sequences with labels, over the processes of a run",
     )
     share: float | None = setting(
         None,
-        "factor on every term that is not a mean over targets (ponder, router). None: this batch's targets over "
-        "num_items_in_batch, right where a caller sums batches; a caller that averages them equally gives 1",
+        "factor on every term that is not a mean over targets (ponder, router). None: this batch's share of the "
+        "num_items_in_batch targets, for callers that sum batches; callers that average batches equally pass 1",
         "[0, 1_000_000]",
     )
 
@@ -125,7 +161,8 @@ def losses_by_depth(trajectory: Trajectory, score: Scorer) -> Tensor:
 def with_term(losses: Losses, name: str, term: Tensor, score: Scorer, *, weight: float, share: float | None) -> Losses:
     """Adds ``share * weight * term``, multiplied in the term's precision, to the total, and ``term`` to the terms.
 
-    ``share`` makes a term that is not a mean over targets add up over batches; ``None``: ``score.share``.
+    ``share`` weights terms that are not means over targets, so that they add up over batches; ``None``:
+    ``score.share``.
     """
     factor = weight * (score.share if share is None else share)
     if isinstance(factor, Tensor):
@@ -155,46 +192,3 @@ def as_targets(
     # A document's last token must not predict the next document's first token.
     last = nn.functional.pad(document[:, 1:] != document[:, :-1], (0, 1))
     return shifted.masked_fill(last, -100)
-
-
-def scorer(
-    trajectory: Trajectory,
-    logits: Tensor | None,
-    targets: Tensor,
-    real: Tensor,
-    head: tuple[Tensor, Tensor | None],
-    items: Tensor | int | None,
-) -> Scorer:
-    """Builds the scorer of a method's loss; means divide by ``items`` (``None``: the batch's counted tokens).
-
-    ``logits`` are those of the last hidden state, if they are computed anyway; no other logits are materialised whole.
-    """
-    # Predictions at padding do not count, so the first real token of a left-padded sequence is never a target.
-    counted = (targets != -100) & real
-    share: Tensor | float = 1.0
-    if items is None:
-        items = counted.sum().clamp_min(1)
-    else:
-        count = counted.sum()
-        # In float64, so that shares add up; MPS has no float64.
-        share = (count if count.device.type == "mps" else count.double()) / items
-
-    def per_item(total: Tensor) -> Tensor:
-        # The count is rounded only once, to the precision of the total.
-        return total / (items.to(total.dtype) if isinstance(items, Tensor) else items)
-
-    def nll(hidden: Tensor) -> Tensor:
-        if logits is None or hidden is not trajectory.hidden:
-            return linear_cross_entropy(hidden, head[0], targets, bias=head[1])
-        flat = nn.functional.cross_entropy(widened(logits).flatten(0, 1), targets.flatten(), reduction="none")
-        return flat.view(targets.shape)
-
-    def mean(values: Tensor) -> Tensor:
-        return per_item((values * counted).sum())
-
-    def mean_nll(hidden: Tensor) -> Tensor:
-        if logits is None or hidden is not trajectory.hidden:
-            return per_item(linear_cross_entropy_sum(hidden, head[0], targets, counted, bias=head[1]))
-        return mean(nll(hidden))
-
-    return Scorer(nll, mean, mean_nll, counted, share)

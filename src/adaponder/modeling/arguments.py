@@ -25,7 +25,7 @@ OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", 
 
 @dataclass(frozen=True)
 class RunTime:
-    """Run-time control given by a caller; a default value means unset."""
+    """The settings that a caller can change in each forward; a field at its default is unset."""
 
     policy: PolicyLike | None = None
     max_iterations: int | None = None
@@ -119,7 +119,7 @@ class AdaPonderOutput(ModelOutput):
 
     @property
     def last_hidden_state(self) -> Tensor:
-        """Raises: TRL's trainers would compute a loss from it, without the ponder term."""
+        """Raises, because TRL's trainers would compute a loss from hidden states, without the ponder term."""
         raise AttributeError(
             "last_hidden_state: AutoModel gives it; to train with TRL use adaponder.integrations.PonderSFTTrainer"
         )

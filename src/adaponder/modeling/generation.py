@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import fields
 from functools import wraps
@@ -24,33 +25,25 @@ _RUN_TIME = tuple(item.name for item in fields(RunTime))
 # The ranges of the engine's requests, except that temperature is above 0: greedy decoding is do_sample=False here.
 _CHECKED = (
     *(fields_of(Sampling)[name] for name in ("top_p", "top_k", "max_new_tokens")),
-    Field("temperature", float, range=Range(gt=0)),
-    Field("num_beams", int, range=Range(ge=1)),
+    Field("temperature", float, range=Range.parse("(0, inf)")),
+    Field("num_beams", int, range=Range.parse("[1, inf)")),
 )
 
 
 def generating(model: Any) -> RunTime | None:
-    """Returns the run-time control of this model's running ``generate``; ``None`` outside of one."""
+    """Returns the settings of the ``generate`` call that this model is in; ``None`` outside of ``generate``."""
     current = _GENERATING.get()
     return RunTime(**current[1]) if current is not None and current[0] is model else None
 
 
-class GenerationSettings:
-    """The settings of one ``generate``: its keyword arguments over a generation config, as Hugging Face merges them."""
-
-    def __init__(self, config: Any, kwargs: dict[str, Any]):
-        self._config, self._kwargs = config, kwargs
-
-    def __getitem__(self, name: str) -> Any:
-        value = self._kwargs.get(name)
-        return getattr(self._config, name, None) if value is None else value
-
-
 def check_generation(
-    input_ids: Tensor | None, settings: GenerationSettings, *, vocabulary: int, positions: int | None
+    input_ids: Tensor | None, settings: Mapping[str, Any], *, vocabulary: int, positions: int | None
 ) -> None:
-    """Raises on prompts and settings that ``generate`` cannot use; ``positions`` is the backbone's limit."""
-    embedded = settings["inputs_embeds"]
+    """Raises on prompts and settings that ``generate`` cannot use; ``positions`` is the backbone's limit.
+
+    ``settings`` are the generation config's, overridden by the keyword arguments.
+    """
+    embedded = settings.get("inputs_embeds")
     if embedded is not None and (input_ids is not None or embedded.ndim != 3):
         raise InputError("inputs_embeds must be [batch, time, hidden], without input_ids beside it")
     if embedded is not None:
@@ -64,14 +57,14 @@ def check_generation(
     if (real == 0).any():
         raise InputError("attention_mask: a sequence is all padding; give at least one real token per sequence")
     for field in _CHECKED:
-        value = settings[field.name]
+        value = settings.get(field.name)
         if value is not None and (problem := violation(field, value)):
             raise InputError(f"{field.name}={value} {problem.partition(';')[0]}")
-    if isinstance(settings["custom_generate"], str):
+    if isinstance(settings.get("custom_generate"), str):
         raise InputError("custom_generate: runs code from a folder or the hub; pass a function of your own instead")
-    if settings["assistant_early_exit"] is not None:
+    if settings.get("assistant_early_exit") is not None:
         raise InputError("assistant_early_exit: every iteration needs all layers; draft with an assistant_model")
-    cache = settings["past_key_values"]
+    cache = settings.get("past_key_values")
     if isinstance(cache, Ledger) and cache.get_seq_length() >= input_ids.shape[1]:
         raise CacheError(
             f"past_key_values holds {cache.get_seq_length()} tokens, input_ids {input_ids.shape[1]}: give the whole "
@@ -81,29 +74,29 @@ def check_generation(
         _check_length(int(real.max()), settings, positions)
 
 
-def _real_tokens(ids: Tensor, settings: GenerationSettings) -> Tensor:
+def _real_tokens(ids: Tensor, settings: Mapping[str, Any]) -> Tensor:
     """Returns the number of real tokens per sequence: by the mask, else by the padding token, as Hugging Face does."""
-    mask = settings["attention_mask"]
+    mask = settings.get("attention_mask")
     if mask is not None:
         if mask.ndim != 2 or mask.shape != ids.shape:
             raise InputError(
                 f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(ids.shape)}: they must agree"
             )
         return (mask != 0).sum(1)
-    pad = settings["pad_token_id"]
-    end = settings["eos_token_id"]
+    pad = settings.get("pad_token_id")
+    end = settings.get("eos_token_id")
     ends = end if isinstance(end, (list, tuple)) else [end]
     if isinstance(pad, int) and pad not in ends:
         return (ids != pad).sum(1)
     return ids.new_full((ids.shape[0],), ids.shape[1])
 
 
-def _check_length(prompt: int, settings: GenerationSettings, positions: int) -> None:
+def _check_length(prompt: int, settings: Mapping[str, Any], positions: int) -> None:
     if prompt > positions:
         raise InputError(
             f"input_ids: the prompt has {prompt} tokens, the backbone has {positions} positions; shorten it"
         )
-    new, total = settings["max_new_tokens"], settings["max_length"]
+    new, total = settings.get("max_new_tokens"), settings.get("max_length")
     if new is not None:
         check_room(prompt, new, positions)
     elif total is not None and total > positions + 1:
@@ -151,9 +144,10 @@ class LedgerGenerationMixin(GenerationMixin):
         See :meth:`forward` for ``policy``, ``max_iterations`` and ``seed``. The depths of all tokens read are in
         ``past_key_values.depth`` of the result.
         """
+        given = {name: value for name, value in kwargs.items() if value is not None}
         check_generation(
             inputs if inputs is not None else kwargs.get("input_ids"),
-            GenerationSettings(generation_config or self.generation_config, kwargs),
+            (generation_config or self.generation_config).to_dict() | given,
             vocabulary=self.config.vocab_size,
             positions=self.config.max_position_embeddings,
         )

@@ -23,7 +23,7 @@ from adaponder.execution.ledger import Ledger
 from adaponder.execution.tokens import Tokens, arrange_tokens, check_inputs
 from adaponder.halting import gate_probability
 from adaponder.methods import Method, Objective, build_method
-from adaponder.methods.objectives import CrossEntropy, LossFunction, Trajectory, as_targets, scorer
+from adaponder.methods.objectives import CrossEntropy, LossFunction, Scorer, Trajectory, as_targets
 from adaponder.modeling.arguments import (
     AdaPonderModelOutput,
     AdaPonderOutput,
@@ -209,7 +209,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             logits = self.wrapped.logits(hidden[:, positions] if loss is None else hidden)
         if targets is not None and loss is not None:
             items = kwargs.get("num_items_in_batch")
-            score = scorer(trajectory, logits, targets, tokens.real, self.wrapped.head(), items)
+            score = Scorer(trajectory, logits, targets, tokens.real, self.wrapped.head(), items)
             losses = loss(trajectory, score, rows)
             parts |= {"loss": losses.total, "terms": losses.terms}
             logits = logits if logits is None else logits[:, positions]
@@ -239,7 +239,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
     # --- the arguments of a forward -----------------------------------------------------------------------------
 
     def _run_time(self, given: RunTime, sequences: int) -> RunTime:
-        """Returns the caller's run-time control, completed by the enclosing ``generate`` or by training."""
+        """Returns the caller's settings, with unset fields from the enclosing ``generate`` or the training defaults."""
         # Dynamo cannot read a context variable; a compiled forward gets its settings from generate's keyword arguments.
         run_time = given if torch.compiler.is_compiling() else given.over(generating(self))
         if self.training and run_time.policy is None:

@@ -32,7 +32,7 @@ _NEVER = {
 
 
 class StrictCheckpointMixin:
-    """``from_pretrained``, ``load_state_dict`` and ``save_pretrained`` of the model it is mixed into."""
+    """The strict ``from_pretrained``, ``load_state_dict`` and ``save_pretrained`` of our models."""
 
     @classmethod
     def from_pretrained(

@@ -51,7 +51,7 @@ def save_checkpoint(
     :func:`adaponder.training.lora.adapters_of`.
     """
     partial = folder.with_name(f"{_PARTIAL}{folder.name}")
-    with saving(folder, partial, intact="earlier checkpoints are untouched", make_way=shutil.rmtree):
+    with saving(folder, partial=partial, intact="earlier checkpoints are untouched", overwrite=True):
         model.save_pretrained(partial, state_dict=weights, manifest=False)  # sealed below, all at once
         if optimizer is not None:
             save_file(optimizer, partial / OPTIMIZER)

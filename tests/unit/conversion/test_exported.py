@@ -1,8 +1,9 @@
-"""The exported modelling file with a mistake in it is told from the package: each check of it can fail."""
+"""The exported file computes what the package computes, and each planted mistake in it is noticed."""
 
 import importlib.util
 import sys
 import types
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import torch
 from accelerate import cpu_offload
 from peft import LoraConfig, get_peft_model
 
-from adaponder import AdaPonderForCausalLM
+from adaponder import AdaPonderForCausalLM, Objective
+from adaponder.conversion import export as exporting
 from adaponder.conversion.exported import modeling_adaponder
 from adaponder.conversion.exported.configuration_adaponder import AdaPonderConfig
-from support import ids, tiny, widen_norms
+from support import FAMILIES, ids, tiny, widen_norms
 
 SOURCE = Path(modeling_adaponder.__file__)
 MISTAKES = {
@@ -39,9 +41,21 @@ MISTAKES = {
 }
 
 
+CASES = {
+    "gpt_neox": {"embedding_scale": 1.5},
+    "mistral": {"family": "mistral", "embedding_scale": 1.5},  # its window is shorter than the text
+    "qwen3": {"family": "qwen3"},
+    "ponder": {"method": "ponder", "family": "qwen2-mixed", "embedding_scale": "sqrt(d)", "initial_multiplier": 2.0},
+    "other gates": {"family": "llama", "shared_gate": True, "gate_width": 0, "expectation_top_k": 7},
+}
+TEXT = ids(3, 12)
+MASK = torch.ones_like(TEXT)
+MASK[0, :4], MASK[2, 10:] = 0, 0
+
+
 @cache
-def package(family: str) -> AdaPonderForCausalLM:
-    return tiny("adaponder", family, iterations=4, embedding_scale=1.5)
+def package(case: str) -> AdaPonderForCausalLM:
+    return tiny(**{"iterations": 4} | CASES[case])
 
 
 def module_of(source: str) -> types.ModuleType:
@@ -76,27 +90,65 @@ def twin():
 
 
 @torch.no_grad()
-def agrees(model: AdaPonderForCausalLM, twin) -> bool:
-    """Whether two models say the same of a padded batch: whole, cached, in pieces, their loss, and by beams."""
-    text, mask = ids(3, 12), torch.ones(3, 12, dtype=torch.long)
-    mask[0, :4], mask[2, 10:] = 0, 0
-    real = mask.bool()
-    expected = model(text, attention_mask=mask, labels=text)
-    whole = twin(text, attention_mask=mask, labels=text)
-    first = twin(text[:, :7], attention_mask=mask[:, :7], use_cache=True)
-    rest = twin(text[:, 7:], attention_mask=mask, past_key_values=first.past_key_values)
-    logits = torch.cat([first.logits, rest.logits], 1)
-    same = all(torch.allclose(one[real], expected.logits[real], rtol=0, atol=1e-12) for one in (whole.logits, logits))
-    untold = torch.full_like(text, -100)
-    same &= bool(twin(text, labels=untold).loss == model(text, labels=untold).loss)
-    same &= bool(torch.equal(whole.depth, expected.depth)) and bool((whole.loss - expected.loss).abs() < 1e-12)
-    asked = {"attention_mask": mask[:2, :7], "max_new_tokens": 5, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
-    return same and torch.equal(twin.generate(text[:2, :7], **asked), model.generate(text[:2, :7], **asked))
+def answers(model) -> Iterator[tuple[str, torch.Tensor]]:
+    """Results of a padded batch in every way in which both models can be called."""
+    real, prompts = MASK.bool(), {"inputs": TEXT[:2, :7], "attention_mask": MASK[:2, :7], "pad_token_id": 0}
+    whole = model(TEXT, attention_mask=MASK, labels=TEXT)
+    yield from {"logits": whole.logits[real], "depth": whole.depth, "loss": whole.loss}.items()
+    first = model(TEXT[:, :7], attention_mask=MASK[:, :7], use_cache=True)
+    rest = model(TEXT[:, 7:], attention_mask=MASK, past_key_values=first.past_key_values)
+    yield "logits in pieces", torch.cat([first.logits, rest.logits], 1)[real]
+    yield "depths in pieces", torch.cat([first.depth, rest.depth], 1)
+    yield "loss without targets", model(TEXT, labels=torch.full_like(TEXT, -100)).loss
+    limited = model(TEXT, max_iterations=2)
+    yield from {"limited logits": limited.logits, "limited depth": limited.depth}.items()
+    greedy = model.generate(**prompts, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+    yield from {"greedy": greedy.sequences, "greedy depth": greedy.past_key_values.depth}.items()
+    for name, how in {"beams": {"num_beams": 3}, "uncached": {"use_cache": False}, "sampled": {"top_k": 20}}.items():
+        torch.manual_seed(5)
+        yield name, model.generate(**prompts, max_new_tokens=5, do_sample=name == "sampled", **how)
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "mistral"])
-def test_without_a_mistake_they_agree(family):
-    assert agrees(package(family), twin_of(package(family), module_of(SOURCE.read_text())))
+@cache
+def expected(case: str) -> list[tuple[str, torch.Tensor]]:
+    return list(answers(package(case)))
+
+
+def first_difference(case: str, twin) -> str | None:
+    """The first result in which the exported file differs from the package."""
+    pairs = zip(answers(twin), expected(case), strict=True)
+    return next((name for (name, found), (_, right) in pairs if not close(found, right)), None)
+
+
+def close(found: torch.Tensor, right: torch.Tensor) -> bool:
+    return found.shape == right.shape and torch.allclose(found, right, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_computes_what_the_package_computes(case):
+    model, twin = package(case), twin_of(package(case), modeling_adaponder)
+    assert first_difference(case, twin) is None
+    rows = []
+    twin.backbone.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(kwargs["inputs_embeds"].shape[:2].numel()), with_kwargs=True
+    )
+    cached = twin(TEXT, attention_mask=MASK, use_cache=True)
+    assert sum(rows) == cached.depth.sum(), "halted tokens are not computed"
+    mine = model(TEXT, attention_mask=MASK, labels=TEXT, objective=Objective(), execution="dense")
+    theirs = twin(TEXT, attention_mask=MASK, labels=TEXT)
+    if case != "ponder":
+        assert len(theirs.depth.unique()) > 3, "tokens halt at different depths"
+        asked = torch.arange(theirs.gates.shape[-1]) < theirs.depth[..., None]
+        assert close(theirs.gates, torch.where(asked, mine.gates, 0.0))
+    gradients = []
+    for output, parameters in ((mine, model.parameters()), (theirs, twin.parameters())):
+        gradients.append(torch.autograd.grad(output.loss, list(parameters), materialize_grads=True))
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-9, atol=1e-12)
+
+
+def test_every_family_that_can_be_exported_is_held_against_the_package():
+    families = {FAMILIES[settings.get("family", "gpt_neox")].model_type for settings in CASES.values()}
+    assert families == set(exporting.FAMILIES)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -104,8 +156,8 @@ def test_every_mistake_is_noticed(mistake):
     right, wrong = MISTAKES[mistake]
     source = SOURCE.read_text()
     assert source.count(right) == 1, "the mistake no longer fits the file"
-    model = package("mistral" if "window" in mistake else "gpt_neox")
-    assert not agrees(model, twin_of(model, module_of(source.replace(right, wrong))))
+    case = "mistral" if "window" in mistake else "gpt_neox"
+    assert first_difference(case, twin_of(package(case), module_of(source.replace(right, wrong)))) is not None
 
 
 @torch.no_grad()

@@ -132,11 +132,9 @@ def test_what_cannot_be_had_is_refused_by_name():
 def test_eval_says_what_narrower_weights_change(tmp_path, capsys):
     evaluate.evaluate("sample", data="sample", max_tokens=64, weights="int8", json=tmp_path / "out.json")
     found = json.loads((tmp_path / "out.json").read_text())["weights"]
-    plain = evaluate.evaluate(checkpoint="sample", data="sample", max_tokens=64)["rows"][0]
     opened, _ = load("sample")
     assert found["bytes"][0] == weight_bytes(opened)
     assert found["bytes"][1] < 0.6 * found["bytes"][0]
-    assert found["depth"][0] == pytest.approx(plain["depth"])
     assert 0 < abs(found["difference"]["mean"]) < 0.05
     assert 0 <= found["other_depth"] < 0.2
     shown = " ".join(capsys.readouterr().out.split())

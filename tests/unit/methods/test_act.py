@@ -7,7 +7,7 @@ from torch import Tensor
 from adaponder import AdaPonderForCausalLM, FixedDepth, Objective
 from adaponder.methods.act import remainder
 from adaponder.policies import ExitThreshold
-from support import VOCABULARY, ids, tiny
+from support import VOCABULARY, assert_same_gradients, ids, tiny
 
 K, COST = 4, 0.3
 TOKENS = torch.arange(24)[:, None]
@@ -55,13 +55,7 @@ def test_depth_output_loss_and_every_gradient_are_those_of_the_equations(thresho
         torch.testing.assert_close(output.terms[name], value, rtol=1e-12, atol=0)
     loss = cross_entropy + COST * cost
     torch.testing.assert_close(output.loss, loss, rtol=1e-12, atol=0)
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    mine, theirs = (torch.autograd.grad(value, parameters, allow_unused=True) for value in (output.loss, loss))
-    for name, one, other in zip(names, mine, theirs, strict=True):
-        unused = torch.zeros(())
-        torch.testing.assert_close(
-            unused if one is None else one, unused if other is None else other, rtol=1e-9, atol=1e-12, msg=name
-        )
+    assert_same_gradients(model, output.loss, loss)
 
 
 def test_the_remainder_is_what_earlier_iterations_left():

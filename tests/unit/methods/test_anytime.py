@@ -5,14 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from adaponder import AdaPonderForCausalLM, FixedDepth, ForcedDepths, Objective
+from adaponder import AdaPonderForCausalLM, FixedDepth, ForcedDepths, LearnedGate, Objective
 from adaponder.errors import ConfigError, InputError
 from adaponder.methods.anytime import Anytime, EveryDepthLoss, LookaheadLoss, gains_ahead, mean_over_sequences
 from adaponder.methods.cost import cost_of, training_flops
-from adaponder.policies import PolicyInput, RandomRates, sequence_seeds
+from adaponder.policies import GateOrChance, PolicyInput, RandomRates, sequence_seeds
 from adaponder.training.run import train
 from support import ids, stock, tiny
 from training_support import corpus, small
@@ -22,14 +22,25 @@ DEPTHS = torch.tensor([[4, 1, 2, 4, 3, 4, 1], [1, 4, 3, 1, 2, 2, 4], [2, 1, 3, 1
 EXECUTIONS = ("dense", "compact")
 
 
-def scored(model: AdaPonderForCausalLM, execution: str, **options):
-    """A forward at prescribed depths, its losses ``[K, 3, 6]`` of the tokens that predict, and their gates."""
-    tokens = ids(3, 7)
-    options = {"policy": ForcedDepths(DEPTHS), "objective": Objective()} | options
-    output = model(tokens, labels=tokens, execution=execution, output_iteration_logits=True, **options)
+def scored(model: AdaPonderForCausalLM, execution: str, tokens: Tensor | None = None, **options):
+    """A forward, its losses ``[K, batch, time - 1]`` of the tokens that predict, and their gates.
+
+    Depths are those of ``DEPTHS`` unless a policy, a seed or tokens are given.
+    """
+    if tokens is None:
+        tokens, options = ids(3, 7), {"policy": ForcedDepths(DEPTHS)} | options
+    options = {"objective": Objective(), "labels": tokens} | options
+    output = model(tokens, execution=execution, output_iteration_logits=True, **options)
     logits = output.iteration_logits[:, :, :-1]
     target = tokens[:, 1:].expand(len(logits), -1, -1)
     return output, -logits.log_softmax(-1).gather(-1, target[..., None])[..., 0], output.gates[:, :-1]
+
+
+def unsure(model: AdaPonderForCausalLM) -> AdaPonderForCausalLM:
+    """Makes no gate so sure that 1 - s is rounded."""
+    for parameter in model.method.parameters():
+        parameter.data *= 0.3
+    return model
 
 
 # --- the loss of every depth ---------------------------------------------------------------------------------------
@@ -111,22 +122,15 @@ def test_sequences_count_equally_however_many_labels_they_have():
     chosen = torch.tensor([[True, True, True], [False, True, False], [False, False, False]])
     assert mean_over_sequences(values, chosen) == (5.0 + 4.0) / 2
     assert mean_over_sequences(values, torch.zeros_like(chosen)) == 0
-
-
-def test_processes_that_share_sequences_have_the_mean_of_one_that_has_them_all():
-    """The first of two has two sequences with labels, the second none of one: 1 on the average."""
-    values = torch.tensor([[1.0, 5.0], [2.0, 4.0], [3.0, 3.0]])
-    chosen = torch.tensor([[True, True], [False, True], [False, False]])
+    # Of two processes, the first has two sequences with labels and the second has none: 1 on average.
     parts = [mean_over_sequences(values[at], chosen[at], lambda _: torch.tensor(1.0)) for at in ([0, 1], [2])]
-    assert sum(parts) / 2 == mean_over_sequences(values, chosen) == (3.0 + 4.0) / 2
+    assert sum(parts) / 2 == mean_over_sequences(values, chosen)
 
 
 @pytest.mark.parametrize("by", ["tokens", "nats"])
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_the_gates_loss_is_that_of_tokens_read_to_the_end(execution, by):
-    model = tiny("anytime", iterations=K, lookahead_delta=0.2, lookahead_by=by).train()
-    for parameter in model.method.parameters():
-        parameter.data *= 0.3  # no gate is so sure that 1 - s is rounded
+    model = unsure(tiny("anytime", iterations=K, lookahead_delta=0.2, lookahead_by=by).train())
     output, losses, gates = scored(model, execution)
     sequences, helped = [], []
     for row in range(3):
@@ -308,7 +312,10 @@ def test_training_halts_by_chance_and_evaluation_by_the_gates():
     assert model.method.objective(Objective()).depths == EveryDepthLoss((0.25, 0.25, 0.25, 0.25))
 
 
-@pytest.mark.parametrize("method", ["anytime", "ouro", "act", "pondernet", "ponder"])
+@pytest.mark.parametrize(
+    "method",
+    ["anytime", "act", "pondernet", *(pytest.param(method, marks=pytest.mark.every) for method in ("ouro", "ponder"))],
+)
 def test_training_flops_count_the_head_as_often_as_the_loss_reads_it(method):
     """Held against torch's own counter of a forward with its loss; a backward is two of them."""
     model = tiny(method, iterations=K, dtype=torch.float32).train()
@@ -338,3 +345,89 @@ def test_at_any_depths_it_computes_what_its_original_computes_there(method, orig
     mixed = ForcedDepths(torch.randint(1, 4, tokens.shape, generator=torch.Generator().manual_seed(1)))
     for policy in (*map(FixedDepth, range(1, 4)), mixed):
         assert torch.equal(model(tokens, policy=policy).logits, twin(tokens, policy=policy).logits)
+
+
+# --- halts by the gates in some sequences ---------------------------------------------------------------------------
+
+TAU, PRIOR, SHARES = 0.5, 3.0, [0.4, 0.3, 0.2, 0.1]
+POLICY = GateOrChance(0.5, TAU, PRIOR)
+SEEDS = torch.arange(4, 10)
+GATED = POLICY.by_gate(SEEDS)
+
+
+def half_gated(method: str = "anytime", **options) -> AdaPonderForCausalLM:
+    return unsure(tiny(method, iterations=K, tau=TAU, halt_prior=PRIOR, gate_share=0.5, **options).train())
+
+
+def test_the_seeds_here_have_sequences_of_both_kinds_and_many_have_the_share():
+    assert 1 < int(GATED.sum()) < 5
+    many = sequence_seeds(3, torch.arange(4000))
+    for share in (0.0, 0.2, 1.0):
+        assert float(GateOrChance(share, TAU, PRIOR).by_gate(many).double().mean()) == pytest.approx(share, abs=0.02)
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_each_sequence_is_halted_by_its_own_rule_alone(execution):
+    model, tokens = half_gated(), ids(6, 16)
+    mixed = model(tokens, policy=POLICY, seed=SEEDS, execution=execution).depth
+    gate = model(tokens, policy=LearnedGate(TAU), execution=execution).depth
+    chance = model(tokens, policy=RandomRates(PRIOR), seed=SEEDS, execution=execution).depth
+    assert torch.equal(mixed, torch.where(GATED[:, None], gate, chance))
+    assert not torch.equal(gate, chance)
+
+
+@pytest.mark.parametrize("method", ["anytime", "relay"])
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_a_gated_sequence_counts_its_own_depths_and_another_every_depth(execution, method):
+    output, losses, _ = scored(half_gated(method, loss_prior=SHARES), execution, ids(6, 9), seed=SEEDS)
+    depth, losses = output.depth[:, :-1], losses.detach()
+    own = losses.gather(0, (depth - 1)[None])[0]
+    weights = torch.tensor([share * (PRIOR + i) / PRIOR for i, share in enumerate(SHARES)], dtype=losses.dtype)
+    every = (weights[:, None, None] * losses * (depth > torch.arange(K)[:, None, None])).sum(0)
+    expected = torch.where(GATED[:, None], own, every).mean()
+    torch.testing.assert_close(output.terms["every_depth"].detach(), expected, rtol=1e-10, atol=0)
+    assert int(depth[GATED].max()) > int(depth[GATED].min())
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_labels_come_from_chance_and_tokens_without_a_target_learn_to_halt(execution):
+    model, tokens = half_gated(lookahead_delta=0.1), ids(6, 9)
+    labels = tokens.clone()
+    labels[:, 3:6] = -100  # what tokens 2 to 4 predict is no target, and the last predicts nothing
+    output, losses, _ = scored(model, execution, tokens, labels=labels, seed=SEEDS)
+    labelled, without = [], []
+    for row in range(6):
+        rows: tuple[list, list] = ([], [])
+        for t in range(9):
+            if GATED[row] or int(output.depth[row, t]) < K:
+                continue
+            has = t < 8 and int(labels[row, t + 1]) >= 0
+            for i in range(K - 1):
+                s = output.gates[row, t, i]
+                helps = has and float(losses[i, row, t] - losses[i + 1 :, row, t].min()) > 0.1
+                rows[0 if has else 1].append(-(s.log() if helps else (1 - s).log()))
+        for found, kept in zip(rows, (labelled, without), strict=True):
+            if found:
+                kept.append(torch.stack(found).mean())
+    assert labelled
+    assert without
+    expected = torch.stack(labelled).mean() + torch.stack(without).mean()
+    torch.testing.assert_close(output.terms["lookahead"], expected, rtol=1e-10, atol=0)
+
+
+def test_padding_learns_nothing():
+    model, tokens = half_gated(), ids(6, 9)
+    options = {"objective": Objective(), "policy": FixedDepth(K)}
+    alone = model(tokens, labels=tokens, **options)
+    padded, mask = nn.functional.pad(tokens, (3, 0)), nn.functional.pad(torch.ones_like(tokens), (3, 0))
+    beside = model(padded, attention_mask=mask, labels=padded.masked_fill(mask == 0, -100), **options)
+    for name, value in alone.terms.items():
+        torch.testing.assert_close(beside.terms[name], value)
+
+
+def test_gates_take_part_when_the_warm_up_is_over_and_at_inference_they_decide_alone():
+    method = half_gated().method
+    assert method.training_policy(0.5) == RandomRates(2 * PRIOR)
+    assert method.training_policy(1.0) == method.default_policy(training=True) == POLICY
+    assert method.default_policy(training=False) == LearnedGate(TAU)
+    assert tiny("anytime", iterations=K).method.training_policy(1.0) == RandomRates(1.0)

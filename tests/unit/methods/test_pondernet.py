@@ -9,7 +9,7 @@ from torch import Tensor
 from adaponder import AdaPonderForCausalLM, FixedDepth, Objective
 from adaponder.methods.pondernet import PonderNet, geometric_log_probabilities, mean_exit
 from adaponder.policies import ExitThreshold, SampledExit, sequence_seeds
-from support import VOCABULARY, ids, stock, tiny
+from support import VOCABULARY, assert_same_gradients, ids, stock, tiny
 
 K, PRIOR, WEIGHT = 4, 0.3, 0.2
 TOKENS = torch.arange(24)[:, None]
@@ -57,12 +57,7 @@ def test_the_loss_and_every_gradient_are_those_of_the_equations(execution, scale
         torch.testing.assert_close(output.terms[name], value.detach(), rtol=1e-11, atol=0, msg=name)
     loss = expected + WEIGHT * divergence
     torch.testing.assert_close(output.loss, loss, rtol=1e-11, atol=0)
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    mine, theirs = (torch.autograd.grad(value, parameters, allow_unused=True) for value in (output.loss, loss))
-    for name, one, other in zip(names, mine, theirs, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-12, msg=name)
+    assert_same_gradients(model, output.loss, loss)
 
 
 def test_a_token_exits_at_the_median_of_its_own_distribution():

@@ -6,7 +6,7 @@ from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("triton", reason="no Triton on this platform")
 
-from adaponder.methods.objectives import Trajectory, scorer
+from adaponder.methods.objectives import Scorer, Trajectory
 from adaponder.ops import chunks
 from adaponder.ops import kernels as shared
 from adaponder.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_sum
@@ -163,7 +163,7 @@ def test_a_scorers_mean_is_the_same_with_logits_and_without(items):
     real[0, :3] = False
     trajectory = Trajectory(hidden)
     logits = torch.nn.functional.linear(hidden, weight, bias)
-    with_logits, without = (scorer(trajectory, z, targets, real, (weight, bias), items) for z in (logits, None))
+    with_logits, without = (Scorer(trajectory, z, targets, real, (weight, bias), items) for z in (logits, None))
     means = [with_logits.mean(with_logits.nll(hidden)), with_logits.mean_nll(hidden), without.mean_nll(hidden)]
     expected, *others = (
         [mean.detach(), *torch.autograd.grad(mean, (hidden, weight, bias), retain_graph=True)] for mean in means
@@ -185,6 +185,6 @@ def test_a_share_needs_no_float64_where_the_device_has_none():
     hidden, weight, targets, bias = inputs(dtype=torch.float32)
     real = torch.ones_like(targets, dtype=torch.bool)
     with WithoutDoubles():
-        share = scorer(Trajectory(hidden), None, targets, real, (weight, bias), torch.tensor(20)).share
+        share = Scorer(Trajectory(hidden), None, targets, real, (weight, bias), torch.tensor(20)).share
     assert share.dtype == torch.float32
     assert share.item() == pytest.approx((targets != -100).sum().item() / 20)

@@ -1,6 +1,0 @@
-"""Contracts hold every family against the same checks as the laws."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "laws"))
