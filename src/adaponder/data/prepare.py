@@ -18,7 +18,7 @@ from adaponder.data import sources
 from adaponder.data.chat import ChatFormat, own_template
 from adaponder.data.encode import Encoder, Numbered, content_hash, encode_in_order
 from adaponder.data.manifest import CHAT_TEMPLATE, MANIFEST, TOKENIZER, DataError, Manifest, dtype_of
-from adaponder.data.puzzles import SYMBOLS, is_generated, learns_answers
+from adaponder.data.puzzles import SYMBOLS, is_generated, learns_answers, settings_of
 from adaponder.data.readers import Counts, InputPart
 from adaponder.data.shards import ShardWriter, finished
 from adaponder.data.tokenizers import (
@@ -66,7 +66,7 @@ def prepare(
     Each document's tokens are followed by the end token. A document goes to validation iff its hash, as a fraction of
     2**64, is below ``validation``: the same text always goes to the same split. A finished ``out`` is left unchanged.
     If all inputs are puzzles, ``tokenizer`` defaults to ``symbols``. Puzzles of which only the answers are learned
-    cannot be prepared together with other text.
+    cannot be prepared together with other text, nor with puzzles of another length.
 
     ``chat`` names the field of each record that holds the messages of a conversation, or two fields: a prompt and its
     completion. The tokenizer's chat template, or ``chat_template``, renders them, and the assistant's turns are
@@ -83,6 +83,11 @@ def prepare(
         raise InputError(
             f"input {answers[0]}: only its answers are learned; prepare other inputs separately, or set answers=0"
         )
+    # Validation reads these documents one per window, so all must have the same length.
+    lengths = {argument: settings_of(argument).length for argument in answers}
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{argument} ({length})" for argument, length in lengths.items())
+        raise InputError(f"inputs {listed}: documents must have equal lengths in tokens; prepare them separately")
     if not os.path.isfile(out / MANIFEST):  # a finished folder no longer needs its tokenizer
         check_tokenizer(tokenizer, end_token)
     form = ChatFormat.of(chat, tokenizer, end_token, chat_template) if chat else None

@@ -237,27 +237,16 @@ def _mano_questions(words: Sequence[str]) -> Iterator[Question]:
     if not words or not words[0].isdecimal() or int(words[0]) < 2:
         return
     start, modulus = 1, int(words[0])
-    while start < (after := _end_of_tree(words, start)):
-        if words[after : after + 1] != [EQUALS] or after + 1 >= len(words) or words[start] not in OPERATIONS:
+    while start < len(words) and words[start] in OPERATIONS:
+        after, missing = start, 1
+        while missing and after < len(words) and (words[after] in OPERATIONS or words[after].isdecimal()):
+            missing += 1 if words[after] in OPERATIONS else -1
+            after += 1
+        if missing or words[after : after + 1] != [EQUALS] or after + 1 == len(words):
             return
         height, value = _evaluate(words[start:after], modulus)
         yield Question(after + 1, height, str(value))
         start = after + 2
-
-
-def _end_of_tree(words: Sequence[str], start: int) -> int:
-    """Returns the index after the tree that begins at ``start``; ``start`` itself if no whole tree begins there."""
-    missing = 1
-    for place in range(start, len(words)):
-        if words[place] in OPERATIONS:
-            missing += 1
-        elif words[place].isdecimal():
-            missing -= 1
-        else:
-            return start
-        if not missing:
-            return place + 1
-    return start
 
 
 def _evaluate(tree: Sequence[str], modulus: int) -> tuple[int, int]:

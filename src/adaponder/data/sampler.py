@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from functools import lru_cache
 from typing import NamedTuple
@@ -85,16 +84,6 @@ class Sampler:
             last = self.global_batch - 1
             raise InputError(f"step {step}: {count} windows from {first} on; a step has windows 0 … {last}")
         return read_windows(self.shards, self._windows(step, first, count), sequence=self.sequence)
-
-    def fingerprint(self) -> str:
-        """Returns a hash of everything that determines the batches: the data's checksums and these settings."""
-        manifest = self.shards.manifest
-        content = [
-            (shard.tokens, shard.tokens_sha256, *([shard.docs_sha256] if manifest.masked else []))
-            for shard in manifest.splits[self.shards.split]
-        ]
-        settings = (self.shards.tokenizer_hash, self.sequence, self.global_batch, self.seed)
-        return hashlib.sha256(json.dumps([content, settings]).encode()).hexdigest()
 
     def _windows(self, step: int, first: int, count: int) -> np.ndarray:
         index = step * self.global_batch + first + np.arange(count, dtype=np.int64)

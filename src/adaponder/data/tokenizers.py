@@ -163,10 +163,12 @@ def _interruptibly(work: Callable[[Callable[[Any], bool]], Any]) -> None:
 
 
 def _first_bytes(documents: Iterable[str], limit: int) -> Iterator[str]:
+    """Yields documents in pieces until they hold ``limit`` bytes of UTF-8."""
     for text in documents:
         # Training would treat a line of any length as one word.
-        yield from pieces(text, limit=2**16)
-        limit -= len(text)
+        for piece in pieces(text, limit=2**16):
+            yield piece
+            limit -= len(piece.encode())
         if limit <= 0:
             return
 

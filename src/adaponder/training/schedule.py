@@ -95,16 +95,12 @@ def named_groups(model: nn.Module, train: TrainRecipe) -> list[dict]:
     There are up to four: the backbone's and the method's parameters, matrices with weight decay and vectors without.
     """
     gate_lr = train.lr if train.gate_lr is None else train.gate_lr
-    groups = {
-        ("backbone", True): {"peak": train.lr, "weight_decay": train.weight_decay},
-        ("backbone", False): {"peak": train.lr, "weight_decay": 0.0},
-        ("method", True): {"peak": gate_lr, "weight_decay": train.weight_decay},
-        ("method", False): {"peak": gate_lr, "weight_decay": 0.0},
-    }
     pressed = isinstance(model, AdaPonderForCausalLM) and model.method.has_ponder_term
-    gates_begin = train.gates_begin(pressed=pressed)
-    for (part, _), group in groups.items():
-        group |= {"params": [], "names": [], "start": gates_begin if part == "method" else 0}
+    groups = {
+        (part, is_matrix): {"params": [], "names": [], "peak": peak, "start": start, "weight_decay": decay}
+        for part, peak, start in (("backbone", train.lr, 0), ("method", gate_lr, train.gates_begin(pressed=pressed)))
+        for is_matrix, decay in ((True, train.weight_decay), (False, 0.0))
+    }
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             group = groups[("method" if name.startswith("method.") else "backbone", parameter.ndim >= 2)]

@@ -244,7 +244,8 @@ def test_wrong_settings_are_refused_by_name(argument, said):
 def test_only_puzzles_have_a_tokenizer_of_their_own(tmp_path):
     with pytest.raises(InputError, match="--tokenizer"):
         prepare(["hops:documents=2", "stdlib"], out=tmp_path)
-    mixed = prepare(["hops:documents=2", "mano:documents=2"], out=tmp_path / "both", validation=0)
+    both = ["hops:documents=2,answers=0", "mano:documents=2,answers=0"]
+    mixed = prepare(both, out=tmp_path / "both", validation=0)
     assert mixed.total("train", "documents") == 4
     assert mixed.vocab_size == 96
 
@@ -293,8 +294,12 @@ def test_answers_alone_are_learned_and_the_text_is_the_same_as_where_everything_
 def test_puzzles_with_learned_answers_cannot_be_mixed_with_other_text(tmp_path):
     (tmp_path / "text.txt").write_text("a b c")
     text = str(tmp_path / "text.txt")
-    for inputs in (["hops:documents=9", text], ["hops:documents=9,answers=0", "mano:documents=9"]):
-        with pytest.raises(InputError, match=r"documents=9.*answers"):
+    for inputs, named in (
+        (["hops:documents=9", text], "answers"),
+        (["hops:documents=9,answers=0", "mano:documents=9"], "answers"),
+        (["hops:documents=9", "mano:documents=9"], "129"),  # validation reads one document per window
+    ):
+        with pytest.raises(InputError, match=rf"documents=9.*{named}"):
             prepare(inputs, out=tmp_path / "out", tokenizer="symbols")
     with pytest.raises(InputError, match="answers=2"):
         prepare(["mano:answers=2"], out=tmp_path / "out")
