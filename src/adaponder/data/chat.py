@@ -174,8 +174,8 @@ class ConversationEncoder:
     """Encodes text rendered by a chat template; special tokens spelled in the text become special token ids.
 
     An assistant turn begins with a new token, so that the text before it is encoded as a server encodes the prompt. The
-    turn ends with the first end token in it, as generation does; text after that token is not learned. An end token is
-    appended if the text has none at its end; it is learned if it ends an assistant turn without one.
+    turn ends with its first end token, as generation does; text after that token is not learned. A text that does not
+    end with an end token gets one. The appended token is learned if the text ends with an assistant turn that has none.
     """
 
     def __init__(self, tokenizer_json: str, end_id: int):

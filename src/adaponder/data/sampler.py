@@ -54,8 +54,9 @@ def read_windows(shards: Shards, windows: np.ndarray, *, sequence: int, stride: 
 
 
 class Sampler:
-    """Draws window ``permute(i % windows)`` of epoch ``i // windows`` as n-th of step s, i = s * global_batch + n.
+    """Draws the windows of each training step.
 
+    Window n of step s is window ``permute(i % windows)`` of epoch ``i // windows``, where ``i = s * global_batch + n``.
     Each epoch visits every window once, in an order of its own; a batch may span two epochs.
 
     Attributes:

@@ -37,7 +37,7 @@ class Tokens:
 
     @property
     def last_slot(self) -> int:
-        """Returns an upper bound on derived positions, without a device synchronisation."""
+        """Upper bound on derived positions; reading it does not synchronise with the device."""
         return self.past + self.slot.shape[1] - 1
 
     @property

@@ -52,7 +52,7 @@ class PolicyInput:
 
     @property
     def logits(self) -> Tensor:
-        """Computes the next-token logits after this iteration; expensive, and most policies do not need them."""
+        """Next-token logits after this iteration, computed when read: expensive, and most policies do not need them."""
         return self.head(self.hidden)
 
 
@@ -121,12 +121,12 @@ class Policy(ABC):
 
     @property
     def fingerprint(self) -> str:
-        """Returns a name of the policy with its settings; policies with equal fingerprints make equal decisions."""
+        """Name of the policy with its settings; policies with equal fingerprints make equal decisions."""
         return repr(self)
 
     @property
     def spelling(self) -> str:
-        """Returns the policy's line, e.g. ``fixed:2``, or its fingerprint if it has no line; for tables and errors."""
+        """The policy's line, e.g. ``fixed:2``, or its fingerprint if it has no line; for tables and errors."""
         try:
             return self.as_line()
         except InputError:

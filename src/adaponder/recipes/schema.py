@@ -81,7 +81,7 @@ class ModelRecipe(OpenRecurrence):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Returns the settings of the recurrence as keyword arguments of the config, without unset ones."""
+        """Settings of the recurrence as keyword arguments of the config, without unset ones."""
         values = {item.name: getattr(self, item.name) for item in fields(OpenRecurrence)}
         return {
             name: list(value) if isinstance(value, tuple) else value
@@ -342,7 +342,7 @@ class Recipe:
 
     @property
     def fingerprint(self) -> str:
-        """Returns the hash of all fields that affect the result, so not of name, description or logging interval.
+        """Hash of all fields that affect the result; not of the name, the description or the logging interval.
 
         Unset fields (``None``) are left out, and removed fields are included with their last default, so that neither
         adding nor removing a field changes the hash of older runs.

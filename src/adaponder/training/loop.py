@@ -167,7 +167,10 @@ class Trainer:
             self.controller.turn(self.world.sum(self.controller.sums))
 
     def _clip(self, largest: float) -> Tensor:
-        """Clips the gradients; returns the norm before, the backbone's alone if gates are clipped separately."""
+        """Clips the gradients and returns their norm before clipping.
+
+        Methods with ``gates_apart`` clip gates and backbone separately; the norm is then that of the backbone.
+        """
         gates = list(self.model.method.parameters())
         if not self.model.method.gates_apart or not gates:
             return nn.utils.clip_grad_norm_(self.model.parameters(), largest)

@@ -150,7 +150,10 @@ class DepthCounts:
                 self.last = counts
 
     def evaluated(self, batches: Any) -> None:
-        """Adds the last forward to the counts of the evaluation over ``batches``; drops counts of an earlier one."""
+        """Adds the last forward to the counts of the evaluation over ``batches``.
+
+        Counts of an earlier evaluation are dropped.
+        """
         if batches is not self.batches:
             self.sums.pop(False, None)
         if self.last is not None:
