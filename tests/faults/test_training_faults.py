@@ -89,9 +89,6 @@ def whole(recipe, tmp_path_factory) -> Path:
     return out
 
 
-# --- looking at runs -----------------------------------------------------------------------------------------------
-
-
 def metrics(run: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in CLOCKED} for line in all_metrics(run)]
 
@@ -134,9 +131,6 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
-
-
-# --- children that die ---------------------------------------------------------------------------------------------
 
 
 def killed_at(point: Callable[[], None], recipe: Recipe, out: Path, **options: Any) -> bool:
@@ -294,9 +288,6 @@ def test_a_run_killed_twice_at_random_ends_like_one_that_was_not(shards, whole, 
     assert_as_if_nothing_had_been(out, whole)
 
 
-# --- 3, 4: nowhere to write ----------------------------------------------------------------------------------------
-
-
 def full_within(folder: str) -> Callable[[Path], None]:
     original = files.flush
     return lambda path: (full_disk if folder in str(path) else original)(path)
@@ -408,8 +399,6 @@ def test_a_read_only_folder_is_refused_before_the_first_step(recipe, tmp_path, m
             train(recipe, out=out, quiet=True)
 
 
-# --- 4, 5, 11, 12: runs that resume, and runs that are refused ----------------------------------------------------
-
 CHANGES = {
     "train.global_batch": ("4", "2"),
     "data.sequence": ("32", "16"),
@@ -471,7 +460,7 @@ RESUMES = {
 }
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("name", RESUMES)
 def test_a_run_resumes_like_one_that_never_stopped(shards, whole, tmp_path, capsys, name):
     case, out = RESUMES[name], tmp_path / "run"
@@ -565,9 +554,6 @@ def test_a_recipe_that_is_refused_leaves_the_folder_to_the_corrected_one(shards,
     train(recipe_of(shards, "train.steps=3", "train.freeze_backbone_steps=0"), out=tmp_path / "run", quiet=True)
 
 
-# --- 5, 6, 7: checkpoints that are not what was written ------------------------------------------------------------
-
-
 def test_pruning_never_counts_a_broken_checkpoint_as_one_that_is_kept(shards, whole, tmp_path):
     """One is kept, and the one of step 7 is broken: at every instant some whole checkpoint must be there."""
     out, kept_one = stopped_after(whole, 7, tmp_path / "run"), recipe_of(shards, "train.keep=1")
@@ -636,9 +622,6 @@ def test_without_optimizer_or_rng_only_the_weights_go_on(recipe, whole, tmp_path
     assert all(torch.equal(saved[name], began[name]) for name in backbone)
 
 
-# --- 8: signals ----------------------------------------------------------------------------------------------------
-
-
 def signals_at(step: int, *numbers: int) -> Callable[[Trainer], None]:
     """A step like any other, in the midst of which signals arrive."""
     original = Trainer._forward
@@ -695,9 +678,6 @@ def test_a_second_signal_exits_at_once(recipe, whole, tmp_path):
     assert_as_if_nothing_had_been(out, whole)
 
 
-# --- 9: not a number -----------------------------------------------------------------------------------------------
-
-
 def bad_loss(value: float, step: int) -> Callable[..., Any]:
     original = Trainer._forward
 
@@ -731,15 +711,9 @@ def assert_finite_checkpoints(run: Path, steps: list[int]) -> None:
     assert not (run / "final").exists()
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("poison", "value", "step", "save_every"),
-    [
-        (bad_loss, math.nan, FROZEN - 1, 1),
-        (bad_loss, math.inf, STEPS - 1, 1),
-        (bad_weight, math.nan, S0 + 1, 3),
-        (bad_weight, math.inf, STEPS - 1, 3),
-    ],
+    [(bad_loss, math.nan, FROZEN - 1, 1), (bad_weight, math.inf, STEPS - 1, 3)],
 )
 def test_a_step_that_is_not_a_number_ends_the_run_and_is_never_saved(
     shards, whole, tmp_path, monkeypatch, save_every, step, poison, value
@@ -789,20 +763,14 @@ def test_an_update_that_overflows_is_never_saved_though_its_gradient_was_finite(
     assert_finite_checkpoints(out, list(range(1, S0 + 1)))
 
 
-# --- 10: gates that collapse ---------------------------------------------------------------------------------------
-
-
 STILL = ("train.halt_before_ponder=true", "train.gate_lr=1e-6", "train.save_every=0")
-SINKING = ("model.tau=0.45", "train.gate_lr=1e-2", "train.ponder_start=0")
 
 
 @pytest.mark.parametrize(
     ("bias", "overrides", "warning", "depth"),
     [
         (-20, STILL, "every token halts after one", 1.0),
-        (20, STILL, "no token halts early", 3.0),
         (20, (*STILL, "train.ponder_weight=0"), None, 3.0),  # without a ponder loss gates may stay open
-        (0, (*STILL, *SINKING), None, None),
     ],
 )
 def test_collapsed_gates_are_warned_of_once_and_shown(shards, tmp_path, capsys, bias, overrides, warning, depth):
@@ -811,12 +779,8 @@ def test_collapsed_gates_are_warned_of_once_and_shown(shards, tmp_path, capsys, 
     depths = [line["mean_depth"] for line in lines if "loss" in line]
     assert printed.count("warning: ") == (warning is not None)
     assert warning is None or warning in printed
-    assert depth is None or set(depths) == {depth}
-    assert depth is not None or 1.1 < sum(depths) / len(depths) < 2.9
+    assert set(depths) == {depth}
     assert depth != 1.0 or lines[-1]["validation_depth"] == 1.0
-
-
-# --- 11: a resumed run that would differ ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -859,18 +823,14 @@ def test_a_change_that_is_allowed_takes_effect_or_is_refused_by_name(shards, who
     assert losses(out)[4:] != losses(whole)[4:], "the change was ignored"
 
 
-# --- 12: resume at every boundary ----------------------------------------------------------------------------------
-
-
 def test_a_resumed_run_draws_the_same_dropout(shards, whole, tmp_path):
     dropping = recipe_of(shards, "model.backbone.hidden_dropout=0.2", "train.eval_every=3")
     train(dropping, out=tmp_path / "whole", quiet=True)
     assert losses(tmp_path / "whole") != losses(whole), "dropout must act for this to mean anything"
-    for step in (FROZEN, S0 + 1):
-        out = stopped_after(tmp_path / "whole", step, tmp_path / f"from-{step}")
-        torch.manual_seed(step)
-        train(dropping, out=out, resume="auto", quiet=True)
-        assert_as_if_nothing_had_been(out, tmp_path / "whole")
+    out = stopped_after(tmp_path / "whole", S0 + 1, tmp_path / "resumed")
+    torch.manual_seed(1234)
+    train(dropping, out=out, resume="auto", quiet=True)
+    assert_as_if_nothing_had_been(out, tmp_path / "whole")
 
 
 def test_each_process_resumes_its_own_random_state(recipe, whole, tmp_path, capsys):
@@ -889,9 +849,6 @@ def test_each_process_resumes_its_own_random_state(recipe, whole, tmp_path, caps
     capsys.readouterr()
     start(0)
     assert "random states of 1 of 2 processes" in capsys.readouterr().out
-
-
-# --- 13: one owner -------------------------------------------------------------------------------------------------
 
 
 def test_a_second_run_in_the_same_folder_names_the_first(recipe, tmp_path, no_training):

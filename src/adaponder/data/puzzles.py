@@ -128,7 +128,6 @@ class Hops:
         _require(self, "most", 1, _MOST_HOPS)
         _require(self, "questions", 1, _LARGEST)
         _require(self, "capitals", 0, 1)
-        _require(self, "answers", 0, 1)
         _require(self, "ends", 2, self.letters)
         taken = sum(self.hops) + (0 if self.capitals else self.ends)
         if not taken <= self.letters <= MOST_LETTERS:
@@ -201,7 +200,6 @@ class Mano:
     def check(self) -> None:
         """Raises for settings out of range, or a length into which the tallest tree does not fit."""
         _require(self, "modulus", 2, MOST_NUMBERS - 1)
-        _require(self, "answers", 0, 1)
         _require(self, "most", 1, _MOST_HEIGHT)
         # A full tree has 2 ** (height + 1) - 1 words; modulus, equals sign, value and end token come on top.
         if self.length < (shortest := 2 ** (self.most + 1) + 3):
@@ -289,6 +287,7 @@ def settings_of(argument: str) -> Hops | Mano:
         values[field] = int(value)
     settings = replace(PUZZLES[name], **values)
     _require(settings, "documents", 1, _LARGEST)
+    _require(settings, "answers", 0, 1)
     settings.check()
     return settings
 

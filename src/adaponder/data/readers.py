@@ -101,9 +101,6 @@ class InputPart(NamedTuple):
     records: Callable[[InputPart, Sequence[str], Counts], Iterator[Record]] | None = None
 
 
-# --- compressed files -----------------------------------------------------------------------------------------------
-
-
 def compression_of(path: Path) -> str:
     """Returns the last suffix of a compressed file, in lower case; empty for a file that is not compressed."""
     suffix = path.suffix.lower()
@@ -133,9 +130,6 @@ def decompressed(path: Path, error: type[AdaPonderError] = DataError) -> Iterato
         except _DAMAGE as problem:
             what = f"damaged or truncated {compression} file" if compression else "cannot be read"
             raise error(f"{path}: {what} ({problem})") from None
-
-
-# --- text -----------------------------------------------------------------------------------------------------------
 
 
 def text(part: InputPart, counts: Counts) -> Iterator[Document]:
@@ -197,9 +191,6 @@ def _too_long(where: str) -> DataError:
         f"{where}: longer than {LONGEST:,} bytes, the maximum of one document: split it into documents, "
         'one {"text": …} per line of a .jsonl'
     )
-
-
-# --- records: lines of a .jsonl, rows of a table or of a hub dataset --------------------------------------------------
 
 
 def record_documents(part: InputPart, counts: Counts) -> Iterator[Document]:
@@ -320,8 +311,6 @@ def parse_hub(argument: str) -> tuple[str, str | None, str]:
     config, split = (*rest, "", "")[:2]
     return name, config or None, split or "train"
 
-
-# --- tokens of Megatron, and puzzles ----------------------------------------------------------------------------------
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}

@@ -32,19 +32,6 @@ class Batch(NamedTuple):
     learned: np.ndarray | None = None
 
 
-def count_windows(shards: Shards, sequence: int) -> int:
-    """Returns the number of disjoint blocks of ``sequence + 1`` tokens in the split; the remainder is never read."""
-    if sequence < 1:
-        raise InputError(f"sequence={sequence} must be at least 1")
-    windows = shards.tokens // (sequence + 1)
-    if not windows:
-        raise DataError(
-            f"{shards.folder}/{shards.split} has {shards.tokens} tokens, but one window takes "
-            f"sequence + 1 = {sequence + 1}: prepare more text or shorten the sequence"
-        )
-    return windows
-
-
 def read_windows(shards: Shards, windows: np.ndarray, *, sequence: int, stride: int | None = None) -> Batch:
     """Reads the windows numbered ``windows``; window n starts at token ``n * stride``, by default ``sequence + 1``."""
     starts = windows * (stride or sequence + 1)
@@ -60,14 +47,20 @@ class Sampler:
     Each epoch visits every window once, in an order of its own; a batch may span two epochs.
 
     Attributes:
-        windows: number of windows of an epoch.
+        windows: number of windows of an epoch, disjoint blocks of ``sequence + 1`` tokens; the rest is never read.
     """
 
     def __init__(self, shards: Shards, *, sequence: int, global_batch: int, seed: int):
-        if global_batch < 1:
-            raise InputError(f"global_batch={global_batch} must be at least 1")
+        for name, value in (("sequence", sequence), ("global_batch", global_batch)):
+            if value < 1:
+                raise InputError(f"{name}={value} must be at least 1")
         self.shards, self.sequence, self.global_batch, self.seed = shards, sequence, global_batch, seed
-        self.windows = count_windows(shards, sequence)
+        self.windows = shards.tokens // (sequence + 1)
+        if not self.windows:
+            raise DataError(
+                f"{shards.folder}/{shards.split} has {shards.tokens} tokens, but one window takes "
+                f"sequence + 1 = {sequence + 1}: prepare more text or shorten the sequence"
+            )
         if self.windows < global_batch:
             raise DataError(
                 f"{shards.folder}/{shards.split} has {self.windows} windows of {sequence + 1} tokens, "

@@ -55,9 +55,6 @@ from adaponder.terminal import errors
 _LARGE = 2**33
 
 
-# --- writing ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class WriterState:
     """The content of ``progress.json``: each split's complete shards and the number of the next document to write."""
@@ -210,9 +207,6 @@ def _text_of(value: Any) -> str:
     return str(value)
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
 class Shards:
     """Reads one split of a prepared folder, as the concatenation of its shards.
 
@@ -352,9 +346,6 @@ class Shards:
             f"{path}: token id {blocks[block, offset]} at offset {token - self._bounds[number]} "
             f"is outside the vocabulary of {self.vocab_size}: the shard is damaged, prepare the data again"
         )
-
-
-# --- verifying --------------------------------------------------------------------------------------------------------
 
 
 def _check_tokenizer(folder: Path, manifest: Manifest) -> None:

@@ -63,9 +63,6 @@ def base_of(name: str) -> str | None:
     return _read(name)[0].get("base")
 
 
-# --- files, bases, overrides ---------------------------------------------------------------------------------------
-
-
 def _read(name: str) -> tuple[dict[str, Any], str]:
     """Returns the content of the recipe's file and its name; ``name`` is a path, or a recipe that ships."""
     if _is_file(name):
@@ -131,9 +128,6 @@ def _set_field(values: dict[str, Any], override: str) -> None:
         if not isinstance(inner, dict):
             raise ConfigError(f"{option}: {section} is not a section")
     inner[field] = parse_yaml(value, option, ConfigError)
-
-
-# --- from plain data to a recipe -----------------------------------------------------------------------------------
 
 
 def _build(kind: Any, values: Mapping[str, Any], path: str) -> Any:

@@ -314,10 +314,6 @@ class Recipe:
         depth, deepest = self.train.target_depth, self.model.iterations
         if depth is not None and deepest is not None and depth > deepest:
             raise ConfigError(f"train.target_depth={depth} must be at most model.iterations={deepest}")
-        self._check_sequence()
-
-    def _check_sequence(self) -> None:
-        """Raises if a window has more tokens than the backbone has positions, or than ``train.eval_tokens``."""
         sequence, backbone = self.data.sequence, self.model.backbone
         if isinstance(backbone, Mapping):
             longest = backbone.get("max_position_embeddings", sequence)

@@ -91,8 +91,6 @@ class Trainer:
                 "model.backbone to a checkpoint of stage 1"
             )
 
-    # --- steps --------------------------------------------------------------------------------------------------
-
     def train(self) -> bool:
         """Takes all remaining steps, phase by phase; returns false if stopped before the last step."""
         for phase in phases(self.recipe.train):
@@ -229,8 +227,6 @@ class Trainer:
             "last checkpoint is intact. A smaller train.lr or train.clip usually helps"
         )
 
-    # --- logs and validation ------------------------------------------------------------------------------------
-
     def _log(self, step: int) -> None:
         tally, self.tally = self.tally, Tally()
         means = tally.means(self.world)
@@ -293,8 +289,6 @@ class Trainer:
         if self.telemetry:
             self.telemetry.log({"step": step, **scores})
         self.tally.began = time.perf_counter()
-
-    # --- checkpoints --------------------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Writes a checkpoint between two steps."""

@@ -41,9 +41,6 @@ from adaponder.training.schedule import objective_at
 FINISHED, FAILED, STOPPED, PENDING = "finished", "failed", "stopped", "pending"
 _LONGEST_NAME = 120
 
-# --- planning ---------------------------------------------------------------------------------------------------------
-
-
 Axis = tuple[str, tuple[Any, ...]]  # a field of the recipe and the values to try
 
 
@@ -175,9 +172,6 @@ def _as_override(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=math.inf).splitlines()[0]
 
 
-# --- summaries --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
     """Summary of one run, a line of the sweep's table; unknown values are ``None``.
@@ -261,9 +255,6 @@ def result_of(run: PlannedRun, folder: Path) -> RunSummary:
         tokens_per_second=statistics.median(speeds) if speeds else None,
         **{name: scores[-1][name] for name in ("validation_loss", "validation_depth", "validation_halted")},
     )
-
-
-# --- training ---------------------------------------------------------------------------------------------------------
 
 
 def examine(

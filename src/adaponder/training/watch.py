@@ -54,12 +54,12 @@ class Tally:
         value = value.detach().double()
         self.sums[name] = self.sums[name] + value if name in self.sums else value
 
-    def count(self, output: AdaPonderOutput, parts: int, iterations: int) -> None:
-        """Adds the output of one micro-step; the step has ``parts`` of them."""
+    def count(self, output: AdaPonderOutput, micro_steps: int, iterations: int) -> None:
+        """Adds the output of one of the step's ``micro_steps``."""
         assert output.loss is not None
         assert output.depth is not None
         for name, value in {"loss": output.loss, **(output.terms or {})}.items():
-            self.add(name, value / parts)
+            self.add(name, value / micro_steps)
         self.add("depths", count_depths(output.depth, iterations))
         if output.gates is not None:
             self.add("gates", output.gates.sum((0, 1)))

@@ -15,7 +15,6 @@ from adaponder.data.tokenizers import END, load_tokenizer, vocabulary_size
 from adaponder.errors import InputError
 from adaponder.training import validation
 from adaponder.training.data import model_inputs
-from fault_support import contents
 
 SMALL = {
     "hops": "hops:seed=3,documents=60",
@@ -170,11 +169,6 @@ def folder(request, tmp_path_factory):
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 0, result.output
     return out
-
-
-def test_prepared_twice_the_bytes_are_the_same(folder, tmp_path):
-    prepare([SMALL[folder.name]], out=tmp_path, validation=0.2)
-    assert contents(tmp_path) == contents(folder)
 
 
 def test_train_and_validation_share_no_document_and_every_one_asks(folder):
