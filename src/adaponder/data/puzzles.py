@@ -1,4 +1,4 @@
-"""Generates the puzzles hops and mano; the depth that a question needs can be recomputed from its text alone.
+"""Generates the puzzles hops and mano. The depth that a question needs can be recomputed from its text alone.
 
 ``hops`` and ``mano`` are inputs of ``adaponder prepare``; ``hops:seed=1,most=3`` changes settings. A document depends
 only on the settings and its number. All documents of a puzzle have ``length`` tokens; their tokenizer is ``symbols``.
@@ -56,7 +56,7 @@ Entry = TypeVar("Entry")
 
 
 def symbol_tokenizer(end_token: str) -> Tokenizer:
-    """Returns a tokenizer that splits at white space; unknown words become ``<unknown>``."""
+    """Returns a tokenizer that splits at white space. Unknown words become ``<unknown>``."""
     tokenizer = Tokenizer(models.WordLevel(_ID_OF, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([end_token])
@@ -69,7 +69,7 @@ def ids_of(words: Iterable[str]) -> np.ndarray:
 
 
 def words_of(ids: np.ndarray) -> list[str]:
-    """Returns the words of ``ids``, without end tokens; ids beyond the vocabulary are ``<unknown>``."""
+    """Returns the words of ``ids``, without end tokens. Ids beyond the vocabulary are ``<unknown>``."""
     return [WORDS[index] if 0 <= index < END_ID else UNKNOWN for index in ids.tolist()]
 
 
@@ -91,7 +91,7 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Hops:
-    """Settings of hops documents. No letter leads to two others; only the end of a chain may be reached twice.
+    """Settings of hops documents. No letter leads to two others, and only the end of a chain may be reached twice.
 
     Attributes:
         documents: number of documents.
@@ -165,7 +165,7 @@ def shuffled(entries: Sequence[Entry], draw: Draw) -> list[Entry]:
 
 
 def _hops_questions(words: Sequence[str]) -> Iterator[Question]:
-    """Follows the chain of each question hop by hop; skips letters that lead nowhere or into a cycle."""
+    """Follows the chain of each question hop by hop. Skips letters that lead nowhere or into a cycle."""
     bar = words.index(BAR)
     leads = {words[place]: words[place + 1] for place in range(0, bar - 2, 3) if words[place + 2] == STOP}
     unasked = set(leads) - set(leads.values())
@@ -180,7 +180,7 @@ def _hops_questions(words: Sequence[str]) -> Iterator[Question]:
 
 @dataclass(frozen=True)
 class Mano:
-    """Settings of mano documents. Heights are drawn uniformly; one side of a node may be lower than the other.
+    """Settings of mano documents. Heights of trees are drawn uniformly. One side of a node may be lower than the other.
 
     Attributes:
         documents: number of documents.
@@ -231,7 +231,7 @@ class Mano:
 
 
 def _mano_questions(words: Sequence[str]) -> Iterator[Question]:
-    """Evaluates the trees of a document in order; stops at the first word that does not belong to a question."""
+    """Evaluates the trees of a document in order. Stops at the first word that does not belong to a question."""
     if not words or not words[0].isdecimal() or int(words[0]) < 2:
         return
     start, modulus = 1, int(words[0])
@@ -317,7 +317,7 @@ def questions(words: Sequence[str]) -> Iterator[Question]:
 
 
 def needed(ids: np.ndarray) -> np.ndarray:
-    """Returns ``int64[ids]``: the hops or height that each answer needs, at the index of the answer; 0 elsewhere.
+    """Returns ``int64[ids]``: at the index of each answer the hops or height that it needs, 0 elsewhere.
 
     A forced answer also gets 0: it follows by elimination, without any hop. ``ids`` are whole documents in tokens of
     ``symbols``, with end tokens between them.

@@ -17,7 +17,7 @@ _ROUNDS = 8
 
 
 class Batch(NamedTuple):
-    """The windows of a step; inputs are ``tokens[:, :-1]``, targets ``tokens[:, 1:]``.
+    """The windows of a step. Inputs are ``tokens[:, :-1]``, targets ``tokens[:, 1:]``.
 
     Attributes:
         tokens: ``int64[windows, sequence + 1]``.
@@ -33,7 +33,7 @@ class Batch(NamedTuple):
 
 
 def read_windows(shards: Shards, windows: np.ndarray, *, sequence: int, stride: int | None = None) -> Batch:
-    """Reads the windows numbered ``windows``; window n starts at token ``n * stride``, by default ``sequence + 1``."""
+    """Reads the windows numbered ``windows``. Window n starts at token ``n * stride``, by default ``sequence + 1``."""
     starts = windows * (stride or sequence + 1)
     tokens = shards.read_blocks(starts, sequence + 1)
     documents = shards.number_blocks(starts, sequence + 1)
@@ -73,7 +73,7 @@ class Sampler:
         return self.part(step, 0, self.global_batch)
 
     def part(self, step: int, first: int, count: int) -> Batch:
-        """Returns windows ``first … first + count - 1`` of ``batch(step)``; only those are read."""
+        """Returns windows ``first … first + count - 1`` of ``batch(step)``. Only those are read."""
         if step < 0 or first < 0 or count < 0 or first + count > self.global_batch:
             last = self.global_batch - 1
             raise InputError(f"step {step}: {count} windows from {first} on; a step has windows 0 … {last}")

@@ -131,7 +131,7 @@ class Ledger(Cache):
         return self.table, self.slot_depth
 
     def snapshot(self) -> list[KeysValues | None]:
-        """Returns the current keys and values per layer; later appends do not change them."""
+        """Returns the current keys and values per layer. Later appends do not change them."""
         return [None if store is None else store.tensors() for store in self.stores]
 
     def append(self, rows: list[KeysValues]) -> None:

@@ -53,7 +53,7 @@ class FixedDepth(Policy):
 
 @dataclass(frozen=True)
 class ForcedDepths(Policy):
-    """Gives each token the depth ``depths[sequence, slot]``; for replay, oracles and tests.
+    """Gives each token the depth ``depths[sequence, slot]``, for replay, oracles and tests.
 
     Depths on another device than the model's are copied at every iteration; move them first if speed matters.
     """
@@ -93,7 +93,7 @@ class ForcedDepths(Policy):
 
 @dataclass(frozen=True)
 class Random(Policy):
-    """Continues with probability ``keep``; tokens with equal seed and position in two sequences continue alike."""
+    """Continues with probability ``keep``. Tokens with equal seed and position in two sequences continue alike."""
 
     keep: float
     word: ClassVar[str] = "random"
@@ -182,5 +182,5 @@ class SampledExit(Policy):
 
 
 def _draw(rows: PolicyInput, position: Tensor, number: int) -> Tensor:
-    """Returns the uniform hash of (seed, ``position``, ``number``); no iteration has a negative ``number``."""
+    """Returns the uniform hash of (seed, ``position``, ``number``). No iteration has a negative ``number``."""
     return unit_hash(position, rows.seed, torch.full_like(rows.iteration, number))

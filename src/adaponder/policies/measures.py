@@ -21,7 +21,7 @@ _ROWS = 1024
 
 @dataclass(frozen=True)
 class MeasureThreshold(Policy):
-    """Continues while :meth:`measure` is at least ``threshold`` (at most, if ``at_most``); one number or one per gate.
+    """Continues while :meth:`measure` is at least ``threshold``, one number or one per gate (``at_most``: at most).
 
     Measures that compare two iterations (``reads_previous``) are undefined after iteration 0; every token continues
     there, so depths are at least 2.
@@ -43,7 +43,7 @@ class MeasureThreshold(Policy):
     @staticmethod
     @abstractmethod
     def measure(rows: PolicyInput) -> Tensor:
-        """Returns one number per row; thresholds are converted to its precision before comparison."""
+        """Returns one number per row. Thresholds are converted to its precision before comparison."""
 
     def __call__(self, rows: PolicyInput) -> Tensor:
         measured = self.measure(rows)

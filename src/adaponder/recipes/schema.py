@@ -119,7 +119,7 @@ class DataRecipe:
 
 @dataclass(frozen=True)
 class TrainRecipe:
-    """How the model is trained; steps count optimizer updates."""
+    """How the model is trained. Steps count optimizer updates."""
 
     steps: int = setting(MISSING, "updates in all", "[1, 1_000_000_000]")
     global_batch: int = setting(
@@ -228,7 +228,7 @@ class TrainRecipe:
     log_every: int = setting(10, "steps between logs; 0: only at the end", STEPS)
 
     def gates_begin(self, *, pressed: bool) -> int:
-        """Returns the first step that updates the method's parameters; ``pressed``: whether it has a ponder term."""
+        """Returns the first step that updates the method's parameters. ``pressed``: the loss has a ponder term."""
         if self.gate_start is not None:
             return self.gate_start
         waits = pressed and self.ponder_weight and not self.freeze_backbone_steps
@@ -327,7 +327,7 @@ class Recipe:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the recipe as plain data; from scratch, an unset embedding scale is replaced by the method's default.
+        """Returns the recipe as plain data. From scratch, an unset embedding scale is replaced by the method's default.
 
         Thus records and hashes of runs with different scales differ.
         """
@@ -338,7 +338,7 @@ class Recipe:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all fields that affect the result; not of the name, the description or the logging interval.
+        """Hash of all fields that affect the result, without the name, the description and the logging interval.
 
         Unset fields (``None``) are left out, and removed fields are included with their last default, so that neither
         adding nor removing a field changes the hash of older runs.

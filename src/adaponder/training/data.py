@@ -22,14 +22,14 @@ from adaponder.training.distributed import World, local_share
 
 
 def open_data(recipe: Recipe, data: Path, world: World) -> tuple[Shards, Shards]:
-    """Opens the recipe's training and validation tokens; the processes of a machine share the hashing."""
+    """Opens the recipe's training and validation tokens. The processes of a machine share the hashing."""
     folder = shards_folder(recipe, data, world)
     share = local_share()
     return Shards.open(folder, "train", share=share), Shards.open(folder, "validation", share=share)
 
 
 def shards_folder(recipe: Recipe, data: Path, world: World) -> Path:
-    """Returns the recipe's prepared folder; an unprepared source is prepared once, in a folder under ``data``."""
+    """Returns the recipe's prepared folder. An unprepared source is prepared once, in a folder under ``data``."""
     source = Path(recipe.data.source)
     if os.path.isfile(source / MANIFEST):
         return source
@@ -67,7 +67,7 @@ def sampler_of(recipe: Recipe, shards: Shards) -> Sampler:
 
 
 def model_inputs(batch: Batch, *, across: bool) -> dict[str, Tensor]:
-    """Returns the forward's tensors; masked targets are -100; without ``across``, documents do not see each other."""
+    """Returns the forward's tensors. Masked targets are -100. Without ``across``, documents do not see each other."""
     tokens, documents = torch.from_numpy(batch.tokens), torch.from_numpy(batch.documents)
     inputs = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:].clone()}
     if batch.learned is not None:
@@ -99,7 +99,7 @@ class MicroBatches:
 
     @classmethod
     def of(cls, recipe: Recipe, sampler: Sampler, world: World) -> MicroBatches:
-        """Divides the recipe's ``global_batch`` into micro-batches; each process must get whole ones."""
+        """Divides the recipe's ``global_batch`` into micro-batches. Each process must get whole ones."""
         share, remainder = divmod(recipe.train.global_batch, world.size)
         if remainder:
             raise ConfigError(

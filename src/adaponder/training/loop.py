@@ -92,7 +92,7 @@ class Trainer:
             )
 
     def train(self) -> bool:
-        """Takes all remaining steps, phase by phase; returns false if stopped before the last step."""
+        """Takes all remaining steps, phase by phase. Returns false if stopped before the last step."""
         for phase in phases(self.recipe.train):
             if self.step >= phase.end:
                 continue
@@ -177,7 +177,7 @@ class Trainer:
         return norm + 0.0 * gate_norm  # propagates a gate norm that is not finite
 
     def _after_step(self, phase_end: int) -> bool:
-        """Logs, validates and saves if due after a step; returns true if the run must stop here."""
+        """Logs, validates and saves where due after a step. Returns true if the run must stop here."""
         train = self.recipe.train
         step, self.step = self.step, self.step + 1
         if self.telemetry:
@@ -212,7 +212,7 @@ class Trainer:
             )
 
     def require_finite(self) -> None:
-        """Raises if the gradient norm of the last step is not finite; earlier steps are already checked."""
+        """Raises if the gradient norm of the last step is not finite. Earlier steps are already checked."""
         if self.last_step is None:
             return
         step, norm, loss = self.step - 1, *map(float, self.last_step)
@@ -266,7 +266,7 @@ class Trainer:
             self.before = read_json(path, TrainingError)
 
     def evaluate(self, tokens: int, **options: Any) -> dict[str, Any]:
-        """Returns loss and depths on the first ``tokens`` validation tokens; ``options`` go to the model's forward."""
+        """Returns loss and depths on the first ``tokens`` validation tokens. ``options`` go to the model's forward."""
         assert self.validation is not None
         return validate(
             self.model,

@@ -21,7 +21,7 @@ _ADAPTER = "default"
 
 
 def attach(model: AdaPonderForCausalLM, train: TrainRecipe, resumed_from: Path | None = None) -> None:
-    """Adds the recipe's adapters, if any, to the backbone; loads their values from ``resumed_from`` if given."""
+    """Adds the recipe's adapters, if any, to the backbone. Loads their values from ``resumed_from`` if given."""
     if train.lora_rank is None:
         return
     try:

@@ -18,7 +18,7 @@ from adaponder.recipes import TrainRecipe
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps ``start … end - 1``, with the backbone frozen or not; each phase has a new optimizer."""
+    """Steps ``start … end - 1``, with the backbone frozen or not. Each phase has a new optimizer."""
 
     start: int
     end: int
@@ -26,7 +26,7 @@ class Phase:
 
 
 def phases(train: TrainRecipe) -> list[Phase]:
-    """Returns the phases of a run: first only the method's parameters train, then all; either may be absent."""
+    """Returns the phases of a run: first only the method's parameters train, then all. Either phase may be absent."""
     frozen = train.freeze_backbone_steps
     both = [Phase(0, frozen, False), Phase(frozen, train.steps, True)]
     return [phase for phase in both if phase.end > phase.start]
@@ -52,12 +52,12 @@ def learning_rate_factor(train: TrainRecipe, step: int) -> float:
 
 
 def _steps(warmup: float, train: TrainRecipe) -> int:
-    """Returns the number of warm-up steps; a value below 1 is a share of all steps."""
+    """Returns the number of warm-up steps. A value below 1 is a share of all steps."""
     return round(warmup * train.steps) if warmup < 1 else int(warmup)
 
 
 def exit_entropy_at(train: TrainRecipe, step: int) -> float | None:
-    """Returns Ouro's beta at ``step``, linear between its two values; ``None`` means the config's value."""
+    """Returns Ouro's beta at ``step``, linear between its two values. ``None`` means the config's value."""
     if train.exit_entropy is None:
         return None
     before, after = train.exit_entropy
@@ -80,7 +80,7 @@ def objective_at(train: TrainRecipe, step: int) -> Objective:
 
 
 def policy_at(train: TrainRecipe, method: Method, step: int) -> Policy | None:
-    """Returns the policy: full depth in stage 1 unless ``halt_before_ponder``; ``None`` means the method's default."""
+    """Returns the policy: full depth in stage 1 unless ``halt_before_ponder``. ``None`` means the method's default."""
     policy = method.training_policy(step / train.capacity_warmup if train.capacity_warmup else 1.0)
     if policy is not None:
         return policy
@@ -117,7 +117,7 @@ def build_optimizer(model: nn.Module, train: TrainRecipe) -> torch.optim.AdamW:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, train: TrainRecipe, step: int) -> float:
-    """Sets each group's rate to its peak times the schedule (0 before its start); returns the backbone's rate."""
+    """Sets each group's rate to its peak times the schedule (0 before its start) and returns the backbone's rate."""
     factor = learning_rate_factor(train, step)
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * factor if step >= group["start"] else 0.0

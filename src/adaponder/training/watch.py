@@ -28,7 +28,7 @@ _NEARLY_ALL = 0.95
 
 
 def count_depths(depth: Tensor, iterations: int) -> Tensor:
-    """Returns ``int64[K]``, the number of tokens of each depth 1 … K; depth 0 (padding) does not count."""
+    """Returns ``int64[K]``, the number of tokens of each depth 1 … K. Depth 0 (padding) does not count."""
     levels = torch.arange(1, iterations + 1, device=depth.device)
     return (depth[..., None] == levels).sum((0, 1))
 
@@ -43,7 +43,7 @@ def depth_shares(counts: Tensor) -> tuple[float, list[float]]:
 
 @dataclass
 class Tally:
-    """Sums since the last log, kept on the device; only :meth:`means` synchronizes with it."""
+    """Sums since the last log, kept on the device. Only :meth:`means` synchronizes with it."""
 
     steps: int = 0
     tokens: int = 0
@@ -65,7 +65,7 @@ class Tally:
             self.add("gates", output.gates.sum((0, 1)))
 
     def means(self, world: World) -> dict[str, Any]:
-        """Returns means over all processes; every process must call it."""
+        """Returns means over all processes. Every process must call it."""
         sums = dict(self.sums)
         depths, norm = world.sum(sums.pop("depths")), float(sums.pop("grad_norm")) / self.steps
         gates = world.sum(sums.pop("gates")) if "gates" in sums else None
@@ -93,9 +93,9 @@ def utilisation(
 
 
 def collapse(metrics: dict[str, Any], train: TrainRecipe, *, pressed: bool = True) -> tuple[str, str] | None:
-    """Returns (kind, message) of a warning if the gates no longer distinguish tokens; else ``None``.
+    """Returns (kind, message) of a warning if the gates no longer distinguish tokens, else ``None``.
 
-    ``pressed``: whether the loss has a ponder term; without one, open gates are no fault and there is no stage 1.
+    ``pressed``: whether the loss has a ponder term; without one, gates may stay open and there is no stage 1.
     """
     step, halted, gates = metrics["step"], metrics["halted"], metrics.get("gate_means", [])
     if not halted:
@@ -117,7 +117,7 @@ def collapse(metrics: dict[str, Any], train: TrainRecipe, *, pressed: bool = Tru
 
 
 def member_of(model: nn.Module, who: str) -> AdaPonderForCausalLM:
-    """Returns the AdaPonder model inside adapters or wrappers; ``who`` is the caller, for the error."""
+    """Returns the AdaPonder model inside adapters or wrappers. ``who`` is the caller, for the error."""
     for module in model.modules():
         if isinstance(module, AdaPonderForCausalLM):
             return module
