@@ -179,10 +179,10 @@ def _coerced(value: Any, hint: Any) -> Any:
         for argument in arguments:
             if fits(coerced := _coerced(value, argument), argument, Field("", argument)):
                 return coerced
-    if origin is tuple and isinstance(value, list):
-        hints = [arguments[0]] * len(value) if ... in arguments else arguments
-        if len(hints) == len(value):
-            return tuple(_coerced(inner, hint) for inner, hint in zip(value, hints, strict=True))
+    if origin is list and isinstance(value, list):
+        return [_coerced(inner, arguments[0]) for inner in value]
+    if origin is tuple and isinstance(value, list) and len(arguments) == len(value):
+        return tuple(_coerced(inner, argument) for inner, argument in zip(value, arguments, strict=True))
     if hint in (int, float):
         number = _number(value)
         if hint is int and isinstance(number, float) and number.is_integer():

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
-import operator
-import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -29,24 +26,16 @@ def _open_recurrence() -> Any:
     """Makes a frozen dataclass with the fields of ``Recurrence``, all ``None`` (unset) by default except ``method``.
 
     An unset field takes the value that a checkpoint was trained with, else the config's default. ``ponder_on`` is left
-    out, because the section ``train`` has it; lists become tuples, so that a recipe is immutable.
+    out, because the section ``train`` has it.
     """
     hints = typing.get_type_hints(Recurrence)
     columns: list[Any] = []
     for item in fields(Recurrence):
         always = item.name == "method"
-        hint = hints[item.name] if always else _with_tuples(hints[item.name]) | None
-        default = item.default if always else None
-        columns.append((item.name, hint, dataclasses.field(default=default, metadata=item.metadata)))
-    columns = [column for column in columns if column[0] != "ponder_on"]
+        hint, default = (hints[item.name], item.default) if always else (hints[item.name] | None, None)
+        if item.name != "ponder_on":
+            columns.append((item.name, hint, dataclasses.field(default=default, metadata=item.metadata)))
     return dataclasses.make_dataclass("OpenRecurrence", columns, frozen=True, kw_only=True)
-
-
-def _with_tuples(hint: Any) -> Any:
-    """Returns the type with ``tuple[T, ...]`` for ``list[T]``."""
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return functools.reduce(operator.or_, (_with_tuples(part) for part in typing.get_args(hint)))
-    return tuple[(*typing.get_args(hint), ...)] if typing.get_origin(hint) is list else hint
 
 
 OpenRecurrence: Any = _open_recurrence()
@@ -83,11 +72,7 @@ class ModelRecipe(OpenRecurrence):
     def settings(self) -> dict[str, Any]:
         """Settings of the recurrence as keyword arguments of the config, without unset ones."""
         values = {item.name: getattr(self, item.name) for item in fields(OpenRecurrence)}
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in values.items()
-            if value is not None
-        }
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)

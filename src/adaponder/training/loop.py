@@ -75,7 +75,7 @@ class Trainer:
         if train.compile:
             self.model.compile_passes(by=train.compile_by, memory_budget=train.memory_budget)
         self.shape: Shape = shape_of(self.model.config)
-        self.micro_batches = MicroBatches.of(self.recipe, self.sampler, self.world)
+        self.micro_batches = MicroBatches(self.recipe, self.sampler, self.world)
         self.tally = Tally()
         self.wrapped: nn.Module | None = None
         self.last_step: tuple[Tensor, Tensor] | None = None  # gradient norm and loss, not yet checked

@@ -107,7 +107,7 @@ def test_every_recipe_for_finetuning_trains_on_from_the_sample():
 
 def test_targets_are_the_assistants_words_alone(base, chats):
     recipe = finetune(base, data=chats, name="finetune/chat")
-    batches = MicroBatches.of(recipe, sampler_of(recipe, Shards.open(chats)), World())
+    batches = MicroBatches(recipe, sampler_of(recipe, Shards.open(chats)), World())
     (inputs,), (batch,) = batches.inputs(1), batches.draw(1)
     targets, following = inputs["targets"].numpy(), batch.tokens[:, 1:]
     same = batch.documents[:, 1:] == batch.documents[:, :-1]
