@@ -12,7 +12,6 @@ import re
 import select
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -292,19 +291,6 @@ def test_18_odd_documents_are_defined(tmp_path):
     assert [words.decode(piece.tolist()[:-1]) for piece in parts] == texts
     sources = pq.read_table(tmp_path / "out" / "train" / "docs-00000.parquet").column("source").to_pylist()
     assert sources == [*["name-\ufffd"] * 4, "half \ufffd"]
-
-
-@pytest.mark.every
-def test_18_a_line_of_ten_megabytes_is_a_document_like_any_other(tmp_path):
-    (tmp_path / "long.jsonl").write_text('{"text": "short"}\n{"text": "' + "ab" * 5_000_000 + '"}\n')
-    load_tokenizer("train-bpe:300", ["ab" * 400, "short text"])[0].save(str(tmp_path / "t.json"))
-    begun = time.monotonic()
-    manifest = prepare(
-        [str(tmp_path / "long.jsonl")], out=tmp_path / "out", tokenizer=str(tmp_path / "t.json"), validation=0
-    )
-    assert time.monotonic() - begun < 60
-    assert (manifest.total("train", "documents"), manifest.total("train", "utf8_bytes")) == (2, 10_000_005)
-    assert Shards.open(tmp_path / "out").number_blocks(np.array([0]), 20)[0, -1] == 1
 
 
 def test_18_a_file_that_changes_while_it_is_read_is_an_error(tmp_path):

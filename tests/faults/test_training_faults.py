@@ -1,4 +1,4 @@
-"""Kill it, fill the disk, flip a byte, poison a step: the run ends as if nothing had been (promises 1 to 14)."""
+"""Kill it, fill the disk, flip a byte, poison a step: the run ends as if nothing had been (promises 1 to 13)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from adaponder.checkpoints import manifest
 from adaponder.checkpoints.manifest import write_manifest
 from adaponder.data import Sampler, Shards
 from adaponder.errors import CheckpointError, InputError, TrainingError
-from adaponder.ops import chunks
 from adaponder.recipes import Recipe
 from adaponder.training import checkpoint
 from adaponder.training import run as run_module
@@ -90,9 +89,6 @@ def whole(recipe, tmp_path_factory) -> Path:
     return out
 
 
-# --- looking at runs -----------------------------------------------------------------------------------------------
-
-
 def metrics(run: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in CLOCKED} for line in all_metrics(run)]
 
@@ -135,9 +131,6 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
-
-
-# --- children that die ---------------------------------------------------------------------------------------------
 
 
 def killed_at(point: Callable[[], None], recipe: Recipe, out: Path, **options: Any) -> bool:
@@ -295,9 +288,6 @@ def test_a_run_killed_twice_at_random_ends_like_one_that_was_not(shards, whole, 
     assert_as_if_nothing_had_been(out, whole)
 
 
-# --- 3, 4: nowhere to write ----------------------------------------------------------------------------------------
-
-
 def full_within(folder: str) -> Callable[[Path], None]:
     original = files.flush
     return lambda path: (full_disk if folder in str(path) else original)(path)
@@ -409,8 +399,6 @@ def test_a_read_only_folder_is_refused_before_the_first_step(recipe, tmp_path, m
             train(recipe, out=out, quiet=True)
 
 
-# --- 4, 5, 11, 12: runs that resume, and runs that are refused ----------------------------------------------------
-
 CHANGES = {
     "train.global_batch": ("4", "2"),
     "data.sequence": ("32", "16"),
@@ -472,7 +460,7 @@ RESUMES = {
 }
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("name", RESUMES)
 def test_a_run_resumes_like_one_that_never_stopped(shards, whole, tmp_path, capsys, name):
     case, out = RESUMES[name], tmp_path / "run"
@@ -566,9 +554,6 @@ def test_a_recipe_that_is_refused_leaves_the_folder_to_the_corrected_one(shards,
     train(recipe_of(shards, "train.steps=3", "train.freeze_backbone_steps=0"), out=tmp_path / "run", quiet=True)
 
 
-# --- 5, 6, 7: checkpoints that are not what was written ------------------------------------------------------------
-
-
 def test_pruning_never_counts_a_broken_checkpoint_as_one_that_is_kept(shards, whole, tmp_path):
     """One is kept, and the one of step 7 is broken: at every instant some whole checkpoint must be there."""
     out, kept_one = stopped_after(whole, 7, tmp_path / "run"), recipe_of(shards, "train.keep=1")
@@ -589,19 +574,6 @@ def test_a_run_that_goes_back_keeps_what_it_saves_from_there(shards, whole, tmp_
     newest = newest_complete(out)[0]
     assert newest == step_folder(out, 4)
     assert verify_checkpoint(newest)["recipe"]["train"]["ponder_weight"] == 0.5
-
-
-@pytest.mark.parametrize("name", [WEIGHTS, OPTIMIZER, STATE, "config.json"])
-def test_one_flipped_byte_is_found_and_its_file_named(whole, tmp_path, name):
-    folder = step_folder(stopped_after(whole, 2, tmp_path / "run"), 2)
-    content = (folder / name).read_bytes()
-    for place in (0, len(content) // 2, len(content) - 1):
-        flipped = bytearray(content)
-        flipped[place] ^= 1
-        (folder / name).write_bytes(flipped)
-        with pytest.raises(CheckpointError, match=name):
-            verify_checkpoint(folder)
-        assert newest_complete(tmp_path / "run")[0] == step_folder(tmp_path / "run", 1)
 
 
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.every), 7])
@@ -648,9 +620,6 @@ def test_without_optimizer_or_rng_only_the_weights_go_on(recipe, whole, tmp_path
     backbone = [name for name in load_file(folder / WEIGHTS) if name.startswith("backbone.")]  # frozen in step 0
     saved, began = load_file(step_folder(out, 1) / WEIGHTS), load_file(folder / WEIGHTS)
     assert all(torch.equal(saved[name], began[name]) for name in backbone)
-
-
-# --- 8: signals ----------------------------------------------------------------------------------------------------
 
 
 def signals_at(step: int, *numbers: int) -> Callable[[Trainer], None]:
@@ -709,9 +678,6 @@ def test_a_second_signal_exits_at_once(recipe, whole, tmp_path):
     assert_as_if_nothing_had_been(out, whole)
 
 
-# --- 9: not a number -----------------------------------------------------------------------------------------------
-
-
 def bad_loss(value: float, step: int) -> Callable[..., Any]:
     original = Trainer._forward
 
@@ -745,15 +711,9 @@ def assert_finite_checkpoints(run: Path, steps: list[int]) -> None:
     assert not (run / "final").exists()
 
 
-@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("poison", "value", "step", "save_every"),
-    [
-        (bad_loss, math.nan, FROZEN - 1, 1),
-        (bad_loss, math.inf, STEPS - 1, 1),
-        (bad_weight, math.nan, S0 + 1, 3),
-        (bad_weight, math.inf, STEPS - 1, 3),
-    ],
+    [(bad_loss, math.nan, FROZEN - 1, 1), (bad_weight, math.inf, STEPS - 1, 3)],
 )
 def test_a_step_that_is_not_a_number_ends_the_run_and_is_never_saved(
     shards, whole, tmp_path, monkeypatch, save_every, step, poison, value
@@ -803,20 +763,14 @@ def test_an_update_that_overflows_is_never_saved_though_its_gradient_was_finite(
     assert_finite_checkpoints(out, list(range(1, S0 + 1)))
 
 
-# --- 10: gates that collapse ---------------------------------------------------------------------------------------
-
-
 STILL = ("train.halt_before_ponder=true", "train.gate_lr=1e-6", "train.save_every=0")
-SINKING = ("model.tau=0.45", "train.gate_lr=1e-2", "train.ponder_start=0")
 
 
 @pytest.mark.parametrize(
     ("bias", "overrides", "warning", "depth"),
     [
         (-20, STILL, "every token halts after one", 1.0),
-        (20, STILL, "no token halts early", 3.0),
         (20, (*STILL, "train.ponder_weight=0"), None, 3.0),  # without a ponder loss gates may stay open
-        (0, (*STILL, *SINKING), None, None),
     ],
 )
 def test_collapsed_gates_are_warned_of_once_and_shown(shards, tmp_path, capsys, bias, overrides, warning, depth):
@@ -825,12 +779,8 @@ def test_collapsed_gates_are_warned_of_once_and_shown(shards, tmp_path, capsys, 
     depths = [line["mean_depth"] for line in lines if "loss" in line]
     assert printed.count("warning: ") == (warning is not None)
     assert warning is None or warning in printed
-    assert depth is None or set(depths) == {depth}
-    assert depth is not None or 1.1 < sum(depths) / len(depths) < 2.9
+    assert set(depths) == {depth}
     assert depth != 1.0 or lines[-1]["validation_depth"] == 1.0
-
-
-# --- 11: a resumed run that would differ ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -873,18 +823,14 @@ def test_a_change_that_is_allowed_takes_effect_or_is_refused_by_name(shards, who
     assert losses(out)[4:] != losses(whole)[4:], "the change was ignored"
 
 
-# --- 12: resume at every boundary ----------------------------------------------------------------------------------
-
-
 def test_a_resumed_run_draws_the_same_dropout(shards, whole, tmp_path):
     dropping = recipe_of(shards, "model.backbone.hidden_dropout=0.2", "train.eval_every=3")
     train(dropping, out=tmp_path / "whole", quiet=True)
     assert losses(tmp_path / "whole") != losses(whole), "dropout must act for this to mean anything"
-    for step in (FROZEN, S0 + 1):
-        out = stopped_after(tmp_path / "whole", step, tmp_path / f"from-{step}")
-        torch.manual_seed(step)
-        train(dropping, out=out, resume="auto", quiet=True)
-        assert_as_if_nothing_had_been(out, tmp_path / "whole")
+    out = stopped_after(tmp_path / "whole", S0 + 1, tmp_path / "resumed")
+    torch.manual_seed(1234)
+    train(dropping, out=out, resume="auto", quiet=True)
+    assert_as_if_nothing_had_been(out, tmp_path / "whole")
 
 
 def test_each_process_resumes_its_own_random_state(recipe, whole, tmp_path, capsys):
@@ -905,54 +851,9 @@ def test_each_process_resumes_its_own_random_state(recipe, whole, tmp_path, caps
     assert "random states of 1 of 2 processes" in capsys.readouterr().out
 
 
-# --- 13: one owner -------------------------------------------------------------------------------------------------
-
-
 def test_a_second_run_in_the_same_folder_names_the_first(recipe, tmp_path, no_training):
     out = tmp_path / "run"
     with owned(out, World(), None):
         for resume in (None, "auto"):
             with pytest.raises(InputError, match=f"--out {out} .*process {os.getpid()} on "):
                 train(recipe, out=out, resume=resume, quiet=True)
-
-
-# --- 14: equal curves ----------------------------------------------------------------------------------------------
-# In float64, where sums taken in another order differ in the last digits only: 1e-9 of each loss after eight steps.
-
-
-@pytest.fixture(scope="module")
-def exact(shards, tmp_path_factory) -> Callable[..., list[float]]:
-    """The curve of a float64 run with the given changes; each is trained once."""
-    known: dict[tuple[str, ...], list[float]] = {}
-
-    def curve(*overrides: str, fresh: bool = False) -> list[float]:
-        if fresh or overrides not in known:
-            out = tmp_path_factory.mktemp("exact") / "run"
-            train(recipe_of(shards, "train.dtype=float64", "train.save_every=0", *overrides), out=out, quiet=True)
-            known[overrides] = losses(out)
-        return known[overrides]
-
-    return curve
-
-
-def test_gradients_accumulated_in_parts_give_the_same_curve(exact):
-    """Four rows at once or one by one. Cross-entropy only: bottom-K ranks the gates of each part by definition."""
-    parts = exact("train.ponder_weight=0", "train.micro_batch=1")
-    assert parts == pytest.approx(exact("train.ponder_weight=0"), rel=1e-9)
-    assert exact("train.micro_batch=1") != pytest.approx(exact(), rel=1e-9), "ponder terms do differ"
-
-
-def test_replayed_iterations_give_the_same_curve(exact):
-    assert exact("train.gradient_checkpointing=true") == pytest.approx(exact(), rel=1e-9)
-
-
-@pytest.mark.parametrize("elements", [1, 5000])
-def test_any_chunk_of_the_vocabulary_gives_the_same_curve(exact, monkeypatch, elements):
-    """One token at a time, and a few with an uneven rest: 384 entries, 128 tokens in a batch."""
-    expected, seen = exact(), []
-    original = chunks.CHUNK_ELEMENTS
-    assert original > 384 * 128, "all tokens at once"
-    with monkeypatch.context() as patch:
-        patch.setattr(chunks, "CHUNK_ELEMENTS", elements)
-        seen = exact(fresh=True)
-    assert seen == pytest.approx(expected, rel=1e-9)

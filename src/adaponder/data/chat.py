@@ -42,7 +42,7 @@ class ChatFormat:
 
     @classmethod
     def of(cls, fields: Sequence[str], tokenizer: str, end_token: str | None, template: Path | None) -> ChatFormat:
-        """Returns the format that uses the file ``template``; ``None`` means the tokenizer's own template."""
+        """Returns the format that uses the file ``template``. ``None`` means the tokenizer's own template."""
         if not 1 <= len(fields) <= 2 or not all(fields):
             raise InputError(f"--chat {','.join(fields)}: name one field of messages, or two, PROMPT,COMPLETION")
         text = own_template(tokenizer) if template is None else _text_of(template)
@@ -124,7 +124,7 @@ class ChatFormat:
     def _render(
         self, messages: list[dict[str, Any]], place: str, *, generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Renders messages; returns the text and the spans that the template marks as generated, if it marks any."""
+        """Renders messages and returns the text and the spans that the template marks as generated, if it marks any."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         marks = bool(_MARKED.search(self.template))
@@ -171,11 +171,11 @@ def _text_of(path: Path) -> str:
 
 
 class ConversationEncoder:
-    """Encodes text rendered by a chat template; special tokens spelled in the text become special token ids.
+    """Encodes text rendered by a chat template. Special tokens spelled in the text become special token ids.
 
     An assistant turn begins with a new token, so that the text before it is encoded as a server encodes the prompt. The
-    turn ends with the first end token in it, as generation does; text after that token is not learned. An end token is
-    appended if the text has none at its end; it is learned if it ends an assistant turn without one.
+    turn ends with its first end token, as generation does; text after that token is not learned. A text that does not
+    end with an end token gets one. The appended token is learned if the text ends with an assistant turn that has none.
     """
 
     def __init__(self, tokenizer_json: str, end_id: int):
@@ -207,7 +207,7 @@ class ConversationEncoder:
         return ids, _runs(learned)
 
     def _encode(self, text: str, cuts: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Encodes the text split at ``cuts``; returns the ids, and the first character and last + 1 of each token."""
+        """Encodes the text split at ``cuts``; returns (ids, first character, last character + 1) of all tokens."""
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):

@@ -1,4 +1,4 @@
-"""Encodes documents into tokens, in this process or in workers; both give the same tokens in the same order."""
+"""Encodes documents into tokens, in this process or in workers. Both give the same tokens in the same order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ Numbered = tuple[int, Document]  # number among all input documents, document
 
 
 class EncodedDocument(NamedTuple):
-    """One encoded document; ``learned``: first token and length of each learned span, flat; empty if all is learned."""
+    """One encoded document.
+
+    ``learned`` is a flat list of the first token and the length of each learned span, empty if every token is learned.
+    """
 
     index: int
     validation: bool
@@ -77,7 +80,7 @@ class Encoder:
         group: list[tuple[int, str]] = []  # (index of the document, text) of the pieces to encode next
         group_size = 0
         for number, document in chunk:
-            digest, size = _hash_and_size(document.content)
+            digest, size = hash_and_size(document.content)
             validation = digest / 2**64 < self.validation
             if number < self.done[validation]:
                 continue
@@ -114,7 +117,7 @@ class Encoder:
             parts[index].append(np.array(piece.ids, self.dtype))
 
     def _accepted(self, tokens: np.ndarray, origin: str) -> np.ndarray:
-        """Returns the tokens of a tokenized input without a final end token; raises for ids of another tokenizer."""
+        """Returns the tokens of a tokenized input without a final end token. Raises for ids of another tokenizer."""
         if self.vocab_size > 2 ** (8 * tokens.itemsize):
             raise InputError(
                 f"{origin}: {tokens.dtype.name} cannot hold the {self.vocab_size} ids of the tokenizer: "
@@ -129,8 +132,11 @@ class Encoder:
         return tokens[:-1] if len(tokens) and tokens[-1] == self.end_id else tokens
 
 
-def _hash_and_size(content: str | np.ndarray) -> tuple[int, int]:
-    """Returns (:func:`content_hash`, bytes hashed), computed piece by piece to avoid a UTF-8 copy of the whole text."""
+def hash_and_size(content: str | np.ndarray) -> tuple[int, int]:
+    """Returns the hash of a document's UTF-8 text or little-endian uint32 tokens, and the number of bytes hashed.
+
+    The hash is the first 8 bytes, big-endian, of the SHA-256. Pieces avoid a UTF-8 copy of the whole text.
+    """
     digest, size = hashlib.sha256(), 0
     for start in range(0, len(content), PIECE):
         piece = content[start : start + PIECE]
@@ -140,15 +146,10 @@ def _hash_and_size(content: str | np.ndarray) -> tuple[int, int]:
     return int.from_bytes(digest.digest()[:8], "big"), size
 
 
-def content_hash(content: str | np.ndarray) -> int:
-    """Returns the first 8 bytes, big-endian, of the SHA-256 of the UTF-8 text or of the little-endian uint32 tokens."""
-    return _hash_and_size(content)[0]
-
-
 def encode_in_order(
     encoder: Encoder, chunks: Iterable[list[Numbered]], *, workers: int
 ) -> Generator[list[EncodedDocument]]:
-    """Yields ``map(encoder, chunks)`` in order, computed by ``workers`` processes; with one worker, in this process."""
+    """Yields ``map(encoder, chunks)`` in order, computed by ``workers`` processes; a single one is this process."""
     if workers == 1:
         yield from map(encoder, chunks)
         return
@@ -180,7 +181,7 @@ def encode_in_order(
 
 @contextlib.contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Defers Ctrl-C until the block ends; processes started inside inherit the blocked signal and never receive it."""
+    """Defers Ctrl-C until the block ends. Processes started in it inherit the blocked signal and never receive it."""
     resource_tracker.ensure_running()  # starting it later would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -1,4 +1,4 @@
-"""``manifest.json``: counts and checksums of a prepared folder; its last line is a checksum of the file itself."""
+"""``manifest.json``: counts and checksums of a prepared folder. Its last line is a checksum of the file itself."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class Manifest:
 
 
 def _splits(content: dict[str, Any]) -> dict[str, tuple[Shard, ...]]:
-    """Parses the shards of each split; raises ``ValueError`` if their counts or numbers are inconsistent."""
+    """Parses the shards of each split. Raises ``ValueError`` if their counts or numbers are inconsistent."""
     if set(content) != set(SPLITS):
         raise ValueError(f"splits {', '.join(content)} must be {' and '.join(SPLITS)}")
     splits = {}
@@ -192,7 +192,7 @@ def _splits(content: dict[str, Any]) -> dict[str, tuple[Shard, ...]]:
 
 
 def shard_from(content: dict[str, Any]) -> Shard:
-    """Parses a shard's entry in the manifest; raises ``ValueError`` for an invalid number or checksum."""
+    """Parses a shard's entry in the manifest. Raises ``ValueError`` for an invalid number or checksum."""
     shard = Shard(**content)
     for name, value in asdict(shard).items():
         if not (_is_sum(value) if name.endswith("sha256") else _is_count(value)):
@@ -209,7 +209,7 @@ def _is_sum(value: Any) -> bool:
 
 
 def unsealed(path: Path) -> dict[str, Any]:
-    """Reads a :func:`adaponder.checkpoints.manifest.sealed` file; raises if a byte of it was changed."""
+    """Reads a :func:`adaponder.checkpoints.manifest.sealed` file. Raises if a byte of it was changed."""
     raw = read_bytes(path, DataError)
     content = parse_json(raw, path, DataError)
     if content.get("format") != FORMAT:

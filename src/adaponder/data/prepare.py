@@ -16,9 +16,9 @@ from tokenizers import Tokenizer
 
 from adaponder.data import sources
 from adaponder.data.chat import ChatFormat, own_template
-from adaponder.data.encode import Encoder, Numbered, content_hash, encode_in_order
+from adaponder.data.encode import Encoder, Numbered, encode_in_order, hash_and_size
 from adaponder.data.manifest import CHAT_TEMPLATE, MANIFEST, TOKENIZER, DataError, Manifest, dtype_of
-from adaponder.data.puzzles import SYMBOLS, is_generated, learns_answers
+from adaponder.data.puzzles import SYMBOLS, is_generated, learns_answers, settings_of
 from adaponder.data.readers import Counts, InputPart
 from adaponder.data.shards import ShardWriter, finished
 from adaponder.data.tokenizers import (
@@ -61,12 +61,12 @@ def prepare(
     chat_template: Path | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Manifest:
-    """Tokenizes ``inputs`` into ``out``; equal arguments give equal bytes, however often it was interrupted.
+    """Tokenizes ``inputs`` into ``out``. Equal arguments give equal bytes, also after interruptions.
 
     Each document's tokens are followed by the end token. A document goes to validation iff its hash, as a fraction of
     2**64, is below ``validation``: the same text always goes to the same split. A finished ``out`` is left unchanged.
     If all inputs are puzzles, ``tokenizer`` defaults to ``symbols``. Puzzles of which only the answers are learned
-    cannot be prepared together with other text.
+    cannot be prepared together with other text, nor with puzzles of another length.
 
     ``chat`` names the field of each record that holds the messages of a conversation, or two fields: a prompt and its
     completion. The tokenizer's chat template, or ``chat_template``, renders them, and the assistant's turns are
@@ -83,6 +83,11 @@ def prepare(
         raise InputError(
             f"input {answers[0]}: only its answers are learned; prepare other inputs separately, or set answers=0"
         )
+    # Validation reads these documents one per window, so all must have the same length.
+    lengths = {argument: settings_of(argument).length for argument in answers}
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{argument} ({length})" for argument, length in lengths.items())
+        raise InputError(f"inputs {listed}: documents must have equal lengths in tokens; prepare them separately")
     if not os.path.isfile(out / MANIFEST):  # a finished folder no longer needs its tokenizer
         check_tokenizer(tokenizer, end_token)
     form = ChatFormat.of(chat, tokenizer, end_token, chat_template) if chat else None
@@ -168,7 +173,7 @@ def _prepare(
 
 
 def _template(tokenizer: str, form: ChatFormat | None, out: Path) -> dict[str, Any]:
-    """Writes the chat template, if there is one, beside the tokenizer; returns the manifest's fields about it."""
+    """Writes the chat template, if there is one, beside the tokenizer and returns the manifest's fields about it."""
     template = own_template(tokenizer) if form is None else form.template
     if template is None:
         return {}
@@ -213,7 +218,7 @@ def _chunks(parts: Sequence[InputPart], counts: Counts, *, skip: int) -> Iterato
 def _tokenizer(
     writer: ShardWriter, parts: Sequence[InputPart], progress: Callable[[int], None]
 ) -> tuple[Tokenizer, int]:
-    """Returns (tokenizer, id of its end token); reads ``tokenizer.json`` if an interrupted run has written it."""
+    """Returns (tokenizer, id of its end token). Reads ``tokenizer.json`` if an interrupted run has written it."""
     path, state = writer.out / TOKENIZER, writer.state
     if state.end_token is not None:
         tokenizer, end_id = load_tokenizer(str(path), end_token=state.end_token)
@@ -233,12 +238,12 @@ def _training_texts(parts: Iterable[InputPart], validation: float, progress: Cal
         if document.tokens is not None:
             raise InputError(f"{document.origin} holds tokens: name the tokenizer that made them, not {TRAIN}N")
         progress(counts.read)
-        if content_hash(document.text) / 2**64 >= validation:
+        if hash_and_size(document.text)[0] / 2**64 >= validation:
             yield document.text
 
 
 def _tokenizer_of(inputs: Sequence[str]) -> str:
-    """Returns ``symbols`` if all inputs are puzzles; raises for other inputs, which need a named tokenizer."""
+    """Returns ``symbols`` if all inputs are puzzles. Raises for other inputs, which need a named tokenizer."""
     for argument in inputs:
         if not is_generated(argument):
             raise InputError(f"--tokenizer is missing: {argument} has no tokenizer of its own; name one, or {TRAIN}N")
@@ -246,6 +251,6 @@ def _tokenizer_of(inputs: Sequence[str]) -> str:
 
 
 def _file_hash(spec: str) -> str | None:
-    """Returns the SHA-256 of a tokenizer that is a local file; ``None`` if it comes from the hub or is trained."""
+    """Returns the SHA-256 of a tokenizer that is a local file, or ``None`` if it comes from the hub or is trained."""
     file = tokenizer_file(spec) if os.path.exists(spec) else None
     return None if file is None else sha256_of(file, InputError)

@@ -1,4 +1,4 @@
-"""Generates the puzzles hops and mano; the depth that a question needs can be recomputed from its text alone.
+"""Generates the puzzles hops and mano. The depth that a question needs can be recomputed from its text alone.
 
 ``hops`` and ``mano`` are inputs of ``adaponder prepare``; ``hops:seed=1,most=3`` changes settings. A document depends
 only on the settings and its number. All documents of a puzzle have ``length`` tokens; their tokenizer is ``symbols``.
@@ -56,7 +56,7 @@ Entry = TypeVar("Entry")
 
 
 def symbol_tokenizer(end_token: str) -> Tokenizer:
-    """Returns a tokenizer that splits at white space; unknown words become ``<unknown>``."""
+    """Returns a tokenizer that splits at white space. Unknown words become ``<unknown>``."""
     tokenizer = Tokenizer(models.WordLevel(_ID_OF, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([end_token])
@@ -69,7 +69,7 @@ def ids_of(words: Iterable[str]) -> np.ndarray:
 
 
 def words_of(ids: np.ndarray) -> list[str]:
-    """Returns the words of ``ids``, without end tokens; ids beyond the vocabulary are ``<unknown>``."""
+    """Returns the words of ``ids``, without end tokens. Ids beyond the vocabulary are ``<unknown>``."""
     return [WORDS[index] if 0 <= index < END_ID else UNKNOWN for index in ids.tolist()]
 
 
@@ -91,7 +91,7 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Hops:
-    """Settings of hops documents. No letter leads to two others; only the end of a chain may be reached twice.
+    """Settings of hops documents. No letter leads to two others, and only the end of a chain may be reached twice.
 
     Attributes:
         documents: number of documents.
@@ -128,7 +128,6 @@ class Hops:
         _require(self, "most", 1, _MOST_HOPS)
         _require(self, "questions", 1, _LARGEST)
         _require(self, "capitals", 0, 1)
-        _require(self, "answers", 0, 1)
         _require(self, "ends", 2, self.letters)
         taken = sum(self.hops) + (0 if self.capitals else self.ends)
         if not taken <= self.letters <= MOST_LETTERS:
@@ -166,7 +165,7 @@ def shuffled(entries: Sequence[Entry], draw: Draw) -> list[Entry]:
 
 
 def _hops_questions(words: Sequence[str]) -> Iterator[Question]:
-    """Follows the chain of each question hop by hop; skips letters that lead nowhere or into a cycle."""
+    """Follows the chain of each question hop by hop. Skips letters that lead nowhere or into a cycle."""
     bar = words.index(BAR)
     leads = {words[place]: words[place + 1] for place in range(0, bar - 2, 3) if words[place + 2] == STOP}
     unasked = set(leads) - set(leads.values())
@@ -181,7 +180,7 @@ def _hops_questions(words: Sequence[str]) -> Iterator[Question]:
 
 @dataclass(frozen=True)
 class Mano:
-    """Settings of mano documents. Heights are drawn uniformly; one side of a node may be lower than the other.
+    """Settings of mano documents. Heights of trees are drawn uniformly. One side of a node may be lower than the other.
 
     Attributes:
         documents: number of documents.
@@ -201,7 +200,6 @@ class Mano:
     def check(self) -> None:
         """Raises for settings out of range, or a length into which the tallest tree does not fit."""
         _require(self, "modulus", 2, MOST_NUMBERS - 1)
-        _require(self, "answers", 0, 1)
         _require(self, "most", 1, _MOST_HEIGHT)
         # A full tree has 2 ** (height + 1) - 1 words; modulus, equals sign, value and end token come on top.
         if self.length < (shortest := 2 ** (self.most + 1) + 3):
@@ -233,31 +231,20 @@ class Mano:
 
 
 def _mano_questions(words: Sequence[str]) -> Iterator[Question]:
-    """Evaluates the trees of a document in order; stops at the first word that does not belong to a question."""
+    """Evaluates the trees of a document in order. Stops at the first word that does not belong to a question."""
     if not words or not words[0].isdecimal() or int(words[0]) < 2:
         return
     start, modulus = 1, int(words[0])
-    while start < (after := _end_of_tree(words, start)):
-        if words[after : after + 1] != [EQUALS] or after + 1 >= len(words) or words[start] not in OPERATIONS:
+    while start < len(words) and words[start] in OPERATIONS:
+        after, missing = start, 1
+        while missing and after < len(words) and (words[after] in OPERATIONS or words[after].isdecimal()):
+            missing += 1 if words[after] in OPERATIONS else -1
+            after += 1
+        if missing or words[after : after + 1] != [EQUALS] or after + 1 == len(words):
             return
         height, value = _evaluate(words[start:after], modulus)
         yield Question(after + 1, height, str(value))
         start = after + 2
-
-
-def _end_of_tree(words: Sequence[str], start: int) -> int:
-    """Returns the index after the tree that begins at ``start``; ``start`` itself if no whole tree begins there."""
-    missing = 1
-    for place in range(start, len(words)):
-        if words[place] in OPERATIONS:
-            missing += 1
-        elif words[place].isdecimal():
-            missing -= 1
-        else:
-            return start
-        if not missing:
-            return place + 1
-    return start
 
 
 def _evaluate(tree: Sequence[str], modulus: int) -> tuple[int, int]:
@@ -300,6 +287,7 @@ def settings_of(argument: str) -> Hops | Mano:
         values[field] = int(value)
     settings = replace(PUZZLES[name], **values)
     _require(settings, "documents", 1, _LARGEST)
+    _require(settings, "answers", 0, 1)
     settings.check()
     return settings
 
@@ -329,7 +317,7 @@ def questions(words: Sequence[str]) -> Iterator[Question]:
 
 
 def needed(ids: np.ndarray) -> np.ndarray:
-    """Returns ``int64[ids]``: the hops or height that each answer needs, at the index of the answer; 0 elsewhere.
+    """Returns ``int64[ids]``: at the index of each answer the hops or height that it needs, 0 elsewhere.
 
     A forced answer also gets 0: it follows by elimination, without any hop. ``ids`` are whole documents in tokens of
     ``symbols``, with end tokens between them.

@@ -1,4 +1,4 @@
-"""Reads the documents of each kind of input; an error names the file and the line or table row at fault."""
+"""Reads the documents of each kind of input. An error names the file and the line or table row at fault."""
 
 from __future__ import annotations
 
@@ -101,9 +101,6 @@ class InputPart(NamedTuple):
     records: Callable[[InputPart, Sequence[str], Counts], Iterator[Record]] | None = None
 
 
-# --- compressed files -----------------------------------------------------------------------------------------------
-
-
 def compression_of(path: Path) -> str:
     """Returns the last suffix of a compressed file, in lower case; empty for a file that is not compressed."""
     suffix = path.suffix.lower()
@@ -122,7 +119,7 @@ def inner_suffix(path: Path) -> str:
 
 @contextlib.contextmanager
 def decompressed(path: Path, error: type[AdaPonderError] = DataError) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Yields (raw file, decompressed stream); the position in the raw file measures progress.
+    """Yields (raw file, decompressed stream). The position in the raw file measures progress.
 
     A damaged or truncated file raises ``error``.
     """
@@ -133,9 +130,6 @@ def decompressed(path: Path, error: type[AdaPonderError] = DataError) -> Iterato
         except _DAMAGE as problem:
             what = f"damaged or truncated {compression} file" if compression else "cannot be read"
             raise error(f"{path}: {what} ({problem})") from None
-
-
-# --- text -----------------------------------------------------------------------------------------------------------
 
 
 def text(part: InputPart, counts: Counts) -> Iterator[Document]:
@@ -149,7 +143,7 @@ def text(part: InputPart, counts: Counts) -> Iterator[Document]:
 
 
 def text_unless_binary(part: InputPart, counts: Counts) -> Iterator[Document]:
-    """Yields a text file as one document; skips and counts a binary file."""
+    """Yields a text file as one document, or skips and counts a binary file."""
     if looks_binary(part.path):
         counts.binary += 1
         return
@@ -199,9 +193,6 @@ def _too_long(where: str) -> DataError:
     )
 
 
-# --- records: lines of a .jsonl, rows of a table or of a hub dataset --------------------------------------------------
-
-
 def record_documents(part: InputPart, counts: Counts) -> Iterator[Document]:
     """Yields a document for each record, from its fields ``text`` and optionally ``source``."""
     default = parse_hub(part.argument)[0] if part.records is hub else without_compression(part.path).stem
@@ -217,7 +208,7 @@ def record_documents(part: InputPart, counts: Counts) -> Iterator[Document]:
 
 
 def records(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
-    """Yields every record with its place; raises if a record lacks one of the fields ``names``."""
+    """Yields every record with its place. Raises if a record lacks one of the fields ``names``."""
     if part.records is None:
         raise InputError(
             f"input {part.argument}: {part.name} holds no records; --chat reads .jsonl, .parquet, saved datasets and "
@@ -230,7 +221,7 @@ def records(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[R
 
 
 def jsonl(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
-    """Yields the objects of a .jsonl, line by line; blank lines and a byte-order mark are skipped."""
+    """Yields the objects of a .jsonl, line by line. Blank lines and a byte-order mark are skipped."""
     start, number = counts.read, 0
     with decompressed(part.path) as (raw, stream):
         while line := stream.readline(LONGEST + 1):
@@ -292,13 +283,13 @@ def _values(column: pa.Array) -> list[Any]:
 
 
 def hub(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
-    """Yields the rows of ``hf:NAME[:CONFIG][:SPLIT]``, by the ``datasets`` library; the default split is train."""
+    """Yields the rows of ``hf:NAME[:CONFIG][:SPLIT]``, by the ``datasets`` library. The default split is train."""
     for number, row in enumerate(load_hub(part.argument)):
         yield row, f"{part.argument}, row {number}"
 
 
 def load_hub(argument: str) -> Any:
-    """Loads a hub dataset; its ``_fingerprint`` identifies this version of the data."""
+    """Loads a hub dataset. Its ``_fingerprint`` identifies this version of the data."""
     try:
         import datasets  # an extra
     except ImportError:
@@ -311,7 +302,7 @@ def load_hub(argument: str) -> Any:
 
 
 def parse_hub(argument: str) -> tuple[str, str | None, str]:
-    """Returns (name, config, split) of ``hf:NAME[:CONFIG][:SPLIT]``; ``hf:NAME:test`` names a split."""
+    """Returns (name, config, split) of ``hf:NAME[:CONFIG][:SPLIT]``. ``hf:NAME:test`` names a split."""
     name, *rest = argument.removeprefix("hf:").split(":")
     if not name or len(rest) > 2:
         raise InputError(f"input {argument}: use hf:NAME, hf:NAME:CONFIG, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
@@ -320,8 +311,6 @@ def parse_hub(argument: str) -> tuple[str, str | None, str]:
     config, split = (*rest, "", "")[:2]
     return name, config or None, split or "train"
 
-
-# --- tokens of Megatron, and puzzles ----------------------------------------------------------------------------------
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -341,7 +330,7 @@ def megatron(part: InputPart, counts: Counts) -> Iterator[Document]:
 
 
 def _megatron_index(index: Path, data: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
-    """Returns (token type, tokens per sequence, document bounds as sequence numbers); raises if the files disagree."""
+    """Returns (token type, tokens per sequence, document bounds as sequence numbers). Raises if the files disagree."""
     with open_plain(index, DataError) as file:
         raw = file.read()
     if raw[:9] != _MAGIC or len(raw) < 34 or int.from_bytes(raw[9:17], "little") != 1:
@@ -367,7 +356,7 @@ def _megatron_index(index: Path, data: Path) -> tuple[np.dtype, np.ndarray, np.n
 
 
 def puzzle(part: InputPart, counts: Counts) -> Iterator[Document]:
-    """Yields the documents of a puzzle (see :mod:`adaponder.data.puzzles`); their size is not known beforehand."""
+    """Yields the documents of a puzzle (see :mod:`adaponder.data.puzzles`). Their size is not known beforehand."""
     name, settings = part.argument.partition(":")[0], puzzles.settings_of(part.argument)
     for words in puzzles.documents(settings):
         learned = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,7 +17,7 @@ _ROUNDS = 8
 
 
 class Batch(NamedTuple):
-    """The windows of a step; inputs are ``tokens[:, :-1]``, targets ``tokens[:, 1:]``.
+    """The windows of a step. Inputs are ``tokens[:, :-1]``, targets ``tokens[:, 1:]``.
 
     Attributes:
         tokens: ``int64[windows, sequence + 1]``.
@@ -33,21 +32,8 @@ class Batch(NamedTuple):
     learned: np.ndarray | None = None
 
 
-def count_windows(shards: Shards, sequence: int) -> int:
-    """Returns the number of disjoint blocks of ``sequence + 1`` tokens in the split; the remainder is never read."""
-    if sequence < 1:
-        raise InputError(f"sequence={sequence} must be at least 1")
-    windows = shards.tokens // (sequence + 1)
-    if not windows:
-        raise DataError(
-            f"{shards.folder}/{shards.split} has {shards.tokens} tokens, but one window takes "
-            f"sequence + 1 = {sequence + 1}: prepare more text or shorten the sequence"
-        )
-    return windows
-
-
 def read_windows(shards: Shards, windows: np.ndarray, *, sequence: int, stride: int | None = None) -> Batch:
-    """Reads the windows numbered ``windows``; window n starts at token ``n * stride``, by default ``sequence + 1``."""
+    """Reads the windows numbered ``windows``. Window n starts at token ``n * stride``, by default ``sequence + 1``."""
     starts = windows * (stride or sequence + 1)
     tokens = shards.read_blocks(starts, sequence + 1)
     documents = shards.number_blocks(starts, sequence + 1)
@@ -55,19 +41,26 @@ def read_windows(shards: Shards, windows: np.ndarray, *, sequence: int, stride: 
 
 
 class Sampler:
-    """Draws window ``permute(i % windows)`` of epoch ``i // windows`` as n-th of step s, i = s * global_batch + n.
+    """Draws the windows of each training step.
 
+    Window n of step s is window ``permute(i % windows)`` of epoch ``i // windows``, where ``i = s * global_batch + n``.
     Each epoch visits every window once, in an order of its own; a batch may span two epochs.
 
     Attributes:
-        windows: number of windows of an epoch.
+        windows: number of windows of an epoch, disjoint blocks of ``sequence + 1`` tokens; the rest is never read.
     """
 
     def __init__(self, shards: Shards, *, sequence: int, global_batch: int, seed: int):
-        if global_batch < 1:
-            raise InputError(f"global_batch={global_batch} must be at least 1")
+        for name, value in (("sequence", sequence), ("global_batch", global_batch)):
+            if value < 1:
+                raise InputError(f"{name}={value} must be at least 1")
         self.shards, self.sequence, self.global_batch, self.seed = shards, sequence, global_batch, seed
-        self.windows = count_windows(shards, sequence)
+        self.windows = shards.tokens // (sequence + 1)
+        if not self.windows:
+            raise DataError(
+                f"{shards.folder}/{shards.split} has {shards.tokens} tokens, but one window takes "
+                f"sequence + 1 = {sequence + 1}: prepare more text or shorten the sequence"
+            )
         if self.windows < global_batch:
             raise DataError(
                 f"{shards.folder}/{shards.split} has {self.windows} windows of {sequence + 1} tokens, "
@@ -80,21 +73,11 @@ class Sampler:
         return self.part(step, 0, self.global_batch)
 
     def part(self, step: int, first: int, count: int) -> Batch:
-        """Returns windows ``first … first + count - 1`` of ``batch(step)``; only those are read."""
+        """Returns windows ``first … first + count - 1`` of ``batch(step)``. Only those are read."""
         if step < 0 or first < 0 or count < 0 or first + count > self.global_batch:
             last = self.global_batch - 1
             raise InputError(f"step {step}: {count} windows from {first} on; a step has windows 0 … {last}")
         return read_windows(self.shards, self._windows(step, first, count), sequence=self.sequence)
-
-    def fingerprint(self) -> str:
-        """Returns a hash of everything that determines the batches: the data's checksums and these settings."""
-        manifest = self.shards.manifest
-        content = [
-            (shard.tokens, shard.tokens_sha256, *([shard.docs_sha256] if manifest.masked else []))
-            for shard in manifest.splits[self.shards.split]
-        ]
-        settings = (self.shards.tokenizer_hash, self.sequence, self.global_batch, self.seed)
-        return hashlib.sha256(json.dumps([content, settings]).encode()).hexdigest()
 
     def _windows(self, step: int, first: int, count: int) -> np.ndarray:
         index = step * self.global_batch + first + np.arange(count, dtype=np.int64)

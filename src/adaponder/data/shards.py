@@ -1,4 +1,4 @@
-"""The shards of a prepared folder: writes them so that an interruption loses nothing, and verifies and reads them.
+"""Writes, verifies and reads the shards of a prepared folder; an interruption loses no complete shard.
 
 Writing: shards are complete or absent, ``progress.json`` lists the complete ones, and ``manifest.json`` comes last.
 
@@ -55,9 +55,6 @@ from adaponder.terminal import errors
 _LARGE = 2**33
 
 
-# --- writing ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class WriterState:
     """The content of ``progress.json``: each split's complete shards and the number of the next document to write."""
@@ -73,7 +70,7 @@ class WriterState:
 
     @classmethod
     def load(cls, out: Path) -> WriterState | None:
-        """Returns the state of an unfinished folder; ``None`` if it has none."""
+        """Returns the state of an unfinished folder, or ``None`` if it has none."""
         if not os.path.isfile(out / JOURNAL):
             return None
         content = unsealed(out / JOURNAL)
@@ -124,7 +121,7 @@ class ShardWriter:
         self._size: dict[str, int] = dict.fromkeys(SPLITS, 0)
 
     def set_tokenizer(self, tokenizer: Tokenizer, end_id: int) -> None:
-        """Writes ``tokenizer.json`` and records its hash and end token; a rerun then uses this tokenizer."""
+        """Writes ``tokenizer.json`` and records its hash and end token. A rerun then uses this tokenizer."""
         write_whole(self.out / TOKENIZER, tokenizer.to_str(pretty=True).encode(), DataError)
         self.state.tokenizer_hash, self.state.end_token = tokenizer_hash(tokenizer), tokenizer.id_to_token(end_id)
         self.state.save(self.out)
@@ -140,7 +137,7 @@ class ShardWriter:
                 self._write(split, document.index + 1)
 
     def _write(self, split: str, documents: int) -> None:
-        """Writes the open shard of a split, its table before its tokens; ``documents`` is the number read so far."""
+        """Writes the open shard of a split: its document table, then its tokens. ``documents``: number read so far."""
         gathered, self._open[split], self._size[split] = self._open[split], [], 0
         joined = np.concatenate([document.tokens for document in gathered])
         tokens = joined.astype(joined.dtype.newbyteorder("<"), copy=False).tobytes()
@@ -166,7 +163,7 @@ class ShardWriter:
         self.state.save(self.out)
 
     def finish(self, documents: int, **facts: Any) -> Manifest:
-        """Writes the unfinished shards, then the manifest; ``facts`` are further fields of the manifest."""
+        """Writes the unfinished shards, then the manifest. ``facts`` are further fields of the manifest."""
         for split in SPLITS:
             if self._open[split]:
                 self._write(split, documents)
@@ -184,7 +181,7 @@ class ShardWriter:
 
 
 def finished(out: Path, fingerprint: dict[str, Any]) -> Manifest | None:
-    """Returns the manifest of a finished folder; ``None`` if unfinished. Raises if its arguments were others."""
+    """Returns the manifest of a finished folder, or ``None`` if unfinished. Raises if its arguments were others."""
     if not (out / MANIFEST).is_file():
         return None
     manifest = Manifest.load(out)
@@ -196,7 +193,7 @@ def finished(out: Path, fingerprint: dict[str, Any]) -> Manifest | None:
 
 
 def _require_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises if a folder was begun with other arguments or inputs; the error lists the differences."""
+    """Raises if a folder was begun with other arguments or inputs. The error lists the differences."""
     if changes := changed_settings(before, now, _text_of):
         raise InputError(f"--out {out} was begun with other arguments: {'; '.join(changes)}; delete it or name another")
 
@@ -208,9 +205,6 @@ def _text_of(value: Any) -> str:
             for entry in value
         )
     return str(value)
-
-
-# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 class Shards:
@@ -285,7 +279,7 @@ class Shards:
         return np.searchsorted(self._document_starts, starts[:, None] + np.arange(count), "right") - 1
 
     def learned_blocks(self, starts: np.ndarray, count: int) -> np.ndarray | None:
-        """Returns ``bool[len(starts), count]``: whether each token is learned; ``None`` if all are."""
+        """Returns ``bool[len(starts), count]``, whether each token is learned, or ``None`` if all are."""
         if self._learned is None:
             return None
         self._check_range(starts, count)
@@ -314,7 +308,7 @@ class Shards:
         return hashlib.sha256(json.dumps([sums, self.tokenizer_hash]).encode()).hexdigest()[:16]
 
     def require_tokenizer(self, tokenizer_hash: str, whose: str) -> None:
-        """Raises unless ``tokenizer_hash`` is the data's; ``whose`` names the tokenizer's owner in the error."""
+        """Raises unless ``tokenizer_hash`` is the data's. ``whose`` names the tokenizer's owner in the error."""
         if tokenizer_hash != self.tokenizer_hash:
             raise DataError(
                 f"{self.folder} was tokenized with tokenizer {self.tokenizer_hash[:12]}, {whose} has "
@@ -352,9 +346,6 @@ class Shards:
             f"{path}: token id {blocks[block, offset]} at offset {token - self._bounds[number]} "
             f"is outside the vocabulary of {self.vocab_size}: the shard is damaged, prepare the data again"
         )
-
-
-# --- verifying --------------------------------------------------------------------------------------------------------
 
 
 def _check_tokenizer(folder: Path, manifest: Manifest) -> None:
@@ -396,7 +387,7 @@ def _document_table(path: Path, shard: Shard, masked: bool) -> tuple[np.ndarray,
 
 
 def _learned(path: Path, table: pa.Table, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Returns the learned spans of a shard; raises unless they are in order, disjoint and within their documents."""
+    """Returns the learned spans of a shard. Raises unless they are in order, disjoint and within their documents."""
     column = table.column("learned").combine_chunks()
     counts = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     values = column.flatten().to_numpy(zero_copy_only=False)
@@ -418,7 +409,7 @@ def _size_of(path: Path) -> int:
 
 
 def _verify_sums(folder: Path, shards: Iterable[Shard], *, share: tuple[int, int] = (0, 1)) -> None:
-    """Raises if the SHA-256 of a file of ``shards`` differs; with ``share=(n, N)`` checks every N-th file from n on.
+    """Raises if the SHA-256 of a file of ``shards`` differs. With ``share=(n, N)`` checks every N-th file from n on.
 
     With ``ADAPONDER_VERIFY=0`` nothing is read, and the first process prints that.
     """

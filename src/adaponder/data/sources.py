@@ -50,7 +50,7 @@ def documents(inputs: Sequence[str], *, counts: Counts | None = None) -> Iterato
 
 
 def read(parts: Iterable[InputPart], counts: Counts) -> Iterator[Document]:
-    """Yields the non-empty documents of ``parts`` as valid Unicode; raises if a file changes while it is read."""
+    """Yields the non-empty documents of ``parts`` as valid Unicode. Raises if a file changes while it is read."""
     before = counts.read
     for part in parts:
         for document in part.reader(part, counts):
@@ -170,7 +170,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 def _part(argument: str, name: str, path: Path, reader: Callable[..., Iterator[Any]], *files: Path) -> InputPart:
-    """Returns a part that is read from ``files``, or from ``path`` alone; its size is that of the last file.
+    """Returns a part that is read from ``files``, or from ``path`` alone. Its size is that of the last file.
 
     ``reader`` yields documents, or records if it is ``readers.jsonl`` or ``readers.table``.
     """
@@ -182,7 +182,7 @@ def _part(argument: str, name: str, path: Path, reader: Callable[..., Iterator[A
 
 
 def _file(argument: str, name: str, path: Path, *, named: bool) -> Iterator[InputPart]:
-    """Yields the part of one file; if the user ``named`` it, it must be neither an archive nor binary."""
+    """Yields the part of one file. If the user ``named`` it, it must be neither an archive nor binary."""
     suffix, inner = path.suffix.lower(), readers.inner_suffix(path)
     index, data = path.with_suffix(".idx"), path.with_suffix(".bin")
     if path in (index, data) and index.is_file() and data.is_file():

@@ -1,4 +1,4 @@
-"""Loads, trains and hashes tokenizers; text that spells a special token stays text."""
+"""Loads, trains and hashes tokenizers. Text that spells a special token stays text."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def load_tokenizer(
 
 
 def check_tokenizer(spec: str, end_token: str | None) -> None:
-    """Raises if :func:`load_tokenizer` would raise; needs no documents to train on."""
+    """Raises what :func:`load_tokenizer` would raise, without documents to train on."""
     if spec.startswith(TRAIN):
         _check_settings(spec, end_token)
     else:
@@ -89,7 +89,7 @@ class SpecialTokens(NamedTuple):
 
 
 def special_tokens(spec: str, end_token: str | None = None) -> SpecialTokens:
-    """Returns the special tokens of a tokenizer; without a ``bos_token`` the end token also begins a text."""
+    """Returns the special tokens of a tokenizer. Without a ``bos_token`` the end token also begins a text."""
     if (path := tokenizer_file(spec)) is None:
         end = end_token or END
         return SpecialTokens(end, end, frozenset([end]))
@@ -163,16 +163,18 @@ def _interruptibly(work: Callable[[Callable[[Any], bool]], Any]) -> None:
 
 
 def _first_bytes(documents: Iterable[str], limit: int) -> Iterator[str]:
+    """Yields documents in pieces until they hold ``limit`` bytes of UTF-8."""
     for text in documents:
         # Training would treat a line of any length as one word.
-        yield from pieces(text, limit=2**16)
-        limit -= len(text)
+        for piece in pieces(text, limit=2**16):
+            yield piece
+            limit -= len(piece.encode())
         if limit <= 0:
             return
 
 
 def tokenizer_file(spec: str) -> Path | None:
-    """Returns the path of the ``tokenizer.json`` that ``spec`` names; ``None`` for ``symbols`` and ``train-bpe:N``."""
+    """Returns the path of the named ``tokenizer.json``, or ``None`` for ``symbols`` and ``train-bpe:N``."""
     if spec == SYMBOLS or spec.startswith(TRAIN):
         return None
     path = shipped(spec) or Path(spec)
@@ -215,7 +217,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _token_named(role: str, path: Path) -> str | None:
-    """Returns the token that a ``tokenizer_config.json`` names for a role; ``None`` if it names none."""
+    """Returns the token that a ``tokenizer_config.json`` names for a role, or ``None`` if it names none."""
     if not os.path.exists(path):
         return None
     token = read_json(path, InputError).get(role)

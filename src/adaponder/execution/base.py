@@ -24,10 +24,10 @@ from adaponder.policies import Policy, PolicyInput, SequencePolicy, as_int64
 
 
 class Iteration(NamedTuple):
-    """The argument of an ``on_iteration`` hook, called after each pass: tensors ``[batch, time, …]``.
+    """The argument of an ``on_iteration`` hook, which is called after each pass; tensors are ``[batch, time, …]``.
 
-    ``gate`` is the signal to continue (see :class:`adaponder.policies.PolicyInput`), ``None`` if no halting decision
-    follows this pass; ``active`` marks the tokens that were active in it.
+    ``gate`` is the signal to continue (see :class:`adaponder.policies.PolicyInput`), or ``None`` if no halting decision
+    follows this pass. ``active`` marks the tokens that were active in this pass.
     """
 
     index: int
@@ -68,7 +68,7 @@ class Control:
 
 
 class Rows(ABC):
-    """The rows that a method advances; each may be at a different iteration.
+    """The rows that a method advances. Each may be at a different iteration.
 
     Attributes:
         backbone: embedding table, head and final norm.
@@ -83,11 +83,11 @@ class Rows(ABC):
 
     @abstractmethod
     def map(self, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-        """Applies ``function`` to the values of each active row; entries of other rows are undefined."""
+        """Applies ``function`` to the values of each active row. Entries of other rows are undefined."""
 
     @abstractmethod
     def gate(self, gates: Sequence[nn.Module] | nn.ModuleList, values: Tensor) -> Tensor:
-        """Returns each row's gate logit: of ``gates[i]`` after iteration ``i``; a single gate serves all iterations."""
+        """Returns each row's gate logit: of ``gates[i]`` after iteration ``i``. A single gate serves all iterations."""
 
     @abstractmethod
     def decide(self, gate: Tensor, hidden: Tensor) -> None:
@@ -196,14 +196,14 @@ class Execution(Rows):
         )
 
     def _seeds(self, like: Tensor) -> Tensor:
-        """Returns the seed of each row; ``like`` has an entry per row."""
+        """Returns the seed of each row. ``like`` has an entry per row."""
         seed = self.control.seed
         if isinstance(seed, Tensor):
             return self._rows(seed.to(like.device)[:, None].expand_as(self.tokens.slot))
         return torch.full_like(like, as_int64(seed))
 
     def _halt(self, keep: Tensor) -> None:
-        """Halts every token where ``keep [batch, time]`` is false; halted tokens stay halted (eq. 5)."""
+        """Halts every token where ``keep [batch, time]`` is false. Halted tokens stay halted (eq. 5)."""
         self.active = self.active & keep
 
     @abstractmethod
@@ -211,7 +211,7 @@ class Execution(Rows):
 
     @abstractmethod
     def _map(self, function: Callable[[Tensor], Tensor], grid: Tensor, *, all_real: bool) -> Tensor:
-        """Applies ``function`` to each active token (``all_real``: to each real one); 0 or undefined elsewhere."""
+        """Applies ``function`` to each active token (``all_real``: each real token). Elsewhere 0 or undefined."""
 
     @abstractmethod
     def _rows(self, grid: Tensor) -> Tensor:
@@ -219,4 +219,4 @@ class Execution(Rows):
 
     @abstractmethod
     def _grid(self, rows: Tensor) -> Tensor:
-        """Inverts :meth:`_rows` for booleans; returns ``[batch, time]``, false elsewhere."""
+        """Inverts :meth:`_rows` for booleans and returns ``[batch, time]``, false elsewhere."""

@@ -1,4 +1,4 @@
-"""Cached execution: active rows only, over a ledger; prefill with a cache, and decoding token by token."""
+"""Cached execution: active rows only, over a ledger, for prefill with a cache and for decoding token by token."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Cached(Sparse):
             )
 
     def _read_packed(self, x: Tensor, index: Tensor, sequences: Tensor, stored: Tensor) -> PassOutput:
-        """Runs one pass over the rows at ``index``, in one lane; those in the mask ``stored`` enter the ledger."""
+        """Runs one pass over the rows at ``index``, in one lane. Those in the mask ``stored`` enter the ledger."""
         ledger, time = self.ledger, x.shape[1]
         stored_index = stored.nonzero().squeeze(1)
         sequence, slot = index[stored_index] // time, self.past + index[stored_index] % time

@@ -13,7 +13,7 @@ from adaponder.ops.masks import Places
 
 
 class Dense(Execution):
-    """Computes every token, so no shape depends on data; the default in training, and the reference of the others."""
+    """Computes every token, so no shape depends on data. This is the default in training and the reference."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)

@@ -72,17 +72,17 @@ class Ledger(Cache):
 
     @property
     def depth(self) -> Tensor:
-        """Returns the depth of each token of the batch, ``[batch, tokens]``; 0 for padding."""
+        """Depth of each token, ``[batch, tokens]``; 0 for padding."""
         return self._books()[1].unflatten(1, (-1, self.slots_per_token)).sum(-1)
 
     @property
     def rows(self) -> int:
-        """Returns the number of rows stored per layer."""
+        """Number of rows stored per layer."""
         return 0 if self.stores[0] is None else self.stores[0].count
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of the stored keys and values, without spare buffer capacity."""
+        """Bytes of the stored keys and values, without spare buffer capacity."""
         held = [tensor for store in self.stores if store is not None for tensor in store.tensors()]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
@@ -131,7 +131,7 @@ class Ledger(Cache):
         return self.table, self.slot_depth
 
     def snapshot(self) -> list[KeysValues | None]:
-        """Returns the current keys and values per layer; later appends do not change them."""
+        """Returns the current keys and values per layer. Later appends do not change them."""
         return [None if store is None else store.tensors() for store in self.stores]
 
     def append(self, rows: list[KeysValues]) -> None:

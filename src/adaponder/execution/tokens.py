@@ -37,7 +37,7 @@ class Tokens:
 
     @property
     def last_slot(self) -> int:
-        """Returns an upper bound on derived positions, without a device synchronisation."""
+        """Upper bound on derived positions. Reading it does not synchronise with the device."""
         return self.past + self.slot.shape[1] - 1
 
     @property
@@ -66,7 +66,7 @@ class Tokens:
 def check_inputs(
     input_ids: Tensor | None, inputs_embeds: Tensor | None, *, vocabulary: int, hidden_size: int
 ) -> Tensor:
-    """Checks the ids or embeddings of a forward; returns the ids, or for embeddings a placeholder ``[batch, time]``.
+    """Checks the ids or embeddings of a forward and returns the ids, or for embeddings a placeholder ``[batch, time]``.
 
     The values of ids are checked only on the CPU: on a GPU this would synchronise the device in every forward.
     """
@@ -90,7 +90,7 @@ def check_inputs(
 
 
 def check_ids(name: str, ids: Tensor, vocabulary: int, *, wait: bool = False) -> None:
-    """Raises unless ``ids`` are token ids below ``vocabulary``; labels may also be -100.
+    """Raises unless ``ids`` are token ids below ``vocabulary``. Labels may also be -100.
 
     On a GPU their values are checked only if ``wait`` is set, because that synchronises the device.
     """
@@ -191,7 +191,7 @@ def _as_grid(value: Tensor, ids: Tensor, name: str) -> Tensor:
 
 
 def _restarts(position: Tensor) -> Tensor | None:
-    """Returns document numbers of sequences whose positions restart; ``None`` if none does."""
+    """Returns document numbers of sequences whose positions restart, or ``None`` if none does."""
     breaks = position.diff(dim=1, prepend=position[:, :1] - 1) != 1
     return breaks.cumsum(1) if bool(breaks.any()) else None
 

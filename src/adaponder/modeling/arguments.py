@@ -29,14 +29,14 @@ class RunTime:
 
     policy: PolicyLike | None = None
     max_iterations: int | None = None
-    seed: int | Tensor = 0
+    seed: int | Tensor | None = None
     on_iteration: Callable[[Iteration], None] | None = None
     allow_mismatch: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.seed, Tensor):
             require_whole("seed", self.seed)
-        elif not isinstance(self.seed, int):
+        elif not isinstance(self.seed, int | None):
             raise InputError(f"seed={self.seed!r} must be a whole number, or a tensor with one for each sequence")
 
     def over(self, below: RunTime | None) -> RunTime:
@@ -46,7 +46,7 @@ class RunTime:
         return RunTime(
             policy=below.policy if self.policy is None else self.policy,
             max_iterations=below.max_iterations if self.max_iterations is None else self.max_iterations,
-            seed=below.seed if isinstance(self.seed, int) and not self.seed else self.seed,
+            seed=below.seed if self.seed is None else self.seed,
             on_iteration=self.on_iteration or below.on_iteration,
             allow_mismatch=self.allow_mismatch or below.allow_mismatch,
         )

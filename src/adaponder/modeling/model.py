@@ -149,7 +149,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         output_iteration_logits: bool = False,
         output_hidden_states: bool | None = None,
         on_iteration: Callable[[Iteration], None] | None = None,
-        seed: int | Tensor = 0,
+        seed: int | Tensor | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> AdaPonderOutput | tuple:
@@ -176,7 +176,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             output_iteration_logits: return logits after each iteration.
             output_hidden_states: return hidden states after each iteration; ``None``: as set in the config.
             on_iteration: called with an :class:`Iteration` after each pass.
-            seed: for policies that draw: one for all sequences, or ``[batch]``, one for each.
+            seed: for policies that draw: one for all sequences (0 if unset), or ``[batch]``, one for each.
         """
         refuse_foreign(kwargs)
         sizes = {"vocabulary": self.config.vocab_size, "hidden_size": self.config.hidden_size}
@@ -195,7 +195,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         control = Control(
             iterations=iterations,
             policy=self._policy(run_time.policy, generates=ledger is not None),
-            seed=run_time.seed,
+            seed=0 if run_time.seed is None else run_time.seed,
             every_gate=output_gates or targets is not None,
             keep_states=bool(every_state),
             hook=run_time.on_iteration,
@@ -247,10 +247,10 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         run_time.check_batch(sequences)
         return run_time
 
-    def _training_seeds(self, sequences: int) -> int | Tensor:
+    def _training_seeds(self, sequences: int) -> Tensor | None:
         """Derives a seed for each sequence from ``training_seed``, which changes with every forward."""
         if self.training_seed is None:
-            return 0
+            return None
         return sequence_seeds(0, (self.training_seed << 32) + torch.arange(sequences, device=self.device))
 
     def _loss_function(self, objective: Objective | LossFunction | None) -> LossFunction:

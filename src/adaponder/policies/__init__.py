@@ -2,10 +2,9 @@
 
 from adaponder.policies.base import Custom, Policy, PolicyInput, as_policy, parse_policy
 from adaponder.policies.choice import choose_policy
-from adaponder.policies.depth import FixedDepth, ForcedDepths
+from adaponder.policies.depth import FixedDepth, ForcedDepths, GateOrChance, Random, RandomRates, SampledExit
 from adaponder.policies.gate import ExitThreshold, LearnedGate, RouterThreshold
 from adaponder.policies.measures import Change, Confidence, Divergence, Entropy, Similarity
-from adaponder.policies.random import GateOrChance, Random, RandomRates, SampledExit
 from adaponder.policies.schedules import Geometric, Ranked, Schedule, SequencePolicy, Shares, Uniform, thresholds_for
 from adaponder.policies.values import as_int64, sequence_seeds
 

@@ -52,7 +52,7 @@ class PolicyInput:
 
     @property
     def logits(self) -> Tensor:
-        """Computes the next-token logits after this iteration; expensive, and most policies do not need them."""
+        """Next-token logits after this iteration, computed when read: expensive, and most policies do not need them."""
         return self.head(self.hidden)
 
 
@@ -73,13 +73,13 @@ def numbers_of(text: str) -> tuple[float, ...]:
 
 
 def number_text(value: float | Sequence[float]) -> str:
-    """Formats one number, or several separated by commas; parsing the text gives exactly the same numbers."""
+    """Formats one number, or several separated by commas. Parsing the text gives exactly the same numbers."""
     # repr of a float is the shortest text that parses to it.
     return ",".join(repr(number) for number in (value if isinstance(value, Sequence) else (value,)))
 
 
 class Policy(ABC):
-    """Decides which tokens continue to the next iteration; the method decides how updates are weighted.
+    """Decides which tokens continue to the next iteration. The method decides how updates are weighted.
 
     A class with a ``word`` is registered when it is defined: ``--policy`` takes ``word:value`` and profiles store it.
 
@@ -117,16 +117,16 @@ class Policy(ABC):
 
     @abstractmethod
     def __call__(self, rows: PolicyInput) -> Tensor:
-        """Returns True for rows whose token continues; ``check`` and ``check_batch`` reject invalid settings."""
+        """Returns True for rows whose token continues. ``check`` and ``check_batch`` reject invalid settings."""
 
     @property
     def fingerprint(self) -> str:
-        """Returns a name of the policy with its settings; policies with equal fingerprints make equal decisions."""
+        """Name of the policy with its settings. Policies with equal fingerprints make equal decisions."""
         return repr(self)
 
     @property
     def spelling(self) -> str:
-        """Returns the policy's line, e.g. ``fixed:2``, or its fingerprint if it has no line; for tables and errors."""
+        """The policy's line, e.g. ``fixed:2``, or its fingerprint if it has no line; for tables and errors."""
         try:
             return self.as_line()
         except InputError:
@@ -171,7 +171,7 @@ class Policy(ABC):
 
     @classmethod
     def parse(cls, line: PolicyLine) -> Policy | None:
-        """Returns the policy that a line describes; ``None`` if the line does not have the form of this class."""
+        """Returns the policy that a line describes, or ``None`` if the line does not have the form of this class."""
         if line.thresholds or (line.value and not cls.value_field):
             return None
         return cls(**{cls.value_field: cls.parse_value(line.value)}) if cls.value_field else cls()
@@ -202,7 +202,7 @@ def registered_policies() -> tuple[type[Policy], ...]:
 
 
 def parse_policy(text: str, option: str = "--policy") -> Policy:
-    """Returns the policy that a line of text describes; ``ranked-…`` policies are for evaluation only.
+    """Returns the policy that a line of text describes. ``ranked-…`` policies are for evaluation only.
 
     Errors name ``option``.
     """
@@ -230,7 +230,7 @@ def as_policy(policy: Policy | Callable[[PolicyInput], Tensor]) -> Policy:
 
 @dataclass(frozen=True)
 class Custom(Policy):
-    """Wraps a user's callable, which must be causal and decide per token; this is not checked."""
+    """Wraps a user's callable, which must be causal and decide per token. This is not checked."""
 
     function: Callable[[PolicyInput], Tensor]
 

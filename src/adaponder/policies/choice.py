@@ -24,7 +24,7 @@ def choose_policy(
     profiles: Profiles = MappingProxyType({}),
     name: Callable[[str], str] = str,
 ) -> Policy | None:
-    """Returns the policy for ``policy``, ``tau`` or ``budget``; ``None`` (the method's default) if none is given.
+    """Returns the policy for ``policy``, ``tau`` or ``budget``, or ``None`` (the method's default) if none is given.
 
     Args:
         policy: a policy, or its line such as ``fixed:2``.
@@ -63,7 +63,7 @@ def choose_policy(
 
 
 def profile_policy(profiles: Profiles, name: str, option: str) -> Policy:
-    """Returns the policy of the profile ``name``; errors name ``option``."""
+    """Returns the policy of the profile ``name``. Errors name ``option``."""
     if name not in profiles:
         known = ", ".join(profiles) or "none"
         raise InputError(

@@ -1,8 +1,11 @@
-"""Policies with given depths: one depth for all tokens, or one per token."""
+"""Policies with given or random depths.
+
+Random depths are drawn by hashes of (seed, position, iteration), so that no draw depends on the batch.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -10,6 +13,12 @@ from torch import Tensor
 
 from adaponder.errors import InputError, shown
 from adaponder.policies.base import Policy, PolicyInput
+from adaponder.policies.gate import LearnedGate
+from adaponder.policies.values import as_number, as_share, set_fields, unit_hash
+
+# Negative iteration numbers, for draws per token or per sequence: the rate of a token or sequence, whether a token has
+# its own rate, where a token exits, whether the gate decides in a sequence (this one also has a negative position).
+_RATE, _OWN_RATE, _EXIT, _BY_GATE = -1, -2, -3, -3
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ class FixedDepth(Policy):
 
 @dataclass(frozen=True)
 class ForcedDepths(Policy):
-    """Gives each token the depth ``depths[sequence, slot]``; for replay, oracles and tests.
+    """Gives each token the depth ``depths[sequence, slot]``, for replay, oracles and tests.
 
     Depths on another device than the model's are copied at every iteration; move them first if speed matters.
     """
@@ -80,3 +89,98 @@ class ForcedDepths(Policy):
     @property
     def fingerprint(self) -> str:
         return f"ForcedDepths({self.depths.tolist()})"
+
+
+@dataclass(frozen=True)
+class Random(Policy):
+    """Continues with probability ``keep``. Tokens with equal seed and position in two sequences continue alike."""
+
+    keep: float
+    word: ClassVar[str] = "random"
+    value_field: ClassVar[str] = "keep"
+
+    def __post_init__(self) -> None:
+        set_fields(self, keep=as_share("keep", self.keep))
+
+    def __call__(self, rows: PolicyInput) -> Tensor:
+        return unit_hash(rows.position, rows.seed, rows.iteration) < self.keep
+
+
+@dataclass(frozen=True)
+class RandomRates(Policy):
+    """Continues at a rate that is itself random, so that ``P(depth > i) = prior / (prior + i)``.
+
+    A rate is the probability to continue after each iteration, drawn from Beta(prior, 1), uniform if prior = 1. Half
+    of the tokens share a rate drawn per sequence, the others each have their own rate. So some sequences are mostly
+    shallow and some mostly deep, and in each of them some tokens reach full depth independently of the others.
+    """
+
+    prior: float = 1.0
+    word: ClassVar[str] = "random-rates"
+    value_field: ClassVar[str] = "prior"
+
+    def __post_init__(self) -> None:
+        set_fields(self, prior=as_number("prior", self.prior))
+        if not 0.0 < self.prior <= 1e6:
+            raise InputError(f"prior={self.prior} must be above 0 and at most 1,000,000; 1 draws rates uniformly")
+
+    def __call__(self, rows: PolicyInput) -> Tensor:
+        has_own_rate = _draw(rows, rows.position, _OWN_RATE) < 0.5
+        shared = _draw(rows, torch.full_like(rows.position, -1), _RATE)
+        rate = torch.where(has_own_rate, _draw(rows, rows.position, _RATE), shared) ** (1.0 / self.prior)
+        return unit_hash(rows.position, rows.seed, rows.iteration) < rate
+
+    def reaching(self, iteration: int) -> float:
+        """Returns the expected share of tokens that are active in this iteration, from 0."""
+        return self.prior / (self.prior + iteration)
+
+
+@dataclass(frozen=True)
+class GateOrChance(Policy):
+    """Decides by the learned gate with ``tau`` in a ``share`` of the sequences, by :class:`RandomRates` in the others.
+
+    So the model is trained with the halts of its gates, while gates still learn from tokens at every depth. A hash of
+    each sequence's seed selects the rule.
+    """
+
+    share: float
+    tau: float
+    prior: float
+    # Created once, because torch.compile (2.11) does not find the fields of a policy that is created while tracing.
+    gate: LearnedGate = field(init=False, repr=False, compare=False)
+    by_chance: RandomRates = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        gate, by_chance, share = LearnedGate(self.tau), RandomRates(self.prior), as_share("share", self.share)
+        set_fields(self, share=share, tau=gate.tau, prior=by_chance.prior, gate=gate, by_chance=by_chance)
+
+    def check(self, method: str, iterations: int) -> None:
+        self.gate.check(method, iterations)
+
+    def __call__(self, rows: PolicyInput) -> Tensor:
+        return torch.where(self.by_gate(rows.seed), self.gate(rows), self.by_chance(rows))
+
+    def by_gate(self, seed: Tensor) -> Tensor:
+        """Returns whether the gate decides in sequences with these seeds, in the shape of ``seed``."""
+        place = torch.full_like(seed, _BY_GATE)
+        return unit_hash(place, seed, place) < self.share
+
+
+@dataclass(frozen=True)
+class SampledExit(Policy):
+    """Samples the depth of each token from the exit distribution of its exit gate.
+
+    Each token has one uniform number ``u`` in [0, 1) and continues while its probability of no exit so far, ``stay``,
+    is above ``u``. This samples exactly, because ``P(u < stay) = stay``.
+    """
+
+    signal: ClassVar[str | None] = "exit"
+    word: ClassVar[str] = "sampled-exit"
+
+    def __call__(self, rows: PolicyInput) -> Tensor:
+        return rows.gate.double() > _draw(rows, rows.position, _EXIT)
+
+
+def _draw(rows: PolicyInput, position: Tensor, number: int) -> Tensor:
+    """Returns the uniform hash of (seed, ``position``, ``number``). No iteration has a negative ``number``."""
+    return unit_hash(position, rows.seed, torch.full_like(rows.iteration, number))

@@ -17,7 +17,7 @@ from adaponder.policies.values import as_floats, as_number, as_share, at, set_fi
 
 @dataclass(frozen=True)
 class LearnedGate(Policy):
-    """Continues while ``s >= tau`` (eq. 4), the paper's rule; one tau, or one per gate. ``inf`` halts every token."""
+    """Continues while ``s >= tau``, the paper's eq. 4. ``tau``: one number or one per gate; ``inf`` halts all."""
 
     tau: float | tuple[float, ...] = 1e-4
     reads_seed: ClassVar[bool] = False
@@ -37,7 +37,7 @@ class LearnedGate(Policy):
 
 @dataclass(frozen=True)
 class RouterThreshold(Policy):
-    """Continues while the router's logit is positive; the causal rule of models that are trained with ranking."""
+    """Continues while the router's logit is positive: the causal rule of models that are trained with ranking."""
 
     reads_seed: ClassVar[bool] = False
     signal: ClassVar[str | None] = "router"
@@ -49,7 +49,7 @@ class RouterThreshold(Policy):
 
 @dataclass(frozen=True)
 class ExitThreshold(Policy):
-    """Halts once the cumulative exit probability reaches ``q``; the rule of models with an exit gate."""
+    """Halts once the cumulative exit probability reaches ``q``: the rule of models with an exit gate."""
 
     q: float = 1.0
     reads_seed: ClassVar[bool] = False

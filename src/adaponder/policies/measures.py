@@ -21,13 +21,17 @@ _ROWS = 1024
 
 @dataclass(frozen=True)
 class MeasureThreshold(Policy):
-    """Continues while :meth:`measure` is at least ``threshold`` (at most, if ``at_most``); one number or one per gate.
+    """Continues while :meth:`measure` is at least ``threshold``, one number or one per gate (``at_most``: at most).
 
     Measures that compare two iterations (``reads_previous``) are undefined after iteration 0; every token continues
     there, so depths are at least 2.
+
+    Attributes:
+        logits_read: how many times a measure computes a token's logits.
     """
 
     threshold: float | tuple[float, ...]
+    logits_read: ClassVar[int] = 0
     reads_seed: ClassVar[bool] = False
     value_field: ClassVar[str] = "threshold"
     per_gate: ClassVar[bool] = True
@@ -39,12 +43,15 @@ class MeasureThreshold(Policy):
     @staticmethod
     @abstractmethod
     def measure(rows: PolicyInput) -> Tensor:
-        """Returns one number per row; thresholds are converted to its precision before comparison."""
+        """Returns one number per row. Thresholds are converted to its precision before comparison."""
 
     def __call__(self, rows: PolicyInput) -> Tensor:
         measured = self.measure(rows)
         threshold = at(self.threshold, rows.iteration, measured.dtype)
         return measured <= threshold if self.at_most else measured >= threshold
+
+    def heads(self, iteration: int) -> int:
+        return 0 if self.reads_previous and not iteration else self.logits_read
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,7 @@ class Entropy(MeasureThreshold):
     """Continues while the entropy of the next-token distribution is at least ``threshold`` nats."""
 
     word: ClassVar[str] = "entropy"
+    logits_read: ClassVar[int] = 1
 
     @staticmethod
     def measure(rows: PolicyInput) -> Tensor:
@@ -61,9 +69,6 @@ class Entropy(MeasureThreshold):
             return entropy_of(widened(rows.head(hidden)))
 
         return in_chunks(entropy, rows.hidden)
-
-    def heads(self, iteration: int) -> int:
-        return 1
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ class Confidence(MeasureThreshold):
 
     word: ClassVar[str] = "confidence"
     at_most: ClassVar[bool] = True
+    logits_read: ClassVar[int] = 1
 
     @staticmethod
     def measure(rows: PolicyInput) -> Tensor:
@@ -86,9 +92,6 @@ class Confidence(MeasureThreshold):
 
         return in_chunks(margin, rows.hidden)
 
-    def heads(self, iteration: int) -> int:
-        return 1
-
 
 @dataclass(frozen=True)
 class Divergence(MeasureThreshold):
@@ -96,6 +99,7 @@ class Divergence(MeasureThreshold):
 
     word: ClassVar[str] = "kl"
     reads_previous: ClassVar[bool] = True
+    logits_read: ClassVar[int] = 2
 
     @staticmethod
     def measure(rows: PolicyInput) -> Tensor:
@@ -106,9 +110,6 @@ class Divergence(MeasureThreshold):
             return (log_p.exp() * (log_p - log_q)).sum(-1)
 
         return _since_previous(rows, lambda hidden, before: in_chunks(divergence, hidden, before), first=math.inf)
-
-    def heads(self, iteration: int) -> int:
-        return 2 if iteration else 0
 
 
 @dataclass(frozen=True)

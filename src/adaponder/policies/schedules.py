@@ -37,7 +37,7 @@ class Schedule(Policy):
         set_fields(self, **{"thresholds": as_floats("thresholds", self.thresholds), name: shares})
 
     def checked_shares(self, name: str, value: Any) -> Any:
-        """Returns the value of ``value_field``; raises unless it is a share."""
+        """Returns the value of ``value_field``. Raises unless it is a share."""
         return as_share(name, value)
 
     @abstractmethod
@@ -161,7 +161,7 @@ class SequencePolicy(Policy):
 
 @dataclass(frozen=True)
 class Ranked(SequencePolicy):
-    """Keeps the schedule's share of each sequence, the tokens with the highest gates; cannot generate."""
+    """Keeps the tokens with the highest gates, the schedule's share of each sequence. This policy cannot generate."""
 
     schedule: Schedule
     word: ClassVar[str] = "ranked"
@@ -193,7 +193,7 @@ class Ranked(SequencePolicy):
 
 
 def thresholds_for(schedule: Schedule, gates: Tensor) -> tuple[float, ...]:
-    """Returns the thresholds at which ``schedule`` keeps its shares of these tokens: quantiles among active tokens.
+    """Returns the thresholds at which ``schedule`` keeps its shares of these tokens: quantiles of active tokens' gates.
 
     ``gates`` is ``[tokens, K-1]``, from a run at full depth on text that resembles later inputs.
     """

@@ -1,4 +1,4 @@
-"""Checks the numbers of a policy when it is created, and looks them up per row when it decides; hashes for draws."""
+"""Checks the numbers of a policy, looks them up per row, and computes the hashes that random policies draw from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from adaponder.errors import InputError, shown
 
 
 def at(value: float | Sequence[float] | Tensor, iteration: Tensor, dtype: torch.dtype) -> float | Tensor:
-    """Equals ``value[iteration]`` per row, in ``dtype``; one number serves all gates, a tensor has a value per row.
+    """Equals ``value[iteration]`` per row, in ``dtype``. One number serves all gates, and a tensor has a value per row.
 
     Nothing is copied from the host, so a CUDA graph can capture it. Rows at an iteration without an entry get NaN, so
     all comparisons are false; ``Policy.check`` rejects such settings.
@@ -43,7 +43,7 @@ def sequence_seeds(seed: int, number: Tensor) -> Tensor:
 
 
 def scrambled(x: Tensor) -> Tensor:
-    """Applies two rounds like splitmix64's (but both shift by 30) to int64, modulo 2**64; each is invertible."""
+    """Applies two rounds like splitmix64's (but both shift by 30) to int64, modulo 2**64. Each is invertible."""
     for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
         x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * factor
     return x
@@ -61,14 +61,14 @@ def unit_hash(position: Tensor, seed: Tensor, iteration: Tensor) -> Tensor:
 
 
 def as_number(name: str, value: float) -> float:
-    """Returns a number as a float, so that equal settings have equal fingerprints; raises on NaN and non-numbers."""
+    """Returns a number as a float, so that equal settings have equal fingerprints. Raises on NaN and non-numbers."""
     if isinstance(value, bool) or not hasattr(value, "__float__") or math.isnan(float(value)):
         raise InputError(f"{name}={shown(value)} must be a number")
     return float(value)
 
 
 def as_share(name: str, value: float) -> float:
-    """Returns a number between 0 and 1 as a float; raises on anything else."""
+    """Returns a number between 0 and 1 as a float. Raises on anything else."""
     number = as_number(name, value)
     if not 0.0 <= number <= 1.0:
         raise InputError(f"{name}={number} must be between 0 and 1")

@@ -21,7 +21,7 @@ _SECTIONS = {"model": ModelRecipe, "data": DataRecipe, "train": TrainRecipe}
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Returns the recipe of that name or path, with ``section.field=value`` overrides; unknown fields are errors.
+    """Returns the recipe of that name or path, with ``section.field=value`` overrides. Unknown fields are errors.
 
     A recipe that names a ``base`` states only the fields that differ from it.
     """
@@ -63,11 +63,8 @@ def base_of(name: str) -> str | None:
     return _read(name)[0].get("base")
 
 
-# --- files, bases, overrides ---------------------------------------------------------------------------------------
-
-
 def _read(name: str) -> tuple[dict[str, Any], str]:
-    """Returns the content of the recipe's file and its name; ``name`` is a path, or a recipe that ships."""
+    """Returns the content of the recipe's file and its name. ``name`` is a path, or a recipe that ships."""
     if _is_file(name):
         values, recipe_name = read_yaml(Path(name), ConfigError), Path(name).stem
     elif name in recipe_names():
@@ -97,7 +94,7 @@ def _is_file(name: str) -> bool:
 
 
 def _with_bases(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Returns the content of a recipe's file over that of its base; ``above``: the recipes based on it."""
+    """Returns the content of a recipe's file merged over its base. ``above`` lists the recipes based on it."""
     if name in above:
         raise ConfigError(f"{name}: its bases run in a circle, {' → '.join((*above, name))}")
     values, recipe_name = _read(name)
@@ -107,7 +104,7 @@ def _with_bases(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Merges ``above`` over ``below``; mappings with ``model_type`` or ``kind`` (backbone, origin) are replaced."""
+    """Merges ``above`` over ``below``. Mappings with ``model_type`` or ``kind`` (backbone, origin) are replaced."""
     merged = dict(below)
     for key, value in above.items():
         whole = isinstance(value, dict) and ("model_type" in value or "kind" in value)
@@ -133,11 +130,8 @@ def _set_field(values: dict[str, Any], override: str) -> None:
     inner[field] = parse_yaml(value, option, ConfigError)
 
 
-# --- from plain data to a recipe -----------------------------------------------------------------------------------
-
-
 def _build(kind: Any, values: Mapping[str, Any], path: str) -> Any:
-    """Builds a dataclass ``kind``; ``path`` (``train.``) is prepended to field names in errors."""
+    """Builds the dataclass ``kind``. Field names in errors begin with ``path``, e.g. ``train.``."""
     known = {item.name: item for item in fields(kind)}
     hints = typing.get_type_hints(kind)
     arguments: dict[str, Any] = {}
@@ -185,10 +179,10 @@ def _coerced(value: Any, hint: Any) -> Any:
         for argument in arguments:
             if fits(coerced := _coerced(value, argument), argument, Field("", argument)):
                 return coerced
-    if origin is tuple and isinstance(value, list):
-        hints = [arguments[0]] * len(value) if ... in arguments else arguments
-        if len(hints) == len(value):
-            return tuple(_coerced(inner, hint) for inner, hint in zip(value, hints, strict=True))
+    if origin is list and isinstance(value, list):
+        return [_coerced(inner, arguments[0]) for inner in value]
+    if origin is tuple and isinstance(value, list) and len(arguments) == len(value):
+        return tuple(_coerced(inner, argument) for inner, argument in zip(value, arguments, strict=True))
     if hint in (int, float):
         number = _number(value)
         if hint is int and isinstance(number, float) and number.is_integer():
@@ -208,7 +202,7 @@ def _number(value: Any) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    """Converts text that spells a number throughout a backbone's mapping; whole numbers become int."""
+    """Converts text that spells a number throughout a backbone's mapping. Whole numbers become int."""
     if isinstance(value, dict):
         return {key: _numbers(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
-import operator
-import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -29,24 +26,16 @@ def _open_recurrence() -> Any:
     """Makes a frozen dataclass with the fields of ``Recurrence``, all ``None`` (unset) by default except ``method``.
 
     An unset field takes the value that a checkpoint was trained with, else the config's default. ``ponder_on`` is left
-    out, because the section ``train`` has it; lists become tuples, so that a recipe is immutable.
+    out, because the section ``train`` has it.
     """
     hints = typing.get_type_hints(Recurrence)
     columns: list[Any] = []
     for item in fields(Recurrence):
         always = item.name == "method"
-        hint = hints[item.name] if always else _with_tuples(hints[item.name]) | None
-        default = item.default if always else None
-        columns.append((item.name, hint, dataclasses.field(default=default, metadata=item.metadata)))
-    columns = [column for column in columns if column[0] != "ponder_on"]
+        hint, default = (hints[item.name], item.default) if always else (hints[item.name] | None, None)
+        if item.name != "ponder_on":
+            columns.append((item.name, hint, dataclasses.field(default=default, metadata=item.metadata)))
     return dataclasses.make_dataclass("OpenRecurrence", columns, frozen=True, kw_only=True)
-
-
-def _with_tuples(hint: Any) -> Any:
-    """Returns the type with ``tuple[T, ...]`` for ``list[T]``."""
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return functools.reduce(operator.or_, (_with_tuples(part) for part in typing.get_args(hint)))
-    return tuple[(*typing.get_args(hint), ...)] if typing.get_origin(hint) is list else hint
 
 
 OpenRecurrence: Any = _open_recurrence()
@@ -81,13 +70,9 @@ class ModelRecipe(OpenRecurrence):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Returns the settings of the recurrence as keyword arguments of the config, without unset ones."""
+        """Settings of the recurrence as keyword arguments of the config, without unset ones."""
         values = {item.name: getattr(self, item.name) for item in fields(OpenRecurrence)}
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in values.items()
-            if value is not None
-        }
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -119,7 +104,7 @@ class DataRecipe:
 
 @dataclass(frozen=True)
 class TrainRecipe:
-    """How the model is trained; steps count optimizer updates."""
+    """How the model is trained. Steps count optimizer updates."""
 
     steps: int = setting(MISSING, "updates in all", "[1, 1_000_000_000]")
     global_batch: int = setting(
@@ -228,7 +213,7 @@ class TrainRecipe:
     log_every: int = setting(10, "steps between logs; 0: only at the end", STEPS)
 
     def gates_begin(self, *, pressed: bool) -> int:
-        """Returns the first step that updates the method's parameters; ``pressed``: whether it has a ponder term."""
+        """Returns the first step that updates the method's parameters. ``pressed``: the loss has a ponder term."""
         if self.gate_start is not None:
             return self.gate_start
         waits = pressed and self.ponder_weight and not self.freeze_backbone_steps
@@ -314,10 +299,6 @@ class Recipe:
         depth, deepest = self.train.target_depth, self.model.iterations
         if depth is not None and deepest is not None and depth > deepest:
             raise ConfigError(f"train.target_depth={depth} must be at most model.iterations={deepest}")
-        self._check_sequence()
-
-    def _check_sequence(self) -> None:
-        """Raises if a window has more tokens than the backbone has positions, or than ``train.eval_tokens``."""
         sequence, backbone = self.data.sequence, self.model.backbone
         if isinstance(backbone, Mapping):
             longest = backbone.get("max_position_embeddings", sequence)
@@ -331,7 +312,7 @@ class Recipe:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the recipe as plain data; from scratch, an unset embedding scale is replaced by the method's default.
+        """Returns the recipe as plain data. From scratch, an unset embedding scale is replaced by the method's default.
 
         Thus records and hashes of runs with different scales differ.
         """
@@ -342,7 +323,7 @@ class Recipe:
 
     @property
     def fingerprint(self) -> str:
-        """Returns the hash of all fields that affect the result, so not of name, description or logging interval.
+        """Hash of all fields that affect the result, without the name, the description and the logging interval.
 
         Unset fields (``None``) are left out, and removed fields are included with their last default, so that neither
         adding nor removing a field changes the hash of older runs.

@@ -46,7 +46,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def scratch_config(recipe: Recipe, vocabulary: int) -> AdaPonderConfig:
-    """Returns a new model's config; ``vocabulary`` is rounded up to a multiple of 128 unless the recipe sets one."""
+    """Returns a new model's config. ``vocabulary`` is rounded up to a multiple of 128 unless the recipe sets one."""
     if not isinstance(recipe.model.backbone, dict):
         raise ConfigError("model.backbone must be a mapping with model_type, or a checkpoint")
     backbone = {"vocab_size": -(-vocabulary // 128) * 128} | recipe.model.backbone
@@ -63,7 +63,7 @@ def scratch_config(recipe: Recipe, vocabulary: int) -> AdaPonderConfig:
 
 
 def config_of(recipe: Recipe, vocabulary: int | None = None) -> AdaPonderConfig | None:
-    """Returns the config of a recipe that trains from scratch; ``None`` if its backbone is a checkpoint.
+    """Returns the config of a recipe that trains from scratch, or ``None`` if its backbone is a checkpoint.
 
     ``vocabulary=None`` (not known yet) means the smallest that the recipe allows.
     """
@@ -85,7 +85,7 @@ def _refuse_unknown(backbone: dict[str, Any]) -> None:
 
 
 def _from_checkpoint(name: str, settings: dict[str, Any]) -> AdaPonderForCausalLM:
-    """Returns the checkpoint's model with the recipe's ``settings``; for another method, only its backbone is used."""
+    """Returns the checkpoint's model with the recipe's ``settings``. For another method, only its backbone is used."""
     opened = open_checkpoint(name, dtype="float32")
     model = opened.model
     if not isinstance(model, AdaPonderForCausalLM) or opened.recurrence["method"] != settings["method"]:

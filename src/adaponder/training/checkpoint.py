@@ -45,7 +45,7 @@ def save_checkpoint(
     texts: dict[str, str] | None = None,
     adapters: dict[str, Tensor] | None = None,
 ) -> None:
-    """Writes a checkpoint; a failure leaves nothing behind.
+    """Writes a checkpoint. A failure leaves nothing behind.
 
     ``texts``: contents of further files by name, such as the tokenizer's. ``adapters``: the tensors of
     :func:`adaponder.training.lora.adapters_of`.
@@ -63,7 +63,7 @@ def save_checkpoint(
 
 
 def verify_checkpoint(folder: Path, *, weights_only: bool = False) -> dict[str, Any]:
-    """Returns the checkpoint's state; raises if a file is missing or was changed.
+    """Returns the checkpoint's state. Raises if a file is missing or was changed.
 
     With ``weights_only`` the optimizer's file may be missing.
     """
@@ -109,7 +109,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Returns the model's state dict, gathered on the CPU; a tied weight is one tensor under both names."""
+    """Returns the model's state dict, gathered on the CPU. A tied weight is one tensor under both names."""
     weights = model.state_dict(keep_vars=True)  # keeps tied weights one object
     copies = {id(value): full(value) for value in weights.values()}
     return {name: copies[id(value)] for name, value in weights.items()}
@@ -126,7 +126,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Loads the moments saved in ``folder`` into ``optimizer``; raises if one is missing."""
+    """Loads the moments saved in ``folder`` into ``optimizer``. Raises if one is missing."""
     saved = load_file(folder / OPTIMIZER)
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
@@ -152,7 +152,7 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def random_states(world: World) -> list[dict[str, str]]:
-    """Returns each process's CPU and device generator states, as hexadecimal text; every process must call it."""
+    """Returns each process's CPU and device generator states, as hexadecimal text. Every process must call it."""
     states = {CPU: torch.get_rng_state()}
     if world.device.type != CPU:
         states[world.device.type] = torch.get_device_module(world.device).get_rng_state(world.device)
@@ -179,14 +179,14 @@ def restore_random_state(states: dict[str, Tensor], device: torch.device) -> Non
 
 
 class Saver:
-    """Saves ``model`` to the run folder. All processes gather tensors; the leading one writes."""
+    """Saves ``model`` to the run folder. All processes gather tensors, and the leading one writes."""
 
     def __init__(self, recipe: Recipe, run: Path, world: World, model: AdaPonderForCausalLM, shards: Shards):
         self.recipe, self.run, self.world, self.model, self.shards = recipe, run, world, model, shards
         self.tokenizer_files = with_padding(shards.tokenizer_files(), model)
 
     def save(self, step: int, controller: DepthController | None, optimizer: torch.optim.Optimizer | None) -> Path:
-        """Writes the checkpoint before ``step`` and prunes older ones; with ``optimizer=None``, the final model."""
+        """Writes the checkpoint before ``step`` and prunes older ones; ``optimizer=None`` writes the final model."""
         folder = self.run / "final" if optimizer is None else step_folder(self.run, step)
         weights, moments = weights_of(self.model), optimizer and optimizer_state(optimizer)
         if (bad := first_not_finite((weights | (moments or {})).items())) is not None:

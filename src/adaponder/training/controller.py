@@ -79,14 +79,14 @@ class DepthController:
         self.sums = torch.zeros_like(self.sums)
 
     def state(self, sums: Tensor) -> dict[str, Any]:
-        """Returns the state for a checkpoint; ``sums`` are over all processes."""
+        """Returns the state for a checkpoint. ``sums`` are over all processes."""
         return {"pressure": self.pressure, "seen": sums.tolist()}
 
 
 def controller_of(
     train: TrainRecipe, model: AdaPonderForCausalLM, world: World, state: dict[str, Any] | None
 ) -> DepthController | None:
-    """Returns the controller of ``train.target_depth``, restored from a checkpoint's ``state``; ``None`` if unset."""
+    """Returns the controller restored from a checkpoint's ``state``, or ``None`` if ``train.target_depth`` is unset."""
     config, target = model.config, train.target_depth
     if target is None:
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,14 +21,14 @@ from adaponder.training.distributed import World, local_share
 
 
 def open_data(recipe: Recipe, data: Path, world: World) -> tuple[Shards, Shards]:
-    """Opens the recipe's training and validation tokens; the processes of a machine share the hashing."""
+    """Opens the recipe's training and validation tokens. The processes of a machine share the hashing."""
     folder = shards_folder(recipe, data, world)
     share = local_share()
     return Shards.open(folder, "train", share=share), Shards.open(folder, "validation", share=share)
 
 
 def shards_folder(recipe: Recipe, data: Path, world: World) -> Path:
-    """Returns the recipe's prepared folder; an unprepared source is prepared once, in a folder under ``data``."""
+    """Returns the recipe's prepared folder. An unprepared source is prepared once, in a folder under ``data``."""
     source = Path(recipe.data.source)
     if os.path.isfile(source / MANIFEST):
         return source
@@ -67,7 +66,7 @@ def sampler_of(recipe: Recipe, shards: Shards) -> Sampler:
 
 
 def model_inputs(batch: Batch, *, across: bool) -> dict[str, Tensor]:
-    """Returns the forward's tensors; masked targets are -100; without ``across``, documents do not see each other."""
+    """Returns the forward's tensors. Masked targets are -100. Without ``across``, documents do not see each other."""
     tokens, documents = torch.from_numpy(batch.tokens), torch.from_numpy(batch.documents)
     inputs = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:].clone()}
     if batch.learned is not None:
@@ -79,37 +78,25 @@ def model_inputs(batch: Batch, *, across: bool) -> dict[str, Tensor]:
     return inputs
 
 
-@dataclass(frozen=True)
 class MicroBatches:
-    """Draws the micro-batches of one process.
+    """Draws the micro-batches of one process: its share of the recipe's ``global_batch`` in equal parts.
 
     Attributes:
         size: windows of one micro-batch.
         count: micro-batches of a step.
-        attend_across_documents: see :class:`adaponder.recipes.DataRecipe`.
-        seed: seed of policies that draw random numbers.
     """
 
-    sampler: Sampler
-    world: World
-    size: int
-    count: int
-    attend_across_documents: bool
-    seed: int
-
-    @classmethod
-    def of(cls, recipe: Recipe, sampler: Sampler, world: World) -> MicroBatches:
-        """Divides the recipe's ``global_batch`` into micro-batches; each process must get whole ones."""
+    def __init__(self, recipe: Recipe, sampler: Sampler, world: World):
+        self.recipe, self.sampler, self.world = recipe, sampler, world
         share, remainder = divmod(recipe.train.global_batch, world.size)
         if remainder:
             raise ConfigError(
                 f"train.global_batch={recipe.train.global_batch} must be divisible by {world.size} processes"
             )
-        size = min(recipe.train.micro_batch or share, share)
-        if share % size:
-            raise TrainingError(f"train.micro_batch={size} must divide the {share} windows of a process in a step")
-        across = recipe.data.attend_across_documents
-        return cls(sampler, world, size, share // size, across, recipe.train.seed)
+        self.size = min(recipe.train.micro_batch or share, share)
+        if share % self.size:
+            raise TrainingError(f"train.micro_batch={self.size} must divide the {share} windows of a process in a step")
+        self.count = share // self.size
 
     def draw(self, step: int) -> list[Batch]:
         """Returns this process's windows of every micro-step.
@@ -123,13 +110,14 @@ class MicroBatches:
     def inputs(self, step: int) -> list[dict[str, Tensor]]:
         """Returns the model's tensor arguments of every micro-step.
 
-        The seed of a window depends on the run's seed, the step and the window, but not on its micro-batch.
+        The seed of a window, for policies that draw random numbers, depends on the run's seed, the step and the window,
+        but not on its micro-batch.
         """
-        across = self.attend_across_documents
-        return [model_inputs(batch, across=across) | {"seed": self._seeds(step, batch)} for batch in self.draw(step)]
-
-    def _seeds(self, step: int, batch: Batch) -> Tensor:
-        return sequence_seeds(self.seed, (step << 32) + torch.from_numpy(batch.windows))
+        arguments = []
+        for batch in self.draw(step):
+            seeds = sequence_seeds(self.recipe.train.seed, (step << 32) + torch.from_numpy(batch.windows))
+            arguments.append(model_inputs(batch, across=self.recipe.data.attend_across_documents) | {"seed": seeds})
+        return arguments
 
     def mean_targets(self, inputs: list[dict[str, Tensor]]) -> Tensor:
         """Returns the step's mean number of targets per forward, by which each forward divides its cross-entropy.

@@ -1,4 +1,4 @@
-"""Runs training in several processes, on one or several machines; a single process needs no process group."""
+"""Runs training in several processes, on one or several machines. A single process needs no process group."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class World:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Returns the sum over all processes; every process receives it."""
+        """Returns the sum over all processes. Every process receives it."""
         if self.size > 1:
             values = values.clone()
             dist.all_reduce(values)
         return values
 
     def mean(self, values: Tensor) -> Tensor:
-        """Returns the mean over all processes; every process receives it."""
+        """Returns the mean over all processes. Every process receives it."""
         return values if self.size == 1 else self.sum(values) / self.size
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """Returns the ``values`` of all processes by rank, in every process; all must have the same shape."""
+        """Returns the ``values`` of all processes by rank, in every process. All must have the same shape."""
         if self.size == 1:
             return [values]
         mine = values.to(self.device)
@@ -61,7 +61,7 @@ class World:
 
 @contextmanager
 def join(device: str) -> Iterator[World]:
-    """Joins the process group that ``torchrun`` describes in the environment; without it, the world has one process."""
+    """Joins the process group that ``torchrun`` describes in the environment. Without it, the world has one process."""
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     target = as_device(device)
     if target.type == "cuda":

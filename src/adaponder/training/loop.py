@@ -75,7 +75,7 @@ class Trainer:
         if train.compile:
             self.model.compile_passes(by=train.compile_by, memory_budget=train.memory_budget)
         self.shape: Shape = shape_of(self.model.config)
-        self.micro_batches = MicroBatches.of(self.recipe, self.sampler, self.world)
+        self.micro_batches = MicroBatches(self.recipe, self.sampler, self.world)
         self.tally = Tally()
         self.wrapped: nn.Module | None = None
         self.last_step: tuple[Tensor, Tensor] | None = None  # gradient norm and loss, not yet checked
@@ -91,10 +91,8 @@ class Trainer:
                 "model.backbone to a checkpoint of stage 1"
             )
 
-    # --- steps --------------------------------------------------------------------------------------------------
-
     def train(self) -> bool:
-        """Takes all remaining steps, phase by phase; returns false if stopped before the last step."""
+        """Takes all remaining steps, phase by phase. Returns false if stopped before the last step."""
         for phase in phases(self.recipe.train):
             if self.step >= phase.end:
                 continue
@@ -167,7 +165,10 @@ class Trainer:
             self.controller.turn(self.world.sum(self.controller.sums))
 
     def _clip(self, largest: float) -> Tensor:
-        """Clips the gradients; returns the norm before, the backbone's alone if gates are clipped separately."""
+        """Clips the gradients and returns their norm before clipping.
+
+        Methods with ``gates_apart`` clip gates and backbone separately; the norm is then that of the backbone.
+        """
         gates = list(self.model.method.parameters())
         if not self.model.method.gates_apart or not gates:
             return nn.utils.clip_grad_norm_(self.model.parameters(), largest)
@@ -176,7 +177,7 @@ class Trainer:
         return norm + 0.0 * gate_norm  # propagates a gate norm that is not finite
 
     def _after_step(self, phase_end: int) -> bool:
-        """Logs, validates and saves if due after a step; returns true if the run must stop here."""
+        """Logs, validates and saves where due after a step. Returns true if the run must stop here."""
         train = self.recipe.train
         step, self.step = self.step, self.step + 1
         if self.telemetry:
@@ -211,7 +212,7 @@ class Trainer:
             )
 
     def require_finite(self) -> None:
-        """Raises if the gradient norm of the last step is not finite; earlier steps are already checked."""
+        """Raises if the gradient norm of the last step is not finite. Earlier steps are already checked."""
         if self.last_step is None:
             return
         step, norm, loss = self.step - 1, *map(float, self.last_step)
@@ -225,8 +226,6 @@ class Trainer:
             f"step {step}: the loss is {loss:g} and the gradient {norm} on windows {windows[:8]}…; the run stops, its "
             "last checkpoint is intact. A smaller train.lr or train.clip usually helps"
         )
-
-    # --- logs and validation ------------------------------------------------------------------------------------
 
     def _log(self, step: int) -> None:
         tally, self.tally = self.tally, Tally()
@@ -267,7 +266,7 @@ class Trainer:
             self.before = read_json(path, TrainingError)
 
     def evaluate(self, tokens: int, **options: Any) -> dict[str, Any]:
-        """Returns loss and depths on the first ``tokens`` validation tokens; ``options`` go to the model's forward."""
+        """Returns loss and depths on the first ``tokens`` validation tokens. ``options`` go to the model's forward."""
         assert self.validation is not None
         return validate(
             self.model,
@@ -290,8 +289,6 @@ class Trainer:
         if self.telemetry:
             self.telemetry.log({"step": step, **scores})
         self.tally.began = time.perf_counter()
-
-    # --- checkpoints --------------------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Writes a checkpoint between two steps."""

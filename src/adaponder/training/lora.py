@@ -21,7 +21,7 @@ _ADAPTER = "default"
 
 
 def attach(model: AdaPonderForCausalLM, train: TrainRecipe, resumed_from: Path | None = None) -> None:
-    """Adds the recipe's adapters, if any, to the backbone; loads their values from ``resumed_from`` if given."""
+    """Adds the recipe's adapters, if any, to the backbone. Loads their values from ``resumed_from`` if given."""
     if train.lora_rank is None:
         return
     try:
@@ -36,8 +36,16 @@ def attach(model: AdaPonderForCausalLM, train: TrainRecipe, resumed_from: Path |
         target_modules="all-linear",  # except the head
     )
     inject_adapter_in_model(config, model.backbone, adapter_name=_ADAPTER)
-    if resumed_from is not None:
-        _restore(model, resumed_from)
+    if resumed_from is None:
+        return
+    adapters, path = adapters_of(model), resumed_from / LORA
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing: exact resume is impossible; use --weights-only")
+    saved = load_file(path)
+    if saved.keys() != adapters.keys() or any(saved[name].shape != value.shape for name, value in adapters.items()):
+        raise CheckpointError(f"{path} holds other adapters than the recipe: use --weights-only")
+    for name, value in adapters.items():
+        value.copy_(saved[name])
 
 
 def adapters_of(model: nn.Module) -> dict[str, Tensor]:
@@ -65,14 +73,3 @@ def trains(name: str, train: TrainRecipe, *, backbone_trains: bool) -> bool:
 
 def _is_adapter(name: str) -> bool:
     return ".lora_" in name
-
-
-def _restore(model: AdaPonderForCausalLM, folder: Path) -> None:
-    adapters = adapters_of(model)
-    if not (folder / LORA).is_file():
-        raise CheckpointError(f"{folder / LORA} is missing: exact resume is impossible; use --weights-only")
-    saved = load_file(folder / LORA)
-    if saved.keys() != adapters.keys() or any(saved[name].shape != value.shape for name, value in adapters.items()):
-        raise CheckpointError(f"{folder / LORA} holds other adapters than the recipe: use --weights-only")
-    for name, value in adapters.items():
-        value.copy_(saved[name])

@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a run continues from; refuses one that was trained with other settings."""
+"""Finds the checkpoint that a run continues from. Refuses one that was trained with other settings."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def find_start(
     weights_only: bool,
     allow_changes: bool,
 ) -> Start:
-    """Returns the checkpoint to continue from; raises if the run differs from the one that wrote it."""
+    """Returns the checkpoint to continue from. Raises if the run differs from the one that wrote it."""
     folder = None if resume is None else Path(resume)
     if resume == "auto":
         folder, skipped = newest_complete(out)

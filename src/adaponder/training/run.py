@@ -171,7 +171,7 @@ def _require_own_checkpoint(out: Path, resumed: Path) -> None:
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Yields a function that returns whether SIGINT or SIGTERM arrived; a second signal ends the process at once."""
+    """Yields a function that returns whether SIGINT or SIGTERM arrived. A second signal ends the process at once."""
     signals: list[int] = []
 
     def handle(number: int, frame: Any) -> None:

@@ -18,7 +18,7 @@ from adaponder.recipes import TrainRecipe
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps ``start … end - 1``, with the backbone frozen or not; each phase has a new optimizer."""
+    """Steps ``start … end - 1``, with the backbone frozen or not. Each phase has a new optimizer."""
 
     start: int
     end: int
@@ -26,7 +26,7 @@ class Phase:
 
 
 def phases(train: TrainRecipe) -> list[Phase]:
-    """Returns the phases of a run: first only the method's parameters train, then all; either may be absent."""
+    """Returns the phases of a run: first only the method's parameters train, then all. Either phase may be absent."""
     frozen = train.freeze_backbone_steps
     both = [Phase(0, frozen, False), Phase(frozen, train.steps, True)]
     return [phase for phase in both if phase.end > phase.start]
@@ -52,12 +52,12 @@ def learning_rate_factor(train: TrainRecipe, step: int) -> float:
 
 
 def _steps(warmup: float, train: TrainRecipe) -> int:
-    """Returns the number of warm-up steps; a value below 1 is a share of all steps."""
+    """Returns the number of warm-up steps. A value below 1 is a share of all steps."""
     return round(warmup * train.steps) if warmup < 1 else int(warmup)
 
 
 def exit_entropy_at(train: TrainRecipe, step: int) -> float | None:
-    """Returns Ouro's beta at ``step``, linear between its two values; ``None`` means the config's value."""
+    """Returns Ouro's beta at ``step``, linear between its two values. ``None`` means the config's value."""
     if train.exit_entropy is None:
         return None
     before, after = train.exit_entropy
@@ -80,7 +80,7 @@ def objective_at(train: TrainRecipe, step: int) -> Objective:
 
 
 def policy_at(train: TrainRecipe, method: Method, step: int) -> Policy | None:
-    """Returns the policy: full depth in stage 1 unless ``halt_before_ponder``; ``None`` means the method's default."""
+    """Returns the policy: full depth in stage 1 unless ``halt_before_ponder``. ``None`` means the method's default."""
     policy = method.training_policy(step / train.capacity_warmup if train.capacity_warmup else 1.0)
     if policy is not None:
         return policy
@@ -95,16 +95,12 @@ def named_groups(model: nn.Module, train: TrainRecipe) -> list[dict]:
     There are up to four: the backbone's and the method's parameters, matrices with weight decay and vectors without.
     """
     gate_lr = train.lr if train.gate_lr is None else train.gate_lr
-    groups = {
-        ("backbone", True): {"peak": train.lr, "weight_decay": train.weight_decay},
-        ("backbone", False): {"peak": train.lr, "weight_decay": 0.0},
-        ("method", True): {"peak": gate_lr, "weight_decay": train.weight_decay},
-        ("method", False): {"peak": gate_lr, "weight_decay": 0.0},
-    }
     pressed = isinstance(model, AdaPonderForCausalLM) and model.method.has_ponder_term
-    gates_begin = train.gates_begin(pressed=pressed)
-    for (part, _), group in groups.items():
-        group |= {"params": [], "names": [], "start": gates_begin if part == "method" else 0}
+    groups = {
+        (part, is_matrix): {"params": [], "names": [], "peak": peak, "start": start, "weight_decay": decay}
+        for part, peak, start in (("backbone", train.lr, 0), ("method", gate_lr, train.gates_begin(pressed=pressed)))
+        for is_matrix, decay in ((True, train.weight_decay), (False, 0.0))
+    }
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             group = groups[("method" if name.startswith("method.") else "backbone", parameter.ndim >= 2)]
@@ -121,7 +117,7 @@ def build_optimizer(model: nn.Module, train: TrainRecipe) -> torch.optim.AdamW:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, train: TrainRecipe, step: int) -> float:
-    """Sets each group's rate to its peak times the schedule (0 before its start); returns the backbone's rate."""
+    """Sets each group's rate to its peak times the schedule (0 before its start) and returns the backbone's rate."""
     factor = learning_rate_factor(train, step)
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * factor if step >= group["start"] else 0.0

@@ -41,9 +41,6 @@ from adaponder.training.schedule import objective_at
 FINISHED, FAILED, STOPPED, PENDING = "finished", "failed", "stopped", "pending"
 _LONGEST_NAME = 120
 
-# --- planning ---------------------------------------------------------------------------------------------------------
-
-
 Axis = tuple[str, tuple[Any, ...]]  # a field of the recipe and the values to try
 
 
@@ -58,7 +55,7 @@ class PlannedRun:
 
 
 def parse_axis(text: str) -> Axis:
-    """Parses ``section.field=value,value,…``; a list in brackets is one value."""
+    """Parses ``section.field=value,value,…``. A list in brackets is one value."""
     field, _, listed = text.partition("=")
     if "." not in field or not listed.strip() or listed.rstrip().endswith(","):
         raise InputError(f"--grid {text} must be section.field=value,value,…, e.g. train.k_max=0.1,0.15,0.2")
@@ -139,7 +136,7 @@ def _refuse_twins(runs: Sequence[PlannedRun]) -> None:
 
 
 def value_of(recipe: Recipe, field: str) -> Any:
-    """Returns a field's value in the recipe; for a model field that the recipe leaves open, the config's."""
+    """Returns a field's value in the recipe, or in the config if it is a model field that the recipe leaves open."""
     value: Any = recipe.as_dict()
     for key in field.split("."):
         value = value.get(key) if isinstance(value, dict) else None
@@ -175,12 +172,9 @@ def _as_override(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=math.inf).splitlines()[0]
 
 
-# --- summaries --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """Summary of one run, a line of the sweep's table; unknown values are ``None``.
+    """Summary of one run, a line of the sweep's table. Unknown values are ``None``.
 
     Attributes:
         embedding_scale: the model's scale, as a number.
@@ -263,15 +257,12 @@ def result_of(run: PlannedRun, folder: Path) -> RunSummary:
     )
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
-
-
 def examine(
     runs: Sequence[PlannedRun], *, out: Path, data: Path = Path("data"), device: str = "cpu"
 ) -> list[RunSummary]:
-    """Returns the current summary of every run; raises if one cannot be trained. Prepares the data, trains nothing.
+    """Returns the current summary of every run. Prepares the data, trains nothing.
 
-    Raises if a folder holds a run with other settings; the error lists them.
+    Raises if a run cannot be trained, or if its folder holds a run with other settings; the error lists them.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise InputError(
@@ -291,7 +282,7 @@ def examine(
 
 
 def _examine(run: PlannedRun, folder: Path, prepared: Path) -> RunSummary:
-    """Returns the current summary of one run; ``prepared`` is the folder of its data."""
+    """Returns the current summary of one run. ``prepared`` is the folder of its data."""
     recipe = run.recipe
     # Each run verifies the checksums of its data when it starts.
     shards, validation = (Shards.open(prepared, split, verify=False) for split in ("train", "validation"))
@@ -327,7 +318,7 @@ def _examine(run: PlannedRun, folder: Path, prepared: Path) -> RunSummary:
 
 
 def rows_left(run: PlannedRun, summary: RunSummary) -> float:
-    """Returns the rows (tokens times K) that a run has still to compute; its time is about proportional to them."""
+    """Returns the rows (tokens times K) that a run has still to compute. Its time is about proportional to them."""
     per_step = run.recipe.train.global_batch * run.recipe.data.sequence * (summary.iterations or 1)
     return float((summary.steps - summary.step) * per_step)
 

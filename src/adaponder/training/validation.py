@@ -27,7 +27,7 @@ def whole_windows(shards: Shards, tokens: int, *, length: int) -> int:
 
 
 def _stride(shards: Shards, length: int) -> int:
-    """Returns the distance between window starts: windows overlap by one token; those of puzzles do not overlap."""
+    """Returns the distance between window starts. Windows overlap by one token, except those of puzzles."""
     return length + 1 if shards.manifest.puzzles else length
 
 

@@ -28,7 +28,7 @@ _NEARLY_ALL = 0.95
 
 
 def count_depths(depth: Tensor, iterations: int) -> Tensor:
-    """Returns ``int64[K]``, the number of tokens of each depth 1 … K; depth 0 (padding) does not count."""
+    """Returns ``int64[K]``, the number of tokens of each depth 1 … K. Depth 0 (padding) does not count."""
     levels = torch.arange(1, iterations + 1, device=depth.device)
     return (depth[..., None] == levels).sum((0, 1))
 
@@ -43,7 +43,7 @@ def depth_shares(counts: Tensor) -> tuple[float, list[float]]:
 
 @dataclass
 class Tally:
-    """Sums since the last log, kept on the device; only :meth:`means` synchronizes with it."""
+    """Sums since the last log, kept on the device. Only :meth:`means` synchronizes with it."""
 
     steps: int = 0
     tokens: int = 0
@@ -54,18 +54,18 @@ class Tally:
         value = value.detach().double()
         self.sums[name] = self.sums[name] + value if name in self.sums else value
 
-    def count(self, output: AdaPonderOutput, parts: int, iterations: int) -> None:
-        """Adds the output of one micro-step; the step has ``parts`` of them."""
+    def count(self, output: AdaPonderOutput, micro_steps: int, iterations: int) -> None:
+        """Adds the output of one of the step's ``micro_steps``."""
         assert output.loss is not None
         assert output.depth is not None
         for name, value in {"loss": output.loss, **(output.terms or {})}.items():
-            self.add(name, value / parts)
+            self.add(name, value / micro_steps)
         self.add("depths", count_depths(output.depth, iterations))
         if output.gates is not None:
             self.add("gates", output.gates.sum((0, 1)))
 
     def means(self, world: World) -> dict[str, Any]:
-        """Returns means over all processes; every process must call it."""
+        """Returns means over all processes. Every process must call it."""
         sums = dict(self.sums)
         depths, norm = world.sum(sums.pop("depths")), float(sums.pop("grad_norm")) / self.steps
         gates = world.sum(sums.pop("gates")) if "gates" in sums else None
@@ -93,9 +93,9 @@ def utilisation(
 
 
 def collapse(metrics: dict[str, Any], train: TrainRecipe, *, pressed: bool = True) -> tuple[str, str] | None:
-    """Returns (kind, message) of a warning if the gates no longer distinguish tokens; else ``None``.
+    """Returns (kind, message) of a warning if the gates no longer distinguish tokens, else ``None``.
 
-    ``pressed``: whether the loss has a ponder term; without one, open gates are no fault and there is no stage 1.
+    ``pressed``: whether the loss has a ponder term; without one, gates may stay open and there is no stage 1.
     """
     step, halted, gates = metrics["step"], metrics["halted"], metrics.get("gate_means", [])
     if not halted:
@@ -117,7 +117,7 @@ def collapse(metrics: dict[str, Any], train: TrainRecipe, *, pressed: bool = Tru
 
 
 def member_of(model: nn.Module, who: str) -> AdaPonderForCausalLM:
-    """Returns the AdaPonder model inside adapters or wrappers; ``who`` is the caller, for the error."""
+    """Returns the AdaPonder model inside adapters or wrappers. ``who`` is the caller, for the error."""
     for module in model.modules():
         if isinstance(module, AdaPonderForCausalLM):
             return module
@@ -150,7 +150,10 @@ class DepthCounts:
                 self.last = counts
 
     def evaluated(self, batches: Any) -> None:
-        """Adds the last forward to the counts of the evaluation over ``batches``; drops counts of an earlier one."""
+        """Adds the last forward to the counts of the evaluation over ``batches``.
+
+        Counts of an earlier evaluation are dropped.
+        """
         if batches is not self.batches:
             self.sums.pop(False, None)
         if self.last is not None:

@@ -141,7 +141,7 @@ def test_the_template_goes_with_the_tokenizer_and_is_used_when_none_is_named(sha
     assert Shards.open(tmp_path / "text").learned_blocks(np.array([0]), 2) is None
 
 
-def test_batches_and_their_fingerprint_contain_what_is_learned(shards, folder, tmp_path):
+def test_batches_and_the_hash_of_the_data_contain_what_is_learned(shards, folder, tmp_path):
     sampler = Sampler(shards, sequence=16, global_batch=4, seed=0)
     batch = sampler.batch(3)
     starts = batch.windows * 17
@@ -152,8 +152,6 @@ def test_batches_and_their_fingerprint_contain_what_is_learned(shards, folder, t
     shorter = make(folder, tmp_path / "shorter", chat_template=_marking(tmp_path, after="{{ '.' }}{{ eos_token }}"))
     assert np.array_equal(longer.read(0, longer.tokens), shorter.read(0, shorter.tokens))
     assert longer.content_hash() != shorter.content_hash()
-    ways = [Sampler(one, sequence=16, global_batch=4, seed=0) for one in (longer, shorter)]
-    assert ways[0].fingerprint() != ways[1].fingerprint()
 
 
 def _docs(shards: Shards) -> Path:

@@ -136,17 +136,6 @@ def test_any_range_reads_as_a_slice_of_the_whole(shards, tokens, data):
         shards.read(start, len(tokens) - start + 1)
 
 
-def test_the_fingerprint_follows_data_and_settings(shards, tmp_path):
-    def of(shards: Shards = shards, *, sequence: int = 8, global_batch: int = 4, seed: int = 0) -> str:
-        return Sampler(shards, sequence=sequence, global_batch=global_batch, seed=seed).fingerprint()
-
-    (tmp_path / "a.txt").write_text("other text " * 20)
-    prepare([str(tmp_path / "a.txt")], out=tmp_path / "out", tokenizer="train-bpe:257", validation=0)
-    other = Shards.open(tmp_path / "out")
-    assert len({of(), of(sequence=9), of(global_batch=5), of(seed=1), of(other)}) == 5
-    assert of() == of(Shards.open(shards.folder))
-
-
 @pytest.mark.parametrize(
     ("options", "error", "field"),
     [

@@ -71,6 +71,10 @@ def test_pieces_add_up_and_are_bounded():
     assert list(pieces("one two\nthree", 10)) == ["one two\n", "three"]
 
 
+def test_a_tokenizer_is_trained_on_so_many_bytes_and_no_more_documents():
+    assert list(tokenizers._first_bytes(iter(["éé", "é", "a"]), 5)) == ["éé", "é"]
+
+
 def test_ctrl_c_ends_the_training_of_a_tokenizer(ctrl_c):
     """The library, busy with merges, hears nothing; whoever waits for it does, and the texts end."""
     begun, ended = threading.Event(), threading.Event()

@@ -212,9 +212,6 @@ def test_an_iteration_without_a_number_keeps_nothing():
     assert (torch.tensor(math.inf) >= number).tolist() == [True, True, False, False]
 
 
-# --- the hash -----------------------------------------------------------------------------------------------------
-
-
 @given(position=st.integers(0, 2**31), seed=EVERY_SEED, iteration=st.integers(0, 100))
 @example(position=0, seed=-(2**63), iteration=0)
 @example(position=2**31, seed=2**63 - 1, iteration=100)
@@ -243,16 +240,14 @@ def test_every_sequence_has_a_seed_of_its_own(seed, numbers):
     assert not torch.equal(sequence_seeds(seed + 1, torch.tensor(numbers)), seeds)
 
 
-@pytest.mark.parametrize("seed", [-1, 2**63, 2**64 + 3, -(2**70)])
+@pytest.mark.parametrize("seed", [-1, 0, 2**63, 2**64 + 3, -(2**70)])
 def test_a_model_takes_any_whole_number_as_a_seed(seed):
-    ids = support.ids(2, 9)
-    depth = support.tiny(iterations=3)(ids, policy=Random(0.5), seed=seed).depth
+    ids, model = support.ids(2, 9), support.tiny(iterations=3).train()
+    model.training_policy, model.training_seed = Random(0.5), 5
+    depth = model(ids, seed=seed).depth
     by_hand = [[hash_by_hand(position, seed, i) < 0.5 for i in range(2)] for position in range(9)]
     expected = [1 + first + (first and second) for first, second in by_hand]
     assert depth.tolist() == [expected, expected]
-
-
-# --- nothing waits for the device ---------------------------------------------------------------------------------
 
 
 class OnDevice(TorchDispatchMode):
@@ -318,9 +313,6 @@ def test_every_rule_is_captured_in_a_cuda_graph_and_answers_about_other_rows(nam
             value.copy_(getattr(other, field))
     graph.replay()
     assert torch.equal(keep, expected)
-
-
-# --- choices over a whole sequence --------------------------------------------------------------------------------
 
 
 def test_ranking_chooses_the_highest_gates_of_active_tokens_and_the_first_of_equals():

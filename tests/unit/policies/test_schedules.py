@@ -62,12 +62,6 @@ def test_the_calibrated_thresholds_keep_the_prescribed_shares_of_their_own_data(
     assert [int((depth > i + 1).sum()) for i in range(K - 1)] == expected
 
 
-def test_the_calibrated_thresholds_keep_the_highest_gates():
-    gates = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.6, 0.7], [0.4, 0.95]])
-    thresholds = thresholds_for(Shares(shares=(0.75, 0.5)), gates)
-    assert thresholds == pytest.approx((0.4, 0.7))
-
-
 @pytest.mark.parametrize("schedule", [Uniform(keep=0.5), Geometric(rate=0.5), Shares(shares=(0.5,) * 3)], ids=str)
 def test_the_uncalibrated_schedule_is_refused_with_the_cure(model, schedule):
     with pytest.raises(AdaPonderError, match="thresholds") as refusal:

@@ -46,8 +46,6 @@ def test_every_recipe_builds_on_the_meta_device_with_the_parameters_it_says(name
         assert counted.backbone == PYTHIA[name.rsplit("-", 1)[1]]
 
 
-# --- provenance ----------------------------------------------------------------------------------------------------
-
 PAPER = [name for name in recipe_names() if name.startswith("paper/")]
 # How fast a run is and what it keeps; what it computes is the same.
 OF_THE_MACHINE = {*FREE_TRAIN, "execution", "compile", "memory_budget", "gradient_checkpointing"}
@@ -144,9 +142,6 @@ def test_every_field_that_decides_a_papers_run_has_a_source(name):
         assert source.note or source.kind == "stated", f"{key}: what is not stated says why"
 
 
-# --- scales and schedules ------------------------------------------------------------------------------------------
-
-
 def test_recipes_that_are_compared_have_one_embedding_scale():
     for name in FROM_SCRATCH:
         config = built(name)
@@ -198,12 +193,6 @@ def test_overrides_reach_their_field_and_change_the_hash():
     assert changed.model.backbone["hidden_size"] == 64
     assert changed.fingerprint != plain.fingerprint
     assert load_recipe("cpu/demo", ["train.log_every=1"]).fingerprint == plain.fingerprint
-
-
-def test_a_written_recipe_is_read_back_as_it_was(tmp_path):
-    recipe = load_recipe("paper/mor-70m")
-    (tmp_path / "mine.yaml").write_text(recipe.to_yaml())
-    assert load_recipe(str(tmp_path / "mine.yaml")).fingerprint == recipe.fingerprint
 
 
 @pytest.mark.parametrize(

@@ -48,16 +48,3 @@ def test_a_state_without_the_device_restores_the_cpu_alone():
     first = torch.rand(3).tolist()
     restore_random_state(state, torch.device("cuda"))
     assert torch.rand(3).tolist() == first
-
-
-def test_each_process_has_a_state_of_its_own(monkeypatch):
-    """The states of two processes, told one after the other, come back to each by its rank."""
-    states = {"leading": torch.Generator().manual_seed(1), "other": torch.Generator().manual_seed(2)}
-    told = [generator.get_state() for generator in states.values()]
-    monkeypatch.setattr(
-        torch.distributed, "all_gather", lambda places, mine: [a.copy_(b) for a, b in zip(places, told, strict=True)]
-    )
-    saved = random_states(World(rank=1, size=2))
-    for state, generator in zip(parse_random_states(saved), states.values(), strict=True):
-        restore_random_state(state, CPU)
-        assert torch.equal(torch.rand(3), torch.rand(3, generator=generator))

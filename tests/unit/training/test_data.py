@@ -27,7 +27,7 @@ def recipe(global_batch: int, micro_batch: int | None, *, across: bool = True) -
 
 
 def windows_of(world: World, step: int = 3) -> list[list[int]]:
-    batches = MicroBatches.of(recipe(8, 2), CountingSampler(), world).draw(step)
+    batches = MicroBatches(recipe(8, 2), CountingSampler(), world).draw(step)
     return [batch.windows.tolist() for batch in batches]
 
 
@@ -39,7 +39,7 @@ def test_processes_share_every_micro_step_in_the_order_of_the_batch():
 
 def test_a_window_has_the_same_seed_in_any_micro_batch_and_another_at_every_step():
     def seeds(micro: int, world: World, step: int) -> list[int]:
-        inputs = MicroBatches.of(recipe(8, micro), CountingSampler(), world).inputs(step)
+        inputs = MicroBatches(recipe(8, micro), CountingSampler(), world).inputs(step)
         return [seed for each in inputs for seed in each["seed"].tolist()]
 
     whole = seeds(8, World(), 3)
@@ -50,15 +50,15 @@ def test_a_window_has_the_same_seed_in_any_micro_batch_and_another_at_every_step
 
 
 def test_a_micro_batch_is_at_most_the_share_and_must_divide_it():
-    assert MicroBatches.of(recipe(4, None), CountingSampler(), World()).size == 4
-    assert MicroBatches.of(recipe(4, 16), CountingSampler(), World()).size == 4
+    assert MicroBatches(recipe(4, None), CountingSampler(), World()).size == 4
+    assert MicroBatches(recipe(4, 16), CountingSampler(), World()).size == 4
     with pytest.raises(TrainingError, match=r"train\.micro_batch=3"):
-        MicroBatches.of(recipe(4, 3), CountingSampler(), World())
+        MicroBatches(recipe(4, 3), CountingSampler(), World())
 
 
 @pytest.mark.parametrize(("across", "targets"), [(True, [301, 302, 303]), (False, [301, -100, 303])])
 def test_targets_follow_inputs_and_the_next_document_is_none_unless_it_may_be_attended_to(across, targets):
-    micro_batches = MicroBatches.of(recipe(4, 2, across=across), CountingSampler(), World())
+    micro_batches = MicroBatches(recipe(4, 2, across=across), CountingSampler(), World())
     inputs = micro_batches.inputs(3)
     assert inputs[0]["input_ids"][0].tolist() == [300, 301, 302]
     assert inputs[0]["targets"][0].tolist() == targets

@@ -16,7 +16,7 @@ from adaponder.conversion.card import training_of
 from adaponder.data import Shards
 from adaponder.data.manifest import DataError, Manifest
 from adaponder.data.prepare import prepare
-from adaponder.errors import ConfigError, InputError
+from adaponder.errors import InputError
 from adaponder.files import read_json
 from adaponder.recipes import load_recipe, recipe_names
 from adaponder.training import lora
@@ -107,7 +107,7 @@ def test_every_recipe_for_finetuning_trains_on_from_the_sample():
 
 def test_targets_are_the_assistants_words_alone(base, chats):
     recipe = finetune(base, data=chats, name="finetune/chat")
-    batches = MicroBatches.of(recipe, sampler_of(recipe, Shards.open(chats)), World())
+    batches = MicroBatches(recipe, sampler_of(recipe, Shards.open(chats)), World())
     (inputs,), (batch,) = batches.inputs(1), batches.draw(1)
     targets, following = inputs["targets"].numpy(), batch.tokens[:, 1:]
     same = batch.documents[:, 1:] == batch.documents[:, :-1]
@@ -232,19 +232,6 @@ def test_collapsed_gates_of_a_method_without_a_ponder_term_are_warned_of(base, t
     recipe = small(shards, "train.steps=1", "train.save_every=0", "model.capacities=[1.0,0.03,0.03]", method="mor")
     train(recipe, out=tmp_path / "run")
     assert "collapsed, every token halts after" in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize(
-    ("overrides", "field"),
-    [
-        (["train.freeze_gates=true"], "freeze_gates"),
-        (["train.lora_alpha=4"], "lora_alpha"),
-        (["train.lora_rank=2", "train.compile=true"], "compile"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(base, overrides, field):
-    with pytest.raises(ConfigError, match=field):
-        finetune(base, *overrides)
 
 
 def test_adapters_without_peft_are_refused_with_the_cure(base, monkeypatch):
