@@ -24,13 +24,11 @@ class Places:
     document: Tensor | None = None
     present: Tensor | None = None
 
-    def of(self, lanes: Tensor) -> Places:
-        """Selects the entries of the given lanes."""
-
-        def some(grid: Tensor | None) -> Tensor | None:
-            return None if grid is None else grid[lanes]
-
-        return Places(self.slot[lanes], self.order[lanes], some(self.document), some(self.present))
+    def of(self, lanes: Tensor | slice, columns: slice = slice(None)) -> Places:
+        """Selects the entries of the given lanes and columns."""
+        document = None if self.document is None else self.document[lanes, columns]
+        present = None if self.present is None else self.present[lanes, columns]
+        return Places(self.slot[lanes, columns], self.order[lanes, columns], document, present)
 
 
 def visible(query: Places, key: Places, *, window: int | None) -> Tensor:

@@ -221,14 +221,14 @@ def _padded(rows: int) -> int:
 
 def _normed(x: Tensor, norms: Sequence[Norm | None]) -> list[Tensor]:
     """Applies each norm to ``x`` (``None``: unchanged), equal norms once, and two of one kind by one kernel."""
-    distinct = {norm.weight.data_ptr(): norm for norm in norms if norm is not None}
-    done = {None: x.contiguous()}  # contiguous, because kernels receive one stride for all inputs
-    kinds = {(norm.eps, norm.centred, norm.bias is None) for norm in distinct.values()}
+    distinct = list(dict.fromkeys(norm for norm in norms if norm is not None))
+    done: dict[Norm | None, Tensor] = {None: x.contiguous()}  # kernels receive one stride for all inputs
+    kinds = {(norm.eps, norm.centred, norm.bias is None) for norm in distinct}
     if len(distinct) == 2 and len(kinds) == 1:
-        done |= dict(zip(distinct, _norms(x, *distinct.values(), 2), strict=True))
+        done |= zip(distinct, _norms(x, *distinct, 2), strict=True)
     else:
-        done |= {key: row_norm(x, norm) for key, norm in distinct.items()}
-    return [done[None if norm is None else norm.weight.data_ptr()] for norm in norms]
+        done |= {norm: row_norm(x, norm) for norm in distinct}
+    return [done[norm] for norm in norms]
 
 
 def _many_normed(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
