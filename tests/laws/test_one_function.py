@@ -48,12 +48,14 @@ def test_adaponder_is_one_function_for_any_halt_pattern(family, drawn, chunks):
     assert_one_function(cached_tiny("adaponder", family, iterations=iterations), case, chunks)
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
-@more
+@pytest.mark.parametrize(
+    ("method", "family"), [("adaponder", "gpt_neox"), ("adaponder", "llama"), ("mor", "gpt_neox"), ("ouro", "gpt_neox")]
+)
+@few
 @given(drawn=cases(longest=20), chunks=chunkings)
-def test_learned_gates_decide_alike_however_the_model_is_run(family, drawn, chunks):
+def test_learned_gates_decide_alike_however_the_model_is_run(method, family, drawn, chunks):
     iterations, case = drawn
-    model = cached_tiny("adaponder", family, iterations=iterations)
+    model = cached_tiny(method, family, iterations=iterations)
     assert_one_function(model, case, chunks, policy=model.method.default_policy(training=False))
 
 
@@ -73,15 +75,6 @@ def test_an_attention_that_is_not_ours_gives_the_same_function(family, drawn, ch
 def test_every_method_is_one_function(method, drawn, chunks):
     iterations, case = drawn
     assert_one_function(cached_tiny(method, "llama", iterations=iterations), case, chunks)
-
-
-@pytest.mark.parametrize("method", ["mor", "ouro"])
-@few
-@given(drawn=cases(longest=14, deepest=4), chunks=chunkings)
-def test_routers_and_exit_gates_decide_alike_however_the_model_is_run(method, drawn, chunks):
-    iterations, case = drawn
-    model = cached_tiny(method, "gpt_neox", iterations=iterations)
-    assert_one_function(model, case, chunks, policy=model.method.default_policy(training=False))
 
 
 @pytest.mark.parametrize("reuse", ["kv", "none"])

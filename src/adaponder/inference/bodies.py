@@ -209,7 +209,7 @@ class FusedBody(Body):
         return decode, (prefill, Turn(position[alone:], self.cos, self.sin))
 
     def _attend(self, number: int, qkv: Tensor, decode: TurnedRows, prefill: TurnedRows | None, pools: Pools) -> Tensor:
-        """Rotates queries and keys, writes keys and values to the pools, returns attention's ``[n, heads * size]``."""
+        """Rotates queries and keys, writes keys and values to the pools; returns the result, ``[n, heads * size]``."""
         layer, keys, values = self.layers[number], pools.keys[number], pools.values[number]
         options: dict[str, Any] = {"window": self.windows[number], "scale": layer.scale}
         (rows, turn), mixed = decode, []

@@ -17,7 +17,7 @@ _NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 
 @dataclass(frozen=True)
 class Places:
-    """Locates queries or keys, ``[lanes, n]`` each; windows count in ``order``, ``present`` marks keys with a row."""
+    """Slots of queries or keys, ``[lanes, n]``; windows are measured in ``order``, ``present`` marks cached keys."""
 
     slot: Tensor
     order: Tensor

@@ -65,7 +65,7 @@ class LedgerRows(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """Returns the number of index slots that single-query rows may see."""
+        """The number of index slots that single-query rows may see."""
         return self.index.shape[2] if self.longest is None else min(self.longest, self.index.shape[2])
 
     def select(self, which: slice, cohorts: tuple[Cohort, ...] = ()) -> LedgerRows:

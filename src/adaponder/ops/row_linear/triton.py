@@ -81,7 +81,7 @@ def row_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def _norms(x: Tensor, norm: Norm, other: Norm, count: int) -> Tensor:
-    """Returns ``[count, n, d]``: the rows normed by ``norm``, and if ``count`` is 2 by ``other``, of the same kind."""
+    """Returns ``[count, n, d]``: ``norm(x)`` and, if ``count`` is 2, ``other(x)``; both norms are of the same kind."""
     rows, inputs = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     result = torch.empty(count, rows, inputs, dtype=x.dtype, device=x.device)
