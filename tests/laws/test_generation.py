@@ -24,7 +24,7 @@ def test_cached_equals_uncached_on_a_left_padded_batch(method, beams):
     assert torch.equal(model.generate(prompt, **ask), model.generate(prompt, **ask, use_cache=False))
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("beams", [1, 4])
 def test_a_batch_equals_its_singles(method, beams):

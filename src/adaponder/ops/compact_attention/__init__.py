@@ -5,11 +5,9 @@ slot, and ``K, V [sequences, key heads, slots, size]``. A query sees the slots u
 (padding; a halted token of mor), and always itself.
 
 ``torch.py`` calls torch's attention for each sequence with an explicit mask and supports every case. ``triton.py`` has
-three kernels (CUDA with 160 KiB of shared memory, bf16 and fp16, head size up to 128, causal, grouped heads). Forward,
-a program computes a block of rows of one head by an online softmax over the keys; backward, one kernel does the same
-for ``dq``, another computes ``dK`` and ``dV`` per block of keys. No mask is stored, and no key after the last visible
-slot is read. A compiled pass makes one opaque custom call without windows, packed documents or dropout; passes that
-need those are not compiled.
+three kernels (CUDA with 160 KiB of shared memory, bf16 and fp16, head size up to 128, causal, grouped heads). No mask
+is stored, and no key after the last visible slot is read. A compiled pass makes one opaque custom call without windows,
+packed documents or dropout; passes that need those are not compiled.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Computes the gates of few rows; for each row only the weights of its own gate are read.
-
-A program computes a block of inner features of one row; the last program of a row to finish sums the blocks.
-"""
+"""Computes the gates of few rows; for each row only the weights of its own gate are read."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Launches row products, with the kernel and tile config that fit the number of rows.
 
-Up to ``FEW`` rows are multiplied separately: a program loads its weights, waits for the previous kernel, then loads,
-norms and multiplies one row. Up to ``SOME`` rows are multiplied together, more by the matrix library; both apply the
-norm in a separate kernel.
+Above ``FEW`` rows, the norm is a separate kernel.
 """
 
 from __future__ import annotations
