@@ -318,7 +318,7 @@ class StockBody(Body):
         output = self.backbone.read(x, position=position, holding=holding, stream=self.stream, **how)
         return Pass(output.hidden.flatten(0, 1), output.stream.flatten(0, 1))
 
-    def _read_slots(self, rows: LedgerRows, x: Tensor) -> tuple[Tensor | None, Tensor]:
+    def _read_slots(self, rows: LedgerRows, x: Tensor) -> tuple[Tensor | dict[str, Tensor], Tensor]:
         """Returns the attention mask of each row over the slots of its lane, and the pool rows of these slots."""
         slots = rows.index.shape[2] if rows.longest is None else rows.longest
         slots = max([slots, *(cohort.last_slot + 1 for cohort in rows.cohorts)])
