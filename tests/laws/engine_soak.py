@@ -6,12 +6,8 @@
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import random
-import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,42 +24,12 @@ from engine_support import SETTINGS, Ended, assert_all_as_alone, draw_engine, dr
 
 from adaponder.inference import Engine
 from adaponder.inference.scheduler import Scheduler
-from benchmarks.record import device_name, versions
+from soak_support import run_parts
 from support import FAMILIES, METHODS, tiny
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-RECORD = HERE / "engine_soak.json"
 # An engine whose pool is small for its lanes.
 CROWDED: dict[str, Any] = {"lanes": 8, "rows": 400, "chunk": 16, "tokens": 40, "late": True, "burst": 2}
 CROWDED |= {"prefix_block": 4}
-
-
-def main() -> int:
-    asked = _arguments()
-    torch.set_num_threads(1)
-    parts: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-        "mixed requests": mixed,
-        "cancelled at random": cancelled,
-        "failing requests": failing,
-        "random engines": random_engines,
-    }
-    record: dict[str, Any] = {}
-    for name, part in parts.items():
-        began = time.monotonic()
-        print(f"{name} …", flush=True)
-        record[name] = part(asked) | {"seconds": round(time.monotonic() - began, 1)}
-        print(f"{name}: {json.dumps(record[name])}", flush=True)
-    if asked.record:
-        head = {
-            "date": datetime.date.today().isoformat(),
-            "commit": _commit(),
-            "hardware": device_name(torch.device("cpu")),
-            "versions": versions(),
-        }
-        RECORD.write_text(json.dumps(head | record, indent=1) + "\n")
-        print(f"written to {RECORD.relative_to(ROOT)}")
-    return 0
 
 
 def mixed(asked: argparse.Namespace) -> dict[str, Any]:
@@ -153,18 +119,17 @@ def _counts(engine: Engine, ended: Ended) -> dict[str, int]:
     return {name: engine.statistics[name] for name in names} | counts
 
 
-def _commit() -> str:
-    head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return head.stdout.strip()
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--requests", type=int, default=2000, help="number in the first part")
+    parser.add_argument("--engines", type=int, default=60, help="number in the last part")
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=2000, help="how many in the first part")
-    parser.add_argument("--engines", type=int, default=60, help="how many in the last part")
-    parser.add_argument("--record", action="store_true", help=f"write {RECORD.relative_to(ROOT)}")
-    return parser.parse_args()
-
+PARTS = {
+    "mixed requests": mixed,
+    "cancelled at random": cancelled,
+    "failing requests": failing,
+    "random engines": random_engines,
+}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_parts(PARTS, Path(__file__).with_suffix(".json"), _options, __doc__, packages=()))

@@ -115,7 +115,7 @@ def test_nothing_that_shares_the_engine_changes_a_token(seed):
     assert_all_as_alone(model, requests, ended, tokens=40)
 
 
-@pytest.mark.parametrize(("late", "drafts"), [(False, 0), (True, 0), (True, 2)])
+@pytest.mark.parametrize(("late", "drafts"), [(False, 0), (True, 2), pytest.param(True, 0, marks=pytest.mark.every)])
 def test_sequences_that_were_preempted_say_the_same(monkeypatch, late, drafts):
     """Admission expects no rows at all, so too many sequences are admitted and the youngest are preempted."""
     monkeypatch.setattr(Scheduler, "expected_rows", lambda self, sequence: 0)

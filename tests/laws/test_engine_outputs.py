@@ -10,7 +10,7 @@ from engine_support import SETTINGS, assert_near, in_one_forward, plain_greedy
 from adaponder import FixedDepth, Random
 from adaponder.inference import Engine, Request
 from adaponder.policies import RandomRates, SampledExit
-from support import VOCABULARY, tiny
+from support import tiny
 
 PROMPT = [5, 17, 2, 44, 9, 31, 8, 60, 0, 12]
 
@@ -125,14 +125,3 @@ def test_stop_and_end_of_text_ids_end_a_completion_after_the_least_number_of_tok
     assert (done.ids, done.finish_reason, done.stop_id) == ended
     (done,) = alone(model, replace(plain, ignore_eos=True))
     assert (done.ids, done.finish_reason, done.stop_id) == (ids, "length", None)
-
-
-def test_biases_and_bans_change_what_is_said_and_not_its_log_probability():
-    model = tiny().eval()
-    bias = dict.fromkeys((3, 4), 100.0)
-    (done,) = alone(model, Request(PROMPT, max_new_tokens=4, temperature=0.0, logit_bias=bias, log_probabilities=0))
-    assert set(done.ids) <= {3, 4}
-    logits = in_one_forward(model, done.request, done.ids).logits[0, len(PROMPT) - 1 :]
-    expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(done.ids)[:, None])[:, 0]
-    assert_near([token.log_probability for token in done.tokens], expected.tolist())
-    assert logits.shape[1] == VOCABULARY

@@ -29,7 +29,7 @@ def test_every_method_is_one_function_on_the_gpu(method, family):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
 def test_lower_precision_flips_only_near_ties_on_the_gpu(family, dtype):
-    tokens, flips = compare(family, dtype, device="cuda")
+    tokens, flips = compare(family, dtype, "cuda", batches=6)
     print(f"{family} {dtype}: {flips} of {tokens} tokens flipped")
     assert flips <= tokens // 50
 

@@ -5,16 +5,20 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adaponder import FixedDepth, Objective
 from laws import assert_close, assert_one_function, make_case
-from support import HALTING, METHODS, tiny
+from support import ALIKE, HALTING, METHODS, tiny
 
 cached_tiny = lru_cache(maxsize=None)(tiny)
 patterns = st.sampled_from(["all", "none", "alternating", "ragged"])
 paddings = st.sampled_from(["none", "left", "right", "both"])
+
+
+def families(method: str, first: str, *others: str) -> tuple[str, ...]:
+    return (first,) if method in ALIKE else (first, *others)
 
 
 @st.composite
@@ -31,25 +35,32 @@ def cases(draw, longest: int = 40, deepest: int = 5):
     return iterations, case
 
 
+# Examples per case: a method, a family.
+few, more = settings(max_examples=7), settings(max_examples=12)
 chunkings = st.lists(st.integers(1, 7), min_size=1, max_size=12)
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "llama", "mistral", "gpt2"])
+@more
 @given(drawn=cases(), chunks=chunkings)
 def test_adaponder_is_one_function_for_any_halt_pattern(family, drawn, chunks):
     iterations, case = drawn
     assert_one_function(cached_tiny("adaponder", family, iterations=iterations), case, chunks)
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+@pytest.mark.parametrize(
+    ("method", "family"), [("adaponder", "gpt_neox"), ("adaponder", "llama"), ("mor", "gpt_neox"), ("ouro", "gpt_neox")]
+)
+@few
 @given(drawn=cases(longest=20), chunks=chunkings)
-def test_learned_gates_decide_alike_however_the_model_is_run(family, drawn, chunks):
+def test_learned_gates_decide_alike_however_the_model_is_run(method, family, drawn, chunks):
     iterations, case = drawn
-    model = cached_tiny("adaponder", family, iterations=iterations)
+    model = cached_tiny(method, family, iterations=iterations)
     assert_one_function(model, case, chunks, policy=model.method.default_policy(training=False))
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "gemma3"])
+@few
 @given(drawn=cases(longest=20, deepest=4), chunks=chunkings)
 def test_an_attention_that_is_not_ours_gives_the_same_function(family, drawn, chunks):
     """Rows are then not packed into one lane: sequences with equally many share a rectangle."""
@@ -59,21 +70,15 @@ def test_an_attention_that_is_not_ours_gives_the_same_function(family, drawn, ch
 
 
 @pytest.mark.parametrize("method", METHODS)
+@few
 @given(drawn=cases(longest=14, deepest=4), chunks=chunkings)
 def test_every_method_is_one_function(method, drawn, chunks):
     iterations, case = drawn
     assert_one_function(cached_tiny(method, "llama", iterations=iterations), case, chunks)
 
 
-@pytest.mark.parametrize("method", ["mor", "ouro"])
-@given(drawn=cases(longest=14, deepest=4), chunks=chunkings)
-def test_routers_and_exit_gates_decide_alike_however_the_model_is_run(method, drawn, chunks):
-    iterations, case = drawn
-    model = cached_tiny(method, "gpt_neox", iterations=iterations)
-    assert_one_function(model, case, chunks, policy=model.method.default_policy(training=False))
-
-
 @pytest.mark.parametrize("reuse", ["kv", "none"])
+@few
 @given(drawn=cases(longest=14, deepest=4), chunks=chunkings)
 def test_weaker_reuse_is_one_function_too(reuse, drawn, chunks):
     iterations, case = drawn
@@ -93,6 +98,7 @@ def test_options_keep_the_function_one(option):
 
 
 @pytest.mark.parametrize("method", HALTING)
+@few
 @given(drawn=cases(longest=12, deepest=4))
 def test_compact_gradients_equal_dense_gradients(method, drawn):
     iterations, case = drawn
@@ -163,7 +169,7 @@ def test_packed_documents_equal_documents_alone():
     numbers = torch.cat([torch.full_like(doc, i) for i, doc in enumerate(documents)], 1)
     restarting = torch.cat([torch.arange(doc.shape[1])[None] for doc in documents], 1)
     for method in METHODS:
-        for family in ("gpt_neox", "gemma3"):
+        for family in families(method, "gpt_neox", "gemma3"):
             model = tiny(method, family)
             alone = [model(doc) for doc in documents]
             for execution in ("dense", "compact"):
@@ -175,7 +181,7 @@ def test_packed_documents_equal_documents_alone():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_padding_changes_nothing(method):
-    for family in ("gpt_neox", "mistral", "opt"):
+    for family in families(method, "gpt_neox", "mistral", "opt"):
         model = tiny(method, family)
         single = torch.randint(61, (1, 9), generator=torch.Generator().manual_seed(2))
         alone = model(single)

@@ -45,14 +45,26 @@ class Shape:
         return len(self.attention)
 
 
+_SHAPES: dict[tuple[type, str], Shape] = {}
+
+
 @torch.no_grad()
 def shape_of(source: PreTrainedModel | PreTrainedConfig) -> Shape:
     """Returns the shape of a decoder, read off a copy on the meta device: nothing is allocated, no weight is read.
 
-    ``source`` is a decoder, stock or wrapped, or its config. Raises if some matrix product cannot be counted.
+    ``source`` is a decoder, stock or wrapped, or its config. Raises if some matrix product cannot be counted. Shapes
+    are cached by the text of the config, because running the copy takes up to a second.
     """
     # A wrapped decoder's text config is its backbone's.
     config = (source if isinstance(source, PreTrainedConfig) else source.config).get_text_config()
+    key = type(config), config.to_json_string(use_diff=False)
+    if key not in _SHAPES:
+        _SHAPES[key] = _count(config)
+    return _SHAPES[key]
+
+
+def _count(config: PreTrainedConfig) -> Shape:
+    """Counts what :func:`shape_of` returns."""
     twin = meta_twin(config)
     _refuse_uncounted(twin)
     rows, cache = _watch(twin)

@@ -15,7 +15,7 @@ from adaponder.errors import InputError
 from adaponder.execution.base import Pass
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.ops import ledger_attention as attention
-from adaponder.ops.ledger_attention import Cohort, LedgerRows, Projection, Scratch, Turn
+from adaponder.ops.ledger_attention import LedgerRows, Projection, Scratch, Turn
 from adaponder.ops.masks import Places
 from adaponder.ops.precision import wide_dtype
 from adaponder.ops.row_linear import (
@@ -201,15 +201,15 @@ class FusedBody(Body):
     def _split(self, position: Tensor, rows: LedgerRows) -> tuple[TurnedRows, TurnedRows | None]:
         """Splits a pass into decode rows and prefill rows (``None`` if none), each numbered from 0."""
         alone = rows.alone
-        decode = _select(rows, slice(alone)), Turn(position[:alone], self.cos, self.sin)
+        decode = rows.select(slice(alone)), Turn(position[:alone], self.cos, self.sin)
         if not rows.cohorts and rows.tiles is None:
             return decode, None
         cohorts = tuple(x._replace(start=x.start - alone, stop=x.stop - alone) for x in rows.cohorts)
-        prefill = _select(rows, slice(alone, None), cohorts)._replace(alone=0)
+        prefill = rows.select(slice(alone, None), cohorts)._replace(alone=0)
         return decode, (prefill, Turn(position[alone:], self.cos, self.sin))
 
     def _attend(self, number: int, qkv: Tensor, decode: TurnedRows, prefill: TurnedRows | None, pools: Pools) -> Tensor:
-        """Rotates queries and keys, writes keys and values to the pools, returns attention's ``[n, heads * size]``."""
+        """Rotates queries and keys, writes keys and values to the pools; returns the result, ``[n, heads * size]``."""
         layer, keys, values = self.layers[number], pools.keys[number], pools.values[number]
         options: dict[str, Any] = {"window": self.windows[number], "scale": layer.scale}
         (rows, turn), mixed = decode, []
@@ -278,12 +278,6 @@ def unsupported(backbone: Backbone) -> str | None:
     return None
 
 
-def _select(rows: LedgerRows, which: slice, cohorts: tuple[Cohort, ...] = ()) -> LedgerRows:
-    """Selects rows of a pass and replaces its cohorts."""
-    names = ("lane", "slot", "iteration", "row")
-    return rows._replace(**{name: getattr(rows, name)[which] for name in names}, cohorts=cohorts)
-
-
 @torch.no_grad()
 def _rotary_table(backbone: Backbone, like: Tensor, positions: int) -> tuple[Tensor, Tensor]:
     """Returns cosines and sines of positions 0, 1, …, ``[positions, width]`` each, from the decoder."""
@@ -314,35 +308,24 @@ class StockBody(Body):
         return [((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])) for keys, values in rows]
 
     def forward(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools) -> Pass:
-        output = (self._forward_gathered if self.gathers else self._forward_indexed)(x, position, rows, pools)
+        holding: dict[str, Any] = {"pools": pools, "row": rows.row}
+        if self.gathers:
+            mask, holding["read"] = self._read_slots(rows, x)
+            x, position, how = x[:, None], position[:, None], {"mask": mask, "view": GatheringView}
+        else:
+            lane = LedgerLane(rows, self.backbone.layer_windows, [])
+            x, position, how = x[None], position[None], {"mask": None, "view": PoolView, "lane": lane}
+        output = self.backbone.read(x, position=position, holding=holding, stream=self.stream, **how)
         return Pass(output.hidden.flatten(0, 1), output.stream.flatten(0, 1))
 
-    def _forward_indexed(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools):
-        return self.backbone.read(
-            x[None],
-            position=position[None],
-            mask=None,
-            view=PoolView,
-            holding={"pools": pools, "row": rows.row},
-            lane=LedgerLane(rows, self.backbone.layer_windows, []),
-            stream=self.stream,
-        )
-
-    def _forward_gathered(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools):
+    def _read_slots(self, rows: LedgerRows, x: Tensor) -> tuple[Tensor | dict[str, Tensor], Tensor]:
+        """Returns the attention mask of each row over the slots of its lane, and the pool rows of these slots."""
         slots = rows.index.shape[2] if rows.longest is None else rows.longest
         slots = max([slots, *(cohort.last_slot + 1 for cohort in rows.cohorts)])
         read = rows.index[rows.lane, rows.iteration, :slots]
         slot = torch.arange(slots, device=x.device).expand_as(read)
         query = Places(rows.slot[:, None], rows.slot[:, None])
-        mask = self.backbone.mask(query, Places(slot, slot, present=read >= 0), x.dtype)
-        return self.backbone.read(
-            x[:, None],
-            position=position[:, None],
-            mask=mask,
-            view=GatheringView,
-            holding={"pools": pools, "row": rows.row, "read": read.clamp(min=0).long()},
-            stream=self.stream,
-        )
+        return self.backbone.mask(query, Places(slot, slot, present=read >= 0), x.dtype), read.clamp(min=0).long()
 
 
 class PoolView(IterationView):

@@ -61,10 +61,6 @@ class Drafting:
         windows.token[lane, column], windows.iteration[lane, column] = token, zeros
         windows.halted[lane, column] = zeros.bool()
 
-    def new_log(self, ticks: int, lanes: int) -> Tensor:
-        """Allocates the log that :func:`end_windows` writes, ``[ticks, lanes, 2 * size + 1]``."""
-        return self.windows.front.new_zeros(ticks, lanes, 2 * self.size + 1)
-
     def begin(self, lane: Tensor) -> WindowRows:
         """Starts a tick: returns the rows of these lanes' windows and enters them into the index."""
         rows = begin_windows(self.books, self.windows, lane, passes=self.passes, vanishes=self.vanishes)

@@ -134,7 +134,7 @@ class Engine:
 
     @torch.no_grad()
     def warm_up(self) -> None:
-        """Captures decode graphs (GPU only) for 1 to n lanes, n sequences decoding now, up to their final length."""
+        """Captures decode graphs (GPU only) for 1, 2, … of the sequences that decode now, up to their final length."""
         with self._exclusive():
             decoding = [sequence for sequence in self.scheduler.resident.values() if sequence.state == DECODING]
             if self.runner.graphs is not None and decoding and not self.runner.policies.callables():

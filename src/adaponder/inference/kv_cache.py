@@ -70,7 +70,7 @@ class RowStream:
 
     @property
     def room(self) -> int:
-        """The number of unused rows on its pages."""
+        """The number of unused rows on the stream's pages."""
         return len(self.pages) * self.size - self.used
 
     def pages_for(self, rows: int) -> int:
@@ -102,7 +102,7 @@ class KVRows:
     """The pool rows of a sequence's keys and values: spans shared with others, and rows on its own pages.
 
     Attributes:
-        shared: spans of the prompt from the prefix cache or another sample; it holds a reference to their pages.
+        shared: spans of the prompt from the prefix cache or another sample; their pages are referenced.
         prefill: rows of tokens computed in chunks.
         decode: rows of tokens computed one by one.
         in_flight: decode rows beyond ``decode.used`` that unprocessed launches may use.
@@ -122,11 +122,11 @@ class KVRows:
 
     @property
     def held_rows(self) -> int:
-        """The number of rows on its own pages."""
+        """The number of rows on pages that are not shared."""
         return (len(self.prefill.pages) + len(self.decode.pages)) * self.page_size
 
     def pages(self) -> list[int]:
-        """Returns every page that it holds, once per reference."""
+        """Returns the pages of all references held; a page may occur several times."""
         return [page for span in self.shared for page in span.pages] + self.prefill.pages + self.decode.pages
 
     def take_prefill(self, tokens: list[int], rows: int) -> list[int]:
@@ -159,7 +159,7 @@ class _Block:
 class PrefixCache:
     """Caches blocks of ``size`` prompt tokens; the least recently used are evicted when pages run short.
 
-    Keys are compared by their tokens, not only by a hash. Equal prefixes have equal depths within a ``namespace``.
+    Keys are compared by their tokens, not only by a hash. Within a ``namespace``, equal prefixes have equal depths.
     """
 
     def __init__(self, pages: Pages, size: int):

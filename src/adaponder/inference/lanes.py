@@ -14,7 +14,7 @@ from adaponder.ops.lanes import Books, resume_rows
 
 
 class Lanes:
-    """Holds one entry per lane, and a last one, number ``padding``, for padding rows.
+    """Holds one entry per lane; the last entry, number ``padding``, is for padding rows.
 
     Every tensor keeps its address, so that CUDA graphs can read and write it. ``like`` is an example of the method's
     state, for shapes and dtypes.

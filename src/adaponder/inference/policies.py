@@ -47,7 +47,7 @@ class LanePolicies:
         self._class_numbers: dict[type[Policy], int] = {}
 
     def set(self, lane: int, policy: Policy, seed: int, depths: Mapping[int, int], last: int) -> None:
-        """Sets the policy of a lane; of :class:`ForcedDepths` it takes the depths of the first sequence.
+        """Sets the policy of a lane; a :class:`ForcedDepths` policy applies its depths of the first sequence.
 
         ``depths`` maps slots to depths that override the policy (0 does not); ``last`` is the last allowed iteration.
         """
@@ -149,9 +149,9 @@ class LanePolicies:
 
 
 def prefix_key(policy: Policy, seed: int) -> tuple[Any, ...] | None:
-    """Returns a key: policies and seeds with equal keys decide equally. ``None`` forbids prefix sharing.
+    """Returns a key that is equal only for policies and seeds with equal decisions; ``None`` forbids prefix sharing.
 
-    ``None`` for a user's callable, and for a user's policy class with fields other than numbers and strings.
+    It is ``None`` for a user's callable, and for a user's policy class with fields other than numbers and strings.
     """
     kind = type(policy)
     if _is_built_in(policy) or kind is ForcedDepths:

@@ -19,7 +19,7 @@ Entry = tuple[int, int]
 class Postprocessor:
     """Updates the host's view of each sequence, finishes sequences, and counts what was computed.
 
-    ``counts["drafted"]`` is the number of tokens started as drafts, ``counts["accepted"]`` that of the right drafts.
+    ``counts["drafted"]`` is the number of tokens started as drafts, ``counts["accepted"]`` the number accepted.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler):

@@ -142,7 +142,7 @@ class Sequence:
 
     @property
     def lane_number(self) -> int:
-        """Its lane; raises if it has none."""
+        """The sequence's lane; raises if it has none."""
         if self.lane is None:
             raise RuntimeError("a waiting sequence has no lane")
         return self.lane

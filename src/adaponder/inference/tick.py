@@ -28,7 +28,7 @@ from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.ops.lanes import Begun, begin_rows, book_rows, end_rows, ponder_rows
 from adaponder.ops.ledger_attention import Cohort, LedgerRows
 from adaponder.ops.precision import widened
-from adaponder.ops.row_gates import StackedGates, counter_for, stacked_gates
+from adaponder.ops.row_gates import StackedGates, counter_on, stacked_gates
 from adaponder.ops.row_vocabulary import row_expectation, row_logits
 from adaponder.ops.vocab_expectation import vocab_expectation
 from adaponder.policies import PolicyInput
@@ -77,10 +77,9 @@ class TickRunner:
             self.drafts = Drafting(self.lanes.books, size=shape.window, passes=self.passes, vanishes=self.vanishes)
 
     def new_log(self, ticks: int, lanes: int) -> Tensor:
-        """Allocates the log of the tokens that ``ticks`` ticks of ``lanes`` lanes sample."""
-        if self.drafts is not None:
-            return self.drafts.new_log(ticks, lanes)
-        return torch.zeros(ticks, lanes, dtype=torch.long, device=self.device)
+        """Allocates the log of ``ticks`` ticks, as :func:`end_rows` or :func:`end_windows` writes it."""
+        columns = () if self.drafts is None else (2 * self.drafts.size + 1,)
+        return torch.zeros(ticks, lanes, *columns, dtype=torch.long, device=self.device)
 
     def as_tensor(self, numbers: Any) -> Tensor:
         """Copies integers to the device without waiting."""
@@ -361,7 +360,7 @@ class RowGates:
             number = flat_iteration.clamp(max=len(self.gates) - 1)
             return logits.gather(-1, number[:, None]).squeeze(-1).reshape(iteration.shape)
         if self.counter is None:
-            self.counter = counter_for(rows)
+            self.counter = counter_on(rows.device)
         return stacked_gates(self.stacked, rows, flat_iteration, counter=self.counter).reshape(iteration.shape)
 
 

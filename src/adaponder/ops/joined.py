@@ -56,8 +56,8 @@ class JoinInPlace(CustomGraphPass):
                 joined = graph.call_function(torch.ops.adaponder.join.default, (turned,))
             joined.meta = dict(copy.meta)
             copy.replace_all_uses_with(joined)
-            for gone in (copy, turn, node):
-                graph.erase_node(gone)
+            for replaced in (copy, turn, node):
+                graph.erase_node(replaced)
 
     def uuid(self) -> Any:
         return get_hash_for_files((__file__,))
@@ -69,8 +69,8 @@ _JOIN_IN_PLACE = JoinInPlace()
 
 def settings(options: dict[str, Any]) -> dict[str, Any]:
     """Returns ``torch.compile`` options with this graph pass; unchanged if the backend or that pass slot is taken."""
-    theirs = {name.replace("-", "_") for name in options.get("options") or {}}
-    taken = _SETTING in theirs or getattr(torch._inductor.config, _SETTING) is not None
+    caller_options = {name.replace("-", "_") for name in options.get("options") or {}}
+    taken = _SETTING in caller_options or getattr(torch._inductor.config, _SETTING) is not None
     if options.get("backend", "inductor") != "inductor" or taken:
         return options
     _compile_in_place()

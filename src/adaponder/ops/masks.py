@@ -17,20 +17,18 @@ _NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 
 @dataclass(frozen=True)
 class Places:
-    """Locates queries or keys, ``[lanes, n]`` each; windows count in ``order``, ``present`` marks keys with a row."""
+    """Slots of queries or keys, ``[lanes, n]``; windows are measured in ``order``, ``present`` marks cached keys."""
 
     slot: Tensor
     order: Tensor
     document: Tensor | None = None
     present: Tensor | None = None
 
-    def of(self, lanes: Tensor) -> Places:
-        """Selects the entries of the given lanes."""
-
-        def some(grid: Tensor | None) -> Tensor | None:
-            return None if grid is None else grid[lanes]
-
-        return Places(self.slot[lanes], self.order[lanes], some(self.document), some(self.present))
+    def of(self, lanes: Tensor | slice, columns: slice = slice(None)) -> Places:
+        """Selects the entries of the given lanes and columns."""
+        document = None if self.document is None else self.document[lanes, columns]
+        present = None if self.present is None else self.present[lanes, columns]
+        return Places(self.slot[lanes, columns], self.order[lanes, columns], document, present)
 
 
 def visible(query: Places, key: Places, *, window: int | None) -> Tensor:

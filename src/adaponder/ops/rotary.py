@@ -45,23 +45,23 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 def use(stock: PreTrainedModel) -> None:
     """Makes compiled decoders of this family call :func:`rotary`, if the family's own function gives equal results."""
     family: Any = sys.modules[type(stock.base_model).__module__]
-    own = getattr(family, NAME, None)
-    if own is None or hasattr(own, "parts"):
+    original = getattr(family, NAME, None)
+    if original is None or hasattr(original, "parts"):
         return
     # The values of size / width for which both functions give equal results.
-    parts = {count for count in (1, 2, 4) if _same(own, count)}
+    parts = {count for count in (1, 2, 4) if _same(original, count)}
 
-    @wraps(own)
+    @wraps(original)
     def either(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *others: Any, **more: Any):
         known = not (others or more) and cos.ndim == 3 and query.shape[-1] in {cos.shape[-1] * count for count in parts}
-        return (rotary if is_compiling() and known else own)(query, key, cos, sin, *others, **more)
+        return (rotary if is_compiling() and known else original)(query, key, cos, sin, *others, **more)
 
     if parts:
         either.parts = parts  # type: ignore[attr-defined]
         setattr(family, NAME, either)
 
 
-def _same(own: Rotary, parts: int) -> bool:
+def _same(original: Rotary, parts: int) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -69,6 +69,6 @@ def _same(own: Rotary, parts: int) -> bool:
 
     given = (draw(2, 3, 5, 4 * parts), draw(2, 3, 5, 4 * parts), draw(2, 5, 4), draw(2, 5, 4))
     try:
-        return all(map(torch.equal, own(*given), rotary(*given)))
+        return all(map(torch.equal, original(*given), rotary(*given)))
     except (RuntimeError, TypeError, ValueError):
         return False  # another signature, or it rotates whole heads only

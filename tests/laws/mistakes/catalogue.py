@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -23,6 +23,16 @@ TESTS = ROOT / "tests"
 # Folders with code in which mistakes are planted, by the first name of their modules ("": the package's own).
 FOLDERS = {"": "src/adaponder", "benchmarks": "benchmarks", "experiments": "experiments"}
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+class Place(NamedTuple):
+    """The code that a mistake replaces: ``field`` of the node ``holder``, from ``index`` on where that is a list."""
+
+    path: Path
+    tree: ast.Module
+    holder: ast.AST
+    field: str
+    index: int | None
 
 
 @dataclass(frozen=True)
@@ -44,33 +54,33 @@ class Mistake:
     new: str
     caught_by: tuple[str, ...]
 
-    def planted(self, root: Path = ROOT) -> tuple[Path, ast.Module]:
-        """Returns the file of the function and its tree with the mistake; raises ValueError if it does not fit."""
+    def place(self, root: Path = ROOT) -> Place:
+        """Returns where the mistake belongs; raises ValueError if it does not fit the source."""
         path = self._file(root)
-        tree = _parse(path)
+        tree, named = _read(path)
         old, new = ast.parse(self.old).body, ast.parse(self.new).body
         if list(map(ast.unparse, old)) == list(map(ast.unparse, new)):
             raise ValueError("changes nothing")
         qualname = self.function.partition(":")[2]
-        scopes = [node for name, node in _scopes(tree) if name == qualname] if qualname else [tree]
+        scopes = [node for name, node in named if name == qualname] if qualname else [tree]
         expression = _is_expression(old) and _is_expression(new)
         places = [place for scope in scopes for place in _places(scope, old, expression=expression)]
         if len(places) != 1:
             raise ValueError(f"{self.old!r} is {len(places)} times in {self.function}, not once: update the entry")
-        holder, field, start = places[0]
+        return Place(path, tree, *places[0])
+
+    def plant(self, root: Path) -> None:
+        """Makes the mistake in the code below ``root``."""
+        path, tree, holder, field, start = self.place(root)
+        old, new = ast.parse(self.old).body, ast.parse(self.new).body
         value = getattr(holder, field)
         if start is None:
             setattr(holder, field, new[0].value)
-        elif expression:
+        elif _is_expression(old) and _is_expression(new):
             value[start] = new[0].value
         else:
             value[start : start + len(old)] = new
             setattr(holder, field, value or [ast.Pass()])
-        return path, tree
-
-    def plant(self, root: Path) -> None:
-        """Makes the mistake in the code below ``root``."""
-        path, tree = self.planted(root)
         path.write_text(ast.unparse(ast.fix_missing_locations(tree)) + "\n")
         # A stale compiled file with the same size and second would hide the mistake.
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
@@ -105,7 +115,7 @@ def problems(mistakes: list[Mistake], root: Path = ROOT) -> list[str]:
     wrong = [f"{name}: listed twice" for name, count in counts.items() if count > 1]
     for mistake in mistakes:
         try:
-            mistake.planted(root)
+            mistake.place(root)
         except (ValueError, SyntaxError) as error:
             wrong.append(f"{mistake.name}: {error}{_hint(mistake, root)}")
         if not mistake.caught_by:
@@ -123,14 +133,14 @@ def _hint(mistake: Mistake, root: Path) -> str:
         return ""
     found = []
     for module, path in _modules(root).items():
-        tree = _parse(path)
-        holders = [name for name, node in _scopes(tree) if list(_places(node, old, expression=_is_expression(old)))]
+        holders = [name for name, node in _read(path)[1] if list(_places(node, old, expression=_is_expression(old)))]
         # A method is named rather than its class.
         holders = [name for name in holders if not any(other.startswith(f"{name}.") for other in holders)]
         found += [f"{module}:{name}" for name in holders]
     return f" (the code is in {', '.join(found)})" if 0 < len(found) < 5 else ""
 
 
+@cache
 def _modules(root: Path) -> dict[str, Path]:
     """Returns the file of each module by its name, without ``adaponder.`` in front."""
     found = {}
@@ -141,17 +151,20 @@ def _modules(root: Path) -> dict[str, Path]:
     return found
 
 
-def _parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-def _names(path: Path) -> frozenset[str]:
-    return _names_at(path, path.stat().st_mtime_ns)
+def _read(path: Path) -> tuple[ast.Module, list[tuple[str, ast.AST]]]:
+    """Returns the tree of a file, and the qualified name and node of each function and class in it."""
+    return _read_at(path, path.stat().st_mtime_ns)
 
 
 @cache
-def _names_at(path: Path, changed: int) -> frozenset[str]:
-    return frozenset(name for name, _ in _scopes(_parse(path)))
+def _read_at(path: Path, changed: int) -> tuple[ast.Module, list[tuple[str, ast.AST]]]:
+    tree = ast.parse(path.read_text())
+    return tree, list(_scopes(tree))
+
+
+@cache
+def _names(path: Path) -> frozenset[str]:
+    return frozenset(name for name, _ in _read(path)[1])
 
 
 def _scopes(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:

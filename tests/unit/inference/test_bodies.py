@@ -94,19 +94,6 @@ def test_a_fused_body_equals_the_stock_layers(name, apart):
     assert max(errors(backbone, body)) <= 1e-12
 
 
-@pytest.mark.parametrize("name", ["gpt_neox", "qwen3"])
-def test_every_parameter_changes_the_result(name):
-    backbone = backbone_of(name)
-    body = fused(backbone)
-    layers = backbone.body.layers
-    for parameter in [*layers[-1].parameters(), *backbone.norm.parameters()]:
-        kept = parameter.detach().clone()
-        plain = read(body, 0)
-        parameter.data[0] += 0.5
-        assert any(not torch.equal(mine, other) for mine, other in zip(plain, read(body, 0), strict=True))
-        parameter.data.copy_(kept)
-
-
 class _Adapter(nn.Linear):
     pass
 

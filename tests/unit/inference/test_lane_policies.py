@@ -176,19 +176,6 @@ def test_each_row_is_decided_as_by_its_lanes_policy_alone(chosen, lasts, forced,
         assert bool(keep[row]) == expected or not rows.active[row]
 
 
-@pytest.mark.parametrize("policy", EVERY, ids=lambda policy: type(policy).__name__)
-def test_a_policy_in_all_lanes_equals_itself(policy):
-    policies = LanePolicies(LANES, SLOTS, K)
-    for lane in range(LANES):
-        assign(policies, lane, policy, lane)
-    rows = mixed_rows(200, seed=3)
-    expected = policy(replace(rows, seed=rows.sequence, sequence=torch.zeros_like(rows.sequence)))
-    expected = expected & (rows.iteration < K - 1)
-    assert torch.equal(policies(rows)[rows.active], expected[rows.active])
-    shaped = {name: value[:, None] for name, value in tensors_of(rows).items()}
-    assert torch.equal(policies(PolicyInput(**shaped, head=rows.head))[rows.active, 0], expected[rows.active])
-
-
 def test_thresholds_are_compared_in_the_same_precision():
     # 0.1 and 0.7 in float32 lie above and below the same numbers in float64.
     for number in (0.1, 0.7, 0.6):

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from adaponder.inference.request import Request
 from adaponder.inference.sampler import Features, Sampled, SamplerState, likeliest, prompt_log_probabilities, score
@@ -146,22 +146,6 @@ def test_rows_without_a_valid_token_are_marked(temperature):
         assert chosen.token[[0, 4]].tolist() == logits[[0, 4]].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_log_probabilities_are_of_the_unmodified_distribution(dtype):
-    logits = noise(1, dtype=dtype)[0]
-    asked = request(temperature=0.5, top_k=3, logit_bias={2: 50.0}, log_probabilities=3)
-    chosen = alone(logits, asked, 0)
-    assert int(chosen.token) == 2
-    expected = torch.log_softmax(logits.double(), -1)
-    wide = torch.promote_types(dtype, torch.float32)
-    assert chosen.scores.log_probability.dtype == wide
-    torch.testing.assert_close(chosen.scores.log_probability, expected[2:3].to(wide))
-    best = logits.double().sort(descending=True, stable=True).indices[:5]
-    assert chosen.scores.top_ids.tolist() == [best.tolist()]
-    torch.testing.assert_close(chosen.scores.top_log_probabilities, expected[best][None].to(wide))
-    assert alone(logits, request(), 0).scores is None
-
-
 def test_ties_are_ordered_by_token_id():
     logits = noise(40, seed=2).round().clamp(-1, 1)
     logits[0] *= -0.0
@@ -263,12 +247,3 @@ def test_seeds_and_samples_draw_independently(other):
     assert abs(chi_square(8 * one + two, torch.full((64,), 1 / 64))) < 4
     # Neighbouring positions, too.
     assert abs(chi_square(8 * one[1:] + one[:-1], torch.full((64,), 1 / 64))) < 4
-
-
-def test_truncation_equals_hugging_face_s():
-    logits = noise(1, seed=4)[0]
-    warped = logits[None] / 2
-    for warper in (TopKLogitsWarper(9), TopPLogitsWarper(0.8), MinPLogitsWarper(0.1)):
-        warped = warper(None, warped)
-    tokens = draws(logits, 20_000, temperature=2, top_k=9, top_p=0.8, min_p=0.1)
-    assert abs(chi_square(tokens, warped[0].softmax(-1))) < 4

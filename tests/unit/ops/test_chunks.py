@@ -122,7 +122,7 @@ def test_the_torch_version_is_no_worse_than_the_plain_one(op, dtype, sharpness):
     assert_no_worse(make, function(op, TORCH, shape, chunk=17), function(op, PLAIN, shape), dtype)
 
 
-@pytest.mark.one_of(4)
+@pytest.mark.one_of(7)
 @every_op
 @pytest.mark.parametrize("sharpness", [0.1, 10.0])
 @pytest.mark.parametrize(("bias", "chunk"), [(True, 3), (False, None)], ids=["bias", "no-bias"])

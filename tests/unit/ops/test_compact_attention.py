@@ -20,6 +20,8 @@ from kernel_support import PLACES, SEEDS, SLACK, differentiate, draw, errors, pr
 from poison import poisoned  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("poisoned")
+# Slots per sequence: more than one block of 16.
+SLOTS = 21
 
 
 @pytest.fixture(autouse=True)
@@ -43,13 +45,13 @@ def scattered(active: Tensor, *, holes: bool, device: str) -> PackedRows:
 
 def patterns() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    ragged = torch.rand(4, 37, generator=generator) < torch.tensor([0.9, 0.05, 0.5, 0.3])[:, None]
+    ragged = torch.rand(4, SLOTS, generator=generator) < torch.tensor([0.9, 0.05, 0.5, 0.3])[:, None]
     empty = ragged.clone()
     empty[1:3] = False
     one = torch.zeros(3, 20, dtype=torch.bool)
     one[1, 19] = True
     return {
-        "all": torch.ones(2, 33, dtype=torch.bool),
+        "all": torch.ones(2, 20, dtype=torch.bool),
         "ragged": ragged,
         "gaps": empty,
         "one": one,
@@ -153,15 +155,15 @@ def test_scattered_rows_equal_the_same_rows_of_full_attention_and_never_run_by_c
     monkeypatch.setattr(reference, "scaled_dot_product_attention", observed)
     active = patterns()["ragged"]
     rows = scattered(active, holes=False, device="cpu")
-    query, keys, values = (draw(4, 2, 37, 8, seed=seed) for seed in (1, 2, 3))
+    query, keys, values = (draw(4, 2, SLOTS, 8, seed=seed) for seed in (1, 2, 3))
     full = torch.nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=True)
     found = compact_attention(query.transpose(1, 2)[active], keys, values, rows)
     torch.testing.assert_close(found, full.transpose(1, 2)[active], rtol=0, atol=1e-14)
     assert set(allowed) == {False}
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("pattern", ["all", "ragged", "gaps", "one"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pattern", ["ragged", "gaps", "one"])
 def test_a_compiled_pass_calls_the_reference_forward_and_backward(pattern, dtype, monkeypatch):
     monkeypatch.setattr(op, "is_compiling", lambda: True)
     active = patterns()[pattern]
@@ -188,7 +190,7 @@ def test_a_compiled_pass_calls_the_reference_forward_and_backward(pattern, dtype
 def test_the_compiled_call_keeps_the_rules_of_an_operation(device, dtype):
     rows = scattered(patterns()["ragged"], holes=True, device=device)
     query = draw(len(rows.sequence), 4, 16, seed=1, dtype=dtype, device=device)
-    keys, values = (draw(4, 2, 37, 16, seed=seed, dtype=dtype, device=device) for seed in (2, 3))
+    keys, values = (draw(4, 2, SLOTS, 16, seed=seed, dtype=dtype, device=device) for seed in (2, 3))
     leaves = [x.requires_grad_() for x in (query, keys, values)]
     places = rows.sequence, rows.query.slot, rows.key.slot, rows.key.present
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -198,7 +200,7 @@ def test_the_compiled_call_keeps_the_rules_of_an_operation(device, dtype):
 
 def test_windows_dropout_documents_and_values_of_another_size_do_not_fit_the_kernels():
     rows = scattered(patterns()["ragged"], holes=False, device="cpu")
-    query, keys = torch.randn(len(rows.sequence), 2, 16), torch.randn(4, 2, 37, 16)
+    query, keys = torch.randn(len(rows.sequence), 2, 16), torch.randn(4, 2, SLOTS, 16)
     fits = partial(kernels.fits, query, keys, rows=rows)
     assert fits(keys, window=None, dropout=0.0)
     assert not fits(keys, window=4, dropout=0.0)

@@ -46,7 +46,7 @@ def test_eager_passes_and_wider_precision_get_torchs_own(monkeypatch):
 
 
 def test_a_compiled_pass_computes_no_error_function_and_the_same():
-    model = tiny(dtype=torch.bfloat16).train()
+    model = tiny(dtype=torch.bfloat16, iterations=2).train()
     seen = []
 
     def look(graph, given):

@@ -13,7 +13,8 @@ from adaponder.ops.compact_attention import torch as reference
 from adaponder.ops.masks import Places, masked_attention
 from support import ids, tiny
 
-PADDED = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
+PADDED = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])}
+PACKED = {"document_ids": torch.tensor([[0, 0, 1, 1, 1, 2]] * 2)}
 
 
 def cudnn_allowed(model, *, replay=False, compiles=False, **given) -> set[bool]:
@@ -32,10 +33,13 @@ def cudnn_allowed(model, *, replay=False, compiles=False, **given) -> set[bool]:
     return allowed
 
 
-@pytest.mark.parametrize("how", [{}, {"replay": True}, {"compiles": True}], ids=["eager", "replayed", "compiled"])
-def test_a_masked_pass_never_runs_by_cudnn(how):
-    assert cudnn_allowed(tiny("adaponder"), attention_mask=PADDED, **how) == {False}
-    assert cudnn_allowed(tiny("adaponder"), document_ids=torch.tensor([[0, 0, 1, 1, 1, 2]] * 2), **how) == {False}
+@pytest.mark.parametrize(
+    ("how", "masked"),
+    [({}, PADDED), ({}, PACKED), ({"replay": True}, PADDED), ({"replay": True}, PACKED), ({"compiles": True}, PADDED)],
+    ids=["padded", "packed", "padded, replayed", "packed, replayed", "padded, compiled"],
+)
+def test_a_masked_pass_never_runs_by_cudnn(how, masked):
+    assert cudnn_allowed(tiny("adaponder", iterations=2), **masked, **how) == {False}
     assert cudnn_sdp_enabled()
 
 

@@ -124,6 +124,17 @@ def test_rows_and_weights_that_lie_across_are_read_as_they_lie(rows, interpreted
         assert error(kernels.residual_linears(x[:, :10], (Term(given, lying),)), wanted) <= 1e-6
 
 
+@pytest.mark.parametrize("version", [plain, kernels], ids=["torch", "kernels"])
+@pytest.mark.parametrize("rows", [1, 3, 70])
+def test_norms_that_share_a_weight_are_computed_apart(version, rows, interpreted):
+    case = Case(rows, 40, torch.float32)
+    norm, linear = case.norm(3, centred=True), case.linear(9, 4)
+    for other in (norm._replace(bias=norm.bias + 1), norm._replace(eps=0.5)):
+        pieces = [Piece((linear,), norm), Piece((linear,), other)]
+        for ours, piece in zip(version.normed_linears(case.x(), pieces), pieces, strict=True):
+            assert error(ours, plain.normed_linears(case.x(), [piece])[0]) <= 1e-6
+
+
 @pytest.mark.parametrize("centred", [True, False])
 def test_the_plain_norm_equals_the_module(centred):
     case = Case(3, 20)

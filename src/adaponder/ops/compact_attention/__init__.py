@@ -5,11 +5,9 @@ slot, and ``K, V [sequences, key heads, slots, size]``. A query sees the slots u
 (padding; a halted token of mor), and always itself.
 
 ``torch.py`` calls torch's attention for each sequence with an explicit mask and supports every case. ``triton.py`` has
-three kernels (CUDA with 160 KiB of shared memory, bf16 and fp16, head size up to 128, causal, grouped heads). Forward,
-a program computes a block of rows of one head by an online softmax over the keys; backward, one kernel does the same
-for ``dq``, another computes ``dK`` and ``dV`` per block of keys. No mask is stored, and no key after the last visible
-slot is read. A compiled pass makes one opaque custom call without windows, packed documents or dropout; passes that
-need those are not compiled.
+three kernels (CUDA with 160 KiB of shared memory, bf16 and fp16, head size up to 128, causal, grouped heads). No mask
+is stored, and no key after the last visible slot is read. A compiled pass makes one opaque custom call without windows,
+packed documents or dropout; passes that need those are not compiled.
 """
 
 from __future__ import annotations
@@ -64,9 +62,9 @@ def _kernels_for(
     return triton if triton.fits(query, keys, values, rows, window=window, dropout=dropout) else None
 
 
-def _rows(sequence: Tensor, asking: Tensor, answering: Tensor, present: Tensor | None) -> PackedRows:
+def _rows(sequence: Tensor, query_slot: Tensor, key_slot: Tensor, present: Tensor | None) -> PackedRows:
     # Only windows read the order, and there are none here: the slots serve as order.
-    return PackedRows(sequence, Places(asking, asking), Places(answering, answering, present=present))
+    return PackedRows(sequence, Places(query_slot, query_slot), Places(key_slot, key_slot, present=present))
 
 
 @custom_op("adaponder::compact_attention", mutates_args=())
@@ -75,13 +73,13 @@ def _mix(
     keys: Tensor,
     values: Tensor,
     sequence: Tensor,
-    asking: Tensor,
-    answering: Tensor,
+    query_slot: Tensor,
+    key_slot: Tensor,
     present: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Returns the result and the kernels' log-normaliser; zeros if torch computed it."""
-    rows = _rows(sequence, asking, answering, present)
+    rows = _rows(sequence, query_slot, key_slot, present)
     if kernels := _kernels_for(query, keys, values, rows):
         return kernels.mix(query, keys, values, rows, scale)
     mixed = reference.compact_attention(query, keys, values, rows, scale=scale)
@@ -103,12 +101,12 @@ def _slopes(
     mixed: Tensor,
     normaliser: Tensor,
     sequence: Tensor,
-    asking: Tensor,
-    answering: Tensor,
+    query_slot: Tensor,
+    key_slot: Tensor,
     present: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = _rows(sequence, asking, answering, present)
+    rows = _rows(sequence, query_slot, key_slot, present)
     if kernels := _kernels_for(query, keys, values, rows):
         return kernels.slopes(grad, query, keys, values, mixed, normaliser, rows, scale)
     return reference.slopes(grad, query, keys, values, rows, scale=scale)

@@ -42,23 +42,11 @@ class PackedRows:
     def masks(self, window: int | None) -> list[Tensor]:
         """Returns the attention mask of each part, ``[1, 1, rows, slots]``; cached, because every layer needs it."""
         if window not in self._masks:
-            query, key = self.query, self.key
             self._masks[window] = [
-                visible(_some(query, 0, rows), _some(key, sequence, slice(None)), window=window)
-                for sequence, rows in self.parts
+                visible(self.query.of(slice(1), rows), self.key.of(slice(index, index + 1)), window=window)
+                for index, rows in self.parts
             ]
         return self._masks[window]
-
-
-def _some(places: Places, lane: int, those: slice) -> Places:
-    """Selects entries of one lane, as a ``Places`` of one lane."""
-
-    def some(grid: Tensor) -> Tensor:
-        return grid[lane : lane + 1, those]
-
-    document = None if places.document is None else some(places.document)
-    present = None if places.present is None else some(places.present)
-    return Places(some(places.slot), some(places.order), document, present)
 
 
 def compact_attention(

@@ -38,15 +38,10 @@ def fits(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, *, windo
     packed = all(x.stride(-1) == 1 for x in (query, keys, values))
     plain = window is None and rows.query.document is None and not dropout
     sized = keys.shape[-1] == values.shape[-1] and query.shape[-1] <= max(BLOCKS)
-    return plain and packed and sized and (not query.is_cuda or _shared_bytes(query.device) >= SHARED_BYTES)
-
-
-def _shared_bytes(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
-def _blocks(size: int) -> tuple[int, int, int]:
-    return next(blocks for largest, blocks in BLOCKS.items() if size <= largest)
+    if not query.is_cuda:
+        return plain and packed and sized
+    shared_bytes = torch.cuda.get_device_properties(query.device).shared_memory_per_block_optin
+    return plain and packed and sized and shared_bytes >= SHARED_BYTES
 
 
 def mix(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scale: float) -> tuple[Tensor, Tensor]:
@@ -133,7 +128,8 @@ def _strides(query: Tensor, keys: Tensor, values: Tensor, mixed: Tensor) -> tupl
 
 
 def _constants(query: Tensor, keys: Tensor, rows: PackedRows, warps: int) -> dict[str, Any]:
-    block_rows, block_keys, stages = _blocks(query.shape[2])
+    blocks = (blocks for largest, blocks in BLOCKS.items() if query.shape[2] <= largest)
+    block_rows, block_keys, stages = next(blocks)
     return {
         "HEADS": query.shape[1],
         "GROUPS": query.shape[1] // keys.shape[1],

@@ -67,9 +67,9 @@ def book_rows(index: Tensor, lane: Tensor, slot: Tensor, iteration: Tensor, row:
     With ``vanishes`` (halted tokens cannot be attended to), later iterations get -1 instead.
     """
     number = torch.arange(index.shape[1], device=index.device)
-    own, later = number == iteration[:, None], number > iteration[:, None]
+    same, later = number == iteration[:, None], number > iteration[:, None]
     after = -1 if vanishes else row[:, None].int()
-    index[lane, :, slot] = torch.where(own, row[:, None].int(), torch.where(later, after, index[lane, :, slot]))
+    index[lane, :, slot] = torch.where(same, row[:, None].int(), torch.where(later, after, index[lane, :, slot]))
 
 
 def end_rows(

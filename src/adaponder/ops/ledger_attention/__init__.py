@@ -7,10 +7,8 @@ and values into the pools; ``decode_attention`` is ``enter`` and attention of si
 with both kinds calls ``decode_attention``, ``enter`` for the cohorts, then ``ledger_attention`` with ``alone=0``.
 
 ``torch.py`` supports every case. The kernels (``kernels.py``, launched by ``triton.py``) need CUDA, pools in bf16 or
-fp16, and one size of keys and values up to 128. For single-query rows, a program computes a row, a key head and one
-split of its keys; the host bounds the number of splits and the device chooses it, so a captured graph does no work
-beyond a row's length, and the last program to finish combines the splits. For cohorts, a program computes a block of
-queries of one head, over the keys up to their last slot.
+fp16, and one size of keys and values up to 128. For single-query rows, the host bounds the number of splits of a row's
+keys and the device chooses it, so a captured graph does no work beyond a row's length.
 
 H200, 16 heads of 128, 1,088 keys: 32 rows 68 us (67 at the copy rate), 128 rows 267 (270)
 (``benchmarks/records/tuning-h200.json``).

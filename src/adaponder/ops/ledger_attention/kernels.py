@@ -184,7 +184,7 @@ def _leave(
     place,  # index of the (row, key head) pair
     split, parts, GROUPS: tl.constexpr, SPLITS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the result (zeros if the row sees nothing); of several splits, the last to finish combines all."""
+    """Writes the result of a split, zeros if the row sees nothing; the last split to finish combines all splits."""
     divisor = tl.where(total == 0.0, 1.0, total)
     result = sums / divisor[:, None]
     width, part = tl.arange(0, sums.shape[0])[:, None], across(SIZE)

@@ -65,8 +65,13 @@ class LedgerRows(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """Returns the number of index slots that single-query rows may see."""
+        """The number of index slots that single-query rows may see."""
         return self.index.shape[2] if self.longest is None else min(self.longest, self.index.shape[2])
+
+    def select(self, which: slice, cohorts: tuple[Cohort, ...] = ()) -> LedgerRows:
+        """Selects rows of the pass and replaces its cohorts."""
+        lane, slot, iteration, row = (values[which] for values in (self.lane, self.slot, self.iteration, self.row))
+        return self._replace(lane=lane, slot=slot, iteration=iteration, row=row, cohorts=cohorts)
 
 
 class Projection(NamedTuple):
@@ -264,10 +269,10 @@ def decode_attention(
     launch): what it reads except ``qkv`` must have been written before the last launch that was not dependent.
     """
     alone = rows.alone
-    first = rows._replace(**{name: getattr(rows, name)[:alone] for name in ("lane", "slot", "iteration", "row")})
+    first = rows.select(slice(alone))
     turn = turn._replace(position=turn.position[:alone])
     query = enter(qkv[:alone], keys, values, first.row, projection, turn)
-    mixed = ledger_attention(query, keys, values, first._replace(cohorts=()), window=window, scale=scale)
+    mixed = ledger_attention(query, keys, values, first, window=window, scale=scale)
     return mixed if out is None else out.copy_(mixed.view(out.shape))
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import functional
+
+# Most rows for the kernel; for more, torch computes all gates in one product.
+FEW = 8
 
 
 class StackedGates(NamedTuple):
@@ -22,6 +26,11 @@ class StackedGates(NamedTuple):
     inner_bias: Tensor | None
     out: Tensor
     out_bias: Tensor
+
+
+def counter_on(device: torch.device) -> Tensor:
+    """Returns a counter for the kernel, zeros between calls: calls that do not overlap may share it."""
+    return torch.zeros(FEW, dtype=torch.int32, device=device)
 
 
 def stacked_gates(stacked: StackedGates, hidden: Tensor, iteration: Tensor, *, counter: Tensor | None = None) -> Tensor:

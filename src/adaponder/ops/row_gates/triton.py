@@ -1,7 +1,4 @@
-"""Computes the gates of few rows; for each row only the weights of its own gate are read.
-
-A program computes a block of inner features of one row; the last program of a row to finish sums the blocks.
-"""
+"""Computes the gates of few rows; for each row only the weights of its own gate are read."""
 
 from __future__ import annotations
 
@@ -12,26 +9,16 @@ from torch import Tensor
 
 from adaponder.ops.dispatch import on_device_of
 from adaponder.ops.kernels import allow_next, launch_options, wait_for_previous
-from adaponder.ops.row_gates.torch import StackedGates
+from adaponder.ops.row_gates.torch import FEW, StackedGates, counter_on
 from adaponder.ops.row_gates.torch import stacked_gates as plain
 from adaponder.ops.row_linear.kernels import activate, row_tile, weight_tile
 
-# Most rows for the kernel; for more, torch computes all gates in one product.
-FEW = 8
 # Inner features and warps per program.
 FEATURES, WARPS = 4, 4
 
 
-def counter_on(device: torch.device) -> Tensor:
-    """Returns a new counter, zeros, for :func:`stacked_gates`."""
-    return torch.zeros(FEW, dtype=torch.int32, device=device)
-
-
 def stacked_gates(stacked: StackedGates, hidden: Tensor, iteration: Tensor, *, counter: Tensor | None = None) -> Tensor:
-    """Equals :func:`adaponder.ops.row_gates.torch.stacked_gates`.
-
-    ``counter`` is from :func:`counter_on` and is zero again after the call: calls that do not overlap may share it.
-    """
+    """Equals :func:`adaponder.ops.row_gates.torch.stacked_gates`."""
     inner = stacked.inner
     rows, inputs = hidden.shape
     if rows > FEW or inner is None or hidden.stride(-1) != 1 or inner.dtype != hidden.dtype:

@@ -75,13 +75,12 @@ def row_norm(x: Tensor, norm: Norm) -> Tensor:
 
 def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
     """Computes ``activation(linear(norm(x)))`` of each piece: ``[n, piece.outputs]``, perhaps views of one tensor."""
-    normed: dict[int, Tensor] = {}
+    normed: dict[Norm | None, Tensor] = {None: x}
     results = []
     for linears, norm, activation in pieces:
-        if norm is not None and id(norm.weight) not in normed:
-            normed[id(norm.weight)] = row_norm(x, norm)
-        given = x if norm is None else normed[id(norm.weight)]
-        products = [functional.linear(given, *linear) for linear in linears]
+        if norm is not None and norm not in normed:
+            normed[norm] = row_norm(x, norm)
+        products = [functional.linear(normed[norm], *linear) for linear in linears]
         product = products[0] if len(products) == 1 else torch.cat(products, -1)
         results.append(product if activation is None else ACTIVATIONS[activation](product))
     return results

@@ -1,8 +1,6 @@
 """Launches row products, with the kernel and tile config that fit the number of rows.
 
-Up to ``FEW`` rows are multiplied separately: a program loads its weights, waits for the previous kernel, then loads,
-norms and multiplies one row. Up to ``SOME`` rows are multiplied together, more by the matrix library; both apply the
-norm in a separate kernel.
+Above ``FEW`` rows, the norm is a separate kernel.
 """
 
 from __future__ import annotations
@@ -81,7 +79,7 @@ def row_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def _norms(x: Tensor, norm: Norm, other: Norm, count: int) -> Tensor:
-    """Returns ``[count, n, d]``: the rows normed by ``norm``, and if ``count`` is 2 by ``other``, of the same kind."""
+    """Returns ``[count, n, d]``: ``norm(x)`` and, if ``count`` is 2, ``other(x)``; both norms are of the same kind."""
     rows, inputs = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     result = torch.empty(count, rows, inputs, dtype=x.dtype, device=x.device)
@@ -221,14 +219,14 @@ def _padded(rows: int) -> int:
 
 def _normed(x: Tensor, norms: Sequence[Norm | None]) -> list[Tensor]:
     """Applies each norm to ``x`` (``None``: unchanged), equal norms once, and two of one kind by one kernel."""
-    distinct = {norm.weight.data_ptr(): norm for norm in norms if norm is not None}
-    done = {None: x.contiguous()}  # contiguous, because kernels receive one stride for all inputs
-    kinds = {(norm.eps, norm.centred, norm.bias is None) for norm in distinct.values()}
+    distinct = list(dict.fromkeys(norm for norm in norms if norm is not None))
+    done: dict[Norm | None, Tensor] = {None: x.contiguous()}  # kernels receive one stride for all inputs
+    kinds = {(norm.eps, norm.centred, norm.bias is None) for norm in distinct}
     if len(distinct) == 2 and len(kinds) == 1:
-        done |= dict(zip(distinct, _norms(x, *distinct.values(), 2), strict=True))
+        done |= zip(distinct, _norms(x, *distinct, 2), strict=True)
     else:
-        done |= {key: row_norm(x, norm) for key, norm in distinct.items()}
-    return [done[None if norm is None else norm.weight.data_ptr()] for norm in norms]
+        done |= {norm: row_norm(x, norm) for norm in distinct}
+    return [done[norm] for norm in norms]
 
 
 def _many_normed(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:

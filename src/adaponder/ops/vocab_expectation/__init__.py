@@ -12,17 +12,14 @@ H200, bf16, forward and backward of 65,536 tokens of d = 512: 51.5 ms, with stor
 the products alone would take 41 ms (``benchmarks/records/ops-h200.json``).
 """
 
-from torch import Tensor
-
 from adaponder.ops.dispatch import dispatch, runs_fused
 from adaponder.ops.vocab_expectation import torch as plain
 from adaponder.ops.vocab_expectation.torch import plain_vocab_expectation
 
 __all__ = ["plain_vocab_expectation", "vocab_expectation"]
 
-
-def _runs(hidden: Tensor, *rest: Tensor, top_k: int | None = None, **options: object) -> bool:
-    return top_k is None and runs_fused(hidden)
-
-
-vocab_expectation = dispatch(plain.vocab_expectation, "adaponder.ops.vocab_expectation.triton", when=_runs)
+vocab_expectation = dispatch(
+    plain.vocab_expectation,
+    "adaponder.ops.vocab_expectation.triton",
+    when=lambda hidden, *rest, top_k=None, **options: top_k is None and runs_fused(hidden),
+)

@@ -105,9 +105,6 @@ def _slopes(logits: Tensor, grad_probability: Tensor, top_k: int | None) -> tupl
 class _VocabExpectation(torch.autograd.Function):
     """Saves only its inputs, and the logits if ``keep_logits``; backward recomputes the probabilities.
 
-    Saving the normaliser, or the mixture for ``<p, dp> = <mixture, d mixture>``, would save a little work and cost
-    precision: where one token is nearly certain, the two large terms of the softmax's gradient no longer cancel.
-
     ``rows`` are in the compute precision; weight, table and bias and their gradients in their own: gradients are
     summed over chunks in a wide dtype and never rounded to the compute precision.
     """
