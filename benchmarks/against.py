@@ -40,9 +40,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-# --- one tree: only names that the package had in version 0.1.0, too -----------------------------------------------
-
-
 def work(case: str, device_name: str) -> None:
     """Builds a case with the tree's package, then times as many steps as each line of standard input requests."""
     import torch
@@ -130,9 +127,6 @@ def _decode(shape: dict[str, Any], lanes: int, device: Any) -> Callable[[], floa
         return (time.perf_counter() - began) / tokens * lanes
 
     return step
-
-
-# --- both trees ----------------------------------------------------------------------------------------------------
 
 
 def start(tree: Path, case: str, device: str) -> subprocess.Popen[str]:

@@ -137,9 +137,6 @@ def run(
     return record
 
 
-# --- cases ---------------------------------------------------------------------------------------------------------
-
-
 def cases(
     shapes: Sequence[str], depths: Sequence[float], *, lanes: Sequence[int], contexts: Sequence[int], new: int
 ) -> list[DecodeCase]:
@@ -185,9 +182,6 @@ def served(shape: str, lanes: Sequence[int] = (1, 32, 128), context: int = 1024,
     return [DecodeCase(ENGINE, shape, count, context, float(ITERATIONS), WHOLE, new) for count in lanes]
 
 
-# --- rows ----------------------------------------------------------------------------------------------------------
-
-
 def row_of(case: DecodeCase, measure: Callable[[DecodeCase], Row]) -> Row:
     """Returns a record's row; a case that fails becomes a row with its ``problem``."""
     row: Row = {"name": case.name, **asdict(case)}
@@ -206,9 +200,6 @@ def compare(rows: Sequence[Row]) -> None:
         base = replace(case, side=ENGINE, depth=None if case.depth is None else float(ITERATIONS))
         speed = row.get("tokens_per_second") if case.side in (ENGINE, DRAFTING) else None
         row["times_engine"] = ratio(speed, speeds.get(base.name))
-
-
-# --- tables and figure ---------------------------------------------------------------------------------------------
 
 
 def _case_name(row: Row) -> str:

@@ -202,9 +202,6 @@ def _continuous(model: Any, prompts: list[list[int]], *, new: int, device: torch
     return as_row([tokens / seconds], resident_lanes=len(prompts))
 
 
-# --- loads of the engine -------------------------------------------------------------------------------------------
-
-
 @dataclass
 class DecodeLoad:
     """Submits the requests of a case and records when their tokens arrive.
@@ -406,9 +403,6 @@ def end_to_end(load: DecodeLoad, *, rounds: int = 2) -> Row:
         while len(load.answers) < min(rounds * case.lanes, load.ended + case.lanes):
             load.submit(case.new)
     return load.row([load.total / (time.perf_counter() - began)], resident, since=began)
-
-
-# --- the limit -----------------------------------------------------------------------------------------------------
 
 
 class TickBytes(NamedTuple):

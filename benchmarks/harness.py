@@ -32,9 +32,6 @@ _NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAI
 _COMMON = {"paper", "cpu", "adaponder", "nvidia", "geforce", "amd", "instinct"}
 
 
-# --- timing --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Timing:
     """Seconds of each repetition, and the peak of allocated memory (``None`` on a CPU)."""
@@ -139,9 +136,6 @@ def add_ratios(rows: Iterable[Row], base: Row, **fields: str) -> None:
             row[name] = ratio(row[field], base.get(field))
 
 
-# --- the check of the kernels --------------------------------------------------------------------------------------
-
-
 def check_kernels(device: torch.device) -> None:
     """Runs a test of each kernel on this device; raises with the end of pytest's output if one fails."""
     # A process either compiles kernels or interprets them.
@@ -160,9 +154,6 @@ def run_tests(environment: dict[str, str]) -> tuple[int, str]:
     how: dict[str, Any] = {"cwd": ROOT, "env": variables, "timeout": 300, "check": False, "text": True}
     done = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)
     return done.returncode, done.stdout
-
-
-# --- one benchmark and its record ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -358,9 +349,6 @@ def record_path(name: str, device: torch.device) -> Path:
 def words_of(name: str) -> list[str]:
     """Returns the words of a recipe's or device's name that go into file names."""
     return [word for word in re.split(r"[^a-z0-9.]+", name.lower()) if word and word not in _COMMON]
-
-
-# --- names and tables ----------------------------------------------------------------------------------------------
 
 
 def select(items: Sequence[Item], only: Sequence[str] | None, always: str | None = None) -> list[Item]:

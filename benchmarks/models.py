@@ -32,9 +32,6 @@ METHOD, PLAIN = "adaponder", "plain"
 CPU = torch.device("cpu")
 
 
-# --- the models of a recipe ----------------------------------------------------------------------------------------
-
-
 def vocabulary_of(recipe: Recipe) -> int:
     """Returns the vocabulary size that the recipe states, or that of the tokenizer it trains."""
     if not isinstance(recipe.model.backbone, dict):
@@ -77,9 +74,6 @@ def batches(recipe: Recipe, batch: int, device: torch.device) -> Iterator[tuple[
     shape = (batch, recipe.data.sequence + 1)
     tokens = [torch.randint(vocabulary_of(recipe), shape, generator=generator).to(device) for _ in range(4)]
     return itertools.cycle([(row[:, :-1], row[:, 1:]) for row in tokens])
-
-
-# --- depths of training and prefill --------------------------------------------------------------------------------
 
 
 def choose_depths(keep: Sequence[float], recipe: Recipe, batch: int) -> Tensor:
@@ -135,8 +129,6 @@ def disagreement(recipe: Recipe, depths: Tensor, *, device: torch.device) -> flo
         )
     return error
 
-
-# --- shapes and depths of decoding ---------------------------------------------------------------------------------
 
 ITERATIONS = 4
 

@@ -190,9 +190,6 @@ def _engine_alone(options: ServeOptions) -> float:
     return median(rates[1:])  # the first is a warm-up
 
 
-# --- measurements --------------------------------------------------------------------------------------------------
-
-
 def served_model(url: str, key: str | None, *, timeout: float = 30.0) -> dict[str, Any]:
     """Returns the server's model, as ``GET /v1/models`` describes it."""
     status, body = get(url, "/v1/models", key, timeout)
@@ -266,9 +263,6 @@ def client_limit() -> float:
         answers = _send(server.url, load, [0.0] * _CLIENT_STREAMS, 0, None)
     seconds = max(answer.ended for answer in answers) - min(answer.sent for answer in answers)
     return sum(answer.tokens for answer in answers) / seconds
-
-
-# --- tables and figure ---------------------------------------------------------------------------------------------
 
 
 _BURST_COLUMNS = {

@@ -32,9 +32,6 @@ _ROOT = Path(__file__).resolve().parents[1]
 _ADDRESS = re.compile(r"https?://(?:\[[0-9a-fA-F:]+\]|[\w.-]+):\d+")
 
 
-# --- requests and answers ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ServerLoad:
     """Describes the requests of a load.
@@ -171,9 +168,6 @@ def steady_rate(answers: Sequence[Answer]) -> float:
     return tokens / (end - begin) if end > begin else 0.0
 
 
-# --- the client ----------------------------------------------------------------------------------------------------
-
-
 def run_client(
     url: str, bodies: Sequence[dict[str, Any]], due: Sequence[float], *, key: str | None, timeout: float
 ) -> list[Answer]:
@@ -273,9 +267,6 @@ def get(url: str, path: str, key: str | None, timeout: float) -> tuple[int, byte
     except httpx.InvalidURL:
         raise InputError(f"--url {url} must be http://HOST:PORT") from None
     return response.status_code, response.content
-
-
-# --- servers in processes of their own -----------------------------------------------------------------------------
 
 
 @dataclass

@@ -46,9 +46,6 @@ _PREFILL_COLUMNS = {
 }
 
 
-# --- the workload --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class StepOptions(Common):
     """Options of train and prefill: a recipe's model and its batches of random tokens."""
@@ -171,9 +168,6 @@ class Variant:
             return depths
         shape = (1, recipe.data.sequence) if depths is None else depths.shape
         return torch.full(shape, models.config_of(recipe, self.method).iterations)
-
-
-# --- train ---------------------------------------------------------------------------------------------------------
 
 
 def train(
@@ -363,9 +357,6 @@ def search(time_batch: Callable[[int, bool], Timing | None], *, start: int) -> t
         else:
             below = multiple
     return below * start, timings.get(below)
-
-
-# --- prefill -------------------------------------------------------------------------------------------------------
 
 
 def prefill(options: StepOptions) -> dict[str, Any]:

@@ -57,8 +57,6 @@ class Echo(Method):
     def objective(self, values: Objective) -> LossFunction:
         return EchoLoss(share=values.share)
 
-    # --- facts --------------------------------------------------------------------------------------------------
-
     halts = True
     gate_meaning = "loudness of the echo"
     after_halting = "halted: silent"

@@ -25,9 +25,6 @@ PonderOn = Literal["probabilities", "logits"]
 
 LARGEST_INT = 2**63 - 1  # the largest integer in a command line or a JSON body
 
-# --- what a field is -----------------------------------------------------------------------------------------------
-
-
 # The bounds of a range, by the names of ``pydantic.Field``'s arguments: the comparison and its words in errors.
 _BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {
     "ge": (operator.ge, "at least"),
@@ -100,9 +97,6 @@ def fields_of(kind: type) -> Mapping[str, Field]:
             for item in dataclasses.fields(kind)
         }
     )
-
-
-# --- checks --------------------------------------------------------------------------------------------------------
 
 
 def violation(field: Field, value: Any) -> str | None:
@@ -192,8 +186,6 @@ def _brief(number: float) -> str:
     return f"{number:,}" if isinstance(number, int) else f"{number:g}"
 
 
-# --- removed fields ------------------------------------------------------------------------------------------------
-
 # Maps a removed ``section.field`` of a recipe or config to (its default, the last version that had it).
 REMOVED: dict[str, tuple[Any, str]] = {}
 
@@ -210,9 +202,6 @@ def is_removed(path: str, value: Any) -> bool:
             f"{path} is {shown(default)}"
         )
     return True
-
-
-# --- a request -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,9 +275,6 @@ def as_plain_number(value: Any, hint: Any) -> Any:
         return float(value) if float in kinds else value
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor with more than one element
         return value
-
-
-# --- a model -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
@@ -426,9 +412,6 @@ def meanings(kind: type) -> str:
     """Returns the fields of a dataclass as lines of a docstring's ``Args``."""
     wrap = functools.partial(textwrap.fill, width=120, initial_indent=" " * 8, subsequent_indent=" " * 12)
     return "\n".join(wrap(f"{field.name}: {field.meaning}.") for field in fields_of(kind).values())
-
-
-# --- command line and server ---------------------------------------------------------------------------------------
 
 
 def option(name: str, *flags: str, kind: type = Sampling, help: str | None = None, **more: Any) -> Any:

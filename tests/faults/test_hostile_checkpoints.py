@@ -158,7 +158,6 @@ def folder_as_weights(folder: Path, canary: Path) -> None:
 CODE = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil", "AutoTokenizer": ["evil.Evil", "evil.Evil"]}
 DEEP, LONG = '{"a":' * 100_000, '{"vocab_size": ' + "9" * 5000 + "}"
 CASES = {
-    # --- settings that name code ---
     "auto-map": Case(put(CONFIG, auto_map=CODE), ALL, "auto_map"),
     "auto-map-of-the-backbone": Case(put(CONFIG, backbone__auto_map=CODE), ("generate", "inspect"), "auto_map"),
     "auto-map-of-a-part": Case(put(CONFIG, text_config={"a": [{"auto_map": CODE}]}), ("generate", "inspect"), "auto_"),
@@ -177,7 +176,6 @@ CASES = {
     "generation": Case(put(GENERATION, custom_generate="a/b"), ("generate",), "custom_generate"),
     "adapter": Case(put("adapter_config.json", base_model_name_or_path="a/b"), MODEL, "adapter_config.json", "stock"),
     "tokenizer-class": Case(put(SETTINGS, tokenizer_class=5), ("generate", "words"), "tokenizer", "stock"),
-    # --- weights that are no safetensors of the folder's own ---
     "pickle": Case(pickled("pytorch_model.bin"), MODEL, "pytorch_model.bin"),
     "pickle-in-the-index": Case(pickled("w.bin", index=True), MODEL, "'w.bin'"),
     "pickle-in-a-stock-index": Case(pickled("w.bin", index=True), MODEL, "'w.bin'", "stock"),
@@ -189,7 +187,6 @@ CASES = {
     "link-to-words": Case(linked(WORDS), READS_WORDS, "link"),
     "link-to-a-device": Case(linked(WEIGHTS, "/dev/zero"), MODEL, "link"),
     "folder-as-weights": Case(folder_as_weights, MODEL, "ordinary file"),
-    # --- files that never end ---
     "pipe-as-weights": Case(piped(WEIGHTS), MODEL, "ordinary file"),
     "pipe-as-config": Case(piped(CONFIG), ("inspect", "generate"), "config.json"),
     "pipe-as-words": Case(piped(WORDS), READS_WORDS, "ordinary file"),
@@ -199,7 +196,6 @@ CASES = {
     "pipe-as-manifest": Case(piped("manifest.json"), MODEL, "ordinary file"),
     "pipe-as-index": Case(piped(INDEX), MODEL, "ordinary file"),
     "pipe-as-profiles": Case(piped("profiles.json"), ("profile",), "ordinary file"),
-    # --- JSON that breaks its reader ---
     **{
         f"{kind}-{name}": Case(spell(name, text), doors, name)
         for name, doors in {
@@ -216,7 +212,6 @@ CASES = {
     "words-cut-short": Case(lambda f, _: os.truncate(f / WORDS, 2000), READS_WORDS, WORDS),
     "words-of-no-model": Case(spell(WORDS, '{"model": 5}'), READS_WORDS, "tokenizer"),
     "words-of-nothing": Case(spell(WORDS, "{}"), READS_WORDS, "tokenizer"),
-    # --- sizes that nothing has ---
     "iterations": Case(put(CONFIG, iterations=100_000), ("inspect", "generate"), "iterations=100000"),
     "layers": Case(put(CONFIG, backbone__num_hidden_layers=10**6), ("inspect", "generate"), "num_hidden_layers"),
     "layers-beyond-the-weights": Case(put(CONFIG, backbone__num_hidden_layers=4000), ("generate",), "tensors"),
@@ -227,7 +222,6 @@ CASES = {
     "negative": Case(put(CONFIG, backbone__intermediate_size=-5), ("inspect", "generate"), "intermediate_size"),
     "negative-stock": Case(put(CONFIG, hidden_size=-64), ("inspect", "eval"), "hidden_size", "stock"),
     "gate-width": Case(put(CONFIG, gate_width=10**9), ("generate",), "gate_width"),
-    # --- configs of nothing ---
     "family-unknown": Case(put(CONFIG, model_type="nobody"), ("inspect", "generate"), "nobody", "stock"),
     "family-no-name": Case(put(CONFIG, model_type=5), ("inspect", "generate"), "model_type=5", "stock"),
     "backbone-unknown": Case(put(CONFIG, backbone__model_type="nobody"), ("inspect", "generate"), "nobody"),
@@ -235,7 +229,6 @@ CASES = {
     "backbone-of-5": Case(put(CONFIG, backbone_config=5), ("inspect", "generate"), "backbone_config"),
     "activation": Case(put(CONFIG, backbone__hidden_act="import os"), ("generate",), "import os"),
     "dtype": Case(put(CONFIG, dtype="load"), ("generate",), "CKPT"),
-    # --- weights of nothing, files that disagree ---
     "nan": Case(weights(spoil(math.nan)), LOADS, "backbone.gpt_neox.embed_in.weight"),
     "nan-stock": Case(weights(spoil(math.nan)), LOADS, "gpt_neox.embed_in.weight", "stock"),
     "infinity": Case(weights(spoil(-math.inf)), LOADS, "embed_in.weight"),

@@ -81,8 +81,6 @@ def edit_json(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path.write_text(json.dumps(content))
 
 
-# --- 20. missing, unexpected or mis-shaped keys: error listing them -----------------------------------------------
-
 GATE = "method.gates.0.out.weight"
 LAYER = "backbone.gpt_neox.layers.1.mlp.dense_h_to_4h.weight"
 
@@ -127,8 +125,6 @@ def test_the_missing_or_broken_shard_is_named(shards, fault):
     with refused(path.name):
         load(shards)
 
-
-# --- 21. nonsense configs: refused before allocation --------------------------------------------------------------
 
 BACKBONE = {
     "model_type": "gpt_neox",
@@ -218,9 +214,6 @@ def test_a_setting_given_at_load_is_checked_too(folder):
         load(folder, iterations=0)
 
 
-# --- 22. pickle files, auto_map, `..` paths, oversized headers: refused, nothing executed -------------------------
-
-
 CODE = {"AutoConfig": "modeling_evil.Config", "AutoModelForCausalLM": "modeling_evil.Model"}
 
 
@@ -307,9 +300,6 @@ def test_the_folder_without_config_or_weights_is_refused(folder, tmp_path):
     (folder / WEIGHTS).unlink()
     with refused("safetensors"):
         load(folder)
-
-
-# --- 23. foreign or non-empty cache, wrong batch, past the last position: a clear error ---------------------------
 
 
 def ledger_of(model: AdaPonderForCausalLM, ids: Tensor | None = None, **asked) -> Ledger:
@@ -411,9 +401,6 @@ def test_the_last_position_is_the_last(family):
         model(NEXT, past_key_values=ledger)
     with refused("position_ids", str(last - 1)):
         model(support.ids(), position_ids=torch.arange(9)[None] + last - 4)
-
-
-# --- 24. requests for text that cannot be honoured: a clear error naming the field --------------------------------
 
 
 def masked(rows: list[int]) -> Tensor:

@@ -89,9 +89,6 @@ def test_the_checksum_is_that_of_the_bytes(tmp_path):
     assert sha256_of(tmp_path / "some") == hashlib.sha256(b"abc" * 100_000).hexdigest()
 
 
-# --- whole or not at all -------------------------------------------------------------------------------------------
-
-
 def full(*_args, **_named):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -161,9 +158,6 @@ def test_a_folder_that_cannot_be_put_in_place_leaves_the_old_one(tmp_path, monke
         (partial / "weights").write_bytes(b"after")
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
     assert (folder / "weights").read_bytes() == b"before"
-
-
-# --- locks ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_lock_is_one_holders_until_it_closes_and_the_file_keeps_its_text(tmp_path):

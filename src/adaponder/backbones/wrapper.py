@@ -135,8 +135,6 @@ class Backbone:
                     self._packs = False
         return self._packs
 
-    # --- embedding and head -------------------------------------------------------------------------------------
-
     def embed(self, ids: Tensor) -> Tensor:
         return self.stock.get_input_embeddings()(ids)
 
@@ -174,8 +172,6 @@ class Backbone:
 
     def final_norm(self, stream: Tensor) -> Tensor:
         return stream if self.norm is None else self.norm(stream)
-
-    # --- the body -----------------------------------------------------------------------------------------------
 
     def read(
         self,
@@ -267,8 +263,6 @@ class Backbone:
         if self.stock.config._attn_implementation != "eager":
             return mask
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
-
-    # --- the contract -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def verify(self) -> None:

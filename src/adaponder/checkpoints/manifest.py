@@ -126,9 +126,6 @@ def share_weights(folder: Path) -> None:
             shutil.copymode(configs[0], path)
 
 
-# --- a JSON file with a checksum of itself --------------------------------------------------------------------------
-
-
 def sealed(content: dict[str, Any]) -> str:
     """Returns ``content`` as JSON with its own checksum at the end."""
     return json.dumps(content | {"checksum": _checksum(content)}, indent=1) + "\n"

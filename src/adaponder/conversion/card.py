@@ -73,9 +73,6 @@ def _source_name(settings: dict[str, Any], name: str) -> str | None:
     return PurePath(text).name if text is not None and PurePath(text).is_absolute() else text
 
 
-# --- the card -------------------------------------------------------------------------------------------------------
-
-
 def card_text(
     name: str,
     config: AdaPonderConfig,

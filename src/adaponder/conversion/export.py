@@ -102,9 +102,6 @@ def compare_with_package(folder: Path, model: AdaPonderForCausalLM) -> list[Chec
     ]
 
 
-# --- the hub: nothing else in the package writes there ----------------------------------------------------------
-
-
 def require_name(name: str) -> None:
     """Raises unless ``name`` can be a repository of the hub, OWNER/MODEL."""
     try:

@@ -74,8 +74,6 @@ class AdaptiveComputationTime(Method):
     def objective(self, values: Objective) -> LossFunction:
         return PonderCostLoss(self.config.halting_cost)
 
-    # --- facts --------------------------------------------------------------------------------------------------
-
     halts = True
     signal = "exit"
     exit_threshold = 0.99  # Graves' 1 - epsilon

@@ -63,8 +63,6 @@ class AdaPonder(Ponder):
             share=values.share,
         )
 
-    # --- facts --------------------------------------------------------------------------------------------------
-
     halts = True
     has_ponder_term = True
     gate_meaning = "gate s"

@@ -75,8 +75,6 @@ class Anytime(AdaPonder):
             mean_count=values.mean_count,
         )
 
-    # --- facts --------------------------------------------------------------------------------------------------
-
     has_ponder_term = False
     gates_apart = True
     gate_meaning = "foreseen: a later iteration helps"
@@ -133,9 +131,6 @@ class Reread(Anytime):
         hidden, (x,) = state.hidden, state.carried
         self.decide(rows, hidden)
         return State(torch.add(x, hidden.to(x.dtype), alpha=self.config.state_scale), hidden, (x,))
-
-
-# --- losses -----------------------------------------------------------------------------------------------------
 
 
 @dataclass

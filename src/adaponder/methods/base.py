@@ -76,8 +76,6 @@ class Method(nn.Module, ABC):
         # Created here, because torch.compile (2.11) does not find the fields of a policy that is created while tracing.
         self.full_depth = FixedDepth(config.iterations)
 
-    # --- the recurrence -----------------------------------------------------------------------------------------
-
     def start(self, rows: Rows, embedded: Tensor) -> State:
         """Returns the state before the first pass, with E^0 as input."""
         return State(self.scaled(embedded))
@@ -123,8 +121,6 @@ class Method(nn.Module, ABC):
         """Returns whether the recurrence uses the residual stream before the final norm."""
         return False
 
-    # --- training -----------------------------------------------------------------------------------------------
-
     def reset_parameters(self, std: float) -> None:
         """Initialises the method's own parameters."""
 
@@ -154,8 +150,6 @@ class Method(nn.Module, ABC):
         """Returns the mean depth if the loss closes a share ``pressed`` of the gates; ``None``: it has no target."""
         return None if cls.halts else float(config.iterations)
 
-    # --- the config ---------------------------------------------------------------------------------------------
-
     @classmethod
     def complete(cls, config: Recurrence) -> None:
         """Sets the method's defaults for unset settings; raises on settings that this method does not support."""
@@ -172,8 +166,6 @@ class Method(nn.Module, ABC):
         """Returns whether the class itself sets ``exported``; a parent's value does not count."""
         return bool(vars(cls).get("exported", False))
 
-    # --- rows and slots -----------------------------------------------------------------------------------------
-
     @classmethod
     def passes(cls, iterations: int) -> int:
         """Returns the number of backbone passes for ``iterations``; a slot has at most one ledger row per pass."""
@@ -188,8 +180,6 @@ class Method(nn.Module, ABC):
     def reuse_rule(cls, config: Recurrence) -> str:
         """Returns how other tokens attend to halted ones: a value of ``config.reuse``, or ``absent`` for not at all."""
         return "state"
-
-    # --- cost ---------------------------------------------------------------------------------------------------
 
     @classmethod
     def own_parameters(cls, config: Recurrence) -> int:

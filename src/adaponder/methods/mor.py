@@ -82,8 +82,6 @@ class MixtureOfRecursions(Method):
     def objective(self, values: Objective) -> LossFunction:
         return RouterLoss(weight=self.config.router_loss_weight, share=values.share)
 
-    # --- facts --------------------------------------------------------------------------------------------------
-
     halts = True
     signal = "router"
     gate_meaning = "router's sigmoid"

@@ -170,9 +170,6 @@ def with_term(losses: Losses, name: str, term: Tensor, score: Scorer, *, weight:
     return Losses(losses.total + factor * term, losses.terms | {name: term})
 
 
-# --- targets --------------------------------------------------------------------------------------------------------
-
-
 def as_targets(
     ids: Tensor, labels: Tensor | None, targets: Tensor | None, vocabulary: int, *, document: Tensor | None
 ) -> Tensor | None:

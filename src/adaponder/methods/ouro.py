@@ -59,8 +59,6 @@ class Ouro(Method):
         beta = values.exit_entropy_weight
         return ExpectedExitLoss(self.config.exit_entropy_weight if beta is None else beta)
 
-    # --- facts --------------------------------------------------------------------------------------------------
-
     halts = True
     signal = "exit"
     exit_threshold = 1.0  # no exit before the last loop

@@ -43,8 +43,6 @@ class Pause(Method):
     def arrange(self, tokens: Tokens, iterations: int) -> Tokens:
         return tokens.repeat(iterations)
 
-    # --- facts --------------------------------------------------------------------------------------------------
-
     @classmethod
     def passes(cls, iterations: int) -> int:
         return 1

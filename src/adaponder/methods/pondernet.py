@@ -58,8 +58,6 @@ class PonderNet(Method):
     def objective(self, values: Objective) -> LossFunction:
         return GeometricExitLoss(prior=self.config.exit_prior, weight=self.config.exit_prior_weight)
 
-    # --- facts --------------------------------------------------------------------------------------------------
-
     halts = True
     signal = "exit"
     exit_threshold = 0.5  # the median of the exit distribution

@@ -89,9 +89,6 @@ def check_room(prompt: int, new_tokens: int, positions: int) -> None:
         raise InputError(f"max_new_tokens={new_tokens}: a prompt of {tokens} leaves room for {room}")
 
 
-# --- outputs --------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class AdaPonderOutput(ModelOutput):
     """The output of a forward; absent parts are ``None``.

@@ -125,8 +125,6 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         self.backbone.set_output_embeddings(new_embeddings)
 
-    # --- forward ------------------------------------------------------------------------------------------------
-
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -235,8 +233,6 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             if ledger is not None:
                 ledger.forget(past)
             raise
-
-    # --- the arguments of a forward -----------------------------------------------------------------------------
 
     def _run_time(self, given: RunTime, sequences: int) -> RunTime:
         """Returns the caller's settings, with unset fields from the enclosing ``generate`` or the training defaults."""
@@ -371,8 +367,6 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         if last >= limit:
             field = "position_ids" if given else "input_ids"
             raise InputError(f"{field} reaches position {last}, the backbone's positions end at {limit - 1}")
-
-    # --- training aids ------------------------------------------------------------------------------------------
 
     def compile_passes(self, *, by: str = "layer", memory_budget: float = 1.0, **options: Any) -> None:
         """Compiles passes over the backbone, and small functions between them; ``options`` are ``torch.compile``'s.

@@ -59,9 +59,6 @@ def drawn(plate, trace: Trace, *, dark: bool = False):
     return figure
 
 
-# --- statistics ---------------------------------------------------------------------------------------------------
-
-
 def test_losses_are_of_learned_tokens_and_depths_of_all():
     plain = made_up(300)
     asked = np.arange(300) % 3 > 0
@@ -174,9 +171,6 @@ def test_depth_by_frequency_place_and_source(trace):
     assert len(names) == depths.SOURCES + 1
 
 
-# --- captions -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("plate", "settings", "words"),
     [
@@ -265,9 +259,6 @@ def test_figures_that_a_method_does_not_have_are_left_out(trace):
     assert [plate.name for plate in choose(trace.about, ["grid", "excerpts"])[0]] == ["grid"]
 
 
-# --- drawings -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("deepest", [4, pytest.param(16, marks=pytest.mark.every)])
 @pytest.mark.parametrize("plate", PLATES, ids=lambda plate: plate.name)
 def test_no_label_overlaps_its_neighbour_and_nothing_warns(plate, deepest):
@@ -345,9 +336,6 @@ def test_the_grid_names_every_depth_within_the_page():
     assert names == [*(f"computed, depth {depth}" for depth in range(1, 13)), "halted: K/V reused"]
     box = figure.legends[0].get_window_extent()
     assert 0 <= box.x0 < box.x1 <= figure.bbox.width
-
-
-# --- tokens in context --------------------------------------------------------------------------------------------
 
 
 def test_the_busiest_stretch_has_the_highest_entropy_of_depths():

@@ -158,8 +158,6 @@ def test_what_cannot_be_compiled_so_is_named():
         gradients(model)
 
 
-# --- small functions between passes --------------------------------------------------------------------------------
-
 ROWS = (2, 5)
 
 

@@ -43,9 +43,6 @@ def test_only_a_lack_of_memory_is_a_row_without_figures(monkeypatch, tmp_path, e
     assert isinstance(invoke("ops", *SMALL, "--no-record").exception, RuntimeError)
 
 
-# --- the check of the kernels --------------------------------------------------------------------------------------
-
-
 def test_a_failing_kernel_refuses(monkeypatch, tmp_path):
     monkeypatch.setattr(harness, "run_tests", lambda environment: (1, "…\nFAILED test_kernels.py::test_it"))
     result = invoke("ops", "--commit", "abc", "--json", str(tmp_path / "out.json"))
@@ -70,9 +67,6 @@ def test_every_kernel_has_a_test_that_runs_before_a_benchmark():
     checks = re.findall(r'^    "(test_\w+)"', listed, re.MULTILINE)
     assert len(checks) > 10
     assert all(f"def {name}(" in tests for name in checks)
-
-
-# --- records -------------------------------------------------------------------------------------------------------
 
 
 def test_records_have_telling_names_and_do_not_replace_each_other(monkeypatch, tmp_path):
@@ -130,9 +124,6 @@ def test_only_what_is_asked_for_is_measured_and_no_record_stands_for_all(tmp_pat
     assert "--only faster" in str(result.exception)
 
 
-# --- ops -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_roofline_counts_the_unavoidable_work():
     size = ops.Size(2, 3, 5)
     product = 2 * 2 * 3 * 5
@@ -166,9 +157,6 @@ def test_what_is_timed_computes_the_same(op, backward):
     assert others
     for other in others:
         torch.testing.assert_close(list(other), list(first), rtol=1e-4, atol=1e-6)
-
-
-# --- the command line ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,6 @@ def measured(*arguments: str, tmp_path) -> dict:
     return run_command("decode", *QUICK, *arguments, folder=tmp_path)
 
 
-# --- depths --------------------------------------------------------------------------------------------------------
-
-
 def test_shares_have_the_mean_they_are_named_by():
     for mean in (1.0, 1.3, 2.0, 3.0, 3.5, 3.7, 4.0):
         shares = shares_of(mean)
@@ -36,9 +33,6 @@ def test_drawn_depths_are_in_exact_shares_and_random_order():
     assert depths == draw_depths(SHARES[2.0], 1000, seed=3) != draw_depths(SHARES[2.0], 1000, seed=4)
     assert depths != sorted(depths)
     assert len(draw_depths(SHARES[3.7], 7, seed=0)) == 7
-
-
-# --- the limit -----------------------------------------------------------------------------------------------------
 
 
 def test_one_stream_moves_k_bodies_k_heads_and_k_minus_one_tables():
@@ -58,9 +52,6 @@ def test_a_method_that_mixes_no_vocabulary_reads_its_head_once_a_token():
     moved = tick_bytes(config, SHARES[4.0], lanes=1, context=8, dtype=torch.bfloat16)
     assert 4 * moved.head == pytest.approx(49152 * 2048 * 2)
     assert moved.table == 0
-
-
-# --- cases ---------------------------------------------------------------------------------------------------------
 
 
 def test_cases_are_told_apart_and_hold_what_the_aims_are_stated_for():
@@ -110,9 +101,6 @@ def test_speeds_are_relative_to_the_engine_at_full_depth_without_drafting():
     rows += [row("engine", 2.0, 5, lanes=1), row("engine", None, 100), row("drafting", None, 140)]
     decode.compare(rows)
     assert [row["times_engine"] for row in rows] == [1.0, 1.95, 2.5, None, None, 1.0, 1.4]
-
-
-# --- measuring -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.every

@@ -163,9 +163,6 @@ def test_the_stand_in_has_the_engine_s_interface(kind):
         engine.submit(Request(prompt=[]))
 
 
-# --- the command ---------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def server():
     served = stand_in_worker(4, 0.005).served

@@ -53,9 +53,6 @@ def test_the_seed_determines_weights_and_tokens():
     assert StepOptions(overrides=["train.seed=7"]).recipe.train.seed == 7
 
 
-# --- train ---------------------------------------------------------------------------------------------------------
-
-
 def test_train_writes_what_the_contract_asks_for(trained):
     expected = {"command": "bench train", "commit": "abc", "tested": False, "seed": 0, "complete": True}
     expected["recipe"] = {"name": "cpu/demo", "hash": tiny_recipe().fingerprint, "set": TINY}
@@ -196,9 +193,6 @@ def test_compiled_training_that_skips_tokens_stays_compiled(monkeypatch, tmp_pat
     assert losses["plain, compiled"] == pytest.approx(losses["plain"], rel=1e-5)
     compiled = [losses[f"adaponder, compiled, {execution}"] for execution in ("dense", "compact")]
     assert compiled[0] == pytest.approx(compiled[1], rel=1e-5)
-
-
-# --- prefill -------------------------------------------------------------------------------------------------------
 
 
 def test_prefill_compares_dense_and_compact(tmp_path):

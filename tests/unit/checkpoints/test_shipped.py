@@ -130,8 +130,6 @@ def test_its_profiles_are_a_dial_from_few_iterations_to_many_and_the_card_lists_
     assert found[ladder[0]]["loss"] > found[ladder[-1]]["loss"]
 
 
-# --- sample-hops -----------------------------------------------------------------------------------------------------
-
 HOPS = adaponder.sample_path("sample-hops")
 
 

@@ -185,9 +185,6 @@ def test_a_damaged_record_is_not_known_either(tmp_path):
     assert "| data | not recorded |" in card
 
 
-# --- refusals -------------------------------------------------------------------------------------------------------
-
-
 def test_methods_that_the_file_does_not_compute_cannot_be_exported():
     class Mine(AdaPonder):
         pass
@@ -242,9 +239,6 @@ def test_nothing_is_written_if_the_file_computes_something_else(run, tmp_path, m
     assert not list(tmp_path.iterdir())
 
 
-# --- the package and the folder -------------------------------------------------------------------------------------
-
-
 def test_the_package_opens_it_by_its_own_classes_and_runs_none_of_its_code(exported, tmp_path, monkeypatch):
     folder, canary = Path(shutil.copytree(exported, tmp_path / "ckpt")), tmp_path / "canary"
     for name in exporting.CODE:
@@ -280,9 +274,6 @@ def test_the_auto_map_of_a_hub_repository_is_ours_and_no_other_is():
         assert not is_our_auto_map(other)
         with pytest.raises(ConfigError, match="auto_map asks to run code"):
             AdaPonderConfig(backbone_config=tiny().backbone.config, auto_map=other)
-
-
-# --- the hub --------------------------------------------------------------------------------------------------------
 
 
 class StandIn:

@@ -55,9 +55,6 @@ def made_up_trace(*, late: bool, tokens: int = 400) -> FullDepth:
     return FullDepth(nll, {"gate": gates})
 
 
-# --- proposals ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("late", "best"), [(True, (0.5, 0.5, 0.5)), (False, (1.0, 0.5, 0.0))])
 def test_depth_is_proposed_where_it_pays(late, best):
     shares = propose(made_up_trace(late=late), 2.5)[0]
@@ -82,9 +79,6 @@ def test_one_gate_or_nothing_to_choose_needs_no_proposal():
     seen = made_up_trace(late=True)
     assert propose(seen, 1.0) == propose(seen, float(K)) == []
     assert propose(FullDepth(seen.nll[:, :2], {"gate": seen.signals["gate"][:, :1]}), 1.5) == []
-
-
-# --- calibration --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("budget", [1.0, 1.5, 2.5, 3.5, 4.0])
@@ -166,9 +160,6 @@ def test_what_cannot_be_is_refused_by_name(lab):
             command.calibrate("no such folder", data="no such text", budget=1.5, rule=rule)
 
 
-# --- the frontier -------------------------------------------------------------------------------------------------
-
-
 def test_budgets_go_from_one_to_all():
     assert budgets_between(4, 1.0) == [1.0, 2.0, 3.0, 4.0]
     assert budgets_between(2, 0.25) == [1.0, 1.25, 1.5, 1.75, 2.0]
@@ -187,9 +178,6 @@ def test_the_frontier_ends_where_every_token_is_read_equally_often(lab):
     assert met[-1].loss == pytest.approx(fixed[-1].loss, abs=1e-6)
     assert 1.0 < met[1].depth < K
     assert met[0].mflops < met[1].mflops < met[2].mflops
-
-
-# --- the commands -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -51,9 +51,6 @@ def records(stock):
     return path
 
 
-# --- text ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("prepared", [False, True])
 def test_each_document_is_predicted_from_the_end_token_before_it(stock, records, tmp_path, prepared):
     words, data = open_vocabulary(str(stock)), records
@@ -101,9 +98,6 @@ def test_foreign_tokens_and_empty_texts_are_refused(stock, records, tmp_path):
         open_text(str(tmp_path / "nowhere"), words, whose="stock")
 
 
-# --- windows ------------------------------------------------------------------------------------------------------
-
-
 @given(st.integers(1, 70), st.integers(1, 20), st.data())
 def test_every_prediction_is_scored_exactly_once(predictions, length, data):
     stride = data.draw(st.none() | st.integers(1, length))
@@ -140,9 +134,6 @@ def test_sliding_windows_are_all_full(predictions):
     assert starts[0] == 0
     assert starts[-1] + 16 == predictions
     assert ((np.diff(starts) > 0) & (np.diff(starts) <= 5)).all()
-
-
-# --- scoring ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -208,9 +199,6 @@ def test_a_window_that_does_not_fit_and_an_id_outside_the_vocabulary_are_refused
     text.stream[5] = VOCABULARY
     with pytest.raises(InputError, match="--tokenizer"):
         score(tiny(), text, Windows(16))
-
-
-# --- cost ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_meter_counts_what_the_depths_cost():
@@ -283,9 +271,6 @@ def test_the_meter_agrees_with_torch_for_every_method():
     assert all(check.ratio == pytest.approx(1.0, abs=0.01) for check in checks)
 
 
-# --- summaries ----------------------------------------------------------------------------------------------------
-
-
 def test_sources_weigh_up_to_the_whole():
     text, nll = made_up(), np.random.default_rng(1).random(200)
     depth = np.random.default_rng(2).integers(1, 4, 200)
@@ -325,9 +310,6 @@ def test_a_paired_difference_sees_what_two_intervals_would_hide():
         paired_difference(text, noise, noise[1:])
 
 
-# --- agreement ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", HALTING)
 def test_dense_and_skipping_agree(method):
     result = agreement(tiny(method, dtype=torch.float32), made_up(), Windows(16))
@@ -360,9 +342,6 @@ def test_a_tau_per_gate_is_compared_gate_by_gate():
     deeper = tiny(iterations=4, dtype=torch.float32)
     how = ScoringOptions(policy=LearnedGate((0.5, 0.4, 0.3)), max_iterations=2)
     assert agreement(deeper, made_up(), Windows(16), how=how).holds
-
-
-# --- the commands -------------------------------------------------------------------------------------------------
 
 
 def invoke(*arguments: str):

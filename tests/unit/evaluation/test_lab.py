@@ -60,9 +60,6 @@ def rows(lab):
     return [lab.trained(lab.own_depth()), *lab.compare([BUDGET], rates=())]
 
 
-# --- halves -------------------------------------------------------------------------------------------------------
-
-
 def test_many_documents_are_dealt_out_whole_and_each_once(halves):
     assert "assigned whole" in halves.how
     assert halves.drawn == "documents"
@@ -110,9 +107,6 @@ def test_both_halves_together_score_what_the_whole_text_scores(model, stride):
 def test_a_text_of_one_window_cannot_be_halved():
     with pytest.raises(AdaPonderError, match="--data"):
         halve(made_up([20]), Windows(32))
-
-
-# --- dials --------------------------------------------------------------------------------------------------------
 
 
 def test_the_trace_is_what_the_policies_see(model, halves):
@@ -186,9 +180,6 @@ def test_a_dial_reaches_both_ends_exactly(lab, rule):
         assert lab.tune(dial, depth).missed is None
 
 
-# --- tuning -------------------------------------------------------------------------------------------------------
-
-
 def fake_scores(depth: float):
     """Scores that have this mean depth."""
     return type("Fake", (), {"depth": np.full(10_000, depth)})()
@@ -223,9 +214,6 @@ def test_what_ties_leave_out_of_reach_is_reported_and_not_run_again():
     assert outcome.depth == 2.0
     assert "nearest depth 2.000" in outcome.missed
     assert outcome.runs == 2
-
-
-# --- the lab ------------------------------------------------------------------------------------------------------
 
 
 def test_every_policy_meets_the_budget_or_says_that_it_did_not(rows):
@@ -298,9 +286,6 @@ def test_a_row_equals_a_plain_scoring_with_its_policy(model, halves, rows, name)
     head = 2 * support.VOCABULARY * model.config.hidden_size if name == "entropy" else 0
     assert row.deciding_mflops * 1e6 == pytest.approx(head * sum(row.active[: K - 1]))
     assert row.mflops * 1e6 == pytest.approx(scores.spent.cost.flops / scores.spent.cost.tokens)
-
-
-# --- figures and tables ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -43,9 +43,6 @@ def unsure(model: AdaPonderForCausalLM) -> AdaPonderForCausalLM:
     return model
 
 
-# --- the loss of every depth ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("loss_prior", [None, [0.5, 0.2, 0.2, 0.1]])
 @pytest.mark.parametrize("policy", [ForcedDepths(DEPTHS), RandomRates(3.0)], ids=["given", "by chance"])
@@ -75,9 +72,6 @@ def test_under_random_halts_the_loss_is_that_of_the_prior():
         fixed = [float(model.eval()(token, labels=token, policy=FixedDepth(depth)).loss) for depth in (1, 2, 3, 4)]
     expected = 0.1 * fixed[0] + 0.2 * fixed[1] + 0.3 * fixed[2] + 0.4 * fixed[3]
     assert float(chance) == pytest.approx(expected, rel=0.03)
-
-
-# --- labels and the gates' loss ------------------------------------------------------------------------------------
 
 
 def test_a_gain_is_that_of_the_best_later_iteration():
@@ -154,9 +148,6 @@ def test_the_gates_loss_is_that_of_tokens_read_to_the_end(execution, by):
     assert 0.05 < float(output.terms["helped"]) < 0.95
 
 
-# --- who learns from what ------------------------------------------------------------------------------------------
-
-
 def gradients(model: AdaPonderForCausalLM, term: Tensor) -> dict[str, Tensor]:
     named = dict(model.named_parameters())
     found = torch.autograd.grad(term, list(named.values()), retain_graph=True, allow_unused=True)
@@ -229,9 +220,6 @@ def test_a_run_halts_other_tokens_at_every_step_and_logs_every_depth(shards, tmp
     assert lines[-1]["validation_loss"] > 0
 
 
-# --- random halts --------------------------------------------------------------------------------------------------
-
-
 def drawn_depths(policy: RandomRates, sequences: int, time: int, gates: int) -> Tensor:
     position, seed = torch.arange(time).expand(sequences, -1), sequence_seeds(7, torch.arange(sequences))
     depth, active = torch.ones_like(position), torch.ones_like(position, dtype=torch.bool)
@@ -285,9 +273,6 @@ def test_seeds_of_sequences_reach_the_policy_one_by_one():
         model(tokens, policy=RandomRates(), seed=torch.zeros(3))
 
 
-# --- settings and cost ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("prior", "says"),
     [([0.5, 0.5], "iterations=3"), ([0.5, 0.5, 0.5], r"1\.5")],
@@ -330,9 +315,6 @@ def test_training_flops_count_the_head_as_often_as_the_loss_reads_it(method):
     assert training_flops(model.config, sequence=16) == 3 * (causal.flops + (heads - 1) * causal.head) / 16
 
 
-# --- relay and reread ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("method", "original", "scale"),
     [("relay", "ouro", 1.0), ("reread", "pondernet", 1.0), ("reread", "pondernet", 0.25)],
@@ -346,8 +328,6 @@ def test_at_any_depths_it_computes_what_its_original_computes_there(method, orig
     for policy in (*map(FixedDepth, range(1, 4)), mixed):
         assert torch.equal(model(tokens, policy=policy).logits, twin(tokens, policy=policy).logits)
 
-
-# --- halts by the gates in some sequences ---------------------------------------------------------------------------
 
 TAU, PRIOR, SHARES = 0.5, 3.0, [0.4, 0.3, 0.2, 0.1]
 POLICY = GateOrChance(0.5, TAU, PRIOR)

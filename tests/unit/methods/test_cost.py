@@ -79,7 +79,6 @@ def config_of(method: str, backbone: PreTrainedConfig = FAMILIES["gpt_neox"], **
 CONFIGS = {method: config_of(method) for method in METHODS}
 
 
-# --- against torch -----------------------------------------------------------------------------------------------
 #
 # Equal, not close: both sides count the same matrix products.
 
@@ -160,9 +159,6 @@ def test_keys_that_are_cached_compressed_are_unfolded_in_every_pass():
     assert cost.kv_bytes == model(ids(2, 4), use_cache=True, **options).past_key_values.nbytes
 
 
-# --- against the ledger and the masks ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_keys_and_values_weigh_what_the_ledger_holds(method):
     model = tiny(method)
@@ -206,9 +202,6 @@ def test_causal_attention_counts_the_pairs_that_masks_let_through(method, depths
     assert cost.attention == 2 * expected
 
 
-# --- what follows ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_one_iteration_costs_what_the_stock_model_costs(method):
     cost = square(torch.ones(2, 9, dtype=torch.long), CONFIGS[method], max_iterations=1)
@@ -242,8 +235,6 @@ def test_parameters_are_those_of_the_model(method, settings):
     assert count.added == sum(parameter.numel() for parameter in model.method.parameters())
     assert count.total == model.num_parameters()
 
-
-# --- the published table -----------------------------------------------------------------------------------------
 
 TRUE_COST = {  # findings.md: FLOPs relative to vanilla, sequence 2048, head once
     "70M": {"loop": 2.5, "pause": 4.0, "ponder": 5.5, "adaponder": 5.4},
@@ -283,9 +274,6 @@ def test_the_true_cost_of_four_iterations_is_the_published_one(name):
         halted = int((depth < 4).sum())
         unmasked = cost.flops + halted * expectation_flops(shape)
         assert round(unmasked / cost.vanilla, 1) == published
-
-
-# --- what is refused, and what is left alone -----------------------------------------------------------------------
 
 
 def test_experts_are_refused_rather_than_undercounted():

@@ -102,9 +102,6 @@ def test_an_objective_of_no_numbers_is_refused_where_it_is_made(name, value):
         Objective(**{name: value})
 
 
-# --- embeddings instead of ids ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", ["adaponder", "mor", "pause"])
 @pytest.mark.parametrize("execution", ["dense", "compact"])
 def test_embeddings_read_as_their_ids_do(method, execution):
@@ -125,9 +122,6 @@ def test_generation_from_embeddings_says_what_ids_would(model):
         assert torch.equal(model.generate(inputs_embeds=embedded, **GREEDY, **asked), expected)
 
 
-# --- hidden states ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", [method for method in METHODS if method not in ALIKE])
 def test_hidden_states_come_one_per_pass_and_the_head_reads_the_last(method):
     model = tiny(method)
@@ -138,9 +132,6 @@ def test_hidden_states_come_one_per_pass_and_the_head_reads_the_last(method):
         assert torch.equal(heads, output.iteration_logits)
         assert torch.equal(heads[-1], output.logits)
     assert model(ids()).hidden_states is None
-
-
-# --- AutoModel ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -176,9 +167,6 @@ def test_automodel_predicts_nothing_and_says_so(folder, tmp_path):
     body.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(again(ids()).logits, AutoModelForCausalLM.from_pretrained(folder)(ids()).logits)
-
-
-# --- attention ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention", "kernels-community/flash-attn"])

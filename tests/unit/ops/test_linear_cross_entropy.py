@@ -88,9 +88,6 @@ def test_one_kernel_writes_the_results_of_two(device, shape, monkeypatch):
     torch.testing.assert_close(together, apart, equal_nan=True)
 
 
-# --- the weighted sum ---------------------------------------------------------------------------------------------
-
-
 def test_the_value_of_the_sum_is_the_per_token_losses_bit_for_bit_with_and_without_gradients():
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         hidden, weight, targets, bias = inputs(dtype=dtype)

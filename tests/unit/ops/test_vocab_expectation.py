@@ -73,9 +73,6 @@ def test_the_largest_tensor_ever_made_is_one_chunk_of_tokens_by_vocabulary(top_k
     assert {shape for shape in sizes.shapes if math.prod(shape) > chunk * vocabulary} <= parameters
 
 
-# --- kept logits --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("top_k", [None, 5])
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

@@ -117,9 +117,6 @@ def force_rows(keep: Tensor, forced: Tensor, lane: Tensor, place: Tensor, iterat
     return torch.where(depth > 0, iteration + 1 < depth, keep) & (iteration < last[lane])
 
 
-# --- windows of drafted tokens ------------------------------------------------------------------------------------
-
-
 class DraftWindows(NamedTuple):
     """The window of drafted tokens of each lane, int64 ``[lanes]`` or ``[lanes, window]``; the last lane's stays empty.
 

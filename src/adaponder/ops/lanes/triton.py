@@ -147,9 +147,6 @@ def _end_kernel(
     tl.store(log + tl.load(tick) * log_stride + i, outcome)
 
 
-# --- windows of drafted tokens ------------------------------------------------------------------------------------
-
-
 def begin_windows(
     books: Books, windows: DraftWindows, lane: Tensor, *, passes: int, vanishes: bool, every: bool | None = None
 ) -> WindowRows:

@@ -282,9 +282,6 @@ def enter_kernel(
     tl.store(values + own_row * value_row + group * SIZE + part, v, mask=mask)
 
 
-# --- cohorts --------------------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def _block_of_keys(
     q, top, total, sums, pool_rows,

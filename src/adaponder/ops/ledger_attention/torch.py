@@ -233,9 +233,6 @@ def _together(
     return mixed.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-# --- entering rows into the pools -----------------------------------------------------------------------------------
-
-
 def enter(qkv: Tensor, keys: Tensor, values: Tensor, row: Tensor, projection: Projection, turn: Turn) -> Tensor:
     """Writes the rows' keys and values into the pools at ``row`` and returns their queries ``[n, heads, size]``.
 

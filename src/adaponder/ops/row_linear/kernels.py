@@ -201,9 +201,6 @@ def norm_kernel(
     tl.store(result + row * INPUTS + k, values, mask=inside)
 
 
-# --- up to SOME rows: each weight is read once for all rows ----------------------------------------------------------
-
-
 @triton.jit
 def _loaded(base, line, stride, lines, start, INPUTS: tl.constexpr, STEP: tl.constexpr):
     """Loads a tile ``[lines, step]`` of a matrix from input ``start`` on; zeros outside."""
