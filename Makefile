@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 FLOOR := .venv-floor
 BIN := $(VENV)/bin
-JOBS ?= 2
+# Tests wait for the processes they start: three workers keep two cores busy (12 min with two workers, 7 with three).
+JOBS ?= 3
 # Packages are compiled when they are first imported (--no-compile): most of their files never are.
 # That needs bytecode to be written, also where the environment says otherwise: tests start many processes.
 export PYTHONDONTWRITEBYTECODE :=

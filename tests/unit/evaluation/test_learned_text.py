@@ -46,7 +46,7 @@ def answers(text) -> np.ndarray:
 def test_answers_are_what_counts_of_puzzles_prepared_or_not(text, vocabulary, tmp_path):
     assert (text.counted == answers(text)).all()
     assert int(text.counted.sum()) == 40 * 7
-    prepare([PUZZLES, "mano:documents=30"], out=tmp_path, validation=0.0)
+    prepare([PUZZLES, "mano:documents=30,length=53"], out=tmp_path, validation=0.0)
     prepared = open_text(str(tmp_path), vocabulary, whose="a model", split="train")
     names = np.array(prepared.sources)[prepared.document]
     hops = names == "hops"
