@@ -61,10 +61,6 @@ class Echo(Method):
         nn.init.normal_(self.ear.weight, std=10 * std)
         nn.init.constant_(self.ear.bias, self.config.gate_bias)
 
-    @classmethod
-    def own_parameters(cls, config: AdaPonderConfig) -> int:
-        return config.hidden_size + 1
-
 
 register_method("echo", Echo)  # configs, recipes and commands of this process know it by this name
 

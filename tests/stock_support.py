@@ -8,20 +8,14 @@ import shutil
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from adaponder.data.tokenizers import train_bpe
 
 
 def make_stock(folder: Path, *, seed: int = 0) -> PreTrainedModel:
     """A GPT-NeoX of a million random weights and a byte-level tokenizer, saved."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1024, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([inspect.getsource(module) for module in (json, inspect, shutil)], trainer)
+    tokenizer = train_bpe(1024, [inspect.getsource(module) for module in (json, inspect, shutil)])
     words = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", bos_token="<|endoftext|>")
     torch.manual_seed(seed)
     config = GPTNeoXConfig(

@@ -66,20 +66,6 @@ class Command(TyperCommand):
             return super().invoke(ctx)
 
 
-def bench(context: typer.Context) -> None:
-    """Moved: run python -m benchmarks in a checkout (train, prefill, decode, serve, ops)."""
-    arguments = " ".join(context.args) or "train, prefill, decode, serve or ops"
-    raise InputError(f"adaponder bench has moved: in a checkout, run python -m benchmarks {arguments}")
-
-
-def reproduce(context: typer.Context) -> None:
-    """Moved: run python -m experiments in a checkout (list, next, claim NAME, run LABEL, results)."""
-    raise InputError(
-        "adaponder reproduce has moved: in a checkout, run python -m experiments list, next, claim NAME, run LABEL "
-        "or results"
-    )
-
-
 # Every command by its heading in ``--help``, in the order of first use.
 COMMANDS: dict[str, dict[str, Callable[..., Any]]] = {
     "Try it": {"demo": demo, "generate": generate, "puzzle": puzzle, "serve": serve},
@@ -93,7 +79,11 @@ COMMANDS: dict[str, dict[str, Callable[..., Any]]] = {
     },
     "Checkpoints": {"inspect": inspect, "doctor": doctor, "convert": convert, "export": export},
 }
-MOVED: dict[str, Callable[..., Any]] = {"bench": bench, "reproduce": reproduce}
+# Commands that left the wheel, and what replaces them in a checkout.
+MOVED = {
+    "bench": "python -m benchmarks (train, prefill, decode, serve, ops)",
+    "reproduce": "python -m experiments (list, next, claim NAME, run LABEL, results)",
+}
 
 app = typer.Typer(
     name="adaponder",
@@ -109,9 +99,18 @@ app = typer.Typer(
 for panel, functions in COMMANDS.items():
     for command_name, function in functions.items():
         app.command(command_name, cls=Command, rich_help_panel=panel)(function)
-for command_name, function in MOVED.items():
+
+
+def moved(context: typer.Context) -> None:
+    program, _, subcommands = MOVED[context.info_name or ""].partition(" (")
+    arguments = " ".join(context.args) or f"and one of {subcommands.rstrip(')')}"
+    raise InputError(f"adaponder {context.info_name} has moved: in a checkout, run {program} {arguments}")
+
+
+for command_name, replacement in MOVED.items():
     any_arguments = {"allow_extra_args": True, "ignore_unknown_options": True}
-    app.command(command_name, rich_help_panel="Moved out", context_settings=any_arguments)(function)
+    about = f"Moved: run {replacement} in a checkout."
+    app.command(command_name, help=about, rich_help_panel="Moved out", context_settings=any_arguments)(moved)
 
 
 def show_version(version: bool) -> None:

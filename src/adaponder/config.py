@@ -59,14 +59,10 @@ def is_our_auto_map(auto_map: Any) -> bool:
 
 def _of_backbone(name: str) -> Any:
     """Returns a property that reads and sets a field of the backbone's config; an absent field reads ``None``."""
-
-    def read(config: AdaPonderConfig) -> Any:
-        return getattr(config.backbone_config, name, None)
-
-    def write(config: AdaPonderConfig, value: Any) -> None:
-        setattr(config.backbone_config, name, value)
-
-    return property(read, write)
+    return property(
+        lambda config: getattr(config.backbone_config, name, None),
+        lambda config, value: setattr(config.backbone_config, name, value),
+    )
 
 
 class AdaPonderConfig(PreTrainedConfig, Recurrence):

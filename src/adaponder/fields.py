@@ -58,12 +58,7 @@ class Range:
 
 
 class Field(NamedTuple):
-    """One value that a user can set.
-
-    Attributes:
-        choices: function that returns the words allowed now, after registrations; ``None``: the type decides alone.
-        why: the reason for the range, appended to errors.
-    """
+    """One value that a user can set. ``choices`` returns the words allowed now; ``why`` is appended to errors."""
 
     name: str
     type: Any
@@ -111,10 +106,7 @@ def violation(field: Field, value: Any) -> str | None:
 def check_fields(values: Any, prefix: str = "", *, kind: type | None = None) -> None:
     """Raises a :class:`ConfigError` that names the first attribute of ``values`` with an invalid value.
 
-    Args:
-        values: a dataclass, or any object with the fields of ``kind``.
-        prefix: prepended to the name in the error, e.g. ``train.``.
-        kind: the dataclass whose fields are checked; ``None``: the type of ``values``.
+    ``kind`` is the dataclass whose fields are checked, by default the type of ``values``; errors prepend ``prefix``.
     """
     for name, field in fields_of(kind or type(values)).items():
         value = getattr(values, name)
@@ -319,7 +311,7 @@ class Recurrence:
     reuse: Literal["state", "kv", "none"] = setting(
         "state",
         "what a halted token keeps. state: keys, values and hidden state; kv: keys and values only (the paper's "
-        "equations); none: nothing, it changes on like an active one (the ablation)",
+        "equations); none: nothing, it keeps changing like an active token (the ablation)",
     )
     ponder_on: PonderOn = setting("probabilities", "the ponder loss acts on gate probabilities or logits")
     ponder_pool: Literal["all", "closed", "each"] = setting(

@@ -29,6 +29,16 @@ class Column(nn.Linear):
             return nn.functional.linear(hidden, weight, bias)
 
 
+class Logit(nn.Linear):
+    """A linear map of ``[…, d]`` to one logit, ``[…]``."""
+
+    def __init__(self, width: int, *, bias: bool = True):
+        super().__init__(width, 1, bias=bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden).squeeze(-1)
+
+
 class Gate(nn.Module):
     """Maps final-normed hidden states ``[…, d]`` after one iteration to logits of continuing, ``[…]``.
 

@@ -20,15 +20,13 @@ class PonderCallback(TrainerCallback):
     """The two-stage objective: ``Trainer(…, callbacks=[PonderCallback(ponder_start=…, ponder_full=…)])``.
 
     Steps are the Trainer's updates, including resumed ones. Each process ranks its own gates, and a micro-batch is
-    weighted by its share of the update's targets. A random policy gets a different seed for each sequence of each
-    micro-batch, the same in a resumed run. The callback sets the model's ``training_objective``, ``training_policy``
-    and ``training_seed``; it clears them when training ends, and when it begins, in case an earlier run raised.
+    weighted by its share of the update's targets. During training the callback sets the model's
+    ``training_objective``, ``training_policy`` and ``training_seed``, which differs for each sequence.
 
     Logs gain ``depth``, the mean over the tokens since the last log, and ``halted_1 … halted_{K-1}``, the shares of
-    tokens with depth at most 1 … K-1. Logs of an evaluation, and the results of ``evaluate`` and ``predict``, gain
-    the same with the prefix of their metrics, e.g. ``eval_depth``. The callback moves itself before the Trainer's other
-    callbacks, so that reporters log these values too. It warns when gates have collapsed. Padding does not count; each
-    process counts its own tokens, with a hook that stays on the model.
+    tokens with depth at most 1 … K-1; evaluations gain the same with their prefix, e.g. ``eval_depth``. Padding does
+    not count, and each process counts its own tokens. The callback goes before the Trainer's other callbacks, so that
+    reporters log these values, and warns when gates have collapsed.
 
     Args:
         ponder_weight: the paper's lambda.
@@ -79,10 +77,7 @@ class PonderCallback(TrainerCallback):
         self._come_first()
 
     def _come_first(self) -> None:
-        """Moves this callback before the reporters, which a Trainer lists first.
-
-        A Trainer does not give callbacks access to their list, so the list is found in the calling frames.
-        """
+        """Moves this callback before the reporters; a Trainer's list of callbacks is found in the calling frames."""
         frame = inspect.currentframe()
         while frame is not None:
             if isinstance(handler := frame.f_locals.get("self"), CallbackHandler):

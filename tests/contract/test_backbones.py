@@ -119,7 +119,6 @@ def test_a_changed_embedding_or_head_is_found_by_numbers(module, dtype):
 
 
 def replace_attention(model: AdaPonderForCausalLM, replacement) -> None:
-    """Makes the second layer's attention ``replacement(original, *args, **kwargs)``."""
     attention = model.backbone.gpt_neox.layers[1].attention
     attention.forward = partial(replacement, attention.forward)
 

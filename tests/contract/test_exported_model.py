@@ -37,7 +37,6 @@ def probe(tmp_path_factory) -> dict:
 
 
 def export(method: str, place: Path) -> Path:
-    """Returns the folder of an exported model with its tokenizer."""
     tokens = place / "tokens"
     harness_support.words().save_pretrained(tokens)
     exporting.export(harness_support.reader(method), tokens, place / method, card=lambda: "# A model\n", verify=False)

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from adaponder import cli, methods, registry
+from adaponder.policies.base import _BY_WORD
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -43,6 +44,8 @@ def run(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "_SCALES", dict(registry._SCALES))
     monkeypatch.setattr(methods, "_CLASSES", dict(methods._CLASSES))
+    shipped = {word: kind for word, kind in _BY_WORD.items() if kind.__module__.startswith("adaponder.")}
+    monkeypatch.setattr("adaponder.policies.base._BY_WORD", shipped)
 
     def start(program: Path | None, *arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", [str(program or "adaponder"), *arguments])

@@ -67,7 +67,6 @@ def copy(whole, tmp_path) -> Path:
 
 
 def table(change: Callable[[pa.Table], pa.Table]) -> Callable[[Path], None]:
-    """Rewrites a document table."""
     return lambda path: pq.write_table(change(pq.read_table(path)), path)
 
 
@@ -141,7 +140,6 @@ def flip(path: Path, place: int, bit: int = 0) -> None:
 
 
 def test_15_one_flipped_byte_in_any_file_is_found_and_named(copy, corpus):
-    """Every file of a prepared folder, each at its start, its end and places between."""
     files = contents(copy)
     assert {MANIFEST, TOKENIZER, TOKENS, DOCS} < set(files)
     random = np.random.default_rng(0)
@@ -168,7 +166,6 @@ def test_15_checksums_are_skipped_only_on_request(copy, monkeypatch, capfd):
 
 
 def spied(monkeypatch) -> list[list[Path]]:
-    """The files of each verification from here on."""
     hashed, original = [], verify.sha256_of_each
 
     def spy(files: list[Path], *given, **options) -> list[str]:
@@ -195,12 +192,6 @@ def test_15_the_processes_of_a_machine_share_the_hashing_and_miss_nothing(copy, 
     assert max(map(len, hashed[::2])) - min(map(len, hashed[::2])) <= 1
     with pytest.raises(InputError, match="share"):
         Shards.open(copy, share=(3, 3))
-
-
-def test_15_a_long_verification_is_announced(copy, monkeypatch, capfd):
-    monkeypatch.setattr(verify, "_LARGE", 1)
-    Shards.open(copy)
-    assert "verifying checksums" in capfd.readouterr().err
 
 
 FIRST = ("splits", "train", "shards", 0)
@@ -365,7 +356,6 @@ def test_19_killed_at_every_instant_preparation_continues_to_the_same_bytes(corp
 
 
 def test_19_what_is_done_is_not_done_again(corpus, whole, tmp_path, monkeypatch):
-    """A rerun encodes no document that a complete shard holds."""
     out, shards = tmp_path / "out", Manifest.load(whole).splits
 
     def stop(now) -> None:
@@ -400,7 +390,6 @@ def test_19_an_input_rewritten_at_equal_size_is_never_mixed_in(corpus, tmp_path,
 
 
 def test_19_finished_shards_must_be_intact_to_continue(corpus, tmp_path):
-    """One flipped byte in a finished shard or in the journal of an unfinished folder."""
     out = tmp_path / "out"
     assert dies_before(40, corpus, out)
     for name in ("train/tokens-00000.bin", "train/docs-00000.parquet", "progress.json", TOKENIZER):

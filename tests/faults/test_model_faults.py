@@ -38,7 +38,6 @@ def refused(*fields: str):
 
 @pytest.fixture(scope="module")
 def model() -> AdaPonderForCausalLM:
-    """No test changes it."""
     return support.tiny().requires_grad_(False)
 
 
@@ -83,13 +82,6 @@ def edit_json(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 GATE = "method.gates.0.out.weight"
 LAYER = "backbone.gpt_neox.layers.1.mlp.dense_h_to_4h.weight"
-
-
-def test_the_intact_checkpoint_loads_as_it_was_saved(folder):
-    expected = support.tiny(dtype=torch.float32)
-    ids = support.ids()
-    for loaded in (load(folder), AutoModelForCausalLM.from_pretrained(folder)):
-        assert torch.equal(loaded(ids).logits, expected(ids).logits)
 
 
 def test_wrong_keys_are_all_listed(folder):
@@ -197,16 +189,6 @@ def test_the_nonsense_backbone_is_refused_by_its_field_before_anything_is_made(f
 def test_an_unknown_field_is_refused_with_the_one_that_was_meant(typo, meant):
     with refused(rf"\b{typo}\b", rf"\b{meant}\b"):
         AdaPonderConfig(backbone_config=BACKBONE, **{typo: 3})
-
-
-@pytest.mark.parametrize(
-    ("part", "field", "value"),
-    [(None, "tau", NAN), (None, "iteratons", 3), ("backbone_config", "num_attention_heads", 3)],
-)
-def test_nonsense_in_a_saved_config_is_refused_before_anything_is_made(folder, part, field, value):
-    edit_json(folder / "config.json", lambda config: config.get(part, config).update({field: value}))
-    with _NothingIsMade(), refused(rf"\b{field}\b"):
-        load(folder)
 
 
 def test_a_setting_given_at_load_is_checked_too(folder):

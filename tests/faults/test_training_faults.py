@@ -374,8 +374,6 @@ def test_tensorboard_shows_the_steps_of_a_resumed_run_once(recipe, whole, tmp_pa
 
 @pytest.fixture
 def no_training(monkeypatch):
-    """Fails the test if a model is as much as built."""
-
     def never(*arguments: Any, **named: Any) -> Any:
         raise AssertionError("a model was built although nothing could be written")
 
@@ -513,6 +511,9 @@ REFUSALS = {
         + rf"([^→]*→){{{len(CHANGES)}}}[^→]*$",
         tuple(f"{name}={now}" for name, (_, now) in CHANGES.items()),
     ),
+    "another model, though changes are allowed": Refusal(
+        stopped(4), AUTO | {"allow_changes": True}, TrainingError, "model.iterations", ("model.iterations=2",)
+    ),
     "another number of processes": Refusal(stopped(4, resealed(world=2)), AUTO, TrainingError, "processes: 2 → 1"),
     "other data of the same name": Refusal(stopped(4, resealed(data="0" * 64)), AUTO, TrainingError, "data"),
     "a finished run, longer": Refusal(
@@ -576,30 +577,11 @@ def test_a_run_that_goes_back_keeps_what_it_saves_from_there(shards, whole, tmp_
     assert verify_checkpoint(newest)["recipe"]["train"]["ponder_weight"] == 0.5
 
 
-@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.every), 7])
-def test_one_flipped_byte_of_the_manifest_is_found_or_harmless(whole, tmp_path, step):
-    """One byte after the other; other errors than ours would end an automatic resume that has an older one to go to."""
-    folder = step_folder(stopped_after(whole, 1, tmp_path / "run"), 1)
-    state, manifest = verify_checkpoint(folder), (folder / MANIFEST).read_bytes()
-    found = 0
-    places = range(0, len(manifest), step)
-    for place in places:
-        flipped = bytearray(manifest)
-        flipped[place] ^= 1
-        (folder / MANIFEST).write_bytes(flipped)
-        try:
-            assert verify_checkpoint(folder) == state
-        except CheckpointError:
-            found += 1
-    assert found > len(places) // 2
-
-
 def test_a_manifest_that_lists_no_files_is_refused(whole, tmp_path):
     folder = step_folder(stopped_after(whole, 1, tmp_path / "run"), 1)
-    manifest = json.loads((folder / MANIFEST).read_text())
-    for listed in ({}, {STATE: manifest["files"][STATE]}):
-        (folder / MANIFEST).write_text(json.dumps(manifest | {"files": listed}))
-        with pytest.raises(CheckpointError, match=str(folder)):
+    for listed in ([], [STATE]):
+        write_manifest(folder, listed, step=1)
+        with pytest.raises(CheckpointError, match="not a manifest of a whole checkpoint"):
             verify_checkpoint(folder)
 
 
@@ -763,26 +745,6 @@ def test_an_update_that_overflows_is_never_saved_though_its_gradient_was_finite(
     assert_finite_checkpoints(out, list(range(1, S0 + 1)))
 
 
-STILL = ("train.halt_before_ponder=true", "train.gate_lr=1e-6", "train.save_every=0")
-
-
-@pytest.mark.parametrize(
-    ("bias", "overrides", "warning", "depth"),
-    [
-        (-20, STILL, "every token halts after one", 1.0),
-        (20, (*STILL, "train.ponder_weight=0"), None, 3.0),  # without a ponder loss gates may stay open
-    ],
-)
-def test_collapsed_gates_are_warned_of_once_and_shown(shards, tmp_path, capsys, bias, overrides, warning, depth):
-    train(small(shards, f"model.gate_bias={bias}", *overrides), out=tmp_path / "run", quiet=True)
-    printed, lines = capsys.readouterr().out, metrics(tmp_path / "run")
-    depths = [line["mean_depth"] for line in lines if "loss" in line]
-    assert printed.count("warning: ") == (warning is not None)
-    assert warning is None or warning in printed
-    assert set(depths) == {depth}
-    assert depth != 1.0 or lines[-1]["validation_depth"] == 1.0
-
-
 @pytest.mark.parametrize(
     ("before", "now", "changes"),
     [
@@ -795,32 +757,6 @@ def test_embedding_scales_are_compared_as_the_numbers_they_mean(recipe, shards, 
     recorded = json.loads(json.dumps(recipe.as_dict()))
     recorded["model"]["embedding_scale"] = before
     assert recipe_changes(recorded, recipe_of(shards, f"model.embedding_scale={now}")) == changes
-
-
-# bfloat16 is for GPUs: on a CPU the run computes in float32 and says so, hence float64 stands in for another precision.
-EFFECTIVE = [f"{name}={now}" for name, (_, now) in CHANGES.items() if name != "train.dtype"] + ["train.dtype=float64"]
-
-
-@pytest.mark.one_of(3)
-@pytest.mark.parametrize("change", EFFECTIVE)
-def test_a_change_that_is_allowed_takes_effect_or_is_refused_by_name(shards, whole, tmp_path, change):
-    out, changed = stopped_after(whole, 4, tmp_path / "run"), recipe_of(shards, change, "train.save_every=0")
-
-    def act() -> None:
-        try:
-            train(changed, out=out, resume="auto", allow_changes=True, quiet=True)
-        except AdaPonderError as refusal:
-            (tmp_path / "refusal").write_text(str(refusal))
-
-    assert in_child(act) == 0
-    if (tmp_path / "refusal").exists():
-        assert change.startswith("model.iterations"), "only the number of gates is fixed by the weights"
-        assert "model.iterations" in (tmp_path / "refusal").read_text()
-        return
-    assert (out / "final" / WEIGHTS).exists()
-    assert len(losses(out)) == STEPS
-    assert losses(out)[:4] == losses(whole)[:4]
-    assert losses(out)[4:] != losses(whole)[4:], "the change was ignored"
 
 
 def test_a_resumed_run_draws_the_same_dropout(shards, whole, tmp_path):

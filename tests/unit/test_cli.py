@@ -52,7 +52,6 @@ def run(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
 
 
 def generated(checkpoint, folder, *arguments: str) -> dict:
-    """Returns the result of six tokens generated after ``def f``."""
     record = folder / "generated.json"
     few = ("--prompt", "def f", "--max-new-tokens", "6", "--json", str(record))
     shown("generate", str(checkpoint), *few, *arguments)
@@ -321,7 +320,6 @@ def test_the_demo_trains_assesses_and_writes_how_to_go_on(monkeypatch, tmp_path,
 
 
 def test_a_budget_found_on_one_half_is_a_profile_everywhere(checkpoint, tmp_path):
-    """calibrate, list, eval, generate, analyze: the way of a budget through the commands."""
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"def function_{i}(x): return x + {i * 37}" for i in range(60)))
     common = ["--data", str(text), "--window", "64", "--max-tokens", "1000"]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from adaponder.backbones.families import decoder_layers
-from adaponder.devices import DTYPES, as_device, as_dtype, autocast, hardware_name, product_dtype
+from adaponder.devices import DTYPES, as_device, as_dtype, autocast, product_dtype
 from adaponder.errors import InputError
 from adaponder.ops.finite import first_not_finite
 from support import tiny
@@ -47,11 +47,6 @@ def test_bfloat16_autocasts_everywhere_but_on_a_cpu(monkeypatch, dtype, device, 
     assert product_dtype(dtype, place) == computed
     autocast(dtype, place)
     assert made == {"kind": device, "enabled": computed == torch.bfloat16}
-
-
-def test_hardware_has_the_name_of_its_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
-    assert (hardware_name("cpu"), hardware_name("cuda:3")) == ("cpu", "GPU 3")
 
 
 def test_the_layers_of_a_decoder_are_its_list_of_that_length_and_not_a_longer_one():

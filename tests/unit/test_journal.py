@@ -18,7 +18,6 @@ FEW = (LEARNED, "random", "oracle by NLL")
 
 @pytest.fixture
 def few(monkeypatch):
-    """A lab of few policies: enough to be interrupted between them."""
     honest = Lab.dials
     monkeypatch.setattr(Lab, "dials", lambda lab, rates: [dial for dial in honest(lab, rates) if dial.name in FEW])
 

@@ -14,7 +14,6 @@ from support import HALTING, METHODS, stock
 
 @pytest.fixture
 def family(monkeypatch):
-    """Whatever a test registers is forgotten after it."""
     monkeypatch.setattr(registry, "_SCALES", dict(registry._SCALES))
     monkeypatch.setattr(methods, "_CLASSES", dict(methods._CLASSES))
 

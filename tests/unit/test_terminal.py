@@ -106,20 +106,11 @@ def test_a_table_never_breaks_a_figure(width):
     assert tables == {60: 3, 80: 2, 300: 1}[width]
 
 
-def test_a_column_without_any_value_is_left_out():
-    head = ("", "loss", "95 %", "bits/byte", "peak GiB")
-    assert drawn(80, "None", head, [("a", "1.0", "", "–", "–"), ("b", "1.5", " ", "2", "–")]) == [
-        "None",
-        "   loss  bits/byte",
-        "a   1.0          –",
-        "b   1.5          2",
-    ]
-
-
-def test_words_stand_left_and_figures_right():
-    heads = ("", "loss", "95 %", "policy", "state", "")
+def test_words_stand_left_figures_right_and_a_column_without_any_value_nowhere():
+    heads = ("", "loss", "95 %", "policy", "state", "", "empty")
     rows = [("a", "1.25", "1.2 … 1.3", "gate:0.1", "done", "12"), ("b", "out of memory", "–", "fixed:2", "open", "7")]
     rows += [("c", "+10.5*", "", "kl:1", "–", "a sentence"), ("d", "3 MB", "61.2 ± 1.3", "router", "", "1.5")]
+    rows = [(*row, empty) for row, empty in zip(rows, ("–", "", " ", "–"), strict=True)]
     assert drawn(80, "Mixed", heads, rows) == [
         "Mixed",
         "            loss        95 %  policy    state            ",
@@ -140,9 +131,3 @@ def test_sentences_and_paths_break_only_where_there_is_no_room_and_lose_nothing(
     lines = drawn(80, "Files", ("file", "bytes"), [(path, 12)])
     assert max(map(len, lines)) <= 80
     assert "".join(shown.replace("12", "").strip() for shown in lines[2:]) == path
-
-
-def test_depth_colours_never_repeat():
-    for deepest in (1, 2, 4, 7):
-        assert len({terminal.depth_style(depth, deepest) for depth in range(1, deepest + 1)}) == deepest
-    assert terminal.depth_style(0, 4) == "dim"

@@ -115,8 +115,7 @@ def as_ids(stated: Any) -> list[Any]:
 def align(model: PreTrainedModel, end: int, padding: int | None = None, *, from_scratch: bool = False) -> list[str]:
     """Sets the end token of a model's config and generation config to ``end``; returns the changes, in words.
 
-    With ``from_scratch`` it is the only end token, and the padding token unless ``padding`` is given. Otherwise the
-    model keeps its own end tokens too, and its padding token unless ``padding`` (the tokenizer's) is given; a config
+    With ``from_scratch`` it is the only end token. Otherwise the model keeps its own end tokens too, and a config
     without a padding token stays without, because stock decoders give that token's embedding no gradient.
     """
     config, generation, changes = model.config.get_text_config(), model.generation_config, []

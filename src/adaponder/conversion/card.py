@@ -84,11 +84,8 @@ def card_text(
 ) -> str:
     """Returns the text of README.md, ``card.md.jinja`` filled in: the hub's metadata, then the page.
 
-    Args:
-        name: the hub name or folder that the card's examples open.
-        training: from :func:`training_of`.
-        measured: data, split, tokens, windows, and rows with label, loss, perplexity, bits_per_byte, depth, flops and
-            ratio; the first row is at the model's own depths.
+    The card's examples open ``name``. ``measured`` has data, split, tokens, windows, and rows with label, loss,
+    perplexity, bits_per_byte, depth, flops and ratio; the first row is at the model's own depths.
     """
     metadata = ModelCardData(
         license=license or "unknown",

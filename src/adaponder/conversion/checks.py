@@ -21,10 +21,7 @@ from adaponder.modeling import AdaPonderForCausalLM
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one comparison, usually the largest difference of logits relative to the largest logit.
-
-    Without a ``bound``, the difference is only reported.
-    """
+    """The largest difference of logits relative to the largest logit; without a ``bound`` it is only reported."""
 
     what: str
     difference: float

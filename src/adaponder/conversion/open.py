@@ -37,19 +37,12 @@ _PONDERLM_UNUSED = {"adapter.weight"}
 
 @dataclass
 class OpenedCheckpoint:
-    """An opened checkpoint.
+    """An opened checkpoint."""
 
-    Attributes:
-        kind: ``stock``, ``ponderlm`` or ``adaponder``.
-        folder: the local folder with its files.
-        model: the stock model, or for ``adaponder`` our own.
-        recurrence: fields of :class:`AdaPonderConfig` that it was trained with; empty for a stock model.
-    """
-
-    kind: str
+    kind: str  # stock, ponderlm or adaponder
     folder: Path
-    model: PreTrainedModel
-    recurrence: dict[str, Any] = field(default_factory=dict)
+    model: PreTrainedModel  # the stock model, or for adaponder our own
+    recurrence: dict[str, Any] = field(default_factory=dict)  # config fields it was trained with; empty for stock
 
 
 def open_checkpoint(name: str, *, revision: str | None = None, dtype: str = "auto") -> OpenedCheckpoint:

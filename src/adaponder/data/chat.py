@@ -28,12 +28,10 @@ _LONGEST = 2**22
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """Turns records into conversations.
+    """Turns records into conversations, rendered as text by a Jinja template.
 
-    Attributes:
-        fields: one field name (a list of messages) or two (prompt and completion, each text or a list of messages).
-        template: the Jinja template that renders messages as text.
-        tokens: the tokenizer's special tokens; the template may write them, messages may not contain them.
+    ``fields`` are one field name (a list of messages) or two (prompt and completion, each text or a list of messages).
+    The template may write the tokenizer's special ``tokens``; messages may not contain them.
     """
 
     fields: tuple[str, ...]

@@ -34,10 +34,7 @@ Numbered = tuple[int, Document]  # number among all input documents, document
 
 
 class EncodedDocument(NamedTuple):
-    """One encoded document.
-
-    ``learned`` is a flat list of the first token and the length of each learned span, empty if every token is learned.
-    """
+    """One encoded document."""
 
     index: int
     validation: bool
@@ -45,16 +42,15 @@ class EncodedDocument(NamedTuple):
     source: str
     utf8_bytes: int
     hash: int
-    learned: list[int]
+    learned: list[int]  # first token and length of each learned span; empty if every token is learned
 
 
 @dataclass
 class Encoder:
-    """Encodes chunks of numbered documents, skipping those in complete shards. Can be pickled.
+    """Encodes chunks of numbered documents. Can be pickled.
 
-    Attributes:
-        validation: share of documents, by hash, that go to validation.
-        done: for train and validation, the number of the first document to encode; earlier ones are skipped.
+    A share ``validation`` of the documents, by hash, goes to validation. ``done`` has the number of the first document
+    to encode for train and for validation; complete shards hold the earlier ones.
     """
 
     tokenizer_json: str

@@ -83,7 +83,6 @@ class Manifest:
     Attributes:
         tokenizer_hash: hash of the tokenizer's behaviour, see :func:`adaponder.data.tokenizers.hash_of_content`.
         tokenizer_sha256: SHA-256 of ``tokenizer.json``.
-        splits: the shards of each split, in order.
         fingerprint: the arguments and inputs it was made from; a rerun with others is refused.
         skipped: number of documents or files skipped or repaired, by kind.
         template_sha256: SHA-256 of ``chat_template.jinja``; ``None`` if the tokenizer has no template.

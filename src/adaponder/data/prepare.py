@@ -65,8 +65,6 @@ def prepare(
 
     Each document's tokens are followed by the end token. A document goes to validation iff its hash, as a fraction of
     2**64, is below ``validation``: the same text always goes to the same split. A finished ``out`` is left unchanged.
-    If all inputs are puzzles, ``tokenizer`` defaults to ``symbols``. Puzzles of which only the answers are learned
-    cannot be prepared together with other text, nor with puzzles of another length.
 
     ``chat`` names the field of each record that holds the messages of a conversation, or two fields: a prompt and its
     completion. The tokenizer's chat template, or ``chat_template``, renders them, and the assistant's turns are

@@ -6,10 +6,9 @@ With ``data.sequence`` = ``length`` - 1 a training window is one document. Only 
 assistant's turns of a conversation; with ``answers=0`` every token is.
 
 **Hops**: a document is a list of steps ``x y .``, then ``|``, then questions ``x y``, where y is the end of the chain
-that starts at x. In ``a b . c d . b e . | a e c d`` the first question takes two hops, the second takes one. Every hop
-needs the result of the previous hop, and a question does not reveal its number of hops. Each question has its own
-chain, whose steps stand in order, interleaved with those of other chains. Every chain is the subject of one question,
-so the last answer can be inferred by elimination.
+that starts at x. In ``a b . c d . b e . | a e c d`` the first question takes two hops, the second takes one. Each
+question has its own chain, whose steps stand in order, interleaved with those of other chains. Every chain is the
+subject of one question, so the last answer can be inferred by elimination.
 
 **Mano**, modular arithmetic on prefix trees: a document is its modulus, then questions: a tree in prefix notation,
 ``=`` and the value of the tree. ``.`` fills the rest. In ``7 + 3 * 4 5 = 2 - 1 2 = 6 .`` the trees have heights 2 and
@@ -76,11 +75,8 @@ def words_of(ids: np.ndarray) -> list[str]:
 class Question(NamedTuple):
     """A question of a document.
 
-    Attributes:
-        place: index of the answer among the document's words.
-        needed: the depth that it needs: number of hops, or height of the tree.
-        answer: the right answer.
-        forced: whether elimination gives the answer, because earlier questions cover all other chains.
+    ``place`` is the index of the answer among the document's words, ``needed`` its number of hops or the height of its
+    tree, and ``forced`` whether elimination gives the answer, because earlier questions cover all other chains.
     """
 
     place: int
@@ -94,7 +90,6 @@ class Hops:
     """Settings of hops documents. No letter leads to two others, and only the end of a chain may be reached twice.
 
     Attributes:
-        documents: number of documents.
         most: hops of the longest question; each count from 1 to ``most`` is equally frequent, give or take one.
         questions: number of questions of each document.
         letters: number of letters to choose from.
@@ -183,7 +178,6 @@ class Mano:
     """Settings of mano documents. Heights of trees are drawn uniformly. One side of a node may be lower than the other.
 
     Attributes:
-        documents: number of documents.
         length: tokens of each document, including its end token.
         modulus: modulus of every sum, difference and product.
         most: height of the tallest tree; a single number has height 0 and is never a question.

@@ -83,9 +83,7 @@ class InputPart(NamedTuple):
     """One part of an input: a file, a pair of Megatron files, a hub dataset or a puzzle.
 
     Attributes:
-        argument: the input as the user named it.
-        name: path within the input.
-        reader: yields the documents.
+        argument: the input as the user named it; ``name`` is the path within it.
         files: the files to read; empty for a hub dataset or a puzzle.
         stamps: modification time, size and inode of each of ``files``.
         records: yields the records with the named fields; ``None`` for a part without records.

@@ -17,13 +17,10 @@ _ROUNDS = 8
 
 
 class Batch(NamedTuple):
-    """The windows of a step. Inputs are ``tokens[:, :-1]``, targets ``tokens[:, 1:]``.
+    """The windows of a step, ``[windows, sequence + 1]``. Inputs are ``tokens[:, :-1]``, targets ``tokens[:, 1:]``.
 
-    Attributes:
-        tokens: ``int64[windows, sequence + 1]``.
-        documents: ``int64[windows, sequence + 1]``, the number of each token's document in the split.
-        windows: ``int64[windows]``, the number of each window in the split.
-        learned: ``bool[windows, sequence + 1]``, whether a token is a target; ``None`` if all are.
+    ``documents`` are the numbers of the tokens' documents in the split, ``windows`` those of the windows, and
+    ``learned`` is whether each token is a target; ``None`` if all are.
     """
 
     tokens: np.ndarray

@@ -1,10 +1,7 @@
 """Writes, verifies and reads the shards of a prepared folder; an interruption loses no complete shard.
 
-Writing: shards are complete or absent, ``progress.json`` lists the complete ones, and ``manifest.json`` comes last.
-
-Verifying: each file is read once per start and hashed by several threads, about 1.2 GB per second and core.
-``ADAPONDER_VERIFY=0`` skips the checksums of tokens and document tables, for data that takes too long to read; sizes,
-types and counts are checked all the same.
+Shards are complete or absent, ``progress.json`` lists the complete ones, and ``manifest.json`` is written last. Each
+start hashes every file; ``ADAPONDER_VERIFY=0`` skips the checksums of tokens and document tables, not other checks.
 """
 
 from __future__ import annotations
@@ -87,10 +84,6 @@ class ShardWriter:
 
     ``out`` is an empty folder, or one that was begun with the same ``fingerprint`` (arguments and inputs): its complete
     shards are kept. A shard ends with the document that fills it: no document is split between two shards.
-
-    Attributes:
-        state: the content of ``progress.json``.
-        tokens: tokens added so far, including those of an earlier run.
     """
 
     def __init__(self, out: Path, fingerprint: dict[str, Any]):
@@ -212,10 +205,6 @@ class Shards:
 
     Files are read by offset, not memory-mapped: thousands of shards need no open files, the object pickles, and a file
     that shrinks while in use raises an error, where a map would end the process with SIGBUS.
-
-    Attributes:
-        tokens, documents, utf8_bytes: counts of the split.
-        vocab_size, end_id, tokenizer_hash: facts of the tokenizer that made the split.
     """
 
     def __init__(self, folder: Path, split: str, manifest: Manifest, starts: np.ndarray, learned: np.ndarray | None):

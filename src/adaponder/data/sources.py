@@ -1,10 +1,8 @@
 """Finds and reads the documents of the inputs, in an order that depends on names and contents alone.
 
-Odd inputs: invalid UTF-8 and lone surrogates become U+FFFD (counted per document); the byte-order mark of UTF-8 at the
-start of a file is dropped; an empty document is skipped (counted). NUL is a character like any other in records, but a
-file with NUL near its start, or with little UTF-8 there, is binary: an error if it was named, skipped in a folder
-(counted). In folders hidden files, pipes, devices and links to folders or to nothing are skipped too (counted). A file
-that cannot be read is an error, as is a document of more than :data:`adaponder.data.readers.LONGEST` bytes.
+Invalid UTF-8 and lone surrogates become U+FFFD; empty documents are skipped. A file with NUL near its start, or with
+little UTF-8 there, is binary: an error if it was named, skipped in a folder, as are hidden files, pipes, devices and
+links to folders or to nothing. All of this is counted. A file that cannot be read is an error.
 """
 
 from __future__ import annotations

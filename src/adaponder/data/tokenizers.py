@@ -33,15 +33,11 @@ PIECE = 2**20
 def load_tokenizer(
     spec: str, documents: Iterable[str] | None = None, *, end_token: str | None = None
 ) -> tuple[Tokenizer, int]:
-    """Returns (tokenizer, id of the end token) of ``spec``.
+    """Returns (tokenizer, id of the end token) of ``spec``; it encodes text that spells a special token as plain text.
 
     ``spec`` is a path to a ``tokenizer.json``, a folder or hub repository that holds one, a run folder, ``sample``,
-    ``symbols`` (the words of generated puzzles), or ``train-bpe:N``: a byte-level BPE of ``N`` entries (fewer if the
-    corpus has too few pairs to merge), trained on ``documents``.
-    ``end_token`` defaults to ``eos_token`` of ``tokenizer_config.json``, else to ``<|endoftext|>``.
-
-    The tokenizer neither truncates nor pads, and encodes text that spells a special token as ordinary text: a document
-    cannot forge its own end.
+    ``symbols`` (the words of generated puzzles), or ``train-bpe:N``: a byte-level BPE of at most ``N`` entries, trained
+    on ``documents``. ``end_token`` defaults to ``eos_token`` of ``tokenizer_config.json``, else to ``<|endoftext|>``.
     """
     _check_settings(spec, end_token)
     if (path := tokenizer_file(spec)) is not None:

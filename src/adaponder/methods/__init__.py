@@ -48,12 +48,9 @@ def build_method(config: Recurrence) -> Method:
 
 
 def register_method(name: str, method: type[Method], *, embedding_scale: Scale = "sqrt(d)") -> None:
-    """Registers a user's method under ``name`` for configs, recipes and commands of this process.
+    """Registers a subclass of :class:`Method` under a new name, for configs, recipes and commands of this process.
 
-    Args:
-        name: a name that no other class has.
-        method: a subclass of :class:`Method`.
-        embedding_scale: the default embedding scale of models that are trained from scratch.
+    ``embedding_scale`` is the default of models that are trained from scratch.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ConfigError(f"register_method({shown(name)}, …): a name of letters, digits and _ is needed")

@@ -26,8 +26,7 @@ class AdaptiveComputationTime(Method):
     the remainder, ``p_N = R = 1 - (h_1 + … + h_{N-1})``. Tokens halt in training too.
 
     ``t_n`` is a learned vector for each iteration but the first, initially zero (a sinusoid in the Universal
-    Transformer). If another policy halts a token earlier, its last iteration gets the remainder; if later, the states
-    after ``N`` have weight 0.
+    Transformer). If another policy halts a token later, the states after ``N`` have weight 0.
     """
 
     def __init__(self, config: Recurrence):

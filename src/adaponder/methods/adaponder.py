@@ -92,11 +92,8 @@ class AdaPonder(Ponder):
 class PonderLoss:
     """Cross-entropy plus ``weight`` times the mean of the smallest ``fraction`` of gates, of all or per iteration.
 
-    Attributes:
-        weight, fraction: the paper's lambda and ``k_s``.
-        on, pool: which collection of gates is ranked; see :func:`adaponder.halting.ponder_pool`.
-        bottom_k: computes the mean of the smallest values; several processes rank their gates together.
-        share: see :class:`Objective`.
+    ``weight`` and ``fraction`` are the paper's lambda and ``k_s``. See :func:`adaponder.halting.ponder_pool` for ``on``
+    and ``pool``, :class:`Objective` for the rest.
     """
 
     needs_states: ClassVar[bool] = False

@@ -191,14 +191,12 @@ def _mean_where(values: Tensor, mask: Tensor, score: Scorer) -> Tensor:
 class LookaheadLoss:
     """The backbone's loss plus the mean over gates of each gate's binary cross-entropy against its label.
 
-    The label of gate ``i`` is 1 if a later iteration lowers the token's loss by more than ``delta``. Only full-depth
-    tokens have labels, because for halted tokens only positive labels can be known. Sequences are weighted equally,
-    as deep sequences have more labels. Sequences in which gates halt tokens have no labels, because there the gates
-    select which tokens reach full depth. Labels have no gradient.
+    The label of gate ``i`` is 1 if a later iteration lowers the token's loss by more than ``delta`` nats. Only tokens
+    at full depth have labels, since halted ones could only have positive labels, and no tokens of sequences that gates
+    halt, since those gates select what reaches full depth. Sequences are weighted equally. Labels have no gradient.
 
     Attributes:
         depths: the loss of the backbone.
-        delta: required gain, in nats.
         by: the weight of a label: ``tokens`` weights all equally, ``nats`` by the distance of the gain from ``delta``,
             so that a gate is above one half where the expected gain is above ``delta``.
         share, mean_count: see :class:`adaponder.methods.objectives.Objective`.

@@ -18,10 +18,8 @@ from adaponder.policies import ExitThreshold, FixedDepth, Policy
 class State(NamedTuple):
     """The state of each row between two passes: tensors with one entry per row.
 
-    Attributes:
-        input: the input of the next pass, ``[…, d]``.
-        hidden: final-normed hidden states after the last pass, read by head and gates; ``None`` before the first pass.
-        carried: any other tensors of the method, each with one entry per row.
+    ``input`` is that of the next pass, ``[…, d]``; head and gates read ``hidden``, the final-normed state after the
+    last pass (``None`` before the first); ``carried`` are any other tensors of the method.
     """
 
     input: Tensor
@@ -43,12 +41,10 @@ class Method(nn.Module, ABC):
         signal: the kind of signal that policies receive as ``gate``; policies that need another kind are rejected.
         fixed_iterations: the only supported K, overriding the config; ``None`` leaves K to the config.
         mixes_vocabulary: whether a token's next input contains the expected embedding over the vocabulary.
-        has_ponder_term: whether ``Objective.ponder_weight`` adds a term to the loss, so that ``train.target_depth`` and
-            ``train.gate_start`` apply.
+        has_ponder_term: whether ``Objective.ponder_weight`` adds a term to the loss.
         has_exit_loss: whether the loss reads the ``exit_…`` values of an ``Objective``.
         exit_threshold: the default of ``config.exit_threshold``; ``None`` for methods without an exit rule.
-        gates_apart: whether the method's parameters and the backbone's get no gradient from each other's loss; their
-            gradients are then clipped separately.
+        gates_apart: whether gradients of the method's parameters and of the backbone are clipped separately.
         gate_meaning: axis label of the gate's value in figures.
         gates_decide: whether policies compare their threshold with the gate's value itself.
         after_halting: label in figures of the iterations after a token has halted.

@@ -46,11 +46,8 @@ class Cost:
         tokens: number of real tokens, without padding.
         reads: sum of the tokens' depths.
         rows: number of rows that the layers computed; above ``reads`` if halted tokens are computed again.
-        body: FLOPs of the layers' weight matrices.
-        attention: FLOPs of queries times keys and of attention weights times values.
-        head: FLOPs of the logits that are returned.
-        expectation: FLOPs of expected embeddings.
-        gates: FLOPs of gates, routers and exit gates.
+        body, attention, head, expectation, gates: FLOPs of the layers' weight matrices, of both products of attention,
+            of the returned logits, of expected embeddings, and of gates or routers.
         kv_bytes: bytes of these tokens' keys and values in the cache.
         vanilla: FLOPs of the stock decoder on the same tokens, with the same logits and way of counting attention.
     """

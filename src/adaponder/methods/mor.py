@@ -12,24 +12,11 @@ from torch import Tensor, nn
 from adaponder.errors import ConfigError
 from adaponder.execution.base import Execution, Pass, Rows
 from adaponder.fields import Recurrence
-from adaponder.halting import gate_probability
+from adaponder.halting import Logit, gate_probability
 from adaponder.methods.base import Method, State
 from adaponder.methods.objectives import CrossEntropy, Losses, LossFunction, Objective, Scorer, Trajectory, with_term
 from adaponder.ops.precision import wide_dtype, widened
 from adaponder.policies import Policy, Ranked, RouterThreshold, Shares
-
-
-class Router(nn.Linear):
-    """Maps the residual stream before the final norm to the logit of computing a token again; no bias."""
-
-    def __init__(self, hidden_size: int):
-        super().__init__(hidden_size, 1, bias=False)
-
-    def reset_parameters(self, std: float = 0.02) -> None:
-        nn.init.normal_(self.weight, std=std)
-
-    def forward(self, stream: Tensor) -> Tensor:
-        return super().forward(stream).squeeze(-1)
 
 
 class MixtureOfRecursions(Method):
@@ -42,7 +29,8 @@ class MixtureOfRecursions(Method):
 
     def __init__(self, config: Recurrence):
         super().__init__(config)
-        self.routers = nn.ModuleList(Router(config.hidden_size) for _ in range(config.gates()))
+        # Each maps the residual stream before the final norm to the logit of computing the token again.
+        self.routers = nn.ModuleList(Logit(config.hidden_size, bias=False) for _ in range(config.gates()))
 
     def start(self, rows: Rows, embedded: Tensor) -> State:
         gate = embedded.new_zeros(embedded.shape[:-1], dtype=wide_dtype(embedded.dtype))
@@ -76,8 +64,8 @@ class MixtureOfRecursions(Method):
         return Ranked(Shares(shares=tuple(1.0 - (1.0 - capacity) * ramp for capacity in capacities[1:])))
 
     def reset_parameters(self, std: float) -> None:
-        for router in self.routers:
-            router.reset_parameters(std)
+        for weight in self.routers.parameters():
+            nn.init.normal_(weight, std=std)
 
     def objective(self, values: Objective) -> LossFunction:
         return RouterLoss(weight=self.config.router_loss_weight, share=values.share)

@@ -20,17 +20,11 @@ from adaponder.ops.precision import widened
 
 @dataclass
 class Trajectory:
-    """The result of a recurrence over a batch.
+    """The result of a recurrence over a batch; hidden states are final-normed."""
 
-    Attributes:
-        hidden: each token's last final-normed hidden state, ``[batch, time, d]``.
-        gates: the logits of all gates, ``[batch, time, gates]``; ``None`` if no gate was evaluated.
-        states: hidden states after each pass; empty unless requested.
-    """
-
-    hidden: Tensor
-    gates: Tensor | None = None
-    states: list[Tensor] = field(default_factory=list)
+    hidden: Tensor  # each token's last, [batch, time, d]
+    gates: Tensor | None = None  # logits of all gates, [batch, time, gates]; None if no gate was evaluated
+    states: list[Tensor] = field(default_factory=list)  # after each pass; empty unless requested
 
 
 class Losses(NamedTuple):

@@ -10,18 +10,11 @@ from torch import Tensor, nn
 
 from adaponder.execution.base import Execution, Pass, Rows
 from adaponder.fields import Recurrence
-from adaponder.halting import gate_probability
+from adaponder.halting import Logit, gate_probability
 from adaponder.methods.base import Method, State
 from adaponder.methods.objectives import Losses, LossFunction, Objective, Scorer, Trajectory, losses_by_depth
 from adaponder.ops.precision import wide_dtype
 from adaponder.policies import Policy
-
-
-class Exit(nn.Linear):
-    """Maps the hidden state after a loop to the logit of its exit probability, lambda."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden).squeeze(-1)
 
 
 class Ouro(Method):
@@ -29,7 +22,7 @@ class Ouro(Method):
 
     def __init__(self, config: Recurrence):
         super().__init__(config)
-        self.exit = Exit(config.hidden_size, 1)
+        self.exit = Logit(config.hidden_size)  # of the exit probability, lambda
 
     def start(self, rows: Rows, embedded: Tensor) -> State:
         staying = embedded.new_ones(embedded.shape[:-1], dtype=wide_dtype(embedded.dtype))

@@ -97,7 +97,10 @@ class GeometricExitLoss:
 
     def __call__(self, trajectory: Trajectory, score: Scorer, execution: Execution) -> Losses:
         losses = losses_by_depth(trajectory, score)
-        log_p = exit_log_probabilities(_with_last(trajectory.gates, losses))
+        logit = torch.zeros_like(losses[:1])  # of the last iteration; unused, since every token exits after it
+        if trajectory.gates is not None:
+            logit = torch.cat([trajectory.gates.movedim(-1, 0).to(losses.dtype), logit])
+        log_p = exit_log_probabilities(logit)
         p, number = log_p.exp(), torch.arange(1, len(losses) + 1, device=losses.device)
         expected = score.mean((p * losses).sum(0))
         log_prior = geometric_log_probabilities(self.prior, len(losses)).to(losses)
@@ -105,15 +108,6 @@ class GeometricExitLoss:
         terms = {"cross_entropy": score.mean(losses[-1]), "expected": expected, "prior_divergence": divergence}
         terms["expected_depth"] = score.mean((p * number[:, None, None]).sum(0)).detach()
         return Losses(expected + self.weight * divergence, terms)
-
-
-def _with_last(gates: Tensor | None, losses: Tensor) -> Tensor:
-    """Returns exit logits ``[K, batch, time]``: those of ``gates [batch, time, K - 1]``, and 0 for iteration K.
-
-    Every token exits after the last iteration, so the last logit is never used.
-    """
-    last = torch.zeros_like(losses[:1])
-    return last if gates is None else torch.cat([gates.movedim(-1, 0).to(losses.dtype), last])
 
 
 def geometric_log_probabilities(prior: float, iterations: int) -> Tensor:

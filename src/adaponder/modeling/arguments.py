@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -41,15 +41,8 @@ class RunTime:
 
     def over(self, below: RunTime | None) -> RunTime:
         """Merges with ``below``, which supplies unset fields."""
-        if below is None:
-            return self
-        return RunTime(
-            policy=below.policy if self.policy is None else self.policy,
-            max_iterations=below.max_iterations if self.max_iterations is None else self.max_iterations,
-            seed=below.seed if self.seed is None else self.seed,
-            on_iteration=self.on_iteration or below.on_iteration,
-            allow_mismatch=self.allow_mismatch or below.allow_mismatch,
-        )
+        given = {name: value for name, value in vars(self).items() if value is not None and value is not False}
+        return self if below is None else replace(below, **given)
 
     def check_batch(self, sequences: int) -> None:
         """Raises unless a tensor of seeds has one for each sequence."""

@@ -372,8 +372,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         """Compiles passes over the backbone, and small functions between them; ``options`` are ``torch.compile``'s.
 
         One layer is compiled and used for all layers and iterations; ``by="pass"`` compiles a whole pass instead, which
-        takes one or two minutes with many layers. ``memory_budget=0.5`` keeps half of a pass's activations for backward
-        and recomputes the rest. ``torch.compile(model)`` works too, as one graph of all iterations.
+        takes minutes with many layers. ``memory_budget=0.5`` recomputes half of a pass's activations in backward.
         """
         self.wrapped.compile(by=by, memory_budget=memory_budget, **options)
 

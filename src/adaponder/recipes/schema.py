@@ -169,9 +169,8 @@ class TrainRecipe:
     )
     gate_start: int | None = setting(
         None,
-        "the first step that updates the method's own parameters; until then gates stay as they began. None: a third "
-        "into stage 1 where a ponder loss is to come, as measured (experiments/), else step 0, as for every method "
-        "whose loss has no ponder term",
+        "the first step that updates the method's own parameters; gates keep their initial values until then. None: a "
+        "third into stage 1 for a loss with a ponder term, else step 0",
         STEPS,
     )
     halt_before_ponder: bool = setting(False, "whether gates may halt tokens in stage 1")
@@ -268,10 +267,8 @@ class TrainRecipe:
 class Origin:
     """Where a value of a paper's recipe comes from.
 
-    Attributes:
-        kind: ``stated``: in the paper; ``release``: in public code or configs (PonderLM's unless noted otherwise);
-            ``inferred``: in neither, and the note gives the reason.
-        value: the value in that source; a test compares it with the recipe's.
+    ``stated``: in the paper; ``release``: in public code or configs (PonderLM's unless noted otherwise); ``inferred``:
+    in neither, and the note gives the reason. A test compares ``value`` with the recipe's.
     """
 
     kind: Literal["stated", "inferred", "release"]
@@ -281,11 +278,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One training run as data.
-
-    Attributes:
-        provenance: for recipes of papers, the origin of each ``section.field``, and as ``code.…`` of other facts.
-    """
+    """One training run as data; ``provenance`` has the origin of each ``section.field`` of a paper's recipe."""
 
     name: str
     model: ModelRecipe

@@ -45,11 +45,7 @@ def save_checkpoint(
     texts: dict[str, str] | None = None,
     adapters: dict[str, Tensor] | None = None,
 ) -> None:
-    """Writes a checkpoint. A failure leaves nothing behind.
-
-    ``texts``: contents of further files by name, such as the tokenizer's. ``adapters``: the tensors of
-    :func:`adaponder.training.lora.adapters_of`.
-    """
+    """Writes a checkpoint; a failure leaves nothing behind. ``texts``: contents of further files, by name."""
     partial = folder.with_name(f"{_PARTIAL}{folder.name}")
     with saving(folder, partial=partial, intact="earlier checkpoints are untouched", overwrite=True):
         model.save_pretrained(partial, state_dict=weights, manifest=False)  # sealed below, all at once

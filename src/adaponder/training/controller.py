@@ -30,23 +30,16 @@ _LARGEST = math.log(32.0)
 
 @dataclass
 class DepthController:
-    """Updates the pressure every ``every`` steps, by ``gain`` times the relative error of the mean depth.
+    """Updates the pressure every ``every`` steps, by ``gain`` times the relative error of the mean depth."""
 
-    Attributes:
-        target: the mean depth to reach.
-        iterations: K.
-        start: the first step that it changes.
-        pressure: u.
-        sums: this process's sums since the last update: number of tokens, their depths, and their expected depths
-            if each gate is the probability of continuing.
-    """
-
-    target: float
-    iterations: int
-    start: int
+    target: float  # the mean depth to reach
+    iterations: int  # K
+    start: int  # the first step that it changes
     gain: float
     every: int
-    pressure: float = 0.0
+    pressure: float = 0.0  # u
+    # This process's sums since the last update: number of tokens, their depths, and their expected depths if each gate
+    # is the probability of continuing.
     sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.double))
 
     def steer(self, objective: Objective, step: int) -> Objective:

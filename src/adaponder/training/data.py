@@ -79,12 +79,7 @@ def model_inputs(batch: Batch, *, across: bool) -> dict[str, Tensor]:
 
 
 class MicroBatches:
-    """Draws the micro-batches of one process: its share of the recipe's ``global_batch`` in equal parts.
-
-    Attributes:
-        size: windows of one micro-batch.
-        count: micro-batches of a step.
-    """
+    """Draws one process's share of a step's ``global_batch``: ``count`` micro-batches of ``size`` windows."""
 
     def __init__(self, recipe: Recipe, sampler: Sampler, world: World):
         self.recipe, self.sampler, self.world = recipe, sampler, world
@@ -99,20 +94,12 @@ class MicroBatches:
         self.count = share // self.size
 
     def draw(self, step: int) -> list[Batch]:
-        """Returns this process's windows of every micro-step.
-
-        The windows of all processes in one micro-step are consecutive in the step's batch, so a single process with
-        micro-batches of ``world.size * size`` windows draws the same ones.
-        """
+        """Returns this process's windows of every micro-step; those of all processes are consecutive in the batch."""
         first = [(index * self.world.size + self.world.rank) * self.size for index in range(self.count)]
         return [self.sampler.part(step, window, self.size) for window in first]
 
     def inputs(self, step: int) -> list[dict[str, Tensor]]:
-        """Returns the model's tensor arguments of every micro-step.
-
-        The seed of a window, for policies that draw random numbers, depends on the run's seed, the step and the window,
-        but not on its micro-batch.
-        """
+        """Returns the model's tensor arguments of every micro-step; seeds of windows do not depend on micro-batches."""
         arguments = []
         for batch in self.draw(step):
             seeds = sequence_seeds(self.recipe.train.seed, (step << 32) + torch.from_numpy(batch.windows))

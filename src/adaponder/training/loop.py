@@ -42,13 +42,10 @@ class Trainer:
 
     Attributes:
         run: the run folder.
-        world: rank and device of this process, and the number of processes.
-        sampler: draws the training windows.
         validation: the validation split; becomes ``None`` if it holds no whole window.
         step: the next step to take.
         resumed_from: the checkpoint whose optimizer state is loaded before the first step.
         controller_state: the depth controller's state in that checkpoint.
-        stop_requested: returns whether to stop after the current step.
         telemetry: the logs; ``None`` except in the leading process.
     """
 

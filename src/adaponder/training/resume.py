@@ -19,16 +19,12 @@ from adaponder.training.distributed import World
 
 
 class Start(NamedTuple):
-    """Where a run starts: checkpoint folder (``None``: no checkpoint), step, and state of the depth controller.
-
-    ``random_state`` holds the generator states for an exact resume, by kind of device. It must be restored last,
-    because constructing a model draws random numbers.
-    """
+    """Where a run starts: checkpoint folder (``None``: no checkpoint), step, and state of the depth controller."""
 
     folder: Path | None
     step: int
     controller_state: dict[str, Any] | None = None
-    random_state: dict[str, Tensor] | None = None
+    random_state: dict[str, Tensor] | None = None  # by kind of device; restored last, since building a model draws
 
 
 def check_resume(resume: str | None, *, weights_only: bool, allow_changes: bool) -> None:
@@ -106,9 +102,8 @@ def _print_start(start: Start, changes: list[str], *, states: int, world: World)
 def is_finished(recipe: Recipe, out: Path, world: World, *, weights_only: bool, allow_changes: bool) -> bool:
     """Returns whether ``out`` holds the whole final model of ``recipe``, so that nothing is left to train.
 
-    Data and number of processes are not compared: they no longer matter. A final model of another recipe (more steps,
-    say) is an error that lists the differences; with ``allow_changes`` the run continues from its newest checkpoint
-    and writes a new final model. A damaged final model does not count: the run continues and writes it again.
+    A final model of another recipe (more steps, say) is an error that lists the differences; with ``allow_changes`` the
+    run continues from its newest checkpoint, as it does if the final model is damaged.
     """
     final = out / "final"
     if not final.is_dir():

@@ -31,17 +31,11 @@ from adaponder.training.telemetry import Telemetry, room_to_write
 
 
 class Outcome(NamedTuple):
-    """Result of a run.
+    """Result of a run."""
 
-    Attributes:
-        final: folder of the final model; ``None`` if the run was stopped before its end.
-        step: number of steps taken in all.
-        trainer: the run's trainer; ``None`` if the run was already finished.
-    """
-
-    final: Path | None
-    step: int
-    trainer: Trainer | None
+    final: Path | None  # folder of the final model; None if the run was stopped before its end
+    step: int  # number of steps taken in all
+    trainer: Trainer | None  # None if the run was already finished
     world: World
 
 
@@ -60,11 +54,10 @@ def train(
 ) -> Outcome:
     """Trains ``recipe`` in folder ``out``.
 
-    ``resume``: ``None`` starts a new run in an empty folder; ``auto`` continues from the newest complete checkpoint,
-    else starts a new run, and leaves a finished run unchanged (see :func:`is_finished`); a path names a checkpoint.
-    ``weights_only`` takes a checkpoint's weights and starts at step 0. ``allow_changes`` lets a resumed run differ
-    from the settings of its checkpoint. ``wandb`` names a Weights & Biases project to log to as well. ``trainer_class``
-    may be a subclass of :class:`Trainer` that extends its steps.
+    ``resume``: ``None`` starts a new run in an empty folder; ``auto`` continues from the newest complete checkpoint, if
+    any, and leaves a finished run unchanged (see :func:`is_finished`); a path names a checkpoint. ``weights_only``
+    takes a checkpoint's weights and starts at step 0. ``allow_changes`` lets a resumed run differ from the settings of
+    its checkpoint. ``wandb`` names a Weights & Biases project to log to as well.
     """
     config_of(recipe)  # raises if no model can be built, before any data is prepared
     check_resume(resume, weights_only=weights_only, allow_changes=allow_changes)

@@ -176,12 +176,7 @@ def _as_override(value: Any) -> str:
 class RunSummary:
     """Summary of one run, a line of the sweep's table. Unknown values are ``None``.
 
-    Attributes:
-        embedding_scale: the model's scale, as a number.
-        requested_depth: see :func:`requested_depth`.
-        validation_loss, validation_depth, validation_halted: loss, mean depth and shares of tokens halted after
-            iterations 1 … K-1, at the end of the run.
-        tokens_per_second: median of the logged speeds.
+    Loss, mean depth and shares of tokens halted are those of the last validation, the speed is the median of the log.
     """
 
     name: str
@@ -205,11 +200,10 @@ class RunSummary:
 def requested_depth(recipe: Recipe, config: AdaPonderConfig | None) -> float | None:
     """Returns the mean depth that the objective of the recipe's last step aims at.
 
-    The ponder loss ranks all (token, gate) pairs, K - 1 per token, and pushes the lowest share k towards closed. A
-    closed gate saves one iteration, so the objective aims at ``K - k (K - 1)``, and at K if lambda is 0: lambda sets
-    the strength, not the depth. The measured ``validation_depth`` may be on either side: a pushed gate need not close,
-    and a token that halts early skips gates that were never pushed. With ``train.target_depth`` set, returns that; for
-    mor the sum of its capacities; for methods that never halt K; for others, which aim at no depth, ``None``.
+    The ponder loss pushes the lowest share k of a token's K - 1 gates towards closed, and a closed gate saves one
+    iteration: ``K - k (K - 1)``, or K if lambda is 0. The measured ``validation_depth`` may be above (a pushed gate
+    need not close) or below (a token that halts skips its later gates). With ``train.target_depth`` set, returns that;
+    for mor the sum of its capacities; for methods that never halt K; for others ``None``.
     """
     if config is None:
         return None
@@ -335,9 +329,8 @@ def carry_out(
 ) -> Iterator[tuple[int, RunSummary]]:
     """Trains or resumes every run that is not finished and yields ``(index, summary)`` as each ends.
 
-    The summary of a failed run holds its error, and the next run starts. A stopped run is the last; its status is
-    ``stopped``, or ``finished`` if it had no steps left. ``starting(index, summary, seconds left)`` is called before
-    each run.
+    After a failed run the next one starts; a stopped run is the last. Calls ``starting(index, summary, seconds left)``
+    before each run.
     """
     rows, seconds = 0.0, 0.0  # rows computed by this sweep so far, and the time that they took
     waiting = [index for index, summary in enumerate(summaries) if summary.status == PENDING]

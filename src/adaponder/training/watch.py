@@ -150,10 +150,7 @@ class DepthCounts:
                 self.last = counts
 
     def evaluated(self, batches: Any) -> None:
-        """Adds the last forward to the counts of the evaluation over ``batches``.
-
-        Counts of an earlier evaluation are dropped.
-        """
+        """Adds the last forward to the counts of the evaluation over ``batches``; drops those of an earlier one."""
         if batches is not self.batches:
             self.sums.pop(False, None)
         if self.last is not None:
@@ -172,7 +169,7 @@ class DepthCounts:
     def take(self, *, training: bool) -> dict[str, float]:
         """Returns mean ``depth`` and ``halted_1 … halted_{K-1}``, the shares of tokens of at most that depth.
 
-        Covers the tokens counted since the last call, and resets the counts; empty if there are none.
+        Resets the counts; empty if no token was counted since the last call.
         """
         counts = self.sums.pop(training, None)
         if counts is None or not counts.sum():

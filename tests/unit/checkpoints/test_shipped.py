@@ -24,7 +24,7 @@ from adaponder.recipes import load_recipe
 from experiments.queue import identity, read_queue
 
 ROOT = Path(__file__).parents[3]
-SAMPLE = adaponder.sample_path()
+SAMPLE, HOPS = adaponder.sample_path(), adaponder.sample_path("sample-hops")
 RECORD = ROOT / "experiments" / "records" / "sample-python-closed-seed-0.json"
 
 
@@ -38,11 +38,14 @@ def record() -> dict:
     return json.loads(RECORD.read_text())
 
 
-def test_it_is_whole_and_small_and_every_weight_is_stored_once_in_bfloat16():
-    verify_files(SAMPLE)
-    listed = set(read_manifest(SAMPLE)["files"]) | {"manifest.json", "profiles.json"}
-    assert {path.name for path in SAMPLE.iterdir()} == listed
-    assert (SAMPLE / "model.safetensors").stat().st_size < 8_000_000
+@pytest.mark.parametrize(("folder", "apart", "size"), [(SAMPLE, {"profiles.json"}, 8e6), (HOPS, set(), 2e6)])
+def test_they_are_whole_and_small(folder, apart, size):
+    verify_files(folder)
+    assert {path.name for path in folder.iterdir()} == {*read_manifest(folder)["files"], "manifest.json"} | apart
+    assert (folder / "model.safetensors").stat().st_size < size
+
+
+def test_every_weight_of_the_sample_is_stored_once_in_bfloat16():
     with safe_open(SAMPLE / "model.safetensors", "pt") as file:
         names = list(file.keys())
         assert {file.get_tensor(name).dtype for name in names} == {torch.bfloat16}
@@ -128,17 +131,6 @@ def test_its_profiles_are_a_dial_from_few_iterations_to_many_and_the_card_lists_
         assert f"| `{name}` | {measured['depth']:.2f} | {measured['loss']:.4f} | {measured['mflops']:.1f} |" in card
         assert profiles.load_profile(SAMPLE, name).fingerprint
     assert found[ladder[0]]["loss"] > found[ladder[-1]]["loss"]
-
-
-HOPS = adaponder.sample_path("sample-hops")
-
-
-def test_the_puzzler_is_whole_and_small():
-    verify_files(HOPS)
-    assert {path.name for path in HOPS.iterdir()} == {*read_manifest(HOPS)["files"], "manifest.json"}
-    assert (HOPS / "model.safetensors").stat().st_size < 2_000_000
-    opened = AutoModelForCausalLM.from_pretrained(HOPS)
-    assert {parameter.dtype for parameter in opened.parameters()} == {torch.float32}
 
 
 def test_its_depth_follows_the_hops_and_its_answers_are_right():

@@ -72,7 +72,6 @@ def test_a_wheel_is_small_and_has_every_file_of_the_package(wheel):
 
 @pytest.mark.every
 def test_what_is_installed_from_the_wheel_opens_the_sample_without_a_network(wheel, tmp_path):
-    """In an environment of its own, with the libraries of this one and without this checkout."""
     venv.create(tmp_path / "env")
     (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")

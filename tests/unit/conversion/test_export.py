@@ -13,7 +13,6 @@ import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import LocalTokenNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from typer.main import get_command
 from typer.testing import CliRunner
 
 from adaponder import AdaPonderForCausalLM, cli
@@ -147,21 +146,6 @@ def test_what_a_tokenizer_returns_can_be_handed_on_whole_and_generate_stops_at_a
     assert stopped.tolist() == whole[: inputs.input_ids.shape[1] + 1].tolist()
 
 
-def test_the_page_about_it_shows_commands_and_python_that_work(exported, monkeypatch):
-    page = (Path(__file__).parents[3] / "docs" / "export.md").read_text()
-    lines = re.findall(r"^adaponder (.+)$", page, flags=re.MULTILINE)
-    assert len(lines) == 2
-    for line in lines:
-        name, *arguments = line.split()
-        get_command(cli.app).commands[name].make_context(name, arguments)
-    (code,) = re.findall(r"```python\n(.+?)```", page, flags=re.DOTALL)
-    opened = []
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **options: opened.append(options))
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *args, **options: opened.append(options))
-    exec(code, {})
-    assert opened == [{"trust_remote_code": True}] * 2
-
-
 def test_what_is_not_known_is_said(tmp_path):
     folder = tmp_path / "model"
     reader("ponder").save_pretrained(folder)
@@ -207,22 +191,6 @@ def test_backbones_and_settings_that_it_does_not_compute_are_refused(model, says
         exporting.require_exportable(tiny(**model).config, "CKPT")
 
 
-def test_a_stock_checkpoint_is_refused_before_its_weights_are_read(tmp_path):
-    folder = tmp_path / "stock"
-    reader().backbone.save_pretrained(folder)
-    words().save_pretrained(folder)
-    (folder / "model.safetensors").write_bytes(b"")
-    with pytest.raises(InputError, match="method=vanilla cannot be exported"):
-        command.export(checkpoint=str(folder), out=tmp_path / "out")
-
-
-def test_a_folder_that_is_not_empty_is_an_error(run, tmp_path):
-    (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(InputError, match="is not empty: name a new folder"):
-        command.export(checkpoint=str(run), out=tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
 def test_a_model_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(InputError, match="has no tokenizer"):
         exporting.export(reader(), tmp_path, tmp_path / "out", card=lambda: "")
@@ -255,11 +223,6 @@ def test_the_package_opens_it_by_its_own_classes_and_runs_none_of_its_code(expor
     assert torch.equal(model(ids()).logits, reader()(ids()).logits)
     assert not canary.exists()
     assert not (tmp_path / "modules").exists()
-
-
-def test_the_package_trusts_no_code_of_it_either(exported):
-    with pytest.raises(InputError, match="trust_remote_code: loading weights never executes code here"):
-        AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True)
 
 
 def test_what_the_package_saves_again_asks_for_no_code(exported, tmp_path):

@@ -72,7 +72,6 @@ def module_of(source: str) -> types.ModuleType:
 
 
 def twin_of(model: AdaPonderForCausalLM, module: types.ModuleType):
-    """The model by the exported file, with the same weights."""
     settings = {key: value for key, value in model.config.to_dict().items() if key != "model_type"}
     torch.set_default_dtype(torch.float64)
     try:
@@ -115,7 +114,6 @@ def expected(case: str) -> list[tuple[str, torch.Tensor]]:
 
 
 def first_difference(case: str, twin) -> str | None:
-    """The first result in which the exported file differs from the package."""
     pairs = zip(answers(twin), expected(case), strict=True)
     return next((name for (name, found), (_, right) in pairs if not close(found, right)), None)
 

@@ -19,7 +19,6 @@ PRECISIONS = ("float16", "bfloat16", "float32")
 
 @pytest.fixture(scope="module", params=KINDS)
 def pair(request):
-    """A model, and the same with quantised weights."""
     models = [tiny(dtype=torch.float32).eval() for _ in range(2)]
     narrow(models[1], request.param)
     return models

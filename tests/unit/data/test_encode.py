@@ -24,7 +24,6 @@ def test_text_that_the_tokenizer_cannot_encode_is_an_error_in_one_line(learned):
 
 
 def test_a_long_document_is_never_with_the_library_at_once(monkeypatch):
-    """Memory stays bounded, and the tokens are those of its pieces in one call."""
     monkeypatch.setattr(encode, "PIECE", 1000)
     monkeypatch.setattr(encode, "pieces", lambda text: pieces(text, 1000))
     words, end_id = load_tokenizer("train-bpe:300", ["the same token again and óne more short"])

@@ -112,17 +112,6 @@ def test_a_worker_that_dies_is_reported_and_the_others_end(corpus, tokenizer, tm
     assert not multiprocessing.active_children()
 
 
-def test_a_finished_folder_is_left_as_it_is(prepared, corpus, tokenizer):
-    before = contents(prepared)
-    seen: list[Progress] = []
-    again = prepare(
-        [str(corpus)], out=prepared, tokenizer=str(tokenizer), validation=0.2, shard_tokens=900, progress=seen.append
-    )
-    assert again == Manifest.load(prepared)
-    assert contents(prepared) == before
-    assert not seen
-
-
 def test_other_arguments_are_refused_by_name(prepared, corpus, tokenizer, tmp_path):
     same = {"tokenizer": str(tokenizer), "validation": 0.2, "shard_tokens": 900}
     for name, value in {"validation": 0.3, "shard_tokens": 901, "tokenizer": "train-bpe:300", "end_token": "x"}.items():
@@ -210,15 +199,6 @@ def test_text_cannot_forge_the_end_of_its_document(tmp_path, tokenizer):
     assert np.flatnonzero(tokens.read(0, tokens.tokens) == tokens.end_id).tolist() == [tokens.tokens - 1]
 
 
-def test_progress_grows_to_the_end(corpus, tokenizer, tmp_path):
-    progress: list[Progress] = []
-    prepare([str(corpus)], out=tmp_path / "out", tokenizer=str(tokenizer), progress=progress.append)
-    size = corpus.stat().st_size
-    reads = [now.read for now in progress]
-    assert reads == sorted(reads)
-    assert (progress[-1].documents, progress[-1].read, progress[-1].total) == (120, size, size)
-
-
 def test_the_command_prints_a_table_or_that_there_is_nothing_to_do(corpus, tokenizer, tmp_path, capsys):
     options = {"out": tmp_path / "out", "tokenizer": str(tokenizer), "workers": 1, "json": tmp_path / "result.json"}
     assert not command.prepare(inputs=[str(corpus)], **options)["finished_before"]
@@ -258,4 +238,6 @@ def test_what_is_finished_needs_its_tokenizer_no_more(prepared, corpus, tmp_path
     monkeypatch.setattr(tokenizers, "_download", lambda name: prepared)
     manifest = prepare([str(corpus)], out=tmp_path / "out", tokenizer="somebody/words")
     monkeypatch.undo()
-    assert prepare([str(corpus)], out=tmp_path / "out", tokenizer="somebody/words") == manifest
+    before, seen = contents(tmp_path / "out"), []
+    again = prepare([str(corpus)], out=tmp_path / "out", tokenizer="somebody/words", progress=seen.append)
+    assert (again, contents(tmp_path / "out"), seen) == (manifest, before, [])

@@ -180,7 +180,6 @@ def test_parquet_gives_its_text_column(tmp_path):
 
 
 def test_a_saved_dataset_needs_no_library(tmp_path):
-    """A folder of ``datasets.save_to_disk``: Arrow streams, a state.json that lists them, a dict of splits."""
     (tmp_path / "train").mkdir()
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     table = pa.table({"text": ["eins", "zwei"], "id": [1, 2]})

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from own_policy import UntilLikely
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
@@ -44,7 +45,6 @@ from adaponder.policies import (
     as_int64,
 )
 from cuda_graphs import captured
-from toy_policy import TopProbability
 
 K, WIDTH, WORDS, LANES, SLOTS = 4, 8, 13, 12, 6
 DEPTHS = torch.arange(3 * SLOTS).view(3, SLOTS) % K + 1
@@ -80,7 +80,7 @@ ON_DEVICE: list[Policy] = [
 EVERY: list[Policy] = [
     *ON_DEVICE,
     GateOrChance(0.5, 0.5, 1.0),
-    TopProbability(0.3),
+    UntilLikely(0.3),
     Custom(lambda rows: rows.gate > 0.1 * rows.iteration),
 ]
 
@@ -300,7 +300,7 @@ class Plain(Policy):
 
 
 @dataclass(frozen=True)
-class Seedless(TopProbability):
+class Seedless(UntilLikely):
     reads_seed: ClassVar[bool] = False
 
 
@@ -320,9 +320,9 @@ def test_equal_decisions_have_equal_keys():
     assert len({prefix_key(policy, 0) for policy in ON_DEVICE}) == len(ON_DEVICE)
     assert prefix_key(LearnedGate(0.5), 1) == prefix_key(LearnedGate(0.5), 2)
     assert prefix_key(Random(0.5), 1) == prefix_key(Random(0.5), 1 + (1 << 64))
-    assert prefix_key(TopProbability(0.5), 1) == prefix_key(TopProbability(0.5), 1)
-    assert prefix_key(TopProbability(0.5), 1) != prefix_key(TopProbability(0.5), 2)
-    assert prefix_key(Seedless(0.5), 1) == prefix_key(Seedless(0.5), 2) != prefix_key(TopProbability(0.5), 2)
+    assert prefix_key(UntilLikely(0.5), 1) == prefix_key(UntilLikely(0.5), 1)
+    assert prefix_key(UntilLikely(0.5), 1) != prefix_key(UntilLikely(0.5), 2)
+    assert prefix_key(Seedless(0.5), 1) == prefix_key(Seedless(0.5), 2) != prefix_key(UntilLikely(0.5), 2)
     assert prefix_key(OwnGate(0.5), 1) not in (prefix_key(OwnGate(0.5), 2), prefix_key(LearnedGate(0.5), 1))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from own_policy import UntilLikely
 
 from adaponder import AdaPonderForCausalLM
 from adaponder.errors import InputError
@@ -15,7 +16,6 @@ from adaponder.inference.outputs import Completion, Token
 from adaponder.inference.request import Request, check_request, policy_of
 from adaponder.policies import Custom, ExitThreshold, FixedDepth, ForcedDepths, LearnedGate, Ranked, Uniform
 from support import POSITIONS, VOCABULARY, tiny
-from toy_policy import TopProbability
 
 PROMPT = [3, 1, 4, 1, 5]
 K = 4
@@ -48,7 +48,7 @@ def check(model, request: Request, **other: Any):
         {"policy": FixedDepth(K), "depths": {0: 1, 9: K, 10: 0}, "max_new_tokens": 20},
         {"policy": ForcedDepths(torch.ones(1, 12, dtype=torch.long)), "max_new_tokens": 8},
         {"policy": lambda rows: rows.active, "depths": [1, 2, 0], "max_new_tokens": 20},
-        {"policy": TopProbability(0.5), "samples": 128, "seed": -5},
+        {"policy": UntilLikely(0.5), "samples": 128, "seed": -5},
     ],
 )
 def test_valid_requests_pass(model, settings):

@@ -1,6 +1,10 @@
-"""A method is one file and one line of registration: a toy of one's own does all that the family does."""
+"""A method is one class and one line: that of an example, with a loss of its own, does all that the family does."""
 
 import json
+import runpy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -14,29 +18,55 @@ from adaponder.analysis.trace import Trace, make_trace
 from adaponder.evaluation.meter import check_flops
 from adaponder.evaluation.scoring import score
 from adaponder.evaluation.text import Text, Windows, open_text, open_vocabulary
+from adaponder.halting import gate_probability
 from adaponder.methods import register_method
 from adaponder.methods.cost import cost_of, parameters_of
+from adaponder.methods.objectives import CrossEntropy, with_term
 from adaponder.training.run import train
 from laws import assert_causal_everywhere, assert_one_function, assert_static_after_halting, make_case
 from support import ids, stock, tiny
-from toy_method import NAME, Echo
 from training_support import corpus, small
 
 WINDOWS = Windows(24)
+NAME = "loud"
+
+
+@dataclass
+class ListeningLoss:
+    needs_states: ClassVar[bool] = False
+    share: float | None
+
+    def __call__(self, trajectory, score, execution):
+        losses = CrossEntropy()(trajectory, score, execution)
+        if trajectory.gates is None:
+            return losses
+        listening = gate_probability(trajectory.gates)[execution.tokens.real].mean()
+        return with_term(losses, "listening", listening, score, weight=0.01, share=self.share)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def registered():
+def echo():
+    """The class, registered while these tests run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_SCALES", dict(registry._SCALES))
         patch.setattr(methods, "_CLASSES", dict(methods._CLASSES))
-        register_method(NAME, Echo)
-        yield
+
+        class Loud(runpy.run_path(str(Path(__file__).parents[3] / "examples" / "own_method.py"))["Echo"]):
+            after_halting = "halted: silent"
+
+            def objective(self, values):
+                return ListeningLoss(values.share)
+
+            @classmethod
+            def described(cls, config):
+                return {"silence below": config.tau}
+
+        register_method(NAME, Loud)
+        yield Loud
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The run folder of a toy that was trained for eight steps on made-up text."""
     folder = tmp_path_factory.mktemp("toy")
     recipe = small(corpus(folder), "model.tau=0.5", "model.gate_bias=0.3", "train.halt_before_ponder=true", method=NAME)
     assert train(recipe, out=folder / "run", quiet=True).final == folder / "run" / "final"
@@ -66,7 +96,6 @@ def test_it_trains_what_it_owns_with_its_own_term(run, model):
         assert line["loss"] == pytest.approx(line["cross_entropy"] + 0.01 * line["listening"], rel=1e-5)
     assert steps[-1]["cross_entropy"] < steps[0]["cross_entropy"]
     assert lines[-1]["validation_depth"] > 1
-    assert not torch.equal(model.method.loudness, torch.full_like(model.method.loudness, 0.1))
     assert not torch.equal(model.method.ear.bias, torch.tensor([0.3]))
 
 
@@ -95,14 +124,14 @@ def test_it_is_evaluated_and_metered(model, text):
     assert halted.expectation == full.expectation == 0
 
 
-def test_it_is_drawn_in_its_own_words(trace, tmp_path):
+def test_it_is_drawn_in_its_own_words(echo, trace, tmp_path):
     assert [plate for plate in PLATES if plate.missing(trace.about) is not None] == []
     write_report(trace, tmp_path, only=("gates", "grid"))
-    assert Echo.gate_meaning in (tmp_path / "figures" / "gates.svg").read_text()
-    assert Echo.after_halting in (tmp_path / "figures" / "grid.svg").read_text()
-    assert GateValues(trace).meaning == Echo.gate_meaning
+    assert echo.gate_meaning in (tmp_path / "figures" / "gates.svg").read_text()
+    assert echo.after_halting in (tmp_path / "figures" / "grid.svg").read_text()
+    assert GateValues(trace).meaning == echo.gate_meaning
     assert GateValues(trace).lines == (0.5, 0.5)
-    assert TokenGrid(trace).after == Echo.after_halting
+    assert TokenGrid(trace).after == echo.after_halting
 
 
 def test_it_decodes_what_a_full_forward_says(model):

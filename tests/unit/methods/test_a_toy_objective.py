@@ -1,12 +1,31 @@
 """A training loss of one's own is one file: it is handed to the model, and nothing of the package changes."""
 
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
 import pytest
 import torch
 
 from adaponder import Objective
+from adaponder.execution.base import Execution
 from adaponder.methods.adaponder import AdaPonder
+from adaponder.methods.objectives import CrossEntropy, Losses, Scorer, Trajectory
 from support import ids, tiny
-from toy_objective import Remember
+
+
+@dataclass
+class Remember:
+    """Cross-entropy plus ``weight`` times the mean squared step of the hidden state from pass to pass."""
+
+    needs_states: ClassVar[bool] = True
+
+    weight: float
+
+    def __call__(self, trajectory: Trajectory, score: Scorer, execution: Execution) -> Losses:
+        losses = CrossEntropy()(trajectory, score, execution)
+        moved = sum(score.mean((after - before).square().mean(-1)) for before, after in pairwise(trajectory.states))
+        return Losses(losses.total + self.weight * moved, losses.terms | {"moved": moved})
 
 
 @pytest.mark.parametrize("method", ["adaponder", "ponder", "ouro"])
@@ -26,7 +45,6 @@ def test_its_term_is_in_the_loss_and_is_what_it_says(method, execution):
 
 
 def test_an_objective_of_values_gives_the_method_s_own_loss():
-    """``Objective(ponder_weight=…)`` is a set of values, of which each method makes its loss."""
     terms = {}
     for method in ("adaponder", "mor", "ouro", "ponder"):
         output = tiny(method).train()(ids(), labels=ids(), objective=Objective(ponder_weight=0.5, ponder_fraction=0.5))

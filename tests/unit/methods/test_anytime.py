@@ -1,6 +1,5 @@
 """A model for any depth: its losses and labels by hand, and gates and backbone that never reach each other."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -207,19 +206,6 @@ def test_the_backbone_trains_to_the_same_bits_whatever_its_gates_learn(shards, t
     assert not alike(learning, trained(shards, tmp_path / "c"), "backbone")
 
 
-def test_a_run_halts_other_tokens_at_every_step_and_logs_every_depth(shards, tmp_path):
-    trained(shards, tmp_path / "run")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "lookahead" in line]
-    assert len(steps) == 8
-    assert len({line["mean_depth"] for line in steps}) > 4
-    assert sum(line["mean_depth"] for line in steps) / 8 == pytest.approx(1 + 1 / 2 + 1 / 3, abs=0.15)
-    for line in steps:
-        assert {"depth_1", "depth_2", "depth_3", "helped"} <= line.keys()
-        assert line["loss"] == pytest.approx(line["every_depth"] + line["lookahead"], rel=1e-5)
-    assert lines[-1]["validation_loss"] > 0
-
-
 def drawn_depths(policy: RandomRates, sequences: int, time: int, gates: int) -> Tensor:
     position, seed = torch.arange(time).expand(sequences, -1), sequence_seeds(7, torch.arange(sequences))
     depth, active = torch.ones_like(position), torch.ones_like(position, dtype=torch.bool)
@@ -239,14 +225,6 @@ def drawn_depths(policy: RandomRates, sequences: int, time: int, gates: int) -> 
         active = active & policy(rows)
         depth = depth + active
     return depth
-
-
-@pytest.mark.parametrize("prior", [0.5, 1.0, 3.0])
-def test_tokens_reach_an_iteration_as_often_as_the_prior_says(prior):
-    depth = drawn_depths(RandomRates(prior), 1500, 64, K - 1)
-    for i in range(K):
-        assert float((depth > i).double().mean()) == pytest.approx(prior / (prior + i), abs=0.015)
-        assert RandomRates(prior).reaching(i) == prior / (prior + i)
 
 
 def test_sequences_differ_and_each_has_tokens_at_both_ends():

@@ -265,7 +265,6 @@ def keeping(*shares: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", TRUE_COST)
 def test_the_true_cost_of_four_iterations_is_the_published_one(name):
-    """In causal attention: the other convention gives another table, see below."""
     for method, published in TRUE_COST[name].items():
         config, shape = config_of(method, PYTHIA[name], iterations=4), pythia_shape(name)
         depth = keeping(0.97, 0.93, 0.9) if method == "adaponder" else torch.full((1, 2048), 4)

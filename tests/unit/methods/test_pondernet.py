@@ -17,7 +17,6 @@ TARGETS = (TOKENS * 7 + 3) % VOCABULARY
 
 
 def pondernet(**options) -> AdaPonderForCausalLM:
-    """Exit probabilities of moderate opinion."""
     settings = {"exit_prior": PRIOR, "exit_prior_weight": WEIGHT, "exit_threshold": 0.5, "embedding_scale": 2.0}
     model = tiny("pondernet", iterations=K, **(settings | options))
     with torch.no_grad():

@@ -13,7 +13,6 @@ GREEDY = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
 
 
 def changed(value: float, like: torch.Tensor | None = None) -> torch.Tensor:
-    """Ids of which one is ``value``."""
     found = (ids() if like is None else like).clone()
     found[1, 3] = value
     return found
@@ -67,7 +66,6 @@ WRONG = {
 
 @pytest.fixture(scope="module")
 def model() -> AdaPonderForCausalLM:
-    """A model that no test changes."""
     return tiny()
 
 

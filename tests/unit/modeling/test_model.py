@@ -1,11 +1,10 @@
 """The Hugging Face face: what its users expect of any model, and what only this one has."""
 
 import copy
-import logging
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from adaponder import (
     AdaPonderConfig,
@@ -23,7 +22,7 @@ from adaponder.execution.dense import Dense
 from adaponder.methods.ouro import improvement_loss
 from adaponder.modeling import model as modeling
 from packed_support import PADDED, packed_results
-from support import FAMILIES, METHODS, VOCABULARY, ids, stock, tiny
+from support import FAMILIES, VOCABULARY, ids, stock, tiny
 
 
 @pytest.mark.one_of(4)
@@ -44,24 +43,6 @@ def test_saved_and_loaded_through_the_auto_classes_it_is_the_same_model(tmp_path
     card = (tmp_path / "README.md").read_text()
     assert "adaponder" in card
     assert f"{model.num_parameters():,}" in card
-
-
-@pytest.mark.one_of(2)
-@pytest.mark.parametrize("method", ["adaponder", "ouro", "mor", "pause"])
-def test_one_step_under_the_trainer(tmp_path, method):
-    model = tiny(method, dtype=torch.float32)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    rows = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in ids(8, 9)]
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        learning_rate=0.1, report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, logging_steps=1,
-    )  # fmt: skip
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    result = Trainer(model=model, args=arguments, train_dataset=rows).train()
-    assert 0 < result.training_loss < 100
-    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
-    assert any(name.startswith("backbone.") for name in moved)
-    assert any(name.startswith("method.") for name in moved)
 
 
 def test_the_loss_is_the_stock_models_and_its_terms_add_up():
@@ -97,7 +78,6 @@ def test_the_loss_of_half_precision_logits_is_computed_in_float32():
 
 @pytest.mark.parametrize("execution", ["dense", "compact"])
 def test_the_ponder_term_does_not_depend_on_what_is_returned(execution):
-    """It ranks the gates of halted tokens too, whether or not they are asked for."""
     ask = {"labels": ids(), "objective": Objective(ponder_weight=1.0, ponder_fraction=0.5), "execution": execution}
     model = tiny(iterations=4)
     with_gates, without = (model(ids(), **ask, output_gates=given).loss for given in (True, False))
@@ -154,19 +134,6 @@ def test_the_default_execution_skips_in_evaluation_and_is_dense_in_training(monk
     eager.backbone.set_attn_implementation("eager")  # an attention that cannot be handed packed rows
     eager(ids())
     assert kinds == ["Packed", "Dense", "Dense", "Cached", "Dense", "Cached"]
-
-
-def test_fresh_gates_are_open_by_exactly_what_the_config_says():
-    model = AdaPonderForCausalLM.from_backbone(stock(), gate_bias=2.5)
-    expected = torch.sigmoid(torch.tensor(2.5, dtype=torch.float64))
-    assert torch.equal(model(ids()).gates, expected.expand(2, 9, 3))
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_from_scratch_every_method_has_one_scale_but_loop_which_has_its_releases(method):
-    config = AdaPonderConfig(backbone_config=FAMILIES["gpt_neox"], method=method)
-    assert config.embedding_scale == (40**0.5 if method == "loop" else 4.0)
-    assert AdaPonderForCausalLM.from_backbone(stock(), method=method).config.embedding_scale == 1.0
 
 
 def test_an_embedding_scale_is_a_number_or_a_rule():
@@ -279,13 +246,6 @@ def test_mor_updates_the_chosen_by_a_share_of_the_stack(alpha, weight):
     torch.testing.assert_close(output.loss, output.terms["cross_entropy"] + weight * bce, rtol=1e-12, atol=0)
 
 
-def test_capacity_warms_up_from_keeping_all():
-    method = tiny("mor", iterations=4).method
-    assert method.top_share(0.0).schedule.shares == (1.0, 1.0, 1.0)
-    assert method.top_share(1.0).schedule.shares == pytest.approx((0.97, 0.93, 0.9))
-    assert 0.97 < method.top_share(0.5).schedule.shares[0] < 1.0
-
-
 @pytest.mark.parametrize("method", ["adaponder", "mor", "ouro", "ponder"])
 def test_losses_of_parts_add_up_to_the_loss_of_the_whole(method):
     """What gradient accumulation needs: with the whole's token count, every part's loss is its share."""
@@ -300,7 +260,6 @@ def test_losses_of_parts_add_up_to_the_loss_of_the_whole(method):
 
 @pytest.mark.parametrize("method", ["adaponder", "mor"])
 def test_a_caller_that_averages_forwards_says_what_the_other_terms_weigh(method):
-    """Of 32 targets 8 are here; the term counts whole all the same, and without a rounding to float32."""
     model, batch = tiny(method, router_loss_weight=0.1).train(), ids(1, 9)
     objective = Objective(ponder_weight=0.1, ponder_fraction=0.5, share=1.0)
     output = model(batch, labels=batch, num_items_in_batch=torch.tensor(4 * 8), objective=objective)
@@ -464,29 +423,6 @@ def test_another_backbone_is_read_once_it_is_there():
     model.backbone = stock(seed=9)
     expected = stock(seed=9)(ids()).logits
     torch.testing.assert_close(model(ids(), max_iterations=1).logits, expected, rtol=0, atol=1e-12)
-
-
-def test_adapters_on_head_or_embedding_are_refused_and_elsewhere_are_fine():
-    class Adapter(torch.nn.Module):
-        def __init__(self, base):
-            super().__init__()
-            self.base, self.weight = base, base.weight
-
-        def forward(self, x):
-            return self.base(x) + 0.1
-
-    model = tiny()
-    model.backbone.lm_head = Adapter(model.backbone.lm_head)
-    with pytest.raises(AdaPonderError, match="head"):
-        model(ids())
-    model = tiny()
-    model.backbone.gpt_neox.embed_in = Adapter(model.backbone.gpt_neox.embed_in)
-    with pytest.raises(AdaPonderError, match="embedding"):
-        model(ids())
-    model = tiny()
-    dense = model.backbone.gpt_neox.layers[0].attention
-    dense.dense = Adapter(dense.dense)
-    assert model(ids()).logits.isfinite().all()
 
 
 def test_offloaded_heads_are_refused_before_they_make_nonsense():

@@ -1,4 +1,4 @@
-"""A policy is one file: a toy in the tests is read with, generated with, evaluated by its word, metered and stored."""
+"""A policy is one file: that of an example is read with, generated with, evaluated by its word, metered and stored."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from own_policy import UntilLikely
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -16,7 +17,6 @@ import support
 from adaponder import AdaPonderError, LearnedGate, Policy, PolicyInput, cli
 from adaponder.evaluation.lab.profiles import load_profile, store
 from adaponder.policies import Ranked, Schedule, parse_policy
-from toy_policy import TopProbability
 
 K = 4
 
@@ -26,14 +26,14 @@ def model():
     return support.tiny(iterations=K, dtype=torch.float32)
 
 
-def test_the_toy_is_evaluated_by_its_word_and_kept_in_a_profile(tmp_path):
+def test_it_is_evaluated_by_its_word_and_kept_in_a_profile(tmp_path):
     folder = lab_support.saved(tmp_path / "model", lab_support.opinionated())
     text = lab_support.written(tmp_path / "text.jsonl", documents=4)
 
-    store(folder, "sure", {"policy": "top:0.2"})
-    assert load_profile(folder, "sure") == TopProbability(0.2)
+    store(folder, "sure", {"policy": "until-likely:0.2"})
+    assert load_profile(folder, "sure") == UntilLikely(0.2)
     depths = []
-    for options in (["--policy", "top:0.1"], ["--profile", "sure"]):
+    for options in (["--policy", "until-likely:0.1"], ["--profile", "sure"]):
         record = tmp_path / "eval.json"
         arguments = ["eval", folder, "--data", text, "--window", "16", "--json", record, *options]
         result = CliRunner().invoke(cli.app, list(map(str, arguments)), env={"COLUMNS": "200"})
@@ -44,18 +44,18 @@ def test_the_toy_is_evaluated_by_its_word_and_kept_in_a_profile(tmp_path):
 
 
 def test_a_policy_without_a_word_of_its_own_is_not_written_as_its_parent():
-    class Stricter(TopProbability):
+    class Stricter(UntilLikely):
         """Decides otherwise, and has inherited the word."""
 
     with pytest.raises(AdaPonderError, match="one line of text"):
         Stricter(0.5).as_line()
-    assert type(parse_policy("top:0.5")) is TopProbability
+    assert type(parse_policy("until-likely:0.5")) is UntilLikely
 
 
-@pytest.mark.parametrize("word", ["gate", "top", "a:b", "a@b", "a,b"])
+@pytest.mark.parametrize("word", ["gate", "until-likely", "a:b", "a@b", "a,b"])
 def test_a_word_that_is_taken_or_cannot_be_read_is_refused_and_named(word):
     def define() -> None:
-        type("Another", (TopProbability,), {"word": word})
+        type("Another", (UntilLikely,), {"word": word})
 
     with pytest.raises(AdaPonderError, match=rf"Another\.word='{word}'"):
         define()
@@ -65,7 +65,7 @@ def test_a_word_that_is_taken_or_cannot_be_read_is_refused_and_named(word):
 def test_a_class_defined_again_takes_its_own_place(monkeypatch):
     monkeypatch.setattr("adaponder.policies.base._BY_WORD", {})
     bodies = {"word": "again", "__module__": "notebook", "__qualname__": "Again"}
-    first, second = (type("Again", (TopProbability,), dict(bodies)) for _ in range(2))
+    first, second = (type("Again", (UntilLikely,), dict(bodies)) for _ in range(2))
     assert first is not second
     assert type(parse_policy("again:0.5")) is second
 

@@ -13,7 +13,7 @@ from adaponder.recipes import load_recipe
 from adaponder.training.build import build_model
 from adaponder.training.run import train
 from support import ids, stock, tiny
-from training_support import corpus, small
+from training_support import corpus
 
 
 @pytest.fixture(scope="module")
@@ -54,23 +54,6 @@ def test_a_setting_that_trained_gates_cannot_follow_is_refused_by_name(checkpoin
     name, value = override.split("=")
     with pytest.raises(ConfigError, match=f"{re.escape(name)}={value}.*another shape"):
         goes_on(checkpoint[1], override)
-
-
-def test_ouros_schedule_and_silence_between_reach_the_run(shards, tmp_path):
-    def final(name: str, *overrides: str) -> dict[str, torch.Tensor]:
-        short = ("train.steps=3", "train.warmup=0", "train.log_every=0", "train.save_every=0")
-        recipe = small(shards, *short, *overrides, method="ouro")
-        train(recipe, out=tmp_path / name, quiet=True)
-        return load_file(tmp_path / name / "final" / "model.safetensors")
-
-    constant = final("constant", "model.exit_entropy_weight=0.3")
-    scheduled = final("scheduled", "train.exit_entropy=[0.3, 0.3]")
-    falling = final("falling", "train.exit_entropy=[0.3, 0.1]")
-    assert all(torch.equal(constant[name], scheduled[name]) for name in constant)
-    assert not all(torch.equal(constant[name], falling[name]) for name in constant)
-    lines = [json.loads(text) for text in (tmp_path / "falling" / "metrics.jsonl").read_text().splitlines()]
-    logged = [each for each in lines if "lr" in each]
-    assert [(each["step"], each["exit_entropy_weight"]) for each in logged] == [(2, 0.1)]  # only at the end
 
 
 CONVERTED = {"convert/pythia-160m": "gpt_neox", "convert/llama-3.2-1b": "llama", "convert/qwen2.5-0.5b": "qwen2"}

@@ -1,6 +1,7 @@
 """Every recipe that ships builds the model it says, on the schedule it says; a slip of the pen is an error."""
 
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -14,14 +15,15 @@ import adaponder
 from adaponder import halting
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import ConfigError
+from adaponder.fields import Recurrence, fields_of
 from adaponder.methods import method_class
 from adaponder.methods.cost import parameters_of
 from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.recipes import FREE_TRAIN, Recipe, load_recipe, recipe_names
+from adaponder.recipes import FREE_TRAIN, Recipe, TrainRecipe, load_recipe, recipe_names
 from adaponder.registry import SCALES, scale_of
 from adaponder.training.build import config_of
-from adaponder.training.schedule import build_optimizer, phases
-from support import tiny
+from adaponder.training.schedule import build_optimizer
+from support import METHODS, tiny
 
 PYTHIA = {"70m": 70_426_624, "410m": 405_334_016}
 FROM_SCRATCH = [name for name in recipe_names() if isinstance(load_recipe(name).model.backbone, dict)]
@@ -49,33 +51,13 @@ def test_every_recipe_builds_on_the_meta_device_with_the_parameters_it_says(name
 PAPER = [name for name in recipe_names() if name.startswith("paper/")]
 # How fast a run is and what it keeps; what it computes is the same.
 OF_THE_MACHINE = {*FREE_TRAIN, "execution", "compile", "memory_budget", "gradient_checkpointing"}
-# Settings that only one method reads, and those of the controller and of fine-tuning, which no paper has.
+# Settings that only one method reads, by the first word of their meaning; no paper has those of "none".
 OF_ONE_METHOD = {
-    "pause_token_id": "pause",
-    "capacities": "mor",
-    "router_alpha": "mor",
-    "router_loss_weight": "mor",
-    "capacity_warmup": "mor",
-    "exit_threshold": "ouro",  # and of others that no paper's recipe has
-    "exit_entropy_weight": "ouro",
-    "exit_stage": "ouro",
-    "exit_entropy": "ouro",
-    "exit_entropy_steps": "ouro",
-    "halting_cost": "act",
-    "exit_prior": "pondernet",
-    "exit_prior_weight": "pondernet",
-    "state_scale": "pondernet",
-    "halt_prior": "anytime",
-    "loss_prior": "anytime",
-    "gate_share": "anytime",
-    "lookahead_delta": "anytime",
-    "lookahead_by": "anytime",
-    "target_gain": "none",
-    "target_every": "none",
-    "freeze_gates": "none",
-    "lora_rank": "none",
-    "lora_alpha": "none",
-}
+    name: next((word for word in METHODS if re.match(rf"(for )?{word}\b", field.meaning)), None)
+    for kind in (Recurrence, TrainRecipe)
+    for name, field in fields_of(kind).items()
+} | {"pause_token_id": "pause", "exit_threshold": "ouro", "exit_entropy_steps": "ouro"}
+OF_ONE_METHOD |= dict.fromkeys(("target_gain", "target_every", "freeze_gates", "lora_rank", "lora_alpha"), "none")
 
 
 # What a checkpoint brings along where the recipe leaves it open.
@@ -104,7 +86,6 @@ def resolved(recipe: Recipe, config: AdaPonderConfig | None, key: str) -> Any:
 
 
 def as_number(value: Any, hidden_size: int | None) -> Any:
-    """What a source says, as a resolved value has it."""
     if isinstance(value, str) and value in SCALES and hidden_size is not None:
         return scale_of(value, hidden_size)
     return tuple(value) if isinstance(value, list) else value
@@ -134,7 +115,7 @@ def test_every_field_that_decides_a_papers_run_has_a_source(name):
         for section, values in recipe.as_dict().items()
         if section in ("model", "data", "train")
         for key in values
-        if key not in OF_THE_MACHINE and OF_ONE_METHOD.get(key, recipe.model.method) == recipe.model.method
+        if key not in OF_THE_MACHINE and (OF_ONE_METHOD.get(key) or recipe.model.method) == recipe.model.method
     }
     assert needed <= set(recipe.provenance)
     assert {"code.gate_activation", "code.adam_epsilon"} <= set(recipe.provenance)
@@ -173,26 +154,6 @@ def test_whoever_says_when_gates_begin_is_heard():
     assert gates_begin("mini/adaponder", "model.method=ouro", "train.gate_start=7") == 7
     with pytest.raises(ConfigError, match="gate_start"):
         load_recipe("mini/adaponder", ["train.gate_start=-1"])
-
-
-def test_continued_pretraining_trains_gates_alone_for_a_billion_tokens_first():
-    recipe = load_recipe("paper/adaponder-1.4b-from-ponder")
-    first, second = phases(recipe.train)
-    assert not first.backbone_trains
-    assert second.backbone_trains
-    assert abs((first.end - first.start) * 524_288 - 1e9) < 524_288
-    assert recipe.train.lr == pytest.approx(2e-5)
-    assert len(phases(load_recipe("paper/adaponder-1.4b-from-vanilla").train)) == 1
-
-
-def test_overrides_reach_their_field_and_change_the_hash():
-    plain = load_recipe("cpu/demo")
-    changed = load_recipe("cpu/demo", ["train.lr=1e-4", "train.betas=[0.8, 0.9]", "model.backbone.hidden_size=64"])
-    assert changed.train.lr == 1e-4
-    assert changed.train.betas == (0.8, 0.9)
-    assert changed.model.backbone["hidden_size"] == 64
-    assert changed.fingerprint != plain.fingerprint
-    assert load_recipe("cpu/demo", ["train.log_every=1"]).fingerprint == plain.fingerprint
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,12 @@ CPU = torch.device("cpu")
 
 
 def draws_again(device: torch.device, draw) -> None:
-    """Asserts that what is drawn after a state was taken is drawn again after it was restored from JSON."""
     saved = json.loads(json.dumps(random_states(World(device=device))))
     first = (torch.rand(3).tolist(), draw().tolist())
     assert (torch.rand(3).tolist(), draw().tolist()) != first
     (state,) = parse_random_states(saved)
     restore_random_state(state, device)
     assert (torch.rand(3).tolist(), draw().tolist()) == first
-
-
-def test_the_cpu_draws_again_what_it_drew():
-    draws_again(CPU, lambda: torch.rand(2))
 
 
 def test_a_device_has_a_generator_of_its_own_which_draws_again_what_it_drew(monkeypatch):

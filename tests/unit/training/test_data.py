@@ -7,14 +7,11 @@ import pytest
 import torch
 
 from adaponder.data import Batch
-from adaponder.errors import TrainingError
 from adaponder.training.data import MicroBatches
 from adaponder.training.distributed import World
 
 
 class CountingSampler:
-    """Windows of four tokens that count from the window's number on; a document ends after every second token."""
-
     def part(self, step: int, first: int, count: int) -> Batch:
         windows = 100 * step + np.arange(first, first + count)
         tokens = windows[:, None] + np.arange(4)
@@ -47,13 +44,6 @@ def test_a_window_has_the_same_seed_in_any_micro_batch_and_another_at_every_step
     assert seeds(2, World(), 3) == whole
     assert seeds(2, World(rank=0, size=2), 3) == [*whole[:2], *whole[4:6]]
     assert not set(whole) & set(seeds(8, World(), 4))
-
-
-def test_a_micro_batch_is_at_most_the_share_and_must_divide_it():
-    assert MicroBatches(recipe(4, None), CountingSampler(), World()).size == 4
-    assert MicroBatches(recipe(4, 16), CountingSampler(), World()).size == 4
-    with pytest.raises(TrainingError, match=r"train\.micro_batch=3"):
-        MicroBatches(recipe(4, 3), CountingSampler(), World())
 
 
 @pytest.mark.parametrize(("across", "targets"), [(True, [301, 302, 303]), (False, [301, -100, 303])])

@@ -18,7 +18,7 @@ from adaponder.data.manifest import DataError, Manifest
 from adaponder.data.prepare import prepare
 from adaponder.errors import InputError
 from adaponder.files import read_json
-from adaponder.recipes import load_recipe, recipe_names
+from adaponder.recipes import load_recipe
 from adaponder.training import lora
 from adaponder.training.data import MicroBatches, sampler_of
 from adaponder.training.distributed import World
@@ -95,16 +95,6 @@ def moved(run: Path, base: Path) -> set[str]:
     return {name for name, value in after.items() if not torch.equal(value, before[name])}
 
 
-def test_every_recipe_for_finetuning_trains_on_from_the_sample():
-    names = [name for name in recipe_names() if name.startswith("finetune/")]
-    assert len(names) == 4
-    for name in names:
-        recipe = load_recipe(name)
-        assert recipe.model.backbone == "sample"
-        assert (recipe.train.lora_rank is not None) == name.endswith("-lora")
-        assert recipe.data.attend_across_documents == ("chat" not in name)
-
-
 def test_targets_are_the_assistants_words_alone(base, chats):
     recipe = finetune(base, data=chats, name="finetune/chat")
     batches = MicroBatches(recipe, sampler_of(recipe, Shards.open(chats)), World())
@@ -118,7 +108,6 @@ def test_targets_are_the_assistants_words_alone(base, chats):
 
 @pytest.fixture(scope="module")
 def tuned(base, chats, tmp_path_factory):
-    """The trainer of a model that was tuned on conversations."""
     out = tmp_path_factory.mktemp("tuned") / "run"
     return train(finetune(base, data=chats, name="finetune/chat"), out=out, quiet=True).trainer
 

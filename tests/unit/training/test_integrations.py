@@ -217,16 +217,6 @@ def test_only_what_an_evaluation_read_counts_for_its_depth(tmp_path):
     assert len(expected) == 3
 
 
-def test_the_callback_trains_under_bfloat16(tmp_path):
-    model = tiny(dtype=torch.float32)
-    run = trainer(model, tmp_path, steps=1, bf16=True, callbacks=[PonderCallback(**SCHEDULE | {"ponder_start": 0})])
-    terms = []
-    model.register_forward_hook(lambda module, args, output: terms.append(set(output.terms)))
-    run.train()
-    assert terms == [{"cross_entropy", "ponder"}] * 2
-    assert run.state.log_history[0]["depth"] >= 1
-
-
 def test_a_loss_that_is_not_the_models_is_refused_before_any_weight_moves(tmp_path):
     def mine(outputs, labels, num_items_in_batch=None):
         return outputs.logits.mean()

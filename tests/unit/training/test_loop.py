@@ -348,11 +348,13 @@ def test_data_prepared_otherwise_names_the_folder_of_the_data_and_not_of_the_run
     assert f"--out {tmp_path}" not in str(refused.value)
 
 
-def test_a_warning_of_collapse_names_validation(shards, tmp_path, capsys):
+def test_a_warning_of_collapse_names_validation_and_comes_once(shards, tmp_path, capsys):
     """In training chance halts tokens of this method, so its mean depth tells of no collapse."""
     gates = ["model.iterations=2", "model.gate_bias=-9", "model.tau=0.5", "train.ponder_weight=0"]
-    train(small(shards, *gates, "train.steps=1", method="reread"), out=tmp_path / "run", quiet=True)
+    often = ("train.steps=2", "train.eval_every=1")
+    train(small(shards, *gates, *often, method="reread"), out=tmp_path / "run", quiet=True)
     printed = " ".join(capsys.readouterr().out.split())
+    assert printed.count("the gates have collapsed") == 1
     assert "step 0: validation: the gates have collapsed, every token halts after one iteration" in printed
 
 

@@ -206,7 +206,6 @@ def test_a_folder_that_holds_another_run_is_an_error_that_names_the_field(recipe
 
 
 def stop_at(monkeypatch, name: str, step: int) -> None:
-    """Ctrl-C while that run makes that step."""
     advance, folders = Telemetry.advance, []
     begin = Telemetry.__init__
 
@@ -302,11 +301,3 @@ def test_an_ablation_changes_at_most_three_fields_of_the_main_run():
             changed = [key for changes, settings in sections for key in settings if changes[key] != settings[key]]
             assert recipe["data"] == main["data"], name
             assert len(changed) <= 3, name
-
-
-@pytest.mark.parametrize(("name", "count"), [("lambda-and-k", 9), ("iterations", 8), ("gate-linear", 5)])
-def test_the_sweeps_that_recipes_name_are_sweeps(name, count):
-    about = load_recipe(f"ablation/{name}").about
-    [swept] = re.findall(r"adaponder sweep (\S+)", about)
-    grids = re.findall(r"--grid ([\w.]+=[\w.,]*\w)", about)
-    assert len(plan(swept, grids, one_at_a_time="--one-at-a-time" in about)) == count

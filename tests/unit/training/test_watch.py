@@ -1,5 +1,7 @@
 """Warnings of gates that no longer distinguish tokens."""
 
+from dataclasses import replace
+
 import pytest
 
 from adaponder.recipes import load_recipe
@@ -29,3 +31,5 @@ def test_gates_that_no_longer_distinguish_tokens_are_warned_of(step, halted, gat
     plan = load_recipe("cpu/demo", ["train.steps=200", "train.ponder_start=100", "train.ponder_full=120"]).train
     warning = collapse({"step": step, "halted": halted, "gate_means": gates}, plan, pressed=pressed)
     assert (warning and warning[0]) == kind
+    unpressed = collapse({"step": 200, "halted": [0.0, 0.0], "gate_means": gates}, replace(plan, ponder_weight=0.0))
+    assert unpressed is None, "without a ponder loss gates may stay open"
