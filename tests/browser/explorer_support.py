@@ -1,4 +1,4 @@
-"""A small model with a byte tokenizer behind the real server, and the page as its tests speak of it."""
+"""A small model with a byte tokenizer behind the real server, and what the page shows of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from adaponder import AdaPonderForCausalLM
 from support import stir
 
 if TYPE_CHECKING:
-    from playwright.sync_api import BrowserContext, Dialog
+    from playwright.sync_api import Browser, Dialog
 
 END = "<|endoftext|>"
 POSITIONS, ITERATIONS = 768, 4
@@ -27,7 +27,7 @@ HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x01\x7f \u202eg
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Every byte is a token, a few pairs are tokens too: it spells any text, and hostile ones in parts."""
+    """Returns a tokenizer whose tokens are all bytes and a few pairs, so that it spells any text."""
     words = [END, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     words += [merge.replace(" ", "") for merge in MERGES]
     merges = [(left, right) for left, right in (merge.split(" ") for merge in MERGES)]
@@ -69,7 +69,7 @@ def serving(model: AdaPonderForCausalLM | None = None, *, key: str | None = None
 
 
 def post(address: str, path: str, **body: Any) -> dict[str, Any]:
-    """What a route answers."""
+    """Returns the answer of a route."""
     request = urllib.request.Request(
         f"{address}/{path}", json.dumps(body).encode(), {"content-type": "application/json"}
     )
@@ -82,14 +82,16 @@ def score(address: str, prompt: str | list[int], **adaponder: Any) -> dict[str, 
 
 
 class Explorer:
-    """The page in one tab.
+    """The page in a tab that shares nothing with others.
 
     Attributes:
         heard: console messages and uncaught errors.
         asked: addresses of all requests.
     """
 
-    def __init__(self, context: BrowserContext, address: str):
+    def __init__(self, browser: Browser, address: str):
+        context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+        context.set_default_timeout(15_000)
         self.address, self.page = address, context.new_page()
         self.heard: list[str] = []
         self.asked: list[str] = []
@@ -109,7 +111,7 @@ class Explorer:
         return self
 
     def reset(self) -> None:
-        """Back to no text, one rule, wide and light, with nothing heard."""
+        """Empties the text and the lists; one rule, wide, light."""
         self.page.set_viewport_size({"width": 1280, "height": 900})
         self.page.mouse.move(2, 2)
         self.page.emulate_media(color_scheme="light")
@@ -120,7 +122,7 @@ class Explorer:
         self.asked.clear()
 
     def check(self) -> None:
-        """Nothing was said on the console, nobody else was asked, and no address held any of the text."""
+        """Checks that the console is empty, and that no request left the server's address or held any of the text."""
         assert self.heard == []
         assert [url for url in self.asked if not url.startswith((self.address, "blob:", "data:"))] == []
         assert [url for url in self.asked if "#" in url or "?" in url] == []
@@ -151,15 +153,13 @@ class Explorer:
             dial.value = {place} * dial.max; dial.dispatchEvent(new Event("input")); }}""")
 
     def tokens(self, where: str = "#mirror") -> list[tuple[str, int]]:
-        """Text and depth of each coloured span."""
-        found = self.page.eval_on_selector_all(
-            f"{where} .token[data-slot]", "all => all.map((one) => [one.textContent, Number(one.dataset.depth)])"
-        )
-        return [(text, depth) for text, depth in found]
+        """Returns text and depth of each coloured span."""
+        script = "all => all.map((span) => [span.textContent, Number(span.dataset.depth)])"
+        return [tuple(span) for span in self.page.eval_on_selector_all(f"{where} .token[data-slot]", script)]
 
     def columns(self, where: str = "#grid-a") -> list[int]:
-        """Depth of each column of the grid."""
-        return self.page.eval_on_selector_all(f"{where} .column", "all => all.map((one) => Number(one.dataset.depth))")
+        """Returns the depth of each column of the grid."""
+        return self.page.eval_on_selector_all(f"{where} .column", "all => all.map((bar) => Number(bar.dataset.depth))")
 
     def stat(self, name: str, where: str = "#summary-a") -> str:
         return self.page.inner_text(f"{where} [data-stat='{name}'] .value")
@@ -168,7 +168,7 @@ class Explorer:
         return self.page.input_value("#text")
 
     def fragment(self) -> str:
-        """What the address holds once it is written."""
+        """Returns the link to this state, once it is in the address."""
         self.page.wait_for_timeout(300)
         return self.page.evaluate("location.hash").removeprefix("#")
 
@@ -177,5 +177,5 @@ class Explorer:
 
 
 def spans(scores: dict[str, Any]) -> list[tuple[str, int]]:
-    """What the mirror shows of an answer: tokens without text, parts of a character, have no span."""
+    """Returns the spans that show an answer: tokens without text, parts of a character, have none."""
     return [(token["text"], token["depth"]) for token in scores["tokens"] if token["text"]]

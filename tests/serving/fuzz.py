@@ -1,14 +1,12 @@
-"""Bytes that are no requests, at the socket, for minutes: others get their answers, and nothing is left behind.
+"""Sends broken HTTP for minutes, beside silent, slow and unreading clients: others get their answers, nothing leaks.
 
-Broken HTTP, connections that say nothing, bodies that come byte by byte, clients that never read. ``python
-tests/serving/fuzz.py`` runs it; ``--record`` writes down in ``fuzz.json`` beside this file what was run.
+``python tests/serving/fuzz.py`` runs it; ``--record`` writes ``fuzz.json`` beside this file.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import sys
 import tempfile
@@ -25,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from soak import same_as_alone
 
+from serving_support import request_bytes
 from soak_support import NAME, run_parts, serving, write_checkpoint
 
 RECORD = Path(__file__).with_suffix(".json")
@@ -53,23 +52,17 @@ _PIECES = (
 
 
 def good_request(draw: random.Random, host: str) -> bytes:
-    """A request as it should be; what the broken ones are made of."""
+    """Returns a valid request, from which broken ones are made."""
     if draw.random() < 0.3:
         path = draw.choice(["/health", "/ready", "/metrics", "/v1/models", "/", "/page/x", "/openapi.json"])
         return f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
     path = draw.choice(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/score"])
-    return post(path, {"model": NAME, "prompt": "past the mill", "max_tokens": 4, "stream": draw.random() < 0.5}, host)
-
-
-def post(path: str, body: dict[str, Any], host: str) -> bytes:
-    """A POST as it is written to a socket."""
-    data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
-    return head.encode() + b"\r\n\r\n" + data
+    body = {"model": NAME, "prompt": "past the mill", "max_tokens": 4, "stream": draw.random() < 0.5}
+    return request_bytes(body, path)
 
 
 def broken(draw: random.Random, host: str) -> bytes:
-    """A request with bytes changed, cut out, doubled or put in, or noise alone."""
+    """Returns a request with bytes changed, cut out, doubled or inserted, or noise alone."""
     if draw.random() < 0.05:
         return draw.randbytes(draw.randint(1, 3000))
     data = bytearray(good_request(draw, host))
@@ -121,7 +114,7 @@ async def linger(host: str, port: int, data: bytes, seconds: float, *, slowly: b
 
 
 def attack(url: str, *, requests: int, idlers: int, seed: int, good: int, seconds: float = 3.0) -> dict[str, Any]:
-    """Everything at once, with streams beside it that must not notice."""
+    """Sends broken requests beside idle, slow and unreading clients, and checks streams of other clients meanwhile."""
     place = urlsplit(url)
     host, port = place.hostname or "", place.port or 0
     draw = random.Random(seed)
@@ -130,7 +123,7 @@ def attack(url: str, *, requests: int, idlers: int, seed: int, good: int, second
     # It asks for much, but not for so much that the queue is full, which is 429.
     greedy = {"model": NAME, "prompt": ["a", "b", "c"], "n": 8, "max_tokens": 60, "stream": True}
     greedy |= {"adaponder": {"depth": True, "gates": True, "iteration_top": 20, "ignore_eos": True}}
-    nuisances = [b""] * idlers + [post("/v1/completions", greedy, place.netloc)] * max(1, idlers // 4)
+    nuisances = [b""] * idlers + [request_bytes(greedy)] * max(1, idlers // 4)
 
     async def throw_all() -> None:
         gate = asyncio.Semaphore(20)

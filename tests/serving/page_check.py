@@ -1,9 +1,8 @@
-"""How soon the page shows the depths of an edited text, in a real Chromium, with the shipped model on a CPU.
+"""Measures how soon the page colours an edited text, in a real Chromium, with the shipped model on a CPU.
 
-From the keystroke to the frame in which the token has its colour: an edit at the end of 500 tokens, and a paste of 500.
-The server's share is what it says of itself; the page's share is the processor time of its main thread. The load of the
-machine is noted: both want a core. ``python tests/serving/page_check.py`` runs it; ``--record`` writes down in
-``page_check.json`` beside this file what was run.
+The time is from the keystroke to the frame in which the token has its colour: an edit at the end of 500 tokens, and a
+paste of 500. ``server_ms`` is the server's share; the page's share is the processor time of its main thread. ``python
+tests/serving/page_check.py`` runs it; ``--record`` writes ``page_check.json`` beside this file.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _WATCH = """() => {
 
 
 def text_of(url: str) -> str:
-    """Python code of just so many tokens, or one more."""
+    """Returns Python code of :data:`TOKENS` tokens, or one more."""
     source, length = inspect.getsource(argparse)[20_000:], 1000
     while count(url, source[:length]) < TOKENS:
         length += 10
@@ -60,7 +59,7 @@ def count(url: str, text: str) -> int:
 
 
 def wait_until_shown(page: Page, number: int) -> None:
-    """Until so many answers have been drawn."""
+    """Waits until ``number`` answers have been drawn."""
     deadline = time.monotonic() + 60
     while page.evaluate("window.times.length") < number:
         assert time.monotonic() < deadline, "the page shows no answer"
@@ -68,7 +67,7 @@ def wait_until_shown(page: Page, number: int) -> None:
 
 
 def main_thread_seconds(session: CDPSession) -> float:
-    """Processor time of the page's main thread until now."""
+    """Returns the processor time of the page's main thread until now."""
     metrics = session.send("Performance.getMetrics")["metrics"]
     return next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
 
@@ -79,7 +78,7 @@ def rested(page: Page) -> None:
 
 
 def measured(page: Page, text: str) -> dict[str, Any]:
-    """Milliseconds of pastes of texts never seen before, and of keystrokes at the end."""
+    """Returns the milliseconds of pastes of new texts, and of keystrokes at the end."""
     answers: list[Any] = []
     page.on("response", lambda response: answers.append(response) if response.url.endswith("/score") else None)
     page.evaluate(_WATCH)

@@ -1,6 +1,6 @@
-"""The server for minutes: hundreds of streams at once, each equal to its solo run; a thousand clients that hang up.
+"""Runs hundreds of streams at once, each equal to its solo run, and a thousand clients that hang up.
 
-``python tests/serving/soak.py`` runs it; ``--record`` writes down in ``soak.json`` beside this file what was run.
+``python tests/serving/soak.py`` runs it; ``--record`` writes ``soak.json`` beside this file.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ RECORD = Path(__file__).with_suffix(".json")
 
 
 def same_as_alone(url: str, count: int, seed: int, *, over: Callable[[], object] = bool) -> dict[str, Any]:
-    """So many streams at once: every one is answered, and says what it says alone.
+    """Sends ``count`` streams at once and checks that each equals its solo run.
 
-    ``over`` waits for the end of what else is under way; then nothing may be left.
+    ``over`` waits for the end of other work; then no row may be in use.
     """
     draw = random.Random(seed)
     bodies = [draw_body(draw) for _ in range(count)]
@@ -48,7 +48,7 @@ def same_as_alone(url: str, count: int, seed: int, *, over: Callable[[], object]
 
 
 def hang_up(url: str, count: int, seed: int, *, at_once: int = 50) -> dict[str, Any]:
-    """So many clients leave at random moments, before, while and after they are answered: nothing is left behind."""
+    """Disconnects ``count`` clients at random moments, before, during and after the answer, and checks for leaks."""
     draw = random.Random(seed)
     cut = 0
 

@@ -1,7 +1,7 @@
-"""Decides which requests reach the routes: Host, Origin and API key first, then type, size and time of the body.
+"""Decides which requests reach the routes: checks Host, Origin and API key, then type, size and time of the body.
 
-Without a valid key only ``/health`` and the login form are served. The path that is checked is the scope's, which the
-router matches too, never a URL built from headers.
+Without a valid key only ``/health`` and the login form are served. Paths are those of the ASGI scope, which the router
+matches too, never of a URL that is built from headers.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def route_path(scope: Scope) -> str:
 class AccessControl:
     """The outermost ASGI layer: checks Host, Origin and key, and adds security headers to every answer.
 
-    ``worker`` is the app's worker, for callers that only have the app, such as a Ray replica.
+    ``worker`` is an attribute for callers that only have the app, such as a Ray replica.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, worker: Worker):
@@ -177,7 +177,7 @@ def _form(status: int, message: str) -> HTMLResponse:
 
 
 class BodyLimits:
-    """An ASGI layer that reads the whole JSON body of a POST to one of ``paths``, and refuses it beyond the limits."""
+    """An ASGI layer that reads the JSON body of a POST to one of ``paths`` whole, and refuses it beyond the limits."""
 
     def __init__(self, app: ASGIApp, paths: Collection[str], limits: Limits):
         self.app, self.paths, self.limits = app, paths, limits

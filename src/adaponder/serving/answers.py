@@ -28,12 +28,10 @@ _IMPOSSIBLE = -9999.0
 
 
 class AnswerWriter:
-    """Writes the answer to one request in the format of completions or of chats.
+    """Writes the answer to one request; the type of ``body`` decides between the formats of completions and chats.
 
-    Stream events are concatenated from constant bytes and the new text: serialising dictionaries would take most of the
-    event loop's time.
-
-    The type of ``body`` decides the format. ``hidden``: the generated token is left out, because ``max_tokens`` is 0.
+    With ``hidden`` the generated token is left out, because ``max_tokens`` is 0. Stream events are concatenated from
+    constant bytes and the new text: serialising dictionaries would take most of the event loop's time.
     """
 
     def __init__(self, served: Served, body: CompletionBody | ChatBody, *, hidden: bool):
@@ -41,11 +39,7 @@ class AnswerWriter:
         self._chat, self._top = isinstance(body, ChatBody), body.top
         self._echo = isinstance(body, CompletionBody) and bool(body.echo)
         self._kind, prefix = ("chat.completion", "chatcmpl") if self._chat else ("text_completion", "cmpl")
-        self._about = {
-            "id": f"{prefix}-{secrets.token_hex(12)}",
-            "created": int(time.time()),
-            "model": served.name,
-        }
+        self._about = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": served.name}
         chunk = self._about | {"object": "chat.completion.chunk" if self._chat else self._kind}
         self._head = b"data: " + dumps(chunk)[:-1].encode() + b',"choices":['
         self._tail = b'}],"usage":null}\n\n' if body.includes_usage else b"}]}\n\n"
@@ -113,9 +107,8 @@ class AnswerWriter:
         if self.extension.lists_tokens:
             spelled = zip(writing.tokens[first:last], writing.pieces[first:last], strict=True)
             ended = writing.finish_reason is not None and self.extension.depth
-            details["adaponder"] = {"tokens": [self._token(token, text) for token, text in spelled]} | (
-                {"prompt_depths": writing.prompt_depths} if ended else {}
-            )
+            prompt = {"prompt_depths": writing.prompt_depths} if ended else {}
+            details["adaponder"] = {"tokens": [self._token(token, text) for token, text in spelled]} | prompt
         return details
 
     def _token(self, token: Token, text: str) -> dict[str, Any]:
@@ -177,9 +170,6 @@ def finite(value: float) -> float:
     return value if math.isfinite(value) else _IMPOSSIBLE
 
 
-# --- usage --------------------------------------------------------------------------------------------------------
-
-
 def text_cost(served: Served, depths: Sequence[int], how: Request | Reading, *, logits: int) -> Cost:
     """Returns the cost of reading a text once at these depths and of computing ``logits`` rows of logits."""
     model = served.model
@@ -190,10 +180,10 @@ def text_cost(served: Served, depths: Sequence[int], how: Request | Reading, *, 
 
 
 def usage_of(served: Served, samples: Sequence[Sequence[Writing]], *, hidden: bool) -> dict[str, Any]:
-    """Returns the ``usage`` of an answer, from the samples of each of its prompts.
+    """Returns the ``usage`` of an answer; ``samples`` lists the completions of each prompt.
 
-    A prompt is read once for all its samples, and tokens from the prefix cache cost no FLOPs. ``hidden``: the one
-    generated token is not part of the answer, but its FLOPs count.
+    A prompt counts once for all its samples, and tokens from the prefix cache cost no FLOPs. With ``hidden`` the
+    generated token is not counted, but its FLOPs are.
     """
     choices = [writing for writings in samples for writing in writings]
     prompt_tokens = sum(len(writings[0].request.prompt) for writings in samples)
@@ -239,8 +229,6 @@ def _total_cost(served: Served, samples: Sequence[Sequence[Writing]], *, full_de
     return total, cached
 
 
-# --- scores -------------------------------------------------------------------------------------------------------
-
 # Number of tokens scored between two points where other work may run.
 _PART = 512
 
@@ -249,8 +237,7 @@ class ScoreWriter:
     """Scores texts with one model and writes the answers of ``/score``; called in the engine's thread only."""
 
     def __init__(self, served: Served):
-        self.served = served
-        self.scorer = TokenScorer(served.model)
+        self.served, self.scorer = served, TokenScorer(served.model)
 
     def __call__(
         self, ids: Sequence[int], reading: Reading, *, gates: bool, full_depth: bool
@@ -276,15 +263,9 @@ class ScoreWriter:
             "perplexity": None if loss is None else math.exp(min(loss, 700.0)),
             "mean_depth": sum(depths) / len(ids),
             **({} if full is None else {"full_loss": _mean(full.nll)}),
-            "usage": {
-                "tokens": len(ids),
-                "cached_tokens": scores.cached,
-                "iterations": sum(depths),
-                "flops": spent.flops,
-                "flops_full_depth": most.flops,
-                "kv_bytes": spent.kv_bytes,
-                "kv_bytes_full_depth": most.kv_bytes,
-            },
+            "usage": {"tokens": len(ids), "cached_tokens": scores.cached, "iterations": sum(depths)}
+            | {name: getattr(spent, name) for name in ("flops", "kv_bytes")}
+            | {f"{name}_full_depth": getattr(most, name) for name in ("flops", "kv_bytes")},
         }
         tokens = self._tokens(ids, scores.tokens, None if full is None else full.tokens, top=reading.top, gates=gates)
         answer["seconds"] = time.perf_counter() - began

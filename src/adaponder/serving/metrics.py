@@ -1,4 +1,4 @@
-"""Prometheus metrics: requests, latencies, tokens by depth, and the engine's lanes, queue and rows."""
+"""Defines the Prometheus metrics: requests, latencies, tokens by depth, and the engine's lanes, queue and rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections import Counter as Tally
 from collections.abc import Collection, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -44,9 +44,6 @@ class Metrics:
         self.tokens.labels("completion").inc(completion)
         for depth, count in Tally(depths).items():
             self.depths.labels(str(depth)).inc(count)
-
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
 
 
 class _EngineMetrics(Collector):

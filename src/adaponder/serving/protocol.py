@@ -1,7 +1,7 @@
-"""Bodies of requests as OpenAI documents them, with an ``adaponder`` extension, and errors in OpenAI's form.
+"""Defines the bodies of requests as OpenAI documents them, with an ``adaponder`` extension, and OpenAI's errors.
 
-OpenAI's fields that are not supported have the type ``null``: any other value is refused with an error that says so.
-Fields without effect are accepted. Unknown fields are refused. :func:`bodies_for` adds the limits of one server.
+OpenAI's fields without effect are accepted; those that are not supported accept ``null`` only, with an error that says
+so. Unknown fields are refused. :func:`bodies_for` adds the limits of one server.
 """
 
 from __future__ import annotations
@@ -29,9 +29,6 @@ _UNSUPPORTED_IN_CHATS += ("tool_choice", "tools", "verbosity", "web_search_optio
 Never = Literal[False]
 
 
-# --- bodies -------------------------------------------------------------------------------------------------------
-
-
 class JsonBody(BaseModel):
     """A JSON object: types are not converted; unknown fields, NaN and infinity are refused."""
 
@@ -40,7 +37,7 @@ class JsonBody(BaseModel):
 
 
 class DepthControl(JsonBody):
-    """Decides each token's depth: at most one of policy, tau and budget; without them the method's own rule."""
+    """Decides each token's depth by at most one of policy, tau and budget; without them by the method's own rule."""
 
     policy: str | None = Field(None, max_length=400, description="A policy in one line, e.g. fixed:2 or entropy:2.5.")
     tau: Annotated[float | None, body_field("tau")] = None
@@ -120,12 +117,15 @@ class CompletionBody(GenerationBody):
 
     @property
     def top(self) -> int | None:
-        """Number of most likely tokens returned with each log-probability; ``None``: no log-probabilities."""
+        """Number of likeliest tokens to list with each log-probability; ``None``: no log-probabilities."""
         return self.logprobs
 
 
-class TextPart(JsonBody):
+class TextFormat(JsonBody):
     type: Literal["text"]
+
+
+class TextPart(TextFormat):
     text: str
 
 
@@ -142,10 +142,6 @@ class ChatMessage(JsonBody):
         """Returns the message in the form that chat templates expect."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
-
-
-class TextFormat(JsonBody):
-    type: Literal["text"]
 
 
 class ChatBody(GenerationBody):
@@ -167,7 +163,7 @@ class ChatBody(GenerationBody):
 
     @property
     def top(self) -> int | None:
-        """Number of most likely tokens returned with each log-probability; ``None``: no log-probabilities."""
+        """Number of likeliest tokens to list with each log-probability; ``None``: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -200,7 +196,7 @@ class ScoreBody(JsonBody):
 def bodies_for(served: Served, limits: Limits) -> dict[type[BaseModel], type[BaseModel]]:
     """Maps body classes to subclasses with the limits of this server and of its model.
 
-    The bounds of ``number`` are stated in ``/openapi.json`` only: the routes check them, with clearer errors.
+    ``number`` states its bound in ``/openapi.json`` only; the routes check it, with a clearer error.
     """
 
     def number(kind: type, bound: float, **limits: Any) -> Any:
@@ -267,8 +263,6 @@ def _limited(body: type[_Body], **fields: Any) -> type[_Body]:
     """Returns a subclass of ``body`` in which ``fields`` are added or replaced."""
     return create_model(body.__name__, __base__=body, __doc__=body.__doc__, **fields)
 
-
-# --- errors -------------------------------------------------------------------------------------------------------
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 # Names in a body of those fields of an engine request that are called differently there.
@@ -350,8 +344,8 @@ def _refused(problem: AdaPonderError) -> ApiError:
 def _invalid_body(errors: Sequence[Any]) -> ApiError:
     """Converts pydantic's errors about a body to a 400 that reports one of them.
 
-    A field of several types yields an error for each type: those about a wrong value are preferred to those about a
-    wrong type, and then the most deeply nested one.
+    A field of several types yields an error for each type; an error about a value goes before one about a type, and a
+    deeply nested one before others.
     """
     error = max(errors, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))
     if error["type"] == "json_invalid":

@@ -1,9 +1,8 @@
 """Serves the same app in several processes or on several machines, as a deployment of Ray Serve.
 
-Each replica is a process with its own model, engine and app; keys, limits and draining are part of the app and work as
-without Ray. Ray's proxy listens, and sends each request to the less busy of two random replicas.
-
-Ray is imported inside functions only, and torch not at all: Ray's proxy imports this module to call :func:`layers`.
+Each replica is a process with its own model, engine and app, which applies keys and limits and drains as without Ray.
+Ray's proxy listens, and sends each request to the less busy of two random replicas. It imports this module to call
+:func:`layers`, so Ray is imported inside functions only, and torch not at all.
 """
 
 # Ray is an optional extra, so a type checker may not find it.
@@ -237,9 +236,6 @@ class Replica:
             await asyncio.sleep(0.05)
         if not worker.alive:
             raise RuntimeError("the engine does not run")
-
-
-# --- in the proxy's process ---------------------------------------------------------------------------------------
 
 
 def layers() -> list[Any]:

@@ -1,8 +1,4 @@
-"""The HTTP routes, and the ASGI app around them.
-
-All routes (completions, chats, scores, tokens, the model's facts, the server's state and the page) are behind access
-control, metrics and body limits; every error has OpenAI's form.
-"""
+"""Defines the HTTP routes, and puts them behind access control, metrics and body limits in one ASGI app."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from typing import Any
 from fastapi import Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -92,9 +88,6 @@ class Context:
             raise ApiError(429, message, code="queue_full", headers=retry)
         if jobs and worker.jobs + jobs > self.limits.jobs:
             raise ApiError(429, f"{worker.jobs} texts wait to be scored; try again", code="queue_full", headers=retry)
-
-
-# --- completions and chats ----------------------------------------------------------------------------------------
 
 
 async def completions(context: Context, http: HttpRequest, body: CompletionBody) -> Response:
@@ -179,16 +172,13 @@ def _best(body: CompletionBody | ChatBody, samples: Sequence[Sequence[Writing]])
 
 
 def _count_tokens(metrics: Metrics, samples: Sequence[Sequence[Writing]], *, hidden: bool) -> None:
-    """Counts tokens, and by depth the computed (not cached) ones; a prompt counts once for all its samples."""
+    """Counts an answer's tokens, and the computed (not cached) ones by depth; a prompt counts once for all samples."""
     for writings in samples:
         for index, writing in enumerate(writings):
             depths, prompt = [depth for depth in writing.depths if depth], len(writing.prompt_depths)
             read = depths[prompt if index else writing.cached_tokens :]
             generated = 0 if hidden else len(writing.tokens)
             metrics.count_tokens(read, prompt=0 if index else prompt, completion=generated)
-
-
-# --- scores and tokens --------------------------------------------------------------------------------------------
 
 
 async def score(context: Context, http: HttpRequest, body: ScoreBody) -> Response:
@@ -235,9 +225,6 @@ async def detokenize(context: Context, body: DetokenizeBody) -> Response:
     return JSONResponse({"prompt": "".join(texts)})
 
 
-# --- the model and the server -------------------------------------------------------------------------------------
-
-
 async def models(context: Context) -> Response:
     """Lists the served model, with its facts."""
     return JSONResponse({"object": "list", "data": [_facts(context)]})
@@ -281,17 +268,15 @@ async def ready(context: Context) -> Response:
 
 async def metrics(context: Context) -> Response:
     """Returns metrics for Prometheus."""
-    return Response(context.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+    return Response(generate_latest(context.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
-
-# --- the page -----------------------------------------------------------------------------------------------------
 
 _PAGE_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
 @cache
 def _page() -> Mapping[str, tuple[bytes, dict[str, str]]]:
-    """Returns content and headers of the page's files by name, so that a request cannot name any other path."""
+    """Returns content and headers of each file of the page by name, so that a request cannot name another path."""
     page = {}
     for path in files("adaponder.serving").joinpath("page").iterdir():
         content, kind = path.read_bytes(), _PAGE_TYPES[path.name.rpartition(".")[2]]
@@ -314,8 +299,6 @@ async def page_file(context: Context, http: HttpRequest, name: str) -> Response:
         return Response(status_code=304, headers=headers)
     return Response(content, headers=headers)
 
-
-# --- the app ------------------------------------------------------------------------------------------------------
 
 _ROUTES: dict[str, Callable[..., Awaitable[Response]]] = {
     "POST /v1/completions": completions,
@@ -350,12 +333,7 @@ def make_app(worker: Worker, settings: Settings | None = None) -> ASGIApp:
         await worker.stop()
 
     app = FastAPI(
-        title="AdaPonder",
-        version=__version__,
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
+        title="AdaPonder", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
     )
     _add_routes(app, Context(worker, settings, metrics, ScoreWriter(worker.served)))
     for kind in (ApiError, AdaPonderError, RequestValidationError, HTTPException, Exception):
@@ -397,7 +375,7 @@ def _add_routes(app: FastAPI, context: Context) -> None:
 def _bind(
     handler: Callable[..., Awaitable[Response]], context: Context, bodies: Mapping[Any, Any]
 ) -> Callable[..., Awaitable[Response]]:
-    """Returns ``handler`` with ``context`` bound and this server's body types in its signature, for FastAPI."""
+    """Returns ``handler`` bound to ``context``, with this server's body types in the signature that FastAPI reads."""
 
     async def route(**arguments: Any) -> Response:
         return await handler(context, **arguments)

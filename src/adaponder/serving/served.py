@@ -69,8 +69,7 @@ class Served:
             "chat": self.template,
             "policies": policies,
             "profiles": [
-                {"name": name, "policy": profile["policy"]}
-                | {field: profile.get(field) for field in ("budget", "depth")}
+                {"name": name} | {field: profile.get(field) for field in ("policy", "budget", "depth")}
                 for name, profile in self.profiles.items()
             ],
         }

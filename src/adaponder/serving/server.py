@@ -46,13 +46,11 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listening = socket.create_server(address[:2], family=family, backlog=2048, dualstack_ipv6=dual)
     except OSError as problem:
+        reason = os.strerror(problem.errno or 0)
+        message = f"--port {port}: cannot listen on {host} ({reason}); choose another --port, or 0 for any free one"
         if problem.errno == errno.EADDRNOTAVAIL:
             message = f"--host {host}: this machine has no such address; use 0.0.0.0 for all of its addresses"
-            raise InputError(message) from None
-        cure = "choose another --port, or 0 for any free one"
-        raise InputError(
-            f"--port {port}: cannot listen on {host} ({os.strerror(problem.errno or 0)}); {cure}"
-        ) from None
+        raise InputError(message) from None
     listening.setblocking(False)
     return listening
 
@@ -140,14 +138,10 @@ class Server(uvicorn.Server):
 class BoundedConnection(HttpToolsProtocol):
     """A connection whose headers must be short and arrive in time, and whose client must read its answers.
 
-    Works around faults of uvicorn 0.54 with httptools. It limits neither the bytes nor the time of headers, so a client
-    could fill memory or hold connections (CVE-2025-48956). It waits forever for a client that does not read. It marks
-    only the last of several pipelined requests as disconnected.
-
-    Attributes:
-        header_bytes: longest request line and headers together.
-        header_seconds: time in which request line and headers must arrive.
-        stall_seconds: time after which a client that reads nothing is disconnected.
+    Its attributes are fields of :class:`adaponder.serving.settings.Limits`. It works around faults of uvicorn 0.54 with
+    httptools, which limits neither the bytes nor the time of headers, so that a client could fill memory or hold
+    connections (CVE-2025-48956), waits forever for a client that does not read, and marks only the last of several
+    pipelined requests as disconnected.
     """
 
     header_bytes: ClassVar[int] = 1 << 15

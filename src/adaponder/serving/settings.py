@@ -56,7 +56,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Key:
-    """One API key, of which only digests are kept.
+    """The digests of an API key; the key itself is not stored.
 
     Attributes:
         digest: SHA-256 of the key, compared with the digest of the key in a request.

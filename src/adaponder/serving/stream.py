@@ -1,7 +1,6 @@
-"""Runs the completions of one HTTP request, and streams responses.
+"""Runs the completions of one HTTP request, decodes their text in the event loop's thread, and streams the response.
 
-The engine's events become text in the event loop's thread. The bytes that wait for a client are bounded, and a request
-whose client disconnects is cancelled.
+The bytes that wait for a client are bounded, and a request whose client disconnects is cancelled.
 """
 
 from __future__ import annotations
@@ -51,9 +50,8 @@ class Run:
     ):
         self.worker, self.metrics, self._on_text, self._on_end = worker, metrics, on_text, on_end
         served = worker.served
-        self.samples = [
-            start_writings(served.tokenizer, request, stops=stops, eos_ids=served.eos_ids) for request in requests
-        ]
+        options = {"stops": stops, "eos_ids": served.eos_ids}
+        self.samples = [start_writings(served.tokenizer, request, **options) for request in requests]
         self._began, self._last_token = time.monotonic(), None
         self._tickets: list[Ticket] = []
         first = 0

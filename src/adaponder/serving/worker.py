@@ -1,7 +1,7 @@
 """Runs the engine in one thread: requests go in through a queue, and each step's events come out in one call.
 
 The event loop never waits for the model, and the engine's thread never decodes text. A job (a text to be scored) is a
-generator; between two steps the thread runs one job up to its next ``yield``, so neither steps nor jobs starve.
+generator; between two steps the thread runs one job up to its next ``yield``, so steps and jobs take turns.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Ticket:
 
 
 class Worker:
-    """Runs an engine in a thread of its own; its public methods belong to the event loop's thread.
+    """Runs an engine in a thread of its own; public methods must be called in the event loop's thread.
 
-    ``make_engine`` is called in that thread and returns an :class:`Engine`, or an object with its methods.
+    ``make_engine`` is called in the engine's thread and returns an :class:`Engine`, or an object with its methods.
 
     Attributes:
         state: ``starting``, ``ready``, ``draining``, ``stopped``, or ``broken`` once the engine has failed for good.
@@ -90,8 +90,6 @@ class Worker:
         self._running: dict[int, Ticket] = {}
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-
-    # --- the event loop's thread ----------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Starts the thread; must be called once, in the event loop that will get the events."""
@@ -200,8 +198,6 @@ class Worker:
             self.state, self.problem = "broken", problem
         for ticket in list(self._tickets):
             self._deliver(ticket, UnavailableError(f"engine: {problem}"))
-
-    # --- the engine's thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:

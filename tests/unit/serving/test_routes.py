@@ -39,13 +39,29 @@ def server():
 def test_models_returns_facts_and_limits(server):
     (model,) = server.get("/v1/models").json()["data"]
     facts = model["adaponder"]
-    assert (facts["method"], facts["iterations"], facts["tau"], facts["halts"]) == ("adaponder", 3, 0.5, True)
-    assert (facts["positions"], facts["vocabulary"]) == (64, 61)
-    assert facts["parameters"] == sum(weight.numel() for weight in server.worker.served.model.parameters())
+    exact = {"method": "adaponder", "iterations": 3, "tau": 0.5, "halts": True, "positions": 64, "vocabulary": 61}
+    exact["parameters"] = sum(weight.numel() for weight in server.worker.served.model.parameters())
+    assert {name: facts[name] for name in exact} == exact
     assert {"gate", "fixed", "entropy", "random"} <= set(facts["policies"])
     assert not {"router", "exit", "ranked-uniform"} & set(facts["policies"])
     assert [profile["name"] for profile in facts["profiles"]] == list(PROFILES)
     assert facts["limits"]["n"] == 16
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models/tiny", "/", "/page/style.css"])
+def test_head_is_get_without_its_body(server, path):
+    with server.client() as client:
+        head, whole = client.head(path), client.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == whole.headers["content-length"]
+
+
+def test_a_draining_server_is_not_ready(server, monkeypatch):
+    assert server.get("/ready").json()["status"] == "ready"
+    monkeypatch.setattr(server.worker, "state", "draining")
+    for response in (server.get("/ready"), server.post("/score", {"prompt": "ab"})):
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    assert server.get("/health").status_code == 200
 
 
 def test_tokenize_and_detokenize(server):

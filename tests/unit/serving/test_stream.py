@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import socket
 import threading
 import time
-from contextlib import suppress
 
 import pytest
 import torch
@@ -36,23 +34,6 @@ def server():
         yield running
 
 
-def test_disconnecting_cancels_at_any_moment(server):
-    generator = random.Random(1)
-    for number in range(20):
-        connection = connect(server)
-        connection.sendall(request_bytes(BODY | {"stream": number % 2 == 0, "n": 2, "seed": number}))
-        time.sleep(generator.random() * 0.02)
-        if number % 3 == 0:
-            connection.setblocking(False)
-            with suppress(BlockingIOError):
-                connection.recv(100)
-        connection.close()
-    check_idle(server)
-    assert server.post("/v1/completions", BODY).status_code == 200
-    left = [line for line in server.get("/metrics").text.splitlines() if line.startswith("adaponder_disconnects_total")]
-    assert any(float(line.split()[-1]) > 0 for line in left)
-
-
 def test_disconnecting_cancels_scoring(server, monkeypatch):
     begun = threading.Event()
 
@@ -75,6 +56,7 @@ def test_pipelined_requests_end_with_their_connection(server):
     connection.recv(100)
     connection.close()
     check_idle(server)
+    assert 'adaponder_disconnects_total{why="left"} ' in server.get("/metrics").text
 
 
 def test_a_client_that_does_not_read_blocks_no_other(server):
@@ -95,10 +77,7 @@ class Stuck(Engine):
     held = True
 
     def step(self):
-        if self.held:
-            time.sleep(0.001)
-            return []
-        return super().step()
+        return time.sleep(0.001) or [] if self.held else super().step()
 
 
 def test_429_when_lanes_and_queue_are_full():
