@@ -81,13 +81,6 @@ def test_one_gate_or_nothing_to_choose_needs_no_proposal():
     assert propose(FullDepth(seen.nll[:, :2], {"gate": seen.signals["gate"][:, :1]}), 1.5) == []
 
 
-@pytest.mark.parametrize("budget", [1.0, 1.5, 2.5, 3.5, 4.0])
-def test_the_budget_is_met_on_the_half_it_was_tuned_on(lab, budget):
-    ways = meet(lab, budget)
-    assert ways[0].missed is None
-    assert ways[0].depth == pytest.approx(budget, abs=REACHED)
-
-
 def test_every_way_is_measured_on_text_it_has_not_seen(lab):
     result = calibrate(lab, 2.5)
     assert [choice.chosen for choice in result.choices] == [True] + [False] * (len(result.choices) - 1)
@@ -249,17 +242,16 @@ def test_an_interrupted_frontier_keeps_its_rows_and_its_profile(checkpoint, data
 
 def test_a_checkpoint_without_gates_and_wrong_options_are_refused(checkpoint, data, tmp_path):
     plain = saved(tmp_path / "plain", support.tiny("vanilla", dtype=torch.float32))
-    for folder, options, field in (
-        (plain, {"budget": 2.0}, "vanilla"),
-        (checkpoint, {}, "--budget"),
-        (checkpoint, {"frontier": True, "name": "x"}, "--name"),
-        (checkpoint, {"budget": 2.0, "name": "no name"}, "--name"),
-        (checkpoint, {"budget": 4.5}, r"--budget 4\.5"),
+    for call in (policies_command.policies, lambda folder, data: command.calibrate(folder, data=data, budget=2.0)):
+        with pytest.raises(AdaPonderError, match="vanilla"):
+            call(str(plain), data=str(data))
+    for options, field in (
+        ({"frontier": True, "name": "x"}, "--name"),
+        ({"budget": 2.0, "name": "no name"}, "--name"),
+        ({"budget": 4.5}, r"--budget 4\.5"),
     ):
         with pytest.raises(AdaPonderError, match=field):
-            command.calibrate(checkpoint=str(folder), data=str(data), **options)
-    with pytest.raises(AdaPonderError, match="vanilla"):
-        policies_command.policies(checkpoint=str(plain), data=str(data))
+            command.calibrate(checkpoint=str(checkpoint), data=str(data), **options)
 
 
 def test_the_lab_on_a_checkpoint_prints_every_policy_and_saves_its_table(
@@ -274,14 +266,11 @@ def test_the_lab_on_a_checkpoint_prints_every_policy_and_saves_its_table(
     shown = capsys.readouterr().out
     for words in ("Mean depth 2.200", "assigned whole", *SHOWN):
         assert words in shown
-    saved_rows = json.loads((tmp_path / "lab.json").read_text())["rows"]
-    assert saved_rows == json.loads(json.dumps(result["rows"]))
-    frame = flat(saved_rows)
-    for row, (_, line) in zip(saved_rows[2:], frame.iloc[2:].iterrows(), strict=True):
+    rows = json.loads((tmp_path / "lab.json").read_text())["rows"]
+    assert [row["policy"] for row in result["rows"][1:]] == list(SHOWN)
+    for row, (_, line) in zip(rows[2:], flat(rows).iloc[2:].iterrows(), strict=True):
         assert [line["difference_low"], line["difference_high"]] == row["difference"]["interval"]
         assert [line[f"active_{i}"] for i in range(1, K + 1)] == row["active"]
-    assert [row["policy"] for row in result["rows"][1:]] == list(SHOWN)
-    assert torch.isfinite(torch.tensor([row["loss"] for row in result["rows"]])).all()
 
 
 SHOWN = ("learned gate", "uniform, ranked", "oracle by NLL")
