@@ -11,30 +11,18 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
-
-from rich.console import Console
-from rich.table import Table
 
 ROOT = Path(__file__).parents[2]
 SHOWN = 10  # longest functions
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+MEASURES = ("files", "lines", "code lines")
 
 
-class Size(NamedTuple):
-    files: int = 0
-    lines: int = 0
-    code: int = 0
-
-    def plus(self, other: Size) -> Size:
-        return Size(*(a + b for a, b in zip(self, other, strict=True)))
-
-
-def size_of(text: str) -> Size:
-    """Returns the size of one Python file."""
+def size_of(text: str) -> Counter[str]:
+    """Returns the measures of one Python file."""
     skipped: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -43,17 +31,17 @@ def size_of(text: str) -> Size:
             skipped.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     lines = text.splitlines()
     code = [line for number, line in enumerate(lines, 1) if number not in skipped and line.strip()]
-    return Size(1, len(lines), sum(not line.lstrip().startswith("#") for line in code))
+    counts = (1, len(lines), sum(not line.lstrip().startswith("#") for line in code))
+    return Counter(dict(zip(MEASURES, counts, strict=True)))
 
 
-def sizes(folder: Path) -> dict[str, Size]:
+def sizes(folder: Path) -> dict[str, Counter[str]]:
     """Returns the size of each direct subfolder of ``folder``, and of the files directly in it (``.``)."""
-    found: defaultdict[str, Size] = defaultdict(Size)
+    by_package: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for path in sorted(folder.rglob("*.py")):
         parts = path.relative_to(folder).parts
-        package = parts[0] if len(parts) > 1 else "."
-        found[package] = found[package].plus(size_of(path.read_text()))
-    return dict(found)
+        by_package[parts[0] if len(parts) > 1 else "."] += size_of(path.read_text())
+    return dict(by_package)
 
 
 def functions(folder: Path) -> Iterator[tuple[int, str]]:
@@ -78,39 +66,34 @@ def prose_words(text: str) -> int:
 
 def documents(root: Path) -> dict[str, int]:
     """Returns the words of prose in each Markdown document of the tree, hidden and built folders left out."""
-    paths = [path for path in sorted(root.rglob("*.md")) if not {"build", "tests"} & set(path.relative_to(root).parts)]
-    visible = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(root).parts)]
-    return {str(path.relative_to(root)): prose_words(path.read_text()) for path in visible}
-
-
-def table(title: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """Returns a table with its names to the left and its numbers to the right."""
-    drawn = Table(title=title)
-    for head in heads:
-        drawn.add_column(head, justify="left" if head in ("", "function", "document") else "right")
-    for row in rows:
-        drawn.add_row(*(f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row))
-    return drawn
+    names = {path: path.relative_to(root) for path in sorted(root.rglob("*.md"))}
+    hidden = {"build", "tests"}
+    return {
+        str(name): prose_words(path.read_text())
+        for path, name in names.items()
+        if not any(part in hidden or part.startswith(".") for part in name.parts)
+    }
 
 
 def show(root: Path) -> None:
     """Prints the whole report of a tree."""
-    rows: list[tuple[object, ...]] = []
+    print(f"{'Python':<44}", *(f"{name:>10}" for name in MEASURES))
     for folder in ("src/adaponder", "benchmarks", "experiments", "tests"):
-        packages = sorted(sizes(root / folder).items(), key=lambda item: -item[1].lines)
-        total = Size()
-        for package, size in packages:
-            total = total.plus(size)
-            if folder in ("src/adaponder", "tests"):
-                rows.append((f"  {folder}/{package}", *size))
-        rows.append((folder, *total))
+        by_package = sizes(root / folder)
+        rows = {f"  {folder}/{package}": size for package, size in by_package.items()}
+        rows = (
+            dict(sorted(rows.items(), key=lambda row: -row[1]["lines"])) if folder in ("src/adaponder", "tests") else {}
+        )
+        for name, size in (rows | {folder: sum(by_package.values(), Counter())}).items():
+            print(f"{name:<44}", *(f"{size[measure]:>10,}" for measure in MEASURES))
+    words = documents(root)
     longest = sorted(functions(root / "src" / "adaponder"), reverse=True)[:SHOWN]
-    counted = sorted(documents(root).items(), key=lambda item: -item[1])
-    words = [*((count, name) for name, count in counted), (sum(count for _, count in counted), "all documents")]
-    console = Console()
-    console.print(table("Python", ("", "files", "lines", "code lines"), rows))
-    console.print(table("Longest functions of src/", ("lines", "function"), longest))
-    console.print(table("Prose", ("words", "document"), words))
+    prose = sorted(((count, name) for name, count in words.items()), reverse=True)
+    for title, counts in (
+        ("longest functions of src/", longest),
+        ("words of prose", [*prose, (sum(words.values()), "all documents")]),
+    ):
+        print(f"\n{title}", *(f"{count:>8,}  {name}" for count, name in counts), sep="\n")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -41,45 +40,35 @@ def room_of(path: Path) -> str:
 tree_of = functools.cache(lambda path: ast.parse(path.read_text()))
 
 
-def imported_rooms(path: Path) -> set[str]:
-    rooms = set()
-    for node in ast.walk(tree_of(path)):
-        names = []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module] if node.module != "adaponder" else [f"adaponder.{a.name}" for a in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        rooms |= {name.split(".")[1] for name in names if name.startswith("adaponder.")}
-    return rooms
+FILES = {".".join(path.relative_to(SOURCE.parent).with_suffix("").parts): path for path in SOURCE.rglob("*.py")}
+MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}
 
 
-def test_every_import_goes_down_the_stairs():
-    assert {room_of(path) for path in SOURCE.rglob("*.py")} == set(ORDER)
-    wrong = [
-        f"{path.relative_to(SOURCE)} imports {room}"
-        for path in SOURCE.rglob("*.py")
-        for room in imported_rooms(path) - {room_of(path)}
-        if ORDER.index(room) >= ORDER.index(room_of(path))
-    ]
-    assert not wrong
-
-
-def imported_modules(path: Path, modules: Mapping[str, Path]) -> set[str]:
+def imported_modules(path: Path) -> set[str]:
     """The modules of the package that a file imports, be it for types alone."""
     names = set()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
             those = [f"{node.module}.{alias.name}" for alias in node.names]
-            names |= {name if name in modules else node.module for name in those}
+            names |= {name if name in MODULES else node.module for name in those}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-    return names & modules.keys()
+    return names & MODULES.keys()
+
+
+def test_every_import_goes_down_the_stairs():
+    assert {room_of(path) for path in SOURCE.rglob("*.py")} == set(ORDER)
+    wrong = [
+        f"{path.relative_to(SOURCE)} imports {name}"
+        for path in SOURCE.rglob("*.py")
+        for name in imported_modules(path)
+        if ORDER.index(room_of(MODULES[name])) > ORDER.index(room_of(path))
+    ]
+    assert not wrong
 
 
 def test_no_module_is_imported_by_one_that_it_imports():
-    files = {".".join(path.relative_to(SOURCE.parent).with_suffix("").parts): path for path in SOURCE.rglob("*.py")}
-    modules = {name.removesuffix(".__init__"): path for name, path in files.items()}
-    TopologicalSorter({name: imported_modules(path, modules) for name, path in modules.items()}).prepare()
+    TopologicalSorter({name: imported_modules(path) for name, path in MODULES.items()}).prepare()
 
 
 @pytest.fixture(scope="module")
@@ -126,11 +115,6 @@ def test_the_public_door_is_this_wide():
     assert all(hasattr(adaponder, name) for name in adaponder.__all__)
     assert set(adaponder.__all__) <= set(dir(adaponder))
     assert not hasattr(adaponder, "Everything")
-
-
-def test_every_module_states_its_law_first():
-    for path in SOURCE.rglob("*.py"):
-        assert ast.get_docstring(tree_of(path)), f"{path} has no first line"
 
 
 def test_pins_are_exact_and_cover_what_is_required():

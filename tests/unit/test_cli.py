@@ -117,16 +117,6 @@ def test_one_recipe_is_shown_with_every_field_and_where_it_is_from(tmp_path):
     assert "train.execution=dense default" in output
 
 
-def test_convert_prints_the_proof_and_writes_it_down(stock, tmp_path):
-    record = tmp_path / "convert.json"
-    output = shown("convert", str(stock), "--out", str(tmp_path / "out"), "--text", "def f(x):", "--json", str(record))
-    assert "one iteration equals the source" in output
-    assert "gates start open" in output
-    result = json.loads(record.read_text())
-    assert result["checks"][0]["difference"] == 0
-    assert len(result["losses"]) == 4
-
-
 def test_generate_reads_as_deep_as_asked_and_counts_the_cost_of_prompt_and_tokens(stock, checkpoint, tmp_path):
     result = generated(checkpoint, tmp_path, "--policy", "fixed:2")
     assert set(result["depths"][:-1]) == {2}
@@ -205,55 +195,33 @@ def test_doctor_lists_versions_devices_and_kernels(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [
-        ("generate {ada} --prompt x --policy wild:1", "--policy"),
         ("generate {ada} --prompt x --policy fixed:9", "policy=fixed:9"),
         ("generate {ada} --prompt x --tau 0.1 --policy fixed:1", "--tau"),
         ("generate {ada} --prompt x --profile none", "none"),
         ("generate {ada} --prompt x --max-iterations 9", "--max-iterations 9"),
         ("generate {ada} --prompt x --max-new-tokens 1000000000", "max_new_tokens"),
-        ("generate {ada} --prompt x --device abacus", "--device"),
         ("generate {ada} --prompt x --interactive", "--prompt has no effect"),
         ("generate ./nowhere --prompt x", "nowhere"),
-        ("generate x --prompt x --seed 99999999999999999999", "--seed"),
-        ("generate x --prompt x --temperature 101", "--temperature"),
-        ("generate x --prompt x --repetition-penalty 0", "--repetition-penalty"),
-        ("generate x --top-p 2", "--top-p"),
         ("inspect", "CKPT"),
         ("inspect {ada} --context 100000", "--context"),
-        ("convert", "SRC"),
         ("convert {stock} --out {stock}", "--out"),
         ("convert {stock} --out {new} --method magic", "'magic' is not one of adaponder,"),
-        ("convert {stock} --out {new} --gate-bias inf", "--gate-bias"),
         ("convert {stock} --out {stock}/config.json/x", "config.json is a file, not a folder"),
         ("convert {ada} --out {new} --iterations 3", "is that already"),
-        ("prepare x --tokenizer x --out {new} --validation nan", "--validation"),
         ("train cpu/demo --json {stock}/config.json/x", "config.json is a file, not a folder"),
         ("train cpu/demo --set data.sequence=100000", "exceeds model.backbone.max_position_embeddings"),
         ("sweep cpu/demo", "--grid is missing"),
-        ("sweep cpu/demo --seeds 0,nan", "--seeds"),
         ("eval {ada} --data x --tasks sciq", "one of --data"),
         ("eval {ada} --data x --depths 9", "--depths"),
-        ("eval {ada} --data x --max-iterations 9", "--max-iterations"),
-        ("eval x --data x --split neither", "--split"),
         ("eval x --data x --depths two", "--depths two must be whole numbers"),
         ("eval x --data=", "--data is empty"),
-        ("eval x --batch-size 0", "--batch-size"),
-        ("eval x --tau nan", "--tau"),
         ("compare {ada} {ada} --data x --profile-b none", "--profile-b none"),
-        ("compare {ada} {ada} --data x --policy-a wild:1", "--policy-a wild:1"),
         ("compare {ada} {ada} --data x --profile-b n --policy-b fixed:1", "--policy-b and"),
         ("compare {ada} {ada} --data x --max-iterations-b 9", "--max-iterations-b 9"),
         ("policies {ada}", "--data"),
-        ("policies {ada} --data x --budgets two", "--budgets two"),
-        ("policies {ada} --data x --budgets 1.5,inf", "--budgets"),
-        ("policies {ada} --data x --rates 0.5,nan", "--rates"),
         ("policies nothing.json", "not a result"),
         ("calibrate {ada} --budget 2", "--data"),
         ("calibrate {ada} --data x", "--budget"),
-        ("calibrate {ada} --data x --budget nan", "--budget"),
-        ("calibrate {ada} --data x --frontier --step 0", "--step"),
-        ("analyze {ada}", "--data is needed"),
-        ("serve {ada} --stall 0", "--stall"),
         ("ponder", "ponder"),
         ("bench decode --device cuda", "python -m benchmarks decode"),
         ("reproduce decode --device cuda", "python -m experiments"),
@@ -285,34 +253,22 @@ def test_a_full_disk_and_an_interruption_are_one_line(monkeypatch, capsys, raise
 
 def test_the_demo_trains_assesses_and_writes_how_to_go_on(monkeypatch, tmp_path, capsys):
     shards = corpus(tmp_path)
-    small = [
-        f"data.source={shards}",
-        "data.sequence=32",
-        "train.steps=6",
-        "train.ponder_start=2",
-        "train.ponder_full=4",
-        "train.eval_tokens=256",
-        "train.eval_every=0",
-        "train.save_every=0",
-        "model.backbone.max_position_embeddings=256",
-    ]
+    train = {"steps": 6, "ponder_start": 2, "ponder_full": 4, "eval_tokens": 256, "eval_every": 0, "save_every": 0}
+    small = [f"data.source={shards}", "data.sequence=32", "model.backbone.max_position_embeddings=256"]
+    small += [f"train.{name}={value}" for name, value in train.items()]
     found = demo.demo(out=tmp_path / "runs" / "demo", overrides=small)
     output = capsys.readouterr().out
     assert "token frequencies alone" in output
     shares = re.findall(r"^(\d)x +([\d.]+)%$", output[output.index("How often tokens were read") :], flags=re.MULTILINE)
     assert [depth for depth, _ in shares] == ["1", "2", "3", "4"]
     assert sum(float(share) for _, share in shares) == pytest.approx(100, abs=0.3), "no token counts twice"
-    assert len(found["forced"]) == 4
     assert found["forced"][-1] == pytest.approx(found["validation_loss"], abs=0.05)
     assert found["unigram"] < found["uniform"]
     trained, sample = found["beside"]
-    assert (trained["model"], sample["model"]) == ("just trained", "sample")
     assert trained["bytes"] == sample["bytes"]
     assert sample["bits_per_byte"] < 0.5 * trained["bits_per_byte"], "six steps against three thousand"
     assert 1.5 < sample["depth"] < 3.5
-    assert "bytes of Python that neither was trained on" in output
-    readme = (tmp_path / "runs" / "demo" / "README.md").read_text()
-    assert "adaponder generate" in readme
+    assert "adaponder generate" in (tmp_path / "runs" / "demo" / "README.md").read_text()
     monkeypatch.setattr(demo, "beside", lambda final: found["beside"])
     monkeypatch.setattr(demo, "puzzle", lambda seed: {"by_need": found["puzzles"]})
     assert demo.demo(out=tmp_path / "runs" / "demo", overrides=small) == found, "a finished run is looked at again"

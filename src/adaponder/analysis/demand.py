@@ -24,10 +24,8 @@ class Demand(NamedTuple):
     Forced answers (the last of a document of hops) are left out, because one iteration predicts most of them.
 
     Attributes:
-        questions: number of questions of each need.
         at_depth: share of right answers by the depth given to every token, 1 … K.
-        accuracy: share of right answers under the checkpoint's own policy.
-        depth: mean depth, under its own policy, of the token that answers.
+        accuracy, depth: share of right answers, and mean depth of the answering token, under the model's own policy.
         by_depth: for each need, the number of answering tokens with depth 1, 2, … K.
         rho: Spearman's correlation of need and own depth over questions; ``None`` where all have the same depth.
     """
@@ -58,8 +56,6 @@ def measure_demand(model: AdaPonderForCausalLM, text: Text, *, batch_size: int =
     """
     if text.vocabulary.hash != tokenizer_hash(load_tokenizer(SYMBOLS)[0]):
         raise InputError(f"the text is not in tokens of {SYMBOLS}: needed depths are known for hops and mano alone")
-    if batch_size < 1:
-        raise InputError(f"batch_size={batch_size} must be at least 1")
     longest = int(np.diff(text.starts, append=text.predictions).max())
     check_fits(model, text, Windows(max(1, longest - 1)))
     iterations = model.config.iterations

@@ -1,7 +1,4 @@
-"""Figures of the policy lab, drawn from the entries of ``policies.json`` or ``frontier.json`` alone.
-
-An entry is :meth:`adaponder.evaluation.lab.lab.Measurement.as_dict`, so figures can be drawn again without a model.
-"""
+"""Figures of the policy lab, drawn without a model from the rows of ``policies.json`` or ``frontier.json``."""
 
 from __future__ import annotations
 

@@ -25,13 +25,8 @@ _MEANINGS = {
     "model.iterations": "K, most iterations per token",
     "model.tau": "τ, a token halts below",
 }
-_RING: dict[str, Any] = {
-    "marker": "o",
-    "markersize": 9.0,
-    "markerfacecolor": "none",
-    "markeredgewidth": 0.8,
-    "linestyle": "none",
-}
+_RING: dict[str, Any] = {"marker": "o", "markersize": 9.0, "markerfacecolor": "none", "linestyle": "none"}
+_RING |= {"markeredgewidth": 0.8}
 
 
 class Spread(NamedTuple):

@@ -64,10 +64,7 @@ def new_figure(*, width: float = PAGE, height: float = 2.6) -> Figure:
 
 
 def series(index: int, of: int = len(PALETTE)) -> dict[str, Any]:
-    """Returns colour, marker and line style of series ``index`` of ``of``; colours are distinct within a figure.
-
-    Markers and line styles separate neighbours in grey print too.
-    """
+    """Returns colour, marker and line style of series ``index`` of ``of``; neighbours differ in grey print too."""
     # More series than the palette has colours are ordered ones: they get a colour ramp.
     colour = PALETTE[index] if of <= len(PALETTE) else to_hex(_RAMP(0.3 + 0.5 * index / (of - 1)))
     return {"color": colour, "marker": MARKERS[index % len(MARKERS)], "linestyle": LINES[index % len(LINES)]}

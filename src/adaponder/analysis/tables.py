@@ -19,10 +19,9 @@ class Numbers(NamedTuple):
     """Overall numbers of a trace, with the four halting numbers of :class:`adaponder.evaluation.meter.Spent`.
 
     Attributes:
-        tokens: number of predictions.
         scored: number of learned tokens, which losses are computed from.
         bits_per_byte: ``None`` unless every token is learned.
-        flops: FLOPs per token, including context that sliding windows repeat.
+        flops, kv_bytes: per token, including context that sliding windows repeat.
         flops_ratio: FLOPs divided by those of the stock decoder on the same tokens.
     """
 

@@ -43,10 +43,7 @@ FIXED: dict[str, Any] = dict.fromkeys(_WHOLE, np.int32) | {"learned": np.bool_, 
 class Kind:
     """The facts that decide which figures can be drawn; known before the text is scored.
 
-    Attributes:
-        deepest: maximum depth: K, or ``--max-iterations``.
-        halts: whether the method can halt tokens.
-        gates: number of columns ``gate_1`` …; 0 if the method has no gates.
+    ``deepest`` is K or ``--max-iterations``; ``gates`` is the number of columns ``gate_1`` …, 0 without gates.
     """
 
     method: str
@@ -57,10 +54,9 @@ class Kind:
 
 @dataclass(frozen=True)
 class About(Kind):
-    """Description of a trace: checkpoint, policy, text, cost, versions.
+    """Description of a trace: checkpoint, K (``iterations``), policy, text, cost, versions.
 
     Attributes:
-        iterations: K of the model.
         tau: thresholds of the learned gate; ``None`` for other policies.
         utf8_bytes: size of the text; 0 if unknown.
         spent: cost of scoring by the meter (without gates that only the trace evaluates).
@@ -156,10 +152,7 @@ def make_trace(
     journal: Journal | None = None,
     advance: Callable[[int], None] = lambda predictions: None,
 ) -> Trace:
-    """Scores ``text`` and returns its trace; ``advance`` is called with the numbers of newly scored predictions.
-
-    Finished portions are saved in ``journal``; those that it holds already are not scored again.
-    """
+    """Scores ``text``, except portions that ``journal`` holds, and returns its trace; ``advance`` reports progress."""
     how = how or ScoringOptions()
     planned = planned_scorings(model, how)
     shared: dict[str, Any] = {"batch_size": batch_size, "journal": journal, "advance": advance}

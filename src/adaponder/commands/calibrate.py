@@ -52,7 +52,7 @@ def calibrate(
         return list_profiles(checkpoint, json=json)
     if checkpoint.endswith(".json"):
         shared.refuse(checkpoint, data=data, budget=budget, frontier=frontier, max_tokens=reading.max_tokens)
-        return redraw(Path(checkpoint), out=out or Path(checkpoint).parent)
+        return draw(load_result(Path(checkpoint), "calibrate", "rows"), out or Path(checkpoint).parent)
     if data is None:
         raise InputError("--data is needed: the text on which to calibrate")
     if budget is None and not frontier:
@@ -92,9 +92,8 @@ def calibrate(
         raise InputError(f"--name {name}: there is a profile of that name; choose another, or use --replace")
     rows = []
     with resuming(journal, "row") if frontier else nullcontext(), progress_bars() as progress:
-        lab = Lab(
-            subject.model, halves, batch_size=reading.batch_size, seed=reading.seed, show=bar_of_scorings(progress)
-        )
+        show_bar = bar_of_scorings(progress)
+        lab = Lab(subject.model, halves, batch_size=reading.batch_size, seed=reading.seed, show=show_bar)
         if budget is not None and name is not None:
             thresholds = dial.calibrate(lab, budget, rule=rule)
             result |= {"rule": rule, "name": name, "calibration": thresholds.as_dict()}
@@ -169,11 +168,6 @@ def draw(result: dict[str, Any], out: Path) -> list[Path]:
     drawn = save_figure(figures.frontier(result["rows"]), out / "frontier")
     console.print(line("\nThe frontier is in ", (out, "bold")))
     return list(drawn)
-
-
-def redraw(result: Path, *, out: Path) -> list[Path]:
-    """Draws the figure again from the ``frontier.json`` at ``result``, without a model; returns the files written."""
-    return draw(load_result(result, "calibrate", "rows"), out)
 
 
 def list_profiles(checkpoint: str, *, json: Path | None = None) -> dict[str, Any]:

@@ -85,10 +85,7 @@ def assess(recipe: Recipe, trainer: Trainer) -> dict[str, Any]:
 
 
 def beside(trained: Path) -> list[dict[str, Any]]:
-    """Shows a text written by the shipped checkpoint, and compares this checkpoint with ``trained`` on held-out text.
-
-    Losses are in bits per byte, since the vocabularies differ.
-    """
+    """Shows a text of the shipped checkpoint, and compares it with ``trained`` on held-out text, in bits per byte."""
     from adaponder.evaluation.scoring import ScoringOptions
 
     sample = full_name(SAMPLE)

@@ -81,13 +81,13 @@ def evaluate(
     from adaponder.evaluation.summary import by_source
 
     sources = by_source(text, scorings[0].scores.nll, scorings[0].scores.depth, seed=reading.seed)
-    halts = model.method.halts
+    halts, policy = model.method.halts, how.policy or model.method.default_policy(training=False)
     result = subject.facts() | {
         "data": data,
         "split": reading.split,
         "windows": str(windows),
         "seed": reading.seed,
-        "policy": own_policy(subject, how),
+        "policy": str(getattr(policy, "spelling", policy)) if halts else None,
         "max_iterations": depth.max_iterations,
         "execution": "compact" if halts and not dense else "dense",
         "max_tokens": reading.max_tokens,
@@ -202,14 +202,6 @@ def own_label(subject: shared.Subject, how: ScoringOptions) -> str:
         return f"depth {most}"
     rule = "its own depths" if how.policy is None else str(getattr(how.policy, "spelling", "policy"))
     return rule if how.max_iterations is None else f"{rule}, at most {most}"
-
-
-def own_policy(subject: shared.Subject, how: ScoringOptions) -> str | None:
-    """Returns the policy that decides depth, as ``--policy`` takes it; ``None`` for a method that never halts."""
-    if not subject.model.method.halts:
-        return None
-    policy = how.policy if how.policy is not None else subject.model.method.default_policy(training=False)
-    return str(getattr(policy, "spelling", policy))
 
 
 def forced(subject: shared.Subject, depths: Sequence[int], how: ScoringOptions) -> dict[str, ScoringOptions]:

@@ -102,7 +102,11 @@ def generate(
     engine: dict[str, Any] = {"chat": chat, "stops": stops, "lanes": lanes, "drafts": drafts}
     completions = continue_prompts(model, tokenizer, prompts, settings=settings, live=live, **engine)
     show(completions, colours=depth_colours, text=not streams)
-    write_json(json, as_result(completions, time.perf_counter() - began))
+    seconds, new_tokens = time.perf_counter() - began, sum(len(done.pieces) - done.prompt for done in completions)
+    result = {"seconds": seconds, "new_tokens": new_tokens, "tokens_per_second": new_tokens / seconds}
+    values = [completion.as_dict() for completion in completions]
+    # The fields of a single completion are also at the top level.
+    write_json(json, result | {"completions": values} | (values[0] if len(values) == 1 else {}))
     return completions
 
 
@@ -161,17 +165,14 @@ def _from_json(line: str, option: str) -> str:
 
 @dataclass(frozen=True)
 class Generated:
-    """A prompt and its continuation, token by token.
+    """A prompt and its continuation: the text and depth of each token, and what they cost.
 
     Attributes:
-        pieces: the text of each token.
-        depths: the depth of each token; 0 for the last, which was generated but never read.
+        depths: 0 for the last token, which was generated but never fed to the model.
         prompt: number of prompt tokens, which come first in ``pieces``.
         deepest: the maximum depth that was allowed.
-        finish_reason: ``stop``, ``length`` or ``cancelled``.
-        prefill: cost of the prompt's tokens.
         decode: cost of the generated tokens; its seconds include the prefill.
-        dropped_rows: rows computed for drafts that were wrong; no cost includes them.
+        dropped_rows: rows computed for rejected drafts; no cost includes them.
     """
 
     pieces: list[str]
@@ -185,7 +186,7 @@ class Generated:
 
     @property
     def mean_depth(self) -> float:
-        """Returns the mean depth of all tokens except the last, which was sampled but never fed to the model."""
+        """Returns the mean depth of the tokens that were fed to the model."""
         read = [depth for depth in self.depths if depth]
         return sum(read) / max(1, len(read))
 
@@ -270,14 +271,6 @@ def continue_prompts(
             )
         )
     return completions
-
-
-def as_result(completions: Sequence[Generated], seconds: float) -> dict[str, Any]:
-    """Returns the result for ``--json``: all completions; the fields of a single completion also at the top level."""
-    new_tokens = sum(len(completion.pieces) - completion.prompt for completion in completions)
-    result = {"seconds": seconds, "new_tokens": new_tokens, "tokens_per_second": new_tokens / seconds}
-    values = [completion.as_dict() for completion in completions]
-    return result | {"completions": values} | (values[0] if len(values) == 1 else {})
 
 
 def _cost(

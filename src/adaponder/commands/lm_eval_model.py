@@ -25,8 +25,7 @@ class AdaPonderLM(HarnessLM):
     Args:
         pretrained: a model folder, a run folder, a step folder or a hub name; also of a plain decoder.
         policy: the rule that decides depth, as ``adaponder eval --policy`` takes it; quote one that has commas.
-        tau: a threshold for the learned gate, instead of ``policy``.
-        profile: a profile of ``adaponder calibrate``, instead of ``policy``.
+        tau, profile: as the options of ``adaponder eval``, instead of ``policy``.
         max_iterations: maximum depth of each token.
         tokenizer: folder, hub name or ``tokenizer.json``; default: the checkpoint's own.
         revision: branch, tag or commit of a hub name.
@@ -85,10 +84,7 @@ class AdaPonderLM(HarnessLM):
 
 
 def _device(requested: str | None) -> str:
-    """Returns the requested device; by default a GPU if there is one.
-
-    lm-eval passes ``cuda:0`` by default; without a GPU that means the CPU, as for lm-eval's ``hf``.
-    """
+    """Returns the requested device; lm-eval's default ``cuda:0`` and ours are the CPU where there is no GPU."""
     if torch.cuda.is_available():
         return requested or "cuda"
     if requested == "cuda:0":

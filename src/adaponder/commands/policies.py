@@ -44,7 +44,7 @@ def policies(
     schedule_rates = shared.listed("--rates", rates, float, "[0, 1]")
     if checkpoint.endswith(".json"):
         shared.refuse(checkpoint, data=data, budgets=budgets, rates=rates, max_tokens=reading.max_tokens)
-        return redraw(Path(checkpoint), out=out or Path(checkpoint).parent)
+        return draw(load_result(Path(checkpoint), "policies", "rows", "budgets"), out or Path(checkpoint).parent)
     if data is None:
         raise InputError("--data is needed: the text on which to compare policies")
     from adaponder.evaluation.lab.lab import RATES, Lab, check_budget, require_halting
@@ -69,9 +69,8 @@ def policies(
         measured_at = lab.budgets(depths, own_depth)
         rows = [lab.trained(own_depth)]
         count = len(measured_at) * len(lab.dials(schedule_rates))
-        rows += progress.track(
-            lab.compare(measured_at, rates=schedule_rates, journal=journal), count, description="rows"
-        )
+        compared = lab.compare(measured_at, rates=schedule_rates, journal=journal)
+        rows += progress.track(compared, count, description="rows")
     values = [row.as_dict() for row in rows]
     result = origin | {"command": "policies", "own_depth": own_depth, "budgets": list(measured_at), "rows": values}
     console.print(described(result))
@@ -198,11 +197,6 @@ def draw(result: dict[str, Any], out: Path) -> list[Path]:
         drawn += save_figure(figures.keep_probability(result["rows"], budget), out / f"keep-probability{suffix}")
     console.print(line(f"\n{len(drawn) // 2} figures, each as PNG and SVG, are in ", (out, "bold")))
     return drawn
-
-
-def redraw(path: Path, *, out: Path) -> list[Path]:
-    """Draws the figures again from the ``policies.json`` at ``path``, without a model; returns the files written."""
-    return draw(load_result(path, "policies", "rows", "budgets"), out)
 
 
 def load_result(path: Path, command: str, *needed: str) -> dict[str, Any]:

@@ -46,11 +46,13 @@ def prepare(
     """Turn text into token shards that training reads."""
     from adaponder.data.manifest import MANIFEST
     from adaponder.data.prepare import prepare as prepared
+    from adaponder.data.shards import WriterState
 
     finished_before = os.path.isfile(out / MANIFEST)
-    if not finished_before and _has_shards(out):
+    begun = None if finished_before else WriterState.load(out)
+    if begun is not None and any(begun.shards.values()):
         console.print(f"{out} was begun before: going on after the last complete shard")
-    begun = time.monotonic()
+    started = time.monotonic()
     with progress_bars("tokens") as bar:
         line = bar.add_task("reading the inputs", total=None, tokens="")
 
@@ -72,7 +74,7 @@ def prepare(
             chat_template=chat_template,
             progress=show_progress,
         )
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - started
     show(manifest, out)
     if finished_before:
         console.print("Nothing to do: it was prepared before, with the same arguments.")
@@ -81,13 +83,6 @@ def prepare(
     result = {"out": str(out), "finished_before": finished_before, "seconds": seconds, **manifest.as_dict()}
     write_json(json, result)
     return result
-
-
-def _has_shards(out: Path) -> bool:
-    """Returns whether an interrupted earlier run has left a complete shard."""
-    from adaponder.data.shards import WriterState
-
-    return (state := WriterState.load(out)) is not None and any(state.shards.values())
 
 
 def show(manifest: Manifest, out: Path) -> None:

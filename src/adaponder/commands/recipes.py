@@ -32,10 +32,7 @@ def recipes(
 
 
 def show_recipe(name: str, recipe: Recipe, overrides: Sequence[str], *, verbose: bool = False) -> None:
-    """Prints the recipe's hash, and its fields that differ from its base, or from the defaults if it has no base.
-
-    Overridden fields are always printed; ``verbose`` prints every field.
-    """
+    """Prints the recipe's hash and the fields that are overridden or differ from its base (``verbose``: all fields)."""
     from adaponder.recipes import DataRecipe, ModelRecipe, TrainRecipe, base_of, load_recipe
 
     console.print(line((recipe.name, "bold"), f"  {recipe.fingerprint}  {recipe.about}"))

@@ -69,10 +69,7 @@ def run_sweep(
     json: Path | None = None,
     quiet: bool = False,
 ) -> SweepEnd:
-    """Trains the unfinished runs of a sweep, then shows, draws and writes all of them.
-
-    ``dry_run`` only shows the plan. ``quiet`` hides the progress of runs.
-    """
+    """Trains the unfinished runs of a sweep, without progress if ``quiet``; then shows, draws and writes all runs."""
     from adaponder.training.build import config_of
     from adaponder.training.sweep import FAILED, PENDING, STOPPED, carry_out, examine, pending, plan
 

@@ -34,19 +34,16 @@ def run_tasks(
     depth: shared.Depth,
     opening: shared.NarrowOpening,
 ) -> dict[str, Any]:
-    """Runs each task at each number of few-shot examples; returns the result for ``--json``.
-
-    Empty ``tasks`` or ``fewshot`` are taken from the suite.
-    """
+    """Runs each task at each number of few-shot examples (default: the suite's); returns the result for ``--json``."""
     if find_spec("lm_eval") is None:
         raise InputError("--tasks needs lm-eval, which is not installed: pip install 'adaponder[eval]'")
     from adaponder.evaluation.scoring import ScoringOptions
     from adaponder.evaluation.tasks.harness import HarnessLM
     from adaponder.evaluation.tasks.lm_tasks import quiet
-    from adaponder.evaluation.tasks.suites import suite_of
+    from adaponder.evaluation.tasks.suites import PAPER
     from adaponder.evaluation.tasks.task_data import TaskData
 
-    reference = None if suite is None else suite_of(suite)
+    reference = None if suite is None else PAPER
     tasks, fewshot = plan(tasks, fewshot, reference)
     data = None if task_data is None else TaskData(task_data)
     model, folder, tokenizer = opening.generator(checkpoint)
@@ -88,9 +85,8 @@ def plan(tasks: Sequence[str], fewshot: Sequence[int], suite: Suite | None) -> t
     if not tasks and suite is None:
         raise InputError("--tasks: name at least one task of lm-eval, or a --suite")
     if suite is not None and (foreign := [task for task in tasks if task not in suite.tasks]):
-        raise InputError(
-            f"--tasks {','.join(foreign)}: not in --suite {suite.name}, which has {', '.join(suite.tasks)}"
-        )
+        known = ", ".join(suite.tasks)
+        raise InputError(f"--tasks {','.join(foreign)}: not in --suite {suite.name}, which has {known}")
     tasks = tasks or (list(suite.tasks) if suite else [])
     fewshot = fewshot or (list(suite.shots) if suite else [0])
     return list(dict.fromkeys(tasks)), list(dict.fromkeys(fewshot))
@@ -99,10 +95,7 @@ def plan(tasks: Sequence[str], fewshot: Sequence[int], suite: Suite | None) -> t
 def scored(
     harness: Any, tasks: list[str], fewshot: list[int], data: TaskData | None, *, limit: int | None, seed: int
 ) -> Iterator[TaskScore]:
-    """Yields the score of each task at each number of few-shot examples.
-
-    All tasks are opened before the first is run, so that a missing file is an error at once.
-    """
+    """Opens all tasks, so that a missing file is an error at once; then yields the score of each at each shot count."""
     from adaponder.evaluation.tasks.lm_tasks import find_tasks, open_task, run_task
 
     with console.status("looking up tasks …"):

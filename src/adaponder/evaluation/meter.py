@@ -29,7 +29,6 @@ class Spent:
 
     Attributes:
         histogram: numbers of tokens of depth 1, 2, … K.
-        seconds: time in the model's forwards alone.
         deepest: maximum iterations allowed.
         halts: whether the method can halt tokens earlier.
         scored: number of tokens that per-token numbers are divided by; ``None``: every token.

@@ -51,15 +51,15 @@ OWN = ScoringOptions()
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of a text: arrays with one entry per prediction, in text order.
+    """The scores of a text: arrays with one entry per prediction, in text order; some only with ``detail``.
 
     Attributes:
         nll: ``float64[n]``, the loss in nats.
         depth: ``int64[n]``, the depth of the input token at each prediction.
         spent: cost of the forwards, including context that sliding windows repeat.
-        gates: ``float32[n, gates]`` with ``detail``: the gates' probabilities, also of halted tokens.
-        nll_by_iteration: ``float64[n, passes]`` with ``detail``: the loss after each iteration.
-        entropy: ``float32[n, passes]`` with ``detail``: entropy of the next-token distribution in nats.
+        gates: ``float32[n, gates]``, the gates' probabilities, also of halted tokens (``detail``).
+        nll_by_iteration: ``float64[n, passes]``, the loss after each iteration (``detail``).
+        entropy: ``float32[n, passes]``, entropy of the next-token distribution in nats (``detail``).
         counted: ``bool[n]``: predictions included in the mean loss; ``None``: all.
     """
 
@@ -274,12 +274,11 @@ class Agreement:
     """The differences between dense and compact execution on the same predictions.
 
     Attributes:
-        loss_difference: absolute difference of the two mean losses.
+        loss_difference: absolute difference of the two mean losses; at most ``tolerance`` is allowed.
         worst: largest loss difference of a single prediction, among those with equal depth.
         flips: number of predictions whose depths differ.
         unexplained: number of flips that are not near ties; ``None`` for policies other than the learned gate.
         gate_noise: largest gate difference, leaving out flipped predictions and those after a flip in their window.
-        tolerance: allowed difference of the mean losses in this precision.
     """
 
     tokens: int

@@ -119,8 +119,6 @@ def open_text(
     ``data`` is a folder made by ``adaponder prepare`` (of which ``split`` is read), or any input of ``prepare``: a text
     file, a folder of text files, ``.jsonl`` (all of these also compressed), ``.parquet``, ``stdlib``, ``hf:NAME``.
     """
-    if max_tokens is not None and max_tokens < 1:
-        raise InputError(f"--max-tokens {max_tokens} must be at least 1")
     if os.path.isfile(Path(data) / MANIFEST):
         documents = _prepared(Path(data), split, vocabulary, whose)
     else:

@@ -32,11 +32,9 @@ _WORTH_COPYING = 32
 
 @dataclass(frozen=True)
 class Reading:
-    """The settings by which a text is scored.
+    """The settings by which a text is scored; ``None`` is the model's default.
 
     Attributes:
-        policy: the policy; ``None``: the method's default.
-        max_iterations: maximum depth of every token; ``None``: the model's.
         depths: forced depth by slot; slots beyond the text are ignored.
         top: number of likeliest tokens to return after each iteration.
         seed: seed of random policies.
@@ -79,10 +77,7 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """The score of each token of a text; the first ``cached`` scores come from an earlier text.
-
-    The ``nll`` of the last token is meaningless, because no token follows it.
-    """
+    """The score of each token; the first ``cached`` come from an earlier text, the last token's ``nll`` is unused."""
 
     tokens: list[TokenScore]
     cached: int
@@ -110,10 +105,7 @@ class _CachedText:
 class TokenScorer:
     """Scores texts with one model and caches the KV rows of the latest texts; not thread-safe.
 
-    Args:
-        model: a model in evaluation mode, with ``reuse="state"``.
-        max_texts: maximum number of cached texts.
-        max_bytes: maximum bytes of cached keys and values.
+    The model must be in evaluation mode and have ``reuse="state"``. ``max_bytes`` limits cached keys and values.
     """
 
     def __init__(self, model: AdaPonderForCausalLM, *, max_texts: int = 16, max_bytes: int = 1 << 28):

@@ -151,7 +151,6 @@ def test_analyze_traces_a_checkpoint_and_redraws_without_it(checkpoints, tmp_pat
     [
         ("loop", {"only": ["gates"]}, "--only gates: loop has no gates"),
         ("loop", {"window": 65}, "--window 65"),
-        ("loop", {"data": None}, "--data is needed"),
         ("loop", {"out": None}, "--out is needed"),
         ("loop", {"tau": 0.1}, "loop"),
         ("adaponder", {"tokenizer": "nowhere/at/all"}, "--tokenizer nowhere/at/all"),

@@ -201,23 +201,11 @@ def test_a_conversation_continues_prompts_and_obeys_commands(checkpoint, tmp_pat
     assert "temperature 0.7" in shown
 
 
-WRONG = (
-    "/nothing",
-    "/",
-    "/tau 2",
-    "/policy wild:1",
-    "/policy ranked-uniform:0.5",
-    "/policy fixed:99",
-    "/max",
-    "/max 1.5",
-    "/max 999999999999",
-    "/temperature nan",
-    "/top-p 0",
-    "/seed x",
-    "/seed -1",
-    "/iterations 99",
-    "/profile none",
-)
+_WRONG = """
+/nothing | / | /tau 2 | /policy wild:1 | /policy ranked-uniform:0.5 | /policy fixed:99 | /max | /max 1.5 |
+/max 999999999999 | /temperature nan | /top-p 0 | /seed x | /seed -1 | /iterations 99 | /profile none
+"""
+WRONG = [line.strip() for line in _WRONG.split("|")]
 
 
 def test_a_wrong_command_is_named_and_changes_nothing(checkpoint):

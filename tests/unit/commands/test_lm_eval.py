@@ -16,7 +16,6 @@ pytest.importorskip("lm_eval", reason="the extra eval is not installed")
 import lm_eval
 from lm_eval.tasks import TaskManager
 
-import adaponder
 from adaponder import FixedDepth
 from adaponder.commands import tasks
 from adaponder.commands.lm_eval_model import AdaPonderLM
@@ -168,11 +167,3 @@ def test_the_entry_point_that_lm_eval_looks_for_names_the_registered_class():
     module, _, name = project["entry-points"]["lm_eval.models"]["adaponder"].partition(":")
     found = getattr(__import__(module, fromlist=[name]), name)
     assert get_model("adaponder") is found
-
-
-def test_an_empty_subfolder_and_code_that_is_not_trusted_are_taken(checkpoint):
-    options = {"subfolder": "", "trust_remote_code": False, "revision": "main", "use_safetensors": None}
-    model = adaponder.AdaPonderForCausalLM.from_pretrained(checkpoint, dtype=torch.float64, **options)
-    assert model.config.iterations == 3
-    with pytest.raises(adaponder.AdaPonderError, match="subfolder: name the folder itself"):
-        adaponder.AdaPonderForCausalLM.from_pretrained(checkpoint, subfolder="inner")

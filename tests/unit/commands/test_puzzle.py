@@ -1,11 +1,12 @@
 """Puzzles in the terminal: answers, depths and needs are those of the model and of the text."""
 
+import copy
 import json
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPTNeoXConfig
+from transformers import AutoModelForCausalLM
 
 from adaponder import AdaPonderForCausalLM, FixedDepth
 from adaponder.commands import puzzle
@@ -13,21 +14,14 @@ from adaponder.data.prepare import prepare
 from adaponder.data.puzzles import END_ID, WORDS, Hops, documents, ids_of, questions, settings_of
 from adaponder.data.tokenizers import SYMBOLS, load_tokenizer
 from adaponder.errors import InputError
-from support import stir
+from support import FAMILIES, stir
 
 
 @pytest.fixture(scope="module", params=["relay", "loop"])
 def model(request) -> AdaPonderForCausalLM:
+    config = copy.deepcopy(FAMILIES["gpt_neox"])
+    config.vocab_size = 128
     torch.manual_seed(0)
-    config = GPTNeoXConfig(
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        vocab_size=128,
-        max_position_embeddings=64,
-        initializer_range=0.4,
-    )
     backbone = AutoModelForCausalLM.from_config(config)
     options = {"tau": 0.5} if request.param == "relay" else {}
     return stir(AdaPonderForCausalLM.from_backbone(backbone, method=request.param, iterations=3, **options)).eval()

@@ -18,7 +18,7 @@ from adaponder.evaluation.tasks.harness import HarnessLM
 from adaponder.evaluation.tasks.lm_tasks import find_tasks, open_task, quiet, run_task
 from adaponder.evaluation.tasks.task_data import TaskData
 from adaponder.methods.cost import cost_of
-from adaponder.policies import FixedDepth, LearnedGate, Random, Ranked, Uniform
+from adaponder.policies import Random
 from harness_support import LAMBADA, POSITIONS, RECORDS, reader, stock, words, write_records
 
 TASKS = tuple(RECORDS)
@@ -203,20 +203,6 @@ def test_a_sampled_answer_depends_on_seed_and_repeat_alone():
     assert first[0] != first[2]
     assert first != other
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_any_policy_decides_depth():
-    model = reader()
-    for how, deepest in (
-        (ScoringOptions(policy=FixedDepth(2)), 2),
-        (ScoringOptions(max_iterations=2), 2),
-        (ScoringOptions(policy=LearnedGate(0.0)), 3),
-        (ScoringOptions(policy=Ranked(Uniform(keep=0.5))), 3),
-    ):
-        harness = HarnessLM(model, words(), how=how)
-        harness.loglikelihood(ASKED["loglikelihood"])
-        depths = harness.meters["some"].histogram
-        assert max(depth for depth, count in enumerate(depths, 1) if count) == deepest
 
 
 def test_bad_settings_name_the_option():

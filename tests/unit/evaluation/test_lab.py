@@ -33,7 +33,6 @@ from adaponder.evaluation.lab.lab import LEARNED, TRAINED, Lab, require_halting
 from adaponder.evaluation.scoring import ScoringOptions, score
 from adaponder.evaluation.text import Windows
 from adaponder.policies import parse_policy
-from adaponder.terminal import console
 from lab_support import K, made_up, opinionated
 
 WINDOWS = Windows(64)
@@ -303,22 +302,17 @@ def result(rows):
 def test_loss_against_compute_has_a_panel_for_each_rule_and_a_colour_for_each_line(result):
     drawn = figures.loss_against_compute(result["rows"])
     names = {row["policy"] for row in result["rows"] if row["loss"] is not None} - {figures.ORACLE, TRAINED}
-    rules = list(dict.fromkeys(name.split(",")[0] for name in names - {LEARNED}))
     shown = [axis for axis in drawn.axes if axis.get_visible()]
     # Against iterations, then against FLOPs.
-    assert sorted(axis.get_title() for axis in shown) == sorted(2 * rules)
+    kinds = {name.split(",")[0] for name in names - {LEARNED}}
+    assert sorted(axis.get_title() for axis in shown) == sorted(2 * [*kinds])
     for axis in shown:
         of_rule = {name for name in names if name.split(",")[0] == axis.get_title()}
-        lines = [line for line in axis.lines if line.get_label() != "the other policies"]
-        assert (len(lines), len(axis.lines)) == (2 + len(of_rule), len(names) + 1)
-        solid = [line for line in lines if line.get_marker() != "*"]
-        assert len({to_hex(line.get_color()) for line in solid}) == len(solid)
+        lines = [line for line in axis.lines if line.get_label() != "the other policies" and line.get_marker() != "*"]
+        assert len({to_hex(line.get_color()) for line in lines}) == len(lines) == 1 + len(of_rule)
         losses = {row["loss"] for row in result["rows"] if row["policy"] in of_rule and row["loss"] is not None}
-        assert losses <= {loss for line in solid for loss in line.get_ydata()}
-    assert len({text.get_text() for text in drawn.legends[0].get_texts()}) == 5
+        assert losses <= {loss for line in lines for loss in line.get_ydata()}
     assert figures.ORACLE in drawn.get_suptitle()
-    low, high = shown[0].get_xlim()
-    assert 1.0 <= low < high <= K
 
 
 def test_a_line_is_promised_where_one_is_drawn(result):
@@ -334,12 +328,3 @@ def test_a_line_is_promised_where_one_is_drawn(result):
     label = figures.differences(few, BUDGET).axes[0].get_xlabel()
     assert "line:" not in label
     assert "too few documents or windows for a 95 % interval" in label
-
-
-def test_a_column_of_intervals_is_there_if_there_is_one(rows, monkeypatch, capsys):
-    monkeypatch.setattr(console, "width", 200)
-    bare = [replace(row, difference=row.difference and replace(row.difference, interval=None)) for row in rows]
-    for shown, interval in ((rows, True), (bare, False)):
-        console.print(command.budget_table(shown, BUDGET))
-        text = capsys.readouterr().out
-        assert ("95 %" in text, "to learned gate" in text) == (interval, True)

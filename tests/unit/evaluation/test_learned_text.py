@@ -1,19 +1,15 @@
 """Of conversations and puzzles a loss is that of what training learns: what the assistant says, and the answers."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from adaponder.cli import app
 from adaponder.data.prepare import prepare
 from adaponder.data.puzzles import questions
 from adaponder.errors import InputError
 from adaponder.evaluation.lab.dials import at_full_depth, priced_depths
 from adaponder.evaluation.lab.halves import halve
-from adaponder.evaluation.scoring import score
 from adaponder.evaluation.summary import by_source, paired_difference, per_document, summarise
 from adaponder.evaluation.text import Windows, open_text, open_vocabulary
 from adaponder.modeling import AdaPonderForCausalLM
@@ -122,18 +118,3 @@ def test_means_and_intervals_are_of_what_counts_and_depth_is_of_all(text):
     assert gap.tokens == 280
     assert per_document(text, text.counted).tolist() == [7] * 40
     assert by_source(text, nll, depth) == {}
-
-
-def test_eval_scores_the_answers_of_the_puzzler(tmp_path):
-    record = tmp_path / "out.json"
-    arguments = ["eval", "adaponder:sample-hops", "--data", PUZZLES, "--window", "53", "--json", str(record)]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    assert "280 of these tokens learned and scored" in " ".join(done.output.split())
-    (row,) = json.loads(record.read_text())["rows"]
-    assert row["loss"] < 0.2
-    model = AdaPonderForCausalLM.from_pretrained("adaponder:sample-hops").eval()
-    text = open_text(PUZZLES, open_vocabulary("sample-hops"), whose="sample-hops")
-    scores = score(model, text, Windows(53))
-    assert row["loss"] == pytest.approx(scores.nll[text.counted].mean(), rel=1e-6)
-    assert scores.nll.mean() > 2, "letters drawn by chance"

@@ -14,7 +14,7 @@ from adaponder.errors import InputError
 from adaponder.evaluation.tasks.lm_tasks import find_tasks, open_task, quiet
 from adaponder.evaluation.tasks.suites import PAPER
 from adaponder.evaluation.tasks.task_data import TaskData
-from harness_support import ARC, LAMBADA, write_records
+from harness_support import ARC, LAMBADA
 
 WINOGRANDE = {"sentence": "The cup fit the box as the _ was small.", "option1": "cup", "option2": "box", "answer": "1"}
 ENDINGS = ["runs.", "sits.", "eats.", "[step] flies."]
@@ -219,13 +219,3 @@ def test_a_bad_map_is_refused(text, message, tmp_path):
     (tmp_path / "map.yaml").write_text(text)
     with pytest.raises(InputError, match=message):
         TaskData(tmp_path)
-
-
-def test_any_task_of_lm_eval_reads_records_that_have_its_fields(tmp_path):
-    manager = find_tasks(("wikitext", "triviaqa"))
-    data = TaskData(write_records(tmp_path))
-    assert open_task(manager, "wikitext", 0, data).task.OUTPUT_TYPE == "loglikelihood_rolling"
-    assert open_task(manager, "triviaqa", 0, data).task.OUTPUT_TYPE == "generate_until"
-    write(tmp_path / "triviaqa" / "validation.jsonl", [{"question": "Who?"}])
-    with pytest.raises(InputError, match="record 1"):
-        open_task(manager, "triviaqa", 0, data)

@@ -28,25 +28,15 @@ def by_forward(model, text, how: Reading) -> list[dict]:
 
         policy = Custom(decide)
     with torch.no_grad():
-        output = model(
-            torch.tensor([text]),
-            policy=policy,
-            max_iterations=how.max_iterations,
-            seed=how.seed,
-            output_iteration_logits=True,
-            on_iteration=shown.append,
-        )
+        settings = {"policy": policy, "max_iterations": how.max_iterations, "seed": how.seed}
+        output = model(torch.tensor([text]), **settings, output_iteration_logits=True, on_iteration=shown.append)
+    log_p = [torch.log_softmax(logits[0], -1) for logits in output.iteration_logits]
     expected = []
     for slot in range(len(text)):
         active = [one for one in shown if one.active[0, slot]]
-        logs = [torch.log_softmax(output.iteration_logits[one.index][0, slot], -1) for one in active]
-        expected.append(
-            {
-                "depth": int(output.depth[0, slot]),
-                "gates": [float(one.gate[0, slot]) for one in active if one.gate is not None],
-                "logs": logs,
-            }
-        )
+        gates = [float(one.gate[0, slot]) for one in active if one.gate is not None]
+        logs = [log_p[one.index][slot] for one in active]
+        expected.append({"depth": int(output.depth[0, slot]), "gates": gates, "logs": logs})
     return expected
 
 

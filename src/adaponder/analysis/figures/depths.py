@@ -78,8 +78,7 @@ class GateValues(Plate):
     """Shows histograms of the gates' values in log-odds, which separate values near 0, where tokens halt, and near 1.
 
     Attributes:
-        deciding: ``[gate, bin]``, share of all tokens that are active at that gate.
-        later: ``[gate, bin]``, share of all tokens that have halted before that gate.
+        deciding, later: ``[gate, bin]``, shares of all tokens: those active at that gate, those halted before.
         closed: share of all tokens that each gate halted.
         lines: threshold of each gate; ``None`` where the policy has none.
     """
@@ -167,8 +166,7 @@ class DepthByDifficulty(Plate):
     Attributes:
         deciles: depth by decile of difficulty; ``difficulty`` is the mean of each decile.
         boxes: quantiles of the difficulty of the tokens of each depth that has any.
-        rho: rank correlation of depth with difficulty.
-        with_entropy: rank correlation of depth with the entropy after one iteration.
+        rho, with_entropy: rank correlations of depth with difficulty, and with the entropy after one iteration.
     """
 
     name = "difficulty"

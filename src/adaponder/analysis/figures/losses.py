@@ -257,8 +257,7 @@ class ForgoneGain(Plate):
 
     Attributes:
         groups: an entry per depth below the last: gains of the tokens that halted there.
-        random: mean gain of all tokens from that depth on.
-        band: 95 % of draws of equally many random tokens lie within this distance of ``random``.
+        random: mean gain of all tokens from that depth on; 95 % of equally large draws differ by at most ``band``.
         halted: the gain given up by halting, per token of the text.
         chance: the same for depths permuted at random within each document: mean, and ends of 95 % of permutations.
     """
@@ -350,8 +349,7 @@ class ForgoneGain(Plate):
 def _permuted(gains: np.ndarray, depth: np.ndarray, document: np.ndarray, *, seed: int) -> tuple[float, float, float]:
     """Returns mean, low and high of the gain given up per token when depths are permuted within each document.
 
-    Within documents, because documents differ in difficulty: a hard document whose tokens halt less would otherwise
-    count in favour of the policy.
+    Permuting over documents would favour a policy that only halts less in hard documents.
     """
     generator, rows = np.random.default_rng(seed), np.arange(len(depth))
     order = np.argsort(document, kind="stable")

@@ -1,9 +1,8 @@
 """Dials: a policy with a free threshold, set to a mean depth by quantiles of signals recorded at full depth.
 
-Mean depth is the mean of ``1 + [signal 0 >= threshold] + [signals 0 and 1 >= threshold] + …``. So the threshold that
-gives a depth on recorded signals is exactly an order statistic of the signals' running minima, even where many signals
-are close to 0 or 1. Halting changes what later tokens attend to, so scoring with the threshold gives a slightly
-different depth; :func:`tune` corrects it.
+Mean depth is the mean of ``1 + [signal 0 >= threshold] + [signals 0 and 1 >= threshold] + …``, so the threshold for a
+depth is an order statistic of the signals' running minima. Halting changes what later tokens attend to, so scoring
+with that threshold gives a slightly different depth; :func:`tune` corrects it.
 """
 
 from __future__ import annotations
@@ -37,12 +36,10 @@ class Rule(NamedTuple):
 
     Attributes:
         name: label in tables and legends.
-        policy: builds the policy from a threshold.
-        unit: unit of the threshold, in words.
+        policy: builds the policy from a threshold, which is in ``unit``.
         signal: computes the signal of each row; large where the token should continue.
         ceiling: whether the policy continues while its measure is at most the threshold; ``signal`` is then minus it.
         shallowest: the smallest mean depth; 2 for policies that compare two iterations.
-        lowest: the smallest threshold.
     """
 
     name: str
@@ -151,12 +148,9 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Dial:
-    """A policy with a free threshold.
+    """A policy with a free threshold: ``at(depth)`` is the setting with that mean depth on the recorded signals.
 
-    Attributes:
-        name: label in tables and legends.
-        at: returns the setting with a given mean depth on the recorded signals.
-        shallowest: the smallest mean depth of any setting. At this depth and at K, the measured depth is exact.
+    ``shallowest`` is the smallest mean depth of any setting; at this depth and at K, the measured depth is exact.
     """
 
     name: str
@@ -284,12 +278,9 @@ def scaled_shares(shape: tuple[float, ...], total: float) -> tuple[float, ...]:
 
 
 class Tuned(NamedTuple):
-    """A dial set to a budget on the tuning half.
+    """A dial set to a budget by ``runs`` scorings of the tuning half; ``missed`` is why it was not reached, if so.
 
-    Attributes:
-        scores: scores of the tuning half at this setting; ``None`` if the budget is below the dial's smallest depth.
-        runs: number of scorings of the tuning half.
-        missed: why the budget was not reached; ``None`` if it was.
+    ``scores`` are those of the tuning half; ``None`` if the budget is below the dial's smallest depth.
     """
 
     dial: Dial

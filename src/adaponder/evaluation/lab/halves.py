@@ -1,8 +1,7 @@
 """Splits a text into a tuning half and a held-out half that share no target.
 
 A text of many documents is split by whole documents. With few or very unequal documents, windows alternate between the
-halves, so that both contain parts of every long document. Bootstrap intervals then resample windows and are narrower
-than intervals over documents; ``Halves.drawn`` names the resampled unit.
+halves; bootstrap intervals then resample windows and are narrower than over documents (``Halves.drawn`` says which).
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Half:
 
     @property
     def learned(self) -> int:
-        """Returns the number of tokens in the mean loss: all tokens, but only answers in conversations and puzzles."""
+        """Returns the number of tokens in the mean loss."""
         return int(self.own_text.counted.sum())
 
     @property
@@ -63,9 +62,9 @@ class Half:
 
     def everywhere(self, values: np.ndarray, otherwise: int) -> np.ndarray:
         """Returns one value per prediction of the whole text: ``values`` in this half, ``otherwise`` elsewhere."""
-        everywhere = np.full(self.text.predictions, otherwise, values.dtype)
-        everywhere[self.mask] = values
-        return everywhere
+        result = np.full(self.text.predictions, otherwise, values.dtype)
+        result[self.mask] = values
+        return result
 
 
 class Halves(NamedTuple):

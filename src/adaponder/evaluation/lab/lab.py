@@ -1,8 +1,7 @@
 """Compares policies tuned to one mean depth on half of a text and measured on the other half; calibrates a policy.
 
-Calibration first tunes one tau for all gates. A tau per iteration can distribute the same depth differently: proposals
-are computed from losses at full depth, and a proposal is chosen if its loss on the tuning half is significantly lower
-than with one tau. The held-out half is never used to choose, only to measure.
+Calibration tunes one tau for all gates, and proposes a tau per iteration from the losses at full depth. A proposal is
+chosen if its loss on the tuning half is significantly lower. The held-out half is only used to measure.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from adaponder.evaluation.summary import Difference, Interval, paired_difference
 from adaponder.evaluation.text import Text
 from adaponder.journal import Journal
 from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.policies import FixedDepth, Policy, Shares, parse_policy, thresholds_for
+from adaponder.policies import FixedDepth, Policy, Shares, thresholds_for
 
 RATES = (0.9, 0.5)
 LEARNED, TRAINED = "learned gate", "learned gate as trained"
@@ -41,8 +40,7 @@ class Measurement:
     Attributes:
         budget: mean depth that the policy was tuned to; ``None`` for an untuned policy.
         setting: the tuned value, in words; ``spec`` is the policy's ``--policy`` line, ``None`` if it has none.
-        runs: number of scorings of the tuning half.
-        tuning_depth: mean depth on the tuning half.
+        runs: number of scorings of the tuning half, whose mean depth is then ``tuning_depth``.
         difference: the policy's loss minus the tuned learned gate's, paired by document.
         active: shares of tokens active at iteration 1 … K.
         mflops: MFLOPs per token, including logits computed only for the policy's decisions (``deciding_mflops``).
@@ -114,8 +112,6 @@ class Lab:
         return self._at_full_depth(self.halves.held_out, "held-out half at full depth").nll
 
     def tune(self, dial: Dial, budget: float) -> Tuned:
-        """Sets ``dial`` to a mean depth of ``budget`` on the tuning half."""
-
         def measure(setting: Setting) -> Scores:
             how = setting.options(self.halves.tuning, self.full_depth.nll, iterations=self.iterations, seed=self.seed)
             return self._score(self.halves.tuning, how, f"{dial.name} at {budget:g}: tuning")
@@ -235,13 +231,11 @@ class Lab:
 
 def require_halting(model: AdaPonderForCausalLM) -> None:
     """Raises for methods that give all tokens the same depth, and for models of one iteration."""
+    method = model.config.method
     if model.config.iterations < 2:
-        raise InputError(f"{model.config.method} with one iteration has no depth to choose")
+        raise InputError(f"{method} with one iteration has no depth to choose")
     if not model.method.halts:
-        raise InputError(
-            f"{model.config.method} gives every token the same depth; "
-            "adaponder eval --depths 1,2,… shows the cost of each"
-        )
+        raise InputError(f"{method} gives every token the same depth; adaponder eval --depths 1,2,… shows their costs")
 
 
 def check_budget(budget: float, iterations: int, option: str) -> None:
@@ -253,8 +247,6 @@ def check_budget(budget: float, iterations: int, option: str) -> None:
 ONE, EACH, FIXED = "one tau for all gates", "a tau per iteration", "fixed depth"
 # Maximum number of proposals, and of the tokens that they are computed from.
 _PROPOSALS, _SAMPLE = 2, 20_000
-
-RULES = ("gate", "uniform", "geometric", *(name for name in dials.RULES if name != "gate"))
 
 
 @dataclass(frozen=True)
@@ -279,11 +271,6 @@ class Calibration:
     @property
     def chosen(self) -> Measurement:
         return self.choices[0].row
-
-    @property
-    def policy(self) -> Policy:
-        assert self.chosen.spec is not None  # every rule of calibrate has a --policy line
-        return parse_policy(self.chosen.spec)
 
     def as_dict(self) -> dict[str, Any]:
         return {"budget": self.budget, "choices": [choice.as_dict() for choice in self.choices]}
@@ -317,19 +304,14 @@ def meet(lab: Lab, budget: float, *, rule: str = "gate") -> list[Tuned]:
 
 
 def check_rule(rule: str, budget: float) -> None:
-    """Raises if the rule is unknown, or its smallest mean depth is above ``budget``."""
-    if rule not in RULES:
-        raise InputError(f"--rule {rule} must be one of {', '.join(RULES)}")
+    """Raises if the rule's smallest mean depth is above ``budget``."""
     shallowest = dials.RULES[rule].shallowest if rule in dials.RULES else 1.0
     if (why := dials.too_shallow(budget, shallowest)) is not None:
         raise InputError(f"--budget {budget:g}: {rule} {why}")
 
 
 def ordered(ways: Sequence[Tuned], own_text: Text, *, seed: int = 0) -> list[Tuned]:
-    """Sorts ``ways``: those that reach the budget come first, then ways are sorted by loss.
-
-    ``ways[0]``, the simplest, stays before ways whose loss is not significantly lower.
-    """
+    """Sorts ways by loss, those that miss the budget last; ``ways[0]`` yields only to significantly lower losses."""
     simplest = ways[0]
 
     def merit(way: Tuned) -> tuple[bool, int, float]:
@@ -396,7 +378,7 @@ def _moves(shares: tuple[float, ...], step: float) -> Iterator[tuple[float, ...]
 def frontier(lab: Lab, budgets: Sequence[float], *, journal: Journal | None = None) -> Iterator[Measurement]:
     """Yields a measurement for each budget, with the best way of :func:`meet`, then one for each fixed depth.
 
-    Measurements are saved in ``journal``; measurements already in it are not repeated.
+    Measurements that ``journal`` holds are not repeated; others are saved in it.
     """
     measures: dict[str, Callable[[], Measurement]] = {
         f"budget {budget!r}": lambda budget=budget: lab.held_out(meet(lab, budget)[0])[0] for budget in budgets

@@ -32,10 +32,7 @@ def load_profile(folder: str | Path, name: str) -> Policy:
 
 
 def stored(folder: Path) -> dict[str, dict[str, Any]]:
-    """Returns the profiles of the model in ``folder`` by name, the smallest budget first.
-
-    Raises if the file was edited or damaged, or belongs to other weights.
-    """
+    """Returns a model's profiles by name, the smallest budget first; raises if damaged or made for other weights."""
     path = folder / FILE
     if not os.path.lexists(path):
         return {}

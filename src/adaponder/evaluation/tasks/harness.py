@@ -44,8 +44,7 @@ class HarnessLM(TemplateLM):
     """lm-eval's model interface for a checkpoint: log-likelihood, rolling log-likelihood, generation.
 
     Args:
-        model: the model in evaluation mode, on its device.
-        tokenizer: the model's tokenizer.
+        model: in evaluation mode, on its device.
         batch_size: texts per forward; changes only speed and rounding.
         how: policy, maximum iterations, and sampling seed.
         counting: ``with counting(task, texts) as advance`` shows progress; see :func:`adaponder.terminal.counting`.
@@ -80,6 +79,8 @@ class HarnessLM(TemplateLM):
         self.meters: dict[str, Meter] = {}
         self._counting, self._task = counting, ""
         self._blank = Meter(model.config, dtype=model.dtype, device=model.device)
+        pad = self.tokenizer.pad_token_id
+        self._filler = self.prefix_token_id if pad is None else pad
 
     @property
     def device(self) -> torch.device:
@@ -296,12 +297,6 @@ class HarnessLM(TemplateLM):
                 yield batch
                 advance(len(batch))
 
-    @property
-    def _filler(self) -> int:
-        """Returns the padding id."""
-        pad = self.tokenizer.pad_token_id
-        return self.prefix_token_id if pad is None else pad
-
     def _padded(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Returns the ids ``[texts, longest]``, padded on the left, and their attention mask."""
         rows = [torch.tensor(text) for text in texts]
@@ -344,8 +339,7 @@ def generation_settings(request: dict[str, Any], tokenizer: PreTrainedTokenizerB
 class StopAtStrings(StoppingCriteria):
     """Stops each sequence once its new text contains a stop string.
 
-    Attributes:
-        lengths: number of new tokens of each sequence when its stop string was complete; 0 if it is not.
+    ``lengths`` are the numbers of new tokens when the stop strings were complete; 0 where none is.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: list[str], *, rows: int):

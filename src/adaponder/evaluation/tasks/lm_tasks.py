@@ -107,10 +107,6 @@ def open_task(
     manager: TaskManager, name: str, shots: int, data: TaskData | None, *, limit: int | None = None, seed: int = 0
 ) -> OpenedTask:
     """Opens a task with its records; may skip records after ``limit``. Examples use lm-eval's seed plus ``seed``."""
-    if shots < 0:
-        raise InputError(f"--fewshot {shots} must be at least 0")
-    if limit is not None and limit < 1:
-        raise InputError(f"--limit {limit} must be at least 1")
     opened = _from_hub(manager, name, shots) if data is None else _from_files(manager, name, shots, data, limit)
     if shots and opened.task.get_config("num_fewshot") == 0:
         raise InputError(f"--fewshot {shots}: lm-eval defines {name} without examples; use --fewshot 0")
@@ -123,9 +119,8 @@ def _from_hub(manager: TaskManager, name: str, shots: int) -> OpenedTask:
     try:
         task = manager.load([name])["tasks"][name]
     except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise InputError(
-            f"--tasks {name}: downloading its records failed ({error}); --task-data DIR reads them from files"
-        ) from error
+        cure = "--task-data DIR reads them from files"
+        raise InputError(f"--tasks {name}: downloading its records failed ({error}); {cure}") from error
     config: Any = task.config
     split = config.test_split or config.validation_split
     examples = config.fewshot_config.split or config.training_split or config.validation_split or config.test_split

@@ -13,7 +13,6 @@ from statistics import mean
 from typing import Any
 
 from adaponder.config import AdaPonderConfig
-from adaponder.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -101,19 +100,11 @@ _SCORES = {
     ),
 }
 
+_TASKS = "lambada_openai arc_easy lambada_standard arc_challenge winogrande piqa hellaswag sciq race"
+
 PAPER = Suite(
     name="paper",
-    tasks=(
-        "lambada_openai",
-        "arc_easy",
-        "lambada_standard",
-        "arc_challenge",
-        "winogrande",
-        "piqa",
-        "hellaswag",
-        "sciq",
-        "race",
-    ),
+    tasks=tuple(_TASKS.split()),
     shots=(0, 5),
     metric="acc",
     references=tuple(
@@ -121,11 +112,3 @@ PAPER = Suite(
         for (name, shape), scores in _SCORES.items()
     ),
 )
-
-SUITES = {suite.name: suite for suite in (PAPER,)}
-
-
-def suite_of(name: str) -> Suite:
-    if name not in SUITES:
-        raise InputError(f"--suite {name} must be one of {', '.join(SUITES)}")
-    return SUITES[name]

@@ -7,8 +7,7 @@ A folder of task data contains a JSON lines file per task and split, plain or co
     DIR/sciq_validation.jsonl.xz        or <task>_<split>; ``val``, ``valid``, ``dev`` mean validation
     DIR/lambada_test_openai.jsonl.xz    or a name in ``PUBLISHED``
 
-A ``map.yaml`` in the folder (or passed instead of it) maps tasks and splits to files with other names. Its paths are
-relative to its folder, and it takes precedence over the file names above::
+A ``map.yaml`` in the folder, or passed instead of it, names other files, relative to its folder; it takes precedence::
 
     arc_easy: {test: elsewhere/easy.jsonl}
     lambada_openai:
@@ -22,7 +21,7 @@ ARC's first release (``question.stem`` and ``question.choices``), RACE's first r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +132,11 @@ def _as_on_the_hub(task: str, records: list[TaskRecord]) -> list[TaskRecord]:
             problem = (record["question"], record["answer"], record["options"])
             by_article.setdefault(record["article"], []).append(problem)
         articles = by_article.items()
-    return [{"article": article, "problems": _problems(problems)} for article, problems in articles]
+    keys = ("question", "answer", "options")
+    return [
+        {"article": article, "problems": repr([dict(zip(keys, problem, strict=True)) for problem in problems])}
+        for article, problems in articles
+    ]
 
 
 def _arc(record: TaskRecord) -> TaskRecord:
@@ -141,9 +144,3 @@ def _arc(record: TaskRecord) -> TaskRecord:
     question = record["question"]
     choices = {key: [choice[key] for choice in question["choices"]] for key in ("text", "label")}
     return record | {"question": question["stem"], "choices": choices}
-
-
-def _problems(problems: Iterable[tuple[Any, Any, Any]]) -> str:
-    return repr(
-        [{"question": question, "answer": answer, "options": options} for question, answer, options in problems]
-    )
