@@ -1,7 +1,5 @@
 """What the engine's laws share: random requests, and the results that each must have."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field

@@ -249,8 +249,5 @@ def test_equal_decisions_have_equal_keys():
     assert prefix_key(TopProbability(0.5), 1) != prefix_key(TopProbability(0.5), 2)
     assert prefix_key(Seedless(0.5), 1) == prefix_key(Seedless(0.5), 2) != prefix_key(TopProbability(0.5), 2)
     assert prefix_key(OwnGate(0.5), 1) not in (prefix_key(OwnGate(0.5), 2), prefix_key(LearnedGate(0.5), 1))
-
-
-def test_a_users_function_is_never_shared():
-    for policy in (Custom(lambda rows: rows.active), Plain(), Holds(lambda rows: rows.active)):
-        assert prefix_key(policy, 0) is None
+    for own in (Custom(lambda rows: rows.active), Plain(), Holds(lambda rows: rows.active)):
+        assert prefix_key(own, 0) is None, "a user's function is never shared"
