@@ -1,7 +1,5 @@
 """What the engine's laws share: random requests, and the results that each must have."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -76,14 +74,7 @@ def _forced(depths: Any, inner: Any) -> Custom:
 
 
 def draw_requests(
-    count: int,
-    seed: int,
-    *,
-    halts: bool,
-    iterations: int,
-    longest: int = 20,
-    sampled: float = 0.0,
-    extras: float = 0.0,
+    count: int, seed: int, *, halts: bool, iterations: int, longest: int = 20, sampled: float = 0.0, extras: float = 0.0
 ) -> list[Request]:
     """Draws requests of many lengths, policies and iterations; some have a common prefix.
 

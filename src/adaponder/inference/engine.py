@@ -37,10 +37,8 @@ class Engine:
     chunks. A sequence whose token halts starts its next token in the next tick. See ``docs/design.md``, "The engine".
     Only one thread at a time may use an engine; calls from a second one raise.
 
-    Args:
-        model: the model, in evaluation mode and on its device.
-        config: the engine's options.
-        options: fields of :class:`EngineConfig`, which override ``config``: ``Engine(model, lanes=8)``.
+    The model must be in evaluation mode and on its device. ``options`` are fields of :class:`EngineConfig`, which
+    override ``config``: ``Engine(model, lanes=8)``.
     """
 
     def __init__(self, model: AdaPonderForCausalLM, config: EngineConfig | None = None, **options: Any):

@@ -55,8 +55,8 @@ class Plan:
 class Scheduler:
     """Assigns lanes, pages and the rows of a tick to sequences; independent of the device.
 
-    It counts ``preemptions``, the tokens found in the prefix cache (``tokens_reused``) and, in ``most_resident``, the
-    largest number of sequences that had a lane at a time.
+    It counts ``preemptions`` and ``tokens_reused``, those found in the prefix cache; ``most_resident`` is the largest
+    number of sequences that had a lane at a time.
     """
 
     def __init__(self, shape: EngineShape, prefixes: PrefixCache):

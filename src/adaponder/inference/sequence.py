@@ -24,8 +24,6 @@ class Submission:
     """A submitted request and the constants derived from it, shared by its samples.
 
     Attributes:
-        iterations: the maximum depth of its tokens.
-        passes: the maximum number of passes per token.
         namespace: the prefix-cache namespace; ``None`` disables sharing.
         kind: policy and iterations, the key by which the scheduler averages depths.
         forced: the forced depths, by slot.
@@ -59,8 +57,7 @@ class Chunk:
         tokens: the index of each active token in its sequence, ascending.
         iteration: the next iteration, or the one in flight.
         state: the method's state of each token, with hidden states if a policy reads them; ``None`` before iteration 0.
-        rows: the pool rows of the latest pass.
-        in_flight: whether the results of its latest pass are still to be processed.
+        rows: the pool rows of the latest pass, whose results are still to be processed while ``in_flight``.
     """
 
     sequence: Sequence
@@ -114,9 +111,7 @@ class Sequence:
         num_scheduled: tokens assigned to prefill chunks, cached ones included.
         chunks: prefill chunks that are not finished.
         window: the progress of each token in the draft window, by position modulo its size; without drafts, at key 0.
-        lane: its lane; ``None`` while it waits.
-        kv: its rows in the pools.
-        completion: its results so far.
+        lane: ``None`` while the sequence waits.
     """
 
     def __init__(self, submission: Submission, sample: int, leader: Sequence | None):

@@ -1,7 +1,5 @@
 """Tests the checks of a request: an invalid one is refused by the name of its field."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
