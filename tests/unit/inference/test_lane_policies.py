@@ -29,12 +29,8 @@ from adaponder.policies import (
     as_int64,
 )
 from cuda_graphs import captured
-<<<<<<< HEAD
-=======
 from policy_support import DEPTHS, ROW_POLICIES, SLOTS, WORDS, K, alone, tensors_of
 from policy_support import mixed_rows as policy_rows
-from toy_policy import TopProbability
->>>>>>> p1-engine
 
 LANES = 12
 # The host does not wait for the row policies: their numbers become tensors.

@@ -91,10 +91,10 @@ def test_a_schedule_of_ones_own_is_ranked_by_its_word(monkeypatch, model):
 
 def test_a_policy_is_told_of_the_batch_with_padding_and_cached_tokens_counted(model, monkeypatch):
     batches, ids = [], support.ids(3, 12)
-    monkeypatch.setattr(TopProbability, "check_batch", lambda self, *sizes: batches.append(sizes))
+    monkeypatch.setattr(UntilLikely, "check_batch", lambda self, *sizes: batches.append(sizes))
     mask = torch.ones_like(ids)
     mask[:, :4] = 0
-    asked = {"policy": TopProbability(0.5), "use_cache": True}
+    asked = {"policy": UntilLikely(0.5), "use_cache": True}
     ledger = model(ids[:, :8], attention_mask=mask[:, :8], **asked).past_key_values
     model(ids[:, 8:], attention_mask=mask, past_key_values=ledger, **asked)
     assert batches == [(3, 8), (3, 12)]
