@@ -176,10 +176,6 @@ def fake_scores(depth: float):
     return type("Fake", (), {"depth": np.full(10_000, depth)})()
 
 
-def fake_dial(shallowest: float = 1.0) -> Dial:
-    return Dial("fake", lambda depth: Setting(f"{depth!r}", LearnedGate(0.5)), shallowest=shallowest)
-
-
 @pytest.mark.parametrize("budget", [1.2, 2.0, 3.4])
 @pytest.mark.parametrize("bend", [0.5, 1.0, 1.7])
 def test_tuning_follows_what_real_runs_say_however_it_bends(budget, bend):
@@ -190,7 +186,8 @@ def test_tuning_follows_what_real_runs_say_however_it_bends(budget, bend):
         runs.append(aim)
         return fake_scores(1.0 + 3.0 * ((aim - 1.0) / 3.0) ** bend)
 
-    outcome = dials.tune(fake_dial(), budget, measure, iterations=K)
+    dial = Dial("fake", lambda depth: Setting(f"{depth!r}", LearnedGate(0.5)))
+    outcome = dials.tune(dial, budget, measure, iterations=K)
     assert outcome.missed is None
     assert abs(outcome.depth - budget) <= REACHED
     assert len(runs) == outcome.runs <= 6
