@@ -70,9 +70,8 @@ def serving(model: AdaPonderForCausalLM | None = None, *, key: str | None = None
 
 def post(address: str, path: str, **body: Any) -> dict[str, Any]:
     """Returns the answer of a route."""
-    request = urllib.request.Request(
-        f"{address}/{path}", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{address}/{path}", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=20) as answer:
         return json.load(answer)
 
@@ -142,15 +141,11 @@ class Explorer:
         self.page.fill("#text", text)
         self.settle()
 
-    def act(self, action: str) -> None:
-        """Runs JavaScript that changes what is shown, and waits."""
-        self.page.evaluate(action)
-        self.settle()
-
-    def dial(self, place: float, side: str = "A") -> None:
+    def dial(self, place: float) -> None:
         """Turns the dial to a place from 0 to 1."""
-        self.act(f"""() => {{ const dial = document.getElementById("{side}-dial");
+        self.page.evaluate(f"""() => {{ const dial = document.getElementById("A-dial");
             dial.value = {place} * dial.max; dial.dispatchEvent(new Event("input")); }}""")
+        self.settle()
 
     def tokens(self, where: str = "#mirror") -> list[tuple[str, int]]:
         """Returns text and depth of each coloured span."""
@@ -161,8 +156,8 @@ class Explorer:
         """Returns the depth of each column of the grid."""
         return self.page.eval_on_selector_all(f"{where} .column", "all => all.map((bar) => Number(bar.dataset.depth))")
 
-    def stat(self, name: str, where: str = "#summary-a") -> str:
-        return self.page.inner_text(f"{where} [data-stat='{name}'] .value")
+    def stat(self, name: str) -> str:
+        return self.page.inner_text(f"#summary-a [data-stat='{name}'] .value")
 
     def text(self) -> str:
         return self.page.input_value("#text")

@@ -1,7 +1,6 @@
 """The house keeps its order: who may import whom, what importing costs, and which names are public."""
 
 import ast
-import functools
 import json
 import re
 import subprocess
@@ -37,9 +36,6 @@ def room_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-tree_of = functools.cache(lambda path: ast.parse(path.read_text()))
-
-
 FILES = {".".join(path.relative_to(SOURCE.parent).with_suffix("").parts): path for path in SOURCE.rglob("*.py")}
 MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}
 
@@ -47,7 +43,7 @@ MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}
 def imported_modules(path: Path) -> set[str]:
     """The modules of the package that a file imports, be it for types alone."""
     names = set()
-    for node in ast.walk(tree_of(path)):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             those = [f"{node.module}.{alias.name}" for alias in node.names]
             names |= {name if name in MODULES else node.module for name in those}

@@ -2,9 +2,8 @@
 
 import os
 import stat
-from pathlib import Path
+from functools import partial
 
-import pytest
 import torch
 from peft import LoraConfig
 
@@ -13,18 +12,8 @@ from adaponder.training.checkpoint import save_checkpoint
 from support import tiny
 
 
-@pytest.fixture
-def group_may_read():
-    before = os.umask(0o027)
-    yield 0o640
-    os.umask(before)
-
-
-def modes(folder: Path) -> dict[str, int]:
-    return {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
-
-
-def test_whoever_may_read_a_folders_config_may_read_its_weights(tmp_path, group_may_read):
+def test_whoever_may_read_a_folders_config_may_read_its_weights(tmp_path, request):
+    request.addfinalizer(partial(os.umask, os.umask(0o027)))
     model = tiny("adaponder")
     model.save_pretrained(tmp_path / "saved")
     weights, moments = model.state_dict(), {"moment": torch.ones(2)}
@@ -33,6 +22,6 @@ def test_whoever_may_read_a_folders_config_may_read_its_weights(tmp_path, group_
     model.add_adapter(LoraConfig(target_modules=["query_key_value"], r=2))
     model.save_pretrained(tmp_path / "adapter")
     for name, files in (("saved", 1), ("step", 3), ("plain", 1), ("adapter", 1)):
-        found = modes(tmp_path / name)
-        assert sum(file.endswith(".safetensors") for file in found) == files
-        assert set(found.values()) == {group_may_read}, name
+        paths = list((tmp_path / name).iterdir())
+        assert sum(path.suffix == ".safetensors" for path in paths) == files
+        assert {stat.S_IMODE(path.stat().st_mode) for path in paths} == {0o640}, name

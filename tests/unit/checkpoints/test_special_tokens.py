@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from adaponder.evaluation.scoring import score
 from adaponder.evaluation.text import Windows, open_text, open_vocabulary
 from adaponder.training.run import train
 from support import FAMILIES, stock, tiny
-from training_support import corpus, small
+from training_support import assert_same_weights, corpus, small, weights
 from word_support import small_tokenizer
 
 
@@ -65,9 +66,8 @@ def llama_checkpoint(folder, *, end=0, pads=(0, 0)):
     return [f"model.backbone={folder / 'stock'}"]
 
 
-def llama_checkpoint_of_two_minds(folder):
-    """A stock model that ends elsewhere, and whose configs pad with the data's end and with another word."""
-    return llama_checkpoint(folder, end=2, pads=(0, 41))
+# Ends elsewhere; its configs pad with the data's end and with another word.
+llama_checkpoint_of_two_minds = partial(llama_checkpoint, end=2, pads=(0, 41))
 
 
 @pytest.mark.one_of(2)
@@ -75,25 +75,20 @@ def llama_checkpoint_of_two_minds(folder):
 def test_a_resumed_run_trains_the_embeddings_that_an_unbroken_one_trains(tmp_path, begin):
     short = ("train.steps=4", "train.ponder_start=1", "train.ponder_full=2")
     recipe = small(corpus(tmp_path), *begin(tmp_path), *short, method="loop")
-    whole = train(recipe, out=tmp_path / "whole", quiet=True)
+    train(recipe, out=tmp_path / "whole", quiet=True)
     half = tmp_path / "whole" / "checkpoints" / "step-00000002"
-    resumed = train(recipe, out=tmp_path / "resumed", resume=str(half), quiet=True)
-    expected = whole.trainer.model.state_dict()
-    found = resumed.trainer.model.state_dict()
-    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+    train(recipe, out=tmp_path / "resumed", resume=str(half), quiet=True)
+    assert_same_weights(tmp_path / "resumed", tmp_path / "whole")
     end = "backbone.model.embed_tokens.weight"
-    before = AdaPonderForCausalLM.from_pretrained(half).state_dict()[end][0]
-    assert (before != expected[end][0]).all()
+    before, after = weights(half)[end][0], weights(tmp_path / "whole" / "final")[end][0]
+    assert (before != after).all()
     assert before.abs().sum() > 0
 
 
 def test_a_conversion_keeps_the_stock_models_own_ids_and_can_pad(tmp_path):
     source = stock_folder(tmp_path / "stock", eos_token_id=[0, 5], bos_token_id=3)
     convert(str(source), tmp_path / "ada", iterations=2)
-    model, words = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / "ada"),
-        AutoTokenizer.from_pretrained(tmp_path / "ada"),
-    )
+    model, words = (kind.from_pretrained(tmp_path / "ada") for kind in (AutoModelForCausalLM, AutoTokenizer))
     assert (model.config.eos_token_id, model.config.bos_token_id, model.config.pad_token_id) == ([0, 5], 3, None)
     assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == ([0, 5], 0)
     assert (words.eos_token_id, words.pad_token_id, words.padding_side, words.model_max_length) == (0, 0, "left", 64)

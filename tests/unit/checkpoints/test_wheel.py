@@ -58,7 +58,7 @@ def wheel(tmp_path_factory) -> Path:
 
 
 @pytest.mark.every  # building takes most of a minute
-def test_a_wheel_is_small_and_has_every_file_of_the_package(wheel):
+def test_a_wheel_is_small_and_has_every_file_of_the_package_and_works_when_installed(wheel, tmp_path):
     assert wheel.stat().st_size < 9_000_000
     listed = subprocess.run(["git", "ls-files", PACKAGE], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     with zipfile.ZipFile(wheel) as archive:
@@ -68,10 +68,7 @@ def test_a_wheel_is_small_and_has_every_file_of_the_package(wheel):
     assert "Requires-Python: >=3.11" in about
     assert "License-Expression: Apache-2.0" in about
     assert "Language models that think longer on hard tokens" in about  # the README
-
-
-@pytest.mark.every
-def test_what_is_installed_from_the_wheel_opens_the_sample_without_a_network(wheel, tmp_path):
+    # What is installed from it opens the sample without a network.
     venv.create(tmp_path / "env")
     (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")

@@ -139,16 +139,6 @@ def test_a_stop_string_ends_the_text_before_it(checkpoint, tmp_path):
     assert found["depths"][-1] == 0
 
 
-@pytest.fixture
-def window(monkeypatch):
-    """What a terminal of 40 columns is sent."""
-    screen = Screen()
-    screen.file, screen._force_terminal, screen.is_interactive, screen.width = io.StringIO(), True, True, 40
-    for module in (generate, interactive):
-        monkeypatch.setattr(module, "console", screen)
-    return screen.file
-
-
 def screen_after(sent: str) -> list[str]:
     """The lines of a terminal that was sent this: colours, cursor up, and erased lines are obeyed."""
     lines, row, column = [""], 0, 0
@@ -168,10 +158,14 @@ def screen_after(sent: str) -> list[str]:
     return lines
 
 
-def test_one_prompt_is_shown_as_it_grows(monkeypatch, window, checkpoint):
+def test_one_prompt_is_shown_as_it_grows(monkeypatch, checkpoint):
+    terminal = Screen()
+    terminal.file, terminal._force_terminal, terminal.is_interactive, terminal.width = io.StringIO(), True, True, 40
+    for module in (generate, interactive):
+        monkeypatch.setattr(module, "console", terminal)
     monkeypatch.setattr(interactive, "_REFRESH", 0.0)
     (done,) = generate.generate(checkpoint, prompt=["The river ran"], greedy=True, max_new_tokens=40)
-    sent = window.getvalue()
+    sent = terminal.file.getvalue()
     speeds = [int(tokens) for tokens in re.findall(r"(\d+) tokens, [\d.,]+ tokens/s, mean depth", sent)]
     assert speeds[0] < 5
     assert speeds == sorted(speeds)

@@ -10,29 +10,22 @@ from adaponder.commands import tasks
 from adaponder.errors import InputError
 from adaponder.evaluation.tasks.suites import PAPER
 from adaponder.policies import FixedDepth
-from harness_support import write_records
+from harness_support import ARC, write_records
 
 SHAPES = {"Pythia-410M": (1024, 24, 16), "Pythia-1.4B": (2048, 24, 16), "Pythia-2.8B": (2560, 32, 32)}
 
 
+TWO = {"tasks": ["arc_easy", "lambada_openai"], "fewshot": [0]}
+
+
 def family(cls, hidden, layers, heads):
-    return AdaPonderConfig(
-        backbone_config=cls(
-            hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=4 * hidden
-        )
-    )
+    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return AdaPonderConfig(backbone_config=cls(**shape, intermediate_size=4 * hidden))
 
 
 def test_a_run_prints_scores_with_their_split_depth_and_cost(checkpoint, records, tmp_path, capsys):
     out = tmp_path / "found.json"
-    found = tasks.run_tasks(
-        checkpoint=checkpoint,
-        tasks=["arc_easy", "lambada_openai"],
-        fewshot=[0],
-        task_data=records,
-        dtype="float64",
-        json=out,
-    )
+    found = tasks.run_tasks(checkpoint=checkpoint, **TWO, task_data=records, dtype="float64", json=out)
     shown = capsys.readouterr().out
     assert "arc_easy, 0-shot: split test of" in shown
     for word in ("acc_norm", "perplexity", "±", "iterations", "MFLOP/token", "x vanilla"):
@@ -49,15 +42,8 @@ def test_a_run_prints_scores_with_their_split_depth_and_cost(checkpoint, records
 
 
 def test_the_suite_averages_and_gives_no_difference_to_a_stranger(checkpoint, records, capsys):
-    found = tasks.run_tasks(
-        checkpoint=checkpoint,
-        tasks=["arc_easy", "lambada_openai"],
-        fewshot=[0],
-        suite="paper",
-        task_data=records,
-        limit=2,
-        policy=FixedDepth(2),
-    )
+    options = {"suite": "paper", "task_data": records, "limit": 2, "policy": FixedDepth(2)}
+    found = tasks.run_tasks(checkpoint=checkpoint, **TWO, **options)
     assert found["tasks"][0]["items"] == found["tasks"][0]["cost"]["iterations"] == 2
     shown = " ".join(capsys.readouterr().out.split())
     assert "No Pythia of the paper's table has this backbone's shape" in shown
@@ -112,8 +98,6 @@ def test_without_lm_eval_the_extra_is_named(checkpoint, monkeypatch):
 
 
 def test_a_record_that_is_no_item_is_named(checkpoint, records, tmp_path):
-    from harness_support import ARC
-
     write_records(tmp_path, {"arc_easy": [ARC[0], ARC[1] | {"answerKey": "Z"}]})
     with pytest.raises(InputError, match=r"test\.jsonl: record 2 is no item of arc_easy"):
         tasks.run_tasks(checkpoint=checkpoint, tasks=["arc_easy"], fewshot=[0], task_data=tmp_path)

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +22,6 @@ from adaponder.commands.doctor import examine_checkpoint as examine
 from adaponder.config import OUR_AUTO_MAP, AdaPonderConfig, is_our_auto_map
 from adaponder.conversion import export as exporting
 from adaponder.conversion.card import card_text, training_of
-from adaponder.conversion.export import push
 from adaponder.conversion.exported import modeling_adaponder
 from adaponder.conversion.open import load
 from adaponder.errors import AdaPonderError, CheckpointError, ConfigError, InputError
@@ -84,12 +84,8 @@ def test_doctor_tells_of_the_code_and_whether_it_is_ours(exported, run, tmp_path
 
 def test_the_card_is_measured_and_has_the_hubs_metadata(exported):
     card = ModelCard.load(exported / "README.md")
-    data = card.data.to_dict()
-    assert (data["license"], data["library_name"], data["pipeline_tag"]) == (
-        "apache-2.0",
-        "transformers",
-        "text-generation",
-    )
+    expected = {"license": "apache-2.0", "library_name": "transformers", "pipeline_tag": "text-generation"}
+    assert expected.items() <= card.data.to_dict().items()
     result = json.loads(exported.with_suffix(".json").read_text())["measured"]
     own = result["rows"][0]
     values = {entry.metric_type: entry.metric_value for entry in card.data.eval_results}
@@ -103,14 +99,11 @@ def test_the_card_is_measured_and_has_the_hubs_metadata(exported):
         assert all(f" {cell} " in line for cell in cells), line
     assert f"{result['tokens']:,} tokens" in card.text
     assert str(exported.parent) not in card.text  # no path of the machine
-
-
-def test_the_card_tells_what_the_checkpoint_recorded(exported):
-    text = (exported / "README.md").read_text()
+    # What the checkpoint recorded.
     for name, value in {"data": "corpus", "tokens": "163,840", "recipe": "cpu/demo", "seed": "7"}.items():
-        assert f"| {name} | {value} |" in text
-    assert "| validation loss of the run (first 16,384 tokens) | 4.5000 at mean depth 2.250 |" in text
-    assert "/some/where" not in text
+        assert f"| {name} | {value} |" in card.text
+    assert "| validation loss of the run (first 16,384 tokens) | 4.5000 at mean depth 2.250 |" in card.text
+    assert "/some/where" not in card.text
 
 
 def test_the_python_of_the_card_runs(exported, monkeypatch):
@@ -169,14 +162,6 @@ def test_a_damaged_record_is_not_known_either(tmp_path):
     assert "| data | not recorded |" in card
 
 
-def test_methods_that_the_file_does_not_compute_cannot_be_exported():
-    class Mine(AdaPonder):
-        pass
-
-    assert {method for method in METHODS if method_class(method).can_be_exported()} == {"adaponder", "ponder"}
-    assert not Mine.can_be_exported()
-
-
 @pytest.mark.parametrize(
     ("model", "says"),
     [
@@ -189,6 +174,8 @@ def test_methods_that_the_file_does_not_compute_cannot_be_exported():
 def test_backbones_and_settings_that_it_does_not_compute_are_refused(model, says):
     with pytest.raises(InputError, match=says):
         exporting.require_exportable(tiny(**model).config, "CKPT")
+    assert {method for method in METHODS if method_class(method).can_be_exported()} == {"adaponder", "ponder"}
+    assert not type("Mine", (AdaPonder,), {}).can_be_exported(), "what computes something else is not exported"
 
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path):
@@ -239,51 +226,37 @@ def test_the_auto_map_of_a_hub_repository_is_ours_and_no_other_is():
             AdaPonderConfig(backbone_config=tiny().backbone.config, auto_map=other)
 
 
-class StandIn:
-    """Stands in for the hub's client: remembers the repositories and files that it is given."""
+@pytest.fixture
+def hub(monkeypatch) -> Mock:
+    """Stands in for the hub's client; ``hub.files`` is what it was sent last."""
+    client = Mock(files=None)
 
-    def __init__(self):
-        self.repositories: dict[str, dict[str, Any]] = {}
-        self.files: dict[str, dict[str, bytes]] = {}
-        self.refuses = False
-
-    def create_repo(self, name: str, **options: Any) -> None:
-        if self.refuses:
-            raise LocalTokenNotFoundError("not yours")
-        self.repositories[name] = options
-
-    def upload_folder(self, *, repo_id: str, folder_path: Path, **options: Any) -> SimpleNamespace:
+    def upload(*, repo_id: str, folder_path: Path, **options: Any) -> SimpleNamespace:
         assert options["ignore_patterns"] == [".*"]
-        self.files[repo_id] = {path.name: path.read_bytes() for path in Path(folder_path).iterdir()}
+        client.files = {path.name: path.read_bytes() for path in Path(folder_path).iterdir()}
         return SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/0")
 
-
-@pytest.fixture
-def hub() -> StandIn:
-    return StandIn()
-
-
-def test_a_push_sends_every_file_as_it_is(exported, hub):
-    assert push(exported, "me/river", private=True, api=hub) == "https://hub/me/river/commit/0"
-    assert hub.files == {"me/river": {path.name: path.read_bytes() for path in exported.iterdir()}}
-    assert hub.repositories == {"me/river": {"private": True, "exist_ok": True}}
+    client.upload_folder.side_effect = upload
+    monkeypatch.setattr(exporting, "HfApi", lambda: client)
+    return client
 
 
-def test_the_command_pushes_what_it_wrote_and_only_when_asked(run, tmp_path, hub, monkeypatch):
-    monkeypatch.setattr("adaponder.conversion.export.HfApi", lambda: hub)
+def test_the_command_pushes_every_file_as_it_is_and_only_when_asked(run, tmp_path, hub):
     command.export(checkpoint=str(run), out=tmp_path / "kept")
-    assert not hub.repositories
-    result = command.export(checkpoint=str(run), out=tmp_path / "sent", push="me/river")
+    assert not hub.mock_calls
+    result = command.export(checkpoint=str(run), out=tmp_path / "sent", push="me/river", private=True)
     assert result["pushed"] == "https://hub/me/river/commit/0"
-    card = hub.files["me/river"]["README.md"].decode()
+    hub.create_repo.assert_called_once_with("me/river", private=True, exist_ok=True)
+    assert hub.files == {path.name: path.read_bytes() for path in (tmp_path / "sent").iterdir()}
+    card = hub.files["README.md"].decode()
     assert 'from_pretrained("me/river", trust_remote_code=True)' in card
     assert yaml.safe_load(card.split("---")[1])["pipeline_tag"] == "text-generation"
 
 
 def test_a_hub_that_refuses_leaves_the_folder_and_says_the_cure(exported, hub):
-    hub.refuses = True
+    hub.create_repo.side_effect = LocalTokenNotFoundError("not yours")
     with pytest.raises(AdaPonderError, match="--push me/river"):
-        push(exported, "me/river", api=hub)
+        exporting.push(exported, "me/river")
     assert (exported / "model.safetensors").exists()
 
 

@@ -147,15 +147,12 @@ def test_batches_and_the_hash_of_the_data_contain_what_is_learned(shards, folder
     starts = batch.windows * 17
     assert np.array_equal(batch.learned, shards.learned_blocks(starts, 17))
     assert 0 < batch.learned.mean() < 1
-    assert all(sum(parts[1::2]) for parts in pq.read_table(_docs(shards)).column("learned").to_pylist())
+    table = pq.read_table(shards.folder / "train" / "docs-00000.parquet")
+    assert all(sum(parts[1::2]) for parts in table.column("learned").to_pylist())
     longer = make(folder, tmp_path / "longer", chat_template=_marking(tmp_path, ending="{{ '.' }}{{ eos_token }}"))
     shorter = make(folder, tmp_path / "shorter", chat_template=_marking(tmp_path, after="{{ '.' }}{{ eos_token }}"))
     assert np.array_equal(longer.read(0, longer.tokens), shorter.read(0, shorter.tokens))
     assert longer.content_hash() != shorter.content_hash()
-
-
-def _docs(shards: Shards) -> Path:
-    return shards.folder / "train" / "docs-00000.parquet"
 
 
 def _marking(tmp_path: Path, *, ending: str = "", after: str = "") -> Path:
@@ -178,9 +175,8 @@ def test_a_table_of_learned_parts_that_is_wrong_is_refused(shards, tmp_path, lea
     rows = table.column("learned").to_pylist()
     rows[0] = learned
     column = table.schema.get_field_index("learned")
-    pq.write_table(
-        table.set_column(column, table.schema.field(column), pa.array(rows, table.schema.field(column).type)), path
-    )
+    field = table.schema.field(column)
+    pq.write_table(table.set_column(column, field, pa.array(rows, field.type)), path)
     with pytest.raises(DataError, match="checksum"):
         Shards.open(out, "train")
     with pytest.raises(DataError, match="learned"):
@@ -207,9 +203,8 @@ GREETING = [turn("assistant", "hello"), turn("user", "and?"), turn("assistant", 
 
 def test_the_template_s_words_before_a_first_turn_of_the_assistant_are_not_learned():
     template = "{{ bos_token }}" + TEMPLATE
-    said = ChatFormat(("messages",), template, SpecialTokens("<b>", "<e>", frozenset())).conversation(
-        GREETING, "s", "p"
-    )
+    form = ChatFormat(("messages",), template, SpecialTokens("<b>", "<e>", frozenset()))
+    said = form.conversation(GREETING, "s", "p")
     assert said.text.startswith("<b>Answer: hello")
     assert [said.text[first:last] for first, last in said.learned] == ["hello\n<e>", "no more\n<e>"]
 
@@ -265,12 +260,9 @@ def test_a_template_that_cannot_serve_is_named(folder, tmp_path, template, said)
 
 
 def test_contradicting_options_are_refused(folder, tmp_path):
-    with pytest.raises(InputError, match="--chat-template"):
-        make(folder, tmp_path / "a", chat_template=None)
-    with pytest.raises(InputError, match="--chat"):
-        make(folder, tmp_path / "b", chat=())
-    with pytest.raises(InputError, match="--chat a,b,c"):
-        make(folder, tmp_path / "c", chat=("a", "b", "c"))
+    for how, named in (({"chat_template": None}, "-template"), ({"chat": ()}, ""), ({"chat": tuple("abc")}, " a,b,c")):
+        with pytest.raises(InputError, match=f"--chat{named}"):
+            make(folder, tmp_path / "a", **how)
     (folder / "text.txt").write_text("hello")
     with pytest.raises(InputError, match="records"):
         make(folder, tmp_path / "d", "text.txt")

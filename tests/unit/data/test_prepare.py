@@ -15,7 +15,7 @@ from adaponder.data import DataError, Manifest, Shards, tokenizers
 from adaponder.data.encode import hash_and_size
 from adaponder.data.prepare import Progress, prepare
 from adaponder.data.sources import documents
-from adaponder.data.tokenizers import load_tokenizer, tokenizer_hash, vocabulary_size
+from adaponder.data.tokenizers import load_tokenizer, vocabulary_size
 from adaponder.errors import InputError
 from fault_support import contents
 from megatron_support import write_megatron
@@ -157,16 +157,6 @@ def test_nonsense_is_refused_and_the_right_command_still_works_after_it(corpus, 
     assert prepare([str(corpus)], **right).total("train", "documents") > 100
 
 
-def test_a_trained_tokenizer_is_the_same_each_time_and_never_saw_the_validation_side(corpus, tmp_path):
-    first = prepare([str(corpus)], out=tmp_path / "a", tokenizer="train-bpe:280", validation=0.2)
-    prepare([str(corpus)], out=tmp_path / "b", tokenizer="train-bpe:280", validation=0.2)
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
-    assert (first.vocab_size, first.end_id) == (280, 0)
-    texts = [document.text for document in documents([str(corpus)])]
-    train_side = [text for text in texts if hash_and_size(text)[0] / 2**64 >= 0.2]
-    assert first.tokenizer_hash == tokenizer_hash(load_tokenizer("train-bpe:280", train_side)[0])
-
-
 def test_the_vocabulary_decides_the_width_of_a_token(tmp_path):
     words = Tokenizer(models.WordLevel({"<|endoftext|>": 65_599, "a": 65_000, "[x]": 1}, unk_token="[x]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -199,15 +189,6 @@ def test_text_cannot_forge_the_end_of_its_document(tmp_path, tokenizer):
     assert np.flatnonzero(tokens.read(0, tokens.tokens) == tokens.end_id).tolist() == [tokens.tokens - 1]
 
 
-def test_the_command_prints_a_table_or_that_there_is_nothing_to_do(corpus, tokenizer, tmp_path, capsys):
-    options = {"out": tmp_path / "out", "tokenizer": str(tokenizer), "workers": 1, "json": tmp_path / "result.json"}
-    assert not command.prepare(inputs=[str(corpus)], **options)["finished_before"]
-    assert "bytes/token" in capsys.readouterr().out
-    assert json.loads((tmp_path / "result.json").read_text())["splits"]["train"]["documents"] > 100
-    assert command.prepare(inputs=[str(corpus)], **options)["finished_before"]
-    assert "Nothing to do" in capsys.readouterr().out
-
-
 def test_the_command_prints_that_it_continues_only_after_a_complete_shard(
     prepared, corpus, tokenizer, tmp_path, capsys, monkeypatch
 ):
@@ -225,12 +206,18 @@ def test_the_command_prints_that_it_continues_only_after_a_complete_shard(
             prepare([str(corpus)], out=out, progress=stop, **options)
         assert len(list(out.glob("*/tokens-*.bin"))) == shards
         capsys.readouterr()
-        command.prepare(inputs=[str(corpus)], out=out, **options)
+        record = tmp_path / "result.json"
+        assert not command.prepare(inputs=[str(corpus)], out=out, json=record, **options)["finished_before"]
         assert contents(out) == contents(prepared)
+        assert json.loads(record.read_text())["splits"]["train"]["documents"] > 50
         return " ".join(capsys.readouterr().out.split())
 
     assert "was begun before" not in interrupted(tmp_path / "none", shards=0)
-    assert "was begun before: going on after the last complete shard" in interrupted(tmp_path / "one", shards=1)
+    shown = interrupted(tmp_path / "one", shards=1)
+    assert "was begun before: going on after the last complete shard" in shown
+    assert "bytes/token" in shown
+    assert command.prepare(inputs=[str(corpus)], out=prepared, **options)["finished_before"]
+    assert "Nothing to do" in capsys.readouterr().out
 
 
 def test_what_is_finished_needs_its_tokenizer_no_more(prepared, corpus, tmp_path, monkeypatch):

@@ -27,7 +27,6 @@ from adaponder.evaluation.lab.lab import (
     Lab,
     budgets_between,
     calibrate,
-    expected_loss,
     frontier,
     meet,
     ordered,
@@ -46,39 +45,19 @@ def lab():
     return Lab(opinionated(), halve(made_up([32] * 24), Windows(64)))
 
 
-def made_up_trace(*, late: bool, tokens: int = 400) -> FullDepth:
-    """Losses that only the last iteration improves (``late``) or only the second, for tokens of high gates."""
-    generator = np.random.default_rng(0)
-    gates = generator.random((tokens, K - 1)).astype(np.float32)
-    nll = np.full((tokens, K), 3.0)
-    nll[:, -1 if late else 1 :] = 2.0
-    return FullDepth(nll, {"gate": gates})
-
-
-@pytest.mark.parametrize(("late", "best"), [(True, (0.5, 0.5, 0.5)), (False, (1.0, 0.5, 0.0))])
-def test_depth_is_proposed_where_it_pays(late, best):
-    shares = propose(made_up_trace(late=late), 2.5)[0]
-    assert sum(shares) == pytest.approx(1.5, abs=1e-6)
-    assert expected_loss(made_up_trace(late=late), (1.0, 1.0, 0.0)) == (3.0 if late else 2.0)
-    promise = expected_loss(made_up_trace(late=late), shares)
-    assert promise == pytest.approx(expected_loss(made_up_trace(late=late), best), abs=0.03)
-
-
 @given(seed=st.integers(0, 50), budget=st.floats(1.1, K - 0.1))
 def test_proposals_cost_the_budget_and_never_rise(seed, budget):
     generator = np.random.default_rng(seed)
     gates = generator.random((60, K - 1)).astype(np.float32)
-    proposals = propose(FullDepth(generator.random((60, K)), {"gate": gates}), budget)
+    nll = generator.random((60, K))
+    full = FullDepth(nll, {"gate": gates})
+    assert propose(full, 1.0) == propose(full, float(K)) == [], "nothing to choose"
+    assert propose(FullDepth(nll[:, :2], {"gate": gates[:, :1]}), 1.5) == [], "one gate"
+    proposals = propose(full, budget)
     assert proposals
     for shares in proposals:
         assert sum(shares) == pytest.approx(budget - 1.0, abs=1e-5)
         assert all(1.0 + 1e-9 >= a >= b >= -1e-9 for a, b in itertools.pairwise(shares))
-
-
-def test_one_gate_or_nothing_to_choose_needs_no_proposal():
-    seen = made_up_trace(late=True)
-    assert propose(seen, 1.0) == propose(seen, float(K)) == []
-    assert propose(FullDepth(seen.nll[:, :2], {"gate": seen.signals["gate"][:, :1]}), 1.5) == []
 
 
 def test_every_way_is_measured_on_text_it_has_not_seen(lab):
@@ -254,15 +233,14 @@ def test_a_checkpoint_without_gates_and_wrong_options_are_refused(checkpoint, da
             command.calibrate(checkpoint=str(checkpoint), data=str(data), **options)
 
 
-def test_the_lab_on_a_checkpoint_prints_every_policy_and_saves_its_table(
+def test_the_lab_on_a_checkpoint_prints_every_policy_and_its_result_is_drawn_again_without_a_model(
     checkpoint, data, tmp_path, capsys, monkeypatch
 ):
     full = Lab.dials
     monkeypatch.setattr(Lab, "dials", lambda lab, rates: [dial for dial in full(lab, rates) if dial.name in SHOWN])
     monkeypatch.setattr(console, "width", 200)
-    result = policies_command.policies(
-        checkpoint=str(checkpoint), data=str(data), window=64, budgets=[2.2], rates=(), json=tmp_path / "lab.json"
-    )
+    options = {"window": 64, "budgets": [2.2], "rates": (), "json": tmp_path / "lab.json", "out": tmp_path / "first"}
+    result = policies_command.policies(checkpoint=str(checkpoint), data=str(data), **options)
     shown = capsys.readouterr().out
     for words in ("Mean depth 2.200", "assigned whole", *SHOWN):
         assert words in shown
@@ -271,17 +249,11 @@ def test_the_lab_on_a_checkpoint_prints_every_policy_and_saves_its_table(
     for row, (_, line) in zip(rows[2:], flat(rows).iloc[2:].iterrows(), strict=True):
         assert [line["difference_low"], line["difference_high"]] == row["difference"]["interval"]
         assert [line[f"active_{i}"] for i in range(1, K + 1)] == row["active"]
+    assert all((tmp_path / "first" / f"policies.{kind}").stat().st_size > 0 for kind in ("csv", "parquet"))
+    policies_command.policies(str(tmp_path / "first" / policies_command.RESULT), out=tmp_path / "again")
+    for kind, ending in itertools.product(("keep-probability", "loss-against-compute", "policies"), ("png", "svg")):
+        first, again = ((tmp_path / out / f"{kind}.{ending}").read_bytes() for out in ("first", "again"))
+        assert first == again, kind
 
 
 SHOWN = ("learned gate", "uniform, ranked", "oracle by NLL")
-
-
-@pytest.mark.every
-def test_a_result_is_saved_and_drawn_again_without_a_model(lab, tmp_path):
-    rows = [row.as_dict() for row in (lab.trained(2.5), lab.held_out(lab.tune(lab.dials(())[0], 2.5))[0])]
-    policies_command.save({"command": "policies", "budgets": [2.5], "rows": rows}, tmp_path / "first")
-    policies_command.policies(str(tmp_path / "first" / policies_command.RESULT), out=tmp_path / "again")
-    kinds = ("keep-probability", "loss-against-compute", "policies")
-    for name in [f"{kind}.{ending}" for kind in kinds for ending in ("png", "svg")]:
-        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
-    assert all((tmp_path / "first" / f"policies.{kind}").stat().st_size > 0 for kind in ("csv", "parquet"))

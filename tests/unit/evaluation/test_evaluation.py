@@ -21,7 +21,7 @@ from adaponder.errors import InputError
 from adaponder.evaluation import scoring
 from adaponder.evaluation.meter import Meter, check_all
 from adaponder.evaluation.scoring import ScoringOptions, agreement, default_length, score
-from adaponder.evaluation.summary import bootstrap, by_source, paired_difference, summarise
+from adaponder.evaluation.summary import paired_difference
 from adaponder.evaluation.text import Windows, open_text, open_vocabulary
 from adaponder.methods.cost import cost_of
 from lab_support import made_up
@@ -73,15 +73,6 @@ def test_repaired_text_is_reported(stock, tmp_path, capsys):
     (tmp_path / "[red]latin.txt").write_bytes("café\n".encode("latin-1") * 9)
     open_text(str(tmp_path / "[red]latin.txt"), open_vocabulary(str(stock)), whose="stock", max_tokens=1)
     assert "[red]latin.txt:documentswithinvalidUTF-8" in "".join(capsys.readouterr().err.split())
-
-
-def test_a_cut_text_has_the_bytes_of_what_is_left(stock, records):
-    words = open_vocabulary(str(stock))
-    full = open_text(str(records), words, whose="stock")
-    cut = open_text(str(records), words, whose="stock", max_tokens=int(full.starts[1]) + 3)
-    assert cut.stream.tolist() == full.stream[: full.starts[1] + 4].tolist()
-    left = words.tokenizer.decode(cut.stream[-3:].tolist())
-    assert cut.utf8_bytes.tolist() == [full.utf8_bytes[0], len(left.encode())]
 
 
 def test_foreign_tokens_and_empty_texts_are_refused(stock, records, tmp_path):
@@ -201,14 +192,6 @@ def test_dense_execution_pays_for_every_iteration_and_says_so():
     assert dense.cost.kv_bytes < full.cost.kv_bytes
 
 
-def test_sliding_windows_pay_for_the_context_they_read_again():
-    model, text = tiny("vanilla"), made_up((64,))
-    disjoint, sliding = (score(model, text, windows).spent.as_dict() for windows in (Windows(16), Windows(16, 4)))
-    assert (disjoint["tokens_read"], sliding["tokens_read"]) == (64, 16 * 13)
-    assert disjoint["tokens"] == sliding["tokens"] == 64
-    assert sliding["flops_per_token"] == pytest.approx(disjoint["flops_per_token"] * 16 * 13 / 64)
-
-
 @pytest.mark.parametrize(
     ("execution", "policy", "times"),
     [
@@ -249,31 +232,6 @@ def test_the_meter_agrees_with_torch_for_every_method():
     assert all(check.ratio == pytest.approx(1.0, abs=0.01) for check in checks)
 
 
-def test_sources_weigh_up_to_the_whole():
-    text, nll = made_up(), np.random.default_rng(1).random(200)
-    depth = np.random.default_rng(2).integers(1, 4, 200)
-    full, parts = summarise(text, nll, depth), by_source(text, nll, depth)
-    for name in ("loss", "depth"):
-        weighed = sum(part.tokens * getattr(part, name) for part in parts.values()) / 200
-        assert weighed == pytest.approx(getattr(full, name))
-    assert full.bits_per_byte == pytest.approx(nll.sum() / math.log(2) / 600)
-    assert full.perplexity == pytest.approx(math.exp(nll.mean()))
-    assert by_source(made_up((10,)), nll[:10], depth[:10]) == {}
-
-
-def test_an_interval_resamples_documents_not_tokens():
-    generator = np.random.default_rng(0)
-    # Every document has its own level: tokens within one say the same thing a hundred times.
-    levels = generator.normal(5.0, 1.0, 50)
-    interval = bootstrap(levels * 100, np.full(50, 100), seed=0)
-    spread = levels.std(ddof=1) / math.sqrt(50)
-    assert interval is not None
-    assert interval.high - interval.low == pytest.approx(2 * 1.96 * spread, rel=0.15)
-    assert interval.low < levels.mean() < interval.high
-    assert interval == bootstrap(levels * 100, np.full(50, 100), seed=0)
-    assert bootstrap(levels[:1], np.full(1, 100), seed=0) is None
-
-
 def test_a_paired_difference_sees_what_two_intervals_would_hide():
     text = made_up((20,) * 30)
     noise = np.random.default_rng(0).normal(5.0, 2.0, text.predictions)
@@ -286,14 +244,6 @@ def test_a_paired_difference_sees_what_two_intervals_would_hide():
     assert not paired_difference(text, noise, noise).told_apart
     with pytest.raises(InputError):
         paired_difference(text, noise, noise[1:])
-
-
-@pytest.mark.parametrize("method", HALTING)
-def test_dense_and_skipping_agree(method):
-    result = agreement(tiny(method, dtype=torch.float32), made_up(), Windows(16))
-    assert result.loss_difference < 1e-5
-    assert result.flips == 0
-    assert "every depth the same" in str(result)
 
 
 def test_a_flip_far_from_the_threshold_is_not_explained_away(monkeypatch):

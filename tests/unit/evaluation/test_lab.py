@@ -18,16 +18,7 @@ from adaponder import AdaPonderError, FixedDepth, LearnedGate
 from adaponder.analysis import policies_figure as figures
 from adaponder.commands import policies as command
 from adaponder.evaluation.lab import dials
-from adaponder.evaluation.lab.dials import (
-    CLOSE,
-    REACHED,
-    Dial,
-    Setting,
-    priced_depths,
-    scaled_shares,
-    threshold_at,
-    tune,
-)
+from adaponder.evaluation.lab.dials import CLOSE, REACHED, Dial, Setting
 from adaponder.evaluation.lab.halves import halve
 from adaponder.evaluation.lab.lab import LEARNED, TRAINED, Lab, require_halting
 from adaponder.evaluation.scoring import ScoringOptions, score
@@ -124,7 +115,7 @@ def test_the_trace_is_what_the_policies_see(model, halves):
 @given(seed=st.integers(0, 100), depth=st.floats(1.0, K), decimals=st.sampled_from([1, 2, 9]))
 def test_the_threshold_gives_the_depth_asked_for_up_to_ties(seed, depth, decimals):
     signal = np.round(np.random.default_rng(seed).random((200, K - 1)), decimals)
-    threshold = threshold_at(signal, depth)
+    threshold = dials.threshold_at(signal, depth)
 
     def count(at: float) -> int:
         return int(np.cumprod(signal >= at, axis=1).sum())
@@ -140,11 +131,12 @@ def test_the_threshold_gives_the_depth_asked_for_up_to_ties(seed, depth, decimal
 
 @given(depth=st.floats(0.0, 3.0), rate=st.floats(0.05, 1.0))
 def test_scaled_shares_add_up_and_never_rise(depth, rate):
-    shares = scaled_shares((1.0, rate, rate**2), depth)
+    shares = dials.scaled_shares((1.0, rate, rate**2), depth)
     assert sum(shares) == pytest.approx(depth, abs=1e-6)
     assert all(1.0 >= a >= b >= 0.0 for a, b in itertools.pairwise(shares))
     # Shares of zero grow once the others are full.
-    assert scaled_shares((1.0, 0.0), depth / 2) == pytest.approx((min(depth / 2, 1), max(depth / 2 - 1, 0)), abs=1e-6)
+    halves = (min(depth / 2, 1), max(depth / 2 - 1, 0))
+    assert dials.scaled_shares((1.0, 0.0), depth / 2) == pytest.approx(halves, abs=1e-6)
 
 
 def test_a_given_rate_is_the_ratio_of_the_shares(lab):
@@ -161,7 +153,7 @@ def test_a_given_rate_is_the_ratio_of_the_shares(lab):
 def test_the_oracle_is_the_best_that_any_depths_can_do_at_their_price(seed, price):
     generator = np.random.default_rng(seed)
     nll = generator.random((50, K))
-    chosen = priced_depths(nll, price)
+    chosen = dials.priced_depths(nll, price)
     other = generator.integers(1, K + 1, 50)
 
     def cost(depth):
@@ -184,10 +176,6 @@ def fake_scores(depth: float):
     return type("Fake", (), {"depth": np.full(10_000, depth)})()
 
 
-def fake_dial(shallowest: float = 1.0) -> Dial:
-    return Dial("fake", lambda depth: Setting(f"{depth!r}", LearnedGate(0.5)), shallowest=shallowest)
-
-
 @pytest.mark.parametrize("budget", [1.2, 2.0, 3.4])
 @pytest.mark.parametrize("bend", [0.5, 1.0, 1.7])
 def test_tuning_follows_what_real_runs_say_however_it_bends(budget, bend):
@@ -198,7 +186,8 @@ def test_tuning_follows_what_real_runs_say_however_it_bends(budget, bend):
         runs.append(aim)
         return fake_scores(1.0 + 3.0 * ((aim - 1.0) / 3.0) ** bend)
 
-    outcome = tune(fake_dial(), budget, measure, iterations=K)
+    dial = Dial("fake", lambda depth: Setting(f"{depth!r}", LearnedGate(0.5)))
+    outcome = dials.tune(dial, budget, measure, iterations=K)
     assert outcome.missed is None
     assert abs(outcome.depth - budget) <= REACHED
     assert len(runs) == outcome.runs <= 6
@@ -209,7 +198,7 @@ def test_tuning_follows_what_real_runs_say_however_it_bends(budget, bend):
 
 def test_what_ties_leave_out_of_reach_is_reported_and_not_run_again():
     steps = Dial("steps", lambda depth: Setting("high" if depth > 2.5 else "low", LearnedGate(0.5)))
-    outcome = tune(steps, 2.2, lambda setting: fake_scores(3.0 if setting.words == "high" else 2.0), iterations=K)
+    outcome = dials.tune(steps, 2.2, lambda setting: fake_scores(3.0 if setting.words == "high" else 2.0), iterations=K)
     assert outcome.depth == 2.0
     assert "nearest depth 2.000" in outcome.missed
     assert outcome.runs == 2
@@ -236,9 +225,8 @@ def test_every_policy_meets_the_budget_or_says_that_it_did_not(rows):
 
 
 def test_what_cannot_meet_a_budget_has_a_row_that_says_why(lab, monkeypatch):
-    monkeypatch.setattr(
-        lab, "dials", lambda rates: [dials.threshold_dial(lab.full_depth, rule) for rule in ("kl", "change")]
-    )
+    late = [dials.threshold_dial(lab.full_depth, rule) for rule in ("kl", "change")]
+    monkeypatch.setattr(lab, "dials", lambda rates: late)
     rows = list(lab.compare([1.5]))
     assert len(rows) == 2
     for row in rows:
@@ -291,17 +279,12 @@ def test_a_row_equals_a_plain_scoring_with_its_policy(model, halves, rows, name)
 def result(rows):
     absent = replace(rows[2], policy="unable", loss=None, depth=None, active=(), difference=None, missed="cannot")
     further = [replace(row, budget=3.0) for row in rows[1:]]
-    written = {
-        "command": "policies",
-        "budgets": [BUDGET, 3.0],
-        "rows": [row.as_dict() for row in [*rows, absent, *further]],
-    }
-    return json.loads(json.dumps(written))
+    return json.loads(json.dumps([row.as_dict() for row in [*rows, absent, *further]]))
 
 
 def test_loss_against_compute_has_a_panel_for_each_rule_and_a_colour_for_each_line(result):
-    drawn = figures.loss_against_compute(result["rows"])
-    names = {row["policy"] for row in result["rows"] if row["loss"] is not None} - {figures.ORACLE, TRAINED}
+    drawn = figures.loss_against_compute(result)
+    names = {row["policy"] for row in result if row["loss"] is not None} - {figures.ORACLE, TRAINED}
     shown = [axis for axis in drawn.axes if axis.get_visible()]
     # Against iterations, then against FLOPs.
     kinds = {name.split(",")[0] for name in names - {LEARNED}}
@@ -310,14 +293,14 @@ def test_loss_against_compute_has_a_panel_for_each_rule_and_a_colour_for_each_li
         of_rule = {name for name in names if name.split(",")[0] == axis.get_title()}
         lines = [line for line in axis.lines if line.get_label() != "the other policies" and line.get_marker() != "*"]
         assert len({to_hex(line.get_color()) for line in lines}) == len(lines) == 1 + len(of_rule)
-        losses = {row["loss"] for row in result["rows"] if row["policy"] in of_rule and row["loss"] is not None}
+        losses = {row["loss"] for row in result if row["policy"] in of_rule and row["loss"] is not None}
         assert losses <= {loss for line in lines for loss in line.get_ydata()}
     assert figures.ORACLE in drawn.get_suptitle()
 
 
 def test_a_line_is_promised_where_one_is_drawn(result):
-    here = [row for row in result["rows"] if row["budget"] == BUDGET and row["difference"] is not None]
-    axis = figures.differences(result["rows"], BUDGET).axes[0]
+    here = [row for row in result if row["budget"] == BUDGET and row["difference"] is not None]
+    axis = figures.differences(result, BUDGET).axes[0]
     low, high = axis.get_xlim()
     inside = [row for row in here if low <= row["difference"]["mean"] <= high]
     intervals = [list(line.get_xdata()) for line in axis.lines if line.get_linestyle() == "-"]

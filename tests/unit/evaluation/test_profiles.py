@@ -18,7 +18,6 @@ from adaponder.evaluation.lab import profiles
 from adaponder.evaluation.lab.profiles import FILE, identity, load_profile, store, stored
 from adaponder.files import lock
 from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.training.checkpoint import save_checkpoint, verify_checkpoint
 
 PROFILE = {"policy": "gate:0.1,0.2", "budget": 2.5, "depth": 2.4983}
 
@@ -123,16 +122,6 @@ def test_large_weights_are_known_by_blocks_spread_over_them(folder, monkeypatch)
         changed[place] ^= 1
         weights.write_bytes(changed)
         assert identity(folder) != before
-
-
-def test_profiles_lie_outside_the_checkpoints_manifest(tmp_path):
-    model = support.tiny(dtype=torch.float32)
-    folder = tmp_path / "step-00000001"
-    save_checkpoint(folder, model, model.state_dict(), None, {"step": 1})
-    store(folder, "a", PROFILE)
-    assert verify_checkpoint(folder)["step"] == 1
-    AdaPonderForCausalLM.from_pretrained(folder)
-    assert load_profile(folder, "a") == LearnedGate((0.1, 0.2))
 
 
 def test_a_write_that_fails_leaves_what_was_there(folder, monkeypatch):

@@ -1,6 +1,7 @@
 """Every field of a recipe has a type and a range; what leaves them is one line that names the field, at once."""
 
 import dataclasses
+import json
 import types
 import typing
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import ConfigError
-from adaponder.fields import Range, Recurrence
+from adaponder.fields import Field, Range, Recurrence
 from adaponder.fields import fields_of as table_of
 from adaponder.recipes import DataRecipe, ModelRecipe, TrainRecipe, load_recipe
 from adaponder.registry import method_names
@@ -41,57 +42,43 @@ def refusal(tiny: str, *overrides: str) -> str:
     return str(caught.value)
 
 
-# Another value than the default, for every field that AdaPonderConfig adds to Hugging Face's.
-OTHER = {
-    "method": "ponder",
-    "iterations": 3,
-    "tau": 0.25,
-    "gate_width": 2,
-    "gate_bias": -1.5,
-    "shared_gate": True,
-    "embedding_scale": 3.0,
-    "initial_multiplier": 2.0,
-    "expectation_top_k": 5,
-    "reuse": "kv",
-    "ponder_on": "logits",
-    "ponder_pool": "closed",
-    "pause_token_id": 255,
-    "capacities": [1.0, 0.5, 0.25, 0.25],
-    "router_alpha": 0.5,
-    "router_loss_weight": 0.01,
-    "exit_threshold": 0.75,
-    "exit_entropy_weight": 0.2,
-    "halting_cost": 0.02,
-    "exit_prior": 0.6,
-    "exit_prior_weight": 0.5,
-    "state_scale": 0.5,
-    "halt_prior": 2.0,
-    "loss_prior": [0.4, 0.3, 0.2, 0.1],
-    "gate_share": 0.5,
-    "lookahead_delta": 0.2,
-    "lookahead_by": "nats",
-}
 # Lists whose length is held against the iterations, and only by the method that reads them.
 PER_ITERATION = {"capacities": "mor", "loss_prior": "anytime"}
+
+
+def kind_of(hint: Any) -> Any:
+    """A field's type without ``None``, and that of its numbers where it has a number or a word."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return next(argument for argument in typing.get_args(hint) if argument is not type(None))
+    return hint
+
+
+def another(field: Field) -> Any:
+    """A valid value that is not the field's default."""
+    kind = kind_of(field.type)
+    if typing.get_origin(kind) is list:
+        return [1.0, 0.5, 0.25, 0.25] if field.name == "capacities" else [0.4, 0.3, 0.2, 0.1]
+    words = field.choices() if field.choices else typing.get_args(kind)
+    values = (True, False) if kind is bool else words or [kind(number) for number in (3, 0.6)]
+    return next(value for value in values if value != field.default and (words or value in field.range))
 
 
 def test_no_setting_of_the_config_is_forgotten():
     own = {item.name for item in dataclasses.fields(AdaPonderConfig)} - {
         item.name for item in dataclasses.fields(PreTrainedConfig)
     }
-    assert own - {"backbone_config"} == set(OTHER)
-    assert {item.name for item in dataclasses.fields(Recurrence)} == set(OTHER)
+    assert own - {"backbone_config"} == set(table_of(Recurrence))
 
 
-@pytest.mark.parametrize("name", OTHER)
+@pytest.mark.parametrize("name", table_of(Recurrence))
 def test_every_setting_of_the_config_is_set_by_the_command_line(tiny, name):
     section = "train" if name == "ponder_on" else "model"
-    value = OTHER[name] if not isinstance(OTHER[name], bool) else str(OTHER[name]).lower()
+    value = another(table_of(Recurrence)[name])
     method = [f"model.method={PER_ITERATION[name]}"] if name in PER_ITERATION else []
-    before, after = load_recipe(tiny, method), load_recipe(tiny, [*method, f"{section}.{name}={value}"])
+    before, after = load_recipe(tiny, method), load_recipe(tiny, [*method, f"{section}.{name}={json.dumps(value)}"])
     config = config_of(after)
-    assert getattr(config, name) == OTHER[name]
-    assert getattr(config_of(before), name) != OTHER[name]
+    assert getattr(config, name) == value
+    assert getattr(config_of(before), name) != value
     assert after.fingerprint != before.fingerprint
 
 
@@ -107,13 +94,6 @@ OF_ANOTHER_TYPE = ("{a: 1}", "[[1]]", "2001-99-99", "!!python/object/apply:os.ge
 def range_of(field: str) -> Range:
     section, _, name = field.partition(".")
     return table_of(SECTIONS[section])[name].range
-
-
-def kind_of(hint: Any) -> Any:
-    """A field's type without ``None``, and that of its numbers where it has a number or a word."""
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return next(argument for argument in typing.get_args(hint) if argument is not type(None))
-    return hint
 
 
 def fields_of(*kinds: Any) -> list[str]:

@@ -1,19 +1,18 @@
 """What a recipe says reaches the model that is trained, from scratch or from a checkpoint."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from adaponder.data import Manifest
 from adaponder.errors import ConfigError
 from adaponder.recipes import load_recipe
 from adaponder.training.build import build_model
 from adaponder.training.run import train
 from support import ids, stock, tiny
-from training_support import corpus
+from training_support import corpus, weights
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +60,9 @@ CONVERTED = {"convert/pythia-160m": "gpt_neox", "convert/llama-3.2-1b": "llama",
 
 @pytest.mark.parametrize("name", CONVERTED)
 def test_a_plain_checkpoint_is_converted_and_trained_on_in_one_command(name, shards, tmp_path):
-    plain = stock(CONVERTED[name], dtype=torch.float32)
+    plain, size = stock(CONVERTED[name], dtype=torch.float32), Manifest.load(shards).vocab_size
+    plain.resize_token_embeddings(max(size, plain.config.vocab_size))
     plain.save_pretrained(tmp_path / "plain")
-    size = json.loads((shards / "manifest.json").read_text())["vocab_size"]
-    if size > plain.config.vocab_size:
-        plain.resize_token_embeddings(size)
-        plain.save_pretrained(tmp_path / "plain")
     short = ("data.sequence=16", "train.steps=4", "train.global_batch=4", "train.micro_batch=2", "train.compile=false")
     stages = ("train.gate_start=1", "train.ponder_start=2", "train.ponder_full=3")
     stages += ("train.eval_tokens=128", "train.lr=1e-3")
@@ -77,9 +73,7 @@ def test_a_plain_checkpoint_is_converted_and_trained_on_in_one_command(name, sha
     torch.testing.assert_close(once, before, rtol=1e-5, atol=1e-5)  # read once, it is what it was
     assert (begun.config.iterations, begun.config.embedding_scale, begun.config.gate_bias) == (3, 1.0, 4.0)
     train(recipe, out=tmp_path / "run", quiet=True)
-    weights = load_file(tmp_path / "run" / "final" / "model.safetensors")
-    moved = [
-        key for key, value in begun.state_dict().items() if key in weights and not torch.equal(weights[key], value)
-    ]
+    before, after = begun.state_dict(), weights(tmp_path / "run" / "final")
+    moved = [key for key, value in after.items() if not torch.equal(value, before[key])]
     assert any("layers.0" in key for key in moved)
     assert any("gates" in key for key in moved)

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +63,11 @@ OF_ONE_METHOD |= dict.fromkeys(("target_gain", "target_every", "freeze_gates", "
 OF_A_CHECKPOINT = ("embedding_scale", "initial_multiplier", "expectation_top_k")
 
 
-@cache
-def _any_model() -> AdaPonderForCausalLM:
-    return tiny()
-
-
 def resolved(recipe: Recipe, config: AdaPonderConfig | None, key: str) -> Any:
     """What a recipe's ``section.field`` comes to in the model that is built from ``config``, or in the run."""
     section, _, name = key.partition(".")
     if section == "code":
-        optimizer = build_optimizer(_any_model(), recipe.train)
+        optimizer = build_optimizer(tiny(), recipe.train)
         return {"gate_activation": halting.gelu.__name__, "adam_epsilon": optimizer.defaults["eps"]}[name]
     if section != "model" or name == "init":
         return getattr(getattr(recipe, section), name)

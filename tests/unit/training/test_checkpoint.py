@@ -9,8 +9,6 @@ import torch
 from adaponder.training.checkpoint import parse_random_states, random_states, restore_random_state
 from adaponder.training.distributed import World
 
-CPU = torch.device("cpu")
-
 
 def draws_again(device: torch.device, draw) -> None:
     saved = json.loads(json.dumps(random_states(World(device=device))))

@@ -23,17 +23,6 @@ def recipe(global_batch: int, micro_batch: int | None, *, across: bool = True) -
     return SimpleNamespace(train=train, data=SimpleNamespace(attend_across_documents=across))
 
 
-def windows_of(world: World, step: int = 3) -> list[list[int]]:
-    batches = MicroBatches(recipe(8, 2), CountingSampler(), world).draw(step)
-    return [batch.windows.tolist() for batch in batches]
-
-
-def test_processes_share_every_micro_step_in_the_order_of_the_batch():
-    assert windows_of(World()) == [[300, 301], [302, 303], [304, 305], [306, 307]]
-    assert windows_of(World(rank=0, size=2)) == [[300, 301], [304, 305]]
-    assert windows_of(World(rank=1, size=2)) == [[302, 303], [306, 307]]
-
-
 def test_a_window_has_the_same_seed_in_any_micro_batch_and_another_at_every_step():
     def seeds(micro: int, world: World, step: int) -> list[int]:
         inputs = MicroBatches(recipe(8, micro), CountingSampler(), world).inputs(step)

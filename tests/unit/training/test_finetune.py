@@ -1,7 +1,6 @@
 """Training on from a checkpoint: conversations, gates that stay, adapters, and the depth before and after."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -170,21 +169,12 @@ def test_adapters_train_alone_and_the_final_model_has_them_merged(base, tmp_path
     assert torch.equal(actual.depth, expected.depth)
 
 
-@pytest.fixture(scope="module")
-def with_dropout(base, tmp_path_factory) -> Path:
-    """The same checkpoint, whose backbone drops some of what it computes: training on from it draws random numbers."""
-    folder = tmp_path_factory.mktemp("dropout")
-    shutil.copytree(base, folder, dirs_exist_ok=True)
+def test_a_resumed_run_with_adapters_is_the_unbroken_one(base, tmp_path):
     model = AdaPonderForCausalLM.from_pretrained(base / "run" / "final")
-    model.config.backbone_config.attention_dropout = model.config.backbone_config.hidden_dropout = 0.1
-    shutil.rmtree(folder / "run" / "final")
-    model.save_pretrained(folder / "run" / "final")
-    return folder
-
-
-def test_a_resumed_run_with_adapters_is_the_unbroken_one(with_dropout, tmp_path):
-    base = with_dropout
-    recipe = finetune(base, "train.lora_rank=2")
+    backbone = model.config.backbone_config
+    backbone.attention_dropout = backbone.hidden_dropout = 0.1  # so that training on draws random numbers
+    model.save_pretrained(tmp_path / "run" / "final")
+    recipe = finetune(tmp_path, "train.lora_rank=2", data=base / "shards")
     train(recipe, out=tmp_path / "whole", quiet=True)
     source = tmp_path / "whole" / "checkpoints" / "step-00000003"
     resumed = train(recipe, out=tmp_path / "resumed", resume=str(source), quiet=True)
@@ -193,7 +183,7 @@ def test_a_resumed_run_with_adapters_is_the_unbroken_one(with_dropout, tmp_path)
     (tmp_path / "whole" / "final").rename(tmp_path / "elsewhere")
     again = train(recipe, out=tmp_path / "whole", resume="auto", quiet=True)
     assert again.trainer.before == json.loads((tmp_path / "whole" / "before.json").read_text())
-    other = finetune(base, "train.lora_rank=3")
+    other = finetune(tmp_path, "train.lora_rank=3", data=base / "shards")
     with pytest.raises(Exception, match="lora_rank: 2 → 3"):
         train(other, out=tmp_path / "other", resume=str(source), quiet=True)
     with pytest.raises(Exception, match=r"lora\.safetensors"):

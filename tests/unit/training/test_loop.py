@@ -319,20 +319,16 @@ def test_compact_training_equals_dense_training(shards, tmp_path, checkpointing,
 
 def test_what_a_recipe_does_not_get_is_remarked(shards, tmp_path, capsys):
     (tmp_path / "one.txt").write_text("a few words\n" * 99)
-    prepared, two = tmp_path / "data" / "one.txt-train-bpe-300", "train.steps=2"
+    prepared = tmp_path / "data" / "one.txt-train-bpe-300"
     raw = (f"data.source={tmp_path / 'one.txt'}", "data.tokenizer=train-bpe:300", "data.validation=1e-9")
-    for number, (recipe, remarks) in enumerate(
-        [
-            (small(shards, two, "train.gate_start=2", "train.ponder_start=2"), ["gate_start", "ponder_start=2"]),
-            (
-                small(shards, two, "train.gate_start=1", "train.ponder_start=0"),
-                ["gate_start=1 is after ponder_start=0"],
-            ),
-            (small(shards, two, *raw), ["assigned to validation", "no validation loss"]),
-            (small(prepared, two, "data.validation=0.2"), ["validation=1e-09", "data.validation"]),
-        ]
+    for data, overrides, remarks in (
+        (shards, ("train.gate_start=2", "train.ponder_start=2"), ["gate_start", "ponder_start=2"]),
+        (shards, ("train.gate_start=1", "train.ponder_start=0"), ["gate_start=1 is after ponder_start=0"]),
+        (shards, raw, ["assigned to validation", "no validation loss"]),
+        (prepared, ("data.validation=0.2",), ["validation=1e-09", "data.validation"]),
     ):
-        train(recipe, out=tmp_path / str(number), data=tmp_path / "data", quiet=True)
+        out = tmp_path / str(len(list(tmp_path.iterdir())))
+        train(small(data, "train.steps=2", *overrides), out=out, data=tmp_path / "data", quiet=True)
         printed = " ".join(capsys.readouterr().out.split())
         assert all(remark in printed for remark in remarks)
 
@@ -340,10 +336,9 @@ def test_what_a_recipe_does_not_get_is_remarked(shards, tmp_path, capsys):
 def test_data_prepared_otherwise_names_the_folder_of_the_data_and_not_of_the_run(tmp_path):
     (tmp_path / "one.txt").write_text("the cat sat " * 99)
     source = f"data.source={tmp_path / 'one.txt'}"
-    prepared = small(tmp_path, source)
-    shards_folder(prepared, tmp_path / "data", World())
+    shards_folder(small(tmp_path, source), tmp_path / "data", World())
     with pytest.raises(InputError, match="validation") as refused:
-        train(small(tmp_path, source, "data.validation=0.5"), out=tmp_path / "b", data=tmp_path / "data", quiet=True)
+        shards_folder(small(tmp_path, source, "data.validation=0.5"), tmp_path / "data", World())
     assert str(refused.value).startswith(source)
     assert f"--out {tmp_path}" not in str(refused.value)
 

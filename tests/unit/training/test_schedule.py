@@ -61,13 +61,6 @@ def test_matrices_decay_and_vectors_do_not_and_gates_have_a_rate_and_a_start_of_
         assert rates == {1e-3: 1e-3 * learning_rate_factor(train, step), 1e-2: gates}
 
 
-def test_a_plain_decoder_has_groups_too():
-    train = TrainRecipe(steps=10, global_batch=1, gate_start=4)
-    groups = named_groups(tiny().backbone, train)
-    assert [group["start"] for group in groups] == [0, 0]
-    assert sum(len(group["params"]) for group in groups) == len(list(tiny().backbone.parameters()))
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_only_gates_that_a_ponder_term_presses_on_wait_for_a_third_of_stage_1(method):
     model, train = tiny(method), TrainRecipe(steps=10, global_batch=1, ponder_start=6, ponder_full=6)
