@@ -124,7 +124,7 @@ class TickRunner:
     def _chunk_input(
         self, chunks: Sequence[Chunk], num_decode: int, reads_previous: bool
     ) -> tuple[TickColumns, Tensor, tuple[Cohort, ...]]:
-        """Returns the columns of all chunks' rows, the token ids of rows at iteration 0 (which come first), cohorts."""
+        """Returns the columns of the chunks' rows, the token ids of rows at iteration 0 (which come first), cohorts."""
         width, counts = self.width, [len(chunk.tokens) for chunk in chunks]
         new_ids = [chunk.sequence.tokens[index] for chunk in chunks if chunk.state is None for index in chunk.tokens]
         of_chunks = [(chunk.sequence.lane_number, chunk.iteration, chunk.sequence.passes - 1) for chunk in chunks]
@@ -339,7 +339,7 @@ class TickHead:
 
 
 class RowGates:
-    """Evaluates for each row the gate of its iteration, or the last gate after it.
+    """Evaluates for each row the gate of its iteration; the last gate also serves all later iterations.
 
     The weights of plain gates are copied into stacked tensors; other gate modules are each called on all rows. Calls
     share a counter on the device, so they must run on one stream.

@@ -22,7 +22,7 @@ def as_rows(hidden: Tensor, weight: Tensor, chunk: int | None, elements: int | N
 
 
 def rows_per_chunk(rows: int, vocabulary: int, elements: int) -> int:
-    """Returns the rows per chunk for equal chunks of at most ``elements`` logits, a multiple of 128 if possible."""
+    """Returns the number of rows per chunk, for equal chunks of at most ``elements`` logits; if possible 128, 256, …"""
     limit = max(1, elements // vocabulary)
     if rows <= limit or limit < 128:
         return limit

@@ -13,7 +13,7 @@ _JUDGED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class NotFinite(NamedTuple):
-    """The name of a tensor that is not finite, and what it holds: ``"NaN"`` or ``"an infinity"``."""
+    """The name and dtype of a tensor that is not finite; ``holds`` is ``"NaN"`` or ``"an infinity"``."""
 
     name: str
     holds: str

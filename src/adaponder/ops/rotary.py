@@ -26,7 +26,7 @@ Rotary = Callable[..., tuple[Tensor, Tensor]]
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotates queries and keys ``[batch, heads, time, size]``, bit for bit as Hugging Face does.
 
-    ``cos`` and ``sin`` are ``[batch, time, width]``; ``width`` divides ``size``: a head's first elements are rotated.
+    ``cos`` and ``sin`` are ``[batch, time, width]``: the first ``width`` elements (a divisor of ``size``) are rotated.
     """
     size, width = query.shape[-1], cos.shape[-1]
     half = width // 2

@@ -98,15 +98,13 @@ def ponder_rows(embedding: Tensor, expected: Tensor, active: Tensor, probability
     return embedding + weight[..., None] * expected
 
 
-def force_rows(
-    decision: Tensor, forced: Tensor, lane: Tensor, place: Tensor, iteration: Tensor, last: Tensor
-) -> Tensor:
-    """Returns which rows continue, bool like the policy's ``decision``, which a depth ``forced[lane, place]`` replaces.
+def force_rows(active: Tensor, forced: Tensor, lane: Tensor, place: Tensor, iteration: Tensor, last: Tensor) -> Tensor:
+    """Replaces the policy's decision ``active``, bool per row, where a depth ``forced[lane, place]`` is above 0.
 
-    A forced depth of 0 replaces nothing. No row continues after iteration ``last[lane]``.
+    No row stays active after iteration ``last[lane]``.
     """
     depth = forced[lane, place]
-    return torch.where(depth > 0, iteration + 1 < depth, decision) & (iteration < last[lane])
+    return torch.where(depth > 0, iteration + 1 < depth, active) & (iteration < last[lane])
 
 
 class DraftWindows(NamedTuple):
@@ -235,7 +233,7 @@ def end_windows(
 
 
 def _standing(windows: DraftWindows, lane: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns ``[n, window]`` of these lanes: the place of each window entry, and whether its token still computes."""
+    """Returns for each window entry of these lanes, ``[n, window]``: its place, and whether it has an active token."""
     front, column = windows.front[lane][:, None], torch.arange(windows.size, device=lane.device)
     place = front + (column - front) % windows.size
     return place, (place < windows.stop[lane][:, None]) & ~windows.halted[lane]

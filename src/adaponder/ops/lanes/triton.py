@@ -61,23 +61,21 @@ def ponder_rows(embedding: Tensor, expected: Tensor, active: Tensor, probability
     return out
 
 
-def force_rows(
-    decision: Tensor, forced: Tensor, lane: Tensor, place: Tensor, iteration: Tensor, last: Tensor
-) -> Tensor:
+def force_rows(active: Tensor, forced: Tensor, lane: Tensor, place: Tensor, iteration: Tensor, last: Tensor) -> Tensor:
     """Equals :func:`adaponder.ops.lanes.torch.force_rows`."""
     out = torch.empty_like(lane, dtype=torch.bool)
-    rows = [x.contiguous() for x in (decision, lane, place, iteration)]
+    rows = [x.contiguous() for x in (active, lane, place, iteration)]
     with on_device_of(lane):
         _force_kernel[(lane.numel(),)](*rows, forced, last, out, forced.stride(0), last.stride(0), num_warps=1)
     return out
 
 
 @triton.jit
-def _force_kernel(decision, lanes, places, iterations, forced, last, out, forced_stride, last_stride):
+def _force_kernel(active, lanes, places, iterations, forced, last, out, forced_stride, last_stride):
     i = tl.program_id(0)
     lane, iteration = tl.load(lanes + i), tl.load(iterations + i)
     depth = tl.load(forced + lane * forced_stride + tl.load(places + i))
-    continues = tl.where(depth > 0, (iteration + 1 < depth).to(tl.int1), tl.load(decision + i).to(tl.int1))
+    continues = tl.where(depth > 0, (iteration + 1 < depth).to(tl.int1), tl.load(active + i).to(tl.int1))
     tl.store(out + i, continues & (iteration < tl.load(last + lane * last_stride)))
 
 
