@@ -1,8 +1,8 @@
 """Defines an attention function for decoders that equals ``sdpa`` and also takes packed rows (:class:`Lane`).
 
 Hugging Face looks it up by name (``attn_implementation="adaponder"``). A plain causal pass gets no mask even while
-compiling, because a mask would double attention's work; compiled queries are laid out token by token, so that the next
-matrix product needs no copy of the result.
+compiling, because a mask would double the work of attention. When compiling, queries are copied to a layout token by
+token, so that the next matrix product needs no copy of attention's output.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ NAME = "adaponder"
 
 
 class Lane(NamedTuple):
-    """Rows of several sequences packed into one lane, and each layer's window: the decoder's keyword ``lane``.
+    """Rows of several sequences packed into one batch entry; decoders receive it as the keyword argument ``lane``.
 
-    ``windows`` has one entry per layer (after :meth:`of_layer`, only that layer's). Each layer that receives the lane
-    appends to ``arrived``, and the pass counts the entries: a decoder that drops the keyword attends to wrong tokens.
+    ``windows`` has each layer's window (after :meth:`of_layer`, one layer's). Each layer that receives the lane appends
+    to ``arrived``; the pass counts the entries, because a decoder that drops the keyword attends to wrong tokens.
     """
 
     rows: PackedRows
@@ -34,11 +34,11 @@ class Lane(NamedTuple):
     arrived: list[bool]
 
     def of_layer(self, layer: int) -> Lane:
-        """Returns a lane of one layer that does not contain the layer's index, so that one graph fits all layers."""
+        """Returns a lane for one layer, without the layer's index, so that one compiled graph fits all layers."""
         return Lane(self.rows, [self.windows[layer]], [])
 
     def take(self, layer: int, lane: Lane) -> None:
-        """Appends to ``arrived`` the entries that ``lane``, the lane of one layer, has recorded."""
+        """Adds the ``arrived`` entries of ``lane``, which :meth:`of_layer` returned."""
         self.arrived.extend(lane.arrived)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, **options: Any) -> Tensor:
@@ -46,7 +46,7 @@ class Lane(NamedTuple):
 
 
 class LedgerLane(NamedTuple):
-    """The engine's counterpart of :class:`Lane`: rows read keys and values through the index of a ledger."""
+    """The engine's counterpart of :class:`Lane`: rows read keys and values through an index into pools."""
 
     rows: LedgerRows
     windows: list[int | None]
@@ -88,14 +88,14 @@ def attend(
 def mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor | None:
     """Returns ``None`` for a plain causal pass without padding or cache, else the mask of ``sdpa``."""
     window = kwargs.get("local_size")
-    whole = q_length == kv_length and (window is None or kv_length < window)
-    if kwargs.get("attention_mask") is None and kwargs.get("allow_is_causal_skip", True) and whole:
+    plain = q_length == kv_length and (window is None or kv_length < window)
+    if kwargs.get("attention_mask") is None and kwargs.get("allow_is_causal_skip", True) and plain:
         return None
     return sdpa_mask(batch_size, q_length, kv_length, **kwargs)
 
 
 def refuse_attention(implementation: Any) -> None:
-    """Raises unless the attention implementation takes arbitrary masks, which passes over reused rows need."""
+    """Raises unless the attention implementation supports arbitrary masks, which passes over reused rows need."""
     names = implementation.values() if isinstance(implementation, dict) else [implementation]
     for name in names:
         if name not in (None, "eager", "sdpa", NAME):

@@ -1,7 +1,7 @@
-"""Compiles passes over the backbone: one layer's graph for all layers and passes, or each pass as one graph.
+"""Compiles passes over the backbone: either one layer, with a graph that all layers share, or a whole pass.
 
-A layer's graph compiles in seconds and serves every layer of the same class. A graph of a whole pass takes a minute or
-two with 24 layers and nearly halves the host's work, which matters if the host is slower than the GPU.
+A layer compiles in seconds. A whole pass takes a minute or two with 24 layers and nearly halves the host's work, which
+matters if the host is slower than the GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def compiled(function: Callable[..., Any], memory_budget: float, options: dict[s
 
 
 class Layers:
-    """A decoder's layers, each run by the compiled forward of its class."""
+    """A decoder's layers, of which each class has one compiled forward."""
 
     def __init__(self, body: nn.Module, windows: Sequence[int | None], memory_budget: float, options: dict[str, Any]):
         self.layers = decoder_layers(body, len(windows))

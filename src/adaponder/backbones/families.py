@@ -1,4 +1,4 @@
-"""Reads facts about a decoder family off its config: why it cannot be a backbone, windows, rotary types, layers."""
+"""Reads properties of a decoder off its config: why it cannot be a backbone, windows, rotary types, layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _READ_WHOLE = ("bloom", "gpt_neo", "gpt_neox_japanese")
 
 
 def read_whole(config: PreTrainedConfig) -> bool:
-    """Returns whether this family can only be read whole: without padding, packed documents or a cache."""
+    """Returns whether this family works only on whole sequences: without padding, packed documents or a cache."""
     return config.model_type in _READ_WHOLE or (config.model_type == "falcon" and config.alibi)
 
 
@@ -69,7 +69,7 @@ def refuse_halting(stock: PreTrainedModel, method: str) -> None:
 
 
 def windows_of(config: PreTrainedConfig) -> dict[str, int | None]:
-    """Maps each attention kind (``every_layer`` if the config names none) to its window in tokens; ``None``: all."""
+    """Maps each attention kind (``every_layer`` if the config has none) to its window in tokens; ``None``: no limit."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
@@ -78,7 +78,7 @@ def windows_of(config: PreTrainedConfig) -> dict[str, int | None]:
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """Returns the window of each layer in tokens; ``None``: all."""
+    """Returns the sliding window of each layer in tokens; ``None``: no limit."""
     windows = windows_of(config)
     return [windows[kind] for kind in getattr(config, "layer_types", None) or [*windows] * config.num_hidden_layers]
 

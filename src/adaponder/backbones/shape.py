@@ -48,7 +48,7 @@ _SHAPES: dict[tuple[type, str], Shape] = {}
 
 @torch.no_grad()
 def shape_of(source: PreTrainedModel | PreTrainedConfig) -> Shape:
-    """Returns the shape of a decoder, read off a copy on the meta device: nothing is allocated, no weight is read.
+    """Returns the shape of a decoder, measured on a copy on the meta device, which needs no memory and no weights.
 
     ``source`` is a decoder, stock or wrapped, or its config. Raises if some matrix product cannot be counted. Shapes
     are cached by the text of the config, because running the copy takes up to a second.
@@ -89,7 +89,7 @@ def meta_twin(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _refuse_uncounted(twin: PreTrainedModel) -> None:
-    """Raises on matrices outside linear layers: stacks of experts, convolutions, parameters multiplied by hand."""
+    """Raises if there are matrices outside linear layers: experts, convolutions, products in the module's own code."""
     for owner, module in twin.base_model.named_modules():
         if isinstance(module, (nn.Linear, Conv1D, nn.Embedding)):
             continue
@@ -103,9 +103,9 @@ def _refuse_uncounted(twin: PreTrainedModel) -> None:
 
 
 def _watch(twin: PreTrainedModel) -> tuple[Counter[nn.Module], DynamicCache]:
-    """Runs two tokens in turn; returns (rows that each linear layer computed for the second token, the cache).
+    """Runs two tokens one after the other; returns the rows of each linear layer in the second run, and the cache.
 
-    A linear layer computes 1 row, the new one; one that expands cached rows computes 2.
+    A layer computes 1 row, that of the new token, or 2 if it expands cached rows.
     """
     rows: Counter[nn.Module] = Counter()
 

@@ -1,7 +1,7 @@
-"""A halted token keeps the keys and values of its last iteration.
+"""Reuses the keys and values of halted tokens: a halted token keeps those of its last iteration.
 
 A backbone's attention calls ``past_key_values.update(k, v, layer)`` after rotary embedding and uses only the result.
-So K/V reuse is a cache that returns other rows than it was given:
+So a view is a cache object whose ``update`` returns other rows than it receives:
 
 * :class:`DenseView` returns ``where(active, new, previous)``: Algorithm 2, for training and as the reference;
 * :class:`GridView`, in a pass over active rows, returns the rows of all tokens, kept as grids between passes;
@@ -56,7 +56,7 @@ class IterationView(Cache):
         return [row for row in self.written if row is not None]
 
     def of_layer(self, layer: int) -> IterationView:
-        """Returns a view of one layer that does not contain the layer's index, so that one graph fits all layers."""
+        """Returns a view of one layer, without the layer's index, so that one compiled graph fits all layers."""
         view = copy.copy(self)
         view.single, view.calls, view.written = True, [0], [None]
         if self.previous is not None:
@@ -64,7 +64,7 @@ class IterationView(Cache):
         return view
 
     def take(self, layer: int, view: IterationView) -> None:
-        """Adds the calls and rows that a view from :meth:`of_layer` has recorded."""
+        """Copies the calls and rows recorded by ``view``, which :meth:`of_layer` returned for this layer."""
         self.calls[layer] += view.calls[0]
         self.written[layer] = view.written[0]
 
@@ -98,7 +98,7 @@ class PlainView(IterationView):
 class DenseView(IterationView):
     """Algorithm 2: returns ``where(active, new, previous)`` for every token of a grid ``[batch, time]``.
 
-    ``previous`` has the rows of the previous iteration; ``None`` (first iteration, no reuse) returns the new rows.
+    ``previous`` holds the rows of the previous iteration; with ``None`` (first iteration, no reuse) all rows are new.
     """
 
     def __init__(self, layers: int, *, previous: list[KeysValues] | None, active: Tensor | None):
@@ -125,9 +125,9 @@ class GridView(IterationView):
     Args:
         grids: per layer keys and values ``[batch, heads, slots, size]``; ``None`` before the first pass.
         shape: (batch, slots).
-        lanes: the sequences whose keys and values are returned; ``None``: all.
-        sequence, slot: ``[stored]``, sequence and slot of each stored row.
-        kept: ``[stored]``, indices of the pass's rows that are stored; ``None``: all.
+        lanes: indices of the sequences whose keys and values are returned; ``None``: all.
+        sequence, slot: ``[stored]``, sequence and slot of each row that is stored.
+        kept: ``[stored]``, indices of the rows to store among the pass's rows; ``None``: all.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class GridView(IterationView):
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Describes the rows that one pass reads and writes, with one lane per sequence, or all packed into one lane.
+    """Describes the ledger rows that one pass reads and writes; a lane is a sequence, or all packed queries.
 
     Attributes:
         read: ``[lanes, slots]``, the ledger row of each slot; -1 if there is none.
@@ -182,7 +182,7 @@ class RowPlan:
 
 
 class RowView(IterationView):
-    """The view of a pass over active rows: returns each visible token's row, from the ledger or just computed."""
+    """The view of a pass over active rows: returns the rows of all slots, from the ledger or computed in this pass."""
 
     def __init__(self, layers: int, *, stores: list[KeysValues | None], plan: RowPlan):
         super().__init__(layers)
@@ -198,7 +198,7 @@ class RowView(IterationView):
         return keys, values
 
     def _answer_one(self, new: Tensor, old: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns (rows to store ``[new, heads, size]``, rows to attend to ``[lanes, heads, slots, size]``)."""
+        """Returns (new rows to store, ``[new, heads, size]``; rows to attend to, ``[lanes, heads, slots, size]``)."""
         plan = self.plan
         lanes, slots = plan.read.shape
         heads, size = new.shape[1], new.shape[3]

@@ -35,9 +35,9 @@ _FINAL_NORMS = ("final_layer_norm", "final_layernorm", "norm", "ln_f", "norm_f",
 
 
 class PassOutput(NamedTuple):
-    """The output of one pass: ``hidden`` is final-normed (read by head and gates), ``stream`` the residual before that.
+    """The output of one pass: final-normed hidden states, the residual stream before that norm, and new rows.
 
-    ``rows`` are the keys and values that the view wrote, per layer.
+    ``rows`` are the keys and values of each layer that the view has stored.
     """
 
     hidden: Tensor
@@ -48,9 +48,9 @@ class PassOutput(NamedTuple):
 class Backbone:
     """A decoder as four parts: an embedding table, a body, a final norm, a linear head.
 
-    Holds a stock ``…ForCausalLM`` and changes only the name of its attention (see attention.py) and, when compiled, its
-    GELU and rotary functions (see ops/gelu.py, ops/rotary.py). Decoders of another structure are refused by name, and
-    :meth:`verify` compares numbers on random input with the stock model's own forward.
+    Holds a stock ``…ForCausalLM`` and changes only its attention function (see attention.py) and, when compiled, its
+    GELU and rotary functions (see ops/gelu.py, ops/rotary.py). The constructor refuses families of another structure;
+    :meth:`verify` compares results on random input with the stock model's own forward.
     """
 
     def __init__(self, stock: PreTrainedModel):
@@ -67,11 +67,11 @@ class Backbone:
         self._packs: bool | None = None
 
     def compile(self, *, by: str = "layer", memory_budget: float = 1.0, **options: Any) -> None:
-        """Compiles each layer or each pass, as ``by`` says; the rest of a forward stays uncompiled.
+        """Compiles a layer (``by="layer"``) or a whole pass (``by="pass"``), and the functions that run between passes.
 
         There is one graph for first iterations, one for iterations that reuse rows and one for packed rows. Packed rows
         run uncompiled if attention has windows, documents or dropout. Passes over a ledger always run uncompiled.
-        ``memory_budget`` is the share of a pass's activations that is kept; the compiler recomputes the cheapest.
+        ``memory_budget`` is the share of a pass's activations to keep; the compiler recomputes the cheapest others.
         """
         if by not in ("layer", "pass"):
             raise ConfigError(f"by={by!r} must be layer or pass, the unit that is compiled")
@@ -89,7 +89,7 @@ class Backbone:
         return self.__dict__ | {"_compiled": {}}
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns ``function``, which runs between passes; compiled if passes are, so that its operations fuse."""
+        """Returns ``function``, which runs between passes, compiled after :meth:`compile`, so that operations fuse."""
         if self.compile_options is None:
             return function
         if function not in self._compiled:
@@ -98,7 +98,7 @@ class Backbone:
         return self._compiled[function]
 
     def _compiles(self, view: type[IterationView], lane: Lane | LedgerLane | None) -> bool:
-        """Returns whether a pass runs compiled: after :meth:`compile`, if it is dense or over plain packed rows."""
+        """Returns whether a pass runs compiled: after :meth:`compile`, dense or with plain packed rows."""
         if self.compile_options is None or view not in (DenseView, GridView):
             return False
         if not isinstance(lane, Lane):
@@ -117,7 +117,7 @@ class Backbone:
         return self._compiled[self._one_pass]
 
     def packs(self) -> bool:
-        """Returns whether rows of several sequences can share a lane; the first call tries it with one token."""
+        """Returns whether attention takes packed rows of several sequences; the first call tries it with one token."""
         if not attention.use(self.stock):
             return False
         if self._packs is None:
@@ -157,7 +157,7 @@ class Backbone:
         return self._head()(hidden)
 
     def expected_embedding(self, hidden: Tensor, *, scale: float, **options: Any) -> Tensor:
-        """Computes ``softmax(logits(h)) @ (scale * table)`` (eq. 6 to 8): the table is scaled like the input.
+        """Computes ``softmax(logits(hidden)) @ (scale * table)`` (eq. 6 to 8).
 
         ``options`` are those of :func:`adaponder.ops.vocab_expectation.torch.vocab_expectation`.
         """
@@ -189,7 +189,7 @@ class Backbone:
 
         With a ``lane`` the queries are packed rows of several sequences, and ``mask`` must be ``None``. ``replay``
         recomputes activations in backward (gradient checkpointing), each time with a new view. Without ``stream`` the
-        residual stream is not recorded, and the output has the hidden state in its place.
+        residual stream is not recorded, and ``output.stream`` is the hidden state.
         """
         compiles, holding = self._compiles(view, lane), holding or {}
         one_pass = self._compiled_pass() if compiles else self._one_pass
@@ -238,8 +238,7 @@ class Backbone:
     def _keeping_stream(self, streams: list[Tensor]) -> AbstractContextManager[None]:
         """Context manager that records the residual stream: the final norm's input or, without one, the last output.
 
-        If the final norm has an unknown name, the last layer's output differs from the hidden state: :meth:`verify`
-        refuses the decoder.
+        If there is a final norm with an unknown name, the result is wrong, and :meth:`verify` refuses the decoder.
         """
         if self.norm is not None:
             return _watching(self.norm, lambda norm_input, _: streams.append(norm_input))
@@ -249,7 +248,7 @@ class Backbone:
         return _watching(layers[-1], lambda _, out: streams.append(out[0] if isinstance(out, tuple) else out))
 
     def mask(self, query: Places, key: Places, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-        """Returns the explicit attention mask that this decoder takes; a dictionary if layers have several kinds."""
+        """Returns the attention mask for this decoder, bool or additive; a dictionary if layers have several kinds."""
         if read_whole(self.stock.config):
             raise BackboneError(
                 f"{self.stock.config.model_type} takes no explicit mask: it can only be read whole, without padding, "
@@ -266,7 +265,7 @@ class Backbone:
 
     @torch.no_grad()
     def verify(self) -> None:
-        """Checks embedding table, body, final norm and head on random input against the stock model's forward."""
+        """Raises unless embedding table, body, final norm and head reproduce the stock forward on random tokens."""
         weight = self._head().weight
         if weight.device.type == "meta":
             return
@@ -312,7 +311,7 @@ def _watching(module: nn.Module, see: Callable[[Any, Any], None]) -> Iterator[No
 
 @contextmanager
 def _evaluating(stock: PreTrainedModel) -> Iterator[None]:
-    """Context manager for evaluation mode; restores the mode of each module."""
+    """Context manager that sets evaluation mode and then restores the mode of each module."""
     training = {module: module.training for module in stock.modules()}
     stock.eval()
     try:
@@ -323,7 +322,7 @@ def _evaluating(stock: PreTrainedModel) -> Iterator[None]:
 
 
 def _under_mask(one_pass: Callable[..., PassOutput], *arguments: Any) -> PassOutput:
-    """Runs a pass, and its recomputation in backward, with attention backends that are correct with a mask."""
+    """Runs a pass with a mask, and its recomputation in backward, under :func:`masked_attention` (a cuDNN bug)."""
     with masked_attention():
         return one_pass(*arguments)
 
@@ -343,13 +342,13 @@ def _final_norm(body: nn.Module) -> nn.Module | None:
 
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
-    """Returns the largest absolute difference over the largest absolute value of ``theirs``."""
+    """Returns the largest absolute difference, divided by the largest absolute value of ``theirs``."""
     ours, theirs = ours.double(), theirs.double()
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
 
 
 def rounding_bound(dtype: torch.dtype) -> float:
-    """Returns the relative difference allowed for rounding: far below the effect of a missing scale or softcap."""
+    """Returns the relative difference that rounding may cause; a missing scale or softcap has a far larger effect."""
     return min(200 * torch.finfo(dtype).eps, 0.02)
 
 
@@ -371,17 +370,17 @@ def _require_numbers(stock: PreTrainedModel, logits: Tensor) -> None:
     """Raises if any logit is NaN; the error names the first weight that is not finite, if there is one."""
     if not bool(logits.isnan().any()):
         return
-    bad, precision = first_not_finite(stock.state_dict().items()), str(logits.dtype).removeprefix("torch.")
+    damaged, precision = first_not_finite(stock.state_dict().items()), str(logits.dtype).removeprefix("torch.")
     reason = f"its logits are NaN although its weights are finite: it overflows in {precision}"
-    if bad is not None:
-        reason = f"weights contain {bad.holds}: {bad.name}; the model was damaged or diverged in training"
+    if damaged is not None:
+        reason = f"weights contain {damaged.holds}: {damaged.name}; the model was damaged or diverged in training"
     raise BackboneError(f"{stock.config.model_type}: {reason}")
 
 
-def _agree(stock: PreTrainedModel, what: str, ours: Tensor, theirs: Tensor) -> None:
+def _agree(stock: PreTrainedModel, component: str, ours: Tensor, theirs: Tensor) -> None:
     error = relative_difference(ours, theirs)
     if not error <= rounding_bound(theirs.dtype):
         raise BackboneError(
-            f"{stock.config.model_type} cannot be a backbone: {what} does not reproduce the stock model "
+            f"{stock.config.model_type} cannot be a backbone: {component} does not reproduce the stock model "
             f"(relative difference {error:.1e}); something between embedding and logits is not modelled here"
         )

@@ -1,1 +1,1 @@
-"""How the rows of a recurrence are computed and kept: all of them with masks, or only the active ones."""
+"""Runs the passes of a forward and keeps their rows: computes all tokens with masks, or active tokens only."""

@@ -1,8 +1,8 @@
 """The operations with which a method advances rows, and their implementation for whole batches.
 
-A method defines what one row does between two passes of the backbone (:class:`adaponder.methods.base.Method`), in terms
-of :class:`Rows`, which may be at different iterations. :class:`Execution` implements them for a batch whose tokens are
-all at the same iteration: :mod:`dense <adaponder.execution.dense>` computes every token and masks;
+A method defines the update of a row between two passes (:class:`adaponder.methods.base.Method`) by the operations of
+:class:`Rows`, whose rows may be at different iterations. :class:`Execution` implements them for a batch whose tokens
+are all at the same iteration: :mod:`dense <adaponder.execution.dense>` computes every token and masks;
 :mod:`compact <adaponder.execution.compact>` and :mod:`cached <adaponder.execution.cached>` compute active rows only.
 """
 
@@ -27,7 +27,7 @@ class Iteration(NamedTuple):
     """The argument of an ``on_iteration`` hook, which is called after each pass; tensors are ``[batch, time, …]``.
 
     ``gate`` is as in :class:`adaponder.policies.PolicyInput`, or ``None`` if no halting decision follows this pass.
-    ``active`` marks the tokens that were active in this pass.
+    ``active`` is true for the tokens that were active in this pass.
     """
 
     index: int
@@ -37,9 +37,9 @@ class Iteration(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """One pass of the backbone: ``hidden`` is final-normed, ``stream`` the residual stream before that norm.
+    """The result of one pass: final-normed hidden states, and the residual stream before that norm.
 
-    Entries of rows that the pass did not compute are undefined.
+    Entries of tokens that the pass did not compute are undefined.
     """
 
     hidden: Tensor
@@ -51,10 +51,10 @@ class Control:
     """Run-time control of one forward.
 
     Attributes:
-        iterations: the most iterations of a token in this forward, at most ``config.iterations``.
-        policy: halts tokens (methods that never halt ignore it).
+        iterations: the maximum depth of a token in this forward, at most ``config.iterations``.
+        policy: the policy that halts tokens; ignored by methods that never halt.
         seed: seed of the policy: one for all sequences, or a tensor ``[batch]`` with one for each.
-        every_gate: also evaluate the gates after a token has halted (the ponder loss needs them; decoding does not).
+        every_gate: also evaluate the gates of halted tokens (the ponder loss needs them; decoding does not).
         keep_states: keep the hidden states after each pass.
         hook: called with each :class:`Iteration`.
     """
@@ -72,8 +72,8 @@ class Rows(ABC):
 
     Attributes:
         backbone: embedding table, head and final norm.
-        active: bool per row: in ``receive``, whether it was active in the last pass; after ``decide``, whether it is in
-            the next. Always false for padding.
+        active: bool per row: whether it was active in the last pass (in ``Method.receive``), or will be in the next
+            pass (after ``decide``). False for padding.
         slots_per_token: number of slots of a token in the backbone's input (more than one for pause).
     """
 
@@ -83,15 +83,15 @@ class Rows(ABC):
 
     @abstractmethod
     def map(self, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-        """Applies ``function`` to the values of each active row. Entries of other rows are undefined."""
+        """Returns ``function(values)`` for active rows; entries of other rows are undefined."""
 
     @abstractmethod
     def gate(self, gates: Sequence[nn.Module] | nn.ModuleList, values: Tensor) -> Tensor:
-        """Returns each row's gate logit: of ``gates[i]`` after iteration ``i``. A single gate serves all iterations."""
+        """Returns each row's gate logit, by ``gates[i]`` after iteration ``i``; the last gate serves all later ones."""
 
     @abstractmethod
     def decide(self, gate: Tensor, hidden: Tensor) -> None:
-        """Halts rows by the policy (eq. 5), given ``gate`` (0 to 1; larger means continue) and ``hidden``."""
+        """Lets the policy halt rows (eq. 5), given ``gate`` (0 to 1; larger means continue) and ``hidden``."""
 
     @abstractmethod
     def freeze(self, new: Tensor, old: Tensor | None) -> Tensor:
@@ -99,7 +99,7 @@ class Rows(ABC):
 
     @abstractmethod
     def after_first(self, first: Tensor, later: Callable[[], Tensor]) -> Tensor:
-        """Returns ``first`` for rows after iteration 0, ``later()`` for all others."""
+        """Returns ``first`` for rows whose last pass was iteration 0, ``later()`` for all others."""
 
     def compiled(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Returns ``function``, compiled if passes are compiled and the number of rows is constant."""
@@ -110,11 +110,11 @@ class Execution(Rows):
     """One forward over a batch: its tokens ``[batch, time]``, all at the same iteration.
 
     Attributes:
-        reuse: the row of a halted token that others attend to. ``state``: its last active row, with its hidden state
-            frozen; ``kv``: the same row, but its hidden state still changes; ``none``: its newest; ``absent``: no row.
+        reuse: which row of a halted token other tokens attend to: ``state`` and ``kv``: the row of its last active
+            iteration (with ``kv``, its hidden state still changes); ``none``: its newest row; ``absent``: no row.
         replay: recompute passes in backward instead of keeping their activations.
         stream: whether the method needs the residual stream.
-        passes, shown: the number of passes done, and of those that :meth:`show` has reported.
+        passes, shown: the number of passes done, and the number of passes that :meth:`show` has reported.
         depth: the number of passes in which each token was active.
         gate_logits: the results of :meth:`gate`, in order.
         states: hidden states after each pass, if ``control.keep_states``.
@@ -132,7 +132,7 @@ class Execution(Rows):
         self._hidden_before: Tensor | None = None
 
     def read(self, x: Tensor) -> Pass:
-        """Runs one pass of the backbone over the active tokens (eq. 1), reusing the rows of halted ones (eq. 10)."""
+        """Runs one pass of the backbone over the active tokens (eq. 1); reuses the rows of halted tokens (eq. 10)."""
         output = self._pass(x)
         self.depth = self.depth + self.active
         self.passes += 1
@@ -156,7 +156,7 @@ class Execution(Rows):
         return first if self.passes == 1 else later()
 
     def show(self, hidden: Tensor, gate: Tensor | None = None) -> None:
-        """Reports the last pass to the caller's hook, and keeps its hidden states if ``keep_states``."""
+        """Reports the last pass to the caller's hook, and stores its hidden states if ``control.keep_states``."""
         self.shown += 1
         if self.control.keep_states:
             self.states.append(hidden)
@@ -192,27 +192,27 @@ class Execution(Rows):
         )
 
     def _seeds(self, like: Tensor) -> Tensor:
-        """Returns the seed of each row. ``like`` has an entry per row."""
+        """Returns the policy's seed for each row, int64 of the shape of ``like``."""
         seed = self.control.seed
         if isinstance(seed, Tensor):
             return self._rows(seed.to(like.device)[:, None].expand_as(self.tokens.slot))
         return torch.full_like(like, as_int64(seed))
 
-    def _halt(self, keep: Tensor) -> None:
-        """Halts every token where ``keep [batch, time]`` is false. Halted tokens stay halted (eq. 5)."""
-        self.active = self.active & keep
+    def _halt(self, continues: Tensor) -> None:
+        """Halts the tokens where ``continues``, bool ``[batch, time]``, is false; halted tokens stay halted (eq. 5)."""
+        self.active = self.active & continues
 
     @abstractmethod
     def _pass(self, x: Tensor) -> Pass: ...
 
     @abstractmethod
     def _map(self, function: Callable[[Tensor], Tensor], grid: Tensor, *, all_real: bool) -> Tensor:
-        """Applies ``function`` to each active token (``all_real``: each real token). Elsewhere 0 or undefined."""
+        """Returns ``function(grid)`` for active tokens, or all real ones if ``all_real``; 0 or undefined elsewhere."""
 
     @abstractmethod
     def _rows(self, grid: Tensor) -> Tensor:
-        """Returns the entries of active tokens (dense: of all)."""
+        """Returns the entries of active tokens as rows; in dense execution, the whole grid."""
 
     @abstractmethod
     def _grid(self, rows: Tensor) -> Tensor:
-        """Inverts :meth:`_rows` for booleans and returns ``[batch, time]``, false elsewhere."""
+        """Scatters a bool per entry of :meth:`_rows` to a mask ``[batch, time]``, false elsewhere."""

@@ -1,4 +1,4 @@
-"""Cached execution: active rows only, over a ledger, for prefill with a cache and for decoding token by token."""
+"""Cached execution: computes active rows only and keeps them in a ledger, for prefill and decoding with a cache."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from adaponder.ops.masks import Places
 
 
 class Cached(Sparse):
-    """Computes rows over a ledger, without padding: as many as the sum of depths if halted tokens are skipped.
+    """Computes rows without padding and stores them in a ledger.
 
-    If all sequences have equally many rows to compute, a pass is one rectangle ``[sequences, count]``. Otherwise the
-    rows are packed into one lane (a batch of one) or, if attention cannot pack, there is one rectangle per count.
+    If all sequences have equally many rows to compute, a pass is one batch ``[sequences, count]`` (a rectangle). If
+    not, rows are packed into one batch entry (a lane) or, if attention cannot pack, each count has its rectangle.
     """
 
     def __init__(self, *args: Any, ledger: Ledger, **options: Any):
@@ -54,7 +54,7 @@ class Cached(Sparse):
         return Pass(grid(hidden), grid(stream))
 
     def _outputs(self, x: Tensor, computed: Tensor, stored: Tensor) -> Iterator[tuple[Tensor, PassOutput]]:
-        """Yields (row indices, output of these rows), once for each rectangle or for the one lane."""
+        """Runs one pass and yields (row indices, output of these rows), once per rectangle, or once if packed."""
         counts = computed.sum(1)
         lengths = [count for count in counts.unique().tolist() if count]
         if len(lengths) > 1 and self.backbone.packs():
@@ -71,7 +71,7 @@ class Cached(Sparse):
             )
 
     def _read_packed(self, x: Tensor, index: Tensor, sequences: Tensor, stored: Tensor) -> PassOutput:
-        """Runs one pass over the rows at ``index``, in one lane; the ledger stores those in the mask ``stored``."""
+        """Runs one pass over the rows at ``index`` in one lane; where the mask ``stored`` is true, stores them."""
         ledger, time = self.ledger, x.shape[1]
         stored_index = stored.nonzero().squeeze(1)
         sequence, slot = index[stored_index] // time, self.past + index[stored_index] % time
@@ -88,7 +88,7 @@ class Cached(Sparse):
         return output
 
     def _read_rectangle(self, x: Tensor, sequences: Tensor, when: Tensor, stored: Tensor) -> PassOutput:
-        """Runs one pass over a rectangle: the tokens ``when [sequences, count]`` of these sequences."""
+        """Runs one pass over the tokens at times ``when [sequences, count]`` of these sequences."""
         tokens, ledger = self.tokens, self.ledger
         at = (sequences[:, None], when)
         lane = torch.arange(len(sequences), device=x.device)[:, None].expand_as(when)[stored]

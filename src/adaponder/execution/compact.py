@@ -17,9 +17,9 @@ from adaponder.ops.masks import Places
 
 
 class Sparse(Execution):
-    """Base of packed and cached execution: converts grids ``[batch, time, …]`` to rows and back.
+    """Base class of packed and cached execution: converts grids ``[batch, time, …]`` to rows and back.
 
-    A row index is an index into the flattened grid.
+    A row index is an index into the flattened grid, ``sequence * time + t``.
     """
 
     def __init__(self, *args: Any, **options: Any):
@@ -28,9 +28,9 @@ class Sparse(Execution):
         self._active_index: Tensor | None = None
 
     def index_of(self, mask: Tensor) -> Tensor:
-        """Returns the row indices of the tokens in a mask, which must be the object ``tokens.real`` or ``active``.
+        """Returns the row indices where ``mask`` is true; ``mask`` must be the object ``tokens.real`` or ``active``.
 
-        Their number requires a device synchronisation, so each result is cached.
+        The result is cached, because its length requires a device synchronisation.
         """
         if mask is self.tokens.real:
             if self._real_index is None:
@@ -41,24 +41,24 @@ class Sparse(Execution):
             self._active_index = self.active.flatten().nonzero().squeeze(1)
         return self._active_index
 
-    def _halt(self, keep: Tensor) -> None:
-        super()._halt(keep)
+    def _halt(self, continues: Tensor) -> None:
+        super()._halt(continues)
         self._active_index = None
 
     def computed(self) -> Tensor:
-        """Returns the tokens that a pass computes, ``[batch, time]``."""
+        """Returns the mask of tokens that the next pass computes, bool ``[batch, time]``."""
         return self.active if self.reuse in ("state", "absent") else self.tokens.real
 
     def stored(self) -> Tensor:
-        """Returns the tokens whose new rows other tokens attend to, ``[batch, time]``."""
+        """Returns the mask of tokens whose new rows are kept for others to attend to, bool ``[batch, time]``."""
         return self.tokens.real if self.reuse == "none" else self.active
 
     def _read_lane(
         self, x: Tensor, row_index: Tensor, *, sequence: Tensor, key: Places, view: type[IterationView], holding: dict
     ) -> PassOutput:
-        """Runs one pass over the rows at ``row_index``, packed into one lane.
+        """Runs one pass over the rows at ``row_index``, packed into one batch entry.
 
-        ``sequence`` is each row's index into the first axis of ``key`` and of the tensors that the view returns.
+        ``sequence`` is, for each row, the index of its sequence in ``key`` and in the keys and values of the view.
         """
         tokens = self.tokens
 
@@ -93,10 +93,9 @@ class Sparse(Execution):
 
 
 class Packed(Sparse):
-    """Computes all rows of a pass in one lane, across sequences.
+    """Computes the rows of all sequences as one batch entry, without padding and without a cache for decoding.
 
-    No padding is computed; each row attends to its own sequence (:class:`adaponder.backbones.attention.Lane`). There is
-    no cache for decoding; :class:`adaponder.execution.cached.Cached` has one.
+    Each row attends to its own sequence (:class:`adaponder.backbones.attention.Lane`).
     """
 
     def __init__(self, *args: Any, **options: Any):

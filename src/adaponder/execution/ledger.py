@@ -1,4 +1,4 @@
-"""The ledger: the KV cache of a batch, one row per token and iteration, and which row each iteration reads."""
+"""The ledger: the KV cache of a batch, with one row per token and iteration, and the table of rows to read."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class Ledger(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of the stored keys and values, without spare buffer capacity."""
-        held = [tensor for store in self.stores if store is not None for tensor in store.tensors()]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        tensors = [tensor for store in self.stores if store is not None for tensor in store.tensors()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @property
     def slots(self) -> int:
@@ -104,14 +104,14 @@ class Ledger(Cache):
         self.slot_depth = torch.cat([self.slot_depth, depth], 1)
 
     def carry_over(self, past: int, iteration: int) -> None:
-        """Sets the rows of slots ``past`` and later at ``iteration`` to those of the iteration before."""
+        """Lets slots from ``past`` on use, at ``iteration``, the rows that they used at the iteration before."""
         table, _ = self._books()
         table[:, past:, iteration] = table[:, past:, iteration - 1]
 
     def write(self, sequence: Tensor, slot: Tensor, sequences: Tensor, iteration: int) -> Tensor:
-        """Assigns row numbers to these tokens, in the order in which a pass over ``sequences`` will append them.
+        """Enters the row numbers of tokens (``sequence``, ``slot``), which a pass will append in this order.
 
-        Returns ``[sequences, slots]``, the row of each slot at this iteration; -1 for none.
+        Returns the row of each slot of ``sequences`` at this iteration, ``[sequences, slots]``; -1 for none.
         """
         table, _ = self._books()
         table[sequence, slot, iteration] = self.rows + torch.arange(len(slot), device=slot.device)
@@ -132,7 +132,7 @@ class Ledger(Cache):
         return self.table, self.slot_depth
 
     def snapshot(self) -> list[KeysValues | None]:
-        """Returns the current keys and values per layer. Later appends do not change them."""
+        """Returns the current keys and values of each layer; later appends do not change them."""
         return [None if store is None else store.tensors() for store in self.stores]
 
     def append(self, rows: list[KeysValues]) -> None:
@@ -189,7 +189,7 @@ class Ledger(Cache):
         self.forget(self.slots + tokens_to_remove * self.slots_per_token)
 
     def forget(self, slots: int) -> None:
-        """Keeps the first ``slots`` slots of every sequence and frees the rows that no slot reads any more."""
+        """Keeps the first ``slots`` slots of every sequence and frees the rows that no slot uses any more."""
         if slots <= 0:
             self.reset()
         elif slots < self.slots:
@@ -216,7 +216,7 @@ class Ledger(Cache):
             self.table, self.slot_depth = function(self.table), function(self.slot_depth)
 
     def _sweep(self, *, spare: int) -> None:
-        """Frees rows that no token reads any more, if there are more than ``spare`` of them."""
+        """Frees the rows that no slot uses any more, if there are more than ``spare`` of them."""
         if self.table is None:
             return
         used, renumbered = self.table.unique(return_inverse=True)

@@ -1,4 +1,4 @@
-"""The tokens of one forward: their slots, positions and documents, with padding and cached tokens accounted for."""
+"""The tokens of one forward: checks its inputs and computes slots, positions and documents."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Tokens:
     Attributes:
         real: false for padding.
         position: position id for the backbone.
-        slot: index of the token in its sequence, padding and cached tokens included; causality follows it.
+        slot: index of the token in its sequence, padding and cached tokens included; causal masks compare slots.
         order: index among the real tokens of its sequence; sliding windows are measured in it.
         document: document ids; attention stays within a document. ``None``: each sequence is one document.
-        plain: whether there is no padding, no packed document and no past: an ordinary causal pass.
+        plain: whether there is no padding, no packed document and no cached token: an ordinary causal pass.
         past: number of slots in the cache.
         per_token: number of slots of a token (more than one for pause).
     """
@@ -37,7 +37,7 @@ class Tokens:
 
     @property
     def last_slot(self) -> int:
-        """Upper bound on derived positions. Reading it does not synchronise with the device."""
+        """The last slot, an upper bound on positions derived from it; read without a device synchronisation."""
         return self.past + self.slot.shape[1] - 1
 
     @property
@@ -45,7 +45,7 @@ class Tokens:
         return self.real.sum(1)
 
     def repeat(self, times: int) -> Tokens:
-        """Returns the tokens, each followed by ``times - 1`` others at its position (pause tokens)."""
+        """Returns the tokens, each followed by ``times - 1`` pause tokens at the same position."""
 
         def spread(index: Tensor) -> Tensor:
             offset = torch.arange(times, device=index.device)
@@ -66,7 +66,7 @@ class Tokens:
 def check_inputs(
     input_ids: Tensor | None, inputs_embeds: Tensor | None, *, vocabulary: int, hidden_size: int
 ) -> Tensor:
-    """Checks the ids or embeddings of a forward and returns the ids, or for embeddings a placeholder ``[batch, time]``.
+    """Checks the ids or embeddings of a forward; returns the ids, or a placeholder ``[batch, time]`` for embeddings.
 
     The values of ids are checked only on the CPU: on a GPU this would synchronise the device in every forward.
     """
@@ -90,7 +90,7 @@ def check_inputs(
 
 
 def check_ids(name: str, ids: Tensor, vocabulary: int, *, wait: bool = False) -> None:
-    """Raises unless ``ids`` are token ids below ``vocabulary``. Labels may also be -100.
+    """Raises unless ``ids`` are token ids below ``vocabulary``, or -100 in labels (any ``name`` but ``input_ids``).
 
     On a GPU their values are checked only if ``wait`` is set, because that synchronises the device.
     """
@@ -126,8 +126,8 @@ def arrange_tokens(
     """Builds the :class:`Tokens` of a forward from its arguments.
 
     Without ``position_ids``, positions count real tokens, so left padding changes nothing. Packed documents are given
-    as ``document_ids``, or as ``position_ids`` that restart (without mask or cache), as in Hugging Face, where a cache
-    silently disables this; here both become document ids, and a cache with them is refused.
+    as ``document_ids`` or, as in Hugging Face, as ``position_ids`` that restart (without mask or cached tokens). A
+    cache for them is refused; in Hugging Face, documents would silently attend to each other.
     """
     batch, time = input_ids.shape
     past = 0 if ledger is None else ledger.get_seq_length()
@@ -191,7 +191,7 @@ def _as_grid(value: Tensor, ids: Tensor, name: str) -> Tensor:
 
 
 def _restarts(position: Tensor) -> Tensor | None:
-    """Returns document numbers of sequences whose positions restart, or ``None`` if none does."""
+    """Returns document ids ``[batch, time]``: a new id where positions do not grow by 1; ``None`` if all always do."""
     breaks = position.diff(dim=1, prepend=position[:, :1] - 1) != 1
     return breaks.cumsum(1) if bool(breaks.any()) else None
 

@@ -43,36 +43,36 @@ class Pools(NamedTuple):
 
 
 class Body(ABC):
-    """A backbone without its embedding and head."""
+    """The decoder layers and final norm of a backbone, as the engine runs them."""
 
     @abstractmethod
     def row_shapes(self) -> list[RowShape]:
-        """Returns the shape of a row in each layer."""
+        """Returns for each layer the shapes ``(heads, size)`` of a row's keys and values."""
 
     @abstractmethod
     def forward(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools) -> Pass:
         """Runs one pass (eq. 1) over ``x [n, d]`` at ``position [n]``; returns hidden states and residual stream.
 
-        Each layer writes every row's keys and values to the pools at ``rows.row``, then lets each row attend to the
-        rows that the index lists for it.
+        Each layer writes every row's keys and values to the pools at ``rows.row``; then each row attends to the rows
+        that the index lists for it.
         """
 
 
 def build_body(model: AdaPonderForCausalLM, kind: str | None, *, rows: int, positions: int, width: int) -> Body:
-    """Builds a body of the ``kind`` ``fused`` or ``stock``; ``None`` takes the fused one if it supports the backbone.
+    """Builds a body of the ``kind`` ``fused`` or ``stock``; ``None`` is ``fused`` if that supports the backbone.
 
-    ``rows`` is the largest number of decode rows in one pass, padding included; ``width`` is the slots per token.
+    ``rows`` is the maximum number of decode rows in one pass, padding included; ``width`` is the slots per token.
     """
     reason = None if kind == "stock" else unsupported(model.wrapped)
     if kind != "stock" and reason is None:
-        return FusedBody(model.wrapped, rows=rows, apart=width == 1, positions=positions)
+        return FusedBody(model.wrapped, rows=rows, independent=width == 1, positions=positions)
     if kind == "fused":
         raise InputError(f"body='fused' does not support this backbone ({reason}); use body='stock'")
     return StockBody(model.wrapped, stream=model.method.needs_stream(model.config.iterations))
 
 
 class Names(NamedTuple):
-    """The names of a decoder layer's modules; ``gate`` is ``None`` where the MLP is not gated."""
+    """The names of a decoder layer's modules; ``gate`` is ``None`` if the MLP is not gated."""
 
     attention: str
     qkv: tuple[str, ...]
@@ -88,7 +88,7 @@ FAMILIES = {"gpt_neox": NEOX, "llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, 
 
 
 class FusedLayer(NamedTuple):
-    """The weights of a layer: ``qkv`` and ``up`` include the norms before them, ``up`` the MLP's activation."""
+    """The weights of a decoder layer: ``qkv`` and ``up`` include the norms before them, ``up`` also the activation."""
 
     qkv: Piece
     projection: Projection
@@ -112,13 +112,13 @@ class FusedBody(Body):
     Args:
         backbone: a decoder for which :func:`unsupported` returns ``None``.
         rows: the largest number of decode rows in a pass.
-        apart: whether no decode row attends to another row of the same pass; false for pause tokens.
+        independent: whether no decode row attends to another row of the same pass; false for pause tokens.
         positions: the number of positions in the rotary tables.
     """
 
-    def __init__(self, backbone: Backbone, *, rows: int, apart: bool, positions: int):
+    def __init__(self, backbone: Backbone, *, rows: int, independent: bool, positions: int):
         config: Any = backbone.stock.config
-        self.windows, self.apart = backbone.layer_windows, apart
+        self.windows, self.independent = backbone.layer_windows, independent
         self.norm = norm_weights(backbone.norm)
         like = self.norm.weight
         self.cos, self.sin = _rotary_table(backbone, like, positions)
@@ -171,7 +171,7 @@ class FusedBody(Body):
         return Pass(row_norm(stream, self.norm), stream)
 
     def _layer(self, number: int, x: Tensor, decode: TurnedRows, prefill: TurnedRows | None, pools: Pools) -> Tensor:
-        """Returns the residual stream ``[n, d]`` after a layer."""
+        """Returns the residual stream ``[n, d]`` after layer ``number``, given that before it, ``x``."""
         layer = self.layers[number]
         if self.parallel:
             qkv, inner = normed_linears(x, (layer.qkv, layer.up))
@@ -199,12 +199,12 @@ class FusedBody(Body):
         return decode, (prefill, Turn(position[alone:], self.cos, self.sin))
 
     def _attend(self, number: int, qkv: Tensor, decode: TurnedRows, prefill: TurnedRows | None, pools: Pools) -> Tensor:
-        """Rotates queries and keys, writes keys and values to the pools; returns the result, ``[n, heads * size]``."""
+        """Rotates queries and keys, writes keys and values to the pools, returns attention's ``[n, heads * size]``."""
         layer, keys, values = self.layers[number], pools.keys[number], pools.values[number]
         options: dict[str, Any] = {"window": self.windows[number], "scale": layer.scale}
         (rows, turn), mixed = decode, []
         count = rows.alone
-        if count and self.apart:
+        if count and self.independent:
             inputs = (qkv[:count], keys, values, rows, layer.projection, turn)
             mixed.append(attention.decode_attention(*inputs, **options, scratch=self.scratch, dependent=self.dependent))
         elif count:
@@ -218,7 +218,7 @@ class FusedBody(Body):
 
 
 def linear_weights(module: Any) -> Linear:
-    """Returns the parameters of a plain linear module."""
+    """Returns the parameters of an ``nn.Linear``."""
     return Linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
 
 
@@ -270,7 +270,7 @@ def unsupported(backbone: Backbone) -> str | None:
 
 @torch.no_grad()
 def _rotary_table(backbone: Backbone, like: Tensor, positions: int) -> tuple[Tensor, Tensor]:
-    """Returns cosines and sines of positions 0, 1, …, ``[positions, width]`` each, from the decoder."""
+    """Returns the decoder's rotary cosines and sines of positions 0, 1, …, ``[positions, rotary size]`` each."""
     body: Any = backbone.body
     every = torch.arange(positions, device=like.device)[None]
     # In float32 at least: stock layers round the angles' cosines to the model's precision.
@@ -281,8 +281,8 @@ def _rotary_table(backbone: Backbone, like: Tensor, positions: int) -> tuple[Ten
 class StockBody(Body):
     """Runs the wrapped stock layers.
 
-    If the decoder uses our attention function, all rows form one batch entry and attend through the index. Otherwise,
-    or if it expands its cache (latent attention), each row is a batch entry and its keys and values are gathered.
+    If the decoder uses the attention of ``backbones/attention.py``, all rows form one batch entry and attend through
+    the index. Otherwise, or with latent attention, each row is a batch entry and its keys and values are gathered.
     """
 
     def __init__(self, backbone: Backbone, *, stream: bool):
@@ -319,7 +319,7 @@ class StockBody(Body):
 
 
 class PoolView(IterationView):
-    """Writes the rows of a pass to the pools and returns the pools; attention reads them through the index."""
+    """Writes the rows of a pass to the pools and returns the pools, which attention reads through the index."""
 
     def __init__(self, layers: int, *, pools: Pools, row: Tensor):
         super().__init__(layers)

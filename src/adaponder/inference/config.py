@@ -69,7 +69,7 @@ class EngineShape:
         iterations: the maximum depth of a token.
         width: slots per token, and rows per token and pass.
         passes: the maximum number of passes per token.
-        window: tokens of a sequence in one tick; above 1 the engine drafts.
+        window: the maximum number of tokens of a sequence in one tick; above 1 the engine drafts.
     """
 
     lanes: int
@@ -105,11 +105,11 @@ class EngineShape:
 
     @property
     def rows_in_flight(self) -> int:
-        """The maximum number of a lane's decode rows whose results are not on the host yet: those of two launches."""
+        """The maximum number of a lane's decode rows that are launched but not processed: two launches of ticks."""
         return 2 * self.burst * self.width
 
     def default_rows(self, model: AdaPonderForCausalLM, body: Body) -> int:
-        """Returns the rows that the lanes can use, limited to 90 % of a GPU's free memory, elsewhere to 1 GiB."""
+        """Returns the pool rows for full lanes, but at most 90 % of a GPU's free memory, or 1 GiB on other devices."""
         needed = self.lanes * (self.tokens * self.width * self.passes + 2 * PAGE) + 3 * PAGE + self.rows_in_flight
         free = 1 << 30
         if model.device.type == "cuda":
@@ -160,7 +160,7 @@ def eos_ids(model: AdaPonderForCausalLM) -> frozenset[int]:
 def _window(config: EngineConfig, method: str, width: int, passes: int) -> int:
     """Returns the number of tokens in a draft window; 1 without drafting.
 
-    A window of more than ``passes`` tokens is useless: its first token halts before the window is full.
+    A window of more than ``passes`` tokens would never be full, because its first token halts before.
     """
     drafts = config.drafts
     if drafts is None:

@@ -34,7 +34,7 @@ class Drafting:
         self.books, self.size, self.passes, self.vanishes = books, size, passes, vanishes
         self.windows = DraftWindows.empty(len(books.token), size, books.token.device)
         self._lane = books.token[:0]
-        self._which: Tensor | None = None
+        self._entries: Tensor | None = None
 
     def start(self, sequences: Many[Sequence], host_lanes: Many[int]) -> None:
         """Sets up the windows of sequences that start decoding.
@@ -59,17 +59,17 @@ class Drafting:
     def begin(self, lane: Tensor) -> WindowRows:
         """Starts a tick: returns the rows of these lanes' windows and enters them into the index."""
         rows = begin_windows(self.books, self.windows, lane, passes=self.passes, vanishes=self.vanishes)
-        self._lane, self._which = lane, rows.which
+        self._lane, self._entries = lane, rows.entries
         return rows
 
-    def end(self, active: Tensor, token: Tensor, bad: Tensor, log: Tensor) -> None:
+    def end(self, active: Tensor, token: Tensor, invalid: Tensor, log: Tensor) -> None:
         """Ends a tick: updates the windows and the log with the results of its rows."""
-        results = (self.spread(values).view(-1, self.size) for values in (active, token, bad))
+        results = (self.spread(values).view(-1, self.size) for values in (active, token, invalid))
         end_windows(self.books, self.windows, self._lane, *results, log)
 
     def spread(self, values: Tensor) -> Tensor:
         """Scatters the values of the tick's rows to all window positions; undefined at positions without a row."""
-        if self._which is None:
+        if self._entries is None:
             return values
         spread = values.new_zeros(len(self._lane) * self.size, *values.shape[1:])
-        return spread.index_copy_(0, self._which, values)
+        return spread.index_copy_(0, self._entries, values)

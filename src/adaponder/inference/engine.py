@@ -132,7 +132,7 @@ class Engine:
 
     @torch.no_grad()
     def warm_up(self) -> None:
-        """Captures decode graphs (GPU only) for 1, 2, … of the sequences that decode now, up to their final length."""
+        """Captures the decode graphs (GPU only) that the sequences decoding now need until all of them finish."""
         with self._exclusive():
             decoding = [sequence for sequence in self.scheduler.resident.values() if sequence.state == DECODING]
             if self.runner.graphs is not None and decoding and not self.runner.policies.callables():
@@ -255,7 +255,7 @@ class Engine:
 
     @property
     def longest_request(self) -> int:
-        """The maximum sum of a request's prompt and new tokens that positions and rows allow."""
+        """The maximum number of prompt and new tokens of a request, as limited by positions and pool rows."""
         return min(self.tokens + 1, self._most_rows // self._token_rows)  # the last token needs no position
 
     def _namespace(self, request: Request, policy: Policy, iterations: int) -> Hashable | None:

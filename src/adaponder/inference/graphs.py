@@ -19,12 +19,12 @@ _SHORT, _SEVERAL = 4, 8
 _SPARE_TILES = 64  # beyond those of a single cohort of all rows
 
 
-def pad_context(slots: int, most: int) -> int:
-    """Rounds a bound on slots up to one of few sizes; a larger bound costs little, as excess programs exit early."""
+def pad_context(slots: int, limit: int) -> int:
+    """Rounds an upper bound on slots up to one of a few captured sizes; costs little, as excess programs exit early."""
     size = 512
     while size < slots:
         size *= 4
-    return min(size, most)
+    return min(size, limit)
 
 
 def pad_prefill(rows: int) -> int:
@@ -34,9 +34,9 @@ def pad_prefill(rows: int) -> int:
 
 
 class Graphs:
-    """Holds the graphs of ticks, by number of lanes, features, context bound and policy classes; captured at first use.
+    """Holds a CUDA graph of ticks for each number of lanes, features, context bound and policies, captured when needed.
 
-    ``ticks`` is the maximum number of ticks per launch, for which the logs have room.
+    ``ticks`` is the maximum number of ticks per launch, which sizes the logs.
     """
 
     def __init__(self, runner: TickRunner, ticks: int):
@@ -45,7 +45,7 @@ class Graphs:
         self.pool: Any = None
 
     def of(self, lanes: int, features: Features, context: int) -> TickGraph:
-        """Returns the graph for these sizes and features and the current policies; captures it if necessary."""
+        """Returns the graph for these sizes and features and the current policies; captures it at the first call."""
         size = pad_lanes(lanes)
         context = pad_context(context, self.runner.lanes.index.shape[2])
         key = (size, features, context, self.runner.policies.key())
@@ -55,7 +55,7 @@ class Graphs:
 
 
 class TickGraph:
-    """The graphs of one tick and of several; they read lanes and tick number from buffers on the device."""
+    """A CUDA graph of one tick and one of several, which read lanes and tick number from buffers on the device."""
 
     def __init__(self, owner: Graphs, size: int, features: Features, context: int):
         runner = owner.runner
@@ -87,7 +87,7 @@ class TickGraph:
         return graph
 
     def run(self, lanes: list[int], ticks: int) -> tuple[Tensor, Extras]:
-        """Runs ``ticks`` ticks of these lanes; the results are on the host once the stream has completed the copy."""
+        """Runs ``ticks`` ticks of these lanes; results are valid once the stream has completed the copy to the host."""
         padding = self.runner.lanes.padding
         if lanes != self.lane_numbers:
             self.lane.copy_(self.runner.as_tensor(lanes + [padding] * (self.size - len(lanes))))
@@ -106,9 +106,9 @@ class TickGraph:
 class GraphedBody(Body):
     """Runs passes of ``body`` by replaying CUDA graphs; the pools must be the same in every call.
 
-    Used if a tick cannot be one graph: for prefill, whose rows change from tick to tick, and with a user's own policy.
-    Passes with decode rows only, or with prefill rows only and a fused body, are replayed, with rows padded to few
-    sizes; other passes run eagerly. Padding rows attend to nothing (prefill) or only to themselves (decode).
+    Used when a tick cannot be one graph: for prefill, whose rows change from tick to tick, and with a user's own
+    policy. Passes with decode rows only, or with prefill rows only and a fused body, are replayed with rows padded to
+    a few sizes; other passes run eagerly. Padding rows attend to nothing (prefill) or only to themselves (decode).
     """
 
     def __init__(self, body: Body, owner: Graphs, padding: int):
@@ -141,7 +141,7 @@ class GraphedBody(Body):
 
 
 class _PassGraph:
-    """The graph of a pass; ``key`` is (rows, 0, context) for decode rows, (rows, rows per tile, tiles) for prefill."""
+    """A CUDA graph of a pass; ``key`` is (rows, 0, context) for decode, (rows, rows per tile, tiles) for prefill."""
 
     def __init__(self, owner: GraphedBody, key: tuple[int, ...], x: Tensor, rows: LedgerRows, pools: Pools):
         size, block, bound = key

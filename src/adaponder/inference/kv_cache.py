@@ -34,10 +34,10 @@ class Pages:
         """Allocates ``count`` pages with a reference count of 1; returns ``None`` if fewer are free."""
         if count > self.free:
             return None
-        taken = [self._free.pop() for _ in range(count)]
-        for page in taken:
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
             self._holders[page] = 1
-        return taken
+        return pages
 
     def hold(self, pages: Iterable[int]) -> None:
         """Increments the reference count of each of these pages."""
@@ -74,7 +74,7 @@ class RowStream:
         return len(self.pages) * self.size - self.used
 
     def pages_for(self, rows: int) -> int:
-        """Returns the number of additional pages that ``rows`` additional rows need."""
+        """Returns the number of pages that must be added before ``rows`` rows can be taken."""
         return max(0, -(-(rows - self.room) // self.size))
 
     def take(self, rows: int) -> list[int]:
@@ -90,7 +90,7 @@ class RowStream:
 class Span:
     """Consecutive tokens whose rows are in the pools, with the depth of each token.
 
-    ``columns`` are the tokens' columns of the index, int32 ``[iterations, slots]``; ``pages`` contain their rows.
+    ``columns`` is the tokens' part of a lane's index, int32 ``[iterations, slots]``; ``pages`` hold their rows.
     """
 
     columns: Tensor
@@ -103,8 +103,8 @@ class KVRows:
 
     Attributes:
         shared: spans of the prompt from the prefix cache or another sample; their pages are referenced.
-        prefill, decode: rows of tokens computed in chunks, and one by one.
-        in_flight: decode rows beyond ``decode.used`` that unprocessed launches may use.
+        prefill, decode: the sequence's own rows, of prefilled tokens and of decoded tokens.
+        in_flight: decode rows beyond ``decode.used`` that launches still to be processed may use.
     """
 
     def __init__(self, page_size: int):
@@ -121,21 +121,21 @@ class KVRows:
 
     @property
     def held_rows(self) -> int:
-        """The number of rows on pages that are not shared."""
+        """The number of rows on the sequence's own pages, used or not."""
         return (len(self.prefill.pages) + len(self.decode.pages)) * self.page_size
 
     def pages(self) -> list[int]:
-        """Returns the pages of all references held; a page may occur several times."""
+        """Lists the page references that the sequence holds; a page may occur several times."""
         return [page for span in self.shared for page in span.pages] + self.prefill.pages + self.decode.pages
 
     def take_prefill(self, tokens: list[int], rows: int) -> list[int]:
         """Allocates ``rows`` prefill rows for one iteration of these tokens, equally many for each token."""
-        taken = self.prefill.take(rows)
-        self._written.append((tokens, taken))
-        return taken
+        pool_rows = self.prefill.take(rows)
+        self._written.append((tokens, pool_rows))
+        return pool_rows
 
     def pages_by_block(self, size: int) -> dict[int, frozenset[int]]:
-        """Returns the pages of the prefill rows of each block of ``size`` tokens."""
+        """Maps the number of each block of ``size`` tokens to the pages that hold its prefill rows."""
         pages: dict[int, list[int]] = {}
         for tokens, rows in self._written:
             block = np.repeat(np.array(tokens) // size, len(rows) // len(tokens))
@@ -197,7 +197,7 @@ class PrefixCache:
         self._touch(blocks)
 
     def _touch(self, blocks: Sequence[_Block]) -> None:
-        """Marks blocks as recently used, so that a block is never evicted before those that follow it."""
+        """Marks blocks as recently used, in reverse, so that no block is evicted before the blocks that follow it."""
         for block in reversed(blocks):
             self._blocks.move_to_end(block.key)
 

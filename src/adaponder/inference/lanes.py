@@ -1,4 +1,4 @@
-"""Holds the device's state of every lane: token, iteration, KV index, block table and the method's state."""
+"""Holds the state of every lane on the device: token, iteration, KV index, block table and the method's state."""
 
 from __future__ import annotations
 
@@ -69,23 +69,23 @@ def write_lane(buffer: Tensor, lane: int, values: Sequence[Any]) -> None:
     buffer[lane].copy_(torch.tensor(values, dtype=buffer.dtype), non_blocking=True)
 
 
-def select_state(state: State, which: Any) -> State:
+def select_state(state: State, index: Any) -> State:
     """Selects rows of a state by an index tensor or a slice."""
-    hidden: Any = None if state.hidden is None else state.hidden[which]
-    return State(state.input[which], hidden, tuple(values[which] for values in state.carried))
+    hidden: Any = None if state.hidden is None else state.hidden[index]
+    return State(state.input[index], hidden, tuple(values[index] for values in state.carried))
 
 
-def resume_state(first: State, stored: State, lane: Tensor, iteration: Tensor) -> State:
-    """Returns the state of each row: ``first`` at iteration 0, else its lane's entry of ``stored``."""
-    pairs = zip(first.carried, stored.carried, strict=True)
+def resume_state(initial: State, stored: State, lane: Tensor, iteration: Tensor) -> State:
+    """Returns the state of each row: ``initial`` at iteration 0, else its lane's entry of ``stored``."""
+    pairs = zip(initial.carried, stored.carried, strict=True)
     return State(
-        resume_rows(first.input, stored.input, lane, iteration),
-        carried=tuple(resume_rows(start, kept, lane, iteration) for start, kept in pairs),
+        resume_rows(initial.input, stored.input, lane, iteration),
+        carried=tuple(resume_rows(start, old, lane, iteration) for start, old in pairs),
     )
 
 
 def join_states(states: Sequence[State]) -> State:
-    """Concatenates the rows of several states, without their hidden states."""
+    """Concatenates the rows of several states; drops hidden states, except if there is only one state."""
     if len(states) == 1:
         return states[0]
     carried = zip(*(state.carried for state in states), strict=True)

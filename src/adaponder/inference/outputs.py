@@ -14,7 +14,7 @@ TopTokens = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class PromptToken:
-    """One prompt token and its log-probability given the tokens before it; ``None`` for the first."""
+    """One prompt token and its log-probability given the tokens before it (``None`` for the first token)."""
 
     id: int
     log_probability: float | None = None
@@ -26,10 +26,10 @@ class Token:
     """One generated token.
 
     Attributes:
-        depth: the depth of the preceding token, whose last row predicted this one.
-        log_probability: under the model's own distribution, before biases, penalties and temperature; ``None`` unless
-            requested.
-        top: the likeliest tokens of the same distribution.
+        depth: the depth of the preceding token, whose last iteration predicted this token.
+        log_probability: its log-probability under the model's distribution, before biases, penalties and temperature;
+            ``None`` unless requested.
+        top: the likeliest tokens of that distribution.
         gates: the gate values of the preceding token, by iteration.
         iteration_top: the likeliest next tokens after each iteration of the preceding token.
     """
@@ -75,13 +75,13 @@ class Completion:
 
     @property
     def depths(self) -> list[int]:
-        """Depths of every computed token: the prompt's, and all generated ones but the last, which is not computed."""
+        """The depth of every prompt token and every generated token but the last, which the model has not read."""
         # Token.depth belongs to the preceding token: that of the first generated token is the prompt's last depth.
         return self.prompt_depths + [token.depth for token in self.tokens[1:]]
 
     @property
     def mean_depth(self) -> float:
-        """Mean depth of the computed tokens; 0 without any."""
+        """The mean of :attr:`depths`; 0 if it is empty."""
         return sum(self.depths) / len(self.depths) if self.depths else 0.0
 
 

@@ -1,9 +1,9 @@
-"""Applies each lane's own halting policy where rows of many requests share one pass.
+"""Applies each lane's own halting policy to its rows in a pass that many requests share.
 
 Each built-in policy class in use is called once on all rows, with numeric fields replaced by tensors of one value per
-row; each row takes the decision of its lane's class. Shapes are static and the host never waits, so a captured call
-stays valid while :meth:`LanePolicies.key` is unchanged. A user's own policy, like a built-in one with other fields, is
-called separately on the rows of its lane, and the host waits for it.
+row; each row takes the decision of its lane's class. Shapes are static and the host never waits, so the call can be
+captured; its graph stays valid while :meth:`LanePolicies.key` is unchanged. A user's own policy, or a built-in one with
+fields that are not numbers, is called separately on the rows of its lane, and the host waits for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LanePolicies:
     """Holds the policy, seed, forced depths and last iteration of every lane.
 
     Attributes:
-        errors: by lane, the exception that its policy raised; its rows halt until the lane is set or cleared.
+        errors: the exception raised by a lane's policy, by lane; its rows halt until the lane is set or cleared.
     """
 
     def __init__(self, lanes: int, slots: int, iterations: int, device: torch.device | str = "cpu"):
@@ -47,7 +47,7 @@ class LanePolicies:
         self._class_numbers: dict[type[Policy], int] = {}
 
     def set(self, lane: int, policy: Policy, seed: int, depths: Mapping[int, int], last: int) -> None:
-        """Sets the policy of a lane; a :class:`ForcedDepths` policy applies its depths of the first sequence.
+        """Sets the policy of a lane; of a :class:`ForcedDepths` policy, the lane gets the depths of sequence 0.
 
         ``depths`` maps slots to depths that override the policy (0 does not); ``last`` is the last allowed iteration.
         """
@@ -93,45 +93,45 @@ class LanePolicies:
         return bool(self._callables) or any(kind.reads_previous for kind in self.classes())
 
     def key(self) -> tuple[Any, ...]:
-        """Returns what a captured call depends on: while the key is unchanged, its CUDA graph stays valid."""
+        """Returns a key for CUDA graphs: a captured call may be replayed while the key is the same."""
         return self.classes(), bool(self._forcing), bool(self._callables), ForcedDepths in self._classes.values()
 
     def __call__(self, rows: PolicyInput) -> Tensor:
-        """Returns which rows continue, by the policies of their lanes, given as ``rows.sequence``.
+        """Returns a bool per row: whether its token continues by the policy of its lane, ``rows.sequence``.
 
-        ``rows.seed`` is ignored: each lane has its own. Results for inactive rows are undefined.
+        Uses the seed of the lane instead of ``rows.seed``. Results for inactive rows are undefined.
         """
         classes, lane = self.classes(), rows.sequence
         if any(kind.reads_seed for kind in classes) or self._callables:
             rows = replace(rows, seed=self._seed[lane])
-        keep = self._apply_classes(rows, classes)
+        continues = self._apply_classes(rows, classes)
         for callable_lane, policy in self._callables.items():
-            keep = self._apply_callable(rows, keep, callable_lane, policy)
+            continues = self._apply_callable(rows, continues, callable_lane, policy)
         if self._forcing and self._forced is not None:
-            return force_rows(keep, self._forced, lane, rows.slot, rows.iteration, self._last)
+            return force_rows(continues, self._forced, lane, rows.slot, rows.iteration, self._last)
         # Numeric fields are NaN from a lane's last iteration on (see _number_table), which halts every row.
         if self._callables or any(not _number_fields(kind) for kind in classes):
-            keep = keep & (rows.iteration < self._last[lane])
-        return keep
+            continues = continues & (rows.iteration < self._last[lane])
+        return continues
 
     def _apply_classes(self, rows: PolicyInput, classes: Sequence[type[Policy]]) -> Tensor:
-        """Applies the built-in policies; False for rows of lanes with another policy."""
+        """Returns which rows continue by the built-in policies; False for rows of lanes with another policy."""
         if not classes:
             return torch.zeros_like(rows.active)
         numbers = self._numbers[rows.sequence, rows.iteration]
         decisions = [_with_tensors(kind, numbers)(rows) for kind in classes]
         if len({*self._classes.values()}) == 1 and not self._callables:
             return decisions[0]
-        keep, class_number = torch.zeros_like(rows.active), self._class_number[rows.sequence]
+        continues, class_number = torch.zeros_like(rows.active), self._class_number[rows.sequence]
         for kind, decision in zip(classes, decisions, strict=True):
-            keep = torch.where(class_number == self._class_numbers[kind], decision, keep)
-        return keep
+            continues = torch.where(class_number == self._class_numbers[kind], decision, continues)
+        return continues
 
-    def _apply_callable(self, rows: PolicyInput, keep: Tensor, lane: int, policy: Policy) -> Tensor:
-        """Returns ``keep`` with a lane's active rows replaced by the decisions of the user's policy."""
+    def _apply_callable(self, rows: PolicyInput, continues: Tensor, lane: int, policy: Policy) -> Tensor:
+        """Returns ``continues`` with a lane's active rows replaced by the decisions of the user's policy."""
         selected = (rows.sequence == lane) & rows.active
         if lane in self.errors or not bool(selected.any()):
-            return keep
+            return continues
         values = {name: getattr(rows, name)[selected] for name in _PER_ROW}
         previous = None if rows.previous is None else rows.previous[selected]
         # The policy sees its request as the only sequence.
@@ -142,16 +142,16 @@ class LanePolicies:
                 raise InputError(
                     f"policy {policy.fingerprint} must return a bool tensor of shape {tuple(sequence.shape)}"
                 )
-            return keep.masked_scatter(selected, decision.to(keep.device))
+            return continues.masked_scatter(selected, decision.to(continues.device))
         except Exception as error:  # any error ends this request alone
             self.errors[lane] = error
-            return keep
+            return continues
 
 
 def prefix_key(policy: Policy, seed: int) -> tuple[Any, ...] | None:
-    """Returns a key that is equal only for policies and seeds with equal decisions; ``None`` forbids prefix sharing.
+    """Returns a key that is equal only for policies and seeds with equal decisions, or ``None`` if there is none.
 
-    It is ``None`` for a user's callable, and for a user's policy class with fields other than numbers and strings.
+    Without a key, prefixes are not shared: for a user's callable, or policy with fields not of numbers or strings.
     """
     kind = type(policy)
     if _is_built_in(policy) or kind is ForcedDepths:
@@ -194,7 +194,7 @@ def _number_fields(kind: type[Policy]) -> tuple[str, ...]:
 def _number_table(policy: Policy, iterations: int, last: int) -> list[list[float]]:
     """Returns the value of each policy field at each iteration, ``[iterations, fields]``.
 
-    From iteration ``last`` on, and past the end of a list, it is NaN: every comparison with NaN is false.
+    From iteration ``last`` on, and past the end of a list, values are NaN, with which every comparison is false.
     """
     table = [[math.nan] * _FIELDS for _ in range(iterations)]
     for column, name in enumerate(_number_fields(type(policy))):

@@ -46,7 +46,7 @@ class Postprocessor:
         return events
 
     def _decode(self, sequence: Sequence, tokens: list[int], extras: Extras, column: int, events: list[Event]) -> None:
-        """Processes a sequence's column of the log: per tick a sampled token, or ``GOES_ON`` if the token continues."""
+        """Processes a sequence's log: for each tick the id of the next token, or ``GOES_ON`` if the token continues."""
         rows = len(tokens) * self.runner.width
         sequence.kv.in_flight -= rows
         sequence.kv.decode.used += rows
@@ -100,7 +100,7 @@ class Postprocessor:
             progress.top.append(_top_tokens(extras, entry, request.iteration_top))
 
     def _token(self, sequence: Sequence, progress: TokenProgress, token_id: int, extras: Extras, entry: Entry) -> Token:
-        """Builds the token that a row sampled, with the requested outputs."""
+        """Builds the :class:`Token` sampled after the current token's latest iteration, with the requested outputs."""
         depth, count = progress.iterations * self.runner.width, sequence.request.log_probabilities
         score, top = None, ()
         if count is not None and extras.log_probability is not None:
@@ -130,7 +130,7 @@ class Postprocessor:
         return sequence.state == FINISHED
 
     def _prefill(self, chunk: Chunk, active: list[bool], scores: Scores | None) -> None:
-        """Processes one iteration of a chunk: records halted tokens, keeps the active ones."""
+        """Processes one iteration of a chunk: records the depths of halted tokens and removes them from the chunk."""
         sequence, iterations = chunk.sequence, chunk.iteration + 1
         halted = [index for index, continues in zip(chunk.tokens, active, strict=True) if not continues]
         sequence.set_depth(halted, iterations * self.runner.width)

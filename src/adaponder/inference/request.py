@@ -50,7 +50,7 @@ class Request(Sampling):
 
     @property
     def greedy(self) -> bool:
-        """Whether each token is the likeliest one."""
+        """Whether every token is the likeliest one: temperature (almost) 0, or ``top_k`` 1."""
         return self.temperature < LOWEST_TEMPERATURE or self.top_k == 1
 
 
@@ -68,9 +68,9 @@ def check_request(
     for name in REQUEST_FIELDS:
         if name != "tau" or request.tau != math.inf:  # tau=inf halts every token after one iteration
             check(name, getattr(request, name))
-    new_tokens, least = request.max_new_tokens, request.min_new_tokens
-    if least > new_tokens:
-        raise InputError(f"min_new_tokens={least} must be at most max_new_tokens={new_tokens}")
+    new_tokens, minimum = request.max_new_tokens, request.min_new_tokens
+    if minimum > new_tokens:
+        raise InputError(f"min_new_tokens={minimum} must be at most max_new_tokens={new_tokens}")
     if len(prompt) > positions:
         raise InputError(f"prompt has {len(prompt)} tokens, and the backbone {positions} positions; shorten it")
     check_room(len(prompt), new_tokens, positions)
@@ -81,8 +81,8 @@ def check_request(
     stop_ids = _check_ids("stop_ids", request.stop_ids, vocabulary)
     _check_length("stop_ids", stop_ids, MOST_STOP_IDS)
     stops = set(stop_ids) | (set() if request.ignore_eos else set(eos_ids))
-    if least and len(stops) >= vocabulary:
-        raise InputError(f"min_new_tokens={least} cannot be reached: every token id stops; remove some from stop_ids")
+    if minimum and len(stops) >= vocabulary:
+        raise InputError(f"min_new_tokens={minimum} cannot be reached: every token id stops; remove some from stop_ids")
     if not isinstance(request.salt, str):
         raise InputError(f"salt={shown(request.salt)} must be a string")
     slots = len(prompt) + new_tokens - 1
@@ -135,16 +135,16 @@ def _check_depths(depths: Any, model: AdaPonderForCausalLM, slots: int, iteratio
     _check_pairs("depths", depths, slots - 1, int, 0, iterations)
 
 
-def _check_length(name: str, values: Collection[Any], most: int) -> None:
-    if len(values) > most:
-        raise InputError(f"{name} has {len(values)} entries and must have at most {most}")
+def _check_length(name: str, values: Collection[Any], limit: int) -> None:
+    if len(values) > limit:
+        raise InputError(f"{name} has {len(values)} entries and must have at most {limit}")
 
 
-def _check_pairs(name: str, values: Any, last_key: int, kind: type, least: float, most: float) -> None:
-    """Checks the keys (0 to ``last_key``) and values of a mapping, or the values of a list."""
+def _check_pairs(name: str, values: Any, last_key: int, kind: type, minimum: float, maximum: float) -> None:
+    """Checks the keys (0 to ``last_key``) and values of a mapping, or of a list, whose keys are its indices."""
     for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
         _check_number(f"{name}: key", key, int, 0, last_key)
-        _check_number(f"{name}[{key}]", value, kind, least, most)
+        _check_number(f"{name}[{key}]", value, kind, minimum, maximum)
 
 
 def _check_ids(name: str, values: Any, vocabulary: int) -> list[int]:
@@ -159,10 +159,10 @@ def _check_ids(name: str, values: Any, vocabulary: int) -> list[int]:
     return [_check_number(f"{name}: token id", value, int, 0, vocabulary - 1) for value in values]
 
 
-def _check_number(name: str, value: Any, kind: type, least: float, most: float) -> Any:
-    """Converts a number of any library to Python's ``kind``; raises unless it is from ``least`` to ``most``."""
+def _check_number(name: str, value: Any, kind: type, minimum: float, maximum: float) -> Any:
+    """Converts a number, e.g. of NumPy or torch, to ``kind``; raises unless it is from ``minimum`` to ``maximum``."""
     number = as_plain_number(value, kind)
-    if isinstance(number, bool) or not isinstance(number, kind) or not least <= number <= most:
+    if isinstance(number, bool) or not isinstance(number, kind) or not minimum <= number <= maximum:
         words = "a whole number" if kind is int else "a number"
-        raise InputError(f"{name} {shown(value)} must be {words} between {least} and {most}")
+        raise InputError(f"{name} {shown(value)} must be {words} between {minimum} and {maximum}")
     return number

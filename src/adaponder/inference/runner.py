@@ -1,4 +1,4 @@
-"""Launches plans on the device: as CUDA graphs on a GPU, where the plan allows, else tick by tick."""
+"""Launches plans on the device: as CUDA graphs if the plan and the device allow, else tick by tick."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Launch:
     """A launched plan and its results, which are on the host after :meth:`wait`.
 
     Attributes:
-        decoding: the sequence of each log column and its ``kv`` at launch; a sequence gets a new ``kv`` when reset.
-        log: the tokens of every tick, ``[ticks, n]`` (see :mod:`adaponder.ops.lanes`), and their extras.
-        chunks: each prefilled chunk, whether its tokens continue, and its scores.
+        decoding: the sequence of each log column and its ``kv`` at launch; a preempted sequence gets a new ``kv``.
+        log: the log of every tick, ``[ticks, n]`` (see :mod:`adaponder.ops.lanes`), and the extras.
+        chunks: each prefilled chunk, whether its tokens continue (bool ``[n]``), and its scores.
         failed: the exceptions raised by users' own policies, by sequence.
     """
 
@@ -48,7 +48,7 @@ class Launch:
     ready: Any = None
 
     def wait(self) -> tuple[Tensor, Extras]:
-        """Waits for the device and returns the log."""
+        """Waits until the results are on the host and returns ``log``."""
         if self.ready is not None:
             self.ready.synchronize()
         assert self.log is not None
@@ -105,7 +105,7 @@ class Runner(TickRunner):
         return Span(columns, sequence.depths[start:stop], pages)
 
     def _update_lanes(self, resident: dict[int, Sequence]) -> None:
-        """Clears lanes whose sequence has left; sets the policy and the shared rows of lanes with a new sequence."""
+        """Clears lanes without a sequence; sets the policy and the shared rows of lanes with a new sequence."""
         for lane in self.occupants.keys() - resident.keys():
             self.policies.clear(lane)
             del self.occupants[lane]
@@ -120,7 +120,7 @@ class Runner(TickRunner):
                 self.lanes.index[lane, :, : columns.shape[1]] = columns
 
     def _start_decoding(self, sequences: Many[Sequence]) -> None:
-        """Sets up the lanes of prefilled sequences for decoding: sampling and the first token to decode."""
+        """Sets up the lanes of prefilled sequences for decoding: sampling settings and the first token to decode."""
         entries = []
         for sequence in sequences:
             lane, tokens, prompt = sequence.lane_number, sequence.tokens, sequence.submission.prompt
@@ -152,7 +152,7 @@ class Runner(TickRunner):
 
 @contextmanager
 def pass_threads(shape: Shape, rows: int) -> Iterator[None]:
-    """Caps torch's threads at one per ``PER_THREAD`` multiply-adds of a pass's average product, then restores them."""
+    """Context manager that limits torch's threads to one per ``PER_THREAD`` multiply-adds of an average product."""
     weights = shape.body + _HEAD_PRODUCTS * shape.vocabulary * shape.hidden
     products = _LAYER_PRODUCTS * shape.layers + _HEAD_PRODUCTS
     before = torch.get_num_threads()

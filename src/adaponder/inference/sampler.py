@@ -1,4 +1,4 @@
-"""Samples the next token of each row on the device; the result does not depend on what else is in the batch.
+"""Samples the next token of each row on the device; the result does not depend on the rest of the batch.
 
 Logits pass through, in this order: logit bias, and a ban of stop ids until ``min_new_tokens``; repetition, presence and
 frequency penalties; temperature; top-k; top-p among the tokens that top-k kept; min-p. Tokens that tie with the least
@@ -32,9 +32,9 @@ _FOREVER = torch.iinfo(torch.int64).max
 
 
 class Features(NamedTuple):
-    """The optional parts of sampling that any lane of a batch needs; skipping the others changes no token.
+    """The optional parts of sampling that at least one lane of a batch needs; the others are skipped.
 
-    ``log_probabilities`` is the number of top tokens to return; ``None`` returns no log-probabilities.
+    ``log_probabilities`` is the number of top tokens to return; ``None``: no log-probabilities at all.
     """
 
     sampled: bool = False
@@ -67,7 +67,7 @@ class Features(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """The log-probability of one token per row, ``[n]``, and the top tokens with their own, ``[n, top]``."""
+    """The log-probability of one token per row, ``[n]``, and the row's top tokens and theirs, ``[n, top]``."""
 
     log_probability: Tensor
     top_ids: Tensor
@@ -141,7 +141,7 @@ class SamplerState:
         return Sampled(token, bad, scores)
 
     def record(self, tokens: Tensor, lanes: Tensor, final: Tensor) -> None:
-        """Counts the tokens of ``final`` rows in the output of their lanes, for penalties; all are ``[n]``."""
+        """Counts each row's token in the output of its lane where ``final``, bool ``[n]``, is true; for penalties."""
         if self._occurrences is not None:
             self._occurrences.record(tokens, lanes, final)
 
@@ -195,7 +195,7 @@ class Occurrences:
             buffer[lane].copy_(count.to(buffer.dtype), non_blocking=True)
 
     def record(self, tokens: Tensor, lanes: Tensor, final: Tensor) -> None:
-        """Counts the tokens of ``final`` rows in the output of their lanes; all are ``[n]``."""
+        """Counts each row's token in the output of its lane where ``final``, bool ``[n]``, is true."""
         index = lanes * self._output.shape[1] + tokens
         self._output.view(-1).scatter_add_(0, index, final.to(torch.int32))
 

@@ -55,8 +55,8 @@ class Plan:
 class Scheduler:
     """Assigns lanes, pages and the rows of a tick to sequences; independent of the device.
 
-    It counts ``preemptions`` and ``tokens_reused``, those found in the prefix cache; ``most_resident`` is the largest
-    number of sequences that had a lane at a time.
+    It counts ``preemptions`` and ``tokens_reused`` (prompt tokens found in the prefix cache); ``most_resident`` is the
+    largest number of sequences that had a lane at the same time.
     """
 
     def __init__(self, shape: EngineShape, prefixes: PrefixCache):
@@ -105,26 +105,26 @@ class Scheduler:
         self.waiting.insert(older, sequence)
 
     def clear(self) -> None:
-        """Removes every sequence; the pages must have been freed."""
+        """Removes every sequence; the caller must have freed the pages."""
         self.waiting.clear()
         self.resident.clear()
         self._free_lanes, self._paused = self._all_lanes(), False
 
     def record_depth(self, kind: Hashable, tokens: int, iterations: int) -> None:
-        """Updates a kind's mean depth by ``tokens`` tokens that took ``iterations`` iterations in total."""
+        """Updates the mean depth of a kind (policy, iterations) by ``tokens`` tokens with ``iterations`` in total."""
         count, total = self._depths.pop(kind, (0, 0))
         self._depths[kind] = (count + tokens, total + iterations)  # now the last key; the first is dropped if full
         if len(self._depths) > _KINDS:
             del self._depths[next(iter(self._depths))]
 
     def expected_rows(self, sequence: Sequence) -> int:
-        """Estimates the rows that a sequence will hold at its end, without shared ones."""
+        """Estimates the rows that a sequence will hold at its end, not counting shared rows."""
         prompt, new_tokens = len(sequence.submission.prompt), sequence.request.max_new_tokens
         tokens = prompt + new_tokens - 1 - sequence.kv.num_cached
         return int(tokens * self.width * self.expected_depth(sequence)) + 2 * self.pages.size
 
     def expected_depth(self, sequence: Sequence) -> float:
-        """Estimates the passes per token: the forced mean, else the kind's mean, else (too few tokens) the maximum."""
+        """Estimates the passes per token: the forced mean, else the mean of its kind, or the maximum if unknown yet."""
         if sequence.submission.forced_mean is not None:
             return sequence.submission.forced_mean
         count, total = self._depths.get(sequence.submission.kind, (0, 0))
@@ -188,10 +188,10 @@ class Scheduler:
                 sequence.completion.cached_tokens = len(depths)
 
     def _schedule_decode(self, plan: Plan) -> None:
-        """Schedules a row per tick for each prefilled sequence and preempts those without pages."""
+        """Schedules a row per tick for each prefilled sequence; preempts a sequence if there are no pages for it."""
         ready = [sequence for sequence in self.resident.values() if sequence.state == DECODING or sequence.prefilled]
-        most = max((sequence.num_remaining * sequence.passes for sequence in ready), default=1)
-        plan.ticks = max(1, min(self._burst_beside_prefill(), most))
+        longest = max((sequence.num_remaining * sequence.passes for sequence in ready), default=1)
+        plan.ticks = max(1, min(self._burst_beside_prefill(), longest))
         for sequence in sorted(ready, key=_order):
             if sequence.lane is None:
                 continue  # preempted for an older sequence
@@ -206,7 +206,7 @@ class Scheduler:
             plan.decoding.append(sequence)
 
     def _burst_beside_prefill(self) -> int:
-        """Returns the number of ticks per launch: the more prefill rows are waiting, the fewer."""
+        """Returns the number of ticks in this launch; it falls with the number of prefill rows still to compute."""
         tokens = sum(
             sequence.num_prefill
             - sequence.num_scheduled
@@ -231,7 +231,7 @@ class Scheduler:
         return True
 
     def _take_pages(self, count: int, sequence: Sequence) -> list[int] | None:
-        """Allocates pages, if needed by evicting cached ones or preempting younger sequences; ``None`` if too few."""
+        """Allocates pages; evicts cached prefixes and preempts younger sequences if needed; ``None`` if too few."""
         while not self.prefixes.make_room(count):
             younger = [other for other in self.resident.values() if other.order > sequence.order]
             sharing = [other for other in self.waiting if other.order > sequence.order and other.kv.shared]

@@ -25,7 +25,7 @@ class Submission:
 
     Attributes:
         namespace: the prefix-cache namespace; ``None`` disables sharing.
-        kind: policy and iterations, the key by which the scheduler averages depths.
+        kind: (policy, iterations): the scheduler averages depths over requests of one kind.
         forced: the forced depths, by slot.
         forced_mean: the mean forced depth if every slot is forced, else ``None``.
     """
@@ -78,19 +78,19 @@ class Chunk:
             return zeros.expand(len(self.tokens), -1, -1)
         return self.state.hidden
 
-    def keep(self, which: list[int]) -> None:
-        """Keeps only the tokens at these indices of the chunk."""
-        if self.state is not None and 0 < len(which) < len(self.tokens):
-            index = torch.tensor(which).to(self.state.input.device, non_blocking=True)
+    def keep(self, numbers: list[int]) -> None:
+        """Removes the tokens of the chunk whose index in ``tokens`` is not in ``numbers``."""
+        if self.state is not None and 0 < len(numbers) < len(self.tokens):
+            index = torch.tensor(numbers).to(self.state.input.device, non_blocking=True)
             self.state = select_state(self.state, index)
-        self.tokens = [self.tokens[number] for number in which]
+        self.tokens = [self.tokens[number] for number in numbers]
 
 
 @dataclass(slots=True)
 class TokenProgress:
     """Records the iterations of a token that is being decoded: their number, gates and top tokens.
 
-    With draft windows, ``drafted`` marks drafts, and ``token`` is the next token that the latest iteration sampled.
+    With drafting, ``drafted`` is true for drafts, and ``token`` is the next token, sampled by the latest iteration.
     """
 
     drafted: bool = False
@@ -110,7 +110,8 @@ class Sequence:
         depths: the depth of each token, 0 while unknown.
         num_scheduled: tokens assigned to prefill chunks, cached ones included.
         chunks: prefill chunks that are not finished.
-        window: the progress of each token in the draft window, by position modulo its size; without drafts, at key 0.
+        window: the progress of each token in the draft window, under the key ``position % window size``; without
+            drafting, only key 0 is used, for the current token.
         lane: ``None`` while the sequence waits.
     """
 

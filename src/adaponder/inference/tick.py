@@ -41,7 +41,7 @@ Gates = Sequence[nn.Module] | nn.ModuleList
 
 
 class Extras(NamedTuple):
-    """Optional outputs of a tick for each decoding lane, ``[n]`` or ``[n, top]``; ``None`` if no lane needs them."""
+    """Optional outputs of a tick for each decoding lane, ``[n]`` or ``[n, top]``; ``None`` if not requested."""
 
     gate: Tensor | None = None
     log_probability: Tensor | None = None
@@ -52,8 +52,8 @@ class Extras(NamedTuple):
 class TickRunner:
     """Holds the state of all lanes on the device and computes ticks, eagerly or under capture by a CUDA graph.
 
-    ``rows`` is the number of rows of the pools; ``top_k`` replaces the model's ``expectation_top_k``. ``drafts`` are
-    the draft windows of all lanes, ``None`` without drafting.
+    ``rows`` is the number of pool rows; ``top_k`` replaces the model's ``expectation_top_k``. ``drafts`` holds the
+    draft windows of all lanes; ``None`` without drafting.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class TickRunner:
         log: Tensor,
         body: Body | None = None,
     ) -> tuple[Extras, list[ChunkOutput]]:
-        """Runs one tick over these lanes and one iteration of these chunks; ``log [ticks, n]`` receives the tokens.
+        """Runs one tick of these lanes and one iteration of these chunks; writes the lanes' tokens into ``log``.
 
-        ``context`` bounds the slots of the lanes; ``body`` replaces the runner's own.
+        ``context`` is an upper bound on the slots of the lanes; ``body``, if given, replaces the runner's own.
         """
         lanes, reads_previous = self.lanes, self.policies.reads_previous()
         inputs, cohorts, ids = [], (), lane[:0]
@@ -124,14 +124,14 @@ class TickRunner:
     def _chunk_input(
         self, chunks: Sequence[Chunk], num_decode: int, reads_previous: bool
     ) -> tuple[TickColumns, Tensor, tuple[Cohort, ...]]:
-        """Returns the rows of all chunks, the token ids of rows at iteration 0 (which come first), and the cohorts."""
+        """Returns the columns of the chunks' rows, the token ids of rows at iteration 0 (which come first), cohorts."""
         width, counts = self.width, [len(chunk.tokens) for chunk in chunks]
-        first = [chunk.sequence.tokens[index] for chunk in chunks if chunk.state is None for index in chunk.tokens]
+        new_ids = [chunk.sequence.tokens[index] for chunk in chunks if chunk.state is None for index in chunk.tokens]
         of_chunks = [(chunk.sequence.lane_number, chunk.iteration, chunk.sequence.passes - 1) for chunk in chunks]
         numbers = np.zeros((5 + width, sum(counts)), dtype=np.int64)
         numbers[:3] = np.repeat(of_chunks, counts, axis=0).T
         numbers[3] = np.concatenate([chunk.tokens for chunk in chunks])
-        numbers[4, : len(first)] = first
+        numbers[4, : len(new_ids)] = new_ids
         numbers[5:] = np.concatenate([chunk.rows for chunk in chunks]).reshape(-1, width).T
         cohorts, start = [], num_decode * width
         for chunk, (lane, iteration, _), count in zip(chunks, of_chunks, counts, strict=True):
@@ -147,14 +147,14 @@ class TickRunner:
             zeros = torch.zeros_like(self.lanes.state.hidden[:1])
             previous = torch.cat([chunk.hidden(zeros) for chunk in chunks])
         columns = (lanes, positions, iterations, lasts, torch.stack(pool_rows, 1), previous)
-        return columns, ids[: len(first)], tuple(cohorts)
+        return columns, ids[: len(new_ids)], tuple(cohorts)
 
     def _start(self, rows: TickRows, token: Tensor, state_row: Tensor, chunks: Sequence[Chunk], ids: Tensor) -> State:
-        """Returns the state of all rows before the pass: the initial one, or that after the previous iteration."""
+        """Returns the state of all rows before the pass: initial at iteration 0, else as the last iteration left it."""
         embed, states = self.backbone.embed, []
         if rows.num_decode:
-            first = self.method.start(rows, embed(token[:, None]))
-            states.append(resume_state(first, self.lanes.state, state_row, rows.iteration[: rows.num_decode]))
+            initial = self.method.start(rows, embed(token[:, None]))
+            states.append(resume_state(initial, self.lanes.state, state_row, rows.iteration[: rows.num_decode]))
         if len(ids):
             states.append(self.method.start(rows, embed(ids[:, None])))
         states += [chunk.state for chunk in chunks if chunk.state is not None]
@@ -169,8 +169,8 @@ class TickRunner:
             slot = (slot[:, None] * width + torch.arange(width, device=self.device)).flatten()
         if cohorts:
             prefill = slice(num_decode * width, None)
-            places = (values[prefill] for values in (lane, slot, iteration, row))
-            book_rows(self.lanes.index, *places, vanishes=self.vanishes)
+            entries = (values[prefill] for values in (lane, slot, iteration, row))
+            book_rows(self.lanes.index, *entries, vanishes=self.vanishes)
         context = min(context, self.lanes.index.shape[2])
         ledger = LedgerRows(self.lanes.index, lane, slot, iteration, row, num_decode * width, cohorts, context)
         position = rows.position if width == 1 else rows.position.repeat_interleave(width)
@@ -202,7 +202,7 @@ class TickRunner:
         if self.drafts is not None:
             self.drafts.end(active, sampled.token, sampled.bad, log)
         else:
-            end_rows(lanes.books, lane, begun, active, sampled.token, sampled.bad, log, places=lanes.tokens)
+            end_rows(lanes.books, lane, begun, active, sampled.token, sampled.bad, log, max_tokens=lanes.tokens)
         store_state(lanes.state, state_row, state)
         gate = rows.gate_output[:num_decode, 0].float() if features.gates and rows.gate_output is not None else None
         outputs = (gate, *(sampled.scores or (None, None, None)))
@@ -219,12 +219,12 @@ class TickRunner:
         active, outputs = to_host(rows.active[rows.num_decode :, 0]), []
         for chunk, cohort in zip(chunks, rows.cohorts, strict=True):
             start, stop = cohort.start // self.width, cohort.stop // self.width
-            which, sequence, scores = slice(start, stop), chunk.sequence, None
-            chunk.state = select_state(state, which)
+            span, sequence, scores = slice(start, stop), chunk.sequence, None
+            chunk.state = select_state(state, span)
             top = sequence.request.prompt_log_probabilities
             if top is not None:
                 targets = self.as_tensor([sequence.tokens[index + 1] for index in chunk.tokens])
-                logits = self.backbone.logits(hidden[which][:, 0])
+                logits = self.backbone.logits(hidden[span][:, 0])
                 scores = Scores(*map(to_host, prompt_log_probabilities(logits, targets, top)))
             outputs.append((active[start - rows.num_decode : stop - rows.num_decode], scores))
         return outputs
@@ -249,7 +249,7 @@ class TickRows(Rows):
         last: the last allowed iteration of each token.
         row: the pool rows, ``[n, width]``.
         previous: the hidden states of the previous iteration, if a policy reads them.
-        num_decode: the number of decoding tokens, which come first; ``cohorts`` are the prefill chunks after them.
+        num_decode: the number of decoding tokens, which come first; then come the prefill chunks, ``cohorts``.
         gate_output: the gate values, ``[n, 1]``, if the method evaluated gates.
     """
 
@@ -339,7 +339,7 @@ class TickHead:
 
 
 class RowGates:
-    """Evaluates for each row the gate of its iteration; the last gate serves all later iterations.
+    """Evaluates for each row the gate of its iteration; the last gate also serves all later iterations.
 
     The weights of plain gates are copied into stacked tensors; other gate modules are each called on all rows. Calls
     share a counter on the device, so they must run on one stream.

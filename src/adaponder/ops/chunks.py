@@ -1,4 +1,4 @@
-"""Helpers of the loss and the expectation, which compute tokens x vocabulary a chunk of tokens at a time."""
+"""Helpers of the cross entropy and the vocabulary expectation, which compute logits for a chunk of tokens at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHUNK_ELEMENTS = 1 << 25
 
 
 def as_rows(hidden: Tensor, weight: Tensor, chunk: int | None, elements: int | None) -> tuple[Tensor, int]:
-    """Returns the hidden states as rows ``[n, d]`` in the compute precision, and the number of rows in a chunk."""
+    """Returns hidden states as rows ``[n, d]`` in the compute precision, and the rows per chunk: ``chunk`` if given."""
     rows = hidden.reshape(-1, hidden.shape[-1]).to(compute_dtype(hidden))
     if chunk is None:
         return rows, rows_per_chunk(rows.shape[0], weight.shape[0], elements or CHUNK_ELEMENTS)
@@ -22,30 +22,30 @@ def as_rows(hidden: Tensor, weight: Tensor, chunk: int | None, elements: int | N
 
 
 def rows_per_chunk(rows: int, vocabulary: int, elements: int) -> int:
-    """Returns the rows per chunk: even chunks of at most ``elements`` logits, multiples of 128 rows if possible."""
-    most = max(1, elements // vocabulary)
-    if rows <= most or most < 128:
-        return most
-    even = -(-rows // -(-rows // most))
-    return min(most, -(-even // 128) * 128)
+    """Returns the number of rows per chunk, for equal chunks of at most ``elements`` logits; if possible 128, 256, …"""
+    limit = max(1, elements // vocabulary)
+    if rows <= limit or limit < 128:
+        return limit
+    even = -(-rows // -(-rows // limit))
+    return min(limit, -(-even // 128) * 128)
 
 
 def narrowed(dtype: torch.dtype, *parameters: Tensor | None) -> list[Tensor]:
-    """Converts parameters to the precision of the products; ``None`` stays ``None``."""
+    """Converts each parameter to ``dtype``, in which products are computed; ``None`` stays ``None``."""
     return [None if parameter is None else parameter.to(dtype) for parameter in parameters]  # type: ignore[misc]
 
 
-def sums_of(needed: tuple[bool, ...], dtype: torch.dtype, *inputs: Tensor | None) -> list[Tensor | None]:
-    """Returns zeros for the gradient of each input that needs one, else ``None``.
+def sums_of(needs_grad: tuple[bool, ...], dtype: torch.dtype, *inputs: Tensor | None) -> list[Tensor | None]:
+    """Returns, for each input, a zero tensor in which its gradient is summed over chunks; ``None`` if not needed.
 
-    Gradients are summed over chunks in the wide ``dtype``: bf16 would lose small summands.
+    ``dtype`` is at least float32: bf16 would lose small summands.
     """
-    pairs = zip(inputs, needed, strict=True)
-    return [torch.zeros_like(x, dtype=dtype) if x is not None and wanted else None for x, wanted in pairs]
+    pairs = zip(inputs, needs_grad, strict=True)
+    return [torch.zeros_like(x, dtype=dtype) if x is not None and needed else None for x, needed in pairs]
 
 
 def add_slopes(weight: Tensor | None, bias: Tensor | None, slope: Tensor, rows: Tensor) -> None:
-    """Adds a chunk's share to the gradients of weight and bias, given ``slope = d logits``; skips ``None``."""
+    """Adds a chunk's gradients of weight and bias to their sums (in place), given ``slope = dL / d logits``."""
     if weight is not None:
         add_product_(weight, slope.t(), rows)
     if bias is not None:
@@ -53,7 +53,7 @@ def add_slopes(weight: Tensor | None, bias: Tensor | None, slope: Tensor, rows: 
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds ``left @ right`` to ``total``; on CUDA the product is accumulated in ``total``'s wider precision."""
+    """Adds ``left @ right`` to ``total`` in place; on CUDA the product is never rounded to the inputs' precision."""
     if left.is_cuda and left.dtype != total.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     elif left.dtype == total.dtype:

@@ -41,14 +41,14 @@ def dispatch(plain: Callable[P, T], when: Callable[..., bool]) -> Callable[P, T]
 
 
 def has_kernels(like: Tensor, *_: object, **__: object) -> bool:
-    """Returns whether Triton kernels may run on the device of ``like``: on CUDA, unless ``ADAPONDER_KERNELS=0``."""
+    """Returns whether Triton kernels may run on the device of ``like``: CUDA only, unless ``ADAPONDER_KERNELS=0``."""
     return HAS_TRITON and like.is_cuda and os.environ.get("ADAPONDER_KERNELS") != "0"
 
 
 def runs_fused(like: Tensor, *_: object, **__: object) -> bool:
-    """Returns whether an operation with matrix products runs its kernels: if products are computed in bf16 or fp16.
+    """Returns whether an operation with matrix products runs its Triton kernels: if it computes in bf16 or fp16.
 
-    Under ``torch.compile`` the torch version is traced and fused by the compiler instead.
+    Under ``torch.compile`` this is false: the compiler traces and fuses the torch version.
     """
     return not torch.compiler.is_compiling() and has_kernels(like) and compute_dtype(like) in _FUSED_DTYPES
 
@@ -59,9 +59,9 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager:
 
 
 def compute_dtype(like: Tensor) -> torch.dtype:
-    """Returns the precision in which a matrix product of ``like`` is computed: autocast's if enabled, else its own.
+    """Returns the precision of a matrix product with ``like``: autocast's if enabled, else the dtype of ``like``.
 
-    Autocast is off in the backward of a custom Function, so an operation chooses its precision once, for both passes.
+    An operation calls this in forward and reuses the result in backward, where autocast is off.
     """
     kind = like.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype

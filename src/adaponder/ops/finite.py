@@ -13,7 +13,7 @@ _JUDGED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class NotFinite(NamedTuple):
-    """A tensor that is not finite; ``holds`` is the text ``NaN`` or ``an infinity``."""
+    """The name and dtype of a tensor that is not finite; ``holds`` is ``"NaN"`` or ``"an infinity"``."""
 
     name: str
     holds: str

@@ -34,7 +34,7 @@ def _(parts: list[Tensor]) -> Tensor:
 
 @cache
 def _compile_in_place() -> None:
-    """Registers the lowering of :func:`join`: one buffer, into whose slices the parts are computed."""
+    """Registers :func:`join`'s Inductor lowering, which computes each tensor directly into its slice of one buffer."""
     from torch._inductor import ir  # takes two seconds, so only when compiling
     from torch._inductor.lowering import register_lowering
 
@@ -44,19 +44,19 @@ def _compile_in_place() -> None:
 
 
 class JoinInPlace(CustomGraphPass):
-    """Graph pass: transposes three gradients, then joins them, instead of the reverse and a copy; the same bits."""
+    """Graph pass: replaces concatenate, transpose and copy by transpose and :func:`join`; results are bit-identical."""
 
     def __call__(self, graph: Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=_aten.cat.default):
             if (copy := _turned_copy(node)) is None:
                 continue
-            turn, parts = copy.args[0], node.args[0]
+            transpose, gradients = copy.args[0], node.args[0]
             with graph.inserting_before(copy):
-                turned = [_turned(graph, part, turn) for part in parts]
+                turned = [_turned(graph, gradient, transpose) for gradient in gradients]
                 joined = graph.call_function(torch.ops.adaponder.join.default, (turned,))
             joined.meta = dict(copy.meta)
             copy.replace_all_uses_with(joined)
-            for replaced in (copy, turn, node):
+            for replaced in (copy, transpose, node):
                 graph.erase_node(replaced)
 
     def uuid(self) -> Any:
@@ -68,40 +68,40 @@ _JOIN_IN_PLACE = JoinInPlace()
 
 
 def settings(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``torch.compile`` options with this graph pass; unchanged if the backend or that pass slot is taken."""
+    """Adds this graph pass to ``torch.compile`` options, unless the backend or another such pass excludes it."""
     caller_options = {name.replace("-", "_") for name in options.get("options") or {}}
     taken = _SETTING in caller_options or getattr(torch._inductor.config, _SETTING) is not None
     if options.get("backend", "inductor") != "inductor" or taken:
         return options
     _compile_in_place()
-    rest = {name: value for name, value in options.items() if name not in ("mode", "options")}
+    others = {name: value for name, value in options.items() if name not in ("mode", "options")}
     # Torch takes a mode or options, not both; a mode is a set of options.
     mode = torch._inductor.list_mode_options(options["mode"]) if options.get("mode") else {}
-    return rest | {"options": {_SETTING: _JOIN_IN_PLACE} | mode | (options.get("options") or {})}
+    return others | {"options": {_SETTING: _JOIN_IN_PLACE} | mode | (options.get("options") or {})}
 
 
 def _turned_copy(cat: Any) -> Any | None:
-    """Returns the copy of ``cat(three, -1).transpose(1, 2)`` if nothing else reads its inputs, else ``None``."""
+    """Returns the node that copies ``cat(three tensors, -1).transpose(1, 2)``, if there is only this use of ``cat``."""
     parts, *dim = cat.args
-    whole = cat.meta["val"]
-    if len(parts) != 3 or not dim or dim[0] not in (3, -1) or whole.ndim != 4 or len(cat.users) != 1:
+    result = cat.meta["val"]
+    if len(parts) != 3 or not dim or dim[0] not in (3, -1) or result.ndim != 4 or len(cat.users) != 1:
         return None
-    if any(part.meta["val"].dtype != whole.dtype for part in parts):
+    if any(tensor.meta["val"].dtype != result.dtype for tensor in parts):
         return None  # a concatenation promotes dtypes, and a join does not
-    (turn,) = cat.users
+    (transpose,) = cat.users
     # Inductor decomposes transposes into permutations; a graph without decompositions still has the transpose.
-    exchanges = (turn.target is _aten.permute.default and list(turn.args[1]) == [0, 2, 1, 3]) or (
-        turn.target is _aten.transpose.int and sorted(turn.args[1:]) == [1, 2]
+    exchanges = (transpose.target is _aten.permute.default and list(transpose.args[1]) == [0, 2, 1, 3]) or (
+        transpose.target is _aten.transpose.int and sorted(transpose.args[1:]) == [1, 2]
     )
-    if not exchanges or len(turn.users) != 1:
+    if not exchanges or len(transpose.users) != 1:
         return None
-    (copy,) = turn.users
+    (copy,) = transpose.users
     contiguous = copy.kwargs.get("memory_format") is torch.contiguous_format
     return copy if copy.target is _aten.clone.default and contiguous else None
 
 
-def _turned(graph: Graph, part: Any, turn: Any) -> Any:
-    """Returns the node of a part with the same two dimensions transposed."""
-    turned = graph.call_function(turn.target, (part, *turn.args[1:]))
-    turned.meta["val"] = part.meta["val"].transpose(1, 2)
+def _turned(graph: Graph, node: Any, transpose: Any) -> Any:
+    """Adds to the graph the node ``transpose`` applied to ``node`` instead of its own input, and returns it."""
+    turned = graph.call_function(transpose.target, (node, *transpose.args[1:]))
+    turned.meta["val"] = node.meta["val"].transpose(1, 2)
     return turned

@@ -36,22 +36,22 @@ def _options(device: int) -> dict[str, Any]:
 
 @triton.jit
 def allow_next(DEPENDENT: tl.constexpr):
-    """Lets the next kernel start."""
+    """Lets the next kernel on the stream start (programmatic dependent launch)."""
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_previous(DEPENDENT: tl.constexpr):
-    """Waits until the previous kernel has ended."""
+    """Waits until the previous kernel on the stream has ended (programmatic dependent launch)."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def finite(level):
-    """Returns the maximum to subtract before exponentiation; 0 if it is minus infinity, which would give NaN."""
-    return tl.where(level == -float("inf"), 0.0, level)
+def finite(maximum):
+    """Replaces a maximum of minus infinity by 0, because ``exp(x - maximum)`` would be NaN."""
+    return tl.where(maximum == -float("inf"), 0.0, maximum)
 
 
 def launch_rows(kernel, logits: Tensor, *arguments) -> None:
@@ -65,7 +65,7 @@ def launch_rows(kernel, logits: Tensor, *arguments) -> None:
 
 @triton.jit
 def normaliser(row, column, vocabulary, BLOCK: tl.constexpr):
-    """Returns a row's maximum and the sum of ``exp(z - maximum)``, in one pass (online softmax)."""
+    """Returns the maximum of a row of logits ``z`` and the sum of ``exp(z - maximum)``, by an online softmax."""
     top, total = -float("inf"), 0.0
     for start in range(0, vocabulary, BLOCK):
         at = start + column

@@ -1,4 +1,4 @@
-"""Builds attention masks: a query sees earlier tokens of its document, within the window, that have a row."""
+"""Builds attention masks: a query sees its own slot and the present earlier slots of its document and window."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 
 @dataclass(frozen=True)
 class Places:
-    """Slots of queries or keys, ``[lanes, n]``; windows are measured in ``order``, ``present`` marks cached keys."""
+    """Slots ``[lanes, n]`` of queries or keys, and their order among real tokens, in which windows are measured.
+
+    ``present`` is false for keys that only their own slot may attend to (padding; halted tokens of ``mor``).
+    """
 
     slot: Tensor
     order: Tensor

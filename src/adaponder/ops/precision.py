@@ -1,4 +1,4 @@
-"""Widens the dtype of decisions, sums and losses to at least float32, whatever the model computes in."""
+"""Widens numbers to at least float32 for decisions, sums and losses."""
 
 from __future__ import annotations
 

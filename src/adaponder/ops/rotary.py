@@ -1,9 +1,9 @@
 """Computes rotary position embeddings in compiled passes as two products over whole heads.
 
 Hugging Face rotates a head by slicing, negating and concatenating its halves, and Inductor makes each slice a branch
-that every element evaluates, several times in backward (``benchmarks/records/tuning-h200.json``, runs 5 and 6). The
-same numbers are ``x * cos + partner(x) * sin``, where ``partner`` swaps the halves. Where a head is not rotated,
-cosines are 1 and sines 0, so it need not be sliced.
+that every element evaluates, several times in backward (``benchmarks/records/tuning-h200.json``, runs 5 and 6).
+``x * cos + partner(x) * sin``, where ``partner`` swaps the halves, gives the same numbers; elements that are not
+rotated get cosine 1 and sine 0.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Rotary = Callable[..., tuple[Tensor, Tensor]]
 
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotates ``[batch, heads, time, size]`` by angles ``[batch, time, width]``, bit for bit as Hugging Face does.
+    """Rotates queries and keys ``[batch, heads, time, size]``, bit for bit as Hugging Face does.
 
-    ``width`` divides ``size``: the first ``width`` numbers of each head are rotated.
+    ``cos`` and ``sin`` are ``[batch, time, width]``: the first ``width`` elements (a divisor of ``size``) are rotated.
     """
     size, width = query.shape[-1], cos.shape[-1]
     half = width // 2
@@ -43,7 +43,7 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 
 def use(stock: PreTrainedModel) -> None:
-    """Makes compiled decoders of this family call :func:`rotary`, if the family's own function gives equal results."""
+    """Replaces the decoder family's rotary function by :func:`rotary` while compiling, if both give equal results."""
     family: Any = sys.modules[type(stock.base_model).__module__]
     original = getattr(family, NAME, None)
     if original is None or hasattr(original, "parts"):

@@ -1,4 +1,4 @@
-"""Policies decide depth at run time: learned gate, fixed depth, measures of doubt, shares, or a user's callable."""
+"""Policies decide depth at run time: learned gate, fixed depth, uncertainty, shares of tokens, or a user's callable."""
 
 from adaponder.policies.base import Custom, Policy, PolicyInput, as_policy, parse_policy
 from adaponder.policies.choice import choose_policy

@@ -25,14 +25,14 @@ class PolicyInput:
     branch on their values.
 
     Attributes:
-        iteration, seed: int64, the iteration that the row has just finished, from 0, and the caller's seed.
+        iteration, seed: int64; the iteration that the row has just finished, from 0; the caller's seed.
         gate: the model's signal to continue, in (0, 1): the learned gate's ``s``, a router's sigmoid, or the
             probability of no exit so far.
         hidden: final-normed hidden states.
         position: position of the token in its document.
         sequence: batch index of the token's sequence.
         slot: index of the token in its sequence, including padding and cached tokens.
-        active: tokens that have not halted; the policy's result for other tokens is ignored.
+        active: bool, true for tokens that have not halted; the policy's result for other tokens is ignored.
         head: computes logits from hidden states; use :attr:`logits`.
         previous: final-normed hidden states of the same tokens one iteration earlier; undefined for rows at
             iteration 0, ``None`` if all rows are at iteration 0 or no policy ``reads_previous``.
@@ -72,13 +72,13 @@ def numbers_of(text: str) -> tuple[float, ...]:
 
 
 def number_text(value: float | Sequence[float]) -> str:
-    """Formats one number, or several separated by commas. Parsing the text gives exactly the same numbers."""
+    """Formats one number, or several separated by commas, such that :func:`numbers_of` returns exactly the same."""
     # repr of a float is the shortest text that parses to it.
     return ",".join(repr(number) for number in (value if isinstance(value, Sequence) else (value,)))
 
 
 class Policy(ABC):
-    """Decides which tokens continue to the next iteration. The method decides how updates are weighted.
+    """Decides which tokens continue to the next iteration; how an update is weighted is decided by the method.
 
     A class with a ``word`` is registered when it is defined: ``--policy`` takes ``word:value`` and profiles store it.
 
@@ -116,11 +116,11 @@ class Policy(ABC):
 
     @abstractmethod
     def __call__(self, rows: PolicyInput) -> Tensor:
-        """Returns True for rows whose token continues. ``check`` and ``check_batch`` reject invalid settings."""
+        """Returns a bool per row: whether its token continues; ``check`` and ``check_batch`` were called before."""
 
     @property
     def fingerprint(self) -> str:
-        """Name of the policy with its settings. Policies with equal fingerprints make equal decisions."""
+        """The policy's name with its settings; policies with equal fingerprints make equal decisions."""
         return repr(self)
 
     @property
@@ -201,10 +201,7 @@ def registered_policies() -> tuple[type[Policy], ...]:
 
 
 def parse_policy(text: str, option: str = "--policy") -> Policy:
-    """Returns the policy that a line of text describes. ``ranked-…`` policies are for evaluation only.
-
-    Errors name ``option``.
-    """
+    """Returns the policy that a line of text describes; errors mention ``option``, which the text was given to."""
     word, _, numbers = text.partition(":")
     value, _, thresholds = numbers.partition("@")
     by_word = {word: kind for kind in registered_policies() for word in kind.words()}
@@ -234,7 +231,7 @@ class Custom(Policy):
     function: Callable[[PolicyInput], Tensor]
 
     def __call__(self, rows: PolicyInput) -> Tensor:
-        keep = self.function(rows)
-        if not isinstance(keep, Tensor) or keep.shape != rows.active.shape or keep.dtype != torch.bool:
+        decision = self.function(rows)
+        if not isinstance(decision, Tensor) or decision.shape != rows.active.shape or decision.dtype != torch.bool:
             raise InputError(f"policy {self.function!r} must return a bool tensor of shape {tuple(rows.active.shape)}")
-        return keep
+        return decision

@@ -29,9 +29,9 @@ def choose_policy(
     Args:
         policy: a policy, or its line such as ``fixed:2``.
         tau: a threshold of the learned gate.
-        budget: the name of a profile, or a mean depth, met by interpolating between profiles of the learned gate.
+        budget: the name of a profile, or a mean depth, for which the thresholds of two profiles are interpolated.
         profiles: the checkpoint's profiles by name, as in ``profiles.json``.
-        name: returns the caller's name of ``policy``, ``tau`` or ``budget``, for errors.
+        name: maps ``policy``, ``tau`` and ``budget`` to the names used in errors, e.g. command options.
     """
     ways = {"policy": policy, "tau": tau, "budget": budget}
     given = [name(field) for field, value in ways.items() if value is not None]
@@ -63,11 +63,11 @@ def choose_policy(
 
 
 def profile_policy(profiles: Profiles, name: str, option: str) -> Policy:
-    """Returns the policy of the profile ``name``. Errors name ``option``."""
+    """Returns the policy of the profile ``name``; errors mention ``option``."""
     if name not in profiles:
-        known = ", ".join(profiles) or "none"
+        names = ", ".join(profiles) or "none"
         raise InputError(
-            f"{option} {name} is not a profile of this checkpoint ({known}); adaponder calibrate makes one"
+            f"{option} {name} is not a profile of this checkpoint ({names}); adaponder calibrate makes one"
         )
     return parse_policy(profiles[name]["policy"], f"{option} {name}:")
 

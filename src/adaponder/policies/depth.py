@@ -1,6 +1,6 @@
 """Policies with given or random depths.
 
-Random depths are drawn by hashes of (seed, position, iteration), so that no draw depends on the batch.
+Random numbers are hashes of (seed, position, iteration), so they do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class ForcedDepths(Policy):
 
 @dataclass(frozen=True)
 class Random(Policy):
-    """Continues with probability ``keep``. Tokens with equal seed and position in two sequences continue alike."""
+    """Continues with probability ``keep``; tokens with equal seed and position in two sequences get equal depths."""
 
     keep: float
     word: ClassVar[str] = "random"
@@ -108,11 +108,11 @@ class Random(Policy):
 
 @dataclass(frozen=True)
 class RandomRates(Policy):
-    """Continues at a rate that is itself random, so that ``P(depth > i) = prior / (prior + i)``.
+    """Continues with a probability (rate) that is itself random, so that ``P(depth > i) = prior / (prior + i)``.
 
-    A rate is the probability to continue after each iteration, drawn from Beta(prior, 1), uniform if prior = 1. Half
-    of the tokens share a rate drawn per sequence, each other token draws its own. So some sequences are mostly shallow
-    and some mostly deep, and in each of them some tokens reach full depth independently of the others.
+    Rates are drawn from Beta(prior, 1), which is uniform for prior = 1. Each token has its own rate with probability
+    1/2, else the rate of its sequence. So some sequences are mostly shallow and some mostly deep, and in each of them
+    some tokens reach full depth independently of the others.
     """
 
     prior: float = 1.0
@@ -131,7 +131,7 @@ class RandomRates(Policy):
         return unit_hash(rows.position, rows.seed, rows.iteration) < rate
 
     def reaching(self, iteration: int) -> float:
-        """Returns the expected share of tokens that are active in this iteration, from 0."""
+        """Returns the expected share of tokens that are active in iteration ``iteration``, counted from 0."""
         return self.prior / (self.prior + iteration)
 
 
@@ -139,8 +139,8 @@ class RandomRates(Policy):
 class GateOrChance(Policy):
     """Decides by the learned gate with ``tau`` in a ``share`` of the sequences, by :class:`RandomRates` in the others.
 
-    The model is thus trained with the halts of its gates, and gates still learn from tokens at every depth. A hash of
-    each sequence's seed selects the rule.
+    So the model is trained with the depths that its gates choose, while gates still learn from tokens at every depth.
+    A hash of each sequence's seed selects the rule.
     """
 
     share: float
@@ -161,7 +161,7 @@ class GateOrChance(Policy):
         return torch.where(self.by_gate(rows.seed), self.gate(rows), self.by_chance(rows))
 
     def by_gate(self, seed: Tensor) -> Tensor:
-        """Returns whether the gate decides in sequences with these seeds, in the shape of ``seed``."""
+        """Returns a bool per entry of ``seed``: whether the gate decides in sequences with this seed."""
         place = torch.full_like(seed, _BY_GATE)
         return unit_hash(place, seed, place) < self.share
 
@@ -170,7 +170,7 @@ class GateOrChance(Policy):
 class SampledExit(Policy):
     """Samples the depth of each token from the exit distribution of its exit gate.
 
-    Each token draws one uniform ``u`` and continues while its probability of no exit so far is above ``u``.
+    Each token draws one uniform ``u`` in [0, 1) and continues while its probability of no exit so far is above ``u``.
     """
 
     signal: ClassVar[str | None] = "exit"
@@ -181,5 +181,5 @@ class SampledExit(Policy):
 
 
 def _draw(rows: PolicyInput, position: Tensor, number: int) -> Tensor:
-    """Returns the uniform hash of (seed, ``position``, ``number``). No iteration has a negative ``number``."""
+    """Returns a uniform number in [0, 1) per row, hashed from (seed, ``position``, ``number``); see ``_RATE``."""
     return unit_hash(position, rows.seed, torch.full_like(rows.iteration, number))

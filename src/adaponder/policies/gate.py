@@ -17,7 +17,7 @@ from adaponder.policies.values import as_floats, as_number, as_share, at, set_fi
 
 @dataclass(frozen=True)
 class LearnedGate(Policy):
-    """Continues while ``s >= tau``, the paper's eq. 4. ``tau``: one number or one per gate; ``inf`` halts all."""
+    """Continues while ``s >= tau`` (eq. 4); ``tau`` is one number or one per gate, and ``inf`` halts every token."""
 
     tau: float | tuple[float, ...] = 1e-4
     reads_seed: ClassVar[bool] = False

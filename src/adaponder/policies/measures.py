@@ -21,7 +21,7 @@ _ROWS = 1024
 
 @dataclass(frozen=True)
 class MeasureThreshold(Policy):
-    """Continues while :meth:`measure` is at least ``threshold``, one number or one per gate (``at_most``: at most).
+    """Continues while :meth:`measure` is at least (with ``at_most``: at most) ``threshold``, one or one per gate.
 
     Measures that compare two iterations (``reads_previous``) are undefined after iteration 0, where every token
     continues. ``logits_read`` is how many times a measure computes a token's logits.
@@ -40,7 +40,7 @@ class MeasureThreshold(Policy):
     @staticmethod
     @abstractmethod
     def measure(rows: PolicyInput) -> Tensor:
-        """Returns one number per row. Thresholds are converted to its precision before comparison."""
+        """Returns one number per row; thresholds are converted to its dtype."""
 
     def __call__(self, rows: PolicyInput) -> Tensor:
         measured = self.measure(rows)
@@ -100,7 +100,7 @@ class Divergence(MeasureThreshold):
 
     @staticmethod
     def measure(rows: PolicyInput) -> Tensor:
-        """Equals ``KL(p_i || p_{i-1})`` of a token's next-token distributions, in nats; infinite after iteration 0."""
+        """Equals ``KL(p_i || p_{i-1})`` of the next-token distributions, in nats; infinite after iteration 0."""
 
         def divergence(hidden: Tensor, before: Tensor) -> Tensor:
             log_p, log_q = (torch.log_softmax(widened(rows.head(states)), dim=-1) for states in (hidden, before))
@@ -155,7 +155,7 @@ def entropy_of(logits: Tensor) -> Tensor:
 
 
 def in_chunks(function: Callable[..., Tensor], *states: Tensor) -> Tensor:
-    """Equals ``function(*states)`` of hidden states or logits, computed in chunks of rows to save memory."""
+    """Computes ``function(*states)`` in chunks of rows, to save memory; ``states`` are hidden states or logits."""
     chunks = [state.flatten(0, -2).split(_ROWS) for state in states]
     return torch.cat([function(*chunk) for chunk in zip(*chunks, strict=True)]).view(states[0].shape[:-1])
 

@@ -24,8 +24,8 @@ from adaponder.policies.values import as_floats, as_share, at, set_fields
 class Schedule(Policy):
     """Keeps the tokens with the highest gates, a prescribed share after each iteration.
 
-    It decides causally and per token, by ``thresholds`` (see :func:`thresholds_for`); without thresholds it can only be
-    ranked by :class:`Ranked`. The ``value_field`` of a subclass sets its shares.
+    It decides causally and per token, by ``thresholds`` (see :func:`thresholds_for`); without thresholds only
+    :class:`Ranked` can use it. The ``value_field`` of a subclass sets its shares.
     """
 
     thresholds: tuple[float, ...] = ()
@@ -37,12 +37,12 @@ class Schedule(Policy):
         set_fields(self, **{"thresholds": as_floats("thresholds", self.thresholds), name: shares})
 
     def checked_shares(self, name: str, value: Any) -> Any:
-        """Returns the value of ``value_field``. Raises unless it is a share."""
+        """Returns ``value``, a share or several, as floats; raises unless each is between 0 and 1."""
         return as_share(name, value)
 
     @abstractmethod
     def share(self, iteration: int) -> float:
-        """Returns the share of a sequence's tokens that continue after this iteration."""
+        """Returns the share of all tokens of a sequence that continue after this iteration."""
 
     def check(self, method: str, iterations: int) -> None:
         if self.thresholds:
@@ -110,7 +110,7 @@ class Geometric(Schedule):
 
 @dataclass(frozen=True)
 class Shares(Schedule):
-    """Lets the fraction ``shares[i]`` of all tokens of a sequence continue after iteration i."""
+    """Keeps the share ``shares[i]`` of all tokens of a sequence after iteration i."""
 
     shares: tuple[float, ...] = field(default=(), kw_only=True)
     word: ClassVar[str] = "shares"
@@ -158,7 +158,7 @@ class SequencePolicy(Policy):
 
 @dataclass(frozen=True)
 class Ranked(SequencePolicy):
-    """Keeps the tokens with the highest gates, the schedule's share of each sequence. This policy cannot generate."""
+    """Keeps the schedule's share of each sequence: the tokens with the highest gates. Not causal: cannot generate."""
 
     schedule: Schedule
     word: ClassVar[str] = "ranked"
@@ -190,9 +190,9 @@ class Ranked(SequencePolicy):
 
 
 def thresholds_for(schedule: Schedule, gates: Tensor) -> tuple[float, ...]:
-    """Returns the thresholds at which ``schedule`` keeps its shares of these tokens: quantiles of active tokens' gates.
+    """Returns one threshold per gate, so that ``schedule`` keeps its shares of the tokens of ``gates [tokens, K-1]``.
 
-    ``gates`` is ``[tokens, K-1]``, from a run at full depth on text that resembles later inputs.
+    Each is a quantile over tokens that are still active. Gates must come from a run at full depth on typical text.
     """
     active = torch.ones(gates.shape[0], dtype=torch.bool, device=gates.device)
     thresholds = []
@@ -211,5 +211,5 @@ def thresholds_for(schedule: Schedule, gates: Tensor) -> tuple[float, ...]:
 
 
 def _schedules() -> dict[str, type[Schedule]]:
-    """Returns each schedule class by its word with ``ranked-`` in front."""
+    """Maps ``ranked-`` + word to the schedule class with this word."""
     return {f"{Ranked.word}-{kind.word}": kind for kind in registered_policies() if issubclass(kind, Schedule)}

@@ -12,7 +12,7 @@ from adaponder.errors import InputError, shown
 
 
 def at(value: float | Sequence[float] | Tensor, iteration: Tensor, dtype: torch.dtype) -> float | Tensor:
-    """Equals ``value[iteration]`` per row, in ``dtype``. One number serves all gates, and a tensor has a value per row.
+    """Returns ``value[iteration]`` for each row, in ``dtype``; one number serves all, a tensor holds one per row.
 
     Nothing is copied from the host, so a CUDA graph can capture it. Rows at an iteration without an entry get NaN, for
     which all comparisons are false.
@@ -35,22 +35,22 @@ def as_int64(seed: int) -> int:
 
 
 def sequence_seeds(seed: int, number: Tensor) -> Tensor:
-    """Returns a seed for each sequence, derived from ``seed`` and the sequence's ``number`` (int64).
+    """Returns a seed for each sequence, hashed from ``seed`` and the sequence's ``number`` (int64).
 
-    Every step is invertible, so different numbers get different seeds.
+    The hash is invertible in ``number``, so different numbers get different seeds.
     """
     return scrambled(number + as_int64(seed * 0x9E3779B97F4A7C15))
 
 
 def scrambled(x: Tensor) -> Tensor:
-    """Applies two rounds like splitmix64's (but both shift by 30) to int64, modulo 2**64. Each is invertible."""
+    """Applies two invertible rounds like splitmix64's (but both shift by 30) to int64, modulo 2**64."""
     for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
         x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * factor
     return x
 
 
 def unit_hash(position: Tensor, seed: Tensor, iteration: Tensor) -> Tensor:
-    """Returns a uniform number in [0, 1), a hash of (seed, position, iteration) in the manner of splitmix64.
+    """Returns a uniform number in [0, 1) per row, hashed from (seed, position, iteration) as splitmix64 does.
 
     Seed and iteration are int64. Products wrap modulo 2**64, a multiple of 2**62, so the remainder modulo 2**62 equals
     that of exact integer arithmetic.
@@ -61,14 +61,14 @@ def unit_hash(position: Tensor, seed: Tensor, iteration: Tensor) -> Tensor:
 
 
 def as_number(name: str, value: float) -> float:
-    """Returns a number as a float, so that equal settings have equal fingerprints. Raises on NaN and non-numbers."""
+    """Returns ``value`` as a float, so that equal settings have equal fingerprints; raises on NaN and non-numbers."""
     if isinstance(value, bool) or not hasattr(value, "__float__") or math.isnan(float(value)):
         raise InputError(f"{name}={shown(value)} must be a number")
     return float(value)
 
 
 def as_share(name: str, value: float) -> float:
-    """Returns a number between 0 and 1 as a float. Raises on anything else."""
+    """Returns ``value`` as a float; raises unless it is a number between 0 and 1."""
     number = as_number(name, value)
     if not 0.0 <= number <= 1.0:
         raise InputError(f"{name}={number} must be between 0 and 1")
@@ -76,7 +76,7 @@ def as_share(name: str, value: float) -> float:
 
 
 def as_floats(name: str, value: float | Sequence[float]) -> float | tuple[float, ...]:
-    """Returns one number, or one per gate, each checked by :func:`as_number`."""
+    """Returns one number, or a tuple with one per gate, each converted by :func:`as_number`."""
     if not isinstance(value, Sequence):
         return as_number(name, value)
     if isinstance(value, str):  # a string is a Sequence too
@@ -85,6 +85,6 @@ def as_floats(name: str, value: float | Sequence[float]) -> float | tuple[float,
 
 
 def set_fields(policy: object, **fields: object) -> None:
-    """Sets checked values on a frozen policy, from its ``__post_init__``."""
+    """Sets fields of a frozen dataclass, for use in its ``__post_init__``."""
     for name, value in fields.items():
         object.__setattr__(policy, name, value)

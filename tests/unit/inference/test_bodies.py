@@ -39,7 +39,7 @@ def backbone_of(name: str) -> Backbone:
 
 
 def fused(backbone: Backbone, apart: bool = True) -> FusedBody:
-    return FusedBody(backbone, rows=LANES, apart=apart, positions=64)
+    return FusedBody(backbone, rows=LANES, independent=apart, positions=64)
 
 
 def scattered(seed: int) -> tuple[Tensor, LedgerRows]:

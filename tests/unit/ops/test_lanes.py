@@ -42,8 +42,8 @@ def test_kernels_keep_the_same_books(seed, vanishes):
     assert all(torch.equal(one, other) for one, other in zip(ours, wanted, strict=True))
     goes_on, chosen = torch.tensor([True, False, False, True]), torch.tensor([1, 2, 3, 4])
     bad, logs = torch.tensor([True, False, True, False]), [torch.full((4, 4), -9) for _ in range(2)]
-    kernels.end_rows(mine, lane, ours, goes_on, chosen, bad, logs[0], places=9)
-    plain.end_rows(theirs, lane, wanted, goes_on, chosen, bad, logs[1], places=9)
+    kernels.end_rows(mine, lane, ours, goes_on, chosen, bad, logs[0], max_tokens=9)
+    plain.end_rows(theirs, lane, wanted, goes_on, chosen, bad, logs[1], max_tokens=9)
     assert torch.equal(*logs)
     assert logs[0][seed].tolist() == [-1, 2, -2, -1]
     for name in ("index", "token", "place", "iteration", "used", "tick"):
@@ -153,8 +153,8 @@ def test_rows_of_live_places_alone_are_those_of_every_place():
     for (live, every), (one, other) in walk(
         version(plain, lane, False, every=False), version(plain, lane, False, every=True), lane
     ):
-        assert live.which is not None
+        assert live.entries is not None
         assert len(live.lane) == max(1, (every.lane != LANES - 1).sum())
         for mine, theirs in zip((*live[:2], *live.begun), (*every[:2], *every.begun), strict=True):
-            assert torch.equal(mine, theirs[live.which])
+            assert torch.equal(mine, theirs[live.entries])
         assert torch.equal(one[0].index[:-1], other[0].index[:-1])

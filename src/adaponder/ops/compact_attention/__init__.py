@@ -1,8 +1,8 @@
-"""Computes attention of a pass over active rows: only some tokens of each sequence are queries.
+"""Computes attention in a pass over active rows: only some tokens of each sequence are queries.
 
-``softmax(q K^T * scale) V`` with queries ``q [n, heads, size]`` packed over all sequences, each with its sequence and
-slot, and ``K, V [sequences, key heads, slots, size]``. A query sees the slots up to its own, except absent ones
-(padding; a halted token of mor), and always itself.
+``softmax(q K^T * scale) V``, where ``q [n, heads, size]`` packs the queries of all sequences and ``K, V`` are
+``[sequences, key heads, slots, size]``. A query sees the slots of its sequence up to its own, except absent ones
+(padding; halted tokens of ``mor``); it always sees its own slot.
 
 ``torch.py`` calls torch's attention for each sequence with an explicit mask and supports every case. ``triton.py`` has
 three kernels (CUDA with 160 KiB of shared memory, bf16 and fp16, head size up to 128, causal, grouped heads). No mask
@@ -37,7 +37,7 @@ def compact_attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Computes attention by the Triton kernels if they support the case, else by torch; a custom op while compiling."""
+    """Computes attention by the Triton kernels if they support the case, else by torch; under compile, a custom op."""
     true_scale = query.shape[-1] ** -0.5 if scale is None else scale
     if is_compiling():
         if dropout or window is not None or rows.query.document is not None:
@@ -54,7 +54,7 @@ def compact_attention(
 def _kernels_for(
     query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, *, window: int | None = None, dropout: float = 0.0
 ) -> ModuleType | None:
-    """Returns the module of the Triton version if it supports this case, else ``None``."""
+    """Returns the module of Triton kernels if they support these arguments, else ``None``."""
     if not runs_fused(query) or query.dtype.itemsize != 2:
         return None
     from adaponder.ops.compact_attention import triton
@@ -78,7 +78,7 @@ def _mix(
     present: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the result and the kernels' log-normaliser; zeros if torch computed it."""
+    """Returns the attention output and the softmax's log-normaliser, which is zeros if torch computed the output."""
     rows = _rows(sequence, query_slot, key_slot, present)
     if kernels := _kernels_for(query, keys, values, rows):
         return kernels.mix(query, keys, values, rows, scale)
@@ -118,8 +118,8 @@ def _(grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, *others: Any) -
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, keys, values, *where, scale = inputs
-    ctx.save_for_backward(query, keys, values, *output, *where)
+    query, keys, values, *slots, scale = inputs
+    ctx.save_for_backward(query, keys, values, *output, *slots)
     ctx.scale = scale
 
 

@@ -16,9 +16,9 @@ from adaponder.ops.precision import wide_dtype
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Describes query rows, packed into one lane and ordered by sequence ``[n]`` and slot, and the keys of all tokens.
+    """Describes the ``n`` queries of a pass, packed and ordered by sequence and slot, and the keys of all tokens.
 
-    Places are ``[1, n]`` of the rows (``query``) and ``[sequences, slots]`` of all tokens (``key``).
+    ``sequence [n]`` is the sequence of each query. ``query`` has tensors ``[1, n]``, ``key`` ``[sequences, slots]``.
     """
 
     sequence: Tensor
@@ -27,7 +27,7 @@ class PackedRows:
 
     @cached_property
     def parts(self) -> list[tuple[int, slice]]:
-        """Lists (sequence, slice of its rows) for every sequence that has queries."""
+        """Lists (index of the sequence, slice of its queries) for every sequence that has queries."""
         sequences = torch.arange(self.key.slot.shape[0] + 1, device=self.sequence.device)
         edges = torch.searchsorted(self.sequence, sequences).tolist()
         return [(index, slice(*edge)) for index, edge in enumerate(pairwise(edges)) if edge[0] < edge[1]]
@@ -37,7 +37,7 @@ class PackedRows:
         return {}
 
     def masks(self, window: int | None) -> list[Tensor]:
-        """Returns the attention mask of each part, ``[1, 1, rows, slots]``; cached, because every layer needs it."""
+        """Returns a mask ``[1, 1, queries, slots]`` for each of :attr:`parts`; cached, because every layer needs it."""
         if window not in self._masks:
             self._masks[window] = [
                 visible(self.query.of(slice(1), rows), self.key.of(slice(index, index + 1)), window=window)
@@ -56,11 +56,11 @@ def compact_attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Computes attention of all tokens, at the query rows only.
+    """Computes causal attention of packed queries over the keys of all tokens.
 
     Shapes: query ``[n, heads, size]``; keys ``[sequences, key heads, slots, size]``, where heads are a multiple of key
     heads; values ``[sequences, key heads, slots, value size]``; result ``[n, heads, value size]``. ``window`` is the
-    most tokens that a query sees, itself included. ``scale=None`` is ``size ** -0.5``.
+    maximum number of tokens that a query sees, itself included. ``scale=None`` is ``size ** -0.5``.
     """
     grouped = query.shape[1] != keys.shape[1]
     packed_query = query.transpose(0, 1)[None]
@@ -83,9 +83,9 @@ def compact_attention(
 def slopes(
     grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of query, keys and values without autograd, for use in a custom op.
+    """Returns the gradients of query, keys and values, for the custom op's backward.
 
-    Scores, weights and their gradients are in at least float32.
+    Scores, attention weights and their gradients are computed in at least float32.
     """
     groups = query.shape[1] // keys.shape[1]
     wide = wide_dtype(query.dtype)

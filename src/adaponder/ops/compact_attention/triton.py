@@ -1,9 +1,9 @@
-"""Computes attention of packed rows by an online softmax over the keys up to the last slot of a block of queries.
+"""Computes attention of packed queries by an online softmax over blocks of keys.
 
-A program computes a block of rows of one head. Rows are packed without padding, so a block may hold the end of one
-sequence and the beginning of the next: the program loops over the keys of each of its sequences, usually one. In
-backward, the same loop gives the gradient of the queries; for keys and values, a program takes a block of keys and
-loops over the rows that see it.
+A program computes a block of queries of one head. Queries are packed without padding, so a block may hold the end of
+one sequence and the beginning of the next: the program loops over the keys of each sequence in its block, usually one.
+In backward, the same loop computes the gradient of the queries; for keys and values, a program takes a block of keys
+and loops over the queries that see it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ FORWARD_WARPS, BACKWARD_WARPS = 4, 8
 
 
 def compact_attention(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scale: float) -> Tensor:
-    """Equals :func:`adaponder.ops.compact_attention.torch.compact_attention` in the cases that :func:`fits` allows."""
+    """Equals :func:`adaponder.ops.compact_attention.torch.compact_attention` where :func:`fits` returns true."""
     return _CompactAttention.apply(query, keys, values, rows, scale)
 
 
 def fits(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, *, window: int | None, dropout: float) -> bool:
-    """Returns whether the kernels support this case; the torch version supports every case."""
+    """Returns whether the kernels support these arguments; the torch version supports all."""
     packed = all(x.stride(-1) == 1 for x in (query, keys, values))
     plain = window is None and rows.query.document is None and not dropout
     sized = keys.shape[-1] == values.shape[-1] and query.shape[-1] <= max(BLOCKS)
@@ -45,7 +45,7 @@ def fits(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, *, windo
 
 
 def mix(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scale: float) -> tuple[Tensor, Tensor]:
-    """Returns the result, and the base-2 logarithm of the softmax's normaliser, ``[n, heads]``."""
+    """Returns the attention output, and the base-2 logarithm of the softmax's normaliser, ``[n, heads]``."""
     count, heads, _ = query.shape
     mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
     normaliser = torch.empty(count, heads, dtype=torch.float32, device=query.device)
@@ -69,7 +69,7 @@ def slopes(
     rows: PackedRows,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of query, keys and values."""
+    """Returns the gradients of query, keys and values, given the results of :func:`mix`."""
     count, heads, _ = query.shape
     grad_query = torch.empty_like(mixed)
     grad_keys, grad_values = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (keys, values))
@@ -77,30 +77,30 @@ def slopes(
         return grad_query, grad_keys, grad_values
     # In each row <weights, d weights> equals <result, d result>.
     along = (mixed.float() * grad.float()).sum(-1)
-    given = (query, keys, values, grad, normaliser, along)
+    inputs = (query, keys, values, grad, normaliser, along)
     strides = _strides(query, keys, values, mixed)
     constants = _constants(query, keys, rows, BACKWARD_WARPS)
     sequences, slots = rows.key.slot.shape
     blocks = triton.cdiv(slots, constants["KEYS"])
-    # For each block of keys, the first row that sees it: rows are ordered by sequence and slot.
+    # For each block of keys, the first query that sees it: queries are ordered by sequence and slot.
     place = rows.sequence * slots + rows.query.slot[0]
     edges = torch.arange(sequences, device=place.device)[:, None] * slots
     edges = (edges + torch.arange(blocks, device=place.device) * constants["KEYS"]).flatten()
-    first = torch.searchsorted(place, edges)
-    last = torch.searchsorted(place, torch.arange(1, sequences + 1, device=place.device) * slots)
+    first_row = torch.searchsorted(place, edges)
+    end_row = torch.searchsorted(place, torch.arange(1, sequences + 1, device=place.device) * slots)
     with on_device_of(query):
         _query_kernel[(triton.cdiv(count, constants["ROWS"]), heads)](
-            *given, grad_query, *_places(rows), count, scale, *strides, **constants
+            *inputs, grad_query, *_places(rows), count, scale, *strides, **constants
         )
         _key_kernel[(sequences * blocks, keys.shape[1])](
-            *given, grad_keys, grad_values, first, last, *_places(rows), slots, scale,
+            *inputs, grad_keys, grad_values, first_row, end_row, *_places(rows), slots, scale,
             *strides, *grad_keys.stride()[:3], **constants,
         )  # fmt: skip
     return grad_query, grad_keys, grad_values
 
 
 class _CompactAttention(torch.autograd.Function):
-    """Saves inputs, result and one normaliser per row and head; backward recomputes the attention weights."""
+    """Saves inputs, output and one normaliser per query and head; backward recomputes the attention weights."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scale: float) -> Tensor:
@@ -116,7 +116,7 @@ class _CompactAttention(torch.autograd.Function):
 
 
 def _places(rows: PackedRows) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Returns sequence and slot of each row, the ``present`` mask and its stride; a dummy and 0 if all are present."""
+    """Returns each query's sequence and slot, the mask of present keys and its stride (a dummy and 0 without mask)."""
     present = rows.key.present
     if present is None:
         return rows.sequence, rows.query.slot, rows.sequence, 0
@@ -145,12 +145,12 @@ def _constants(query: Tensor, keys: Tensor, rows: PackedRows, warps: int) -> dic
 
 
 @triton.jit
-def _visible(column, slot, mine, present, HOLES: tl.constexpr):
-    """Returns the mask ``[rows, keys]`` of a block: present slots up to the row's own, which is always visible."""
-    seen = column[None, :] <= slot[:, None]
+def _visible(column, slot, member, present, HOLES: tl.constexpr):
+    """Returns the mask ``[queries, keys]`` of a block: present slots up to the query's own, which is always visible."""
+    mask = column[None, :] <= slot[:, None]
     if HOLES:
-        seen = seen & ((present[None, :] != 0) | (column[None, :] == slot[:, None]))
-    return seen & mine[:, None]
+        mask = mask & ((present[None, :] != 0) | (column[None, :] == slot[:, None]))
+    return mask & member[:, None]
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def _load(at, mask, WHOLE: tl.constexpr):
 
 @triton.jit
 def _absorb(scores, v, top, total, sums, PRECISION: tl.constexpr):
-    """Does one step of the online softmax: adds a block's weights and weighted values to the sums of each row."""
+    """Does one step of the online softmax; returns each query's maximum, sum of weights and sum of weighted values."""
     higher = tl.maximum(top, tl.max(scores, 1))
     floor = finite(higher)  # rows of another sequence have seen nothing yet
     weight = tl.exp2(scores - floor[:, None])
@@ -196,12 +196,12 @@ def _forward_kernel(
     first = tl.load(sequences + begin)
     last = tl.load(sequences + tl.minimum(begin + ROWS, count) - 1)
     for which in range(first, last + 1):
-        mine = sequence == which
-        seen = tl.max(tl.where(mine, slot, -1), 0) + 1  # number of keys that some row of this sequence sees
+        member = sequence == which
+        seen = tl.max(tl.where(member, slot, -1), 0) + 1  # number of keys that some row of this sequence sees
         key_base = keys + which * key_sequence + (head // GROUPS) * key_head
         value_base = values + which * value_sequence + (head // GROUPS) * value_head
         # Most keys are visible to every row of the block and need no mask.
-        plain = 0 if HOLES else (tl.min(tl.where(exists, tl.where(mine, slot, -1), seen), 0) + 1) // KEYS * KEYS
+        plain = 0 if HOLES else (tl.min(tl.where(exists, tl.where(member, slot, -1), seen), 0) + 1) // KEYS * KEYS
         for start in range(0, plain, KEYS):
             column = start + tl.arange(0, KEYS)
             k = _load(key_base + column[:, None] * key_slot + part[None, :], inside[None, :], SIZE == PADDED)
@@ -215,7 +215,7 @@ def _forward_kernel(
             v = tl.load(value_base + column[:, None] * value_slot + part[None, :], mask=there, other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             here = tl.load(present + which * present_sequence + column, mask=column < seen, other=0) if HOLES else 0
-            scores = tl.where(_visible(column, slot, mine, here, HOLES), scores, -float("inf"))
+            scores = tl.where(_visible(column, slot, member, here, HOLES), scores, -float("inf"))
             top, total, sums = _absorb(scores, v, top, total, sums, PRECISION)
     total = tl.where(exists, total, 1.0)
     out = mixed + row.to(tl.int64)[:, None] * mixed_row + head * mixed_head + part[None, :]
@@ -249,8 +249,8 @@ def _query_kernel(
     first = tl.load(sequences + begin)
     last = tl.load(sequences + tl.minimum(begin + ROWS, count) - 1)
     for which in range(first, last + 1):
-        mine = sequence == which
-        seen = tl.max(tl.where(mine, slot, -1), 0) + 1
+        member = sequence == which
+        seen = tl.max(tl.where(member, slot, -1), 0) + 1
         key_base = keys + which * key_sequence + (head // GROUPS) * key_head
         value_base = values + which * value_sequence + (head // GROUPS) * value_head
         for start in range(0, seen, KEYS):
@@ -260,7 +260,7 @@ def _query_kernel(
             v = tl.load(value_base + column[:, None] * value_slot + part[None, :], mask=there, other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * 1.4426950408889634)
             here = tl.load(present + which * present_sequence + column, mask=column < seen, other=0) if HOLES else 0
-            weight = tl.where(_visible(column, slot, mine, here, HOLES), tl.exp2(scores - level[:, None]), 0.0)
+            weight = tl.where(_visible(column, slot, member, here, HOLES), tl.exp2(scores - level[:, None]), 0.0)
             grad_weight = tl.dot(g, tl.trans(v), input_precision=PRECISION)
             slope = weight * (grad_weight - along[:, None])
             sums += tl.dot(slope.to(k.dtype), k, input_precision=PRECISION)

@@ -1,4 +1,4 @@
-"""Advances the lanes of a decoding engine: allocates KV rows, updates tokens and windows of drafted tokens."""
+"""Advances the lanes of a decoding engine: allocates KV rows, updates current tokens and draft windows."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Books(NamedTuple):
     Attributes:
         index: int32 ``[lanes, iterations, slots]``: the pool row that an iteration reads for a slot, -1: none.
         token, place: id of the current token, and its index in its sequence.
-        iteration, last: iteration of the lane's next row; last allowed iteration.
+        iteration, last: the current token's next iteration, and the last iteration allowed in this lane.
         used: number of rows used so far in the lane's pages.
-        pages: int32 ``[lanes, …]``: the lane's pages; rows are taken from them in order.
+        pages: int32 ``[lanes, …]``: the lane's block table; rows are allocated from its pages in order.
         tick: ``[1]``: index of the current tick in the log, incremented as each tick begins.
         page_size: rows per page.
     """
@@ -35,7 +35,7 @@ class Books(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """The rows of a tick: token, place, iteration and last iteration, int64 ``[n]`` each; pool rows ``[n, width]``."""
+    """The rows that a tick computes: int64 ``[n]`` each, as in :class:`Books`, and pool rows ``row [n, width]``."""
 
     token: Tensor
     place: Tensor
@@ -45,12 +45,12 @@ class Begun(NamedTuple):
 
 
 def begin_rows(books: Books, lane: Tensor, *, width: int, vanishes: bool) -> Begun:
-    """Allocates each lane's next ``width`` pool rows (slots per token), enters them into the index and returns them."""
+    """Allocates the ``width`` pool rows (one per slot) of each lane's next iteration and enters them into the index."""
     books.tick.add_(1)
     count = torch.arange(width, device=lane.device)
-    where = (books.used[lane][:, None] + count).clamp(max=books.pages.shape[1] * books.page_size - 1)
-    page = books.pages[lane[:, None], where // books.page_size].long()
-    row = page * books.page_size + where % books.page_size
+    offset = (books.used[lane][:, None] + count).clamp(max=books.pages.shape[1] * books.page_size - 1)
+    page = books.pages[lane[:, None], offset // books.page_size].long()
+    row = page * books.page_size + offset % books.page_size
     books.used.index_copy_(0, lane, books.used[lane] + width)
     place, iteration = books.place[lane], books.iteration[lane]
     slot = (place[:, None] * width + count).flatten()
@@ -60,7 +60,7 @@ def begin_rows(books: Books, lane: Tensor, *, width: int, vanishes: bool) -> Beg
 
 
 def book_rows(index: Tensor, lane: Tensor, slot: Tensor, iteration: Tensor, row: Tensor, *, vanishes: bool) -> None:
-    """Enters pool rows ``[n]`` into the index at their iteration and every later one, until a later row exists (law 3).
+    """Enters pool rows ``row [n]`` into the index at their own and all later iterations (law 3).
 
     With ``vanishes`` (halted tokens cannot be attended to), later iterations get -1 instead.
     """
@@ -71,55 +71,56 @@ def book_rows(index: Tensor, lane: Tensor, slot: Tensor, iteration: Tensor, row:
 
 
 def end_rows(
-    books: Books, lane: Tensor, begun: Begun, goes_on: Tensor, chosen: Tensor, bad: Tensor, log: Tensor, *, places: int
-) -> None:
-    """Advances each lane to its token's next iteration if ``goes_on``, else to the first one of the token ``chosen``.
+    books: Books, lane: Tensor, begun: Begun, active: Tensor, sampled: Tensor, invalid: Tensor, log: Tensor, *,
+    max_tokens: int,
+) -> None:  # fmt: skip
+    """Advances each lane to its token's next iteration where ``active``, else to iteration 0 of the sampled token.
 
-    ``places`` is the maximum length of a sequence: a lane that runs on after its end stays at the last place.
-    Writes into ``log[tick]``, for each row, :data:`GOES_ON`, the chosen token, or :data:`NOT_A_NUMBER` if the choice
-    is ``bad``.
+    Writes for each lane into ``log[tick]``: :data:`GOES_ON` if the token continues, else the id ``sampled``, or
+    :data:`NOT_A_NUMBER` if sampling was ``invalid``. The place stays below ``max_tokens``.
     """
-    books.token.index_copy_(0, lane, torch.where(goes_on, begun.token, chosen))
-    books.place.index_copy_(0, lane, torch.where(goes_on, begun.place, (begun.place + 1).clamp(max=places - 1)))
-    books.iteration.index_copy_(0, lane, torch.where(goes_on, begun.iteration + 1, 0))
-    outcome = torch.where(goes_on, GOES_ON, torch.where(bad, NOT_A_NUMBER, chosen))
+    books.token.index_copy_(0, lane, torch.where(active, begun.token, sampled))
+    books.place.index_copy_(0, lane, torch.where(active, begun.place, (begun.place + 1).clamp(max=max_tokens - 1)))
+    books.iteration.index_copy_(0, lane, torch.where(active, begun.iteration + 1, 0))
+    outcome = torch.where(active, GOES_ON, torch.where(invalid, NOT_A_NUMBER, sampled))
     log.index_copy_(0, books.tick, outcome[None])
 
 
-def resume_rows(first: Tensor, kept: Tensor, lane: Tensor, iteration: Tensor) -> Tensor:
-    """Returns each row's input: ``first [n, …]`` at iteration 0, else its lane's entry of ``kept [lanes, …]``."""
-    begins = (iteration == 0).view(-1, *[1] * (first.ndim - 1))
-    return torch.where(begins, first.to(kept.dtype), kept[lane])
+def resume_rows(initial: Tensor, stored: Tensor, lane: Tensor, iteration: Tensor) -> Tensor:
+    """Returns each row's state: ``initial [n, …]`` at iteration 0, else its lane's entry of ``stored [lanes, …]``."""
+    begins = (iteration == 0).view(-1, *[1] * (initial.ndim - 1))
+    return torch.where(begins, initial.to(stored.dtype), stored[lane])
 
 
 def ponder_rows(embedding: Tensor, expected: Tensor, active: Tensor, probability: Tensor) -> Tensor:
-    """Equals :func:`adaponder.halting.pondered`: returns ``E + (m s) e``."""
+    """Returns ``embedding + active * probability * expected`` (eq. 9), as :func:`adaponder.halting.pondered` does."""
     weight = (active * probability).to(embedding.dtype)
     return embedding + weight[..., None] * expected
 
 
-def force_rows(keep: Tensor, forced: Tensor, lane: Tensor, place: Tensor, iteration: Tensor, last: Tensor) -> Tensor:
-    """Returns which rows continue, ``[n, …]``: up to the depth ``forced[lane, place]`` if above 0, else by ``keep``.
+def force_rows(active: Tensor, forced: Tensor, lane: Tensor, place: Tensor, iteration: Tensor, last: Tensor) -> Tensor:
+    """Replaces the policy's decision ``active``, bool per row, where a depth ``forced[lane, place]`` is above 0.
 
-    No row continues after iteration ``last[lane]``.
+    No row stays active after iteration ``last[lane]``.
     """
     depth = forced[lane, place]
-    return torch.where(depth > 0, iteration + 1 < depth, keep) & (iteration < last[lane])
+    return torch.where(depth > 0, iteration + 1 < depth, active) & (iteration < last[lane])
 
 
 class DraftWindows(NamedTuple):
-    """The window of drafted tokens of each lane, int64 ``[lanes]`` or ``[lanes, window]``; the last lane's stays empty.
+    """The draft window of each lane: consecutive tokens, all but the first of which are drafts; int64 ``[lanes]``.
 
-    A place is a token's index in its sequence; the entries of place ``p`` are at ``p % window``.
+    The token at index ``p`` of its sequence has entry ``p % window``. The last lane's window stays empty (padding).
 
     Attributes:
-        front, stop: first place of the window, whose token is final; place after its last one.
-        origin, final: first decoded place, whose rows are the first in the lane's pages; last place to compute.
+        front, stop: index in the sequence of the window's first token, and of the first token after the window.
+        origin: index of the first decoded token, whose rows are the first in the lane's pages.
+        final: index of the last token that is to be computed.
         room: maximum number of tokens in the window.
         token: token ids, ``[lanes, window]`` like all that follow.
-        choice: each token's current prediction of the next one.
-        iteration: iteration of each token's next row.
-        halted: bool: whether the token has no next row.
+        choice: the next token that each token's latest iteration sampled.
+        iteration: the next iteration of each token.
+        halted: bool: whether the token has halted.
     """
 
     front: Tensor
@@ -147,27 +148,27 @@ class DraftWindows(NamedTuple):
 
 
 class WindowRows(NamedTuple):
-    """The rows of a tick, ``[n]`` each.
+    """The rows that a tick computes with draft windows; int64 ``[n]`` each.
 
     Attributes:
-        lane: lane of each row; the unused last lane for entries without a token or with a halted one.
-        seat: index of the token's entry in the flattened state: ``lane * window + place % window``.
-        begun: tokens, places, iterations and pool rows.
-        which: indices of the rows among the flattened entries of the given lanes' windows; ``None``: all entries.
+        lane: lane of each row; the unused last lane for window entries without a token or with a halted one.
+        seat: index of the token's entry in tensors of all lanes: ``lane * window + place % window``.
+        begun: the tokens, places, iterations and pool rows.
+        entries: indices of the rows in the flattened ``[lanes of the tick, window]``; ``None``: all entries in order.
     """
 
     lane: Tensor
     seat: Tensor
     begun: Begun
-    which: Tensor | None
+    entries: Tensor | None
 
 
 def begin_windows(
     books: Books, windows: DraftWindows, lane: Tensor, *, passes: int, vanishes: bool, every: bool | None = None
 ) -> WindowRows:
-    """Writes the pool rows of these lanes' draft windows into the index and returns them; a token has ``passes`` rows.
+    """Enters the next pool rows of these lanes' windows into the index and returns them; a token has ``passes`` rows.
 
-    With ``every``, returns a row for each window entry, else only for live ones (a token, not halted), at least one.
+    With ``every``, all window entries get a row, else only live ones (a token that has not halted), at least one.
     By default false on a CPU and true elsewhere, where selecting live entries would synchronise with the host.
     """
     every = lane.device.type != "cpu" if every is None else every
@@ -175,10 +176,10 @@ def begin_windows(
     unused_lane, size = len(books.token) - 1, windows.size
     column = torch.arange(size, device=lane.device)
     place, live = _standing(windows, lane)
-    which = None
+    entries = None
     if not every:
-        which = live.flatten().nonzero()[:, 0]
-        which = which if len(which) else which.new_zeros(min(1, live.numel()))
+        entries = live.flatten().nonzero()[:, 0]
+        entries = entries if len(entries) else entries.new_zeros(min(1, live.numel()))
     values = (
         torch.where(live, lane[:, None], unused_lane),
         column.expand_as(place),
@@ -188,32 +189,32 @@ def begin_windows(
         torch.where(live, place - windows.origin[lane][:, None], 0),
     )
     flat = [grid.flatten() for grid in values]
-    owner, at, token, place, iteration, number = flat if which is None else (entry[which] for entry in flat)
-    where = number * passes + iteration
-    row = books.pages[owner, where // books.page_size].long() * books.page_size + where % books.page_size
+    owner, at, token, place, iteration, number = flat if entries is None else (values[entries] for values in flat)
+    offset = number * passes + iteration
+    row = books.pages[owner, offset // books.page_size].long() * books.page_size + offset % books.page_size
     book_rows(books.index, owner, place, iteration, row, vanishes=vanishes)
     begun = Begun(token, place, iteration, books.last[owner], row[:, None])
-    return WindowRows(owner, owner * size + at, begun, which)
+    return WindowRows(owner, owner * size + at, begun, entries)
 
 
 def end_windows(
-    books: Books, windows: DraftWindows, lane: Tensor, goes_on: Tensor, chosen: Tensor, bad: Tensor, log: Tensor
+    books: Books, windows: DraftWindows, lane: Tensor, active: Tensor, sampled: Tensor, invalid: Tensor, log: Tensor
 ) -> None:
-    """Advances the windows by the results of their rows; ``goes_on``, ``chosen`` and ``bad`` are ``[n, window]``.
+    """Advances the windows by the results of a tick; ``active``, ``sampled`` and ``invalid`` are ``[n, window]``.
 
-    Entries without a row are ignored. Writes into ``log[tick]``, for each lane, its tokens' choices
-    (:data:`NOT_A_NUMBER` if ``bad``), their iterations (-1: no row) and the number of accepted tokens.
+    Entries that had no row are ignored. Writes for each lane into ``log[tick]``: the ids ``sampled`` by its tokens
+    (:data:`NOT_A_NUMBER` if ``invalid``), their iterations (-1: no row) and the number of accepted tokens.
     """
     place, live = _standing(windows, lane)
     column = torch.arange(windows.size, device=lane.device)
     token, iteration, stop = windows.token[lane], windows.iteration[lane], windows.stop[lane][:, None]
-    choice = torch.where(live, chosen, windows.choice[lane])
-    halted = torch.where(live, ~goes_on, windows.halted[lane])
+    choice = torch.where(live, sampled, windows.choice[lane])
+    halted = torch.where(live, ~active, windows.halted[lane])
 
     differs = (choice != token.roll(-1, dims=1)) & (place + 1 < stop)
     stop = torch.where(differs, place + 1, stop).amin(1, keepdim=True)
     front = torch.where(halted | (place >= stop), stop, place).amin(1, keepdim=True)
-    answers, iterations = torch.where(bad, NOT_A_NUMBER, chosen), torch.where(live, iteration, -1)
+    answers, iterations = torch.where(invalid, NOT_A_NUMBER, sampled), torch.where(live, iteration, -1)
     accepted = front - windows.front[lane][:, None]
     log.index_copy_(0, books.tick, torch.cat([answers, iterations, accepted], dim=1)[None])
 
@@ -232,7 +233,7 @@ def end_windows(
 
 
 def _standing(windows: DraftWindows, lane: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the place of each entry of these lanes' windows, and whether it is live, ``[n, window]``."""
+    """Returns for each window entry of these lanes, ``[n, window]``: its place, and whether it has an active token."""
     front, column = windows.front[lane][:, None], torch.arange(windows.size, device=lane.device)
     place = front + (column - front) % windows.size
     return place, (place < windows.stop[lane][:, None]) & ~windows.halted[lane]

@@ -30,23 +30,24 @@ def begin_rows(books: Books, lane: Tensor, *, width: int, vanishes: bool) -> Beg
 
 
 def end_rows(
-    books: Books, lane: Tensor, begun: Begun, goes_on: Tensor, chosen: Tensor, bad: Tensor, log: Tensor, *, places: int
-) -> None:
+    books: Books, lane: Tensor, begun: Begun, active: Tensor, sampled: Tensor, invalid: Tensor, log: Tensor, *,
+    max_tokens: int,
+) -> None:  # fmt: skip
     """Equals :func:`adaponder.ops.lanes.torch.end_rows`."""
     with on_device_of(lane):
         _end_kernel[(len(lane),)](
             lane, books.token, books.place, books.iteration, books.tick, begun.token, begun.place, begun.iteration,
-            goes_on, chosen, bad, log, places, goes_on.stride(0), log.stride(0), num_warps=1,
+            active, sampled, invalid, log, max_tokens, active.stride(0), log.stride(0), num_warps=1,
         )  # fmt: skip
 
 
-def resume_rows(first: Tensor, kept: Tensor, lane: Tensor, iteration: Tensor) -> Tensor:
+def resume_rows(initial: Tensor, stored: Tensor, lane: Tensor, iteration: Tensor) -> Tensor:
     """Equals :func:`adaponder.ops.lanes.torch.resume_rows`."""
-    first, out = first.contiguous(), kept.new_empty(len(lane), *kept.shape[1:])
-    size = kept[0].numel()
+    initial, out = initial.contiguous(), stored.new_empty(len(lane), *stored.shape[1:])
+    size = stored[0].numel()
     with on_device_of(lane):
         grid = (len(lane), triton.cdiv(size, _BLOCK))
-        _resume_kernel[grid](first, kept, lane, iteration, out, size, BLOCK=_BLOCK, num_warps=4)
+        _resume_kernel[grid](initial, stored, lane, iteration, out, size, BLOCK=_BLOCK, num_warps=4)
     return out
 
 
@@ -60,31 +61,31 @@ def ponder_rows(embedding: Tensor, expected: Tensor, active: Tensor, probability
     return out
 
 
-def force_rows(keep: Tensor, forced: Tensor, lane: Tensor, place: Tensor, iteration: Tensor, last: Tensor) -> Tensor:
+def force_rows(active: Tensor, forced: Tensor, lane: Tensor, place: Tensor, iteration: Tensor, last: Tensor) -> Tensor:
     """Equals :func:`adaponder.ops.lanes.torch.force_rows`."""
     out = torch.empty_like(lane, dtype=torch.bool)
-    rows = [x.contiguous() for x in (keep, lane, place, iteration)]
+    rows = [x.contiguous() for x in (active, lane, place, iteration)]
     with on_device_of(lane):
         _force_kernel[(lane.numel(),)](*rows, forced, last, out, forced.stride(0), last.stride(0), num_warps=1)
     return out
 
 
 @triton.jit
-def _force_kernel(keep, lanes, places, iterations, forced, last, out, forced_stride, last_stride):
+def _force_kernel(active, lanes, places, iterations, forced, last, out, forced_stride, last_stride):
     i = tl.program_id(0)
     lane, iteration = tl.load(lanes + i), tl.load(iterations + i)
     depth = tl.load(forced + lane * forced_stride + tl.load(places + i))
-    goes_on = tl.where(depth > 0, (iteration + 1 < depth).to(tl.int1), tl.load(keep + i).to(tl.int1))
-    tl.store(out + i, goes_on & (iteration < tl.load(last + lane * last_stride)))
+    continues = tl.where(depth > 0, (iteration + 1 < depth).to(tl.int1), tl.load(active + i).to(tl.int1))
+    tl.store(out + i, continues & (iteration < tl.load(last + lane * last_stride)))
 
 
 @triton.jit
-def _resume_kernel(first, kept, lanes, iterations, out, size, BLOCK: tl.constexpr):
+def _resume_kernel(initial, stored, lanes, iterations, out, size, BLOCK: tl.constexpr):
     i, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     begins = at * 0 + tl.load(iterations + i) == 0
-    new = tl.load(first + i * size + at, mask=inside & begins, other=0).to(kept.dtype.element_ty)
-    old = tl.load(kept + tl.load(lanes + i) * size + at, mask=inside & ~begins, other=0)
+    new = tl.load(initial + i * size + at, mask=inside & begins, other=0).to(stored.dtype.element_ty)
+    old = tl.load(stored + tl.load(lanes + i) * size + at, mask=inside & ~begins, other=0)
     tl.store(out + i * size + at, tl.where(begins, new, old), mask=inside)
 
 
@@ -121,8 +122,8 @@ def _begin_kernel(
         tl.store(tick, tl.load(tick) + 1)
     lane = tl.load(lanes + i)
     place, iteration, count = tl.load(places + lane), tl.load(iterations + lane), tl.load(used + lane)
-    where = tl.minimum(count, most_pages * PAGE - 1)
-    row = tl.load(pages + lane * most_pages + where // PAGE).to(tl.int64) * PAGE + where % PAGE
+    offset = tl.minimum(count, most_pages * PAGE - 1)
+    row = tl.load(pages + lane * most_pages + offset // PAGE).to(tl.int64) * PAGE + offset % PAGE
     tl.store(used + lane, count + 1)
     _book(index, lane, iteration, place, row, slots, VANISHES, ITERATIONS, BLOCK)
     tl.store(token_out + i, tl.load(tokens + lane))
@@ -135,15 +136,15 @@ def _begin_kernel(
 @triton.jit
 def _end_kernel(
     lanes, tokens, places, iterations, tick, token_in, place_in, iteration_in,
-    goes_on, chosen, bad, log, most, on_stride, log_stride,
+    active, sampled, invalid, log, max_tokens, on_stride, log_stride,
 ):  # fmt: skip
     i = tl.program_id(0)
-    lane, on, choice = tl.load(lanes + i), tl.load(goes_on + i * on_stride), tl.load(chosen + i)
+    lane, on, choice = tl.load(lanes + i), tl.load(active + i * on_stride), tl.load(sampled + i)
     place = tl.load(place_in + i)
     tl.store(tokens + lane, tl.where(on, tl.load(token_in + i), choice))
-    tl.store(places + lane, tl.where(on, place, tl.minimum(place + 1, most - 1)))
+    tl.store(places + lane, tl.where(on, place, tl.minimum(place + 1, max_tokens - 1)))
     tl.store(iterations + lane, tl.where(on, tl.load(iteration_in + i) + 1, 0))
-    outcome = tl.where(on, -1, tl.where(tl.load(bad + i), -2, choice))
+    outcome = tl.where(on, -1, tl.where(tl.load(invalid + i), -2, choice))
     tl.store(log + tl.load(tick) * log_stride + i, outcome)
 
 
@@ -166,14 +167,14 @@ def begin_windows(
 
 
 def end_windows(
-    books: Books, windows: DraftWindows, lane: Tensor, goes_on: Tensor, chosen: Tensor, bad: Tensor, log: Tensor
+    books: Books, windows: DraftWindows, lane: Tensor, active: Tensor, sampled: Tensor, invalid: Tensor, log: Tensor
 ) -> None:
     """Equals :func:`adaponder.ops.lanes.torch.end_windows`."""
     with on_device_of(lane):
         _end_windows_kernel[(len(lane),)](
             lane, windows.front, windows.stop, windows.final, windows.room, windows.token, windows.choice,
             windows.iteration, windows.halted.view(torch.uint8), books.tick,
-            goes_on.contiguous().view(torch.uint8), chosen.contiguous(), bad.contiguous().view(torch.uint8),
+            active.contiguous().view(torch.uint8), sampled.contiguous(), invalid.contiguous().view(torch.uint8),
             log, log.stride(0), SIZE=windows.size, BLOCK=triton.next_power_of_2(windows.size), num_warps=1,
         )  # fmt: skip
 
@@ -194,9 +195,9 @@ def _begin_windows_kernel(
     live = (place < stop) & (tl.load(halteds + at) == 0)
     owner = tl.where(live, lane, unused_lane).to(tl.int64)
     iteration = tl.where(live, tl.load(iterations + at), 0)
-    where = tl.where(live, (place - origin) * passes, 0) + iteration
+    offset = tl.where(live, (place - origin) * passes, 0) + iteration
     place = tl.where(live, place, 0)
-    row = tl.load(pages + owner * most_pages + where // PAGE).to(tl.int64) * PAGE + where % PAGE
+    row = tl.load(pages + owner * most_pages + offset // PAGE).to(tl.int64) * PAGE + offset % PAGE
     _book(index, owner, iteration, place, row, slots, VANISHES, ITERATIONS, BLOCK)
     tl.store(owner_out + out, owner)
     tl.store(seat_out + out, owner * SIZE + column)
@@ -210,7 +211,7 @@ def _begin_windows_kernel(
 @triton.jit
 def _end_windows_kernel(
     lanes, fronts, stops, finals, rooms, tokens, choices, iterations, halteds, tick,
-    goes_on, chosen, bad, log, log_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    active, sampled, invalid, log, log_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i, column = tl.program_id(0), tl.arange(0, BLOCK)
     inside = column < SIZE
@@ -222,10 +223,10 @@ def _end_windows_kernel(
     live = (place < stop) & (was_halted == 0) & inside
     token, iteration = tl.load(tokens + at, mask=inside, other=0), tl.load(iterations + at, mask=inside, other=0)
     follower = tl.load(tokens + lane * SIZE + (column + 1) % SIZE, mask=inside, other=0)
-    choice = tl.load(chosen + row, mask=inside, other=0)
-    outcome = tl.where(tl.load(bad + row, mask=inside, other=0) != 0, -2, choice)
+    choice = tl.load(sampled + row, mask=inside, other=0)
+    outcome = tl.where(tl.load(invalid + row, mask=inside, other=0) != 0, -2, choice)
     choice = tl.where(live, choice, tl.load(choices + at, mask=inside, other=0))
-    halted = tl.where(live, tl.load(goes_on + row, mask=inside, other=0) == 0, was_halted)
+    halted = tl.where(live, tl.load(active + row, mask=inside, other=0) == 0, was_halted)
 
     differs = (choice != follower) & (place + 1 < stop) & inside
     stop = tl.min(tl.where(differs, place + 1, stop), axis=0)

@@ -1,10 +1,10 @@
-"""Computes attention of rows at any iteration, through an index into pools of keys and values.
+"""Computes attention for rows at any iteration, through an index into pools of keys and values.
 
-``softmax(q K^T * scale) V``, where the index ``[lanes, iterations, slots]`` holds the pool row that a query reads for
-each slot. A pass has single-query rows (decode, ``alone`` in names) and cohorts: runs of rows that share lane and
-iteration (prefill). ``enter`` applies norm and rotary position to new rows of the QKV product and writes keys and
-values into the pools; ``decode_attention`` is ``enter`` and attention of single-query rows in one kernel. A pass with
-both kinds calls ``decode_attention``, ``enter`` for the cohorts, then ``ledger_attention`` with ``alone=0``.
+Computes ``softmax(q K^T * scale) V``, where the index ``[lanes, iterations, slots]`` holds the pool row that a query
+reads for each slot; nothing is copied. A pass has single-query rows (decode; named ``alone``) and cohorts, runs of
+rows that share lane and iteration (prefill). ``enter`` splits the QKV product of new rows, applies norm and rotary
+embedding and writes keys and values into the pools; ``decode_attention`` is ``enter`` and attention of single-query
+rows in one kernel. For cohorts, a pass calls ``enter``, then ``ledger_attention`` with ``alone=0``.
 
 ``torch.py`` supports every case. The kernels (``kernels.py``, launched by ``triton.py``) need CUDA, pools in bf16 or
 fp16, and one size of keys and values up to 128.
@@ -23,7 +23,7 @@ _LARGEST = 128  # head size
 
 
 def by_kernels(keys: Tensor, values: Tensor) -> bool:
-    """Returns whether the kernels support these pools: on CUDA, in bf16 or fp16, heads of a row contiguous."""
+    """Returns whether the Triton kernels support these pools: on CUDA, bf16 or fp16, the heads of a row contiguous."""
     fits = keys.shape[-1] <= _LARGEST and keys.shape == values.shape and _packed(keys) and _packed(values)
     return fits and runs_fused(keys) and keys.dtype.itemsize == 2
 

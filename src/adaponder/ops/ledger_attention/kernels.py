@@ -1,10 +1,9 @@
-"""The attention kernels of single-query rows and of cohorts, and the kernel that enters rows into the pools.
+"""The attention kernels of single-query rows and of cohorts, and the kernel that writes new rows into the pools.
 
 Single-query rows (``alone``): a program computes one row, one key head and one split of the row's keys. If each query
-head has its own keys, every position within a block of keys runs its own online softmax, merged once after the loop,
-so no step waits for other threads; heads that share keys are the rows of a matrix product. The last program of a row
-to finish combines the splits. Cohorts: a program computes a block of queries of one head, over keys up to their last
-slot.
+head has its own keys, every position within a block of keys runs its own online softmax, and all are merged after the
+loop, so no step waits for other threads; query heads that share keys are computed by a matrix product. The last program
+of a row to finish combines the splits. Cohorts: a program computes a block of queries of one head.
 """
 
 import triton
@@ -27,7 +26,7 @@ def across(SIZE: tl.constexpr):
 
 @triton.jit
 def _read(base, offset, part, mask, bias):
-    """Loads numbers of the QKV product in float32 and adds the bias, if any."""
+    """Loads elements of the QKV product in float32 and adds the bias, if any."""
     x = tl.load(base + offset + part, mask=mask, other=0.0).to(tl.float32)
     if bias is not None:
         x += tl.load(bias + offset + part, mask=mask, other=0.0).to(tl.float32)
@@ -36,7 +35,7 @@ def _read(base, offset, part, mask, bias):
 
 @triton.jit
 def _angles(positions, row, cos, sin, SIZE: tl.constexpr, ROTARY: tl.constexpr):
-    """Returns cosines and sines ``[1, size]`` of a row's position; 1 and 0 for numbers that are not rotated."""
+    """Returns cosines and sines ``[1, size]`` of a row's position; 1 and 0 for elements that are not rotated."""
     part = across(SIZE)
     cosine, sine = tl.full(part.shape, 1.0, tl.float32), tl.zeros(part.shape, tl.float32)
     if ROTARY > 0:
@@ -50,7 +49,7 @@ def _angles(positions, row, cos, sin, SIZE: tl.constexpr, ROTARY: tl.constexpr):
 def _turned(
     base, offset, mask, bias, norm, cosine, sine, EPSILON: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr
 ):
-    """Returns heads ``[heads, size]`` of the QKV product that begin at ``offset [heads, 1]``, normed and rotated."""
+    """Loads the heads of the QKV product at ``offset [heads, 1]``, norms and rotates them; ``[heads, size]``."""
     part = across(SIZE)
     x = _read(base, offset, part, mask, bias)
     if norm is not None:
@@ -77,14 +76,14 @@ def rows_of(ids, base, stride, SIZE: tl.constexpr):
 
 @triton.jit
 def _put(x, pool, row, stride, split, SIZE: tl.constexpr):
-    """Writes one head of a pool row; only the program of the first split does."""
+    """Writes one head of a pool row, only in the program of the first split and unless ``row`` is -1."""
     width = tl.where(split == 0, tl.where(row >= 0, SIZE, 0), 0)
     tl.store(pool + row * stride + across(SIZE), x, mask=across(SIZE) < width)
 
 
 @triton.jit
 def _share(slot, split, window, own_rows, SPLITS: tl.constexpr, LEAST: tl.constexpr, KEYS: tl.constexpr):
-    """Returns (first slot, end, number of splits): the even share of a row's slots that a program computes."""
+    """Returns (first slot, end) of this program's split of a row's slots, and the number of non-empty splits."""
     begin = 0 if window is None else tl.maximum(slot + 1 - window, 0)
     # A row that is being entered has its own key in registers.
     end = slot + 1 if own_rows is None else slot
@@ -111,7 +110,7 @@ def _walk_one(
     ids, begin, end, keys, values, key_row, value_row, scale,
     SIZE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Returns (highest score, sum of weights, sum of weighted values) of one head over slots ``begin`` to ``end``."""
+    """Returns (maximum score, sum of weights, sum of weighted values) of one head over slots ``begin`` to ``end``."""
     AHEAD: tl.constexpr = k is not None
     top = tl.where(tl.arange(0, KEYS) == 0, own, -float("inf"))
     total = tl.where(top == -float("inf"), 0.0, 1.0)
@@ -184,7 +183,7 @@ def _leave(
     place,  # index of the (row, key head) pair
     split, parts, GROUPS: tl.constexpr, SPLITS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the result of a split, zeros if the row sees nothing; the last split to finish combines all splits."""
+    """Writes a split's result (zeros if the row attends to nothing); the last split to finish combines all splits."""
     divisor = tl.where(total == 0.0, 1.0, total)
     result = sums / divisor[:, None]
     width, part = tl.arange(0, sums.shape[0])[:, None], across(SIZE)
@@ -263,7 +262,7 @@ def enter_kernel(
     EPSILON: tl.constexpr, KEY_HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
     STEP: tl.constexpr, FIRST: tl.constexpr, NEXT: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """Norms and rotates the queries and keys of a row, and writes its keys and values into the pools."""
+    """Norms and rotates the queries and keys of a row; writes its keys and values into the pools."""
     row = tl.program_id(0).to(tl.int64)
     HEADS: tl.constexpr = GROUPS * KEY_HEADS
     cosine, sine = _angles(positions, row, cos, sin, SIZE, ROTARY)
@@ -312,7 +311,7 @@ def cohort_kernel(
     query_row, key_row, value_row, index_lane, index_iteration, scale, window,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Computes one head of a tile's rows, all of one lane and iteration, over the pool rows that the index names."""
+    """Computes one head of a tile's rows, which share lane and iteration, over the pool rows listed in the index."""
     tile, head = tiles + tl.program_id(1) * 4, tl.program_id(0)
     first, stop = tl.load(tile), tl.load(tile + 1)
     if first >= stop:

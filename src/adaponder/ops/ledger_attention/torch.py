@@ -1,4 +1,4 @@
-"""Computes attention over pools of keys and values; an index names the pool rows that each query reads."""
+"""Computes attention over pools of keys and values; an index holds the pool rows that each query reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_SPLITS, MOST_PROGRAMS = 32, 256
 
 
 class Cohort(NamedTuple):
-    """Consecutive rows of a pass that share a lane and an iteration, slots ascending; Python integers."""
+    """Rows ``start`` to ``stop`` of a pass, which share a lane and an iteration and have ascending slots."""
 
     start: int
     stop: int
@@ -28,9 +28,9 @@ class Cohort(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The cohorts split into tiles of ``block`` rows; ``table`` has first row, end of the cohort, lane and iteration.
+    """Cohorts split into tiles of ``block`` rows: int32 ``[tiles, 4]``, first row, end of cohort, lane and iteration.
 
-    ``table`` is int32 ``[tiles, 4]``; a tile whose first row is not below the end is padding.
+    A tile whose first row is not below the end is padding.
     """
 
     block: int
@@ -47,8 +47,8 @@ class LedgerRows(NamedTuple):
         alone: number of single-query rows, which come first; the others are in cohorts.
         cohorts: the cohorts, in order.
         longest: upper bound of ``slot + 1`` over the single-query rows; ``None``: all slots of the index.
-        tiles: replaces ``cohorts`` in CUDA graphs, which read tiles from memory; kernels only. They must cover all
-            cohort rows, even those that see nothing (slot -1).
+        tiles: used instead of ``cohorts`` by captured kernels, which read tiles from memory; must cover all cohort
+            rows, even padding rows, which see nothing (slot -1).
     """
 
     index: Tensor
@@ -63,23 +63,23 @@ class LedgerRows(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """The number of index slots that single-query rows may see."""
+        """The number of leading slots of the index that single-query rows may read."""
         return self.index.shape[2] if self.longest is None else min(self.longest, self.index.shape[2])
 
-    def select(self, which: slice, cohorts: tuple[Cohort, ...] = ()) -> LedgerRows:
-        """Selects rows of the pass and replaces its cohorts."""
-        lane, slot, iteration, row = (values[which] for values in (self.lane, self.slot, self.iteration, self.row))
+    def select(self, span: slice, cohorts: tuple[Cohort, ...] = ()) -> LedgerRows:
+        """Selects the rows ``span`` of the pass, with ``cohorts`` numbered from the start of ``span``."""
+        lane, slot, iteration, row = (values[span] for values in (self.lane, self.slot, self.iteration, self.row))
         return self._replace(lane=lane, slot=slot, iteration=iteration, row=row, cohorts=cohorts)
 
 
 class Projection(NamedTuple):
-    """Describes the layout of the QKV product ``[n, (heads + 2 key heads) size]`` and its processing before attention.
+    """Describes the QKV product ``[n, (heads + 2 key_heads) * size]``: its layout, bias, norms and rotary embedding.
 
     Attributes:
         heads: number of query heads, a multiple of ``key_heads``, the number of key heads and of value heads.
         packed: whether the layout is ``[heads, 3, size]`` (GPT-NeoX) instead of all queries, all keys, all values.
-        rotary: how many numbers of a head, from the first, rotary embedding rotates; even, 0 for none.
-        bias: bias that is still to be added to the product, in its layout; ``None`` for none.
+        rotary: the number of leading elements of a head that rotary embedding rotates; even, 0 for none.
+        bias: bias still to be added to the product, in the same layout; ``None`` for none.
         query_norm, key_norm: weights ``[size]`` of an RMS norm over each head before rotation; ``None`` for no norm.
     """
 
@@ -95,9 +95,9 @@ class Projection(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """The rotary position of each row, int64 ``[n]``, and tables of angles, float32 ``[positions, rotary]``.
+    """The position of each row, int64 ``[n]``, and tables of cosines and sines by position.
 
-    The second half of a table's row repeats the first, as in Hugging Face.
+    Tables are float32 ``[positions, rotary]``; the second half of a table's row repeats the first, as in Hugging Face.
     """
 
     position: Tensor
@@ -106,9 +106,9 @@ class Turn(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Memory for partial results where several programs split a row's keys; calls in order on one stream may share it.
+    """Memory for partial results when several kernel programs split a row's keys; calls on one stream may share it.
 
-    Per row, head and split: the normalised result, float32 ``[entries, size]``, and the base-2 logarithm of its
+    Each (row, head, split) has a normalised result, float32 ``[entries, size]``, and the base-2 logarithm of its
     normaliser. ``counter``, int32, counts the finished splits of each row and key head; it is 0 between calls.
     """
 
@@ -118,11 +118,11 @@ class Scratch(NamedTuple):
 
 
 def scratch_for(rows: int, heads: int, size: int, device: torch.device | str) -> Scratch:
-    """Returns enough memory for any pass of up to ``rows`` rows: only passes of few rows split keys."""
-    places = max(rows, MOST_PROGRAMS) * heads
-    partial = torch.empty(places, size, dtype=torch.float32, device=device)
-    level = torch.empty(places, dtype=torch.float32, device=device)
-    return Scratch(partial, level, torch.zeros(places, dtype=torch.int32, device=device))
+    """Allocates enough memory for any pass of up to ``rows`` rows with the default number of splits."""
+    entries = max(rows, MOST_PROGRAMS) * heads
+    partial = torch.empty(entries, size, dtype=torch.float32, device=device)
+    level = torch.empty(entries, dtype=torch.float32, device=device)
+    return Scratch(partial, level, torch.zeros(entries, dtype=torch.int32, device=device))
 
 
 def ledger_attention(
@@ -135,11 +135,11 @@ def ledger_attention(
     scale: float | None = None,
     scratch: Scratch | None = None,
 ) -> Tensor:
-    """Computes ``softmax(q K^T * scale) V`` over the pool rows that the index names for each query.
+    """Computes ``softmax(q K^T * scale) V`` over the pool rows that the index holds for each query.
 
-    A query at (lane, slot, iteration) sees the slots up to its own, at most ``window`` of them, whose
-    ``index[lane, iteration, slot] >= 0``; zeros if there are none. Its own row must be in index and pools already.
-    Pool rows that the index names up to a query's slot must be initialised; no others are read.
+    A query at (lane, slot, iteration) attends to the slots up to its own, at most ``window`` of them, with
+    ``index[lane, iteration, slot] >= 0``; if there are none, its result is zeros. Its own row must already be in index
+    and pools. All pool rows in the index up to a query's slot must be initialised; no others are read.
 
     Shapes: query ``[n, heads, size]``; keys ``[rows, key heads, size]``, where heads are a multiple of key heads;
     values ``[rows, key heads, value size]``; result ``[n, heads, value size]``. ``scale=None`` is ``size ** -0.5``.
@@ -160,7 +160,7 @@ def ledger_attention(
 
 
 def _seen(ids: Tensor, slot: Tensor, window: int | None) -> Tensor:
-    """Returns which slots each query sees, ``[queries, slots]``; ``ids`` are the slots' pool rows, -1 for none."""
+    """Returns the attention mask ``[queries, slots]``; ``ids`` are the pool rows of the slots, -1 for none."""
     slots = torch.arange(ids.shape[-1], device=ids.device)
     seen = (slots <= slot[:, None]) & (ids >= 0)
     return seen if window is None else seen & (slots > slot[:, None] - window)
@@ -169,7 +169,7 @@ def _seen(ids: Tensor, slot: Tensor, window: int | None) -> Tensor:
 def _alone(
     query: Tensor, keys: Tensor, values: Tensor, rows: LedgerRows, part: slice, window: int | None, scale: float | None
 ) -> Tensor:
-    """Computes single-query rows; query and key head form the batch, so heads that share keys are attention's rows."""
+    """Attends from single-query rows; in the call, (row, key head) are batch and head, its query heads the queries."""
     ids = rows.index[rows.lane[part], rows.iteration[part], : rows.reach]
     seen = _seen(ids, rows.slot[part], window)
     # Unseen slots read the query's own row: an unwritten row may hold NaN, and NaN times zero is NaN.
@@ -190,7 +190,7 @@ def _together(
     window: int | None,
     scale: float | None,
 ) -> Tensor:
-    """Computes a cohort, whose queries share keys; the key heads form the batch."""
+    """Attends from the rows of a cohort, which share keys; in the call, the key heads are the batch."""
     ids = rows.index[cohort.lane, cohort.iteration, : cohort.last_slot + 1]
     seen = _seen(ids, rows.slot[cohort.start : cohort.stop], window)
     ids = torch.where(ids >= 0, ids, rows.row[cohort.start])
@@ -203,9 +203,9 @@ def _together(
 
 
 def enter(qkv: Tensor, keys: Tensor, values: Tensor, row: Tensor, projection: Projection, turn: Turn) -> Tensor:
-    """Writes the rows' keys and values into the pools at ``row`` and returns their queries ``[n, heads, size]``.
+    """Splits a QKV product, writes keys and values to pool rows ``row`` and returns queries ``[n, heads, size]``.
 
-    Bias, norm and rotation are computed in at least float32; results are in the pools' precision.
+    Adds the bias and applies norms and rotary embedding in at least float32; results have the pools' precision.
     """
     query, key, value = _apart(qkv, projection)
     query = _turned(_normed(widened(query), projection.query_norm, projection), projection, turn)
@@ -228,11 +228,11 @@ def decode_attention(
     scratch: Scratch | None = None,
     dependent: bool = False,
 ) -> Tensor:
-    """Equals :func:`enter`, then :func:`ledger_attention` of the single-query rows: ``[alone, heads, size]``.
+    """Computes :func:`enter` and :func:`ledger_attention` for the single-query rows; returns ``[alone, heads, size]``.
 
-    These rows must not see one another: each reads keys of earlier passes and its own. ``out`` is contiguous and
-    receives the result. ``dependent`` lets the kernel start while its predecessor still runs (programmatic dependent
-    launch): what it reads except ``qkv`` must have been written before the last launch that was not dependent.
+    These rows must not attend to one another, only to their own keys and those of earlier passes. The result is
+    written to ``out`` (contiguous) if given. With ``dependent``, the kernel starts while its predecessor still runs:
+    all inputs except ``qkv`` must have been written before the last launch without ``dependent``.
     """
     alone = rows.alone
     first = rows.select(slice(alone))
@@ -258,7 +258,7 @@ def _normed(x: Tensor, weight: Tensor | None, projection: Projection) -> Tensor:
 
 
 def _turned(x: Tensor, projection: Projection, turn: Turn) -> Tensor:
-    """Applies rotary position embedding to the first ``rotary`` numbers of each head, pairing its two halves."""
+    """Applies rotary position embedding to the first ``rotary`` elements of each head, pairing their two halves."""
     if not projection.rotary:
         return x
     cos, sin = turn.cos[turn.position][:, None], turn.sin[turn.position][:, None]

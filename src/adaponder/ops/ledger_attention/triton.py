@@ -104,7 +104,7 @@ def _entry(projection: Projection, turn: Turn) -> tuple[Tensor | None, ...]:
 
 
 def _entry_options(projection: Projection) -> dict[str, Any]:
-    """Returns norm, rotation and layout of the product: head stride, offset of the first key, from key to value."""
+    """Returns the kernels' constants: norm epsilon, rotary size, head stride, offset of the first key, key to value."""
     heads, key_heads, size = projection[:3]
     step, first, following = (3, 1, 1) if projection.packed else (1, heads, key_heads)
     layout = {"STEP": step * size, "FIRST": first * size, "NEXT": following * size}
@@ -142,9 +142,9 @@ def _alone(
     splits = splits_for(programs, processors, reach) if splits is None else splits
     if splits > 1 and scratch is None:
         scratch = scratch_for(rows.alone, heads, size, keys.device)
-    if splits > 1 and scratch is not None and scratch.partial.numel() < (places := rows.alone * heads * splits) * size:
+    if splits > 1 and scratch is not None and scratch.partial.numel() < (entries := rows.alone * heads * splits) * size:
         raise ValueError(
-            f"scratch.partial={tuple(scratch.partial.shape)} is too small: {places} places of {size} needed"
+            f"scratch.partial={tuple(scratch.partial.shape)} is too small: {entries} entries of {size} needed"
         )
     groups = heads // key_heads
     block, warps, ahead = block_for(size, programs, processors) if groups == 1 else SHARED
@@ -171,14 +171,14 @@ def _alone(
 
 
 def splits_for(programs: int, processors: int, reach: int) -> int:
-    """Returns the number of splits of a row's keys: as many as run at once, at most one per ``LEAST`` keys."""
+    """Returns the number of splits per row: as many as run at once on the GPU, at most one per ``LEAST`` keys."""
     return max(1, min(min(processors, MOST_PROGRAMS) // programs, -(-reach // LEAST), MOST_SPLITS))
 
 
 def block_for(size: int, programs: int, processors: int) -> tuple[int, int, bool]:
-    """Returns (keys per block, warps, whether to prefetch the next block) for single-query rows of unshared keys."""
-    choices = next(blocks for most, blocks in ALONE.items() if size <= most)
-    return next(blocks for most, blocks in choices.items() if programs <= most * processors)
+    """Returns (keys per block, warps, whether to prefetch the next block) for single-query rows without shared keys."""
+    choices = next(blocks for limit, blocks in ALONE.items() if size <= limit)
+    return next(blocks for limit, blocks in choices.items() if programs <= limit * processors)
 
 
 @lru_cache(maxsize=16)
@@ -211,13 +211,13 @@ def _cohorts(
 
 
 def block_of(cohorts: tuple[Cohort, ...]) -> int:
-    """Returns the rows per tile: the smallest choice that holds the longest cohort, else the largest choice."""
+    """Returns the rows per tile: the smallest tile of ``COHORT`` that holds the longest cohort, else the largest."""
     longest = max(cohort.stop - cohort.start for cohort in cohorts)
-    return next((most for most in COHORT if longest <= most), max(COHORT))
+    return next((rows for rows in COHORT if longest <= rows), max(COHORT))
 
 
 def tiles_of(cohorts: tuple[Cohort, ...], block: int) -> list[tuple[int, int, int, int]]:
-    """Lists (first row, end of the cohort, lane, iteration) of each tile; ends of cohorts, which see most, first."""
+    """Lists (first row, end of the cohort, lane, iteration) of each tile; the last tiles, which take longest, first."""
     tiles = [
         (first, cohort.stop, cohort.lane, cohort.iteration)
         for cohort in cohorts

@@ -4,8 +4,8 @@
 
 The per-token loss recomputes a chunk's logits in backward, where ``g[t] = dL / d loss[t]`` is known. For the weighted
 sum ``S = sum_t a[t] loss[t]`` every gradient is proportional to the scalar ``dL / dS``, so forward computes gradients
-from each chunk's logits and backward multiplies them by it: three products instead of four. A factor common to all
-tokens, such as ``1 / N``, belongs after the sum, not in ``a``, because ``(p - 1) / N`` would vanish in fp16. Sums over
+from each chunk's logits and backward only scales them: three products instead of four. A factor common to all tokens,
+such as ``1 / N``, belongs after the sum, not in ``a``, because ``(p - 1) / N`` would underflow in fp16. Sums over
 chunks are in float32. Times and memory: ``benchmarks/records/ops-h200.json``.
 """
 

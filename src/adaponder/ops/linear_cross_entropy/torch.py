@@ -29,13 +29,13 @@ def plain_linear_cross_entropy(
 
 
 class Pointwise(NamedTuple):
-    """The operations on a chunk of logits ``[n, vocabulary]`` between the products.
+    """The implementation (torch or Triton) of the operations on a chunk of logits ``[n, vocabulary]``.
 
     Attributes:
-        losses: (logits, targets) -> ``[n]`` in at least float32.
+        losses: (logits, targets) -> loss of each token, ``[n]``, in at least float32.
         slopes: (logits, targets, d loss) -> d logits in the logits' precision; may overwrite the logits.
         both: (logits, targets, d loss) -> (losses, d logits), as the two above; may overwrite the logits.
-        elements: the number of logits to hold at once; ``None``: ``chunks.CHUNK_ELEMENTS``.
+        elements: the maximum number of logits to hold at once; ``None``: ``chunks.CHUNK_ELEMENTS``.
     """
 
     losses: Callable[[Tensor, Tensor], Tensor]
@@ -75,7 +75,7 @@ def linear_cross_entropy(
         weight: ``[vocabulary, d]``, the head, with its ``bias``.
         targets: ``[...]``, token ids; -100 is ignored.
         chunk: tokens per chunk; ``None``: as many as ``pointwise.elements`` logits allow.
-        pointwise: the operations between the products; set by the kernels.
+        pointwise: the implementation of the operations on logits; the Triton version passes its kernels.
     """
     _require_shape("targets", targets, hidden.shape[:-1])
     rows, chunk = as_rows(hidden, weight, chunk, pointwise.elements)
@@ -125,10 +125,10 @@ def _require_shape(name: str, values: Tensor, shape: torch.Size) -> None:
 class _LinearCrossEntropy(torch.autograd.Function):
     """Saves only its inputs; backward recomputes each chunk's probabilities.
 
-    Saving a normaliser per token would save a reduction and cost precision: in float32, the error of gradients from
-    ``exp(z - normaliser)``, measured against float64, was twice that of gradients from a softmax.
+    A saved normaliser per token would make a reduction unnecessary but cost precision: in float32, the error of
+    gradients from ``exp(z - normaliser)``, measured against float64, was twice that of gradients from a softmax.
 
-    ``rows`` are in the compute precision; weight and bias and their gradients in their own.
+    ``rows`` are in the compute precision; weight, bias and their gradients are in the dtype of the parameter.
     """
 
     @staticmethod
@@ -165,8 +165,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 class _LinearCrossEntropySum(torch.autograd.Function):
     """Computes the gradients in forward, from each chunk's logits, and saves only them.
 
-    Their sums stay wide until backward multiplies them by the upstream gradient, so a GPU rounds each sum once. The
-    gradient of the logits is rounded before that multiplication, in autograd after it: half precision loses a little.
+    Sums over chunks stay in float32 until backward multiplies them by the upstream gradient, so each is rounded once.
+    Unlike in autograd, the gradient of the logits is rounded before that multiplication: bf16 and fp16 lose a little.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Computes the loss's operations between products by one kernel per chunk: losses, slopes in place, or both."""
+"""Computes losses, their gradients with respect to logits (in place), or both, by one kernel per chunk of logits."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def slopes_(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
-    """Overwrites the logits of each row with ``(softmax(z) - onehot(target)) * grad``."""
+    """Overwrites each row of logits with its gradient, ``(softmax(z) - onehot(target)) * grad``, and returns them."""
     # An expanded gradient (of a sum) has stride 0, but the kernel assumes stride 1.
     launch_rows(_slopes_kernel, logits, targets, grad.contiguous(), IGNORE)
     return logits
 
 
 def losses_and_slopes_(logits: Tensor, targets: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Equals :func:`losses` and :func:`slopes_` in one launch: a row is read twice and written once."""
+    """Computes :func:`losses` and :func:`slopes_` by one kernel, which reads a row twice and writes it once."""
     out = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     launch_rows(_losses_and_slopes_kernel, logits, targets, out, grad.contiguous(), IGNORE)
     return out, logits

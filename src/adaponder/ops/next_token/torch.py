@@ -21,7 +21,7 @@ ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 
 class Picked(NamedTuple):
-    """The token of each row, int64 ``[n]``; ``bad`` marks rows with a logit of NaN or ``inf``, or only ``-inf``."""
+    """The token of each row, int64 ``[n]``; ``bad`` is true for rows with a NaN or ``inf`` logit, or only ``-inf``."""
 
     token: Tensor
     bad: Tensor
@@ -37,15 +37,15 @@ def pick(
     sampled: bool = True,
     least: Tensor | None = None,
 ) -> Picked:
-    """Samples exactly from ``softmax(logits / temperature)``; at temperature 0 returns the first likeliest token.
+    """Samples from ``softmax(logits / temperature)``; at temperature 0 takes the lowest id of the likeliest tokens.
 
     Args:
         logits: ``[n, V]``.
         lanes: int64 ``[n]``, the lane of each row.
-        position: int64 ``[n]``, the position of each row in its sequence, part of the noise's counter.
+        position: int64 ``[n]``, the position of each row in its sequence; hashed into the noise.
         temperature: float64 ``[lanes]``: 0, or at least 1e-5, so that quotients keep enough digits.
         key: int64 ``[lanes]``, from :func:`stream_key`.
-        sampled: whether noise is computed; may be false only if all temperatures of these rows are 0.
+        sampled: false skips the noise, which is allowed only if the temperature of all these rows is 0.
         least: ``[n, 1]`` in the logits' dtype: tokens with smaller logits are excluded; ``None``: no truncation.
     """
     best, token = logits.max(-1)
@@ -66,8 +66,8 @@ def _drawn(logits: Tensor, temperature: Tensor, key: Tensor, position: Tensor) -
 def least_kept(logits: Tensor, lanes: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
     """Returns the smallest logit that truncation keeps in each row, ``[n, 1]``; the likeliest token is always kept.
 
-    A token is kept if its logit is at least the k-th largest; if, among those, the likelier tokens sum to less than
-    top-p; and if its probability is at least min-p times the largest.
+    A token is kept if its logit is at least the k-th largest, if the probabilities of likelier tokens (normalised over
+    the top k) sum to less than top-p, and if its probability is at least min-p times the largest.
 
     Args:
         logits: ``[n, V]``.
@@ -92,16 +92,16 @@ def _least_kept(logits: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
 
 
 def stream_key(seed: int, sample: int) -> int:
-    """Returns the int64 key of the random stream of one sample of a request."""
+    """Returns the int64 key of the random stream of sample number ``sample`` of a request."""
     return _signed(_mixed(_mixed(seed & _MASK) + (sample + 1) * GOLDEN & _MASK))
 
 
 def gumbel(key: Tensor, position: Tensor, vocabulary: int) -> Tensor:
     """Returns standard Gumbel noise ``[n, vocabulary]`` in float64 from each row's stream key and position (int64).
 
-    ``argmax(logits + noise)`` is an exact sample from ``softmax(logits)``. The noise is ``-log(-log(u))`` with 52-bit
-    uniform ``u`` at the midpoints of their cells: ``u`` is never 0 or 1 and is exact in float64, so the largest noise,
-    by which rare tokens win, is as exact as any other.
+    ``argmax(logits + noise)`` is an exact sample from ``softmax(logits)``. The noise is ``-log(-log(u))`` with uniform
+    ``u = (k + 0.5) / 2**52``, which is never 0 or 1 and exact in float64, so the largest noise, by which rare tokens
+    win, is as exact as any other.
     """
     token = torch.arange(vocabulary, device=key.device)
     # The counter position * 2**32 + token is unique, and stays so modulo 2**64 times an odd factor.
@@ -114,12 +114,12 @@ def gumbel(key: Tensor, position: Tensor, vocabulary: int) -> Tensor:
 
 
 def _mixed(x: int) -> int:
-    """Applies splitmix64's output function to an integer modulo 2**64."""
+    """Applies the output function of splitmix64 to an integer from 0 to 2**64 - 1."""
     for shift, factor in ROUNDS:
         x = (x ^ (x >> shift)) * factor & _MASK
     return x
 
 
 def _signed(x: int) -> int:
-    """Converts ``x`` modulo 2**64 to the range of int64."""
+    """Returns the int64 value that is congruent to ``x`` modulo 2**64."""
     return (x + (1 << 63) & _MASK) - (1 << 63)

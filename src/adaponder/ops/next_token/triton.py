@@ -1,7 +1,7 @@
-"""Picks tokens without a tensor of noise, and computes the truncation threshold from sorted logits.
+"""Picks tokens without storing the noise, and computes the truncation threshold from sorted logits.
 
-To pick, each program hashes and compares one part of a row's vocabulary. To truncate, one program per row scans its
-sorted logits until the first block with a token that is not kept.
+To pick, each program adds noise to one part of a row's logits and finds their maximum. To truncate, one program per row
+scans the sorted logits up to the first block with a token that is not kept.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _part_kernel(
     SHIFT0: tl.constexpr, FACTOR0: tl.constexpr, SHIFT1: tl.constexpr, FACTOR1: tl.constexpr, SHIFT2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Finds the best token of a part of the vocabulary and its score; the score is NaN if a logit is NaN or ``inf``."""
+    """Finds the token with the highest noisy logit in a part of the vocabulary; NaN if a logit is NaN or ``inf``."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.load(lanes + row)
     heat = tl.load(temperature + lane * temperature_stride)

@@ -1,8 +1,8 @@
-"""Computes the gate of each row, ``W2 gelu(W1 h + b1) + b2``, for rows at different iterations.
+"""Computes the gate logit of each row, ``W2 gelu(W1 h + b1) + b2``, for rows at different iterations.
 
-The torch version computes all stacked gates for all rows and selects. For up to ``FEW`` rows, a program of the kernel
-computes a block of inner features of one row and reads only that row's gate; the last program of a row to finish sums
-the blocks in order, so the result is deterministic.
+The torch version computes all gates for all rows and selects one per row. For up to ``FEW`` rows, a program of the
+kernel computes a block of inner features of one row and reads only the gate of its iteration; the last program of a row
+to finish sums the blocks in order, so the result is deterministic.
 """
 
 from adaponder.ops.dispatch import dispatch, runs_fused

@@ -1,4 +1,4 @@
-"""Computes the gate of each row, for rows at different iterations."""
+"""Computes the gate logit of each row, for rows at different iterations."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ FEW = 8
 
 
 class StackedGates(NamedTuple):
-    """Stacked copies of the weights of all gates; later changes of the gates do not affect them.
+    """Copies of the weights of all gates, stacked; changes of the gates do not affect them.
 
-    ``inner [gates, width, d]`` and its bias are ``None`` if gates are linear; ``out`` is then ``[gates, d]``, else
-    ``[gates, width]``. ``out`` and its bias are at least float32.
+    The first layers, ``inner [gates, inner features, d]``, are ``None`` if gates are linear. The second layers,
+    ``out [gates, inner features]`` (``[gates, d]`` if linear), are at least float32.
     """
 
     inner: Tensor | None
@@ -26,14 +26,14 @@ class StackedGates(NamedTuple):
 
 
 def counter_on(device: torch.device) -> Tensor:
-    """Returns a counter for the kernel, zeros between calls: calls that do not overlap may share it."""
+    """Returns the kernel's counter of finished programs per row; calls that do not overlap may share it."""
     return torch.zeros(FEW, dtype=torch.int32, device=device)
 
 
 def stacked_gates(stacked: StackedGates, hidden: Tensor, iteration: Tensor, *, counter: Tensor | None = None) -> Tensor:
-    """Returns each row's gate logit ``[n]``: ``gate[min(iteration, last)](hidden)`` of ``hidden [n, d]``.
+    """Returns the gate logit of each row of ``hidden [n, d]``, by the gate of its iteration (or else the last gate).
 
-    Computes all gates for all rows and selects. Only the kernel uses ``counter``.
+    Only the kernel uses ``counter``.
     """
     inner, inner_bias, out, out_bias = stacked
     if inner is None or inner_bias is None:

@@ -1,7 +1,7 @@
-"""The kernels of row products: matrix-vector for up to ``FEW`` rows, tiled products for up to ``SOME`` (triton.py).
+"""Kernels of linear layers on few rows: matrix-vector up to ``FEW`` rows, tiled up to ``SOME`` rows (triton.py).
 
 ``few_*``: a program computes a few outputs of one row, and loads their weights while the previous kernel still runs.
-``some_*``: a program computes a few outputs of all rows, which are normed already, in a loop over the inputs.
+``some_*``: a program computes a few outputs of all rows, in a loop over the inputs; norms are applied before.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def few_maps_kernel(
     MAPS: tl.constexpr, NORMS: tl.constexpr, SHIFTED: tl.constexpr, BIASED: tl.constexpr,
     ACTIVATIONS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """Computes up to three maps of the same rows; programs below ``end_0`` compute the first, and so on."""
+    """Computes up to three linear layers of the same rows; programs below ``end_0`` compute the first, and so on."""
     allow_next(DEPENDENT)
     block = tl.program_id(0)
     if MAPS == 1 or block < end_0:
@@ -152,7 +152,7 @@ def few_residual_kernel(
     INPUTS: tl.constexpr, BLOCK: tl.constexpr, OUTPUTS: tl.constexpr, TERMS: tl.constexpr, BIASED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Computes one block of outputs for one row: its residual plus one or two linear maps."""
+    """Computes one block of outputs for one row: its residual plus one or two linear layers."""
     allow_next(DEPENDENT)
     first = tl.program_id(0) * OUTPUTS
     output = first + tl.arange(0, OUTPUTS)
@@ -180,7 +180,7 @@ def norm_kernel(
     x, result, gain, shift, gain_1, shift_1, eps, stride,
     INPUTS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """Applies one or two norms to each row; all results of the second norm follow those of the first."""
+    """Applies one or two norms to each row; ``result`` holds the first norm of all rows, then the second of all."""
     allow_next(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
@@ -203,7 +203,7 @@ def norm_kernel(
 
 @triton.jit
 def _loaded(base, line, stride, lines, start, INPUTS: tl.constexpr, STEP: tl.constexpr):
-    """Loads a tile ``[lines, step]`` of a matrix from input ``start`` on; zeros outside."""
+    """Loads a tile ``[lines, step]`` of a matrix from column ``start`` on; zeros outside."""
     k = start + tl.arange(0, STEP)
     mask = (line < lines)[:, None]
     if INPUTS % STEP != 0:
@@ -242,7 +242,7 @@ def some_maps_kernel(
     INPUTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, MAPS: tl.constexpr,
     BIASED: tl.constexpr, ACTIVATIONS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """Computes up to three maps with concatenated outputs; programs below ``end_0`` compute the first, and so on."""
+    """Computes up to three linear layers, outputs concatenated; programs below ``end_0`` compute the first, etc."""
     allow_next(DEPENDENT)
     wait_for_previous(DEPENDENT)
     block = tl.program_id(0)
@@ -277,7 +277,7 @@ def some_gated_kernel(
     INPUTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, BIASED: tl.constexpr,
     ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """Computes one block of outputs of ``activation(gate(x)) * up(x)`` for all rows, which are normed already."""
+    """Computes one block of outputs of ``activation(gate(x)) * up(x)`` for all rows; ``x`` is normed already."""
     allow_next(DEPENDENT)
     wait_for_previous(DEPENDENT)
     output, row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)
@@ -303,7 +303,7 @@ def some_residual_kernel(
     INPUTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, TERMS: tl.constexpr,
     SPLITS: tl.constexpr, BIASED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """Adds one or two terms to a residual; programs of the second axis split the inputs, the last to finish sums up."""
+    """Adds one or two linear layers to a residual; ``SPLITS`` programs split the inputs, the last to finish sums up."""
     allow_next(DEPENDENT)
     wait_for_previous(DEPENDENT)
     block, split = tl.program_id(0), tl.program_id(1)

@@ -29,16 +29,16 @@ class Norm(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """A linear map: ``weight [out, in]``, ``bias [out]`` or ``None``."""
+    """The parameters of a linear layer: ``weight [out, in]``, ``bias [out]`` or ``None``."""
 
     weight: Tensor
     bias: Tensor | None = None
 
 
 class Piece(NamedTuple):
-    """One of several products of the same rows: ``activation(linear(norm(x)))``, norm and activation optional.
+    """Linear layers that share a norm before and an activation after (both optional): ``activation(linear(norm(x)))``.
 
-    The outputs of several ``linears`` are concatenated.
+    Their outputs are concatenated.
     """
 
     linears: tuple[Linear, ...]
@@ -51,7 +51,7 @@ class Piece(NamedTuple):
 
 
 class Term(NamedTuple):
-    """A summand of a residual sum: ``linear(x)``, ``x [n, in]``."""
+    """A term that is added to a residual: ``linear(x)`` with ``x [n, in]``."""
 
     x: Tensor
     linear: Linear
@@ -67,7 +67,7 @@ def row_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """Computes ``activation(linear(norm(x)))`` of each piece: ``[n, piece.outputs]``, perhaps views of one tensor."""
+    """Returns ``activation(linear(norm(x)))`` of each piece, ``[n, piece.outputs]``; may be views of one tensor."""
     normed: dict[Norm | None, Tensor] = {None: x}
     results = []
     for linears, norm, activation in pieces:
@@ -86,7 +86,7 @@ def gated_linear(x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation:
 
 
 def residual_linears(residual: Tensor, terms: Sequence[Term]) -> Tensor:
-    """Computes ``residual`` plus the sum of the terms, which are added from last to first."""
+    """Returns ``residual`` plus the terms; adds them from last to first, then the residual, as GPT-NeoX does."""
     total: Tensor | None = None
     for x, linear in reversed(terms):
         product = functional.linear(x, *linear)

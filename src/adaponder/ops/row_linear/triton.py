@@ -1,4 +1,4 @@
-"""Launches row products, with the kernel and tile config that fit the number of rows.
+"""Launches linear layers on few rows, with the kernel and tile config for the number of rows.
 
 Above ``FEW`` rows, the norm is a separate kernel.
 """
@@ -27,9 +27,9 @@ _LAYER_NORM, _RMS_NORM = 1, 2
 
 
 class Cut(NamedTuple):
-    """Tile config of a product: outputs and warps per program; above ``FEW`` rows, inputs per step and pipeline stages.
+    """Tile config of a linear layer: outputs and warps per program; above ``FEW`` rows, inputs per step and stages.
 
-    ``splits`` programs share the inputs of a residual sum.
+    In a residual sum, ``splits`` programs split the inputs of the same outputs.
     """
 
     outputs: int
@@ -40,7 +40,7 @@ class Cut(NamedTuple):
 
 
 def few_cut(inputs: int, outputs: int) -> Cut:
-    """Returns the tile config measured fastest on an H200 for up to ``FEW`` rows; sizes are summed over the maps."""
+    """Returns the tile config measured fastest on an H200 for up to ``FEW`` rows; sizes are sums over the layers."""
     if inputs <= 512:
         return Cut(8, 2) if outputs > 16384 else Cut(4, 1)
     if inputs <= 1024:
@@ -63,18 +63,18 @@ def some_cut(rows: int, inputs: int, outputs: int) -> Cut:
 
 
 def some_gated_cut(rows: int) -> Cut:
-    """Returns the tile config measured fastest for gated maps of more than ``FEW`` and at most ``SOME`` rows."""
+    """Returns the tile config measured fastest for gated layers of more than ``FEW`` and at most ``SOME`` rows."""
     return Cut(32, 4, 128, 8) if rows <= 16 else Cut(64, 8, 64, 6) if rows <= 32 else Cut(64, 4, 128, 4)
 
 
 @lru_cache
 def _counter(device: torch.device) -> Tensor:
-    """Returns the counter of programs that split a sum; zeros between launches, which must be on one stream."""
+    """Returns the counters of finished splits; 0 between launches, which must all be on one stream."""
     return torch.zeros(4096, dtype=torch.int32, device=device)
 
 
 def row_norm(x: Tensor, norm: Norm) -> Tensor:
-    """Equals :func:`adaponder.ops.row_linear.torch.row_norm`, but rounds once."""
+    """Equals :func:`adaponder.ops.row_linear.torch.row_norm`, but rounds only the result."""
     return _norms(x.reshape(-1, x.shape[-1]), norm, norm, 1)[0].reshape(x.shape)
 
 
@@ -95,7 +95,7 @@ def _norms(x: Tensor, norm: Norm, other: Norm, count: int) -> Tensor:
 
 
 class _Map(NamedTuple):
-    """One linear map with its norm and activation, as a kernel receives it."""
+    """One linear layer with the norm before and the activation after it, as a kernel receives them."""
 
     linear: Linear
     norm: Norm | None
@@ -103,7 +103,7 @@ class _Map(NamedTuple):
 
 
 def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """Equals :func:`adaponder.ops.row_linear.torch.normed_linears`; the kernels' results are views of one tensor."""
+    """Equals :func:`adaponder.ops.row_linear.torch.normed_linears`; outputs of the kernels are views of one tensor."""
     maps = [_Map(linear, piece.norm, piece.activation) for piece in pieces for linear in piece.linears]
     if x.shape[0] > SOME or len(maps) > 3 or not _plain(x, [single.linear for single in maps]):
         return _many_normed(x, pieces)
@@ -111,7 +111,7 @@ def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
 
 
 def _maps(x: Tensor, maps: Sequence[_Map]) -> Tensor:
-    """Returns the concatenated outputs of up to three maps."""
+    """Returns the concatenated outputs of up to three layers, computed by the kernels."""
     rows, inputs = x.shape
     sizes = [single.linear.weight.shape[0] for single in maps]
     result = torch.empty(rows, sum(sizes), dtype=x.dtype, device=x.device)
@@ -136,7 +136,7 @@ def _maps(x: Tensor, maps: Sequence[_Map]) -> Tensor:
             )  # fmt: skip
         else:
             normed = _normed(x, norms)
-            pointers = [(given, *_pointers(linear)) for given, linear in zip(normed, linears, strict=True)]
+            pointers = [(source, *_pointers(linear)) for source, linear in zip(normed, linears, strict=True)]
             kernels.some_maps_kernel[(sum(counts), 1)](
                 result, *pointers[0], *pointers[1], *pointers[2], *bounds, rows, normed[0].stride(0), result.stride(0),
                 ROWS=_padded(rows), **constants,
@@ -173,7 +173,7 @@ def gated_linear(x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation:
 
 
 def residual_linears(residual: Tensor, terms: Sequence[Term]) -> Tensor:
-    """Equals :func:`adaponder.ops.row_linear.torch.residual_linears`; a kernel (up to ``SOME`` rows) rounds once."""
+    """Equals :func:`adaponder.ops.row_linear.torch.residual_linears`; the kernels (up to ``SOME`` rows) round once."""
     rows, size = residual.shape
     fits = all(_plain(term.x, [term.linear]) for term in terms) and residual.stride(-1) == 1
     if rows > SOME or not 1 <= len(terms) <= 2 or not fits:
@@ -218,7 +218,7 @@ def _padded(rows: int) -> int:
 
 
 def _normed(x: Tensor, norms: Sequence[Norm | None]) -> list[Tensor]:
-    """Applies each norm to ``x`` (``None``: unchanged), equal norms once, and two of one kind by one kernel."""
+    """Returns ``x`` after each norm (``None``: unchanged); equal norms run once, two of one kind in one kernel."""
     distinct = list(dict.fromkeys(norm for norm in norms if norm is not None))
     done: dict[Norm | None, Tensor] = {None: x.contiguous()}  # kernels receive one stride for all inputs
     kinds = {(norm.eps, norm.centred, norm.bias is None) for norm in distinct}
@@ -230,16 +230,16 @@ def _normed(x: Tensor, norms: Sequence[Norm | None]) -> list[Tensor]:
 
 
 def _many_normed(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """Equals :func:`normed_linears`, by the matrix library."""
+    """Computes :func:`normed_linears` by the matrix library, for many rows."""
     results = []
-    for (linears, _, activation), given in zip(pieces, _normed(x, [piece.norm for piece in pieces]), strict=True):
-        product = functional.linear(given, *linears[0]) if len(linears) == 1 else _side_by_side(given, linears)
+    for (linears, _, activation), normed in zip(pieces, _normed(x, [piece.norm for piece in pieces]), strict=True):
+        product = functional.linear(normed, *linears[0]) if len(linears) == 1 else _side_by_side(normed, linears)
         results.append(product if activation is None else ACTIVATIONS[activation](product))
     return results
 
 
 def _side_by_side(x: Tensor, linears: Sequence[Linear]) -> Tensor:
-    """Returns the concatenated products of several maps, each written directly into its slice."""
+    """Applies several linear layers to ``x`` and returns their outputs concatenated, each computed into its slice."""
     sizes = [linear.weight.shape[0] for linear in linears]
     result = torch.empty(x.shape[0], sum(sizes), dtype=x.dtype, device=x.device)
     for part, (weight, bias) in zip(result.split(sizes, -1), linears, strict=True):
@@ -251,7 +251,7 @@ def _side_by_side(x: Tensor, linears: Sequence[Linear]) -> Tensor:
 
 
 def _many_residual(residual: Tensor, terms: Sequence[Term]) -> Tensor:
-    """Equals :func:`residual_linears`, by the matrix library; sums are fused into the products where possible."""
+    """Computes :func:`residual_linears` by the matrix library, for many rows; fuses sums into products if possible."""
     if not terms:
         return residual
     *rest, (x, linear) = terms
@@ -263,12 +263,12 @@ def _many_residual(residual: Tensor, terms: Sequence[Term]) -> Tensor:
 
 
 def _plain(x: Tensor, linears: Sequence[Linear]) -> bool:
-    """Returns whether rows and weights have the layout and dtype that the kernels need."""
+    """Returns whether ``x`` and the weights have the layout and dtype that the kernels need."""
     return x.stride(-1) == 1 and all(w.is_contiguous() and w.dtype == x.dtype for w, _ in linears)
 
 
 def _pointers(linear: Linear) -> tuple[Tensor, Tensor]:
-    """Returns weight and bias; the weight again, never read, if there is no bias."""
+    """Returns weight and bias; without a bias the weight again, as a pointer that the kernel never reads."""
     return linear.weight, linear.weight if linear.bias is None else linear.bias
 
 

@@ -1,4 +1,4 @@
-"""Computes the logits of a tick's rows, and the expected next embedding of those rows that continue."""
+"""Computes the logits of a tick's rows, and the expected next embedding of rows whose token is still active."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ def row_logits(hidden: Tensor, weight: Tensor, *, bias: Tensor | None = None) ->
 
 
 def row_expectation(
-    logits: Tensor, table: Tensor, goes_on: Tensor | None = None, *, scale: float = 1.0, top_k: int | None = None
+    logits: Tensor, table: Tensor, active: Tensor | None = None, *, scale: float = 1.0, top_k: int | None = None
 ) -> Tensor:
-    """Computes ``softmax(logits) @ table * scale`` for the rows of ``logits [n, vocabulary]`` that continue.
+    """Computes ``softmax(logits) @ table * scale`` for the active rows of ``logits [n, vocabulary]``, zeros elsewhere.
 
-    Other rows get zeros; ``goes_on`` is bool ``[n]``, or ``None`` if all continue. With ``top_k`` the softmax is over
-    the k largest logits.
+    ``active``: bool ``[n]``; ``None``: all rows. With ``top_k`` the softmax is over the k largest logits.
     """
     mixed = mixture(logits, table, top_k) * scale
-    return mixed if goes_on is None else mixed.masked_fill(~goes_on[:, None], 0.0)
+    return mixed if active is None else mixed.masked_fill(~active[:, None], 0.0)

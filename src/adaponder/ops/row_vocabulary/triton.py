@@ -1,7 +1,7 @@
-"""Computes few rows: logits by the matrix-vector kernels, the expectation split over slices of the vocabulary.
+"""Computes a few rows: logits by the matrix-vector kernels, the expectation split over slices of the vocabulary.
 
 A program sums one slice's embeddings, in a block of columns, weighted by an online softmax; a second kernel combines
-the slices by their normalisers. If no row continues, neither reads the table.
+the slices by their normalisers. If no row is active, the table is not read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROWS = 16
 
 
 class Slices(NamedTuple):
-    """How the vocabulary is split: number of slices, tokens and columns per tile, warps, pipeline stages."""
+    """The launch config of the expectation: slices of the vocabulary, tokens and columns per tile, warps, stages."""
 
     count: int
     tokens: int
@@ -37,7 +37,7 @@ class Slices(NamedTuple):
 
 
 def slices_for(width: int) -> Slices:
-    """Returns the split measured fastest on an H200 for embeddings of this width."""
+    """Returns the config measured fastest on an H200 for embeddings of size ``width``."""
     return Slices(66, 128, 128, 4, 4) if width <= 512 else Slices(66, 64, 256, 8, 4)
 
 
@@ -49,12 +49,12 @@ def row_logits(hidden: Tensor, weight: Tensor, *, bias: Tensor | None = None) ->
 
 
 def row_expectation(
-    logits: Tensor, table: Tensor, goes_on: Tensor | None = None, *, scale: float = 1.0, top_k: None = None
+    logits: Tensor, table: Tensor, active: Tensor | None = None, *, scale: float = 1.0, top_k: None = None
 ) -> Tensor:
     """Equals :func:`adaponder.ops.row_vocabulary.torch.row_expectation` without ``top_k``."""
     if logits.shape[0] > ROWS or table.stride(-1) != 1:
         mixed = (softmax_(logits.contiguous(), keep=True).to(table.dtype) @ table).mul_(scale)
-        return mixed if goes_on is None else mixed.masked_fill_(~goes_on[:, None], 0.0)
+        return mixed if active is None else mixed.masked_fill_(~active[:, None], 0.0)
     slices = slices_for(table.shape[1])
     rows, vocabulary = logits.shape
     width = table.shape[1]
@@ -67,8 +67,8 @@ def row_expectation(
     count = triton.cdiv(vocabulary, length)
     sums = torch.empty(count, rows, width, dtype=torch.float32, device=table.device)
     tops, totals = (torch.empty(rows, count, dtype=torch.float32, device=table.device) for _ in range(2))
-    mask = logits if goes_on is None else goes_on.view(torch.uint8)
-    options = {"MASKED": goes_on is not None, **launch_options(table)}
+    mask = logits if active is None else active.view(torch.uint8)
+    options = {"MASKED": active is not None, **launch_options(table)}
     with on_device_of(table):
         _slice_kernel[(count, triton.cdiv(width, columns))](
             logits, table, mask, sums, tops, totals,
@@ -86,7 +86,7 @@ def row_expectation(
 
 @triton.jit
 def _slice_kernel(
-    logits, table, goes_on, sums, tops, totals,
+    logits, table, active, sums, tops, totals,
     rows, vocabulary, width, length, count, stride, table_stride,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -97,7 +97,7 @@ def _slice_kernel(
     wait_for_previous(DEPENDENT)
     going = row < rows
     if MASKED:
-        going = going & (tl.load(goes_on + row, mask=going, other=0) != 0)
+        going = going & (tl.load(active + row, mask=going, other=0) != 0)
     if tl.max(going.to(tl.int32), 0) > 0:
         first = number * length
         last = tl.minimum(first + length, vocabulary)
@@ -126,7 +126,7 @@ def _slice_kernel(
 
 @triton.jit
 def _combine_kernel(
-    sums, tops, totals, goes_on, result, rows, width, count, scale,
+    sums, tops, totals, active, result, rows, width, count, scale,
     COUNT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     allow_next(DEPENDENT)
@@ -135,7 +135,7 @@ def _combine_kernel(
     wait_for_previous(DEPENDENT)
     going = True
     if MASKED:
-        going = tl.load(goes_on + row) != 0
+        going = tl.load(active + row) != 0
     mixed = tl.zeros([COLUMNS], tl.float32)
     if going:
         number = tl.arange(0, COUNT)

@@ -1,6 +1,6 @@
-"""Computes the embedding that the model expects next: ``y = softmax(h W^T + b) E``, attention over the vocabulary.
+"""Computes the expected next embedding ``y = softmax(h W^T + b) E``, which is attention over the vocabulary.
 
-Computes a chunk of tokens at a time, so that no tokens-by-vocabulary matrix exists as a whole. With ``z = h W^T + b``,
+Computes a chunk of tokens at a time, so that the logits of all tokens never exist at once. With ``z = h W^T + b``,
 ``p = softmax(z)`` and ``g = dL/dy``: ``dE = p^T g``, ``dp = g E^T``, ``dz = p (dp - <p, dp>)``, ``dh = dz W``, ``dW =
 dz^T h``. ``<p, dp>`` equals ``<y, g>``, which would save a reduction, but ``y`` is rounded, and where one token is
 nearly certain the two large terms would not cancel.

@@ -34,13 +34,13 @@ def mixture(logits: Tensor, table: Tensor, top_k: int | None) -> Tensor:
 
 
 class Pointwise(NamedTuple):
-    """The operations on a chunk of logits ``[n, vocabulary]`` between the products; results in the logits' precision.
+    """The implementation of the operations on a chunk of logits ``[n, vocabulary]``; results have the logits' dtype.
 
     Attributes:
         softmax: (logits, keep) -> probabilities; may overwrite the logits unless ``keep`` is true.
         slopes: (logits, d probabilities, keep) -> (probabilities, d logits); may overwrite d probabilities, and the
             logits unless ``keep`` is true.
-        elements: the number of logits to hold at once; ``None``: ``chunks.CHUNK_ELEMENTS``.
+        elements: the maximum number of logits to hold at once; ``None``: ``chunks.CHUNK_ELEMENTS``.
     """
 
     softmax: Callable[[Tensor, bool], Tensor]
@@ -68,7 +68,7 @@ def vocab_expectation(
         top_k: mix only the k likeliest embeddings; ``None``: all.
         chunk: tokens per chunk; ``None``: as many as ``pointwise.elements`` logits allow.
         keep_logits: store all logits until backward instead of recomputing them; the same results, bit for bit.
-        pointwise: the operations between the products; ``None``: torch's. The kernels set it, without ``top_k``.
+        pointwise: the implementation of the operations on logits; ``None``: torch. The kernels have no ``top_k``.
     """
     if not hidden.device == weight.device == table.device:
         raise ValueError(f"hidden, weight and table lie on {hidden.device}, {weight.device} and {table.device}")
@@ -94,7 +94,7 @@ def _probability(logits: Tensor, top_k: int | None) -> Tensor:
 
 
 def _slopes(logits: Tensor, grad_probability: Tensor, top_k: int | None) -> tuple[Tensor, Tensor]:
-    """Returns p and the softmax's backward, dz = p * (dp - <p, dp>); both are zero outside the top k."""
+    """Returns p and the gradient of the logits, ``dz = p * (dp - <p, dp>)``; both are zero outside the top k."""
     probability = _probability(logits, top_k)
     slope = grad_probability.to(probability.dtype)
     slope = slope - (probability * slope).sum(-1, keepdim=True)
@@ -104,8 +104,8 @@ def _slopes(logits: Tensor, grad_probability: Tensor, top_k: int | None) -> tupl
 class _VocabExpectation(torch.autograd.Function):
     """Saves only its inputs, and the logits if ``keep_logits``; backward recomputes the probabilities.
 
-    ``rows`` are in the compute precision; weight, table and bias and their gradients in their own: gradients are
-    summed over chunks in a wide dtype and never rounded to the compute precision.
+    ``rows`` are in the compute precision; weight, table, bias and their gradients are in the dtype of the parameter.
+    Gradients are summed over chunks in at least float32.
     """
 
     @staticmethod

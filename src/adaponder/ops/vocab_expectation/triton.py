@@ -1,7 +1,7 @@
-"""Computes the expectation's operations between products by one kernel per chunk forward, one backward, in place.
+"""Computes the softmax of a chunk of logits by one kernel and its backward by another, both in place.
 
 A program processes the logits of one token in two loops over the vocabulary: one for the sums, one to write. Logits
-are widened in registers only.
+are converted to float32 only in registers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def softmax_(logits: Tensor, keep: bool = False) -> Tensor:
 def slopes_(logits: Tensor, grad_probability: Tensor, keep: bool = False) -> tuple[Tensor, Tensor]:
     """Returns p, in place of the logits unless ``keep`` is true, and ``dz = p * (dp - <p, dp>)``, in place of dp.
 
-    Saved logits must be kept: backward may run twice, and autograd does not notice what a kernel overwrites.
+    Logits saved for backward need ``keep``: backward may run twice, and autograd cannot see that a kernel overwrites.
     """
     probability = torch.empty_like(logits) if keep else logits
     strides = probability.stride(0), grad_probability.stride(0)
