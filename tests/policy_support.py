@@ -14,14 +14,6 @@ DECIDED = ("adaponder", "mor", "ouro")
 EXECUTIONS = ("dense", "compact")
 
 
-def calm(model: AdaPonderForCausalLM) -> AdaPonderForCausalLM:
-    """Gates of moderate opinion: as stirred, many are 1 in float32, and equal gates have no rank."""
-    model.requires_grad_(False)
-    for parameter in model.method.parameters():
-        parameter.mul_(0.3)
-    return model
-
-
 def padded(batch: int = 3, time: int = 12) -> tuple[Tensor, Tensor]:
     """Token ids and a mask with left padding, right padding and none."""
     mask = torch.ones(batch, time, dtype=torch.long)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import re
@@ -288,19 +287,11 @@ def ledger_of(model: AdaPonderForCausalLM, ids: Tensor | None = None, **asked) -
     return model(support.ids() if ids is None else ids, use_cache=True, **asked).past_key_values
 
 
-def of_three_layers() -> AdaPonderForCausalLM:
-    config = copy.deepcopy(support.FAMILIES["gpt_neox"])
-    config.num_hidden_layers = 3
-    return AdaPonderForCausalLM.from_backbone(
-        AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval(), iterations=3
-    )
-
-
 NEXT = torch.tensor([[5], [7]])
 FOREIGN: dict[str, tuple[str, Callable[[AdaPonderForCausalLM], Any]]] = {
     "dynamic": ("past_key_values", lambda model: DynamicCache()),
     "legacy-tuple": ("past_key_values", lambda model: ((torch.zeros(2, 2, 9, 8),) * 2,) * 2),
-    "other-layers": ("past_key_values", lambda model: ledger_of(of_three_layers())),
+    "other-layers": ("past_key_values", lambda model: ledger_of(support.wrap(support.stock(num_hidden_layers=3)))),
     "empty-other-layers": ("past_key_values", lambda model: Ledger(layers=3, iterations=3)),
     "other-heads": ("past_key_values", lambda model: ledger_of(support.tiny(family="llama"))),
     "other-precision": ("past_key_values", lambda model: ledger_of(support.tiny(dtype=torch.float32))),

@@ -13,7 +13,7 @@ from adaponder.methods.anytime import Anytime, EveryDepthLoss, LookaheadLoss, ga
 from adaponder.methods.cost import cost_of, training_flops
 from adaponder.policies import GateOrChance, PolicyInput, RandomRates, sequence_seeds
 from adaponder.training.run import train
-from support import ids, stock, tiny
+from support import calm, ids, stock, tiny
 from training_support import corpus, small
 
 K = 4
@@ -33,13 +33,6 @@ def scored(model: AdaPonderForCausalLM, execution: str, tokens: Tensor | None = 
     logits = output.iteration_logits[:, :, :-1]
     target = tokens[:, 1:].expand(len(logits), -1, -1)
     return output, -logits.log_softmax(-1).gather(-1, target[..., None])[..., 0], output.gates[:, :-1]
-
-
-def unsure(model: AdaPonderForCausalLM) -> AdaPonderForCausalLM:
-    """Makes no gate so sure that 1 - s is rounded."""
-    for parameter in model.method.parameters():
-        parameter.data *= 0.3
-    return model
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
@@ -123,7 +116,7 @@ def test_sequences_count_equally_however_many_labels_they_have():
 @pytest.mark.parametrize("by", ["tokens", "nats"])
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_the_gates_loss_is_that_of_tokens_read_to_the_end(execution, by):
-    model = unsure(tiny("anytime", iterations=K, lookahead_delta=0.2, lookahead_by=by).train())
+    model = calm(tiny("anytime", iterations=K, lookahead_delta=0.2, lookahead_by=by).train())
     output, losses, gates = scored(model, execution)
     sequences, helped = [], []
     for row in range(3):
@@ -314,7 +307,7 @@ GATED = POLICY.by_gate(SEEDS)
 
 
 def half_gated(method: str = "anytime", **options) -> AdaPonderForCausalLM:
-    return unsure(tiny(method, iterations=K, tau=TAU, halt_prior=PRIOR, gate_share=0.5, **options).train())
+    return calm(tiny(method, iterations=K, tau=TAU, halt_prior=PRIOR, gate_share=0.5, **options).train())
 
 
 def test_the_seeds_here_have_sequences_of_both_kinds_and_many_have_the_share():
