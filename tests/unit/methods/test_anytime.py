@@ -11,8 +11,9 @@ from adaponder import AdaPonderForCausalLM, FixedDepth, ForcedDepths, LearnedGat
 from adaponder.errors import ConfigError, InputError
 from adaponder.methods.anytime import Anytime, EveryDepthLoss, LookaheadLoss, gains_ahead, mean_over_sequences
 from adaponder.methods.cost import cost_of, training_flops
-from adaponder.policies import GateOrChance, PolicyInput, RandomRates, sequence_seeds
+from adaponder.policies import GateOrChance, RandomRates, sequence_seeds
 from adaponder.training.run import train
+from policy_support import asked
 from support import calm, ids, stock, tiny
 from training_support import corpus, small
 
@@ -199,29 +200,11 @@ def test_the_backbone_trains_to_the_same_bits_whatever_its_gates_learn(shards, t
     assert not alike(learning, trained(shards, tmp_path / "c"), "backbone")
 
 
-def drawn_depths(policy: RandomRates, sequences: int, time: int, gates: int) -> Tensor:
-    position, seed = torch.arange(time).expand(sequences, -1), sequence_seeds(7, torch.arange(sequences))
-    depth, active = torch.ones_like(position), torch.ones_like(position, dtype=torch.bool)
-    for i in range(gates):
-        nothing = torch.zeros(sequences, time, dtype=torch.float64)
-        rows = PolicyInput(
-            iteration=torch.full_like(position, i),
-            gate=nothing,
-            hidden=nothing[..., None],
-            position=position,
-            seed=seed[:, None].expand_as(position),
-            sequence=position,
-            slot=position,
-            active=active,
-            head=lambda hidden: hidden,
-        )
-        active = active & policy(rows)
-        depth = depth + active
-    return depth
-
-
 def test_sequences_differ_and_each_has_tokens_at_both_ends():
-    depth = drawn_depths(RandomRates(), 400, 256, K - 1)
+    seed, position = sequence_seeds(7, torch.arange(400)).repeat_interleave(256), torch.arange(256).repeat(400)
+    rows = (asked(torch.zeros(400 * 256), iteration=i, seed=seed, position=position) for i in range(K - 1))
+    keeps = [RandomRates()(given) for given in rows]
+    depth = 1 + torch.stack(keeps).long().cumprod(0).sum(0).view(400, 256)
     means = depth.double().mean(1)
     assert means.min() < 1.7
     assert means.max() > 2.9
