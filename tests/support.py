@@ -35,11 +35,8 @@ METHODS = (
 ALIKE = ("act", "pondernet", "relay", "reread")
 HALTING = ("adaponder", "mor", "ouro", "act", "pondernet", "anytime", "relay", "reread")
 
-_SHAPE = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
+SHAPE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+_SHAPE = SHAPE | {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": POSITIONS,
     # Far from the usual 0.02, so that attention is not uniform and a mistake is not rounded away.

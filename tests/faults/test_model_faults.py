@@ -117,20 +117,13 @@ def test_the_missing_or_broken_shard_is_named(shards, fault):
         load(shards)
 
 
-BACKBONE = {
-    "model_type": "gpt_neox",
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "vocab_size": support.VOCABULARY,
-    "max_position_embeddings": support.POSITIONS,
-}
+SIZES = {"vocab_size": support.VOCABULARY, "max_position_embeddings": support.POSITIONS}
+BACKBONE = support.SHAPE | SIZES | {"model_type": "gpt_neox"}
 # The range of every field is walked in tests/unit/recipes/test_recipe_ranges.py; here are those that need more.
 NONSENSE: dict[str, list[Any]] = {
     "iterations": [0, 2.5, True, 10**5],
     "embedding_scale": [NAN],
-    "method": ["magic"],
+    "method": ["magic", ["ponder"], 3],
     "backbone_config": [None, {}, {"hidden_size": 16}, "gpt2", 5, [1]],
     "capacities": [[1.0, NAN], [1.0, 0.0], [0.5, 1.0], [1.0]],  # with method mor and iterations 2
     "pause_token_id": [support.VOCABULARY, -1],  # with method pause
