@@ -6,12 +6,10 @@ from typer.testing import CliRunner
 
 from adaponder.recipes import load_recipe
 from benchmarks.__main__ import app
+from support import SHAPE
 
 TINY = [
-    "model.backbone.hidden_size=16",
-    "model.backbone.intermediate_size=24",
-    "model.backbone.num_hidden_layers=2",
-    "model.backbone.num_attention_heads=2",
+    *(f"model.backbone.{name}={value}" for name, value in SHAPE.items()),
     "model.backbone.vocab_size=61",
     "model.iterations=3",
     "data.sequence=12",

@@ -7,11 +7,11 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+import support
 from adaponder import AdaPonderForCausalLM
 from adaponder.data.tokenizers import END, train_bpe
-from support import stir
 
 POSITIONS = 96
 VOCABULARY = 300
@@ -63,24 +63,10 @@ def words() -> PreTrainedTokenizerFast:
 
 
 def stock(*, seed: int = 0, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    config = GPTNeoXConfig(
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=POSITIONS,
-        initializer_range=0.4,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    settings = {"vocab_size": VOCABULARY, "max_position_embeddings": POSITIONS, "eos_token_id": 0}
+    return support.stock(seed=seed, dtype=dtype, **settings)
 
 
-def reader(method: str = "adaponder", *, seed: int = 0, **recurrence) -> AdaPonderForCausalLM:
+def reader(method: str = "adaponder") -> AdaPonderForCausalLM:
     """A model whose gates disagree about tokens."""
-    recurrence = {"iterations": 3, "tau": 0.5, "exit_threshold": 0.6} | recurrence
-    if method == "vanilla":
-        recurrence["iterations"] = 1
-    return stir(AdaPonderForCausalLM.from_backbone(stock(seed=seed), method=method, **recurrence), seed=seed)
+    return support.wrap(stock(), method)

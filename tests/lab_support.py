@@ -30,10 +30,7 @@ def made_up(lengths: Sequence[int] = (30, 1, 89, 80), *, seed: int = 0) -> Text:
 
 def opinionated(method: str = "adaponder", *, iterations: int = K, dtype: torch.dtype = torch.float32):
     """A tiny model whose gates lie all over (0, 1), few of them equal."""
-    model: AdaPonderForCausalLM = support.tiny(method, iterations=iterations, dtype=dtype).requires_grad_(False)
-    for parameter in model.method.parameters():
-        parameter.mul_(0.3)
-    return model.eval()
+    return support.calm(support.tiny(method, iterations=iterations, dtype=dtype)).requires_grad_(False)
 
 
 def saved(folder: Path, model: AdaPonderForCausalLM) -> Path:

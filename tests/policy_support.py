@@ -6,21 +6,13 @@ import torch
 from torch import Tensor
 
 import support
-from adaponder import AdaPonderForCausalLM, FixedDepth, Policy, PolicyInput, policies
+from adaponder import Policy, PolicyInput, policies
 
 K = 4
 SEQUENCES, SLOTS, WIDTH, WORDS = 4, 6, 8, 13
 # Other methods give policies one of these signals; the laws try them.
 DECIDED = ("adaponder", "mor", "ouro")
 EXECUTIONS = ("dense", "compact")
-
-
-def calm(model: AdaPonderForCausalLM) -> AdaPonderForCausalLM:
-    """Gates of moderate opinion: as stirred, many are 1 in float32, and equal gates have no rank."""
-    model.requires_grad_(False)
-    for parameter in model.method.parameters():
-        parameter.mul_(0.3)
-    return model
 
 
 def padded(batch: int = 3, time: int = 12) -> tuple[Tensor, Tensor]:
@@ -36,7 +28,7 @@ def depth_by_hand(keep: Tensor, real: Tensor) -> Tensor:
     return torch.where(real.bool(), 1 + keep.long().cumprod(-1).sum(-1), 0)
 
 
-def asked(gate: Tensor, *, iteration: int = 0, seed: int = 0, **given) -> PolicyInput:
+def asked(gate: Tensor, *, iteration: int = 0, seed: int | Tensor = 0, **given) -> PolicyInput:
     """What a policy is shown of one sequence without a model behind it."""
     slot = torch.arange(gate.shape[0])
     given = {"position": slot, "sequence": torch.zeros_like(slot), "slot": slot} | given
@@ -44,23 +36,11 @@ def asked(gate: Tensor, *, iteration: int = 0, seed: int = 0, **given) -> Policy
         iteration=torch.full_like(slot, iteration),
         gate=gate,
         hidden=gate[:, None],
-        seed=torch.full_like(slot, seed),
+        seed=torch.zeros_like(slot) + seed,
         active=torch.ones_like(slot, dtype=torch.bool),
         head=lambda hidden: hidden,
         **given,
     )
-
-
-def gates_at_full_depth(model: AdaPonderForCausalLM, ids: Tensor) -> Tensor:
-    """``[tokens, K-1]``: what the policy is shown of each token when nobody halts."""
-    seen: list[Tensor] = []
-
-    def watch(iteration) -> None:
-        if iteration.gate is not None:
-            seen.append(iteration.gate.flatten())
-
-    model(ids, policy=FixedDepth(K), on_iteration=watch)
-    return torch.stack(seen, dim=-1)
 
 
 DEPTHS = torch.arange(SEQUENCES * SLOTS).view(SEQUENCES, SLOTS) % K + 1

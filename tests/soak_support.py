@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import torch
 
 from adaponder.inference import Engine, Request
@@ -64,21 +65,10 @@ def call(
     url: str, method: str, path: str, body: Any = None, *, key: str | None = None, timeout: float = 60.0
 ) -> tuple[int, dict[str, str], bytes]:
     """Status, headers and body of one request; ``body`` is JSON, or bytes as they are."""
-    import http.client
-
-    place = urlsplit(url)
-    assert place.hostname is not None
-    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=timeout)
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    if data is not None:
-        headers["Content-Type"] = "application/json"
-    try:
-        connection.request(method, path, body=data, headers=headers)
-        answer = connection.getresponse()
-        return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
-    finally:
-        connection.close()
+    answer = httpx.request(method, url + path, content=data, headers=headers, timeout=timeout, trust_env=False)
+    return answer.status_code, dict(answer.headers), answer.content
 
 
 def get(url: str, path: str, *, key: str | None = None) -> tuple[int, dict[str, str], bytes]:

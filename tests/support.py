@@ -35,11 +35,8 @@ METHODS = (
 ALIKE = ("act", "pondernet", "relay", "reread")
 HALTING = ("adaponder", "mor", "ouro", "act", "pondernet", "anytime", "relay", "reread")
 
-_SHAPE = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
+SHAPE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+_SHAPE = SHAPE | {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": POSITIONS,
     # Far from the usual 0.02, so that attention is not uniform and a mistake is not rounded away.
@@ -88,13 +85,17 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 }
 
 
-def stock(family: str = "gpt_neox", *, seed: int = 0, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+def stock(
+    family: str = "gpt_neox", *, seed: int = 0, dtype: torch.dtype = torch.float64, **settings
+) -> PreTrainedModel:
     """A random stock decoder in evaluation mode; in float64 its RMSNorms are float64 too (stock ones round)."""
+    config = copy.deepcopy(FAMILIES[family])
+    config.update(settings)
     torch.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family]), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     finally:
         torch.set_default_dtype(before)
     if dtype == torch.float64:
@@ -102,21 +103,21 @@ def stock(family: str = "gpt_neox", *, seed: int = 0, dtype: torch.dtype = torch
     return model.eval()
 
 
+def wrap(backbone: PreTrainedModel, method: str = "adaponder", *, seed: int = 0, **recurrence) -> AdaPonderForCausalLM:
+    """A wrapped decoder whose gates (or routers) disagree about tokens: tau = 0.5 halts about half."""
+    recurrence = {"iterations": 3, "tau": 0.5, "exit_threshold": 0.6} | recurrence
+    return stir(AdaPonderForCausalLM.from_backbone(backbone, method=method, **recurrence), seed=seed)
+
+
 def tiny(
     method: str = "adaponder",
     family: str = "gpt_neox",
     *,
-    iterations: int = 3,
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
     **recurrence,
 ) -> AdaPonderForCausalLM:
-    """A wrapped random decoder whose gates (or routers) disagree about tokens: tau = 0.5 halts about half."""
-    recurrence = {"tau": 0.5, "exit_threshold": 0.6} | recurrence
-    model = AdaPonderForCausalLM.from_backbone(
-        stock(family, seed=seed, dtype=dtype), method=method, iterations=iterations, **recurrence
-    )
-    return stir(model, seed=seed)
+    return wrap(stock(family, seed=seed, dtype=dtype), method, seed=seed, **recurrence)
 
 
 def stir(model: AdaPonderForCausalLM, *, seed: int = 0) -> AdaPonderForCausalLM:
@@ -125,6 +126,13 @@ def stir(model: AdaPonderForCausalLM, *, seed: int = 0) -> AdaPonderForCausalLM:
     with torch.no_grad():
         for parameter in model.method.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.7)
+    return model
+
+
+def calm(model: AdaPonderForCausalLM) -> AdaPonderForCausalLM:
+    """Gates of moderate opinion: as stirred, many are 1 in float32, and equal gates have no rank."""
+    for parameter in model.method.parameters():
+        parameter.data *= 0.3
     return model
 
 

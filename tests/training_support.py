@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from adaponder.data.prepare import prepare
 from adaponder.recipes import Recipe, load_recipe
+from support import SHAPE
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "while", "rain", "fell", "and", "nobody", "read", "it", "again"]
 
@@ -35,14 +36,7 @@ def uneven(folder: Path) -> Path:
 
 def small(shards: Path, *overrides: str, method: str = "adaponder") -> Recipe:
     """Eight steps in both stages of a tiny model."""
-    shape = {
-        "model_type": "gpt_neox",
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 24,
-        "max_position_embeddings": 32,
-    }
+    shape = SHAPE | {"model_type": "gpt_neox", "max_position_embeddings": 32}
     return load_recipe(
         "cpu/demo",
         [

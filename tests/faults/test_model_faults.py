@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import re
@@ -118,20 +117,13 @@ def test_the_missing_or_broken_shard_is_named(shards, fault):
         load(shards)
 
 
-BACKBONE = {
-    "model_type": "gpt_neox",
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "vocab_size": support.VOCABULARY,
-    "max_position_embeddings": support.POSITIONS,
-}
+SIZES = {"vocab_size": support.VOCABULARY, "max_position_embeddings": support.POSITIONS}
+BACKBONE = support.SHAPE | SIZES | {"model_type": "gpt_neox"}
 # The range of every field is walked in tests/unit/recipes/test_recipe_ranges.py; here are those that need more.
 NONSENSE: dict[str, list[Any]] = {
     "iterations": [0, 2.5, True, 10**5],
     "embedding_scale": [NAN],
-    "method": ["magic"],
+    "method": ["magic", ["ponder"], 3],
     "backbone_config": [None, {}, {"hidden_size": 16}, "gpt2", 5, [1]],
     "capacities": [[1.0, NAN], [1.0, 0.0], [0.5, 1.0], [1.0]],  # with method mor and iterations 2
     "pause_token_id": [support.VOCABULARY, -1],  # with method pause
@@ -288,19 +280,11 @@ def ledger_of(model: AdaPonderForCausalLM, ids: Tensor | None = None, **asked) -
     return model(support.ids() if ids is None else ids, use_cache=True, **asked).past_key_values
 
 
-def of_three_layers() -> AdaPonderForCausalLM:
-    config = copy.deepcopy(support.FAMILIES["gpt_neox"])
-    config.num_hidden_layers = 3
-    return AdaPonderForCausalLM.from_backbone(
-        AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval(), iterations=3
-    )
-
-
 NEXT = torch.tensor([[5], [7]])
 FOREIGN: dict[str, tuple[str, Callable[[AdaPonderForCausalLM], Any]]] = {
     "dynamic": ("past_key_values", lambda model: DynamicCache()),
     "legacy-tuple": ("past_key_values", lambda model: ((torch.zeros(2, 2, 9, 8),) * 2,) * 2),
-    "other-layers": ("past_key_values", lambda model: ledger_of(of_three_layers())),
+    "other-layers": ("past_key_values", lambda model: ledger_of(support.wrap(support.stock(num_hidden_layers=3)))),
     "empty-other-layers": ("past_key_values", lambda model: Ledger(layers=3, iterations=3)),
     "other-heads": ("past_key_values", lambda model: ledger_of(support.tiny(family="llama"))),
     "other-precision": ("past_key_values", lambda model: ledger_of(support.tiny(dtype=torch.float32))),

@@ -55,9 +55,7 @@ def quick():
 
     def remembered(config: Any) -> Any:
         key = config.to_json_string()
-        if key not in known:
-            known[key] = shape_of(config)
-        return known[key]
+        return known.get(key) or known.setdefault(key, shape_of(config))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
@@ -332,6 +330,21 @@ def test_a_full_disk_is_named_and_the_checkpoint_before_stays_whole(recipe, whol
     assert_as_if_nothing_had_been(out, whole)
 
 
+def forward_at(step: int, *, before: Callable[[Trainer], Any] | None = None, after: Any = None) -> Callable[..., Any]:
+    """Returns ``Trainer._forward``; at ``step`` it calls ``before(trainer)`` or ``after(output)`` as well."""
+    original = Trainer._forward
+
+    def hooked(self: Trainer, *arguments: Any) -> Any:
+        if before is not None and self.step == step:
+            before(self)
+        output = original(self, *arguments)
+        if after is not None and self.step == step:
+            after(output)
+        return output
+
+    return hooked
+
+
 @pytest.mark.parametrize(
     ("named", "owner", "call"),
     [
@@ -343,16 +356,9 @@ def test_a_full_disk_is_named_and_the_checkpoint_before_stays_whole(recipe, whol
 def test_a_disk_that_fills_up_between_saves_ends_the_run_in_one_line(
     shards, whole, tmp_path, monkeypatch, named, owner, call
 ):
-    out, original = tmp_path / "run", Trainer._forward
-    rarely = recipe_of(shards, "train.save_every=0")
-
-    def hooked(self: Trainer, *arguments: Any) -> Any:
-        if self.step == S0:
-            patch.setattr(owner, call, full_disk)
-        return original(self, *arguments)
-
+    out, rarely = tmp_path / "run", recipe_of(shards, "train.save_every=0")
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_forward", hooked)
+        patch.setattr(Trainer, "_forward", forward_at(S0, before=lambda _: patch.setattr(owner, call, full_disk)))
         with pytest.raises(TrainingError, match=named) as refused:
             train(rarely, out=out, quiet=True)
     assert "\n" not in str(refused.value)
@@ -604,18 +610,9 @@ def test_without_optimizer_or_rng_only_the_weights_go_on(recipe, whole, tmp_path
     assert all(torch.equal(saved[name], began[name]) for name in backbone)
 
 
-def signals_at(step: int, *numbers: int) -> Callable[[Trainer], None]:
+def signals_at(step: int, *numbers: int) -> Callable[..., Any]:
     """A step like any other, in the midst of which signals arrive."""
-    original = Trainer._forward
-
-    def hooked(self: Trainer, *arguments: Any) -> Any:
-        output = original(self, *arguments)
-        if self.step == step:
-            for number in numbers:
-                os.kill(os.getpid(), number)
-        return output
-
-    return hooked
+    return forward_at(step, after=lambda output: [os.kill(os.getpid(), number) for number in numbers])
 
 
 @pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 0), (signal.SIGINT, S0)])
@@ -661,27 +658,11 @@ def test_a_second_signal_exits_at_once(recipe, whole, tmp_path):
 
 
 def bad_loss(value: float, step: int) -> Callable[..., Any]:
-    original = Trainer._forward
-
-    def hooked(self: Trainer, *arguments: Any) -> Any:
-        output = original(self, *arguments)
-        if self.step == step:
-            output.loss = output.loss * value
-        return output
-
-    return hooked
+    return forward_at(step, after=lambda output: setattr(output, "loss", output.loss * value))
 
 
 def bad_weight(value: float, step: int) -> Callable[..., Any]:
-    original = Trainer._forward
-
-    def hooked(self: Trainer, *arguments: Any) -> Any:
-        if self.step == step:
-            with torch.no_grad():
-                next(self.model.backbone.parameters())[:] = value
-        return original(self, *arguments)
-
-    return hooked
+    return forward_at(step, before=lambda trainer: next(trainer.model.backbone.parameters()).data.fill_(value))
 
 
 def assert_finite_checkpoints(run: Path, steps: list[int]) -> None:

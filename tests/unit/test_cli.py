@@ -137,7 +137,11 @@ def test_a_result_on_standard_output_stands_there_alone(monkeypatch, capsys, che
     assert code == 0
     code, out, err = run(monkeypatch, capsys, *asked, "--json", "-")
     assert code == 0
-    assert json.loads(out) == json.loads(record.read_text())
+    result = json.loads(out)
+    assert result == json.loads(record.read_text())
+    assert result["parameters"]["added"] == 2 * (4 * 128 * 128 + 4 * 128 + 4 * 128 + 1)
+    assert [round(depth["ratio"]) for depth in result["depths"]] == [1, 2, 3]
+    assert "added by the method" in err
     assert err == shown, "what was on standard output is on standard error"
     assert not (tmp_path / "-").exists()
 
@@ -168,14 +172,6 @@ def test_a_result_is_json_also_where_a_number_is_not_finite(tmp_path):
     terminal.write_json(tmp_path / "result.json", measured)
     read = json.loads((tmp_path / "result.json").read_text(), parse_constant=refuse)
     assert read == {"perplexity": None, "rows": [{"interval": [None, 1.0], "tokens": 3}]}
-
-
-def test_inspect_counts_parameters_and_cost(checkpoint, tmp_path):
-    record = tmp_path / "inspect.json"
-    assert "added by the method" in shown("inspect", str(checkpoint), "--json", str(record))
-    result = json.loads(record.read_text())
-    assert result["parameters"]["added"] == 2 * (4 * 128 * 128 + 4 * 128 + 4 * 128 + 1)
-    assert [round(depth["ratio"]) for depth in result["depths"]] == [1, 2, 3]
 
 
 def test_doctor_lists_versions_devices_and_kernels(tmp_path, monkeypatch):

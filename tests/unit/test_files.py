@@ -1,7 +1,5 @@
 """Files from elsewhere are read as plain data, or refused in one line, at once; ours are written whole."""
 
-import errno
-import hashlib
 import os
 import socket
 import threading
@@ -22,6 +20,7 @@ from adaponder.files import (
     write_whole,
 )
 from adaponder.terminal import write_json
+from fault_support import full_disk
 
 
 def nested(depth: int) -> str:
@@ -84,15 +83,6 @@ def test_a_file_beyond_its_limit_is_not_read_whole(tmp_path):
         read_bytes(tmp_path / "large", limit=99)
 
 
-def test_the_checksum_is_that_of_the_bytes(tmp_path):
-    (tmp_path / "some").write_bytes(b"abc" * 100_000)
-    assert sha256_of(tmp_path / "some") == hashlib.sha256(b"abc" * 100_000).hexdigest()
-
-
-def full(*_args, **_named):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 FAILURES = {"flush": (files, "flush"), "rename": (os, "replace"), "write": (Path, "write_bytes")}
 
 
@@ -100,7 +90,7 @@ FAILURES = {"flush": (files, "flush"), "rename": (os, "replace"), "write": (Path
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeypatch, failing):
     path = tmp_path / "result.json"
     write_whole(path, b"before")
-    monkeypatch.setattr(*FAILURES[failing], full)
+    monkeypatch.setattr(*FAILURES[failing], full_disk)
     with pytest.raises(InputError, match=r"result\.json could not be written: No space left on device; .*make room"):
         write_whole(path, b"after", InputError)
     with pytest.raises(OSError, match="No space"):
@@ -153,7 +143,7 @@ def test_a_folder_that_cannot_be_put_in_place_leaves_the_old_one(tmp_path, monke
     folder, partial, rename = tmp_path / "model", tmp_path / "model.partial", Path.rename
     folder.mkdir()
     (folder / "weights").write_bytes(b"before")
-    monkeypatch.setattr(Path, "rename", lambda path, to: full() if path == partial else rename(path, to))
+    monkeypatch.setattr(Path, "rename", lambda path, to: full_disk() if path == partial else rename(path, to))
     with pytest.raises(OSError, match="No space"), replacing_folder(folder, partial, overwrite=True):
         (partial / "weights").write_bytes(b"after")
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]

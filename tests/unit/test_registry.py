@@ -51,11 +51,3 @@ def test_what_cannot_be_registered_is_refused_with_the_cure(family):
         with pytest.raises(ConfigError, match=says):
             register_method(name, method)
     assert method_names() == METHODS
-
-
-@pytest.mark.parametrize("name", ["adaponde", None, ["ponder"], 3])
-def test_an_unknown_name_is_told_what_there_is(name):
-    for ask in (method_class, scale_from_scratch):
-        with pytest.raises(ConfigError, match=r"^method=") as error:
-            ask(name)
-        assert str(error.value).endswith("did you mean adaponder?") == (name == "adaponde")

@@ -1,21 +1,19 @@
 """Depth on demand: accuracy and depth by need, of readers whose answers are known beforehand and of a real model."""
 
-import copy
 import types
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from adaponder import AdaPonderForCausalLM, FixedDepth
+from adaponder import FixedDepth
 from adaponder.analysis.demand import measure_demand
 from adaponder.data.prepare import prepare
 from adaponder.data.puzzles import END_ID, PUZZLES, ids_of, needed
 from adaponder.errors import InputError
 from adaponder.evaluation.text import open_text, open_vocabulary
 from experiments.measures import measuring
-from support import FAMILIES, stir
+from support import stock, wrap
 
 K = 3
 WRONG = int(ids_of(["."])[0])
@@ -105,11 +103,7 @@ def test_a_document_that_was_cut_is_measured_as_far_as_it_goes(data):
 
 @pytest.fixture(scope="module")
 def model():
-    config = copy.deepcopy(FAMILIES["gpt_neox"])
-    config.vocab_size, config.max_position_embeddings = END_ID + 1, 256
-    torch.manual_seed(0)
-    backbone = AutoModelForCausalLM.from_config(config)
-    return stir(AdaPonderForCausalLM.from_backbone(backbone, method="adaponder", iterations=K, tau=0.5)).eval()
+    return wrap(stock(dtype=torch.float32, vocab_size=END_ID + 1, max_position_embeddings=256), iterations=K)
 
 
 def test_a_real_model_document_by_document(model, data):

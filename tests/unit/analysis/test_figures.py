@@ -113,7 +113,7 @@ def test_intervals_need_documents(trace):
         assert "95% intervals" not in plate.alt or "where there are documents enough" in plate.alt
 
 
-def test_means_are_of_their_groups(trace):
+def test_means_are_of_their_groups_and_four_numbers_of_all(trace):
     label = trace["depth"].astype(int) - 1
     groups = means(trace, trace["nll"], label, 5)
     for group in range(4):
@@ -121,9 +121,6 @@ def test_means_are_of_their_groups(trace):
         assert groups.low[group] < groups.mean[group] < groups.high[group]
     assert groups.tokens.tolist() == [*np.bincount(label), 0]
     assert np.isnan(groups.mean[4])
-
-
-def test_four_halting_numbers(trace):
     overall, depth, active = numbers(trace), trace["depth"], ActiveTokens(trace)
     assert active.shares.sum() == pytest.approx(overall.iterations, rel=1e-12)
     assert overall.iterations == pytest.approx(depth.mean())

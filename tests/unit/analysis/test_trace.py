@@ -9,6 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
+import lab_support
 from adaponder.analysis.trace import Trace, columns_of, make_trace, planned_scorings, read_trace, write_trace
 from adaponder.errors import EvaluationError, InputError
 from adaponder.evaluation import scoring
@@ -21,12 +22,10 @@ from trace_support import made_up
 WINDOWS = Windows(12)
 
 
-def text(predictions: int = 40, *, seed: int = 0) -> Text:
+def text() -> Text:
     """Three documents of random words."""
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
-    stream = np.random.default_rng(seed).integers(VOCABULARY, size=predictions + 1)
-    starts = np.array([0, predictions // 4, predictions // 2])
-    return Text(stream, starts, ("a", "b", "a"), np.array([7, 8, 9]), Vocabulary(words, 0))
+    return replace(lab_support.made_up((10, 10, 20)), vocabulary=Vocabulary(words, 0))
 
 
 def traced(model, *, windows: Windows = WINDOWS, how: ScoringOptions | None = None) -> Trace:

@@ -1,12 +1,10 @@
 """Puzzles in the terminal: answers, depths and needs are those of the model and of the text."""
 
-import copy
 import json
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from adaponder import AdaPonderForCausalLM, FixedDepth
 from adaponder.commands import puzzle
@@ -14,17 +12,12 @@ from adaponder.data.prepare import prepare
 from adaponder.data.puzzles import END_ID, WORDS, Hops, documents, ids_of, questions, settings_of
 from adaponder.data.tokenizers import SYMBOLS, load_tokenizer
 from adaponder.errors import InputError
-from support import FAMILIES, stir
+from support import stock, wrap
 
 
 @pytest.fixture(scope="module", params=["relay", "loop"])
 def model(request) -> AdaPonderForCausalLM:
-    config = copy.deepcopy(FAMILIES["gpt_neox"])
-    config.vocab_size = 128
-    torch.manual_seed(0)
-    backbone = AutoModelForCausalLM.from_config(config)
-    options = {"tau": 0.5} if request.param == "relay" else {}
-    return stir(AdaPonderForCausalLM.from_backbone(backbone, method=request.param, iterations=3, **options)).eval()
+    return wrap(stock(dtype=torch.float32, vocab_size=128), request.param)
 
 
 def test_what_is_counted_is_what_a_reader_of_the_text_finds(model, monkeypatch):

@@ -7,7 +7,6 @@ from typing import ClassVar
 import pytest
 import torch
 
-from adaponder import Objective
 from adaponder.execution.base import Execution
 from adaponder.methods.adaponder import AdaPonder
 from adaponder.methods.objectives import CrossEntropy, Losses, Scorer, Trajectory
@@ -42,14 +41,6 @@ def test_its_term_is_in_the_loss_and_is_what_it_says(method, execution):
     torch.testing.assert_close(output.terms["moved"], expected)
     torch.testing.assert_close(output.loss, output.terms["cross_entropy"] + 0.5 * expected)
     assert plain.terms.keys() == {"cross_entropy"}
-
-
-def test_an_objective_of_values_gives_the_method_s_own_loss():
-    terms = {}
-    for method in ("adaponder", "mor", "ouro", "ponder"):
-        output = tiny(method).train()(ids(), labels=ids(), objective=Objective(ponder_weight=0.5, ponder_fraction=0.5))
-        terms[method] = set(output.terms) - {"cross_entropy"}
-    assert terms == {"adaponder": {"ponder"}, "mor": {"router"}, "ouro": {"expected", "entropy"}, "ponder": set()}
 
 
 def test_every_pass_is_shown_where_a_method_does_not_decide(monkeypatch):

@@ -11,9 +11,10 @@ from adaponder import AdaPonderForCausalLM, FixedDepth, ForcedDepths, LearnedGat
 from adaponder.errors import ConfigError, InputError
 from adaponder.methods.anytime import Anytime, EveryDepthLoss, LookaheadLoss, gains_ahead, mean_over_sequences
 from adaponder.methods.cost import cost_of, training_flops
-from adaponder.policies import GateOrChance, PolicyInput, RandomRates, sequence_seeds
+from adaponder.policies import GateOrChance, RandomRates, sequence_seeds
 from adaponder.training.run import train
-from support import ids, stock, tiny
+from policy_support import asked
+from support import calm, ids, stock, tiny
 from training_support import corpus, small
 
 K = 4
@@ -33,13 +34,6 @@ def scored(model: AdaPonderForCausalLM, execution: str, tokens: Tensor | None = 
     logits = output.iteration_logits[:, :, :-1]
     target = tokens[:, 1:].expand(len(logits), -1, -1)
     return output, -logits.log_softmax(-1).gather(-1, target[..., None])[..., 0], output.gates[:, :-1]
-
-
-def unsure(model: AdaPonderForCausalLM) -> AdaPonderForCausalLM:
-    """Makes no gate so sure that 1 - s is rounded."""
-    for parameter in model.method.parameters():
-        parameter.data *= 0.3
-    return model
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
@@ -123,7 +117,7 @@ def test_sequences_count_equally_however_many_labels_they_have():
 @pytest.mark.parametrize("by", ["tokens", "nats"])
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_the_gates_loss_is_that_of_tokens_read_to_the_end(execution, by):
-    model = unsure(tiny("anytime", iterations=K, lookahead_delta=0.2, lookahead_by=by).train())
+    model = calm(tiny("anytime", iterations=K, lookahead_delta=0.2, lookahead_by=by).train())
     output, losses, gates = scored(model, execution)
     sequences, helped = [], []
     for row in range(3):
@@ -206,29 +200,11 @@ def test_the_backbone_trains_to_the_same_bits_whatever_its_gates_learn(shards, t
     assert not alike(learning, trained(shards, tmp_path / "c"), "backbone")
 
 
-def drawn_depths(policy: RandomRates, sequences: int, time: int, gates: int) -> Tensor:
-    position, seed = torch.arange(time).expand(sequences, -1), sequence_seeds(7, torch.arange(sequences))
-    depth, active = torch.ones_like(position), torch.ones_like(position, dtype=torch.bool)
-    for i in range(gates):
-        nothing = torch.zeros(sequences, time, dtype=torch.float64)
-        rows = PolicyInput(
-            iteration=torch.full_like(position, i),
-            gate=nothing,
-            hidden=nothing[..., None],
-            position=position,
-            seed=seed[:, None].expand_as(position),
-            sequence=position,
-            slot=position,
-            active=active,
-            head=lambda hidden: hidden,
-        )
-        active = active & policy(rows)
-        depth = depth + active
-    return depth
-
-
 def test_sequences_differ_and_each_has_tokens_at_both_ends():
-    depth = drawn_depths(RandomRates(), 400, 256, K - 1)
+    seed, position = sequence_seeds(7, torch.arange(400)).repeat_interleave(256), torch.arange(256).repeat(400)
+    rows = (asked(torch.zeros(400 * 256), iteration=i, seed=seed, position=position) for i in range(K - 1))
+    keeps = [RandomRates()(given) for given in rows]
+    depth = 1 + torch.stack(keeps).long().cumprod(0).sum(0).view(400, 256)
     means = depth.double().mean(1)
     assert means.min() < 1.7
     assert means.max() > 2.9
@@ -314,7 +290,7 @@ GATED = POLICY.by_gate(SEEDS)
 
 
 def half_gated(method: str = "anytime", **options) -> AdaPonderForCausalLM:
-    return unsure(tiny(method, iterations=K, tau=TAU, halt_prior=PRIOR, gate_share=0.5, **options).train())
+    return calm(tiny(method, iterations=K, tau=TAU, halt_prior=PRIOR, gate_share=0.5, **options).train())
 
 
 def test_the_seeds_here_have_sequences_of_both_kinds_and_many_have_the_share():

@@ -25,13 +25,13 @@ from adaponder.backbones.shape import Shape, shape_of
 from adaponder.errors import BackboneError, InputError
 from adaponder.methods.cost import Cost, cost_of, expectation_flops, parameters_of, per_depth
 from adaponder.ops.masks import Places, visible
-from support import FAMILIES, HALTING, LATENT, METHODS, VOCABULARY, ids, tiny
+from support import FAMILIES, HALTING, LATENT, METHODS, SHAPE, VOCABULARY, ids, tiny
 
 K = 3
 # One sequence padded left and one padded right: every depth up to K occurs, and 0 only as padding.
 DEPTHS = torch.tensor([[0, 0, 1, 3, 2], [1, 2, 1, 1, 0]])
 MASK = (DEPTHS > 0).long()
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 61}
+SMALL = SHAPE | {"vocab_size": 61}
 
 
 class Counted(NamedTuple):
@@ -275,12 +275,9 @@ def test_the_true_cost_of_four_iterations_is_the_published_one(name):
         assert round(unmasked / cost.vanilla, 1) == published
 
 
-def test_experts_are_refused_rather_than_undercounted():
+def test_experts_and_a_weight_that_is_borrowed_from_its_layer_are_refused_rather_than_miscounted():
     with pytest.raises(BackboneError, match="multiplied outside a linear layer"):
         shape_of(MixtralConfig(**SMALL, num_local_experts=4, num_key_value_heads=1))
-
-
-def test_a_weight_that_is_borrowed_from_its_layer_is_refused_rather_than_miscounted():
     layers = {"activation_sparsity_pattern": [0.0, 0.0], "layer_types": ["full_attention"] * 2}
     sizes = {"vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 4, "laurel_rank": 2}
     with pytest.raises(BackboneError, match="0 rows"):

@@ -11,11 +11,8 @@ from adaponder import (
     AdaPonderError,
     AdaPonderForCausalLM,
     FixedDepth,
-    ForcedDepths,
-    Iteration,
     Objective,
 )
-from adaponder.errors import ConfigError
 from adaponder.execution.cached import Cached
 from adaponder.execution.compact import Packed
 from adaponder.execution.dense import Dense
@@ -95,16 +92,6 @@ def test_logits_to_keep_is_a_slice_of_all():
     assert with_loss.logits.shape[1] == 1
 
 
-def test_hooks_see_every_iteration_as_it_happens():
-    seen: list[Iteration] = []
-    depths = torch.tensor([[1, 3, 2, 3]])
-    output = tiny(iterations=3)(depths, policy=ForcedDepths(depths), on_iteration=seen.append)
-    assert [step.index for step in seen] == [0, 1, 2]
-    assert [step.active.sum().item() for step in seen] == [4, 3, 2]
-    assert seen[-1].gate is None
-    torch.testing.assert_close(seen[0].gate, output.gates[..., 0], rtol=0, atol=1e-12)
-
-
 def test_return_dict_false_gives_a_tuple_that_starts_with_the_loss():
     model = tiny()
     loss, logits = model(ids(), labels=ids(), return_dict=False)[:2]
@@ -134,13 +121,6 @@ def test_the_default_execution_skips_in_evaluation_and_is_dense_in_training(monk
     eager.backbone.set_attn_implementation("eager")  # an attention that cannot be handed packed rows
     eager(ids())
     assert kinds == ["Packed", "Dense", "Dense", "Cached", "Dense", "Cached"]
-
-
-def test_an_embedding_scale_is_a_number_or_a_rule():
-    for given, scale in {"sqrt(d)": 4.0, "sqrt(2.5 d)": 40**0.5, 1.0: 1.0, 3: 3}.items():
-        assert AdaPonderConfig(backbone_config=FAMILIES["gpt_neox"], embedding_scale=given).embedding_scale == scale
-    with pytest.raises(ConfigError, match="embedding_scale"):
-        AdaPonderConfig(backbone_config=FAMILIES["gpt_neox"], embedding_scale="d")
 
 
 def test_a_pause_can_be_an_unused_token_of_the_vocabulary():

@@ -4,13 +4,15 @@ import pytest
 
 import support
 from adaponder import AdaPonderForCausalLM
-from policy_support import K, calm
+from policy_support import K
 
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, AdaPonderForCausalLM]:
     """One model of each method; no test changes them."""
-    return {method: calm(support.tiny(method, iterations=K)) for method in support.METHODS}
+    return {
+        method: support.calm(support.tiny(method, iterations=K)).requires_grad_(False) for method in support.METHODS
+    }
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ from adaponder.policies import (
     as_policy,
     parse_policy,
 )
-from policy_support import DECIDED, EXECUTIONS, K, calm, padded
+from policy_support import DECIDED, EXECUTIONS, K, padded
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
@@ -86,7 +86,7 @@ def test_the_policy_sees_one_entry_per_token_in_every_field(model, execution):
 
 
 def test_the_policy_decides_the_mask_only_and_the_update_stays_weighted_by_s():
-    model = calm(support.tiny(iterations=3, tau=0.99, embedding_scale=2.0))
+    model = support.calm(support.tiny(iterations=3, tau=0.99, embedding_scale=2.0))
     stock, method = model.backbone, model.method
     token = torch.tensor([[17]])
     # One token attends to itself alone, so each iteration is a plain forward of the stock model on its embedding.

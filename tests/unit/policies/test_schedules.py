@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import support
-from adaponder import AdaPonderError, AdaPonderOutput, Geometric, Policy, Ranked, Uniform
+from adaponder import AdaPonderError, AdaPonderOutput, FixedDepth, Geometric, Policy, Ranked, Uniform
 from adaponder.policies import Shares, thresholds_for
-from policy_support import EXECUTIONS, K, gates_at_full_depth, padded
+from policy_support import EXECUTIONS, K, padded
 
 
 def survivors(output: AdaPonderOutput) -> list[list[int]]:
@@ -55,7 +55,7 @@ def test_the_ranked_schedule_keeps_exactly_its_share_of_each_sequence_padding_ex
 def test_the_calibrated_thresholds_keep_the_prescribed_shares_of_their_own_data(model, schedule):
     # One token per sequence: nobody's gate depends on who else halted, so the shares must come out exactly.
     ids = torch.randperm(support.VOCABULARY, generator=torch.Generator().manual_seed(0))[:50, None]
-    thresholds = thresholds_for(schedule, gates_at_full_depth(model, ids))
+    thresholds = thresholds_for(schedule, model(ids, policy=FixedDepth(K)).gates[:, 0])
     assert len(thresholds) == K - 1
     depth = model(ids, policy=dataclasses.replace(schedule, thresholds=thresholds)).depth
     expected = [math.floor(share_by_hand(schedule, i) * 50 + 1e-9) for i in range(K - 1)]
