@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -75,7 +76,7 @@ def analyze(
             )
         out.mkdir(parents=True, exist_ok=True)
         write_trace(trace, out / NAME)
-    again = f"the trace is whole; adaponder analyze {out} draws its report"
+    again = f"the trace is whole; adaponder analyze {shlex.quote(str(out))} draws its report"
     with on_interrupt(again), counting("drawing", len(choose(trace.about, figures)[0])) as advance:
         report = write_report(trace, out, only=figures, advance=advance)
     if journal is not None:

@@ -47,7 +47,6 @@ def evaluate(
     """Measure loss, perplexity and bits per byte on a text, or scores on tasks, and their cost.
 
     [dim]adaponder eval runs/demo --data stdlib --depths 1,2,3,4[/]
-
     [dim]adaponder eval runs/demo --tasks lambada_openai,arc_easy,sciq --task-data evaluation-sets/[/]
     """
     fixed_depths, shots = shared.listed("--depths", depths), shared.listed("--fewshot", fewshot, int, "[0, 1000]")

@@ -168,6 +168,7 @@ def folder(request, tmp_path_factory):
     arguments = ["prepare", SMALL[request.param], "--validation", "0.2", "--workers", "1", "--out", str(out)]
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[-1] == f"Next: adaponder train cpu/demo --set data.source={out}"
     return out
 
 
