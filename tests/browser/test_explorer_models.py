@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from explorer_support import Explorer, serving, small_model
+from explorer_support import Explorer, byte_tokenizer, serving, small_model
 
 # An address from another model: its rule and its forced depth may be none of this one's.
 FRAGMENT = "#text=def%20f(self)&a=gate:1e-5&forced=0-1&most=8"
@@ -50,6 +50,13 @@ def test_a_model_that_halts_no_token_is_shown(browser, method, iterations):
         page.wait_for_selector("#pace:not(:empty)")
         explorer.settle()
         assert len(explorer.text()) > len(text)
+
+
+def test_tokens_that_stand_for_unknown_text_are_counted(browser, monkeypatch):
+    bracket = byte_tokenizer().convert_tokens_to_ids("(")
+    monkeypatch.setattr("adaponder.serving.served.unknown_id", lambda tokenizer, end: bracket)
+    with page_of(browser, small_model()) as explorer:
+        assert explorer.stat("Unknown") == "1"
 
 
 def test_the_page_opens_once_the_key_was_given(browser):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from adaponder.commands import shared
 from adaponder.commands.shared import arg, opt
 from adaponder.errors import InputError
-from adaponder.terminal import console, counting, legend, line, table, write_json
+from adaponder.terminal import console, counted, counting, legend, line, table, write_json
 
 if TYPE_CHECKING:
     from adaponder.analysis.report import Report
@@ -56,6 +56,8 @@ def analyze(
         choose(kind_of(subject.model, how), figures)
         text, windows = reading.text(subject, data), reading.windows(subject)
         whence = f"{data} ({reading.split})" if (Path(data) / MANIFEST).is_file() else data
+        if count := int(text.unknown.sum()):
+            whence += f", {counted(count, 'token')} unknown to the tokenizer"
         origin, size = {"checkpoint": checkpoint, "data": whence}, reading.batch_size
         # What all portions of a trace must have in common.
         settings = origin | {
