@@ -1,6 +1,6 @@
 """Generate at a mean depth of your choice, from one checkpoint.
 
-    python examples/generate_under_a_budget.py [--tokens 32]
+    python examples/generate_under_a_budget.py [--max-new-tokens 32]
 
 You learn to use a budget: thresholds that `adaponder calibrate` found for a mean depth, stored beside the weights by
 name. The model of Python code that comes with the package has them from budget-1.25 to budget-3.75; for your own run
@@ -45,5 +45,5 @@ def main(tokens: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=32, help="how many to generate for each prompt")
-    main(parser.parse_args().tokens)
+    parser.add_argument("--max-new-tokens", "--tokens", type=int, default=32, help="how many for each prompt")
+    main(parser.parse_args().max_new_tokens)

@@ -1,6 +1,6 @@
 """A rule of your own decides how often each token is read.
 
-    python examples/own_policy.py [--tokens 24]
+    python examples/own_policy.py [--max-new-tokens 24]
 
 You learn to write a policy: a class in one file, which generation, evaluation, the engine and the command line take
 like those of the package. Here on the model of Python code that comes with it.
@@ -51,5 +51,5 @@ def main(tokens: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=24, help="how many to generate")
-    main(parser.parse_args().tokens)
+    parser.add_argument("--max-new-tokens", "--tokens", type=int, default=24, help="how many to generate")
+    main(parser.parse_args().max_new_tokens)

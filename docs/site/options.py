@@ -39,7 +39,7 @@ def section(name: str, command: Any) -> str:
 
 def _row(param: Any) -> str:
     if param.opts[0].startswith("-"):
-        takes = "" if param.metavar is None else f" {param.metavar}"
+        takes = f" {param.metavar}" if param.metavar else ""
         called = f"`{', '.join(param.opts)}{takes}`" + "".join(f" `{one}`" for one in param.secondary_opts)
     else:
         called = f"`{param.metavar or param.name.upper()}`"

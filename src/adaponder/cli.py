@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from adaponder.commands.analyze import analyze
 from adaponder.commands.calibrate import calibrate
@@ -38,18 +38,43 @@ FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 _ParserError: Any = typer.BadParameter.__mro__[2]
 
 
-class Command(TyperCommand):
+# Maps an option's name in the last release, by command, to its name now; the old name works for one release.
+RENAMED = {("serve", "--tokens"): "--max-length", ("serve", "--max-tokens"): "--max-new-tokens"}
+
+
+class _PlainFlags:
+    """Help without ``<bool>`` behind options that take no value."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # pyright: ignore[reportAttributeAccessIssue]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class Group(_PlainFlags, TyperGroup):
+    """The commands."""
+
+
+class Command(_PlainFlags, TyperCommand):
     """A command that refuses empty options and numbers that are not finite or exceed 64 bits.
 
     With ``--json -``, standard output holds the result alone.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        flags = {flag for param in self.params if getattr(param, "is_flag", False) for flag in param.opts}
         for index, argument in enumerate(args):
             name, equals, value = argument.partition("=")
             flag = name if name.startswith("--") else args[index - 1] if index else ""
             if not argument or (name.startswith("--") and equals and not value):
                 raise typer.BadParameter(f"{flag if flag.startswith('--') else 'an argument'} is empty", ctx=ctx)
+            if flag in flags and argument in ("true", "false"):
+                raise InputError(f"{flag} takes no value: leave {argument} out")
+            if (renamed := RENAMED.get((str(ctx.info_name), name))) is not None:
+                args[index] = renamed + equals + value
+                errors.print(f"{name} is now {renamed}; the old name works until the next release", style="yellow")
         rest = super().parse_args(ctx, args)
         params: list[Any] = self.params
         for param in params:
@@ -87,6 +112,7 @@ MOVED = {
 
 app = typer.Typer(
     name="adaponder",
+    cls=Group,
     help="Language models that read hard tokens more often.\n\n"
     "A stock Hugging Face decoder is read up to K times per token; a gate decides, token by token, when it is enough. "
     "Start with [bold]adaponder puzzle[/] (seconds) or [bold]adaponder demo[/] (minutes), or convert a checkpoint you "
@@ -94,7 +120,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 for panel, functions in COMMANDS.items():
     for command_name, function in functions.items():

@@ -43,6 +43,11 @@ class Screen(Console):
     def __init__(self, *, stderr: bool = False):
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
 
+    @property
+    def in_colour(self) -> bool:
+        """Returns whether colours are shown: in a terminal that has them, without ``NO_COLOR``."""
+        return self.color_system is not None and not self.no_color
+
     def print(self, *objects: Any, soft_wrap: bool | None = None, **options: Any) -> None:
         """Prints as rich does; with ``soft_wrap``, wraps between words in a terminal, not in a file or pipe."""
         super().print(*objects, soft_wrap=soft_wrap and not self.is_terminal, **options)

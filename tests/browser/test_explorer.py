@@ -16,7 +16,18 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
-from explorer_support import HOSTILE, ITERATIONS, TEXT, Explorer, post, score, serving, small_model, spans
+from explorer_support import (
+    HOSTILE,
+    ITERATIONS,
+    TEXT,
+    Explorer,
+    byte_tokenizer,
+    post,
+    score,
+    serving,
+    small_model,
+    spans,
+)
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -501,6 +512,13 @@ def test_a_model_that_halts_no_token_is_shown(browser, method, iterations):
         page.wait_for_selector("#pace:not(:empty)")
         explorer.settle()
         assert len(explorer.text()) > len(text)
+
+
+def test_tokens_that_stand_for_unknown_text_are_counted(browser, monkeypatch):
+    bracket = byte_tokenizer().convert_tokens_to_ids("(")
+    monkeypatch.setattr("adaponder.serving.served.unknown_id", lambda tokenizer, end: bracket)
+    with page_of(browser, small_model()) as explorer:
+        assert explorer.stat("Unknown") == "1"
 
 
 def test_the_page_opens_once_the_key_was_given(browser):

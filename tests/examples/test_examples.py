@@ -24,7 +24,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 RUNS = {
     "wrap_a_decoder": ([], r"largest difference 0\.0e\+00[\s\S]*ForcedDepths\(…\)\s+\[1, 2, 3, 4, 1"),
     "train": (["--steps", "5", "--out", "model"], r"stage 1  loss 5\.\d+  mean depth 3\.00[\s\S]*stage 2  loss"),
-    "own_policy": (["--tokens", "4"], r"its own gates: mean depth [12]\.[\s\S]*until 90%: mean depth [34]\."),
+    "own_policy": (["--max-new-tokens", "4"], r"its own gates: mean depth [12]\.[\s\S]*until 90%: mean depth [34]\."),
     "own_method": (
         ["--steps", "2"],
         r"goes on with \[[\d, ]+\], read \[[123, ]+\] times\n.* the same: True",

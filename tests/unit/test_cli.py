@@ -64,6 +64,35 @@ def test_help_lists_the_commands_in_the_order_in_which_a_newcomer_meets_them():
     assert order == sorted(order)
     assert all(name in output for name in COMMANDS)
     assert shown("--version").strip() == f"adaponder {__version__}"
+    for words in ([], *([name] for name in COMMANDS)):
+        assert "<bool>" not in shown(*words, "--help"), "a flag takes no value"
+
+
+def test_the_shell_completes_commands_and_options(tmp_path):
+    for typed, index, completion in (
+        ("adaponder gen", "1", "generate"),
+        ("adaponder serve --max-l", "2", "--max-length"),
+    ):
+        shell = {"_ADAPONDER_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": index}
+        assert CliRunner().invoke(cli.app, [], prog_name="adaponder", env=shell).output.split() == [completion]
+    assert "--install-completion" in shown("--help")
+
+
+def test_an_option_s_old_name_works_with_a_notice(monkeypatch, capsys, checkpoint):
+    asked = ("serve", str(checkpoint), "--tokens", "64", "--max-tokens=7", "--host", "0.0.0.0")
+    code, _, error = run(monkeypatch, capsys, *asked)
+    assert error.splitlines()[0] == "--tokens is now --max-length; the old name works until the next release"
+    assert error.splitlines()[1].startswith("--max-tokens is now --max-new-tokens")
+    assert (code, "--host 0.0.0.0 is reachable by others" in error) == (2, True), "both were taken"
+
+
+def test_a_checkpoint_that_is_nearly_there_is_suggested(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    for name, near in (("sampel", "sample"), ("runs/dmeo", "runs/demo"), ("./sample-hop", "sample-hops")):
+        code, _, error = run(monkeypatch, capsys, "inspect", name)
+        assert code
+        assert f"did you mean {near}?" in error
 
 
 def test_a_command_has_the_options_of_its_groups_and_every_command_but_serve_has_json():
@@ -94,11 +123,12 @@ print([name for name in heavy if name in sys.modules])
 def test_a_recipe_is_shown_by_what_differs_from_its_base(monkeypatch, capsys, tmp_path):
     overrides = ("--set", "train.steps=7", "--set", "train.compile=true")
     monkeypatch.setattr("adaponder.training.run.train", stopped := Mock(side_effect=KeyboardInterrupt))
-    _, output, _ = run(monkeypatch, capsys, "train", "mini/vanilla", *overrides, "--out", str(tmp_path / "run"))
+    out = str(tmp_path / "run")
+    _, output, _ = run(monkeypatch, capsys, "train", "mini/vanilla", *overrides, "--seed", "9", "--out", out)
     assert stopped.called
     words = output.split()
     assert "as mini/adaponder, but" in output
-    assert {"method=vanilla", "iterations=1", "ponder_weight=0.0", "steps=7"} <= set(words)
+    assert {"method=vanilla", "iterations=1", "ponder_weight=0.0", "steps=7", "seed=9"} <= set(words)
     assert "compile=True" in words  # as the base has it, but set on the command line
     assert not any(word.startswith(("lr=", "backbone.", "tokenizer=")) for word in words)
 
@@ -197,11 +227,14 @@ def test_doctor_lists_versions_devices_and_kernels(tmp_path, monkeypatch):
         ("generate {ada} --prompt x --max-iterations 9", "--max-iterations 9"),
         ("generate {ada} --prompt x --max-new-tokens 1000000000", "max_new_tokens"),
         ("generate {ada} --prompt x --interactive", "--prompt has no effect"),
+        ("generate {ada} --prompt x --policy fixd:2", "no policy is called fixd; did you mean fixed?"),
+        ("generate {ada} --prompt x --greedy true", "--greedy takes no value"),
+        ("generate {ada} --prompt x --greedy --temperature 0.7", "--temperature has no effect with --greedy"),
         ("generate ./nowhere --prompt x", "nowhere"),
         ("inspect", "CKPT"),
         ("inspect {ada} --context 100000", "--context"),
         ("convert {stock} --out {stock}", "--out"),
-        ("convert {stock} --out {new} --method magic", "'magic' is not one of adaponder,"),
+        ("convert {stock} --out {new} --method anitime", "did you mean anytime?"),
         ("convert {stock} --out {stock}/config.json/x", "config.json is a file, not a folder"),
         ("convert {ada} --out {new} --iterations 3", "is that already"),
         ("train cpu/demo --json {stock}/config.json/x", "config.json is a file, not a folder"),

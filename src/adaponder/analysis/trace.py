@@ -58,7 +58,7 @@ class About(Kind):
 
     Attributes:
         tau: thresholds of the learned gate; ``None`` for other policies.
-        utf8_bytes: size of the text; 0 if unknown.
+        utf8_bytes: size of the text; 0 if the tokenizer does not know some of it.
         spent: cost of scoring by the meter (without gates that only the trace evaluates).
     """
 
@@ -182,7 +182,7 @@ def make_trace(
         data=data,
         windows=str(windows),
         window=windows.length,
-        utf8_bytes=int(text.utf8_bytes.sum()),
+        utf8_bytes=0 if text.unknown.any() else int(text.utf8_bytes.sum()),
         seed=how.seed,
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from adaponder.checkpoints.manifest import verify_files
 from adaponder.checkpoints.shipped import NAMES, full_name, shipped
 from adaponder.config import AdaPonderConfig, is_our_auto_map
-from adaponder.errors import AdaPonderError, CheckpointError, InputError, in_one_line
+from adaponder.errors import AdaPonderError, CheckpointError, InputError, did_you_mean, in_one_line
 from adaponder.files import checksums_wanted, open_plain, read_json
 from adaponder.ops.finite import first_not_finite
 
@@ -51,9 +51,12 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 def _hint(path: Path) -> str:
-    """Returns a hint if ``path`` is the short name of one of the package's checkpoints, else an empty string."""
+    """Returns a hint if ``path`` is or nearly is the name of a checkpoint of the package or of a folder beside it."""
     name = str(path)
-    return f"; the checkpoint that comes with adaponder is {full_name(name)}" if name in NAMES else ""
+    if name in NAMES:
+        return f"; the checkpoint that comes with adaponder is {full_name(name)}"
+    beside = [str(other) for other in path.parent.iterdir() if other.is_dir()] if path.parent.is_dir() else []
+    return "" if path.exists() else did_you_mean(name, [*NAMES, *beside])
 
 
 def fetch(name: str | Path, patterns: tuple[str, ...] = NEEDED, **hub: Any) -> Path:
@@ -73,7 +76,8 @@ def fetch(name: str | Path, patterns: tuple[str, ...] = NEEDED, **hub: Any) -> P
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns), **hub))
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
-        raise CheckpointError(f"{name}: not a local folder, and the hub did not provide it ({error})") from error
+        hint = _hint(folder) or f" ({error})"
+        raise CheckpointError(f"{name}: not a local folder, and the hub did not provide it{hint}") from error
 
 
 def refuse_unsafe(folder: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from adaponder.commands import shared
 from adaponder.commands.shared import arg, opt
 from adaponder.errors import InputError
-from adaponder.terminal import console, counting, legend, line, table, write_json
+from adaponder.terminal import console, counted, counting, legend, line, table, write_json
 
 if TYPE_CHECKING:
     from adaponder.analysis.report import Report
@@ -55,6 +56,8 @@ def analyze(
         choose(kind_of(subject.model, how), figures)
         text, windows = reading.text(subject, data), reading.windows(subject)
         whence = f"{data} ({reading.split})" if (Path(data) / MANIFEST).is_file() else data
+        if count := int(text.unknown.sum()):
+            whence += f", {counted(count, 'token')} unknown to the tokenizer"
         origin, size = {"checkpoint": checkpoint, "data": whence}, reading.batch_size
         # What all portions of a trace must have in common.
         settings = origin | {
@@ -75,7 +78,7 @@ def analyze(
             )
         out.mkdir(parents=True, exist_ok=True)
         write_trace(trace, out / NAME)
-    again = f"the trace is whole; adaponder analyze {out} draws its report"
+    again = f"the trace is whole; adaponder analyze {shlex.quote(str(out))} draws its report"
     with on_interrupt(again), counting("drawing", len(choose(trace.about, figures)[0])) as advance:
         report = write_report(trace, out, only=figures, advance=advance)
     if journal is not None:

@@ -45,7 +45,6 @@ def calibrate(
     """Find thresholds for a mean depth, measure them on held-out text, and store them as a profile.
 
     [dim]adaponder calibrate runs/demo --budget 3.2 --data data/stdlib-train-bpe-2048[/]
-
     [dim]adaponder generate runs/demo --prompt "def " --profile budget-3.2[/]
     """
     if listed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -132,7 +133,7 @@ def show_assessment(result: dict[str, Any], recipe: Recipe) -> None:
 
 def _readme(out: Path, data: Path, result: dict[str, Any]) -> str:
     """Returns the README of the run's folder: its result, its files and the commands to try next."""
-    tokens = result["tokens"]
+    tokens, (run, shards) = result["tokens"], (shlex.quote(str(path)) for path in (out, data))
     return f"""# A run of `adaponder demo`
 
 Validation loss {result["validation_loss"]:.3f} at mean depth {result["validation_depth"]:.2f} over the first
@@ -143,13 +144,13 @@ Validation loss {result["validation_loss"]:.3f} at mean depth {result["validatio
 Go on (`. .venv/bin/activate` puts `adaponder` on the path):
 
 ```
-adaponder eval {out} --data {data} --depths 1,2,3,4
-adaponder analyze {out} --data {data} --out {out}/analysis
-adaponder policies {out} --data {data} --budgets 2,3 --out {out}/policies
-adaponder calibrate {out} --data {data} --budget 2.5
-adaponder generate {out} --prompt "import " --profile budget-2.5
-adaponder inspect {out}
-tensorboard --logdir {out}/tensorboard
-adaponder train {out}/recipe.yaml --set train.steps=2000 --set train.ponder_start=800 --set train.ponder_full=960
+adaponder eval {run} --data {shards} --depths 1,2,3,4
+adaponder analyze {run} --data {shards} --out {run}/analysis
+adaponder policies {run} --data {shards} --budgets 2,3 --out {run}/policies
+adaponder calibrate {run} --data {shards} --budget 2.5
+adaponder generate {run} --prompt "import " --profile budget-2.5
+adaponder inspect {run}
+tensorboard --logdir {run}/tensorboard
+adaponder train {run}/recipe.yaml --set train.steps=2000 --set train.ponder_start=800 --set train.ponder_full=960
 ```
 """

@@ -47,7 +47,6 @@ def evaluate(
     """Measure loss, perplexity and bits per byte on a text, or scores on tasks, and their cost.
 
     [dim]adaponder eval runs/demo --data stdlib --depths 1,2,3,4[/]
-
     [dim]adaponder eval runs/demo --tasks lambada_openai,arc_easy,sciq --task-data evaluation-sets/[/]
     """
     fixed_depths, shots = shared.listed("--depths", depths), shared.listed("--fewshot", fewshot, int, "[0, 1000]")
@@ -91,6 +90,7 @@ def evaluate(
         "max_iterations": depth.max_iterations,
         "execution": "compact" if halts and not dense else "dense",
         "max_tokens": reading.max_tokens,
+        "unknown_tokens": int(text.unknown.sum()),
         "sources": {name: summary.as_dict() for name, summary in sources.items()},
     }
     sentence = ""
@@ -192,7 +192,9 @@ def described(data: str, text: Text, windows: Windows) -> str:
     few = f" (intervals need {FEW})" if len(text.starts) < FEW else ""
     learned = "" if text.learned is None else f", {int(text.learned.sum()):,} of these tokens learned and scored"
     tokens, documents = counted(text.predictions, "token"), counted(len(text.starts), "document")
-    return f"{data}: {tokens} of {documents}{few}{learned}, {windows}"
+    count = int(text.unknown.sum())
+    unknown = f", {counted(count, 'token')} unknown to the tokenizer (no bits per byte)" if count else ""
+    return f"{data}: {tokens} of {documents}{few}{learned}{unknown}, {windows}"
 
 
 def own_label(subject: shared.Subject, how: ScoringOptions) -> str:

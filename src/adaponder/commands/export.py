@@ -32,7 +32,6 @@ def export(
     """Write a checkpoint as a folder for the hub, with code and a model card; transformers opens it without adaponder.
 
     [dim]adaponder export runs/demo --data data/stdlib-train-bpe-2048 --out demo-hub[/]
-
     [dim]adaponder export runs/demo --out demo-hub --license apache-2.0 --push me/demo[/]
     """
     from adaponder.conversion.card import card_text, training_of

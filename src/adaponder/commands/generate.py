@@ -8,10 +8,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+
+from rich.text import Text
 
 from adaponder.commands import shared
 from adaponder.commands.shared import opt
@@ -29,60 +31,56 @@ if TYPE_CHECKING:
     from adaponder.text import TextEvent
 
 STANDARD_INPUT = "-"
-_SAMPLING = "Sampling"
-_PROMPT = "What to continue; may be repeated. -, or no prompt where input is piped: all of standard input."
-_FILE = "One prompt per line, empty lines left out; .jsonl: the field prompt of each line; -: lines of standard input."
-_CHAT = "A prompt is a user's message: the tokenizer's chat template is applied; text is the answer."
-_LOOP = "Ask for prompts, one after another; /help lists what else it takes."
-_DRAFTS = (
-    "Tokens of a text, at most, that are begun before it is certain that they follow: the same text, sooner, for more "
-    "computation. By default none with more than four sequences at a time."
-)
-_STOP = "End before this text, which is not shown; may be repeated."
+_prompts, _output, _speed = (partial(opt, panel=panel) for panel in ("Prompts", "Output", "Speed"))
+_sampling = partial(option, rich_help_panel="Sampling")
+_PROMPT = "What to continue; may be repeated. -, or piped input alone: standard input."
+_FILE = "A prompt per line; .jsonl: the field prompt of each line; -: standard input."
+_CHAT = "Prompts are a user's messages, in the tokenizer's chat template."
+_LOOP = "Ask for prompts, one after another; /help lists more."
+_DRAFTS = "Draft at most N tokens ahead: the same text. Default: only up to four sequences."
+_STATS = "Show tables of depths and costs."
+_TEMPERATURE = "0 always takes the most likely token; default 1."
 
 
 @shared.command
 def generate(
     checkpoint: shared.Checkpoint,
     *,
-    prompt: Annotated[list[str] | None, opt(_PROMPT, "TEXT")] = None,
-    prompt_file: Annotated[Path | None, opt(_FILE, "FILE")] = None,
-    chat: Annotated[bool, opt(_CHAT, flag="--chat")] = False,
-    interactive: Annotated[bool, opt(_LOOP, flag="--interactive")] = False,
-    samples: Annotated[int, option("samples")] = 1,
-    lanes: Annotated[int, opt("Sequences computed at a time.", "N", min=1)] = 64,
-    drafts: Annotated[int | None, opt(_DRAFTS, "N", min=0)] = None,
-    depth_colours: Annotated[bool, opt("Colour each token by how often it was read.")] = True,
+    prompt: Annotated[list[str] | None, _prompts(_PROMPT, "TEXT")] = None,
+    prompt_file: Annotated[Path | None, _prompts(_FILE, "FILE")] = None,
+    chat: Annotated[bool, _prompts(_CHAT, flag="--chat")] = False,
+    interactive: Annotated[bool, _prompts(_LOOP, flag="--interactive")] = False,
+    depth_colours: Annotated[bool, _output("Colour tokens by depth.")] = True,
+    stats: Annotated[bool, _output(_STATS, flag="--stats")] = False,
     json: shared.Json = None,
-    max_new_tokens: Annotated[int, option("max_new_tokens", rich_help_panel=_SAMPLING)] = 64,
-    temperature: Annotated[float, option("temperature", rich_help_panel=_SAMPLING)] = 1.0,
-    top_k: Annotated[int, option("top_k", rich_help_panel=_SAMPLING)] = 0,
-    top_p: Annotated[float, option("top_p", rich_help_panel=_SAMPLING)] = 1.0,
-    min_p: Annotated[float, option("min_p", rich_help_panel=_SAMPLING)] = 0.0,
-    repetition_penalty: Annotated[float, option("repetition_penalty", rich_help_panel=_SAMPLING)] = 1.0,
-    greedy: Annotated[bool, opt("Always take the most likely token.", flag="--greedy", panel=_SAMPLING)] = False,
-    stop: Annotated[list[str] | None, opt(_STOP, "TEXT", panel=_SAMPLING)] = None,
-    seed: Annotated[int, option("seed", min=0, rich_help_panel=_SAMPLING)] = 0,
+    max_new_tokens: Annotated[int, _sampling("max_new_tokens")] = 64,
+    samples: Annotated[int, _sampling("samples")] = 1,
+    temperature: Annotated[float | None, _sampling("temperature", help=_TEMPERATURE)] = None,
+    top_k: Annotated[int, _sampling("top_k")] = 0,
+    top_p: Annotated[float, _sampling("top_p")] = 1.0,
+    min_p: Annotated[float, _sampling("min_p")] = 0.0,
+    repetition_penalty: Annotated[float, _sampling("repetition_penalty")] = 1.0,
+    greedy: Annotated[bool, opt("As --temperature 0.", flag="--greedy", panel="Sampling")] = False,
+    stop: Annotated[list[str] | None, opt("End before this text; may be repeated.", "TEXT", panel="Sampling")] = None,
+    seed: Annotated[int, _sampling("seed", min=0)] = 0,
     depth: shared.Depth,
+    lanes: Annotated[int, _speed("Sequences computed at a time.", "N", min=1)] = 64,
+    drafts: Annotated[int | None, _speed(_DRAFTS, "N", min=0)] = None,
     opening: shared.NarrowOpening,
 ) -> Any:
-    """Continue prompts, each token coloured by how often it was read.
+    """Continue prompts, each token coloured by its depth: how often it was read.
 
     [dim]adaponder generate runs/demo --prompt "import " --policy fixed:2[/]
-
     [dim]adaponder generate runs/demo --prompt-file prompts.jsonl --samples 4 --json out.json[/]
-
     [dim]echo "def main" | adaponder generate runs/demo --stop "return" --greedy[/]
-
-    [dim]adaponder generate runs/demo --interactive[/]
-
     [dim]adaponder generate runs/chat --interactive --chat[/]
     """
+    if greedy:
+        shared.refuse("--greedy", temperature=temperature)
+    temperature = 0.0 if greedy else 1.0 if temperature is None else temperature
     # The parameters above that are fields of a request.
     settings: dict[str, Any] = {name: value for name, value in locals().items() if name in REQUEST_FIELDS}
     settings["max_iterations"] = depth.max_iterations
-    if greedy:
-        settings["temperature"] = 0.0
     if interactive:
         shared.refuse("--interactive", prompt=prompt, prompt_file=prompt_file, json=json, samples=samples > 1)
     prompts = [] if interactive else read_prompts(prompt, prompt_file)
@@ -101,7 +99,7 @@ def generate(
     began = time.perf_counter()
     engine: dict[str, Any] = {"chat": chat, "stops": stops, "lanes": lanes, "drafts": drafts}
     completions = continue_prompts(model, tokenizer, prompts, settings=settings, live=live, **engine)
-    show(completions, colours=depth_colours, text=not streams)
+    show(completions, colours=depth_colours, text=not streams, stats=stats)
     seconds, new_tokens = time.perf_counter() - began, sum(len(done.pieces) - done.prompt for done in completions)
     result = {"seconds": seconds, "new_tokens": new_tokens, "tokens_per_second": new_tokens / seconds}
     values = [completion.as_dict() for completion in completions]
@@ -292,28 +290,33 @@ def _cost(
     return prefill.spent(), decode.spent()
 
 
-def show(completions: Sequence[Generated], *, colours: bool, text: bool = True) -> None:
-    """Prints the texts; with ``colours``, colours tokens by depth and adds tables of depths and costs."""
+def show(completions: Sequence[Generated], *, colours: bool, text: bool = True, stats: bool = False) -> None:
+    """Prints the texts; with ``colours``, coloured by depth and with a line of cost; with ``stats``, also tables."""
     for number, completion in enumerate(completions if text else (), start=1):
         if len(completions) > 1:
             console.rule(f"{number} of {len(completions)}")
         pieces, depths, deepest = completion.pieces, completion.depths, completion.deepest
         console.print(by_depth(pieces, depths, deepest) if colours else "".join(pieces))
-    if not colours:
+    if not (colours or stats):
         return
     from adaponder.evaluation.meter import COLUMNS
 
     deepest = max(completion.deepest for completion in completions)
-    console.print()
-    console.print(legend(deepest))
+    prefill, decode = (
+        _together([getattr(completion, stage) for completion in completions]) for stage in ("prefill", "decode")
+    )
+    depth, flops, ratio, _, speed = decode.cells()
+    key = [legend(deepest), "  "] if colours and console.in_colour else []
+    more = "" if stats else "; --stats shows more"
+    cost = f"mean depth {depth} of {deepest}, {flops} MFLOP/token, {ratio} x vanilla, {speed} tokens/s{more}"
+    console.print(Text.assemble("\n", *key, (cost, "dim")), soft_wrap=True)
+    if not stats:
+        return
     counts = Counter(depth for completion in completions for depth in completion.depths if depth)
     total = max(1, counts.total())
     mean = sum(depth * count for depth, count in counts.items()) / total
     rows = [(depth, counts[depth], f"{counts[depth] / total:.1%}") for depth in range(1, deepest + 1)]
-    console.print(table(f"Mean depth {mean:.2f} of {deepest}", ("read", "tokens", "share"), rows))
-    prefill, decode = (
-        _together([getattr(completion, stage) for completion in completions]) for stage in ("prefill", "decode")
-    )
+    console.print(table(f"\nMean depth {mean:.2f} of {deepest}", ("read", "tokens", "share"), rows))
     spent = [("the prompt" if len(completions) == 1 else "the prompts", *prefill.cells())]
     console.print(table("\nWhat it cost", ("", *COLUMNS), [*spent, ("each token after it", *decode.cells())]))
     if dropped := sum(completion.dropped_rows for completion in completions):

@@ -160,7 +160,8 @@ class Conversation:
             chat_ids(self.tokenizer, [_user("?")])  # raises now if the tokenizer has no template
         response = "answered" if self.chat else "continued"
         console.print(line(f"Text is {response}. ", ("/help", "bold"), " lists the other commands."))
-        console.print(legend(self.deepest))
+        if self.colours and console.in_colour:
+            console.print(legend(self.deepest))
         while True:
             try:
                 text = console.input(line(("> ", "bold")))

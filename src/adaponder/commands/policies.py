@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -170,7 +171,8 @@ def save(result: dict[str, Any], out: Path) -> None:
     from adaponder.journal import on_interrupt
 
     write_rows(result, out / RESULT)
-    with on_interrupt(f"the result is whole; adaponder policies {out / RESULT} draws its figures"):
+    again = shlex.quote(str(out / RESULT))
+    with on_interrupt(f"the result is whole; adaponder policies {again} draws its figures"):
         draw(result, out)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.filesize import decimal
 
+from adaponder.checkpoints.shipped import SAMPLE
 from adaponder.commands.shared import Json, arg, folder, listed, opt, within
 from adaponder.terminal import console, progress_bars, table, write_json
 
@@ -80,6 +82,8 @@ def prepare(
         console.print("Nothing to do: it was prepared before, with the same arguments.")
     else:
         console.print(f"done in {seconds:.1f} s")
+    recipe = f"finetune/{'chat' if chat else 'text'}" if tokenizer == SAMPLE else "cpu/demo"
+    console.print_whole("Next: " + shlex.join(["adaponder", "train", recipe, "--set", f"data.source={out}"]))
     result = {"out": str(out), "finished_before": finished_before, "seconds": seconds, **manifest.as_dict()}
     write_json(json, result)
     return result

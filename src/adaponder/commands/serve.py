@@ -45,7 +45,7 @@ class LimitOptions:
     """Limits of requests: fields of :class:`adaponder.serving.settings.Limits`, under the names of their options."""
 
     waiting: Annotated[int, _limit(_WAITING, "N", min=0, flag="--max-waiting")] = 512
-    max_tokens: Annotated[int | None, _limit(_TOKENS, "N", min=1)] = None
+    max_tokens: Annotated[int | None, _limit(_TOKENS, "N", min=1, flag="--max-new-tokens")] = None
     n: Annotated[int, _limit("Completions of one prompt.", "N", min=1, max=128, flag="--max-n")] = 16
     prompts: Annotated[int, _limit("Prompts of one request.", "N", min=1, max=1024, flag="--max-prompts")] = 64
     body_bytes: Annotated[int, _limit("Longest body of a request.", "BYTES", min=1024, flag="--max-body")] = 1 << 20
@@ -58,7 +58,7 @@ class EngineOptions:
     """Options for the engine's size, in one server or in each replica on Ray."""
 
     lanes: Annotated[int, _engine("Sequences computed at a time.", "N", min=1, max=4096)] = 64
-    tokens: Annotated[int | None, _engine(_LONGEST, "N", min=2)] = None
+    tokens: Annotated[int | None, _engine(_LONGEST, "N", min=2, flag="--max-length")] = None
     rows: Annotated[int | None, _engine(_ROWS, "N", min=64)] = None
     drafts: Annotated[int | None, _engine(_DRAFTS, "N", min=0)] = None
 
@@ -88,10 +88,7 @@ def serve(
     Any OpenAI client works. Fields that OpenAI lacks are under [bold]adaponder[/] in requests and answers.
 
     [dim]adaponder serve runs/demo[/]
-
-    [dim]curl localhost:8000/v1/completions -H "Content-Type: application/json" -d '{"model": "demo", "prompt":
-    "import ", "adaponder": {"depth": true}}'[/]
-
+    [dim]curl localhost:8000/v1/completions --json '{"model": "demo", "prompt": "def", "adaponder": {"depth": true}}'[/]
     [dim]adaponder serve runs/demo --host 0.0.0.0 --api-key-file keys.txt --allow-host models.example.org[/]
     """
     try:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from adaponder.devices import DTYPES, WEIGHTS
-from adaponder.errors import InputError
+from adaponder.errors import InputError, choice
 from adaponder.fields import Range, option
 from adaponder.terminal import STDOUT, console, number, table
 
@@ -39,7 +39,7 @@ def one_of(*names: str) -> Callable[[str | None], str | None]:
 
     def check(value: str | None) -> str | None:
         if value is not None and value not in names:
-            raise typer.BadParameter(f"{value!r} is not one of {', '.join(names)}")
+            raise typer.BadParameter(f"{value!r} is not {choice(value, names)}")
         return value
 
     return check
@@ -173,22 +173,16 @@ POLICIES = (
 )
 DATA = "A folder made by prepare, text or .jsonl (compressed too), .parquet, stdlib, sample, hops:seed=3."
 
-Checkpoint = Annotated[
-    str,
-    arg(
-        "A model folder, a run folder, a step folder or a hub name. Its checksums are compared first, a second "
-        "or two for each gigabyte; ADAPONDER_VERIFY=0 leaves that out.",
-        "CKPT",
-    ),
-]
+_CKPT = "A model, run or step folder, or a hub name. Checksums are verified, unless ADAPONDER_VERIFY=0."
+Checkpoint = Annotated[str, arg(_CKPT, "CKPT")]
 RecipeName = Annotated[str, arg("A name from adaponder recipes, or a YAML file.", "RECIPE")]
 Overrides = Annotated[list[str] | None, opt("Change one field of the recipe; may be repeated.", "a.b=c", flag="--set")]
-_RESULT = "Write the result here as JSON too; -: to standard output, and all else to standard error."
+_RESULT = "Write the result as JSON; -: to standard output, and all else to standard error."
 Json = Annotated[Path | None, opt(_RESULT, "PATH", check=output_file)]
 
 _MODEL, _TEXT, _DEPTH = "Model", "Text", "Depth (at most one of policy, tau and profile)"
-_DTYPES = "float32, bfloat16, float16, float64, or auto: as saved, on a CPU at least float32."
-_WEIGHTS = "int8, fp8 (in the layers), on a GPU bfloat16, float16: less memory. eval says what it changes."
+_DTYPES = "float32, bfloat16, float16, float64; auto: as saved, on a CPU at least float32."
+_WEIGHTS = "Less memory: int8, fp8 (in the layers), on a GPU bfloat16, float16."
 Device = Annotated[str, opt("cpu, cuda, cuda:1, …", "NAME", panel=_MODEL)]
 Dtype = Annotated[str, opt(_DTYPES, "NAME", check=one_of(*DTYPES), panel=_MODEL)]
 Seed = Annotated[int, opt("Seed of everything random.", "N", min=0, panel=_MODEL)]

@@ -19,6 +19,7 @@ def train(
     recipe: RecipeName,
     *,
     overrides: Overrides = None,
+    seed: Annotated[int | None, opt("As --set train.seed=N.", "N", min=0)] = None,
     out: Annotated[Path | None, folder("The run folder; default runs/NAME.")] = None,
     resume: Annotated[
         str | None, opt("auto: from the newest whole checkpoint, or start; a finished run stays. Or a folder.", "DIR")
@@ -35,17 +36,17 @@ def train(
     """Train a recipe: on this machine, or on many with torchrun in front.
 
     [dim]adaponder train cpu/demo --set train.steps=100[/]
-
     [dim]torchrun --nproc-per-node 8 -m adaponder train paper/adaponder-70m --device cuda --resume auto[/]
     """
     from adaponder.recipes import load_recipe
     from adaponder.training.run import train as train_recipe
 
-    loaded = load_recipe(recipe, overrides or ())
+    overrides = [*(overrides or ()), *([] if seed is None else [f"train.seed={seed}"])]
+    loaded = load_recipe(recipe, overrides)
     out = out or Path("runs") / loaded.name.replace("/", "-")
     if out.parent == Path("runs"):
         out.parent.mkdir(parents=True, exist_ok=True)
-    show_recipe(recipe, loaded, overrides or (), verbose=verbose)
+    show_recipe(recipe, loaded, overrides, verbose=verbose)
     outcome = train_recipe(
         loaded,
         out=out,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
 from importlib import resources
 from pathlib import Path, PurePath
 from typing import Any
@@ -99,6 +100,7 @@ def card_text(
     context = min(2048, config.max_position_embeddings or 2048) - 1
     template = resources.files("adaponder.conversion").joinpath("card.md.jinja").read_text("utf-8")
     environment = jinja2.Environment(trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
+    environment.filters["quoted"] = shlex.quote
     return environment.from_string(template).render(
         metadata=metadata.to_yaml(),
         name=name,

@@ -33,7 +33,8 @@ class Interval(NamedTuple):
 class Summary:
     """The mean loss over learned tokens, the mean depth over all tokens, and the number of learned tokens.
 
-    ``interval`` is that of the loss, ``None`` with too few documents. Texts with a learned mask have no bits per byte.
+    ``interval`` is that of the loss, ``None`` with too few documents. Texts with a learned mask or with tokens unknown
+    to the tokenizer have no bits per byte.
     """
 
     loss: float
@@ -60,7 +61,8 @@ def summarise(
     here = documents[text.document]
     counted = here & text.counted
     sums, counts = per_document(text, nll * text.counted), per_document(text, text.counted)
-    size = int(text.utf8_bytes[documents].sum()) if text.learned is None else 0
+    in_bytes = text.learned is None and not text.unknown[here].any()
+    size = int(text.utf8_bytes[documents].sum()) if in_bytes else 0
     return Summary(
         loss=float(nll[counted].mean()),
         interval=bootstrap(sums[documents], counts[documents], seed=seed),

@@ -27,13 +27,19 @@ from adaponder.data.manifest import MANIFEST, SKIPPED, dtype_of
 from adaponder.data.tokenizers import load_tokenizer, tokenizer_hash, vocabulary_size
 from adaponder.errors import InputError
 from adaponder.terminal import errors, line
+from adaponder.text.spelling import unknown_id
 
 
 class Vocabulary(NamedTuple):
-    """A checkpoint's tokenizer and the id of the token that ends a document."""
+    """A checkpoint's tokenizer, the id of the token that ends a document, and that of text it does not know, if any."""
 
     tokenizer: Tokenizer
     end_id: int
+    unknown_id: int | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, end_id: int) -> Vocabulary:
+        return cls(tokenizer, end_id, unknown_id(tokenizer, end_id))
 
     @property
     def hash(self) -> str:
@@ -44,10 +50,10 @@ def open_vocabulary(spec: str) -> Vocabulary:
     """Opens the tokenizer of a model folder or hub name, or a ``tokenizer.json``; converts older formats."""
     folder = Path(spec)
     if not folder.is_dir():
-        return Vocabulary(*load_tokenizer(spec))
+        return Vocabulary.of(*load_tokenizer(spec))
     refuse_code(folder)
     if (folder / "tokenizer.json").is_file():
-        return Vocabulary(*load_tokenizer(spec))
+        return Vocabulary.of(*load_tokenizer(spec))
     loaded: Any = tokenizer_of(folder)  # transformers converts other formats
     end = loaded.eos_token_id if loaded.eos_token_id is not None else loaded.bos_token_id
     tokenizer = getattr(loaded, "backend_tokenizer", None)
@@ -56,7 +62,7 @@ def open_vocabulary(spec: str) -> Vocabulary:
             f"{folder}: the tokenizer has no end token or is not a fast one; pass another with --tokenizer"
         )
     tokenizer.encode_special_tokens = True
-    return Vocabulary(tokenizer, end)
+    return Vocabulary.of(tokenizer, end)
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,12 @@ class Text:
     def counted(self) -> np.ndarray:
         """Returns ``bool[predictions]``: the predictions included in the mean loss."""
         return np.ones(self.predictions, bool) if self.learned is None else self.learned
+
+    @property
+    def unknown(self) -> np.ndarray:
+        """Returns ``bool[predictions]``: the targets that stand for text which the tokenizer does not know."""
+        unknown = self.vocabulary.unknown_id
+        return self.stream[1:] == (-1 if unknown is None else unknown)
 
     @property
     def position(self) -> np.ndarray:

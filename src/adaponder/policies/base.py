@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from adaponder.errors import InputError, shown
+from adaponder.errors import InputError, did_you_mean, shown
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,9 @@ def parse_policy(text: str, option: str = "--policy") -> Policy:
     except InputError as error:
         raise InputError(f"{option} {text}: {error}") from None
     if policy is None:
-        raise InputError(f"{option} {text}: name one of {', '.join(by_word)}, then a colon and its value")
+        near = "" if word in by_word else did_you_mean(word, by_word)
+        words = f"name one of {', '.join(by_word)}, then a colon and its value"
+        raise InputError(f"{option} {text}: {f'no policy is called {word}{near}' if near else words}")
     return policy
 
 

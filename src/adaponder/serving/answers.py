@@ -262,6 +262,7 @@ class ScoreWriter:
             "loss": loss,
             "perplexity": None if loss is None else math.exp(min(loss, 700.0)),
             "mean_depth": sum(depths) / len(ids),
+            "unknown_tokens": sum(token == served.unknown_id for token in ids),
             **({} if full is None else {"full_loss": _mean(full.nll)}),
             "usage": {"tokens": len(ids), "cached_tokens": scores.cached, "iterations": sum(depths)}
             | {name: getattr(spent, name) for name in ("flops", "kv_bytes")}

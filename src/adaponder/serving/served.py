@@ -17,6 +17,7 @@ from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import LearnedGate
 from adaponder.policies.base import registered_policies
 from adaponder.text import TokenSpeller, has_template
+from adaponder.text.spelling import unknown_id
 
 
 class Served:
@@ -47,6 +48,8 @@ class Served:
         self.shape = shape_of(model.config)
         self.eos_ids = eos_ids(model)
         self.spell = TokenSpeller(tokenizer)
+        backend: Any = getattr(tokenizer, "backend_tokenizer", None)  # a slow tokenizer has none
+        self.unknown_id = None if backend is None else unknown_id(backend, tokenizer.eos_token_id)
         self.template = has_template(tokenizer)
 
     def facts(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from functools import cache, lru_cache
@@ -54,6 +55,14 @@ def token_texts(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
         spelled = f"<{token}>" if entry is None else token_bytes(entry, text).decode("utf-8", "backslashreplace")
         texts.append(space + spelled)
     return texts
+
+
+def unknown_id(tokenizer: Tokenizer, end_id: int | None) -> int | None:
+    """Returns the id of text that is not in the vocabulary; ``None`` for tokenizers that can write any text."""
+    model = json.loads(tokenizer.to_str())["model"]
+    token = model.get("unk_token")
+    unknown = model.get("unk_id") if token is None else tokenizer.token_to_id(token)
+    return None if unknown == end_id else unknown  # byte-level vocabularies name the end token, and never use it
 
 
 def token_bytes(entry: str, decoded: str) -> bytes:

@@ -131,6 +131,7 @@ def owned(out: Path, world: World, resume: str | None) -> Iterator[None]:
     if not out.parent.is_dir():
         wrong = "is a file, not a folder" if out.parent.exists() else "does not exist"
         raise InputError(f"--out {out}: {out.parent} {wrong}")
+    new = not out.exists()
     try:
         out.mkdir(exist_ok=True)
         holder = (out / ".lock").open("a+")
@@ -149,7 +150,13 @@ def owned(out: Path, world: World, resume: str | None) -> Iterator[None]:
             holder.write(f"process {os.getpid()} on {socket.gethostname()}")
             holder.flush()
         world.wait()
-        yield
+        try:
+            yield
+        finally:
+            if [path.name for path in out.iterdir()] == [".lock"]:  # failed before its first file
+                (out / ".lock").unlink()
+                if new:
+                    out.rmdir()
 
 
 def _require_own_checkpoint(out: Path, resumed: Path) -> None:

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,7 @@ class Telemetry:
         self.plain = not console.is_terminal and not quiet
         if self.shown:
             self.live.start()
+        self.steps, self.start, self.began = steps, start, time.monotonic()
         self.latest: dict[str, Any] = {}
         self.warned: set[str] = set()
 
@@ -117,7 +119,10 @@ class Telemetry:
         if self.shown:
             self.live.update(Group(self.progress, view_of(self.latest)))
         if self.plain:
-            console.print(f"step {step}  {line_of(metrics)}", soft_wrap=True)
+            done = step + 1 - self.start
+            left = (time.monotonic() - self.began) / done * (self.steps - step - 1) if done > 0 else 0.0
+            shown = f"step {step} of {self.steps}  {line_of(metrics)}  {timedelta(seconds=round(left))} left"
+            console.print(shown, soft_wrap=True)
 
     def warn(self, kind: str, message: str) -> None:
         """Prints a warning, once per kind."""

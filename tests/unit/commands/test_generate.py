@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from rich.console import Console
+from rich.console import ColorSystem, Console
 from rich.text import Text
 from typer.testing import CliRunner
 
@@ -107,7 +107,12 @@ def test_samples_differ_and_follow_the_seed(checkpoint, tmp_path):
     assert len(set(first)) == 3
     shown = invoke(checkpoint, *base)
     assert "1 of 3" in shown
-    assert "What it cost" in shown
+    assert re.search(
+        r"^mean depth [\d.]+ of 3, [\d.]+ MFLOP/token, [\d.]+ x vanilla, [\d,]+ tokens/s", shown, re.MULTILINE
+    )
+    assert "What it cost" not in shown
+    assert "read  1x" not in shown, "a key of colours where there are none"
+    assert "What it cost" in invoke(checkpoint, *base, "--stats")
 
 
 @pytest.mark.parametrize("expansion", [0, 7])
@@ -160,6 +165,7 @@ def screen_after(sent: str) -> list[str]:
 
 def test_one_prompt_is_shown_as_it_grows(monkeypatch, checkpoint):
     terminal = Screen()
+    terminal._color_system = ColorSystem.TRUECOLOR
     terminal.file, terminal._force_terminal, terminal.is_interactive, terminal.width = io.StringIO(), True, True, 40
     for module in (generate, interactive):
         monkeypatch.setattr(module, "console", terminal)
@@ -174,7 +180,7 @@ def test_one_prompt_is_shown_as_it_grows(monkeypatch, checkpoint):
     shown = [line.rstrip() for line in screen_after(sent)]
     assert shown[: len(text)] == [line.plain.rstrip() for line in text], "the text stays, and nothing else of it"
     assert "tokens/s, mean depth" not in "".join(shown)
-    assert any(line.startswith("Mean depth") for line in shown)
+    assert shown[len(text) + 1].startswith("read  1x  2x  3x   mean depth")
 
 
 def conversation(checkpoint, *lines: str) -> str:

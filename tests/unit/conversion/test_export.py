@@ -143,8 +143,9 @@ def test_what_is_not_known_is_said(tmp_path):
     folder = tmp_path / "model"
     reader("ponder").save_pretrained(folder)
     words().save_pretrained(folder)
-    command.export(checkpoint=str(folder), out=tmp_path / "out")
-    card = ModelCard.load(tmp_path / "out" / "README.md")
+    command.export(checkpoint=str(folder), out=tmp_path / "an export")
+    card = ModelCard.load(tmp_path / "an export" / "README.md")
+    assert "--model_args\n'pretrained=an export,trust_remote_code=True'`" in card.text
     assert card.data.license == "unknown"
     assert card.data.eval_results is None
     for words_of_it in ("does not record how it was trained", "were not measured", "No licence was stated"):

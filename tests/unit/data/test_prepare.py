@@ -210,7 +210,9 @@ def test_the_command_prints_that_it_continues_only_after_a_complete_shard(
         assert not command.prepare(inputs=[str(corpus)], out=out, json=record, **options)["finished_before"]
         assert contents(out) == contents(prepared)
         assert json.loads(record.read_text())["splits"]["train"]["documents"] > 50
-        return " ".join(capsys.readouterr().out.split())
+        printed = " ".join(capsys.readouterr().out.split())
+        assert printed.endswith(f"Next: adaponder train cpu/demo --set data.source={out}")
+        return printed
 
     assert "was begun before" not in interrupted(tmp_path / "none", shards=0)
     shown = interrupted(tmp_path / "one", shards=1)

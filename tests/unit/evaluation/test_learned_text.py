@@ -1,10 +1,15 @@
 """Of conversations and puzzles a loss is that of what training learns: what the assistant says, and the answers."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 
+from adaponder.analysis.tables import numbers
+from adaponder.analysis.trace import make_trace
+from adaponder.checkpoints.shipped import sample_path
+from adaponder.commands.evaluate import described
 from adaponder.data.prepare import prepare
 from adaponder.data.puzzles import questions
 from adaponder.errors import InputError
@@ -55,6 +60,22 @@ def test_answers_are_what_counts_of_puzzles_prepared_or_not(text, vocabulary, tm
     plain = open_text(PUZZLES + ",answers=0", vocabulary, whose="a model")
     assert plain.learned is None
     assert plain.counted.all()
+
+
+def test_text_that_the_tokenizer_does_not_know_is_counted_and_has_no_bits_per_byte(vocabulary, tmp_path):
+    lines = [{"text": "a b . c d", "source": "known"}, {"text": "def a ( b", "source": "foreign"}]
+    (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    text = open_text(str(tmp_path / "text.jsonl"), vocabulary, whose="a model")
+    assert int(text.unknown.sum()) == 2
+    nll, depth = np.ones(text.predictions), np.ones(text.predictions, np.int64)
+    assert summarise(text, nll, depth).bits_per_byte is None
+    by_name = by_source(text, nll, depth)
+    assert by_name["foreign"].bits_per_byte is None
+    assert by_name["known"].bits_per_byte == pytest.approx(6 / 9 / np.log(2))
+    assert "2 tokens unknown to the tokenizer (no bits per byte)" in described("it", text, Windows(8))
+    model = AdaPonderForCausalLM.from_pretrained("adaponder:sample-hops").eval()
+    assert numbers(make_trace(model, text, Windows(8), checkpoint="", data="")).bits_per_byte is None
+    assert open_vocabulary(str(sample_path())).unknown_id is None, "bytes spell any text"
 
 
 def test_cut_and_halved_texts_know_what_counts_of_them(text, vocabulary):

@@ -95,7 +95,7 @@ def test_long_texts_do_not_block_the_event_loop(server, monkeypatch, path, body)
     assert [thread == loop for thread in threads] == [True, False]
 
 
-def test_scores_equal_the_model_s(server):
+def test_scores_equal_the_model_s(server, monkeypatch):
     body = {"prompt": "abc de", "full_depth": True, "adaponder": {"gates": True, "iteration_top": 2, "tau": 0.4}}
     answer = server.post("/score", body).json()
     model = tiny()
@@ -123,6 +123,9 @@ def test_scores_equal_the_model_s(server):
     again = server.post("/score", body).json()
     assert again["usage"]["cached_tokens"] == 6
     assert again["tokens"] == tokens
+    assert answer["unknown_tokens"] == 0, "a byte tokenizer knows every text"
+    monkeypatch.setattr(server.worker.served, "unknown_id", ids[2])
+    assert server.post("/score", body).json()["unknown_tokens"] == ids.count(ids[2])
     single = server.post("/score", {"prompt": [5]}).json()
     assert (single["loss"], single["perplexity"], len(single["tokens"])) == (None, None, 1)
 

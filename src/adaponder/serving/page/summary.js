@@ -33,6 +33,8 @@ function stat(name, value, note, title) {
   );
 }
 
+const UNKNOWN = "Text that the tokenizer does not know: the model reads one and the same token for all of it";
+
 const saved = (used, full) => (full ? 1 - used / full : 0);
 const sign = (value, digits = 2) => {
   const rounded = Number(value.toFixed(digits));
@@ -74,6 +76,7 @@ export function summarise(element, reading, deepest, other = null) {
       { class: "stats" },
       stat("Mean depth", figure(reading.mean_depth), gap),
       stat("Loss", figure(reading.loss, 3), loss, "Mean negative log-likelihood of each token given those before it"),
+      ...(reading.unknown_tokens ? [stat("Unknown", String(reading.unknown_tokens), "tokens", UNKNOWN)] : []),
       ...costs(reading, other).map(([name, value, note]) => stat(name, value, note)),
     ),
   );
