@@ -1,6 +1,7 @@
 """The Hugging Face face: what its users expect of any model, and what only this one has."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from adaponder import (
     Iteration,
     Objective,
 )
+from adaponder.conversion.exported.configuration_adaponder import AdaPonderConfig as ExportedConfig
 from adaponder.errors import ConfigError
 from adaponder.execution.cached import Cached
 from adaponder.execution.compact import Packed
@@ -141,6 +143,20 @@ def test_an_embedding_scale_is_a_number_or_a_rule():
         assert AdaPonderConfig(backbone_config=FAMILIES["gpt_neox"], embedding_scale=given).embedding_scale == scale
     with pytest.raises(ConfigError, match="embedding_scale"):
         AdaPonderConfig(backbone_config=FAMILIES["gpt_neox"], embedding_scale="d")
+
+
+@pytest.mark.parametrize("kind", [AdaPonderConfig, ExportedConfig])
+def test_a_config_shows_the_sizes_of_its_backbone_and_takes_no_others(kind):
+    settings = {key: value for key, value in tiny().config.to_dict().items() if key != "model_type"}
+    config = kind(**settings)
+    assert {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}.items() <= config.to_dict().items()
+    assert "hidden_size" not in json.loads(config.to_json_string())
+    assert (
+        config.backbone_config.to_dict()
+        == kind(**json.loads(config.to_json_string(use_diff=False))).backbone_config.to_dict()
+    )
+    with pytest.raises(ValueError, match="vocab_size=99 must be set in backbone_config"):
+        kind(**settings | {"vocab_size": 99})
 
 
 def test_a_pause_can_be_an_unused_token_of_the_vocabulary():

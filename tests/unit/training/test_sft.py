@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
@@ -175,6 +175,17 @@ def test_merging_adapters_changes_neither_logits_nor_depths_nor_what_is_generate
     assert torch.equal(found.depth, expected.depth)
     assert torch.equal(merged.generate(text, **asked), generated)
     assert by_engine == _greedy(merged, text[0]) == generated[0, 9:].tolist()
+
+
+def test_prompts_can_be_tuned_and_generate_what_their_embeddings_would(tmp_path):
+    model, text, asked = tiny(dtype=torch.float32), ids(), {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    tuned = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    embedded = torch.cat([tuned.get_prompt(2).detach(), model.get_input_embeddings()(text)], 1)
+    torch.testing.assert_close(tuned(input_ids=text).logits, model(inputs_embeds=embedded).logits)
+    generated = tuned.generate(input_ids=text, attention_mask=torch.ones_like(text), **asked)
+    assert torch.equal(generated[:, 9:], model.generate(inputs_embeds=embedded, **asked))
+    tuned.train()(input_ids=text, labels=text).loss.backward()
+    assert tuned.prompt_encoder.default.embedding.weight.grad.abs().sum() > 0
 
 
 def _greedy(model, prompt: torch.Tensor) -> list[int]:
