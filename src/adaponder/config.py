@@ -34,10 +34,11 @@ _FOREIGN_KEYS = {
     "use_cache",  # transformers.Trainer writes it
 }
 
-# The auto_map in the config.json of folders that ``adaponder export`` writes. One equal to it is ignored, and the
+# The auto_map in the config.json of folders that ``adaponder export`` writes. It, or a part of it, is ignored, and the
 # classes of this package are used; any other is refused.
 OUR_AUTO_MAP = {
     "AutoConfig": "configuration_adaponder.AdaPonderConfig",
+    "AutoModel": "modeling_adaponder.AdaPonderModel",
     "AutoModelForCausalLM": "modeling_adaponder.AdaPonderForCausalLM",
 }
 
@@ -50,14 +51,15 @@ _SIZE = re.compile(r"(_size|_dim|_rank|_heads|_layers|max_position_embeddings)$|
 
 
 def is_our_auto_map(auto_map: Any) -> bool:
-    """Returns whether an ``auto_map`` equals ``OUR_AUTO_MAP``; the code it names is never run in either case.
+    """Returns whether all of an ``auto_map`` is in ``OUR_AUTO_MAP``; the code it names is never run in either case.
 
     Ignores the prefix ``NAME--`` that Hugging Face adds to each entry for a hub repository NAME.
     """
     entries = auto_map.items() if isinstance(auto_map, dict) else ()
-    return {
-        name: entry.rpartition("--")[2] if isinstance(entry, str) else entry for name, entry in entries
-    } == OUR_AUTO_MAP
+    return bool(entries) and all(
+        name in OUR_AUTO_MAP and OUR_AUTO_MAP[name] == (entry.rpartition("--")[2] if isinstance(entry, str) else entry)
+        for name, entry in entries
+    )
 
 
 def _of_backbone(name: str) -> Any:

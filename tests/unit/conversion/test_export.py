@@ -234,7 +234,13 @@ def test_what_the_package_saves_again_asks_for_no_code(exported, tmp_path):
 def test_the_auto_map_of_a_hub_repository_is_ours_and_no_other_is():
     named = {key: f"me/river--{value}" for key, value in OUR_AUTO_MAP.items()}
     assert AdaPonderConfig(backbone_config=tiny().backbone.config, auto_map=named).method == "adaponder"
-    for other in (named | {"AutoConfig": "me/river--evil.Evil"}, named | {"AutoModel": "x.Y"}, ["x.Y"], {"a": ["b"]}):
+    for other in (
+        named | {"AutoConfig": "me/river--evil.Evil"},
+        named | {"AutoModel": "x.Y"},
+        {},
+        ["x.Y"],
+        {"a": ["b"]},
+    ):
         assert not is_our_auto_map(other)
         with pytest.raises(ConfigError, match="auto_map asks to run code"):
             AdaPonderConfig(backbone_config=tiny().backbone.config, auto_map=other)
