@@ -8,9 +8,9 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from adaponder import Engine, FixedDepth, Request
+from adaponder import AdaPonderForCausalLM, Engine, FixedDepth, Request
 from adaponder.conversion.open import load
 from adaponder.errors import BackboneError, CheckpointError, InputError
 from adaponder.halting import bottom_k_mean, ponder_fraction
@@ -124,6 +124,31 @@ def test_prompts_are_masked_and_packed_conversations_do_not_see_each_other(words
     second = slice(starts[1], starts[2] if starts[2:] else None)
     alone = tiny(dtype=torch.float32)(packed["input_ids"][:, second], policy=FixedDepth(3))  # as stage 1 reads
     torch.testing.assert_close(output.logits[:, second], alone.logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "data", "options"),
+    [
+        (DPOTrainer, DPOConfig, {"prompt": "w2", "chosen": " w4", "rejected": " w6"}, {}),
+        (
+            GRPOTrainer,
+            GRPOConfig,
+            {"prompt": "w2"},
+            {"reward_funcs": lambda completions, **_: [1.0] * 2},
+        ),
+    ],
+    ids=["dpo", "grpo"],
+)
+def test_preference_and_reward_trainers_are_refused_by_name(words, tmp_path, kind, settings, data, options):
+    tiny(dtype=torch.float32).save_pretrained(tmp_path / "model")
+    args = settings(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], max_steps=1, per_device_train_batch_size=2,
+        disable_tqdm=True, **({"num_generations": 2, "max_completion_length": 2} if kind is GRPOTrainer else {}),
+    )  # fmt: skip
+    model = AdaPonderForCausalLM.from_pretrained(tmp_path / "model")
+    run = kind(model=model, args=args, train_dataset=Dataset.from_list([data] * 4), processing_class=words, **options)
+    with pytest.raises(AttributeError, match=rf"{kind.__name__}.* not supported.*PonderSFTTrainer"):
+        run.train()
 
 
 def test_trl_s_own_trainer_would_drop_the_ponder_term_and_is_refused(words, tmp_path):
