@@ -20,7 +20,7 @@ class Hidden:
 sys.meta_path.insert(0, Hidden())
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 from transformers.utils import logging
 
 logging.set_verbosity_error()
@@ -40,6 +40,7 @@ def answers(folder, ids) -> dict:
     return {
         "class": f"{type(model).__module__}.{type(model).__name__}",
         "logits": output.logits,
+        "body": AutoModel.from_pretrained(folder, trust_remote_code=True).eval()(ids).last_hidden_state,
         "depth": output.depth,
         "greedy": model.generate(**prompt, **GREEDY),
         "pipeline": write("She opened the", **GREEDY)[0]["generated_text"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -27,7 +28,7 @@ from adaponder.commands.recipes import recipes
 from adaponder.commands.serve import serve
 from adaponder.commands.sweep import sweep
 from adaponder.commands.train import train
-from adaponder.errors import AdaPonderError, ConfigError, InputError
+from adaponder.errors import AdaPonderError, ConfigError, InputError, shortened
 from adaponder.fields import LARGEST_INT
 from adaponder.terminal import errors, json_alone, line, quiet_libraries
 from adaponder.version import __version__
@@ -152,6 +153,13 @@ def before_any_command(
     ] = False,
 ) -> None:
     quiet_libraries()
+    warnings.showwarning = _show_warning
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Prints a warning in one line, without the place in the code that raised it."""
+    text = shortened(" ".join(str(message).split()))
+    errors.print(line(("warning:", "bold yellow"), " ", text), soft_wrap=True)
 
 
 def main(commands: typer.Typer | None = None) -> None:
@@ -183,7 +191,8 @@ def exit_code(error: AdaPonderError) -> int:
 
 def fail(message: str, code: int) -> int:
     """Prints an error in one line and returns ``code``."""
-    errors.print(line(("error:", "bold red"), " ", re.sub(r"\s*\n\s*", " ", message.strip())), soft_wrap=True)
+    text = shortened(re.sub(r"\s*\n\s*", " ", message.strip()))
+    errors.print(line(("error:", "bold red"), " ", text), soft_wrap=True)
     return code
 
 

@@ -18,6 +18,7 @@ from adaponder.registry import scale_from_scratch, scale_of
 # Keys that Hugging Face itself writes into, or passes through, a config.json.
 _FOREIGN_KEYS = {
     "name_or_path",
+    "_name_or_path",
     "attn_implementation",
     "experts_implementation",
     "output_attentions",
@@ -33,28 +34,32 @@ _FOREIGN_KEYS = {
     "use_cache",  # transformers.Trainer writes it
 }
 
-# The auto_map in the config.json of folders that ``adaponder export`` writes. One equal to it is ignored, and the
+# The auto_map in the config.json of folders that ``adaponder export`` writes. It, or a part of it, is ignored, and the
 # classes of this package are used; any other is refused.
 OUR_AUTO_MAP = {
     "AutoConfig": "configuration_adaponder.AdaPonderConfig",
+    "AutoModel": "modeling_adaponder.AdaPonderModel",
     "AutoModelForCausalLM": "modeling_adaponder.AdaPonderForCausalLM",
 }
 
 # Limits above any real model; larger values would exhaust the memory before an error is raised.
 _LARGEST = {"vocab_size": 2**24, "num_hidden_layers": 4096, "num_attention_heads": 2**16, "hidden_size": 2**20}
 _LARGEST_SIZE = 2**31 - 1
+# Sizes of the backbone that a config shows too, and takes if they are those of backbone_config.
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _SIZE = re.compile(r"(_size|_dim|_rank|_heads|_layers|max_position_embeddings)$|^(n|num)_")
 
 
 def is_our_auto_map(auto_map: Any) -> bool:
-    """Returns whether an ``auto_map`` equals ``OUR_AUTO_MAP``; the code it names is never run in either case.
+    """Returns whether all of an ``auto_map`` is in ``OUR_AUTO_MAP``; the code it names is never run in either case.
 
     Ignores the prefix ``NAME--`` that Hugging Face adds to each entry for a hub repository NAME.
     """
     entries = auto_map.items() if isinstance(auto_map, dict) else ()
-    return {
-        name: entry.rpartition("--")[2] if isinstance(entry, str) else entry for name, entry in entries
-    } == OUR_AUTO_MAP
+    return bool(entries) and all(
+        name in OUR_AUTO_MAP and OUR_AUTO_MAP[name] == (entry.rpartition("--")[2] if isinstance(entry, str) else entry)
+        for name, entry in entries
+    )
 
 
 def _of_backbone(name: str) -> Any:
@@ -88,8 +93,14 @@ class AdaPonderConfig(PreTrainedConfig, Recurrence):
 
     def __post_init__(self, **kwargs: Any):
         kwargs = {key: value for key, value in kwargs.items() if not is_removed(f"model.{key}", value)}
+        sizes = {name: kwargs.pop(name, None) for name in _SIZES}
         _refuse_unknown(kwargs, {field.name for field in fields(type(self))})
         self.backbone_config = _as_config(self.backbone_config)
+        for name, given in sizes.items():
+            if given is not None and given != getattr(self, name):
+                raise ConfigError(
+                    f"{name}={shown(given)} must be set in backbone_config, where it is {getattr(self, name)}"
+                )
         method = method_class(self.method)
         if method.fixed_iterations is not None:
             self.iterations = method.fixed_iterations
@@ -122,6 +133,13 @@ class AdaPonderConfig(PreTrainedConfig, Recurrence):
         """Returns the backbone's config, which alone holds vocabulary, special tokens and lengths."""
         return self.backbone_config
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns every setting, and the backbone's sizes, which peft looks up here."""
+        return super().to_dict() | {name: getattr(self, name) for name in _SIZES}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().to_diff_dict().items() if name not in _SIZES}
+
     @property
     def auto_map(self) -> dict[str, str]:
         """Returns an empty mapping, because no remote code is used; TRL reads this attribute of every custom config."""
@@ -130,6 +148,7 @@ class AdaPonderConfig(PreTrainedConfig, Recurrence):
     vocab_size = _of_backbone("vocab_size")
     hidden_size = _of_backbone("hidden_size")
     num_hidden_layers = _of_backbone("num_hidden_layers")
+    num_attention_heads = _of_backbone("num_attention_heads")
     max_position_embeddings = _of_backbone("max_position_embeddings")
     # Hugging Face's tools read and set these on the model's config; they are stored in the backbone's config.
     eos_token_id = _of_backbone("eos_token_id")

@@ -4,9 +4,15 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+# The longest message of an error: names and tensors from elsewhere may be of any length and number.
+MOST_CHARACTERS = 500
+
 
 class AdaPonderError(ValueError):
-    """The base of every error that this package raises on purpose."""
+    """The base of every error that this package raises on purpose; a long message is shortened."""
+
+    def __init__(self, message: str = ""):
+        super().__init__(shortened(message))
 
 
 class ConfigError(AdaPonderError):
@@ -39,8 +45,18 @@ class EvaluationError(AdaPonderError):
 
 def in_one_line(problem: BaseException) -> str:
     """Returns the message of a library's error in one line of at most 400 characters."""
-    text = " ".join(str(problem).split()) or type(problem).__name__
-    return text if len(text) <= 400 else text[:400] + " …"
+    return shortened(" ".join(str(problem).split()) or type(problem).__name__, 400)
+
+
+def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
+    """Returns ``text`` without its middle if it is too long: it begins with what is wrong and ends with the cure."""
+    first = most * 2 // 3
+    return text if len(text) <= most else f"{text[:first]} … {text[first + 3 - most :]}"
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """Returns the first names of a list, and the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
 def shown(value: Any) -> str:

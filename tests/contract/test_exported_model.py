@@ -64,6 +64,8 @@ def test_a_folder_computes_and_writes_what_the_package_does(probe, name):
     expected, found = model(ids()), probe[name]
     torch.testing.assert_close(found["logits"], expected.logits.detach(), rtol=0, atol=1e-12)
     assert torch.equal(found["depth"], expected.depth)
+    body = model(ids(), output_hidden_states=True).hidden_states[-1].detach()
+    torch.testing.assert_close(found["body"], body, rtol=0, atol=1e-12)
     prompt = tokenizer("She opened the", return_tensors="pt")
     written = model.generate(**prompt, max_new_tokens=8, do_sample=False)
     assert torch.equal(found["greedy"], written)

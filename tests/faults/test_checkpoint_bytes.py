@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaponder import AdaPonderForCausalLM
+from adaponder import AdaPonderForCausalLM, cli
 from adaponder.checkpoints.loading import tokenizer_of
 from adaponder.checkpoints.manifest import MANIFEST, read_manifest, write_manifest
 from adaponder.commands import doctor
@@ -149,7 +149,9 @@ def test_saving_again_over_a_folder_seals_it_again(copy):
     assert torch.equal(open_model(folder).get_input_embeddings().weight, model.get_input_embeddings().weight)
 
 
-def test_checkpoints_of_earlier_versions_load(copy):
+def test_checkpoints_of_earlier_versions_load_and_one_without_manifest_is_said_to_be_unverified(
+    copy, capsys, monkeypatch
+):
     folder = copy("final")
     content = read_manifest(folder)
     older = {"format": 1, "step": 2, "files": content["files"]}
@@ -161,7 +163,15 @@ def test_checkpoints_of_earlier_versions_load(copy):
     flip(folder / "config.json", 0.5)
     (folder / MANIFEST).unlink()
     (folder / "generation_config.json").unlink()
-    open_model(folder)
+    with pytest.warns(UserWarning, match=r"unverified, there is no manifest\.json"):
+        open_model(folder)
+    assert "unverified" in doctor.check_checkpoint(str(folder))["checks"]["checksums"]
+    monkeypatch.setattr("sys.argv", ["adaponder", "generate", str(folder), "--prompt", "the", "--max-new-tokens=1"])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    shown = capsys.readouterr().err
+    assert shown.startswith("warning: ")
+    assert (shown.count("\n"), shown.count("unverified")) == (1, 1)
 
 
 def test_a_manifest_of_somebody_elses_is_none_of_ours(copy, folders):

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from adaponder.checkpoints.manifest import verify_files
 from adaponder.checkpoints.shipped import NAMES, full_name, shipped
 from adaponder.config import AdaPonderConfig, is_our_auto_map
-from adaponder.errors import AdaPonderError, CheckpointError, InputError, did_you_mean, in_one_line
+from adaponder.errors import AdaPonderError, CheckpointError, InputError, did_you_mean, in_one_line, listed, shortened
 from adaponder.files import checksums_wanted, open_plain, read_json
 from adaponder.ops.finite import first_not_finite
 
@@ -30,6 +30,10 @@ _OF_A_TOKENIZER = tuple(pattern for pattern in NEEDED if pattern != "*.safetenso
 # A manifest may list these, but loading does not need them.
 NOT_NEEDED = ("README.md", "optimizer.safetensors")
 _NEGLIGIBLE = 2**24  # numbers: at most 64 MiB too much is allocated
+# The headers of a checkpoint of 100,000 tensors; each further tensor would take time to be read and refused.
+_HEADERS = 12_000_000
+# Tensors of a checkpoint for each of its model: experts that are stored one by one are loaded as one tensor.
+_PER_TENSOR = 200
 # Errors that Hugging Face's loaders raise on impossible configs and files.
 _LOADER_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, ArithmeticError)
 _LOADER_ERRORS = (*_LOADER_ERRORS, RuntimeError, AssertionError, SafetensorError, StrictDataclassError)
@@ -55,8 +59,8 @@ def _hint(path: Path) -> str:
     name = str(path)
     if name in NAMES:
         return f"; the checkpoint that comes with adaponder is {full_name(name)}"
-    beside = [str(other) for other in path.parent.iterdir() if other.is_dir()] if path.parent.is_dir() else []
-    return "" if path.exists() else did_you_mean(name, [*NAMES, *beside])
+    beside = [str(other) for other in path.parent.iterdir() if other.is_dir()] if os.path.isdir(path.parent) else []
+    return "" if os.path.exists(path) else did_you_mean(name, [*NAMES, *beside])
 
 
 def fetch(name: str | Path, patterns: tuple[str, ...] = NEEDED, **hub: Any) -> Path:
@@ -68,15 +72,15 @@ def fetch(name: str | Path, patterns: tuple[str, ...] = NEEDED, **hub: Any) -> P
     if (packaged := shipped(name)) is not None:
         return packaged
     folder = Path(name)
-    if folder.is_dir():
+    if os.path.isdir(folder):  # false for a name that no file can have
         return find_checkpoint(folder)
     name = str(name)
-    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if os.path.exists(folder) or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise InputError(f"{name}: not a checkpoint folder{_hint(folder)}")
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns), **hub))
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
-        hint = _hint(folder) or f" ({error})"
+        name, hint = shortened(name, 200), _hint(folder) or f" ({in_one_line(error)})"
         raise CheckpointError(f"{name}: not a local folder, and the hub did not provide it{hint}") from error
 
 
@@ -91,15 +95,17 @@ def refuse_unsafe(folder: Path) -> None:
         raise CheckpointError(f"{folder}: no .safetensors file{cure}")
     for index in folder.glob("*.safetensors.index.json"):
         _check_index(index)
+    if (headers := sum(map(_header_bytes, weights))) > _HEADERS:
+        raise CheckpointError(f"{folder}: .safetensors headers of {headers:,} bytes, at most {_HEADERS:,} are read")
     for path in weights:
         _require_safetensors(path)
 
 
 def refuse_code(folder: Path) -> None:
     """Refuses a folder whose settings would run code, or with links out of it, special files or an adapter."""
-    for pattern in NEEDED:
+    for pattern in (*NEEDED, "additional_chat_templates/*"):
         for path in sorted(folder.glob(pattern)):
-            _require_own(path)
+            _require_own(path, folder.resolve())
     for path in sorted(folder.glob("*config*.json")):
         _refuse_code_in(path, read_json(path))
     _refuse_adapter(folder)
@@ -110,14 +116,12 @@ def _refuse_adapter(folder: Path) -> None:
         raise CheckpointError(f"{folder}/adapter_config.json: an adapter names another model to load; merge it first")
 
 
-def _require_own(path: Path) -> None:
-    """Refuses special files, and links out of the folder except those of the hub's cache (to its blobs)."""
-    if path.is_symlink():
-        folder, target = path.parent.resolve(), path.resolve()
-        blobs = folder.parent.parent / "blobs"
-        of_the_hub = folder.parent.name == "snapshots" and target.is_relative_to(blobs)
-        if not of_the_hub and not target.is_relative_to(folder):
-            raise CheckpointError(f"{path} is a link out of the checkpoint folder: put the file itself there")
+def _require_own(path: Path, folder: Path) -> None:
+    """Refuses special files, and links out of ``folder`` except those of the hub's cache (to its blobs)."""
+    target, blobs = path.resolve(), folder.parent.parent / "blobs"
+    of_the_hub = folder.parent.name == "snapshots" and target.is_relative_to(blobs)
+    if not of_the_hub and not target.is_relative_to(folder):
+        raise CheckpointError(f"{path} is a link out of the checkpoint folder: put the file itself there")
     open_plain(path).close()
 
 
@@ -132,6 +136,11 @@ def _refuse_code_in(path: Path, settings: dict[str, Any]) -> None:
         for key in ("attn_implementation", "_attn_implementation", "experts_implementation"):
             if level.get(key) not in (None, "eager", "sdpa"):
                 raise CheckpointError(f"{path}: {key}={level[key]!r} could load a kernel from elsewhere; remove it")
+        if level.get("quantization_config") is not None:
+            raise CheckpointError(
+                f"{path}: quantization_config asks for another library's weights; open the original checkpoint, with "
+                "--weights int8 or fp8"
+            )
         if isinstance(level.get("custom_generate"), str):
             raise CheckpointError(f"{path}: custom_generate asks to run code from the checkpoint; remove it")
         weights = level.get("transformers_weights")
@@ -164,16 +173,20 @@ def _check_index(index: Path) -> None:
             raise CheckpointError(f"{index}: shard {name!r} is missing")
 
 
+def _header_bytes(path: Path) -> int:
+    """Returns the size of a file's header as it states itself; 0 if the file cannot be that long."""
+    with open_plain(path) as file:
+        stated = int.from_bytes(file.read(8), "little")
+    return stated if stated <= path.stat().st_size else 0
+
+
 def _require_safetensors(path: Path) -> None:
     try:
         with safe_open(path, "pt"):
             pass
     except SafetensorError as error:
-        with open_plain(path) as file:
-            claimed = int.from_bytes(file.read(8), "little")
         raise CheckpointError(
-            f"{path}: truncated or not a safetensors file: its header claims {claimed} bytes of "
-            f"{path.stat().st_size} ({error})"
+            f"{path}: truncated or not a safetensors file of {path.stat().st_size} bytes ({error})"
         ) from error
 
 
@@ -194,12 +207,13 @@ def require_room(folder: Path, config: PreTrainedConfig) -> None:
         raise CheckpointError(
             f"{folder}: config.json says num_hidden_layers={text.num_hidden_layers}, the weights hold {tensors} tensors"
         )
-    if getattr(config, "quantization_config", None) is not None:
-        return  # several numbers are packed into one
     from adaponder.backbones.shape import meta_twin  # here: importing Auto classes imports adaponder.modeling.model
 
     twin = meta_twin(text)  # nothing is allocated
-    needed = sum(tensor.numel() for tensor in (*twin.parameters(), *twin.buffers()))
+    own = (*twin.parameters(), *twin.buffers())
+    if tensors > _PER_TENSOR * (len(own) + 10):
+        raise CheckpointError(f"{folder}: the weights hold {tensors:,} tensors, a model of config.json has {len(own)}")
+    needed = sum(tensor.numel() for tensor in own)
     if needed > 2 * numbers + _NEGLIGIBLE:
         names = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
         sizes = ", ".join(f"{name}={getattr(text, name)}" for name in names if hasattr(text, name))
@@ -258,11 +272,11 @@ def require_exact_keys(where: str, info: dict[str, Any]) -> None:
     problems = []
     for kind in ("missing", "unexpected", "mismatched"):
         if keys := info.get(f"{kind}_keys"):
-            listed = [
+            described = (
                 key if isinstance(key, str) else f"{key[0]} is {tuple(key[1])}, the model has {tuple(key[2])}"
                 for key in keys
-            ]
-            problems.append(f"{kind}: " + ", ".join(sorted(listed)))
+            )
+            problems.append(f"{kind}: {listed(sorted(described))}")
     if problems:
         raise CheckpointError(f"{where} does not fit the model; " + "; ".join(problems))
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from adaponder.commands.shared import Json, arg, opt
-from adaponder.errors import AdaPonderError, InputError
+from adaponder.errors import AdaPonderError, CheckpointError, InputError, listed
 from adaponder.terminal import console, table, write_json
 from adaponder.version import __version__
 
@@ -153,9 +153,13 @@ def _safe(folder: Path) -> str:
     code = {path.name: path.read_bytes() for path in folder.glob("*.py")}
     if not code:
         return "no code, nothing outside the folder"
-    ours = code == {name: Path(modeling_adaponder.__file__).with_name(name).read_bytes() for name in CODE}
-    whose = "as adaponder export writes it" if ours else "not as this version exports it: read before you trust it"
-    return f"nothing outside the folder; code that only trust_remote_code=True runs, {whose}"
+    written = {name: Path(modeling_adaponder.__file__).with_name(name).read_bytes() for name in CODE}
+    if changed := [name for name in code if code[name] != written.get(name)]:
+        raise CheckpointError(
+            f"{folder}: {listed(sorted(changed))} differs from what this version exports, and trust_remote_code=True "
+            "would run it: read it, or export the checkpoint again"
+        )
+    return "nothing outside the folder; code that only trust_remote_code=True runs, as adaponder export writes it"
 
 
 def _config(folder: Path) -> str:
@@ -170,7 +174,7 @@ def _checksums(folder: Path) -> str:
     from adaponder.checkpoints.manifest import MANIFEST, read_manifest, verify_files
 
     if not (folder / MANIFEST).exists():
-        return "no manifest to compare with; --seal writes one"
+        return f"unverified: there is no {MANIFEST} to compare with; --seal writes one"
     verify_files(folder, may_be_missing=NOT_NEEDED)
     return f"{len(read_manifest(folder)['files'])} files as they were written"
 

@@ -111,7 +111,9 @@ class AdaPonderOutput(ModelOutput):
     def last_hidden_state(self) -> Tensor:
         """Raises, because TRL's trainers would compute a loss from hidden states, without the ponder term."""
         raise AttributeError(
-            "last_hidden_state: AutoModel gives it; to train with TRL use adaponder.integrations.PonderSFTTrainer"
+            "last_hidden_state: open the model with AutoModel to get it. TRL's trainers read it to compute a loss of "
+            "their own, which has no ponder term: DPOTrainer, GRPOTrainer and the like are not supported; for "
+            "supervised fine-tuning use adaponder.integrations.PonderSFTTrainer"
         )
 
 

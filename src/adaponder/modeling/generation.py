@@ -44,12 +44,14 @@ def check_generation(
     ``settings`` are the generation config's, overridden by the keyword arguments.
     """
     embedded = settings.get("inputs_embeds")
+    if embedded is None and input_ids is None and settings.get("bos_token_id") is not None:
+        input_ids = torch.tensor([[settings["bos_token_id"]]])  # transformers begins with it
     if embedded is not None and (input_ids is not None or embedded.ndim != 3):
         raise InputError("inputs_embeds must be [batch, time, hidden], without input_ids beside it")
     if embedded is not None:
         input_ids = torch.full(embedded.shape[:2], -1, device=embedded.device)  # no token id, so no padding
     if input_ids is None or input_ids.ndim != 2 or 0 in input_ids.shape:
-        raise InputError("input_ids: the prompt is empty; give at least one token per sequence")
+        raise InputError("input_ids: the prompt is empty, and no bos_token_id begins one; give at least one token")
     if embedded is None:
         # Synchronises the device once, here, and not in every forward.
         check_ids("input_ids", input_ids, vocabulary, wait=True)
@@ -158,6 +160,13 @@ class LedgerGenerationMixin(GenerationMixin):
             return super().generate(inputs, generation_config=generation_config, **kwargs)
         finally:
             _GENERATING.reset(token)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises: transformers would log the error of its thread and return failed requests."""
+        raise InputError(
+            "generate_batch: its paged cache keeps one row per token, not one per iteration; use adaponder.Engine, "
+            "which batches continuously"
+        )
 
     @wraps(GenerationMixin._get_logits_processor)
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,10 @@ from adaponder.checkpoints.loading import (
     require_finite,
     require_room,
 )
-from adaponder.checkpoints.manifest import share_weights, verify_files, write_manifest
+from adaponder.checkpoints.manifest import MANIFEST, share_weights, verify_files, write_manifest
 from adaponder.checkpoints.special_tokens import require_agreement
 from adaponder.config import AdaPonderConfig
-from adaponder.errors import CheckpointError, InputError
+from adaponder.errors import CheckpointError, InputError, listed
 from adaponder.files import checksums_wanted
 
 _NEVER = {
@@ -50,7 +51,8 @@ class StrictCheckpointMixin:
         hub: dict[str, Any] = {name: kwargs[name] for name in ("revision", "cache_dir", "token") if name in kwargs}
         where = fetch(pretrained_model_name_or_path, NEEDED, **hub)
         refuse_unsafe(where)
-        if checksums_wanted() if verify is None else verify:
+        verify = checksums_wanted() if verify is None else verify
+        if verify:
             verify_files(where, may_be_missing=NOT_NEEDED)
             require_agreement(where)
         wants_info = kwargs.pop("output_loading_info", False)
@@ -70,6 +72,8 @@ class StrictCheckpointMixin:
         require_exact_keys(str(where), info)
         require_finite(str(where), model.state_dict().items())
         model.wrapped.verify()
+        if verify and not (where / MANIFEST).exists():
+            warnings.warn(f"{where}: unverified, there is no {MANIFEST}; doctor --seal writes one", stacklevel=2)
         return (model, info) if wants_info else model
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -80,8 +84,8 @@ class StrictCheckpointMixin:
         unknown = sorted(set(state_dict) - set(self.state_dict())) if not strict else []
         if unknown:
             raise CheckpointError(
-                f"load_state_dict: the model has no {', '.join(unknown[:4])}{', …' if unknown[4:] else ''}, whose "
-                "values would be lost; open the folder with from_pretrained, which knows other names, and save it again"
+                f"load_state_dict: the model has no {listed(unknown)}, whose values would be lost; open the folder "
+                "with from_pretrained, which knows other names, and save it again"
             )
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 

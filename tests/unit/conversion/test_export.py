@@ -79,7 +79,8 @@ def test_doctor_tells_of_the_code_and_whether_it_is_ours(exported, run, tmp_path
     assert "only trust_remote_code=True runs, as adaponder export writes it" in examine(exported)["checks"]["files"]
     other = shutil.copytree(exported, tmp_path / "other")
     (other / exporting.CODE[1]).write_text("import os\n")
-    assert "not as this version exports it" in examine(other)["checks"]["files"]
+    assert "modeling_adaponder.py differs from what this version exports" in examine(other)["problems"]["files"]
+    assert CliRunner().invoke(cli.app, ["doctor", str(other)]).exit_code == 1
 
 
 def test_the_card_is_measured_and_has_the_hubs_metadata(exported):
@@ -203,7 +204,7 @@ def test_the_package_opens_it_by_its_own_classes_and_runs_none_of_its_code(expor
     asked = ["generate", str(folder), "--prompt", "The river", "--max-new-tokens", "4", "--greedy"]
     result = CliRunner().invoke(cli.app, [*asked, "--json", str(tmp_path / "out.json")], input="y\n")
     assert result.exit_code == 0, result.output
-    assert CliRunner().invoke(cli.app, ["doctor", str(folder)], input="y\n").exit_code == 0
+    assert CliRunner().invoke(cli.app, ["doctor", str(folder)], input="y\n").exit_code == 1
     model, _ = load(str(folder))
     assert type(model) is AdaPonderForCausalLM
     assert type(AutoModelForCausalLM.from_pretrained(folder)) is AdaPonderForCausalLM
@@ -221,7 +222,13 @@ def test_what_the_package_saves_again_asks_for_no_code(exported, tmp_path):
 def test_the_auto_map_of_a_hub_repository_is_ours_and_no_other_is():
     named = {key: f"me/river--{value}" for key, value in OUR_AUTO_MAP.items()}
     assert AdaPonderConfig(backbone_config=tiny().backbone.config, auto_map=named).method == "adaponder"
-    for other in (named | {"AutoConfig": "me/river--evil.Evil"}, named | {"AutoModel": "x.Y"}, ["x.Y"], {"a": ["b"]}):
+    for other in (
+        named | {"AutoConfig": "me/river--evil.Evil"},
+        named | {"AutoModel": "x.Y"},
+        {},
+        ["x.Y"],
+        {"a": ["b"]},
+    ):
         assert not is_our_auto_map(other)
         with pytest.raises(ConfigError, match="auto_map asks to run code"):
             AdaPonderConfig(backbone_config=tiny().backbone.config, auto_map=other)

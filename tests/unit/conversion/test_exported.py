@@ -1,5 +1,6 @@
 """The exported file computes what the package computes, and each planted mistake in it is noticed."""
 
+import copy
 import importlib.util
 import sys
 import types
@@ -98,6 +99,8 @@ def answers(model) -> Iterator[tuple[str, torch.Tensor]]:
     rest = model(TEXT[:, 7:], attention_mask=MASK, past_key_values=first.past_key_values)
     yield "logits in pieces", torch.cat([first.logits, rest.logits], 1)[real]
     yield "depths in pieces", torch.cat([first.depth, rest.depth], 1)
+    states = model(TEXT, attention_mask=MASK, output_hidden_states=True).hidden_states
+    yield "hidden states", torch.stack(states)[:, real]
     yield "loss without targets", model(TEXT, labels=torch.full_like(TEXT, -100)).loss
     limited = model(TEXT, max_iterations=2)
     yield from {"limited logits": limited.logits, "limited depth": limited.depth}.items()
@@ -141,7 +144,11 @@ def test_it_computes_what_the_package_computes(case):
     gradients = []
     for output, parameters in ((mine, model.parameters()), (theirs, twin.parameters())):
         gradients.append(torch.autograd.grad(output.loss, list(parameters), materialize_grads=True))
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-9, atol=1e-12)
+    twin.train().gradient_checkpointing_enable()
+    loss = twin(TEXT, attention_mask=MASK, labels=TEXT).loss
+    gradients.append(torch.autograd.grad(loss, list(twin.parameters()), materialize_grads=True))
+    for found in gradients[1:]:
+        torch.testing.assert_close(found, gradients[0], rtol=1e-9, atol=1e-12)
 
 
 def test_every_family_that_can_be_exported_is_held_against_the_package():
@@ -213,6 +220,38 @@ def test_offloaded_weights_compute_what_they_did_before(twin):
     cpu_offload(twin, execution_device=torch.device("cpu"))
     assert twin.get_input_embeddings().weight.device.type == "meta"
     torch.testing.assert_close(twin(text).logits, expected)
+
+
+@torch.no_grad()
+def test_too_long_a_text_and_no_prompt_are_answered_alike(twin):
+    model = copy.deepcopy(package("gpt_neox"))
+    for each in (model, twin):
+        with pytest.raises(ValueError, match="position 64, the backbone's positions end at 63"):
+            each(ids(1, 65))
+        with pytest.raises(ValueError, match="position 64"):
+            each(ids(1, 3), position_ids=torch.tensor([[62, 63, 64]]))
+        padded = torch.cat([torch.zeros(1, 6), torch.ones(1, 60)], 1).long()
+        assert each(ids(1, 66), attention_mask=padded).logits.isfinite().all(), "padding takes no position"
+        with pytest.raises(ValueError, match="bos_token_id"):
+            each.generate(max_new_tokens=2)
+        each.generation_config.bos_token_id = 5
+    texts = [each.generate(max_new_tokens=4, do_sample=False, pad_token_id=0) for each in (model, twin)]
+    assert torch.equal(*texts)
+    assert texts[0].shape == (1, 5)
+    assert texts[0][0, 0] == 5
+
+
+@torch.no_grad()
+def test_auto_model_returns_hidden_states_and_no_prediction(twin):
+    body = modeling_adaponder.AdaPonderModel(twin.config).double().eval()
+    body.load_state_dict(twin.state_dict())
+    widen_norms(body)
+    output, expected = body(TEXT, output_hidden_states=True), twin(TEXT)
+    assert torch.equal(output.last_hidden_state, expected.last_hidden_state)
+    assert torch.equal(output.hidden_states[-1], body(TEXT, return_dict=False)[0])
+    for call in (lambda: body(TEXT, labels=TEXT), lambda: body.generate(TEXT)):
+        with pytest.raises(ValueError, match="AutoModelForCausalLM"):
+            call()
 
 
 def test_what_it_cannot_read_or_draft_with_is_refused_by_name(twin):

@@ -112,6 +112,11 @@ def test_embeddings_read_as_their_ids_do(method, execution):
         assert torch.equal(by_ids[name], by_embeddings[name]), name
 
 
+def test_continuous_batching_of_transformers_is_refused_with_the_call_that_works(model):
+    with pytest.raises(AdaPonderError, match=r"generate_batch: .*adaponder\.Engine"):
+        model.generate_batch([[1, 2, 3]], max_new_tokens=2)
+
+
 def test_generation_from_embeddings_says_what_ids_would(model):
     embedded = model.get_input_embeddings()(ids())
     mask = torch.tensor([[0, 0] + [1] * 7, [1] * 9])

@@ -1,6 +1,7 @@
 """The Hugging Face face: what its users expect of any model, and what only this one has."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from adaponder import (
     FixedDepth,
     Objective,
 )
+from adaponder.conversion.exported.configuration_adaponder import AdaPonderConfig as ExportedConfig
 from adaponder.execution.cached import Cached
 from adaponder.execution.compact import Packed
 from adaponder.execution.dense import Dense
@@ -121,6 +123,20 @@ def test_the_default_execution_skips_in_evaluation_and_is_dense_in_training(monk
     eager.backbone.set_attn_implementation("eager")  # an attention that cannot be handed packed rows
     eager(ids())
     assert kinds == ["Packed", "Dense", "Dense", "Cached", "Dense", "Cached"]
+
+
+@pytest.mark.parametrize("kind", [AdaPonderConfig, ExportedConfig])
+def test_a_config_shows_the_sizes_of_its_backbone_and_takes_no_others(kind):
+    settings = {key: value for key, value in tiny().config.to_dict().items() if key != "model_type"}
+    config = kind(**settings)
+    assert {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}.items() <= config.to_dict().items()
+    assert "hidden_size" not in json.loads(config.to_json_string())
+    assert (
+        config.backbone_config.to_dict()
+        == kind(**json.loads(config.to_json_string(use_diff=False))).backbone_config.to_dict()
+    )
+    with pytest.raises(ValueError, match="vocab_size=99 must be set in backbone_config"):
+        kind(**settings | {"vocab_size": 99})
 
 
 def test_a_pause_can_be_an_unused_token_of_the_vocabulary():

@@ -5,12 +5,12 @@ import logging
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from adaponder import Engine, FixedDepth, Request
+from adaponder import AdaPonderForCausalLM, Engine, FixedDepth, Request
 from adaponder.conversion.open import load
 from adaponder.errors import BackboneError, CheckpointError, InputError
 from adaponder.halting import bottom_k_mean, ponder_fraction
@@ -126,6 +126,31 @@ def test_prompts_are_masked_and_packed_conversations_do_not_see_each_other(words
     torch.testing.assert_close(output.logits[:, second], alone.logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings", "data", "options"),
+    [
+        (DPOTrainer, DPOConfig, {"prompt": "w2", "chosen": " w4", "rejected": " w6"}, {}),
+        (
+            GRPOTrainer,
+            GRPOConfig,
+            {"prompt": "w2"},
+            {"reward_funcs": lambda completions, **_: [1.0] * 2},
+        ),
+    ],
+    ids=["dpo", "grpo"],
+)
+def test_preference_and_reward_trainers_are_refused_by_name(words, tmp_path, kind, settings, data, options):
+    tiny(dtype=torch.float32).save_pretrained(tmp_path / "model")
+    args = settings(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], max_steps=1, per_device_train_batch_size=2,
+        disable_tqdm=True, **({"num_generations": 2, "max_completion_length": 2} if kind is GRPOTrainer else {}),
+    )  # fmt: skip
+    model = AdaPonderForCausalLM.from_pretrained(tmp_path / "model")
+    run = kind(model=model, args=args, train_dataset=Dataset.from_list([data] * 4), processing_class=words, **options)
+    with pytest.raises(AttributeError, match=rf"{kind.__name__}.* not supported.*PonderSFTTrainer"):
+        run.train()
+
+
 def test_trl_s_own_trainer_would_drop_the_ponder_term_and_is_refused(words, tmp_path):
     with pytest.raises(AttributeError, match="PonderSFTTrainer"):
         trainer(tiny(dtype=torch.float32), words, tmp_path, kind=SFTTrainer).train()
@@ -175,6 +200,17 @@ def test_merging_adapters_changes_neither_logits_nor_depths_nor_what_is_generate
     assert torch.equal(found.depth, expected.depth)
     assert torch.equal(merged.generate(text, **asked), generated)
     assert by_engine == _greedy(merged, text[0]) == generated[0, 9:].tolist()
+
+
+def test_prompts_can_be_tuned_and_generate_what_their_embeddings_would(tmp_path):
+    model, text, asked = tiny(dtype=torch.float32), ids(), {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    tuned = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    embedded = torch.cat([tuned.get_prompt(2).detach(), model.get_input_embeddings()(text)], 1)
+    torch.testing.assert_close(tuned(input_ids=text).logits, model(inputs_embeds=embedded).logits)
+    generated = tuned.generate(input_ids=text, attention_mask=torch.ones_like(text), **asked)
+    assert torch.equal(generated[:, 9:], model.generate(inputs_embeds=embedded, **asked))
+    tuned.train()(input_ids=text, labels=text).loss.backward()
+    assert tuned.prompt_encoder.default.embedding.weight.grad.abs().sum() > 0
 
 
 def _greedy(model, prompt: torch.Tensor) -> list[int]:

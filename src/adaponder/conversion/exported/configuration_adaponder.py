@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 
 from transformers import AutoConfig, PreTrainedConfig
 
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
 
 def _of_backbone(name: str) -> Any:
     """Returns a property that reads and sets the backbone config's attribute."""
@@ -51,6 +53,7 @@ class AdaPonderConfig(PreTrainedConfig):
     vocab_size = _of_backbone("vocab_size")
     hidden_size = _of_backbone("hidden_size")
     num_hidden_layers = _of_backbone("num_hidden_layers")
+    num_attention_heads = _of_backbone("num_attention_heads")
     max_position_embeddings = _of_backbone("max_position_embeddings")
     bos_token_id = _of_backbone("bos_token_id")
     eos_token_id = _of_backbone("eos_token_id")
@@ -60,9 +63,19 @@ class AdaPonderConfig(PreTrainedConfig):
         if isinstance(self.backbone_config, dict):
             settings = dict(self.backbone_config)
             self.backbone_config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        for name in _SIZES:
+            if (given := kwargs.pop(name, None)) not in (None, value := getattr(self, name)):
+                raise ValueError(f"{name}={given} must be set in backbone_config, where it is {value}")
         if self.method not in ("adaponder", "ponder") or self.reuse != "state":
             raise ValueError(f"method={self.method!r}, reuse={self.reuse!r}: this file computes adaponder and ponder")
         super().__post_init__(**kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns every setting, and the backbone's sizes, which peft looks up here."""
+        return super().to_dict() | {name: getattr(self, name) for name in _SIZES}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().to_diff_dict().items() if name not in _SIZES}
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
         return self.backbone_config

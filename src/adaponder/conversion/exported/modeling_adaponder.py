@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
@@ -41,6 +42,7 @@ class AdaPonderOutput(ModelOutput):
         loss: mean cross-entropy, where labels were given.
         logits: ``[batch, kept, vocabulary]``, after each token's last iteration.
         past_key_values: the cache, where one was given or ``use_cache`` is set.
+        hidden_states: on request, final-normed hidden states ``[batch, time, d]`` after each pass.
         depth: ``[batch, time]``, the iterations of each token; 0 for padding.
         gates: ``[batch, time, K - 1]``, the gates' probabilities; 0 once the token has halted.
         last_hidden_state: ``[batch, time, d]``, each token's last, as the head reads it.
@@ -49,9 +51,21 @@ class AdaPonderOutput(ModelOutput):
     loss: Tensor | None = None
     logits: Tensor | None = None
     past_key_values: PonderCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
     depth: Tensor | None = None
     gates: Tensor | None = None
     last_hidden_state: Tensor | None = None
+
+
+@dataclass
+class AdaPonderModelOutput(ModelOutput):
+    """The output of ``AutoModel``'s forward; ``last_hidden_state`` is what the head would read."""
+
+    last_hidden_state: Tensor | None = None
+    past_key_values: PonderCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    depth: Tensor | None = None
+    gates: Tensor | None = None
 
 
 class Column(nn.Linear):
@@ -186,10 +200,12 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
     config: AdaPonderConfig
     config_class = AdaPonderConfig
     base_model_prefix = ""
+    supports_gradient_checkpointing = True
     _supports_sdpa = True
 
     def __init__(self, config: AdaPonderConfig):
         super().__init__(config)
+        self.gradient_checkpointing = False
         options = {"attn_implementation": config._attn_implementation, "dtype": torch.get_default_dtype()}
         self.backbone: Any = AutoModelForCausalLM.from_config(config.backbone_config, **options)
         config.backbone_config = self.backbone.config
@@ -197,6 +213,15 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None: ...  # weights are loaded
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """Recomputes each pass in backward; layers that checkpoint themselves would drop the cache."""
+        if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+            raise ValueError("gradient_checkpointing_kwargs: only use_reentrant=False works with reused keys")
+        self.gradient_checkpointing = True
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.gradient_checkpointing = False
 
     def get_input_embeddings(self) -> Any:
         return self.backbone.get_input_embeddings()
@@ -222,6 +247,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         max_iterations: int | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> AdaPonderOutput | tuple:
@@ -237,6 +263,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
             logits_to_keep: only the last n positions' logits, or those at the given indices; 0 keeps all.
             max_iterations: limit on each token's iterations.
             num_items_in_batch: divisor of the summed loss; by default the number of targets.
+            output_hidden_states: return hidden states after each pass; ``None``: as set in the config.
         """
         unknown = kwargs.keys() - {"cache_position", "tokenizer", "token_type_ids"}  # Hugging Face passes them to all
         if given := sorted(name for name in unknown if kwargs[name] is not None and kwargs[name] is not False):
@@ -249,8 +276,10 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         embedded = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
         cache = PonderCache(self.config.iterations) if use_cache and past_key_values is None else past_key_values
         tokens = _arrange(embedded, attention_mask, position_ids, _own(cache))
+        self._check_positions(tokens, given=position_ids is not None)
         read = self._read_all(tokens) if cache is None else self._read_active(tokens, cache)
-        hidden, depth, gates = self._ponder(embedded, tokens.real, most, read)
+        states, depth, gates = self._ponder(embedded, tokens.real, most, read)
+        hidden = states[-1]
         if cache is not None:
             cache.depth[:, tokens.past :] = depth
         head, loss = self.get_output_embeddings(), None
@@ -258,11 +287,21 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         logits = head(hidden if labels is not None else hidden[:, kept])
         if labels is not None:
             loss, logits = _loss(logits, labels, tokens.real, num_items_in_batch), logits[:, kept]
-        output = AdaPonderOutput(loss, logits, cache, depth, gates, hidden)
+        every = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        output = AdaPonderOutput(loss, logits, cache, tuple(states) if every else None, depth, gates, hidden)
         return output.to_tuple() if return_dict is False else output
 
-    def _ponder(self, embedded: Tensor, real: Tensor, iterations: int, read: Read) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (hidden states, depths, gates) of tokens ``embedded [batch, time, d]`` (Algorithm 1).
+    def _check_positions(self, tokens: Tokens, *, given: bool) -> None:
+        limit = self.config.max_position_embeddings
+        if limit is None or (not given and tokens.past + tokens.real.shape[1] <= limit):
+            return
+        if (last := int(tokens.position.max())) >= limit:
+            raise ValueError(f"input_ids reaches position {last}, the backbone's positions end at {limit - 1}")
+
+    def _ponder(
+        self, embedded: Tensor, real: Tensor, iterations: int, read: Read
+    ) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Returns (hidden states after each pass, depths, gates) of ``embedded [batch, time, d]`` (Algorithm 1).
 
         ``read(i, x, active)`` is the Transformer in iteration i; its values of inactive tokens are undefined.
         """
@@ -270,6 +309,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         x = embedded * (config.embedding_scale * config.initial_multiplier)  # E^0
         active, depth = real, real.long()  # m^0: padding is never read
         hidden = read(0, x, active)  # eq. 1: h^0 = Transformer(E^0)
+        states = [hidden]
         gates = hidden.new_zeros(*real.shape, config.iterations - 1, dtype=torch.promote_types(x.dtype, torch.float32))
         for i in range(iterations - 1):
             s = scattered(active, self.method(i, hidden[active]))  # eq. 2 and 3: s^i = sigmoid(MLP_i(h^i))
@@ -279,8 +319,9 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
             x = x + (active * s).to(x.dtype)[..., None] * expected  # eq. 9: E^{i+1} = E^i + (m^{i+1} s^i) e^i
             new = read(i + 1, x, active)  # eq. 1: h^{i+1} = Transformer(E^{i+1})
             hidden = torch.where(active[..., None], new, hidden)  # a halted token's representation stays as it is
+            states.append(hidden)
             depth = depth + active
-        return hidden, depth, gates
+        return states, depth, gates
 
     def expected_embedding(self, hidden: Tensor) -> Tensor:
         """Returns ``softmax(head(h)) @ table`` of rows ``[rows, d]``, the table scaled as embeddings are (eq. 6-8)."""
@@ -309,15 +350,20 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         mask = None if bool(tokens.real.all()) else self._mask(slots, tokens.real)
 
         def read(i: int, x: Tensor, active: Tensor) -> Tensor:
+            old = dict(before)  # of the iteration before, also when backward runs this pass again
+
             def answer(layer: int, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
                 if i > 0:
-                    (keys, values), (old_keys, old_values) = new, before[layer]
+                    (keys, values), (old_keys, old_values) = new, old[layer]
                     own = active[:, None, :, None]
                     new = torch.where(own, keys, old_keys), torch.where(own, values, old_values)  # eq. 10
                 before[layer] = new
                 return new
 
-            return self._pass(x, tokens.position, mask, answer)
+            arguments = (x, tokens.position, mask, answer)
+            if self.gradient_checkpointing and self.training:
+                return checkpoint(self._pass, *arguments, use_reentrant=False)
+            return self._pass(*arguments)
 
         return read
 
@@ -389,6 +435,21 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
             cache._is_user_defined = True  # so that generate leaves it complete
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = PonderCache(self.config.iterations)
+
+
+class AdaPonderModel(AdaPonderForCausalLM):
+    """The model that ``AutoModel`` opens: the same weights; returns hidden states instead of logits."""
+
+    def forward(self, *args: Any, return_dict: bool | None = None, **kwargs: Any) -> AdaPonderModelOutput | tuple:
+        if kwargs.get("labels") is not None:
+            raise ValueError("labels: AutoModel returns hidden states only; open it with AutoModelForCausalLM")
+        output: Any = super().forward(*args, **kwargs, logits_to_keep=1)
+        names = ("last_hidden_state", "past_key_values", "hidden_states", "depth", "gates")
+        output = AdaPonderModelOutput(**{name: output.get(name) for name in names})
+        return output.to_tuple() if return_dict is False else output
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError("generate: AutoModel returns hidden states only; open it with AutoModelForCausalLM")
 
 
 def _own(cache: Any) -> PonderCache | None:
