@@ -117,7 +117,7 @@ class StandIn:
 
     def _record_preemption(self, sequence):
         self.preempted.append((sequence.order, [other.order for other in self.scheduler.resident.values()]))
-        self.lost.append((sequence, len(sequence.tokens)))
+        self.lost.append(sequence)
         self._preempt(sequence)
 
     def span(self, sequence, start, stop, pages):  # the runner's, for the postprocessor
@@ -229,7 +229,7 @@ def test_a_short_request_takes_as_many_steps_as_alone_however_much_another_clien
         for number in range(1, 60):
             stand.step()
             if short.state == FINISHED:
-                assert not any(sequence is short for sequence, _ in stand.lost)
+                assert short not in stand.lost
                 return number
         return 60
 
@@ -259,6 +259,15 @@ def test_lanes_are_shared_equally_and_a_client_alone_has_them_all():
     residents = Counter(sequence.client for sequence in stand.scheduler.resident.values())
     assert residents == {"a": 3, "b": 2, "c": 1}
     assert len(stand.preempted) == 4, "three for b, one more for c"
+
+
+def test_pages_are_taken_from_the_client_with_the_most_sequences():
+    stand = StandIn(lanes=3, rows=140, chunk=40)
+    stand.scheduler.expected_rows = lambda sequence: 0
+    for client in "aab":
+        stand.add(12, 14, client=client)
+    stand.run()
+    assert {sequence.client for sequence in stand.lost} == {"a"}
 
 
 def test_prefill_rows_are_shared_equally():
