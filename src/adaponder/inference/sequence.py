@@ -104,7 +104,8 @@ class Sequence:
     """One sample of a request.
 
     Attributes:
-        order: (request, sample), the order of arrival: older sequences have priority when pages run short.
+        order: (request, sample), the order of arrival.
+        rank: (number of older residents of its client, order): pages go to lower ranks first.
         leader: the sample that prefills the shared prompt; ``None`` if this sample does.
         tokens: prompt and generated tokens.
         depths: the depth of each token, 0 while unknown.
@@ -118,6 +119,8 @@ class Sequence:
     def __init__(self, submission: Submission, sample: int, leader: Sequence | None):
         self.submission, self.sample, self.leader = submission, sample, leader
         self.order = (submission.number, sample)
+        self.rank = (0, self.order)
+        self.client = submission.request.client
         self.request, self.iterations, self.passes = submission.request, submission.iterations, submission.passes
         self.state = WAITING
         self.lane: int | None = None
