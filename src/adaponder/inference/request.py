@@ -33,6 +33,7 @@ class Request(Sampling):
         depths: the forced depth of each slot, as a list from slot 0 or a mapping; 0, or no entry, forces nothing. Only
             the policy's decision is replaced: gates and expected embeddings are still computed.
         salt: only requests with equal salts share the rows of a common prefix.
+        client: requests of different clients are scheduled in turn.
     """
 
     prompt: Sequence[int]
@@ -42,6 +43,7 @@ class Request(Sampling):
     policy: PolicyLike | None = None
     depths: Mapping[int, int] | Sequence[int] | None = None
     salt: str = ""
+    client: str = ""
 
     def __post_init__(self) -> None:
         # NumPy integers can overflow, and torch cannot index with all of them. check_request refuses non-numbers.
