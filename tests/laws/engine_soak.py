@@ -3,8 +3,6 @@
 ``make test-engine`` runs it with ``--record``, which writes what was run to ``engine_soak.json`` beside this file.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

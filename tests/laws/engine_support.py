@@ -1,7 +1,5 @@
 """What the engine's laws share: random requests, and the results that each must have."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -76,14 +74,7 @@ def _forced(depths: Any, inner: Any) -> Custom:
 
 
 def draw_requests(
-    count: int,
-    seed: int,
-    *,
-    halts: bool,
-    iterations: int,
-    longest: int = 20,
-    sampled: float = 0.0,
-    extras: float = 0.0,
+    count: int, seed: int, *, halts: bool, iterations: int, longest: int = 20, sampled: float = 0.0, extras: float = 0.0
 ) -> list[Request]:
     """Draws requests of many lengths, policies and iterations; some have a common prefix.
 
@@ -93,13 +84,13 @@ def draw_requests(
     draw = random.Random(seed)
     common = [draw.randrange(VOCABULARY) for _ in range(longest)]
     requests = []
-    for _ in range(count):
+    for place in range(count):
         own = [draw.randrange(VOCABULARY) for _ in range(draw.randint(1, longest))]
         prompt = common[: draw.randint(0, longest)] + own if draw.random() < 0.6 else own
         prompt = prompt[: longest + 4]
         new = draw.randint(1, 9)
         fields: dict[str, Any] = {"prompt": prompt, "max_new_tokens": new, "temperature": 0.0}
-        fields |= {"seed": draw.randrange(3)}
+        fields |= {"seed": draw.randrange(3), "client": str(place % 3)}
         if halts:
             fields |= _draw_depth(draw, len(prompt) + new, iterations)
         if draw.random() < sampled:
@@ -288,7 +279,8 @@ def assert_empty(engine: Engine) -> None:
     assert engine.statistics["pages_held"] == 0, "pages leak"
     assert sorted(engine.pages._free) == list(range(1, engine.pages.count)), "a page is free twice, or lost"
     assert not any(engine.pages._holders)
-    held = (scheduler.waiting, scheduler.resident, engine._requests, engine._callbacks, engine._pending)
+    held = (scheduler.queues, scheduler._turns, scheduler.resident, engine._requests, engine._callbacks)
+    held += (engine._pending, engine.clients)
     assert not any(held), held
     assert len(scheduler._free_lanes) == len(set(scheduler._free_lanes)) == engine.runner.lanes.padding, "lanes leak"
     assert not engine.busy
@@ -309,7 +301,7 @@ def draw_engine(draw: random.Random, width: int = 1) -> dict[str, Any]:
 
 def assert_all_as_alone(model: AdaPonderForCausalLM, requests: list[Request], ended: Ended, **options: Any) -> None:
     """Compares each sample that was not cancelled with a dense forward, and with a solo run unless it is plain."""
-    plain = ("prompt", "max_new_tokens", "seed", "policy", "tau", "max_iterations", "depths")
+    plain = ("prompt", "max_new_tokens", "seed", "client", "policy", "tau", "max_iterations", "depths")
     for place, request in enumerate(requests):
         if place in ended.cancelled:
             continue

@@ -1,7 +1,5 @@
 """The laws as checks that a test, or a deliberate mistake, can be held against."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -125,12 +123,6 @@ def assert_causal(model: AdaPonderForCausalLM, ids: Tensor, where: int, **kwargs
         after.iteration_logits[:, :, :where], before.iteration_logits[:, :, :where], "hidden states before the change"
     )
     assert not torch.equal(before.logits[:, where:], after.logits[:, where:]), "the change had no effect at all"
-
-
-def assert_causal_everywhere(model: AdaPonderForCausalLM, time: int, **kwargs) -> None:
-    for where in range(1, time):
-        ids = torch.randint(VOCABULARY, (1, time), generator=torch.Generator().manual_seed(where))
-        assert_causal(model, ids, where, **kwargs)
 
 
 @torch.no_grad()

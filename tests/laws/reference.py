@@ -3,8 +3,6 @@
 Written from the equations and from the layout of GPT-NeoX weights; it shares nothing with the package but parameters.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

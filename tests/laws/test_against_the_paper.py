@@ -80,15 +80,8 @@ def test_gradient_checkpointing_changes_no_gradient():
             if replay:
                 model.gradient_checkpointing_enable()
             labels = case.ids.masked_fill(~case.real, -100)
-            objective = Objective(ponder_weight=0.3, ponder_fraction=0.35)
-            model(
-                case.ids,
-                attention_mask=case.mask,
-                labels=labels,
-                policy=case.policy,
-                objective=objective,
-                execution=execution,
-            ).loss.backward()
+            asked = {"policy": case.policy, "objective": Objective(ponder_weight=0.3, ponder_fraction=0.35)}
+            model(case.ids, attention_mask=case.mask, labels=labels, execution=execution, **asked).loss.backward()
             gradients.append({name: p.grad for name, p in model.named_parameters()})
     for found in gradients[1:]:
         for name, expected in gradients[0].items():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from adaponder import Entropy, FixedDepth, LearnedGate, Random, Ranked, Uniform
 from adaponder.policies import Change, Divergence, RandomRates
-from laws import assert_causal, assert_causal_everywhere
+from laws import assert_causal
 from support import HALTING, METHODS, ids, tiny
 
 models = {method: tiny(method, "gpt_neox", iterations=3) for method in METHODS}
@@ -45,7 +45,7 @@ def test_ranking_is_flagged_because_it_does_look_at_the_future():
     policy = Ranked(Uniform(keep=0.5))
     assert not policy.causal
     with pytest.raises(AssertionError, match="before the change"):
-        assert_causal_everywhere(models["adaponder"], 12, policy=policy)
+        any(assert_causal(models["adaponder"], ids(1, 12, seed=where), where, policy=policy) for where in range(1, 12))
 
 
 def test_mor_trains_by_ranking_and_says_so_but_evaluates_causally():

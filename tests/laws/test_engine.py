@@ -63,32 +63,18 @@ def test_a_policy_of_policies_decides_beside_others_as_in_generate():
 
 
 @pytest.mark.parametrize(
-    ("family", "body"),
-    [*((family, None) for family in FAMILIES), ("gpt_neox", "stock"), ("llama", "stock")],
+    ("family", "body"), [*((family, None) for family in FAMILIES), ("gpt_neox", "stock"), ("llama", "stock")]
 )
 def test_every_family_is_the_same_in_the_engine(family, body):
-    assert_engine_as_the_model_says(*opened("adaponder", family, lanes=3, chunk=5, body=body))
-
-
-@pytest.mark.parametrize("method", ["loop", "pause", "mor", "ouro"])
-def test_windows_and_grouped_heads_suit_every_method(method):
-    assert_engine_as_the_model_says(*opened(method, "gemma3", lanes=3, chunk=12))
+    for method in ("adaponder", "loop", "pause", "mor", "ouro") if family == "gemma3" else ("adaponder",):
+        assert_engine_as_the_model_says(*opened(method, family, lanes=3, chunk=6, body=body))
 
 
 def test_keys_that_are_cached_compressed_are_the_same_in_the_engine():
-    latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
-    config = DeepseekV3Config(
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        intermediate_size=24,
-        vocab_size=VOCABULARY,
-        bos_token_id=None,
-        eos_token_id=None,
-        first_k_dense_replace=2,
-        **latent,
-    )
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes |= {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+    sizes |= {"intermediate_size": 24, "vocab_size": VOCABULARY, "first_k_dense_replace": 2}
+    config = DeepseekV3Config(**sizes, bos_token_id=None, eos_token_id=None)
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
     widen_norms(base)

@@ -48,14 +48,10 @@ def test_log_probabilities_are_those_of_a_dense_forward(method, count):
             assert_near(list(token.top), likeliest(row, count))
 
 
-def test_a_prompt_of_one_token_has_one_entry_without_a_number():
+def test_a_prompt_of_one_token_has_one_entry_and_outputs_that_are_not_requested_are_absent():
     model = tiny().eval()
     for done in completed(model, Request([7], max_new_tokens=2, prompt_log_probabilities=1, samples=2)):
         assert [(token.id, token.log_probability) for token in done.prompt_log_probabilities] == [(7, None)]
-
-
-def test_outputs_that_are_not_requested_are_absent():
-    model = tiny().eval()
     (done,) = completed(model, Request(PROMPT, max_new_tokens=3, temperature=0.0))
     assert done.prompt_log_probabilities is None
     assert {(token.log_probability, token.top, token.gates, token.iteration_top) for token in done.tokens} == {

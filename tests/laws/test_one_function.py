@@ -24,15 +24,8 @@ def families(method: str, first: str, *others: str) -> tuple[str, ...]:
 @st.composite
 def cases(draw, longest: int = 40, deepest: int = 5):
     iterations = draw(st.integers(1, deepest))
-    case = make_case(
-        draw(st.integers(1, 3)),
-        draw(st.integers(1, longest)),
-        iterations,
-        draw(patterns),
-        draw(paddings),
-        draw(st.integers(0, 10_000)),
-    )
-    return iterations, case
+    batch, time = draw(st.integers(1, 3)), draw(st.integers(1, longest))
+    return iterations, make_case(batch, time, iterations, draw(patterns), draw(paddings), draw(st.integers(0, 10_000)))
 
 
 # Examples per case: a method, a family.
@@ -107,19 +100,13 @@ def test_compact_gradients_equal_dense_gradients(method, drawn):
     gradients = {}
     for execution in ("dense", "compact"):
         model.zero_grad(set_to_none=True)
-        output = model(
-            case.ids,
-            attention_mask=case.mask,
-            labels=case.ids.masked_fill(~case.real, -100),
-            policy=case.policy,
-            execution=execution,
-            objective=objective,
-        )
-        output.loss.backward()
-        gradients[execution] = {
+        asked = {"attention_mask": case.mask, "labels": case.ids.masked_fill(~case.real, -100), "policy": case.policy}
+        loss = model(case.ids, **asked, execution=execution, objective=objective).loss
+        loss.backward()
+        gradients[execution] = {"loss": loss.detach()} | {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for name, parameter in model.named_parameters()
-        } | {"loss": output.loss.detach()}
+        }
     for name, expected in gradients["dense"].items():
         assert_close(gradients["compact"][name], expected, f"gradient of {name}")
 

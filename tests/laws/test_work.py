@@ -35,13 +35,6 @@ def test_decoding_computes_and_keeps_exactly_the_sum_of_depths(method):
     assert ledger.rows == int(ledger.depth.sum())
 
 
-def test_a_halted_token_costs_no_further_pass():
-    model = tiny("adaponder", iterations=4)
-    with counted_rows(model) as rows:
-        model(ids(1, 1), policy=ForcedDepths(torch.tensor([[1]])), use_cache=True)
-    assert rows == [1, 1]
-
-
 def test_dense_computes_everything():
     model = tiny("adaponder", iterations=4)
     with counted_rows(model) as rows:

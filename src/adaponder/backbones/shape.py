@@ -21,8 +21,6 @@ class Shape:
     """The cost of a decoder's rows, as multiply-adds and elements; see :func:`shape_of`.
 
     Attributes:
-        hidden: hidden size, d.
-        vocabulary: V, rows of the head and of the embedding table.
         parameters: number of parameters of the stock model, tied ones counted once.
         body: multiply-adds of one row in the matrices of all layers, without embedding and head.
         expansion: multiply-adds per key slot to expand cached rows in each pass; 0 unless attention is latent (MLA).
@@ -64,7 +62,6 @@ def shape_of(source: PreTrainedModel | PreTrainedConfig) -> Shape:
 
 
 def _count(config: PreTrainedConfig) -> Shape:
-    """Counts what :func:`shape_of` returns."""
     twin = meta_twin(config)
     _refuse_uncounted(twin)
     rows, cache = _watch(twin)

@@ -170,7 +170,7 @@ class RowPlan:
 
     Attributes:
         read: ``[lanes, slots]``, the ledger row of each slot; -1 if there is none.
-        stored: ``[new]``, indices into the pass's flattened queries of those whose rows are stored.
+        stored: ``[new]``, indices of the rows to store among the pass's flattened queries.
         slot_index: ``[new]``, ``lane * slots + slot`` of each stored row.
         fresh: whether the pass reads only its own rows, in order.
     """

@@ -26,8 +26,8 @@ from adaponder.policies import Policy, PolicyInput, SequencePolicy, as_int64
 class Iteration(NamedTuple):
     """The argument of an ``on_iteration`` hook, which is called after each pass; tensors are ``[batch, time, …]``.
 
-    ``gate`` is the signal to continue (see :class:`adaponder.policies.PolicyInput`), or ``None`` if no halting decision
-    follows this pass. ``active`` marks the tokens that were active in this pass.
+    ``gate`` is as in :class:`adaponder.policies.PolicyInput`, or ``None`` if no halting decision follows this pass.
+    ``active`` marks the tokens that were active in this pass.
     """
 
     index: int
@@ -95,10 +95,7 @@ class Rows(ABC):
 
     @abstractmethod
     def freeze(self, new: Tensor, old: Tensor | None) -> Tensor:
-        """Returns ``new`` for active rows, ``old`` for halted ones (law 3).
-
-        Returns ``new`` for all rows if ``old`` is ``None`` (the first pass) or reuse is ``kv`` or ``none``.
-        """
+        """Returns ``new`` for active rows, ``old`` for halted ones (law 3); ``new`` for all if ``old`` is ``None``."""
 
     @abstractmethod
     def after_first(self, first: Tensor, later: Callable[[], Tensor]) -> Tensor:
@@ -117,11 +114,10 @@ class Execution(Rows):
             frozen; ``kv``: the same row, but its hidden state still changes; ``none``: its newest; ``absent``: no row.
         replay: recompute passes in backward instead of keeping their activations.
         stream: whether the method needs the residual stream.
+        passes, shown: the number of passes done, and of those that :meth:`show` has reported.
         depth: the number of passes in which each token was active.
-        passes: the number of passes done.
         gate_logits: the results of :meth:`gate`, in order.
         states: hidden states after each pass, if ``control.keep_states``.
-        shown: the number of passes that :meth:`show` has reported.
     """
 
     def __init__(self, backbone: Backbone, tokens: Tokens, control: Control, *, reuse: str, replay: bool, stream: bool):

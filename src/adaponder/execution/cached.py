@@ -19,9 +19,8 @@ from adaponder.ops.masks import Places
 class Cached(Sparse):
     """Computes rows over a ledger, without padding: as many as the sum of depths if halted tokens are skipped.
 
-    Sequences with equally many rows to compute form a rectangle ``[sequences, count]``. If all counts are equal, a pass
-    is one rectangle; otherwise the rows are packed into one lane (a batch of one), or, if the attention implementation
-    cannot pack, there is one rectangle per count.
+    If all sequences have equally many rows to compute, a pass is one rectangle ``[sequences, count]``. Otherwise the
+    rows are packed into one lane (a batch of one) or, if attention cannot pack, there is one rectangle per count.
     """
 
     def __init__(self, *args: Any, ledger: Ledger, **options: Any):
@@ -72,7 +71,7 @@ class Cached(Sparse):
             )
 
     def _read_packed(self, x: Tensor, index: Tensor, sequences: Tensor, stored: Tensor) -> PassOutput:
-        """Runs one pass over the rows at ``index``, in one lane. Those in the mask ``stored`` enter the ledger."""
+        """Runs one pass over the rows at ``index``, in one lane; the ledger stores those in the mask ``stored``."""
         ledger, time = self.ledger, x.shape[1]
         stored_index = stored.nonzero().squeeze(1)
         sequence, slot = index[stored_index] // time, self.past + index[stored_index] % time

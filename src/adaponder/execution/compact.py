@@ -95,8 +95,8 @@ class Sparse(Execution):
 class Packed(Sparse):
     """Computes all rows of a pass in one lane, across sequences.
 
-    No padding is computed; each row attends to its own sequence (:class:`adaponder.backbones.attention.Lane`).
-    It keeps no cache for decoding; :class:`adaponder.execution.cached.Cached` does.
+    No padding is computed; each row attends to its own sequence (:class:`adaponder.backbones.attention.Lane`). There is
+    no cache for decoding; :class:`adaponder.execution.cached.Cached` has one.
     """
 
     def __init__(self, *args: Any, **options: Any):

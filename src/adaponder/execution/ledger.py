@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from adaponder.errors import CacheError
 class RowStore:
     """The keys and values of one layer, ``[rows, heads, size]`` each, which grow by appending rows.
 
-    Without gradients, rows are written into a buffer that doubles when full; with gradients, each append makes a new
-    tensor, because autograd keeps the old ones.
+    Without gradients, rows are written into a buffer that doubles when full; autograd needs the old tensors, so with
+    gradients each append allocates new ones.
     """
 
     def __init__(self, keys: Tensor, values: Tensor):
@@ -53,10 +54,10 @@ class RowStore:
 class Ledger(Cache):
     """The KV cache of a batch: as many rows per layer as the sum of the tokens' depths (``reuse="none"``: K per token).
 
-    ``table[sequence, slot, iteration]`` is the row that iteration reads for that token: ``min(iteration, depth - 1)``
-    (law 3), or -1 if the method removes halted tokens. Nothing is copied when a token halts. Beams share the rows of
-    their common prefix. ``identity`` holds the settings that the rows depend on: a model continues only a ledger with
-    the same identity as its own.
+    ``table[sequence, slot, iteration]`` is the row that an iteration reads for a token: the row of its iteration
+    ``min(iteration, depth - 1)`` (law 3), or -1 where the method removes halted tokens. Nothing is copied when a token
+    halts, and beams share the rows of their common prefix. ``identity`` holds the settings that the rows depend on: a
+    model continues only a ledger with the same identity as its own.
     """
 
     def __init__(self, *, layers: int, iterations: int, slots_per_token: int = 1, **identity: Any):
@@ -189,13 +190,11 @@ class Ledger(Cache):
 
     def forget(self, slots: int) -> None:
         """Keeps the first ``slots`` slots of every sequence and frees the rows that no slot reads any more."""
-        if self.table is None or self.slot_depth is None or slots >= self.slots:
-            return
         if slots <= 0:
             self.reset()
-            return
-        self.table, self.slot_depth = self.table[:, :slots], self.slot_depth[:, :slots]
-        self._sweep(spare=0)
+        elif slots < self.slots:
+            self._change(lambda values: values[:, :slots])
+            self._sweep(spare=0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         # Beams change at every step: their unused rows are freed once they outnumber the used ones.
@@ -205,15 +204,16 @@ class Ledger(Cache):
         self._take(indices, spare=0)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.table is not None and self.slot_depth is not None:
-            self.table = self.table.repeat_interleave(repeats, 0)
-            self.slot_depth = self.slot_depth.repeat_interleave(repeats, 0)
+        self._change(lambda values: values.repeat_interleave(repeats, 0))
 
     def _take(self, sequences: Tensor, *, spare: int) -> None:
+        self._change(lambda values: values[sequences.to(values.device)])
+        self._sweep(spare=spare)
+
+    def _change(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Applies ``function`` to the table and the depths, unless the ledger is empty."""
         if self.table is not None and self.slot_depth is not None:
-            self.table = self.table[sequences.to(self.table.device)]
-            self.slot_depth = self.slot_depth[sequences.to(self.slot_depth.device)]
-            self._sweep(spare=spare)
+            self.table, self.slot_depth = function(self.table), function(self.slot_depth)
 
     def _sweep(self, *, spare: int) -> None:
         """Frees rows that no token reads any more, if there are more than ``spare`` of them."""

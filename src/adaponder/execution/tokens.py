@@ -17,7 +17,7 @@ class Tokens:
 
     Attributes:
         real: false for padding.
-        position: position id handed to the backbone.
+        position: position id for the backbone.
         slot: index of the token in its sequence, padding and cached tokens included; causality follows it.
         order: index among the real tokens of its sequence; sliding windows are measured in it.
         document: document ids; attention stays within a document. ``None``: each sequence is one document.

@@ -18,16 +18,7 @@ from adaponder.ops import ledger_attention as attention
 from adaponder.ops.ledger_attention import LedgerRows, Projection, Scratch, Turn
 from adaponder.ops.masks import Places
 from adaponder.ops.precision import wide_dtype
-from adaponder.ops.row_linear import (
-    Linear,
-    Norm,
-    Piece,
-    Term,
-    gated_linear,
-    normed_linears,
-    residual_linears,
-    row_norm,
-)
+from adaponder.ops.row_linear import Linear, Norm, Piece, Term, gated_linear, normed_linears, residual_linears, row_norm
 
 # Activation names in a decoder's config, and the kernels' names for them.
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu"}
@@ -119,10 +110,9 @@ class FusedBody(Body):
     adapter, a module moved to another device), a new body must be built.
 
     Args:
-        backbone: one for which :func:`unsupported` returns ``None``.
+        backbone: a decoder for which :func:`unsupported` returns ``None``.
         rows: the largest number of decode rows in a pass.
-        apart: whether no decode row attends to another row of the same pass; false if a token takes several slots
-            (``pause``).
+        apart: whether no decode row attends to another row of the same pass; false for pause tokens.
         positions: the number of positions in the rotary tables.
     """
 

@@ -67,12 +67,9 @@ class EngineShape:
 
     Attributes:
         iterations: the maximum depth of a token.
-        tokens: the maximum length of a sequence.
         width: slots per token, and rows per token and pass.
         passes: the maximum number of passes per token.
         window: tokens of a sequence in one tick; above 1 the engine drafts.
-        burst: the maximum number of ticks per launch.
-        chunk: the maximum number of prefill rows per tick.
     """
 
     lanes: int

@@ -10,11 +10,10 @@ active token of the window. Then
 
 A token is always at least one iteration behind the token before it, unless the latter has halted. So it attends to the
 same rows as without drafting and samples the same token: the noise depends on seed and position. No sequence takes more
-ticks than without drafting; if every draft is right, each tick completes a token.
+ticks than without drafting.
 
 Each position of a sequence has fixed rows on its pages, one per iteration. A token that replaces a dropped one
-overwrites its rows, and the index entry of its first row covers all iterations of the slot, so rows of dropped tokens
-are never read.
+overwrites its rows, so rows of dropped tokens are never read.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ from adaponder.ops.lanes import Books, DraftWindows, WindowRows, begin_windows, 
 
 
 class Drafting:
-    """Holds the draft windows of all lanes; every tensor keeps its address, for CUDA graphs.
-
-    Attributes:
-        size: the maximum number of tokens in a window.
-    """
+    """Holds the windows of all lanes, of up to ``size`` tokens; every tensor keeps its address, for CUDA graphs."""
 
     def __init__(self, books: Books, *, size: int, passes: int, vanishes: bool):
         self.books, self.size, self.passes, self.vanishes = books, size, passes, vanishes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -37,10 +37,8 @@ class Engine:
     chunks. A sequence whose token halts starts its next token in the next tick. See ``docs/design.md``, "The engine".
     Only one thread at a time may use an engine; calls from a second one raise.
 
-    Args:
-        model: the model, in evaluation mode and on its device.
-        config: the engine's options.
-        options: fields of :class:`EngineConfig`, which override ``config``: ``Engine(model, lanes=8)``.
+    The model must be in evaluation mode and on its device. ``options`` are fields of :class:`EngineConfig`, which
+    override ``config``: ``Engine(model, lanes=8)``.
     """
 
     def __init__(self, model: AdaPonderForCausalLM, config: EngineConfig | None = None, **options: Any):
@@ -90,7 +88,7 @@ class Engine:
             self._requests[number] = list(submission.samples)
             if on_event is not None:
                 self._callbacks[number] = on_event
-            self.scheduler.waiting.extend(submission.samples)
+            self.scheduler.add(submission.samples)
             return number
 
     def cancel(self, number: int, sample: int | None = None) -> None:
@@ -272,12 +270,18 @@ class Engine:
         return (request.salt, iterations, *key)
 
     @property
+    def clients(self) -> dict[str, tuple[int, int]]:
+        """The numbers of (waiting, running) sequences of each client that has any."""
+        running = Counter(sequence.client for sequence in self.scheduler.resident.values())
+        return {client: (len(queue), running[client]) for client, queue in self.scheduler.queues.items()}
+
+    @property
     def statistics(self) -> dict[str, int]:
         """Counters since the engine was opened, and its current load."""
         scheduler = self.scheduler
         return {
             **self.postprocessor.counts,
-            "waiting": len(scheduler.waiting),
+            "waiting": sum(map(len, scheduler.queues.values())),
             "resident": len(scheduler.resident),
             "most_resident": scheduler.most_resident,
             "preemptions": scheduler.preemptions,

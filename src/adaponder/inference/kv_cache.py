@@ -103,8 +103,7 @@ class KVRows:
 
     Attributes:
         shared: spans of the prompt from the prefix cache or another sample; their pages are referenced.
-        prefill: rows of tokens computed in chunks.
-        decode: rows of tokens computed one by one.
+        prefill, decode: rows of tokens computed in chunks, and one by one.
         in_flight: decode rows beyond ``decode.used`` that unprocessed launches may use.
     """
 

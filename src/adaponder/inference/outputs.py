@@ -44,15 +44,13 @@ class Token:
 
 @dataclass
 class Completion:
-    """One sample of a request.
+    """One sample of a request; ``sample`` is its number, from 0.
 
     Attributes:
-        sample: the number of the sample, from 0.
         tokens: the generated tokens, including the stop token if there is one.
         prompt_log_probabilities: one entry per prompt token; ``None`` unless requested.
-        finish_reason: ``stop`` (an end-of-text or stop id), ``length``, ``cancelled`` or ``error``; ``None`` until the
-            sample finishes.
-        stop_id: the token id that stopped the sample.
+        finish_reason: ``stop`` (at ``stop_id``: an end-of-text or stop id), ``length``, ``cancelled`` or ``error``;
+            ``None`` until the sample finishes.
         error: the error in one line.
         dropped_rows: the number of rows computed for wrong drafts, which are not part of any depth.
         cached_tokens: the number of leading prompt tokens found in the prefix cache.

@@ -33,7 +33,8 @@ class Request(Sampling):
         depths: the forced depth of each slot, as a list from slot 0 or a mapping; 0, or no entry, forces nothing. Only
             the policy's decision is replaced: gates and expected embeddings are still computed.
         salt: only requests with equal salts share the rows of a common prefix.
-        client: requests of different clients are scheduled in turn.
+        client: requests of different clients share the engine fairly (see :class:`Scheduler
+            <adaponder.inference.scheduler.Scheduler>`); results do not depend on it.
     """
 
     prompt: Sequence[int]
@@ -85,8 +86,9 @@ def check_request(
     stops = set(stop_ids) | (set() if request.ignore_eos else set(eos_ids))
     if least and len(stops) >= vocabulary:
         raise InputError(f"min_new_tokens={least} cannot be reached: every token id stops; remove some from stop_ids")
-    if not isinstance(request.salt, str):
-        raise InputError(f"salt={shown(request.salt)} must be a string")
+    for name, value in (("salt", request.salt), ("client", request.client)):
+        if not isinstance(value, str):
+            raise InputError(f"{name}={shown(value)} must be a string")
     slots = len(prompt) + new_tokens - 1
     _check_policy(request, model, slots, iterations)
     if request.depths is not None:

@@ -124,13 +124,9 @@ class SamplerState:
             self._occurrences.set(lane, prompt_ids, output_ids)
 
     def choose(self, logits: Tensor, lanes: Tensor, position: Tensor, features: Features) -> Sampled:
-        """Samples the next token of each row.
+        """Samples the next token of each row of ``logits [n, V]``, whose ``lanes`` and ``position`` are int64 ``[n]``.
 
-        Args:
-            logits: ``[n, V]``, of any floating type.
-            lanes: int64 ``[n]``, the lane of each row; padding rows may have any.
-            position: int64 ``[n]``, the position of each row's token, from 0.
-            features: must include the features of all these lanes.
+        ``features`` must include the features of all these lanes. Padding rows may have any lane.
         """
         adjusted = logits
         if features.biased:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -15,7 +15,7 @@ from adaponder.inference.sequence import DECODING, PREFILLING, WAITING, Chunk, S
 _ENOUGH = 32
 # Number of kinds whose mean depth is kept; requests with different thresholds are of different kinds.
 _KINDS = 1024
-_order = attrgetter("order")
+_order, _rank = attrgetter("order"), attrgetter("rank")
 
 
 @dataclass
@@ -55,14 +55,31 @@ class Plan:
 class Scheduler:
     """Assigns lanes, pages and the rows of a tick to sequences; independent of the device.
 
-    It counts ``preemptions``, the tokens found in the prefix cache (``tokens_reused``) and, in ``most_resident``, the
-    largest number of sequences that had a lane at a time.
+    Clients share them fairly. The n-th oldest resident of a client has rank n - 1, and whatever runs short goes to the
+    lowest rank:
+
+    - The next sequence to be admitted is the oldest of the client with the fewest residents; of several such clients,
+      of the one served longest ago. If it lacks a lane or rows, it preempts residents whose rank is above its own.
+    - If pages run short, the resident of the highest rank is preempted.
+    - The prefill rows of a tick are divided equally; what a client does not need goes to the others.
+
+    So a client with fewer than ``lanes // clients`` residents waits for no lane, and with ``chunk // clients`` prefill
+    rows per tick, its sequence takes as many ticks as alone, however many requests others have queued. Only a sequence
+    that does not fit beside the first residents of the others waits for them, and later ones for it. Within a client
+    the order is that of arrival; a client alone gets everything.
+
+    Attributes:
+        queues: the waiting sequences of each client that has waiting or resident ones, in order of arrival.
+        preemptions, tokens_reused: counters; tokens are reused from the prefix cache.
+        most_resident: the largest number of sequences that had a lane at a time.
     """
 
     def __init__(self, shape: EngineShape, prefixes: PrefixCache):
         self.shape, self.pages, self.prefixes, self.width = shape, prefixes.pages, prefixes, shape.width
-        self.waiting: deque[Sequence] = deque()
+        self.queues: dict[str, deque[Sequence]] = {}
         self.resident: dict[int, Sequence] = {}
+        self._turns: dict[str, int] = {}  # by client: the latest turn in which it was served
+        self._turn = 0
         self._free_lanes = self._all_lanes()
         self._depths: dict[Hashable, tuple[int, int]] = {}
         self._paused = False
@@ -71,14 +88,23 @@ class Scheduler:
     def _all_lanes(self) -> list[int]:
         return list(range(self.shape.lanes - 1, -1, -1))
 
+    def add(self, sequences: list[Sequence]) -> None:
+        """Queues sequences of one client; a new client is served before the one that was served last."""
+        client = sequences[0].client
+        self.queues.setdefault(client, deque()).extend(sequences)
+        self._turns.setdefault(client, self._turn - 1)
+
     def remove(self, sequence: Sequence) -> None:
         """Removes a finished sequence, waiting or resident, and frees its pages."""
+        client = sequence.client
         if sequence.lane is None:
-            self.waiting.remove(sequence)
+            self.queues[client].remove(sequence)
             self._release(sequence)
         else:
             self._free(sequence)
         self._paused = False
+        if not self.queues[client] and all(other.client != client for other in self.resident.values()):
+            del self.queues[client], self._turns[client]
 
     def _free(self, sequence: Sequence) -> None:
         """Frees a sequence's lane and pages."""
@@ -101,12 +127,13 @@ class Scheduler:
         sequence.num_preemptions += 1
         self.preemptions += 1
         self._paused = True  # no admission before a sequence finishes, else two could preempt each other forever
-        older = sum(other.order < sequence.order for other in self.waiting)  # the queue is ordered by arrival
-        self.waiting.insert(older, sequence)
+        queue = self.queues[sequence.client]
+        queue.insert(sum(other.order < sequence.order for other in queue), sequence)
 
     def clear(self) -> None:
         """Removes every sequence; the pages must have been freed."""
-        self.waiting.clear()
+        self.queues.clear()
+        self._turns.clear()
         self.resident.clear()
         self._free_lanes, self._paused = self._all_lanes(), False
 
@@ -139,8 +166,8 @@ class Scheduler:
         plan.drop_preempted()
         plan.chunks.sort(key=attrgetter("iteration"))  # chunks at one iteration share a gate call
         if plan.empty and self.resident and not any(_in_flight(sequence) for sequence in self.resident.values()):
-            # Waiting samples hold the pages that the residents lack: the youngest resident is preempted.
-            self._preempt(max(self.resident.values(), key=_order))
+            # Waiting samples hold the pages that the residents lack: the resident of the highest rank is preempted.
+            self._preempt(max(self.resident.values(), key=_rank))
             plan.drop_preempted()
         plan.decoding.sort(key=lambda sequence: sequence.lane or 0)
         plan.pages = [entry for entry in plan.pages if entry[0] in self.resident]
@@ -153,29 +180,63 @@ class Scheduler:
         return plan
 
     def _admit(self) -> None:
-        """Admits waiting sequences in order while there are lanes and the expected rows of all residents fit."""
-        if not self.waiting or not self._free_lanes:
+        """Admits waiting sequences while there are lanes and the expected rows of all residents fit."""
+        self._rank_residents()
+        if not any(self.queues.values()) or (not self._free_lanes and len(self.queues) == 1):
             return
-        expected = sum(max(self.expected_rows(sequence), sequence.kv.held_rows) for sequence in self.resident.values())
+        rows = {sequence: self._rows_of(sequence) for sequence in self.resident.values()}
         capacity = (self.pages.count - 1) * self.pages.size
-        while self.waiting and self._free_lanes and not (self._paused and self.resident):
-            sequence = next((sequence for sequence in self.waiting if _is_ready(sequence)), None)
-            if sequence is None:
+        while (sequence := self._next()) is not None:
+            rank = sum(other.client == sequence.client for other in self.resident.values())
+            behind = [other for other in self.resident.values() if other.rank[0] > rank]
+            waits = self._paused and bool(self.resident) and (rank > 0 or sequence.num_preemptions > 0)
+            full = waits or not self._free_lanes
+            if full and not behind:
                 return
             namespace = sequence.submission.namespace
             if not sequence.kv.shared and namespace is not None:
                 sequence.kv.shared = self.prefixes.find(namespace, sequence.tokens[: sequence.num_prefill])
-            needed = self.expected_rows(sequence)
-            if self.resident and expected + needed > capacity:
+            needed, room = self.expected_rows(sequence), capacity - sum(rows.values())
+            preempted: list[Sequence] = []
+            while self.resident and (needed > room or (full and not preempted)) and behind:
+                preempted.append(behind.pop(behind.index(max(behind, key=_rank))))
+                room += rows[preempted[-1]]
+            if self.resident and needed > room:
                 if sequence.leader is None:  # a sample keeps the prompt that its leader shared
                     self._release(sequence)
                 return
-            expected += needed
+            paused = self._paused
+            for other in preempted:
+                self._preempt(other)
+                del rows[other]
+            self._paused = paused
+            rows[sequence] = needed
             self._assign_lane(sequence)
+            self._rank_residents()
+
+    def _next(self) -> Sequence | None:
+        """Returns the next sequence to admit: of the client with the fewest residents, then served longest ago."""
+        residents = Counter(sequence.client for sequence in self.resident.values())
+        first = (next(filter(_is_ready, queue), None) for queue in self.queues.values())
+        ready = [sequence for sequence in first if sequence is not None]
+        return min(ready, key=lambda each: (residents[each.client], self._turns[each.client], each.order), default=None)
+
+    def _rank_residents(self) -> None:
+        """Sets the rank of each resident."""
+        older: Counter[str] = Counter()
+        for sequence in sorted(self.resident.values(), key=_order):
+            sequence.rank = (older[sequence.client], sequence.order)
+            older[sequence.client] += 1
+
+    def _rows_of(self, sequence: Sequence) -> int:
+        """Returns the rows that a resident holds or is expected to hold at its end, whichever is more."""
+        return max(self.expected_rows(sequence), sequence.kv.held_rows)
 
     def _assign_lane(self, sequence: Sequence) -> None:
         """Moves a waiting sequence to a lane; its cached tokens need no prefill."""
-        self.waiting.remove(sequence)
+        self.queues[sequence.client].remove(sequence)
+        self._turn += 1
+        self._turns[sequence.client] = self._turn
         sequence.lane = self._free_lanes.pop()
         self.resident[sequence.lane] = sequence
         self.most_resident = max(self.most_resident, len(self.resident))
@@ -192,9 +253,9 @@ class Scheduler:
         ready = [sequence for sequence in self.resident.values() if sequence.state == DECODING or sequence.prefilled]
         most = max((sequence.num_remaining * sequence.passes for sequence in ready), default=1)
         plan.ticks = max(1, min(self._burst_beside_prefill(), most))
-        for sequence in sorted(ready, key=_order):
+        for sequence in sorted(ready, key=_rank):
             if sequence.lane is None:
-                continue  # preempted for an older sequence
+                continue  # preempted for a sequence of lower rank
             if not self._allocate_decode(sequence, plan):
                 self._preempt(sequence)
                 continue
@@ -207,13 +268,7 @@ class Scheduler:
 
     def _burst_beside_prefill(self) -> int:
         """Returns the number of ticks per launch: the more prefill rows are waiting, the fewer."""
-        tokens = sum(
-            sequence.num_prefill
-            - sequence.num_scheduled
-            + sum(len(chunk.tokens) for chunk in sequence.chunks if not chunk.in_flight)
-            for sequence in self.resident.values()
-            if sequence.state == PREFILLING
-        )
+        tokens = sum(map(_prefill_left, self.resident.values()))
         share = min(1.0, tokens * self.width / self.shape.chunk)
         return max(1, round(self.shape.burst * (1.0 - share)))
 
@@ -231,30 +286,42 @@ class Scheduler:
         return True
 
     def _take_pages(self, count: int, sequence: Sequence) -> list[int] | None:
-        """Allocates pages, if needed by evicting cached ones or preempting younger sequences; ``None`` if too few."""
+        """Allocates pages, if needed by evicting cached ones or preempting higher ranks; ``None`` if too few."""
         while not self.prefixes.make_room(count):
-            younger = [other for other in self.resident.values() if other.order > sequence.order]
-            sharing = [other for other in self.waiting if other.order > sequence.order and other.kv.shared]
-            if younger:
-                self._preempt(max(younger, key=_order))
-            elif sharing:
-                # Releases the prompt shared with a waiting sample, which will prefill it itself.
-                sharing[-1].leader = None
-                self._release(sharing[-1])
-            else:
+            behind = [other for other in self.resident.values() if other.rank > sequence.rank]
+            if behind:
+                self._preempt(max(behind, key=_rank))
+                continue
+            waiting = (other for queue in self.queues.values() for other in queue if other.kv.shared)
+            sharing = [other for other in waiting if other.client != sequence.client or other.order > sequence.order]
+            if not sharing:
                 return None
+            # Releases the prompt shared with a waiting sample, which will prefill it itself.
+            sample = max(sharing, key=_order)
+            sample.leader = None
+            self._release(sample)
         return self.pages.take(count)
 
     def _schedule_prefill(self, plan: Plan) -> None:
-        """Schedules the next iteration of existing chunks, and new chunks while the tick has room.
+        """Schedules the prefill rows of each client: an equal share of what the clients with less to prefill leave."""
+        clients: dict[str, list[Sequence]] = {}
+        for sequence in sorted(self.resident.values(), key=_order):
+            if sequence.state == PREFILLING:
+                clients.setdefault(sequence.client, []).append(sequence)
+        room = self.shape.chunk
+        shares = sorted(clients.values(), key=lambda sequences: sum(map(_prefill_left, sequences)))
+        for number, sequences in enumerate(shares):
+            share = min(room, max(self.width, room // (len(shares) - number)))
+            room -= share - self._prefill(sequences, share, plan)
+
+    def _prefill(self, sequences: list[Sequence], room: int, plan: Plan) -> int:
+        """Schedules the next iteration of existing chunks, and new chunks while there is room; returns the room left.
 
         A chunk never overtakes an earlier one of its sequence, whose rows it attends to.
         """
-        room = self.shape.chunk
-        prefilling = [sequence for sequence in self.resident.values() if sequence.state == PREFILLING]
-        for sequence in sorted(prefilling, key=_order):
+        for sequence in sequences:
             if sequence.lane is None:
-                continue  # preempted for an older sequence
+                continue  # preempted for a sequence of lower rank
             reached = sequence.iterations
             for chunk in sequence.chunks:
                 if not chunk.in_flight and chunk.iteration <= reached:
@@ -269,6 +336,7 @@ class Scheduler:
                 sequence.chunks.append(chunk)
                 sequence.num_scheduled += count
                 room -= rows
+        return room
 
     def _schedule_chunk(self, chunk: Chunk, plan: Plan) -> int:
         """Schedules a chunk's next iteration; returns its number of rows, or 0 if there are too few pages."""
@@ -280,6 +348,14 @@ class Scheduler:
         chunk.rows, chunk.in_flight = kv.take_prefill(chunk.tokens, rows), True
         plan.chunks.append(chunk)
         return rows
+
+
+def _prefill_left(sequence: Sequence) -> int:
+    """Returns how many rows of a sequence's prefill the next tick could compute, per slot."""
+    if sequence.state != PREFILLING:
+        return 0
+    active = sum(len(chunk.tokens) for chunk in sequence.chunks if not chunk.in_flight)
+    return sequence.num_prefill - sequence.num_scheduled + active
 
 
 def _in_flight(sequence: Sequence) -> bool:

@@ -24,8 +24,6 @@ class Submission:
     """A submitted request and the constants derived from it, shared by its samples.
 
     Attributes:
-        iterations: the maximum depth of its tokens.
-        passes: the maximum number of passes per token.
         namespace: the prefix-cache namespace; ``None`` disables sharing.
         kind: policy and iterations, the key by which the scheduler averages depths.
         forced: the forced depths, by slot.
@@ -59,8 +57,7 @@ class Chunk:
         tokens: the index of each active token in its sequence, ascending.
         iteration: the next iteration, or the one in flight.
         state: the method's state of each token, with hidden states if a policy reads them; ``None`` before iteration 0.
-        rows: the pool rows of the latest pass.
-        in_flight: whether the results of its latest pass are still to be processed.
+        rows: the pool rows of the latest pass, whose results are still to be processed while ``in_flight``.
     """
 
     sequence: Sequence
@@ -107,21 +104,22 @@ class Sequence:
     """One sample of a request.
 
     Attributes:
-        order: (request, sample), the order of arrival: older sequences have priority when pages run short.
+        order: (request, sample), the order of arrival.
+        rank: (number of older residents of its client, order): pages go to lower ranks first.
         leader: the sample that prefills the shared prompt; ``None`` if this sample does.
         tokens: prompt and generated tokens.
         depths: the depth of each token, 0 while unknown.
         num_scheduled: tokens assigned to prefill chunks, cached ones included.
         chunks: prefill chunks that are not finished.
         window: the progress of each token in the draft window, by position modulo its size; without drafts, at key 0.
-        lane: its lane; ``None`` while it waits.
-        kv: its rows in the pools.
-        completion: its results so far.
+        lane: ``None`` while the sequence waits.
     """
 
     def __init__(self, submission: Submission, sample: int, leader: Sequence | None):
         self.submission, self.sample, self.leader = submission, sample, leader
         self.order = (submission.number, sample)
+        self.rank = (0, self.order)
+        self.client = submission.request.client
         self.request, self.iterations, self.passes = submission.request, submission.iterations, submission.passes
         self.state = WAITING
         self.lane: int | None = None

@@ -52,10 +52,8 @@ class Extras(NamedTuple):
 class TickRunner:
     """Holds the state of all lanes on the device and computes ticks, eagerly or under capture by a CUDA graph.
 
-    ``rows`` is the number of rows of the pools; ``top_k`` replaces the model's ``expectation_top_k``.
-
-    Attributes:
-        drafts: the draft windows of all lanes; ``None`` without drafting.
+    ``rows`` is the number of rows of the pools; ``top_k`` replaces the model's ``expectation_top_k``. ``drafts`` are
+    the draft windows of all lanes, ``None`` without drafting.
     """
 
     def __init__(

@@ -24,11 +24,12 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 _FUSED_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def dispatch(plain: Callable[P, T], kernels: str, when: Callable[..., bool]) -> Callable[P, T]:
-    """Returns an operation that calls ``plain``, or its namesake in the module ``kernels`` if ``when`` returns true.
+def dispatch(plain: Callable[P, T], when: Callable[..., bool]) -> Callable[P, T]:
+    """Returns an operation that calls ``plain``, or its namesake in ``triton.py`` if ``when(*args, **kwargs)`` is true.
 
-    ``when`` receives the operation's arguments. The module is imported at its first use.
+    ``triton.py`` is imported at its first use.
     """
+    kernels = plain.__module__.removesuffix("torch") + "triton"
 
     @functools.wraps(plain)
     def operation(*args: P.args, **kwargs: P.kwargs) -> T:

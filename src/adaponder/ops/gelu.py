@@ -1,9 +1,8 @@
 """Computes GELU in compiled half-precision passes at memory bandwidth.
 
-With ``erf``, GELU is compute-bound: it takes 6.2 of the 171.8 ms of a 410M step with six layers, memory traffic only
-3.9 (``benchmarks/records/tuning-h200.json``, run 4: a gain of 1.3 %). Here the tail of the normal distribution is
-``e^(-x^2/2)`` times a polynomial of ``1 / (1 + p |x|)`` (Abramowitz and Stegun 7.1.26, error below 3e-7), and the
-derivative needs the same exponential.
+With ``erf``, GELU is compute-bound (``benchmarks/records/tuning-h200.json``, run 4). Here the tail of the normal
+distribution is ``e^(-x^2/2)`` times a polynomial of ``1 / (1 + p |x|)`` (Abramowitz and Stegun 7.1.26, error below
+3e-7), and the derivative needs the same exponential.
 """
 
 from __future__ import annotations

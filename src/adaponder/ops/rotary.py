@@ -1,9 +1,9 @@
 """Computes rotary position embeddings in compiled passes as two products over whole heads.
 
 Hugging Face rotates a head by slicing, negating and concatenating its halves, and Inductor makes each slice a branch
-that every element evaluates, several times in backward. The same numbers are ``x * cos + partner(x) * sin``, where
-``partner`` swaps the halves. Where a head is not rotated, cosines are 1 and sines 0, so it need not be sliced. A 410M
-step with two layers takes 97.2 instead of 99.5 ms of GPU time (``benchmarks/records/tuning-h200.json``, runs 5 and 6).
+that every element evaluates, several times in backward (``benchmarks/records/tuning-h200.json``, runs 5 and 6). The
+same numbers are ``x * cos + partner(x) * sin``, where ``partner`` swaps the halves. Where a head is not rotated,
+cosines are 1 and sines 0, so it need not be sliced.
 """
 
 from __future__ import annotations

@@ -25,12 +25,11 @@ class PolicyInput:
     branch on their values.
 
     Attributes:
-        iteration: int64, the iteration that the row has just finished, from 0.
+        iteration, seed: int64, the iteration that the row has just finished, from 0, and the caller's seed.
         gate: the model's signal to continue, in (0, 1): the learned gate's ``s``, a router's sigmoid, or the
             probability of no exit so far.
         hidden: final-normed hidden states.
         position: position of the token in its document.
-        seed: int64, the caller's seed.
         sequence: batch index of the token's sequence.
         slot: index of the token in its sequence, including padding and cached tokens.
         active: tokens that have not halted; the policy's result for other tokens is ignored.

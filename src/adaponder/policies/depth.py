@@ -111,8 +111,8 @@ class RandomRates(Policy):
     """Continues at a rate that is itself random, so that ``P(depth > i) = prior / (prior + i)``.
 
     A rate is the probability to continue after each iteration, drawn from Beta(prior, 1), uniform if prior = 1. Half
-    of the tokens share a rate drawn per sequence, the others each have their own rate. So some sequences are mostly
-    shallow and some mostly deep, and in each of them some tokens reach full depth independently of the others.
+    of the tokens share a rate drawn per sequence, each other token draws its own. So some sequences are mostly shallow
+    and some mostly deep, and in each of them some tokens reach full depth independently of the others.
     """
 
     prior: float = 1.0
@@ -139,7 +139,7 @@ class RandomRates(Policy):
 class GateOrChance(Policy):
     """Decides by the learned gate with ``tau`` in a ``share`` of the sequences, by :class:`RandomRates` in the others.
 
-    So the model is trained with the halts of its gates, while gates still learn from tokens at every depth. A hash of
+    The model is thus trained with the halts of its gates, and gates still learn from tokens at every depth. A hash of
     each sequence's seed selects the rule.
     """
 
@@ -170,8 +170,7 @@ class GateOrChance(Policy):
 class SampledExit(Policy):
     """Samples the depth of each token from the exit distribution of its exit gate.
 
-    Each token has one uniform number ``u`` in [0, 1) and continues while its probability of no exit so far, ``stay``,
-    is above ``u``. This samples exactly, because ``P(u < stay) = stay``.
+    Each token draws one uniform ``u`` and continues while its probability of no exit so far is above ``u``.
     """
 
     signal: ClassVar[str | None] = "exit"

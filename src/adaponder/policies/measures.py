@@ -23,11 +23,8 @@ _ROWS = 1024
 class MeasureThreshold(Policy):
     """Continues while :meth:`measure` is at least ``threshold``, one number or one per gate (``at_most``: at most).
 
-    Measures that compare two iterations (``reads_previous``) are undefined after iteration 0; every token continues
-    there, so depths are at least 2.
-
-    Attributes:
-        logits_read: how many times a measure computes a token's logits.
+    Measures that compare two iterations (``reads_previous``) are undefined after iteration 0, where every token
+    continues. ``logits_read`` is how many times a measure computes a token's logits.
     """
 
     threshold: float | tuple[float, ...]

@@ -146,13 +146,10 @@ class SequencePolicy(Policy):
 
     @abstractmethod
     def choose(self, gate: Tensor, active: Tensor, lengths: Tensor, iteration: int) -> Tensor:
-        """Returns ``bool[batch, time]``, true for tokens that continue.
+        """Returns which tokens continue, bool ``[batch, time]``, after ``iteration`` (from 0).
 
-        Args:
-            gate: ``[batch, time]``, as in :class:`PolicyInput`; undefined for tokens that are not active.
-            active: ``[batch, time]``, false for halted tokens and padding.
-            lengths: ``[batch]``, the number of real tokens in each sequence.
-            iteration: the iteration just finished, from 0.
+        ``gate [batch, time]`` is as in :class:`PolicyInput`, undefined where ``active`` is false (halted tokens and
+        padding); ``lengths [batch]`` is the number of real tokens of each sequence.
         """
 
     def __call__(self, rows: PolicyInput) -> Tensor:

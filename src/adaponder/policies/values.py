@@ -14,8 +14,8 @@ from adaponder.errors import InputError, shown
 def at(value: float | Sequence[float] | Tensor, iteration: Tensor, dtype: torch.dtype) -> float | Tensor:
     """Equals ``value[iteration]`` per row, in ``dtype``. One number serves all gates, and a tensor has a value per row.
 
-    Nothing is copied from the host, so a CUDA graph can capture it. Rows at an iteration without an entry get NaN, so
-    all comparisons are false; ``Policy.check`` rejects such settings.
+    Nothing is copied from the host, so a CUDA graph can capture it. Rows at an iteration without an entry get NaN, for
+    which all comparisons are false.
     """
     if isinstance(value, Tensor):
         return value.to(dtype)

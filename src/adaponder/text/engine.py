@@ -25,11 +25,10 @@ class Writing:
     Attributes:
         tokens: the generated tokens, up to the one that completed a stop string.
         pieces: the text of each token.
-        prompt_depths: the depths of the prompt's tokens; empty until the sample has ended.
-        prompt_log_probabilities: one entry per prompt token, if requested; ``None`` until the sample has ended.
         finish_reason: ``stop`` at a stop string or id, else the engine's; ``None`` until the sample has ended.
         error: why the sample failed, in one line.
-        dropped_rows, cached_tokens: see :class:`Completion`.
+
+    The other fields are those of :class:`Completion`, from when the sample has ended.
     """
 
     request: Request

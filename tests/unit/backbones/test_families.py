@@ -1,7 +1,5 @@
 """What is known of single decoder families: where their final norm is, and what cannot be done with them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Tests that a fused body equals the stock layers: mixed iterations, decode and prefill rows, every family."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests that passes of a body replayed as CUDA graphs equal eager ones."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

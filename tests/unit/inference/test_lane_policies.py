@@ -1,11 +1,5 @@
 """Tests policies of many requests in one pass: each lane's decisions are those of its policy alone."""
 
-from __future__ import annotations
-
-import importlib
-import inspect
-import math
-import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -17,68 +11,31 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from adaponder import policies as package
 from adaponder.errors import InputError
 from adaponder.inference.policies import LanePolicies, prefix_key, runs_on_host
 from adaponder.policies import (
-    Change,
-    Confidence,
     Custom,
-    Divergence,
-    Entropy,
     ExitThreshold,
     FixedDepth,
     ForcedDepths,
     GateOrChance,
-    Geometric,
     LearnedGate,
     Policy,
     PolicyInput,
     Random,
     RandomRates,
-    RouterThreshold,
     SampledExit,
-    Shares,
-    Similarity,
-    Uniform,
     as_int64,
 )
 from cuda_graphs import captured
+from policy_support import DEPTHS, ROW_POLICIES, SLOTS, WORDS, K, alone, tensors_of
+from policy_support import mixed_rows as policy_rows
 from toy_policy import TopProbability
 
-K, WIDTH, WORDS, LANES, SLOTS = 4, 8, 13, 12, 6
-DEPTHS = torch.arange(3 * SLOTS).view(3, SLOTS) % K + 1
-
-# Those whose numbers become tensors, for which the host does not wait.
-ON_DEVICE: list[Policy] = [
-    LearnedGate(0.4),
-    LearnedGate(0.6),
-    LearnedGate((0.2, 0.7, 0.4)),
-    LearnedGate(math.inf),
-    RouterThreshold(),
-    ExitThreshold(0.6),
-    ExitThreshold(0.3),
-    FixedDepth(2),
-    FixedDepth(K),
-    ForcedDepths(DEPTHS),
-    Random(0.5),
-    Random(0.9),
-    RandomRates(),
-    RandomRates(2.0),
-    Entropy(1.2),
-    Entropy((1.0, 1.4, 1.2)),
-    Divergence(0.3),
-    Change(1.2),
-    Change((math.inf, 1.4, 1.2)),
-    Confidence(0.2),
-    Similarity((-1.0, 0.2, -0.1)),
-    SampledExit(),
-    Uniform((0.2, 0.7, 0.4), keep=0.5),
-    Geometric((0.7, 0.2, 0.4), rate=0.5),
-    Shares((0.3, 0.3, 0.6), shares=(0.9, 0.5, 0.1)),
-]
+LANES = 12
+# The host does not wait for the row policies: their numbers become tensors.
 EVERY: list[Policy] = [
-    *ON_DEVICE,
+    *ROW_POLICIES,
     GateOrChance(0.5, 0.5, 1.0),
     TopProbability(0.3),
     Custom(lambda rows: rows.gate > 0.1 * rows.iteration),
@@ -96,54 +53,22 @@ class Holds(Policy):
 
 
 def mixed_rows(count: int, *, seed: int, lanes: int = LANES, dtype: torch.dtype = torch.float64) -> PolicyInput:
-    """Rows of all lanes, at all iterations, a few of them not active."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def whole(low: int, high: int) -> Tensor:
-        return torch.randint(low, high, (count,), generator=generator)
-
-    def real(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    iteration, table = whole(0, K), real(WORDS, WIDTH)
-    return PolicyInput(
-        iteration=iteration,
-        gate=torch.rand(count, generator=generator, dtype=torch.float64).to(torch.promote_types(dtype, torch.float32)),
-        hidden=real(count, WIDTH),
-        position=whole(0, 1 << 20),
-        seed=torch.full((count,), -1),
-        sequence=whole(0, lanes),
-        slot=whole(0, SLOTS),
-        active=whole(0, 5) > 0,
-        head=lambda hidden: torch.nn.functional.linear(hidden, table),
-        previous=real(count, WIDTH).masked_fill(iteration[:, None] == 0, math.nan),
-    )
+    """Rows of all lanes at all iterations, the last included, after which none continues."""
+    return policy_rows(count, seed=seed, iterations=K, sequences=lanes, dtype=dtype)
 
 
 def assign(policies, lane, policy, seed=0, depths=None, last=K - 1):
     policies.set(lane, policy, seed, depths or {}, last)
 
 
-def tensors_of(rows: PolicyInput) -> dict[str, Tensor]:
-    return {name: value for name, value in vars(rows).items() if isinstance(value, Tensor)}
-
-
 def decide_alone(rows: PolicyInput, row: int, policy: Policy, seed: int) -> bool:
     """The policy's decision for one row in a batch of its own."""
-    values = {name: value[row : row + 1] for name, value in tensors_of(rows).items()}
-    values |= {"seed": torch.tensor([as_int64(seed)]), "sequence": torch.zeros(1, dtype=torch.long)}
-    return bool(policy(PolicyInput(**values, head=rows.head)))
-
-
-def test_every_kind_of_policy_is_in_the_list():
-    names = [module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")]
-    kinds = {kind for name in names for kind in vars(importlib.import_module(name)).values() if inspect.isclass(kind)}
-    built_in = {kind for kind in kinds if issubclass(kind, Policy) and not inspect.isabstract(kind)}
-    assert {kind for kind in built_in if kind.row_by_row} <= {type(policy) for policy in EVERY}
+    changes = {"seed": torch.tensor([as_int64(seed)]), "sequence": torch.zeros(1, dtype=torch.long)}
+    return bool(policy(alone(rows, row, **changes)))
 
 
 def test_policies_that_run_on_the_host():
-    assert [policy for policy in EVERY if runs_on_host(policy)] == EVERY[len(ON_DEVICE) :]
+    assert [policy for policy in EVERY if runs_on_host(policy)] == EVERY[len(ROW_POLICIES) :]
 
 
 @settings(max_examples=40)
@@ -262,8 +187,8 @@ def test_numeric_policies_never_make_the_host_wait():
             policies(PolicyInput(**tensors, head=lambda hidden: hidden))
 
     for limit in (K - 1, 1):
-        policies = LanePolicies(len(ON_DEVICE), SLOTS, K)
-        for lane, policy in enumerate(ON_DEVICE):
+        policies = LanePolicies(len(ROW_POLICIES), SLOTS, K)
+        for lane, policy in enumerate(ROW_POLICIES):
             assign(policies, lane, policy, lane, {1: 2}, limit)
         decided(policies)
     assign(policies, 0, EVERY[-1])
@@ -273,13 +198,13 @@ def test_numeric_policies_never_make_the_host_wait():
 
 @pytest.mark.gpu
 def test_a_captured_policy_equals_the_cpu():
-    lanes = len(ON_DEVICE)
+    lanes = len(ROW_POLICIES)
     policies = {device: LanePolicies(lanes, SLOTS, K, device) for device in ("cpu", "cuda")}
 
     def settle(shift: int) -> None:
         for lane_policies in policies.values():
             for lane in range(lanes):
-                policy, last = ON_DEVICE[(lane + shift) % lanes], K - 1 - (lane + shift) % 2
+                policy, last = ROW_POLICIES[(lane + shift) % lanes], K - 1 - (lane + shift) % 2
                 assign(lane_policies, lane, policy, lane + shift, {shift % SLOTS: 2}, last)
 
     settle(0)
@@ -311,21 +236,18 @@ class OwnGate(LearnedGate):
 
 
 def test_equal_decisions_have_equal_keys():
-    for policy in ON_DEVICE:
+    for policy in ROW_POLICIES:
         assert prefix_key(policy, 3) == prefix_key(policy, 3)
         assert hash(prefix_key(policy, 3)) is not None
         assert (prefix_key(policy, 3) == prefix_key(policy, 4)) == (
             not isinstance(policy, (Random, RandomRates, SampledExit))
         )
-    assert len({prefix_key(policy, 0) for policy in ON_DEVICE}) == len(ON_DEVICE)
+    assert len({prefix_key(policy, 0) for policy in ROW_POLICIES}) == len(ROW_POLICIES)
     assert prefix_key(LearnedGate(0.5), 1) == prefix_key(LearnedGate(0.5), 2)
     assert prefix_key(Random(0.5), 1) == prefix_key(Random(0.5), 1 + (1 << 64))
     assert prefix_key(TopProbability(0.5), 1) == prefix_key(TopProbability(0.5), 1)
     assert prefix_key(TopProbability(0.5), 1) != prefix_key(TopProbability(0.5), 2)
     assert prefix_key(Seedless(0.5), 1) == prefix_key(Seedless(0.5), 2) != prefix_key(TopProbability(0.5), 2)
     assert prefix_key(OwnGate(0.5), 1) not in (prefix_key(OwnGate(0.5), 2), prefix_key(LearnedGate(0.5), 1))
-
-
-def test_a_users_function_is_never_shared():
-    for policy in (Custom(lambda rows: rows.active), Plain(), Holds(lambda rows: rows.active)):
-        assert prefix_key(policy, 0) is None
+    for own in (Custom(lambda rows: rows.active), Plain(), Holds(lambda rows: rows.active)):
+        assert prefix_key(own, 0) is None, "a user's function is never shared"

@@ -1,7 +1,5 @@
 """Tests the checks of a request: an invalid one is refused by the name of its field."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -85,6 +83,7 @@ def test_valid_requests_pass(model, settings):
         ("max_iterations", (0, K + 1, 2.0, True)),
         ("depths", ([1] * 99, [K + 1], [-1], [1.5], {99: 1}, {-1: 1}, {0: True}, 3, "12")),
         ("salt", (None, 5, b"x")),
+        ("client", (None, 5)),
     ],
 )
 def test_invalid_values_are_refused_by_the_name_of_their_field(model, field, values):

@@ -1,7 +1,5 @@
 """Tests the thread count of a pass: one for small passes, torch's own for large ones, restored afterwards."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import torch

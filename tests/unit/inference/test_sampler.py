@@ -1,7 +1,5 @@
 """Tests sampling: a token depends on its row's logits, settings, seed and position only, and draws are fair."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

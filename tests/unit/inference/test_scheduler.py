@@ -1,6 +1,7 @@
 """Tests scheduling without a device: a stand-in returns results like one, at once or a launch late."""
 
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -32,16 +33,21 @@ class StandIn:
         self.late, self.namespace = late, "namespace" if share else None
         self.depth = depth or (lambda sequence, index: min(sequence.iterations, 1 + index % 3))
         self.in_flight, self.progress = None, {}
-        self.preempted, self.finished = [], []
-        self.requests = 0
+        self.preempted, self.finished, self.lost = [], [], []
+        self.requests, self.clients = 0, {}
         self._preempt, self.scheduler._preempt = self.scheduler._preempt, self._record_preemption
 
-    def add(self, prompt, new, *, iterations=3, samples=1, depths=None):
+    @property
+    def waiting(self):
+        return [sequence for queue in self.scheduler.queues.values() for sequence in queue]
+
+    def add(self, prompt, new, *, iterations=3, samples=1, depths=None, client=""):
         tokens = prompt if isinstance(prompt, list) else [self.requests + 10] * prompt
-        request = Request(tokens, max_new_tokens=new, samples=samples, depths=depths)
+        request = Request(tokens, max_new_tokens=new, samples=samples, depths=depths, client=client)
         number, self.requests = self.requests, self.requests + 1
+        self.clients[number] = client
         submission = Submission(request, number, FixedDepth(3), iterations, self.namespace, self.scheduler.shape)
-        self.scheduler.waiting.extend(submission.samples)
+        self.scheduler.add(submission.samples)
         return submission.samples
 
     def step(self):
@@ -76,7 +82,7 @@ class StandIn:
 
     def check(self, plan):
         """Asserts the invariants of every plan."""
-        resident, waiting = self.scheduler.resident, self.scheduler.waiting
+        resident, waiting = self.scheduler.resident, self.waiting
         assert plan.resident == resident
         assert {sequence.lane for sequence in resident.values()} == set(resident)
         assert not set(resident) & set(self.scheduler._free_lanes)
@@ -99,16 +105,19 @@ class StandIn:
 
     def run(self, limit=3000):
         for _ in range(limit):
-            if not self.scheduler.waiting and not self.scheduler.resident and self.in_flight is None:
+            if not self.waiting and not self.scheduler.resident and self.in_flight is None:
                 break
             self.step()
         else:
             pytest.fail("it never ends")
         self.prefixes.clear()
         assert self.pages.held == 0
+        assert not self.scheduler.queues
+        assert not self.scheduler._turns
 
     def _record_preemption(self, sequence):
         self.preempted.append((sequence.order, [other.order for other in self.scheduler.resident.values()]))
+        self.lost.append(sequence)
         self._preempt(sequence)
 
     def span(self, sequence, start, stop, pages):  # the runner's, for the postprocessor
@@ -132,7 +141,8 @@ def test_every_sequence_finishes(seed):
     sequences, cancelled = [], []
     for _ in range(14):
         prompt = draw.choice([draw.randint(1, 14), list(range(draw.randint(1, 14)))])
-        sequences += stand.add(prompt, draw.randint(1, 8), samples=draw.choice([1, 1, 2]))
+        client = draw.choice("aab" if seed % 2 else "a")
+        sequences += stand.add(prompt, draw.randint(1, 8), samples=draw.choice([1, 1, 2]), client=client)
         for _ in range(draw.randint(0, 6)):
             stand.step()
         sequence = draw.choice(sequences)
@@ -153,7 +163,7 @@ def test_sequences_get_lanes_in_order_of_arrival(sizes):
     """Also where one that does not fit yet has a smaller one behind it."""
     stand = StandIn(lanes=2)
     sequences = [stand.add(prompt, new)[0] for prompt, new in sizes]
-    while stand.scheduler.waiting:
+    while stand.waiting:
         stand.step()
         admitted = [sequence.state != WAITING for sequence in sequences]
         assert admitted == sorted(admitted, reverse=True)
@@ -165,7 +175,7 @@ def test_smaller_depths_admit_more_sequences():
         stand = StandIn(lanes=20, rows=200)
         for _ in range(12):
             stand.add(8, 5)
-        stand.scheduler.record_depth(stand.scheduler.waiting[0].submission.kind, 100, int(100 * mean))
+        stand.scheduler.record_depth(stand.waiting[0].submission.kind, 100, int(100 * mean))
         stand.step()
         return len(stand.scheduler.resident)
 
@@ -204,13 +214,81 @@ def test_mean_depths_are_kept_for_the_latest_kinds():
     assert len(stand.scheduler._depths) == 1024
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"late": True, "burst": 2}, {"rows": 200}], ids=["at once", "late", "few pages"]
+)
+def test_a_short_request_takes_as_many_steps_as_alone_however_much_another_client_has_queued(options):
+    def steps(load):
+        stand = StandIn(**{"lanes": 3, "rows": 400, "chunk": 8} | options)
+        stand.scheduler.expected_rows = lambda sequence: 0
+        for _ in range(load):
+            stand.add(20, 30, samples=4, client="greedy")
+        for _ in range(40 if load else 0):
+            stand.step()
+        (short,) = stand.add(3, 4, client="modest")
+        for number in range(1, 60):
+            stand.step()
+            if short.state == FINISHED:
+                assert short not in stand.lost
+                return number
+        return 60
+
+    assert steps(load=12) <= steps(load=0) + 1
+
+
+def test_clients_take_turns():
+    """With one lane, which no newcomer takes away; a new client is served before the one that has just been."""
+    stand = StandIn(lanes=1, depth=lambda sequence, index: 1)
+    for client, requests in (("a", 4), ("b", 2)):
+        for _ in range(requests):
+            stand.add(2, 2, client=client)
+    stand.step()
+    for _ in range(2):
+        stand.add(2, 2, client="c")
+    stand.run()
+    assert [stand.clients[number] for number in stand.finished] == list("abcabcaa")
+    assert stand.preempted == []
+
+
+def test_lanes_are_shared_equally_and_a_client_alone_has_them_all():
+    stand = StandIn(lanes=6, rows=2000, chunk=40)
+    for client, requests in (("a", 20), ("b", 20), ("c", 1)):
+        for _ in range(requests):
+            stand.add(2, 40, client=client)
+        stand.step()
+    residents = Counter(sequence.client for sequence in stand.scheduler.resident.values())
+    assert residents == {"a": 3, "b": 2, "c": 1}
+    assert len(stand.preempted) == 4, "three for b, one more for c"
+
+
+def test_pages_are_taken_from_the_client_with_the_most_sequences():
+    stand = StandIn(lanes=3, rows=140, chunk=40)
+    stand.scheduler.expected_rows = lambda sequence: 0
+    for client in "aab":
+        stand.add(12, 14, client=client)
+    stand.run()
+    assert {sequence.client for sequence in stand.lost} == {"a"}
+
+
+def test_prefill_rows_are_shared_equally():
+    stand = StandIn(lanes=3, rows=2000, chunk=8)
+    stand.add(60, 1, client="a")
+    stand.add(60, 1, client="a")
+    stand.step()
+    stand.add(30, 1, client="b")
+    rows = {chunk.sequence.client: len(chunk.rows) for chunk in stand.step().chunks}
+    assert rows["b"] == 4, "half of a tick's rows"
+    stand.run()
+    assert stand.finished[0] == 2
+
+
 @pytest.mark.parametrize(("requests", "samples", "waiting", "resident"), [(3, 1, 1, 2), (1, 2, 1, 1)])
 def test_most_resident_does_not_count_waiting_sequences(requests, samples, waiting, resident):
     stand = StandIn(lanes=4)
     for _ in range(requests):
         stand.add(8, 4, samples=samples)
     stand.step()
-    assert (len(stand.scheduler.waiting), stand.scheduler.most_resident) == (waiting, resident)
+    assert (len(stand.waiting), stand.scheduler.most_resident) == (waiting, resident)
 
 
 def test_cached_tokens_are_counted_once():

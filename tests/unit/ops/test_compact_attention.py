@@ -1,7 +1,5 @@
 """Attention of scattered rows: torch version, kernels and compiled call, against attention written out."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

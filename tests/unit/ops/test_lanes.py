@@ -107,50 +107,54 @@ def opened(room: int = SIZE) -> tuple[Books, DraftWindows]:
     return books, windows
 
 
-def answers(tick: int) -> tuple[torch.Tensor, ...]:
-    """The results of rows: few ids, so that many drafts are right; some halt early."""
-    generator = torch.Generator("cpu").manual_seed(tick)
-    chosen = torch.randint(2, (3, SIZE), generator=generator, device="cpu")
-    goes_on = torch.rand(3, SIZE, generator=generator, device="cpu") < 0.6
-    bad = torch.rand(3, SIZE, generator=generator, device="cpu") < 0.1
-    place = torch.get_default_device()
-    return goes_on.to(place), chosen.to(place), bad.to(place)
+def walk(first, second, lane: torch.Tensor, room: int = SIZE):
+    """Advances two versions of the windows for 12 ticks by equal results; yields the rows of both after each tick.
 
-
-@pytest.mark.parametrize(("room", "vanishes"), [(2, True), (SIZE, False)])
-def test_kernels_move_windows_alike(room, vanishes):
-    mine = opened(room)
-    theirs, lane = copy.deepcopy(mine), torch.tensor([2, 0, 3])
+    A version is a begin_windows and an end_windows. Few ids, so that many drafts are right; some tokens halt early.
+    """
+    states, generator = [opened(room), opened(room)], torch.Generator("cpu").manual_seed(0)
     logs = [torch.zeros(12, 3, 2 * SIZE + 1, dtype=torch.long) for _ in range(2)]
-    for tick in range(12):
-        ours = kernels.begin_windows(*mine, lane, passes=PASSES, vanishes=vanishes)
-        wanted = plain.begin_windows(*theirs, lane, passes=PASSES, vanishes=vanishes, every=True)
-        for one, other in zip((*ours[:2], *ours.begun), (*wanted[:2], *wanted.begun), strict=True):
-            assert torch.equal(one, other)
-        goes_on, chosen, bad = answers(tick)
-        goes_on &= ours.begun.iteration.view(3, SIZE) < PASSES - 1
-        kernels.end_windows(*mine, lane, goes_on, chosen, bad, logs[0])
-        plain.end_windows(*theirs, lane, goes_on, chosen, bad, logs[1])
-        for one, other in zip((*mine[0][:-1], *mine[1]), (*theirs[0][:-1], *theirs[1]), strict=True):
-            assert torch.equal(one[:-1] if one.ndim == 3 else one, other[:-1] if one.ndim == 3 else other)
+
+    def drawn(share: float) -> torch.Tensor:
+        return (torch.rand(3, SIZE, generator=generator, device="cpu") < share).to(lane.device)
+
+    for _ in range(12):
+        rows = [begin(*state) for (begin, _), state in zip((first, second), states, strict=True)]
+        goes_on, chosen, bad = drawn(0.6), drawn(0.5).long(), drawn(0.1)
+        goes_on &= rows[1].begun.iteration.view(3, SIZE) < PASSES - 1
+        for (_, end), state, log in zip((first, second), states, logs, strict=True):
+            end(*state, lane, goes_on, chosen, bad, log)
+        yield rows, states
     assert torch.equal(*logs)
     assert (logs[0][:, :2, -1].sum(0) > 3).all(), "too few tokens were accepted to compare"
 
 
+def version(module, lane: torch.Tensor, vanishes: bool, **options):
+    def begin(books, windows):
+        return module.begin_windows(books, windows, lane, passes=PASSES, vanishes=vanishes, **options)
+
+    return begin, module.end_windows
+
+
+@pytest.mark.parametrize(("room", "vanishes"), [(2, True), (SIZE, False)])
+def test_kernels_move_windows_alike(room, vanishes):
+    lane = torch.tensor([2, 0, 3])
+    for (ours, wanted), (mine, theirs) in walk(
+        version(kernels, lane, vanishes), version(plain, lane, vanishes, every=True), lane, room
+    ):
+        for one, other in zip((*ours[:2], *ours.begun), (*wanted[:2], *wanted.begun), strict=True):
+            assert torch.equal(one, other)
+        for one, other in zip((*mine[0][:-1], *mine[1]), (*theirs[0][:-1], *theirs[1]), strict=True):
+            assert torch.equal(one[:-1] if one.ndim == 3 else one, other[:-1] if one.ndim == 3 else other)
+
+
 def test_rows_of_live_places_alone_are_those_of_every_place():
-    one, other = opened(), opened()
     lane = torch.tensor([0, 1, 2])
-    logs = [torch.zeros(12, 3, 2 * SIZE + 1, dtype=torch.long) for _ in range(2)]
-    for tick in range(12):
-        every = plain.begin_windows(*one, lane, passes=PASSES, vanishes=False, every=True)
-        live = plain.begin_windows(*other, lane, passes=PASSES, vanishes=False, every=False)
+    for (live, every), (one, other) in walk(
+        version(plain, lane, False, every=False), version(plain, lane, False, every=True), lane
+    ):
         assert live.which is not None
         assert len(live.lane) == max(1, (every.lane != LANES - 1).sum())
         for mine, theirs in zip((*live[:2], *live.begun), (*every[:2], *every.begun), strict=True):
             assert torch.equal(mine, theirs[live.which])
-        goes_on, chosen, bad = answers(tick)
-        goes_on &= every.begun.iteration.view(3, SIZE) < PASSES - 1
-        plain.end_windows(*one, lane, goes_on, chosen, bad, logs[0])
-        plain.end_windows(*other, lane, goes_on, chosen, bad, logs[1])
-    assert torch.equal(*logs)
-    assert torch.equal(one[0].index[:-1], other[0].index[:-1])
+        assert torch.equal(one[0].index[:-1], other[0].index[:-1])

@@ -1,7 +1,5 @@
 """Attention through an index: the reference equals a softmax written out, the kernels are no further from the truth."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Attention with a mask never runs by cuDNN, whose backward returns NaN for it; attention without one may."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -61,19 +59,14 @@ def test_a_plain_causal_pass_may_run_by_cudnn():
     assert cudnn_allowed(tiny("adaponder")) == {True}
 
 
-def test_an_error_inside_leaves_the_choice_as_it_was():
+def test_the_last_of_overlapping_contexts_restores_the_choice_also_after_an_error():
+    other = masked_attention()
+    with masked_attention():
+        other.__enter__()
     with pytest.raises(ZeroDivisionError), masked_attention():
         raise ZeroDivisionError
-    assert cudnn_sdp_enabled()
-
-
-def test_overlapping_threads_restore_the_choice_when_the_last_one_leaves():
-    first, second = masked_attention(), masked_attention()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
     assert not cudnn_sdp_enabled()
-    second.__exit__(None, None, None)
+    other.__exit__(None, None, None)
     assert cudnn_sdp_enabled()
 
 

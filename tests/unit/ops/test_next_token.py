@@ -1,7 +1,5 @@
 """Kernels sample the same tokens as the reference; noise and truncation are those of their definitions."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Each row gets the gate of its own iteration."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

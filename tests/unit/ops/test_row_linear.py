@@ -1,7 +1,5 @@
 """Row products: the kernels equal the plain version, and the plain norm equals its module."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

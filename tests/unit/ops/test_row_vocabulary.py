@@ -1,7 +1,5 @@
 """Head and expectation of a tick's rows equal the plain ones; rows that halt cost nothing and leave zeros."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

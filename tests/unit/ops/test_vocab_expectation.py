@@ -1,7 +1,5 @@
 """The expectation over the vocabulary: memory, tied tables, kept logits. Equality with the plain: test_chunks.py."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -83,24 +81,18 @@ def test_kept_logits_change_no_bit(dtype, chunk, top_k):
         assert all(map(torch.equal, kept, plain))
 
 
-@pytest.mark.parametrize("device", PLACES)
-def test_kept_logits_change_no_bit_in_kernels(device, monkeypatch):
-    monkeypatch.setattr(shared, "BLOCK", 32)
-    for dtype in precisions(device):
-        leaves = given(7, 5, 131, 3, dtype=dtype, device=device)
-        plain, kept = (run(kernels.vocab_expectation, leaves, keep_logits=keep, chunk=3) for keep in (False, True))
-        assert all(map(torch.equal, kept, plain))
-
-
 @pytest.mark.parametrize("device", ["torch", *PLACES])
-def test_kept_logits_serve_a_second_backward(device):
+def test_kept_logits_serve_a_second_backward_and_change_no_bit_in_kernels(device, monkeypatch):
+    monkeypatch.setattr(shared, "BLOCK", 32)
     op = vocab_expectation if device == "torch" else kernels.vocab_expectation
-    leaves = [
-        x.requires_grad_() for x in given(7, 5, 131, 3, dtype=torch.float32, device=device.replace("torch", "cpu"))
-    ]
-    total = op(*leaves[:3], bias=leaves[3], chunk=3, keep_logits=True).square().sum()
-    first, second = torch.autograd.grad(total, leaves, retain_graph=True), torch.autograd.grad(total, leaves)
-    assert all(map(torch.equal, first, second))
+    device = device.replace("torch", "cpu")
+    for dtype in precisions(device):
+        leaves = [x.requires_grad_() for x in given(7, 5, 131, 3, dtype=dtype, device=device)]
+        plain, kept = (run(op, leaves, keep_logits=keep, chunk=3) for keep in (False, True))
+        assert all(map(torch.equal, kept, plain))
+        total = op(*leaves[:3], bias=leaves[3], chunk=3, keep_logits=True).square().sum()
+        first, second = torch.autograd.grad(total, leaves, retain_graph=True), torch.autograd.grad(total, leaves)
+        assert all(map(torch.equal, first, second))
 
 
 def test_kept_logits_are_computed_once_and_kept_only_for_a_backward(monkeypatch):

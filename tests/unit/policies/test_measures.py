@@ -1,7 +1,5 @@
 """Policies that measure a prediction, or its change in the last iteration; test_rows.py computes each by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,10 +1,7 @@
 """Rows of one call may stand at different iterations: each is answered as if it were alone, and nobody waits for it."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,119 +12,31 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import support
-from adaponder.policies import (
-    Change,
-    Confidence,
-    Divergence,
-    Entropy,
-    ExitThreshold,
-    FixedDepth,
-    ForcedDepths,
-    Geometric,
-    LearnedGate,
-    Policy,
-    PolicyInput,
-    Random,
-    RandomRates,
-    Ranked,
-    RouterThreshold,
-    SampledExit,
-    Shares,
-    Similarity,
-    Uniform,
-    as_int64,
-    base,
-    sequence_seeds,
-)
+from adaponder import policies
+from adaponder.policies import Policy, PolicyInput, Random, Ranked, Shares, as_int64, base, sequence_seeds
 from adaponder.policies.values import at, unit_hash
+from policy_support import ROW_POLICIES, WIDTH, WORDS, alone, mixed_rows, tensors_of
 
-GATES, WIDTH, WORDS, SEQUENCES, SLOTS = 3, 8, 13, 4, 6
-PolicyLike = Callable[[PolicyInput], Tensor]
 EVERY_SEED = st.integers(-(2**63), 2**63 - 1)
-
-
-def row_policies(device: str = "cpu") -> dict[str, Policy]:
-    """Every built-in rule that decides row by row; those that take one number or one per gate, in both ways."""
-    depths = torch.arange(SEQUENCES * SLOTS, device=device).view(SEQUENCES, SLOTS) % (GATES + 1) + 1
-    several = {"small": (0.2, 0.7, 0.4), "entropy": (1.0, 1.4, 1.2)}
-    policies = [
-        LearnedGate(0.4),
-        LearnedGate(several["small"]),
-        RouterThreshold(),
-        ExitThreshold(0.6),
-        FixedDepth(2),
-        ForcedDepths(depths),
-        Random(0.5),
-        RandomRates(2.0),
-        Entropy(1.2),
-        Entropy(several["entropy"]),
-        Divergence(0.3),
-        Divergence(several["small"]),
-        Change(1.2),
-        Change((math.inf, 1.4, 1.2)),
-        Uniform(several["small"], keep=0.5),
-        Geometric(several["small"], rate=0.5),
-        Shares(several["small"], shares=(0.9, 0.5, 0.1)),
-        Confidence(0.2),
-        Confidence((0.1, 0.4, 0.2)),
-        Similarity(0.1),
-        Similarity((-1.0, 0.2, -0.1)),
-        SampledExit(),
-    ]
-    return {f"{i}-{type(policy).__name__}": policy for i, policy in enumerate(policies)}
-
-
-NAMES = list(row_policies())
-
-
-def mixed_rows(count: int, *, seed: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> PolicyInput:
-    """Rows at all iterations and of many seeds; what stood before iteration 0 is NaN, which nobody may look at."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def whole(low: int, high: int) -> Tensor:
-        return torch.randint(low, high, (count,), generator=generator).to(device)
-
-    def real(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=dtype).to(device)
-
-    iteration, table = whole(0, GATES), real(WORDS, WIDTH)
-    return PolicyInput(
-        iteration=iteration,
-        gate=torch.rand(count, generator=generator).to(device),
-        hidden=real(count, WIDTH),
-        position=whole(0, 1 << 20),
-        seed=whole(-(2**63), 2**63 - 1),
-        sequence=whole(0, SEQUENCES),
-        slot=whole(0, SLOTS),
-        active=whole(0, 2).bool(),
-        head=lambda hidden: torch.nn.functional.linear(hidden, table),
-        previous=real(count, WIDTH).masked_fill(iteration[:, None] == 0, math.nan),
-    )
-
-
-def alone(rows: PolicyInput, row: int) -> PolicyInput:
-    """One row as it would be asked about in a batch of its own."""
-    tensors = {name: value[row : row + 1] for name, value in vars(rows).items() if isinstance(value, Tensor)}
-    if not int(rows.iteration[row]):
-        tensors["previous"] = None
-    return PolicyInput(**tensors, head=rows.head)
+NAMES = [f"{number}-{type(policy).__name__}" for number, policy in enumerate(ROW_POLICIES)]
+every_policy = pytest.mark.parametrize("policy", ROW_POLICIES, ids=NAMES)
 
 
 def measured(policy: Policy, row: PolicyInput) -> float:
     """Entropy in nats, top-two gap, KL in nats, cosine or relative change of one row, in Python."""
     log_p = torch.log_softmax(row.logits[0], 0).tolist()
-    if isinstance(policy, Entropy):
+    if isinstance(policy, policies.Entropy):
         return -sum(math.exp(p) * p for p in log_p)
-    if isinstance(policy, Confidence):
+    if isinstance(policy, policies.Confidence):
         first, second = sorted((math.exp(p) for p in log_p), reverse=True)[:2]
         return first - second
     if row.previous is None:
-        return -math.inf if isinstance(policy, Similarity) else math.inf
-    if isinstance(policy, Divergence):
+        return -math.inf if isinstance(policy, policies.Similarity) else math.inf
+    if isinstance(policy, policies.Divergence):
         log_q = torch.log_softmax(row.head(row.previous)[0], 0).tolist()
         return sum(math.exp(p) * (p - q) for p, q in zip(log_p, log_q, strict=True))
     hidden, before = row.hidden[0].tolist(), row.previous[0].tolist()
-    if isinstance(policy, Similarity):
+    if isinstance(policy, policies.Similarity):
         dot = sum(mine * other for mine, other in zip(hidden, before, strict=True))
         return dot / (math.hypot(*hidden) * math.hypot(*before))
     return math.dist(hidden, before) / math.hypot(*before)
@@ -150,45 +59,45 @@ def by_hand(policy: Policy, row: PolicyInput) -> bool:
         return value[iteration] if isinstance(value, tuple) else value
 
     match policy:
-        case LearnedGate(tau=tau):
+        case policies.LearnedGate(tau=tau):
             return gate >= number(tau)
-        case Uniform() | Geometric() | Shares():
+        case policies.Uniform() | policies.Geometric() | policies.Shares():
             return gate >= policy.thresholds[iteration]
-        case RouterThreshold():
+        case policies.RouterThreshold():
             return gate > 0.5
-        case ExitThreshold(q=q):
+        case policies.ExitThreshold(q=q):
             return 1.0 - gate < q
-        case FixedDepth(depth=depth):
+        case policies.FixedDepth(depth=depth):
             return iteration + 1 < depth
-        case ForcedDepths(depths=depths):
+        case policies.ForcedDepths(depths=depths):
             return iteration + 1 < depths[int(row.sequence)][int(row.slot)]
-        case Random(keep=keep):
+        case policies.Random(keep=keep):
             return hash_by_hand(int(row.position), int(row.seed), iteration) < keep
-        case RandomRates(prior=prior):
+        case policies.RandomRates(prior=prior):
             position, seed = int(row.position), int(row.seed)
             own = hash_by_hand(position, seed, -2) < 0.5
             rate = hash_by_hand(position if own else -1, seed, -1) ** (1.0 / prior)
             return hash_by_hand(position, seed, iteration) < rate
-        case Entropy() | Divergence() | Change():
+        case policies.Entropy() | policies.Divergence() | policies.Change():
             return measured(policy, row) >= number(policy.threshold)
-        case Confidence() | Similarity():
+        case policies.Confidence() | policies.Similarity():
             return measured(policy, row) <= number(policy.threshold)
-        case SampledExit():
+        case policies.SampledExit():
             return gate > hash_by_hand(int(row.position), int(row.seed), -3)
     raise AssertionError(f"no rule by hand for {policy}")
 
 
 def test_the_list_of_row_policies_is_complete():
-    listed = {type(policy) for policy in row_policies().values()}
+    listed = {type(policy) for policy in ROW_POLICIES}
     built_in = {kind for kind in base.registered_policies() if kind.__module__.startswith("adaponder.")}
-    assert {kind for kind in built_in if kind.row_by_row} | {ForcedDepths} == listed
+    assert {kind for kind in built_in if kind.row_by_row} | {policies.ForcedDepths} == listed
     assert {kind for kind in built_in if not kind.row_by_row} == {Ranked}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_policy
 @given(seed=st.integers(0, 10_000))
-def test_rows_at_different_iterations_and_seeds_are_each_answered_as_if_alone(name, seed):
-    policy, rows = row_policies()[name], mixed_rows(24, seed=seed)
+def test_rows_at_different_iterations_and_seeds_are_each_answered_as_if_alone(policy, seed):
+    rows = mixed_rows(24, seed=seed)
     keep = policy(rows)
     assert keep.dtype == torch.bool
     singles = [alone(rows, row) for row in range(24)]
@@ -264,55 +173,20 @@ class OnDevice(TorchDispatchMode):
         return result
 
 
-def on_device(rows: PolicyInput, device: str) -> PolicyInput:
-    """Fake rows on a device that need not be there: shapes and types alone, so that looking at a value is an error."""
-    tensors = {name: value for name, value in vars(rows).items() if isinstance(value, Tensor)}
-    fakes = {name: torch.empty(value.shape, dtype=value.dtype, device=device) for name, value in tensors.items()}
-    table = torch.empty(WORDS, WIDTH, dtype=rows.hidden.dtype, device=device)
-    return PolicyInput(**fakes, head=lambda hidden: torch.nn.functional.linear(hidden, table))
-
-
-def run_fake(make: Callable[[], PolicyLike], *, previous: bool = True, device: str = "cuda") -> Tensor:
-    """The policy's answer about fake rows; fails where it looks at a value or touches the host's memory."""
-    rows = mixed_rows(2000, seed=0, dtype=torch.float32)
-    with FakeTensorMode():
-        policy, rows = make(), on_device(rows, device)
-        if not previous:
-            rows = dataclasses.replace(rows, previous=None)
-        with OnDevice(device):
-            return policy(rows)
-
-
 @pytest.mark.parametrize("previous", [True, False], ids=["later", "first"])
-@pytest.mark.parametrize("name", NAMES)
-def test_no_rule_looks_at_a_value_or_copies_one_from_the_host(name, previous):
+@every_policy
+def test_no_rule_looks_at_a_value_or_copies_one_from_the_host(policy, previous):
+    """Of fake rows on a GPU that need not be there, only shapes and types are known."""
     # Indexing a fake tensor of a GPU needs a torch that was built for one.
-    device = "cpu" if "ForcedDepths" in name else "cuda"
-    keep = run_fake(lambda: row_policies(device)[name], previous=previous, device=device)
+    device = "cpu" if isinstance(policy, policies.ForcedDepths) else "cuda"
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        tensors = tensors_of(mixed_rows(2000, seed=0, dtype=torch.float32))
+        fakes = {name: torch.empty(value.shape, dtype=value.dtype, device=device) for name, value in tensors.items()}
+        table = torch.empty(WORDS, WIDTH, device=device)
+        rows = PolicyInput(**fakes, head=lambda hidden: torch.nn.functional.linear(hidden, table))
+        with OnDevice(device):
+            keep = policy(rows if previous else dataclasses.replace(rows, previous=None))
     assert (keep.shape, keep.dtype, keep.device.type) == ((2000,), torch.bool, device)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES)
-def test_every_rule_is_captured_in_a_cuda_graph_and_answers_about_other_rows(name):
-    policy = row_policies("cuda")[name]
-    rows, other = (mixed_rows(200, seed=seed, device="cuda") for seed in (0, 1))
-    expected = policy(dataclasses.replace(other, head=rows.head))
-    assert not torch.equal(policy(rows), expected)
-    # Libraries set themselves up when first used, which a graph cannot hold.
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        policy(rows)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        keep = policy(rows)
-    for field, value in vars(rows).items():
-        if isinstance(value, Tensor):
-            value.copy_(getattr(other, field))
-    graph.replay()
-    assert torch.equal(keep, expected)
 
 
 def test_ranking_chooses_the_highest_gates_of_active_tokens_and_the_first_of_equals():

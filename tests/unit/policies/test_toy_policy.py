@@ -1,19 +1,16 @@
 """A policy is one file: a toy in the tests is read with, generated with, evaluated by its word, metered and stored."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
 import torch
-from torch import Tensor
 from typer.testing import CliRunner
 
 import lab_support
 import support
-from adaponder import AdaPonderError, LearnedGate, Policy, PolicyInput, cli
+from adaponder import AdaPonderError, LearnedGate, cli
 from adaponder.evaluation.lab.profiles import load_profile, store
 from adaponder.policies import Ranked, Schedule, parse_policy
 from toy_policy import TopProbability
@@ -92,24 +89,12 @@ def test_a_schedule_of_ones_own_is_ranked_by_its_word(monkeypatch, model):
     assert [(depth > i + 1).sum(1).tolist() for i in range(K - 1)] == [[8, 8], [4, 4], [2, 2]]
 
 
-class Watched(Policy):
-    """Everybody reads on; remembers which batches it was asked about."""
-
-    def __init__(self) -> None:
-        self.batches: list[tuple[int, int]] = []
-
-    def check_batch(self, sequences: int, slots: int) -> None:
-        self.batches.append((sequences, slots))
-
-    def __call__(self, rows: PolicyInput) -> Tensor:
-        assert self.batches, "asked to decide before it was told of the batch"
-        return torch.ones_like(rows.active)
-
-
-def test_a_policy_is_told_of_the_batch_with_padding_and_cached_tokens_counted(model):
-    policy, ids = Watched(), support.ids(3, 12)
+def test_a_policy_is_told_of_the_batch_with_padding_and_cached_tokens_counted(model, monkeypatch):
+    batches, ids = [], support.ids(3, 12)
+    monkeypatch.setattr(TopProbability, "check_batch", lambda self, *sizes: batches.append(sizes))
     mask = torch.ones_like(ids)
     mask[:, :4] = 0
-    ledger = model(ids[:, :8], attention_mask=mask[:, :8], policy=policy, use_cache=True).past_key_values
-    model(ids[:, 8:], attention_mask=mask, policy=policy, past_key_values=ledger)
-    assert policy.batches == [(3, 8), (3, 12)]
+    asked = {"policy": TopProbability(0.5), "use_cache": True}
+    ledger = model(ids[:, :8], attention_mask=mask[:, :8], **asked).past_key_values
+    model(ids[:, 8:], attention_mask=mask, past_key_values=ledger, **asked)
+    assert batches == [(3, 8), (3, 12)]

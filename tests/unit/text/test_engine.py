@@ -1,7 +1,5 @@
 """Tests a text engine over a scripted engine: stop strings end a sample; each token keeps its text and depth."""
 
-from __future__ import annotations
-
 import pytest
 
 from adaponder.errors import InputError

@@ -1,7 +1,5 @@
 """Tests that text comes in whole characters, equals the decoded tokens, and ends before a stop string."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 

@@ -16,12 +16,9 @@ from adaponder.ops.precision import wide_dtype
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Describes the query rows, packed into one lane and ordered by sequence and slot, and the keys of all tokens.
+    """Describes query rows, packed into one lane and ordered by sequence ``[n]`` and slot, and the keys of all tokens.
 
-    Attributes:
-        sequence: ``[n]``, the sequence of each row; never decreasing.
-        query: slots and orders of the rows, ``[1, n]``.
-        key: slots and orders of all tokens, ``[sequences, slots]``.
+    Places are ``[1, n]`` of the rows (``query``) and ``[sequences, slots]`` of all tokens (``key``).
     """
 
     sequence: Tensor
@@ -61,17 +58,9 @@ def compact_attention(
 ) -> Tensor:
     """Computes attention of all tokens, at the query rows only.
 
-    Args:
-        query: ``[n, heads, size]``.
-        keys: ``[sequences, key heads, slots, size]``; heads are a multiple of key heads.
-        values: ``[sequences, key heads, slots, value size]``.
-        rows: sequence and slot of each query, and the keys it may see.
-        window: the most tokens that a query sees, itself included; ``None``: all.
-        scale: factor of the scores; ``None``: ``size ** -0.5``.
-        dropout: probability of dropping an attention weight.
-
-    Returns:
-        ``[n, heads, value size]``.
+    Shapes: query ``[n, heads, size]``; keys ``[sequences, key heads, slots, size]``, where heads are a multiple of key
+    heads; values ``[sequences, key heads, slots, value size]``; result ``[n, heads, value size]``. ``window`` is the
+    most tokens that a query sees, itself included. ``scale=None`` is ``size ** -0.5``.
     """
     grouped = query.shape[1] != keys.shape[1]
     packed_query = query.transpose(0, 1)[None]

@@ -4,8 +4,7 @@
 lane to its token's next iteration, or to the first iteration of the chosen token. ``begin_windows`` and
 ``end_windows`` do the same for windows of consecutive tokens, each at its own iteration
 (:mod:`adaponder.inference.drafting`): token ``p`` of a sequence is stored at ``p % window``, and its KV rows have
-fixed offsets in the lane's pages. Padding rows of a batch use the last lane, whose content has no meaning. On a GPU
-the torch version launches dozens of small kernels, the Triton version one per function.
+fixed offsets in the lane's pages. Padding rows of a batch use the last lane, whose content has no meaning.
 """
 
 from torch import Tensor
@@ -17,23 +16,15 @@ from adaponder.ops.lanes.torch import GOES_ON, NOT_A_NUMBER, Begun, Books, Draft
 __all__ = ["GOES_ON", "NOT_A_NUMBER", "Begun", "Books", "DraftWindows", "WindowRows", "begin_rows", "begin_windows"]
 __all__ += ["book_rows", "end_rows", "end_windows", "force_rows", "ponder_rows", "resume_rows"]
 
-_KERNELS = "adaponder.ops.lanes.triton"
-
 
 def _has_rows(lane: Tensor) -> bool:
     return has_kernels(lane) and len(lane) > 0
 
 
-begin_rows = dispatch(
-    plain.begin_rows, _KERNELS, when=lambda books, lane, *, width, vanishes: width == 1 and _has_rows(lane)
-)
-end_rows = dispatch(plain.end_rows, _KERNELS, when=lambda books, lane, *rest, **options: _has_rows(lane))
-resume_rows = dispatch(plain.resume_rows, _KERNELS, when=lambda first, kept, lane, iteration: _has_rows(lane))
-force_rows = dispatch(plain.force_rows, _KERNELS, when=lambda keep, forced, lane, *rest: _has_rows(lane))
-ponder_rows = dispatch(
-    plain.ponder_rows,
-    _KERNELS,
-    when=lambda embedding, *rest: runs_fused(embedding) and len(embedding) > 0 and embedding.shape[1] == 1,
-)
-begin_windows = dispatch(plain.begin_windows, _KERNELS, when=lambda books, windows, lane, **options: _has_rows(lane))
-end_windows = dispatch(plain.end_windows, _KERNELS, when=lambda books, windows, lane, *rest: _has_rows(lane))
+begin_rows = dispatch(plain.begin_rows, when=lambda books, lane, *, width, vanishes: width == 1 and _has_rows(lane))
+end_rows = dispatch(plain.end_rows, when=lambda books, lane, *rest, **options: _has_rows(lane))
+resume_rows = dispatch(plain.resume_rows, when=lambda first, kept, lane, iteration: _has_rows(lane))
+force_rows = dispatch(plain.force_rows, when=lambda keep, forced, lane, *rest: _has_rows(lane))
+ponder_rows = dispatch(plain.ponder_rows, when=lambda x, *rest: runs_fused(x) and len(x) > 0 and x.shape[1] == 1)
+begin_windows = dispatch(plain.begin_windows, when=lambda books, windows, lane, **options: _has_rows(lane))
+end_windows = dispatch(plain.end_windows, when=lambda books, windows, lane, *rest: _has_rows(lane))

@@ -15,10 +15,8 @@ class Books(NamedTuple):
 
     Attributes:
         index: int32 ``[lanes, iterations, slots]``: the pool row that an iteration reads for a slot, -1: none.
-        token: id of the current token.
-        place: index of the current token in its sequence.
-        iteration: iteration of the lane's next row.
-        last: last allowed iteration.
+        token, place: id of the current token, and its index in its sequence.
+        iteration, last: iteration of the lane's next row; last allowed iteration.
         used: number of rows used so far in the lane's pages.
         pages: int32 ``[lanes, …]``: the lane's pages; rows are taken from them in order.
         tick: ``[1]``: index of the current tick in the log, incremented as each tick begins.
@@ -73,19 +71,11 @@ def book_rows(index: Tensor, lane: Tensor, slot: Tensor, iteration: Tensor, row:
 
 
 def end_rows(
-    books: Books,
-    lane: Tensor,
-    begun: Begun,
-    goes_on: Tensor,
-    chosen: Tensor,
-    bad: Tensor,
-    log: Tensor,
-    *,
-    places: int,
+    books: Books, lane: Tensor, begun: Begun, goes_on: Tensor, chosen: Tensor, bad: Tensor, log: Tensor, *, places: int
 ) -> None:
     """Advances each lane to its token's next iteration if ``goes_on``, else to the first one of the token ``chosen``.
 
-    ``places`` is the maximal length of a sequence: a lane that runs on after its end stays at the last place.
+    ``places`` is the maximum length of a sequence: a lane that runs on after its end stays at the last place.
     Writes into ``log[tick]``, for each row, :data:`GOES_ON`, the chosen token, or :data:`NOT_A_NUMBER` if the choice
     is ``bad``.
     """
@@ -123,11 +113,9 @@ class DraftWindows(NamedTuple):
     A place is a token's index in its sequence; the entries of place ``p`` are at ``p % window``.
 
     Attributes:
-        front: first place of the window; its token is final.
-        stop: place after the last one of the window.
-        origin: first decoded place; its rows are the first in the lane's pages.
-        final: last place to compute.
-        room: maximal number of tokens in the window.
+        front, stop: first place of the window, whose token is final; place after its last one.
+        origin, final: first decoded place, whose rows are the first in the lane's pages; last place to compute.
+        room: maximum number of tokens in the window.
         token: token ids, ``[lanes, window]`` like all that follow.
         choice: each token's current prediction of the next one.
         iteration: iteration of each token's next row.

@@ -1,17 +1,13 @@
 """Computes attention of rows at any iteration, through an index into pools of keys and values.
 
-``softmax(q K^T * scale) V``, where the index ``[lanes, iterations, slots] -> row`` names the pool rows that a query
-reads, without copies. A pass has single-query rows (decode, ``alone`` in names) and cohorts: runs of rows that share
-lane and iteration (prefill). ``enter`` applies norm and rotary position to new rows of the QKV product and writes keys
-and values into the pools; ``decode_attention`` is ``enter`` and attention of single-query rows in one kernel. A pass
-with both kinds calls ``decode_attention``, ``enter`` for the cohorts, then ``ledger_attention`` with ``alone=0``.
+``softmax(q K^T * scale) V``, where the index ``[lanes, iterations, slots]`` holds the pool row that a query reads for
+each slot. A pass has single-query rows (decode, ``alone`` in names) and cohorts: runs of rows that share lane and
+iteration (prefill). ``enter`` applies norm and rotary position to new rows of the QKV product and writes keys and
+values into the pools; ``decode_attention`` is ``enter`` and attention of single-query rows in one kernel. A pass with
+both kinds calls ``decode_attention``, ``enter`` for the cohorts, then ``ledger_attention`` with ``alone=0``.
 
 ``torch.py`` supports every case. The kernels (``kernels.py``, launched by ``triton.py``) need CUDA, pools in bf16 or
-fp16, and one size of keys and values up to 128. For single-query rows, the host bounds the number of splits of a row's
-keys and the device chooses it, so a captured graph does no work beyond a row's length.
-
-H200, 16 heads of 128, 1,088 keys: 32 rows 68 us (67 at the copy rate), 128 rows 267 (270)
-(``benchmarks/records/tuning-h200.json``).
+fp16, and one size of keys and values up to 128.
 """
 
 from torch import Tensor
@@ -23,7 +19,6 @@ from adaponder.ops.ledger_attention.torch import Cohort, LedgerRows, Projection,
 __all__ = ["Cohort", "LedgerRows", "Projection", "Scratch", "Tiles", "Turn"]
 __all__ += ["by_kernels", "decode_attention", "enter", "ledger_attention", "scratch_for"]
 
-_KERNELS = "adaponder.ops.ledger_attention.triton"
 _LARGEST = 128  # head size
 
 
@@ -49,6 +44,6 @@ def _fits(query: Tensor, keys: Tensor, values: Tensor, rows: LedgerRows, **optio
     return _decodes(query, keys, values, rows) and _packed(query) and query.dtype == keys.dtype
 
 
-ledger_attention = dispatch(plain.ledger_attention, _KERNELS, when=_fits)
-enter = dispatch(plain.enter, _KERNELS, when=_enters)
-decode_attention = dispatch(plain.decode_attention, _KERNELS, when=_decodes)
+ledger_attention = dispatch(plain.ledger_attention, when=_fits)
+enter = dispatch(plain.enter, when=_enters)
+decode_attention = dispatch(plain.decode_attention, when=_decodes)

@@ -42,9 +42,7 @@ class LedgerRows(NamedTuple):
 
     Attributes:
         index: int32 ``[lanes, iterations, slots]``, the pool row that an iteration reads for a slot; -1 for none.
-        lane: int64 ``[n]``, the lane of each row.
-        slot: int64 ``[n]``, the slot of each row.
-        iteration: int64 ``[n]``, the iteration of each row.
+        lane, slot, iteration: int64 ``[n]``, those of each row.
         row: int64 ``[n]``, the pool row of each row's own keys and values.
         alone: number of single-query rows, which come first; the others are in cohorts.
         cohorts: the cohorts, in order.
@@ -78,15 +76,11 @@ class Projection(NamedTuple):
     """Describes the layout of the QKV product ``[n, (heads + 2 key heads) size]`` and its processing before attention.
 
     Attributes:
-        heads: number of query heads, a multiple of ``key_heads``.
-        key_heads: number of key and of value heads.
-        size: size of a head.
+        heads: number of query heads, a multiple of ``key_heads``, the number of key heads and of value heads.
         packed: whether the layout is ``[heads, 3, size]`` (GPT-NeoX) instead of all queries, all keys, all values.
         rotary: how many numbers of a head, from the first, rotary embedding rotates; even, 0 for none.
         bias: bias that is still to be added to the product, in its layout; ``None`` for none.
-        query_norm: weights ``[size]`` of an RMS norm over each query head before rotation; ``None`` for no norm.
-        key_norm: the same for keys.
-        epsilon: epsilon of the norms.
+        query_norm, key_norm: weights ``[size]`` of an RMS norm over each head before rotation; ``None`` for no norm.
     """
 
     heads: int
@@ -101,12 +95,9 @@ class Projection(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """The rotary position of each row, and the tables of angles.
+    """The rotary position of each row, int64 ``[n]``, and tables of angles, float32 ``[positions, rotary]``.
 
-    Attributes:
-        position: int64 ``[n]``.
-        cos: float32 ``[positions, rotary]``; the second half repeats the first, as in Hugging Face.
-        sin: the same for sines.
+    The second half of a table's row repeats the first, as in Hugging Face.
     """
 
     position: Tensor
@@ -115,14 +106,10 @@ class Turn(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Memory for partial results where several programs split a row's keys; one entry per row, head and split.
+    """Memory for partial results where several programs split a row's keys; calls in order on one stream may share it.
 
-    Calls that follow one another on a stream may share it.
-
-    Attributes:
-        partial: float32 ``[entries, size]``, the normalised result of each split.
-        level: float32 ``[entries]``, the base-2 logarithm of each split's normaliser.
-        counter: int32 ``[entries]``, the number of finished splits of each row and key head; 0 between calls.
+    Per row, head and split: the normalised result, float32 ``[entries, size]``, and the base-2 logarithm of its
+    normaliser. ``counter``, int32, counts the finished splits of each row and key head; it is 0 between calls.
     """
 
     partial: Tensor
@@ -154,30 +141,21 @@ def ledger_attention(
     ``index[lane, iteration, slot] >= 0``; zeros if there are none. Its own row must be in index and pools already.
     Pool rows that the index names up to a query's slot must be initialised; no others are read.
 
-    Args:
-        query: ``[n, heads, size]``.
-        keys: ``[rows, key heads, size]``; heads are a multiple of key heads.
-        values: ``[rows, key heads, value size]``.
-        rows: lane, slot and iteration of each query, and the index.
-        window: the most slots that a query sees, its own included; ``None``: all.
-        scale: factor of the scores; ``None``: ``size ** -0.5``.
-        scratch: memory of the kernels, made once by :func:`scratch_for`; unused here.
-
-    Returns:
-        ``[n, heads, value size]``.
+    Shapes: query ``[n, heads, size]``; keys ``[rows, key heads, size]``, where heads are a multiple of key heads;
+    values ``[rows, key heads, value size]``; result ``[n, heads, value size]``. ``scale=None`` is ``size ** -0.5``.
+    Only the kernels use ``scratch``, from :func:`scratch_for`.
     """
     # torch's memory-efficient kernel reads rows at addresses it does not check.
     query = query.contiguous()
     mixed = query.new_empty(*query.shape[:2], values.shape[-1])
-    reach = rows.reach
-    step = max(1, GATHERED // max(1, reach * keys.shape[1] * keys.shape[2]))
+    step = max(1, GATHERED // max(1, rows.reach * keys.shape[1] * keys.shape[2]))
     with masked_attention():
         for start in range(0, rows.alone, step):
             part = slice(start, min(start + step, rows.alone))
-            mixed[part] = _alone(query[part], keys, values, rows, part, reach, window=window, scale=scale)
+            mixed[part] = _alone(query[part], keys, values, rows, part, window, scale)
         for cohort in rows.cohorts:
             part = slice(cohort.start, cohort.stop)
-            mixed[part] = _together(query[part], keys, values, rows, cohort, window=window, scale=scale)
+            mixed[part] = _together(query[part], keys, values, rows, cohort, window, scale)
     return mixed
 
 
@@ -189,18 +167,10 @@ def _seen(ids: Tensor, slot: Tensor, window: int | None) -> Tensor:
 
 
 def _alone(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    rows: LedgerRows,
-    part: slice,
-    reach: int,
-    *,
-    window: int | None,
-    scale: float | None,
+    query: Tensor, keys: Tensor, values: Tensor, rows: LedgerRows, part: slice, window: int | None, scale: float | None
 ) -> Tensor:
     """Computes single-query rows; query and key head form the batch, so heads that share keys are attention's rows."""
-    ids = rows.index[rows.lane[part], rows.iteration[part], :reach]
+    ids = rows.index[rows.lane[part], rows.iteration[part], : rows.reach]
     seen = _seen(ids, rows.slot[part], window)
     # Unseen slots read the query's own row: an unwritten row may hold NaN, and NaN times zero is NaN.
     ids = torch.where(seen, ids, rows.row[part, None])
@@ -217,11 +187,10 @@ def _together(
     values: Tensor,
     rows: LedgerRows,
     cohort: Cohort,
-    *,
     window: int | None,
     scale: float | None,
 ) -> Tensor:
-    """Computes a cohort, whose queries share keys; key heads are the batch, the heads that share each its heads."""
+    """Computes a cohort, whose queries share keys; the key heads form the batch."""
     ids = rows.index[cohort.lane, cohort.iteration, : cohort.last_slot + 1]
     seen = _seen(ids, rows.slot[cohort.start : cohort.stop], window)
     ids = torch.where(ids >= 0, ids, rows.row[cohort.start])

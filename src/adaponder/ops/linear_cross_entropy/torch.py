@@ -72,9 +72,8 @@ def linear_cross_entropy(
 
     Args:
         hidden: ``[..., d]``, the final-normed hidden states.
-        weight: ``[vocabulary, d]``, the head.
+        weight: ``[vocabulary, d]``, the head, with its ``bias``.
         targets: ``[...]``, token ids; -100 is ignored.
-        bias: ``[vocabulary]``, the head's bias.
         chunk: tokens per chunk; ``None``: as many as ``pointwise.elements`` logits allow.
         pointwise: the operations between the products; set by the kernels.
     """
@@ -134,13 +133,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        chunk: int,
-        pointwise: Pointwise,
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, pointwise: Pointwise
     ) -> Tensor:
         ctx.save_for_backward(rows, weight, bias, targets)
         ctx.chunk, ctx.pointwise = chunk, pointwise

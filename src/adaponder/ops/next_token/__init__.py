@@ -6,6 +6,5 @@ from adaponder.ops.next_token.torch import Picked, stream_key
 
 __all__ = ["Picked", "least_kept", "pick", "stream_key"]
 
-_KERNELS = "adaponder.ops.next_token.triton"
-pick = dispatch(plain.pick, _KERNELS, when=has_kernels)
-least_kept = dispatch(plain.least_kept, _KERNELS, when=has_kernels)
+pick = dispatch(plain.pick, when=has_kernels)
+least_kept = dispatch(plain.least_kept, when=has_kernels)

@@ -2,7 +2,7 @@
 
 The torch version computes all stacked gates for all rows and selects. For up to ``FEW`` rows, a program of the kernel
 computes a block of inner features of one row and reads only that row's gate; the last program of a row to finish sums
-the blocks in order, so the result is deterministic. H200, bf16, one row, d = 1,024, inner width 4,096: 6.3 us.
+the blocks in order, so the result is deterministic.
 """
 
 from adaponder.ops.dispatch import dispatch, runs_fused
@@ -11,8 +11,4 @@ from adaponder.ops.row_gates.torch import StackedGates, counter_on
 
 __all__ = ["StackedGates", "counter_on", "stacked_gates"]
 
-stacked_gates = dispatch(
-    plain.stacked_gates,
-    "adaponder.ops.row_gates.triton",
-    when=lambda stacked, hidden, *rest, **options: runs_fused(hidden),
-)
+stacked_gates = dispatch(plain.stacked_gates, when=lambda stacked, hidden, *rest, **options: runs_fused(hidden))

@@ -15,11 +15,8 @@ FEW = 8
 class StackedGates(NamedTuple):
     """Stacked copies of the weights of all gates; later changes of the gates do not affect them.
 
-    Attributes:
-        inner: ``[gates, width, d]``; ``None`` if gates are linear.
-        inner_bias: ``[gates, width]``; ``None`` if gates are linear.
-        out: ``[gates, width]``, or ``[gates, d]`` if gates are linear; at least float32.
-        out_bias: ``[gates]``, at least float32.
+    ``inner [gates, width, d]`` and its bias are ``None`` if gates are linear; ``out`` is then ``[gates, d]``, else
+    ``[gates, width]``. ``out`` and its bias are at least float32.
     """
 
     inner: Tensor | None

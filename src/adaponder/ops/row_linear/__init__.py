@@ -8,8 +8,7 @@ round results once. The number of rows selects the implementation (``FEW`` and `
 - up to ``SOME``: a program computes a few outputs of all rows; each weight passes through shared memory once;
 - more rows: the matrix library, with the norm as a kernel.
 
-Measured times by shape and rows are in ``benchmarks/records/tuning-h200.json``, rejected variants in
-``experiments/LOG.md``.
+Measured times are in ``benchmarks/records/tuning-h200.json``, rejected variants in ``experiments/LOG.md``.
 """
 
 from adaponder.ops.dispatch import dispatch, runs_fused
@@ -19,8 +18,7 @@ from adaponder.ops.row_linear.torch import ACTIVATIONS, Linear, Norm, Piece, Ter
 __all__ = ["ACTIVATIONS", "Linear", "Norm", "Piece", "Term"]
 __all__ += ["gated_linear", "normed_linears", "residual_linears", "row_norm"]
 
-_KERNELS = "adaponder.ops.row_linear.triton"
-row_norm = dispatch(plain.row_norm, _KERNELS, when=runs_fused)
-normed_linears = dispatch(plain.normed_linears, _KERNELS, when=runs_fused)
-gated_linear = dispatch(plain.gated_linear, _KERNELS, when=runs_fused)
-residual_linears = dispatch(plain.residual_linears, _KERNELS, when=runs_fused)
+row_norm = dispatch(plain.row_norm, when=runs_fused)
+normed_linears = dispatch(plain.normed_linears, when=runs_fused)
+gated_linear = dispatch(plain.gated_linear, when=runs_fused)
+residual_linears = dispatch(plain.residual_linears, when=runs_fused)

@@ -20,14 +20,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Norm(NamedTuple):
-    """A norm over the last dimension: LayerNorm if ``centred``, else RMSNorm.
-
-    Attributes:
-        weight: ``[d]``.
-        bias: ``[d]`` or ``None``; LayerNorm only.
-        eps: added to the variance or mean square.
-        centred: whether the mean is subtracted.
-    """
+    """A norm over the last dimension: LayerNorm if ``centred``, else RMSNorm, which has no bias."""
 
     weight: Tensor
     bias: Tensor | None

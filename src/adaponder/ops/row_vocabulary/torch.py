@@ -14,21 +14,12 @@ def row_logits(hidden: Tensor, weight: Tensor, *, bias: Tensor | None = None) ->
 
 
 def row_expectation(
-    logits: Tensor,
-    table: Tensor,
-    goes_on: Tensor | None = None,
-    *,
-    scale: float = 1.0,
-    top_k: int | None = None,
+    logits: Tensor, table: Tensor, goes_on: Tensor | None = None, *, scale: float = 1.0, top_k: int | None = None
 ) -> Tensor:
-    """Computes ``softmax(logits) @ table * scale`` for rows that continue; the others get zeros.
+    """Computes ``softmax(logits) @ table * scale`` for the rows of ``logits [n, vocabulary]`` that continue.
 
-    Args:
-        logits: ``[n, vocabulary]``.
-        table: ``[vocabulary, e]``, the embeddings to mix.
-        goes_on: bool ``[n]``, whether a row continues; ``None``: all rows do.
-        scale: factor of the result.
-        top_k: restricts the softmax to the k largest logits; ``None``: all.
+    Other rows get zeros; ``goes_on`` is bool ``[n]``, or ``None`` if all continue. With ``top_k`` the softmax is over
+    the k largest logits.
     """
     mixed = mixture(logits, table, top_k) * scale
     return mixed if goes_on is None else mixed.masked_fill(~goes_on[:, None], 0.0)

@@ -7,9 +7,7 @@ nearly certain the two large terms would not cancel.
 
 Backward recomputes the logits. ``keep_logits`` stores them instead: six matrix products rather than seven, for ``2 n
 V`` bytes in bf16 and the same bits. With ``top_k``, ``p`` is the softmax of the k largest logits (torch version only).
-
-H200, bf16, forward and backward of 65,536 tokens of d = 512: 51.5 ms, with stored logits 45.5, plain 88 ms in 50 GiB;
-the products alone would take 41 ms (``benchmarks/records/ops-h200.json``).
+Times and memory: ``benchmarks/records/ops-h200.json``.
 """
 
 from adaponder.ops.dispatch import dispatch, runs_fused
@@ -19,7 +17,5 @@ from adaponder.ops.vocab_expectation.torch import plain_vocab_expectation
 __all__ = ["plain_vocab_expectation", "vocab_expectation"]
 
 vocab_expectation = dispatch(
-    plain.vocab_expectation,
-    "adaponder.ops.vocab_expectation.triton",
-    when=lambda hidden, *rest, top_k=None, **options: top_k is None and runs_fused(hidden),
+    plain.vocab_expectation, when=lambda hidden, *rest, top_k=None, **options: top_k is None and runs_fused(hidden)
 )

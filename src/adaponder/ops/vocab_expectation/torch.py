@@ -63,9 +63,8 @@ def vocab_expectation(
 
     Args:
         hidden: ``[..., d]``, the final-normed hidden states.
-        weight: ``[vocabulary, d]``, the head.
+        weight: ``[vocabulary, d]``, the head, with its ``bias``.
         table: ``[vocabulary, e]``, the embeddings to mix.
-        bias: ``[vocabulary]``, the head's bias.
         top_k: mix only the k likeliest embeddings; ``None``: all.
         chunk: tokens per chunk; ``None``: as many as ``pointwise.elements`` logits allow.
         keep_logits: store all logits until backward instead of recomputing them; the same results, bit for bit.
