@@ -67,6 +67,12 @@ class _EngineMetrics(Collector):
             ("ready", "Whether requests are accepted.", int(worker.state == "ready")),
         ):
             yield GaugeMetricFamily(f"adaponder_{name}", help_text, value=value)
+        about = "Completions of a client, by the hash of its API key or address."
+        clients = GaugeMetricFamily("adaponder_client_sequences", about, labels=("client", "state"))
+        for client, numbers in worker.clients.items():
+            for state, number in zip(("waiting", "running"), numbers, strict=True):
+                clients.add_metric((client, state), number)
+        yield clients
         about = "Converted texts, and the time of their threads."
         yield CounterMetricFamily("adaponder_texts_converted", about, value=worker.texts.finished)
         yield CounterMetricFamily("adaponder_texts_seconds", about, value=worker.texts.seconds)

@@ -70,6 +70,7 @@ class Worker:
         texts: threads for tokenising and other conversions of text.
         longest_request: most tokens of prompt and completion together; once the engine is open, its own limit.
         counts: the engine's statistics after the last step.
+        clients: numbers of waiting and running sequences of each client after the last step.
     """
 
     def __init__(self, make_engine: Callable[[], Any], served: Served):
@@ -79,6 +80,7 @@ class Worker:
         self.completions, self.scores, self.texts = Places(), Places(), TextPool()
         self.longest_request = served.tokens + 1  # until the engine is open: as far as positions reach
         self.counts: Mapping[str, int] = {}
+        self.clients: Mapping[str, tuple[int, int]] = {}
         self._make_engine = make_engine
         # Commands for the engine's thread; the engine is None once it has failed for good.
         self._commands: queue.SimpleQueue[Callable[[Engine | None], None] | None] = queue.SimpleQueue()
@@ -171,10 +173,12 @@ class Worker:
         if self.state in ("broken", "stopped"):
             raise UnavailableError(f"engine: it is not running ({self.problem or self.state})")
 
-    def _take(self, step: dict[Ticket, list[Event]], counts: Mapping[str, int]) -> None:
+    def _take(
+        self, step: dict[Ticket, list[Event]], counts: Mapping[str, int], clients: Mapping[str, tuple[int, int]]
+    ) -> None:
         """Delivers the events of one step and updates the counts."""
         self._room.release()
-        self.counts = counts
+        self.counts, self.clients = counts, clients
         for ticket, events in step.items():
             self._deliver(ticket, events)
 
@@ -274,7 +278,7 @@ class Worker:
                 if not ticket.running:
                     del self._running[event.request]
         if step:
-            self._post(self._take, step, dict(engine.statistics))
+            self._post(self._take, step, dict(engine.statistics), engine.clients)
         else:
             self._room.release()
 

@@ -6,15 +6,18 @@ import asyncio
 import re
 import threading
 import time
+from contextlib import ExitStack
 from itertools import cycle
 
 import pytest
 
+from adaponder import Engine
 from adaponder.errors import EvaluationError, InputError
 from adaponder.serving import fairness, routes
 from adaponder.serving.fairness import Places, TextPool, Turns, UnavailableError
 from adaponder.serving.settings import Access, Limits, Settings
-from serving_support import serving
+from serving_support import connect, request_bytes, serving
+from support import tiny
 
 
 def fill(places: Places, clients: list[str], *, room: int, at_once: int) -> None:
@@ -208,3 +211,38 @@ def test_long_texts_of_one_client_delay_no_other(server, monkeypatch):
 
 def metric(server, name: str) -> float:
     return float(re.search(rf"^{name} (\S+)$", server.get("/metrics").text, flags=re.MULTILINE)[1])
+
+
+class Slow(Engine):
+    """An engine whose steps take so long that nothing else matters."""
+
+    def step(self):
+        time.sleep(0.02)
+        return super().step()
+
+
+def test_a_greedy_client_starves_no_other():
+    """Promise 39: beside a full queue of another client, a short request takes at most three times as long as alone."""
+    settings = Settings(lanes=2, limits=Limits(waiting=60), access=Access(proxies=("127.0.0.1",)))
+    body = {"model": "tiny", "prompt": "ab", "adaponder": {"ignore_eos": True}}
+    greedy = body | {"n": 16, "max_tokens": 60}
+
+    def seconds() -> float:
+        began = time.monotonic()
+        response = server.post("/v1/completions", body | {"max_tokens": 4}, headers={"x-forwarded-for": "2.2.2.2"})
+        assert response.status_code == 200
+        return time.monotonic() - began
+
+    with serving(settings=settings, engine=lambda: Slow(tiny(), lanes=2)) as server, ExitStack() as connections:
+        alone = min(seconds() for _ in range(3))
+        for _ in range(3):
+            connection = connections.enter_context(connect(server))
+            content = request_bytes(greedy).replace(b"\r\n", b"\r\nX-Forwarded-For: 1.1.1.1\r\n", 1)
+            connection.sendall(content)
+        while server.worker.clients.get(Access().client_of("1.1.1.1", ()).name) != (46, 2):
+            time.sleep(0.01)
+        refused = server.post("/v1/completions", greedy, headers={"x-forwarded-for": "1.1.1.1"})
+        assert refused.status_code == 429
+        assert max(seconds() for _ in range(4)) < 3 * alone
+        counts = re.findall(r"adaponder_client_sequences{client=.\w+.,state=.\w+.} (\S+)", server.get("/metrics").text)
+        assert sum(map(float, counts)) == 48
