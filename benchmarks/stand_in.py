@@ -52,6 +52,7 @@ class SleepingEngine:
         self._events: list[Event] = []
         self._numbers = itertools.count()
         self._counts = Counter[str]()
+        self.clients: dict[str, tuple[int, int]] = {}  # not counted
 
     def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> int:
         """Queues a request and returns its number; raises :class:`InputError` if it cannot be honoured."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 from adaponder.commands import shared
 from adaponder.commands.shared import opt
 from adaponder.errors import InputError
-from adaponder.terminal import console
+from adaponder.terminal import console, errors
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -37,6 +37,7 @@ _TOKENS = "Tokens of a completion; default: as far as the positions reach."
 _LONGEST = "Longest sequence; default: as far as the backbone's positions reach."
 _DRAFTS = "Tokens begun before it is certain that they follow; see generate."
 _HOST = "Where to listen; any but this machine's own needs a key or --no-auth."
+_PROXY = "Proxy (address or network) whose X-Forwarded-For names clients; may be repeated."
 _ROWS = "Rows of keys and values; default: what memory allows, at most what is used."
 
 
@@ -74,6 +75,7 @@ def serve(
     no_auth: Annotated[bool, opt("Listen elsewhere than on this machine without any key.", flag="--no-auth")] = False,
     allow_host: Annotated[list[str] | None, opt("A name of this server for clients; may be repeated.", "NAME")] = None,
     allow_origin: Annotated[list[str] | None, opt("A page elsewhere that may call; may be repeated.", "URL")] = None,
+    trusted_proxy: Annotated[list[str] | None, opt(_PROXY, "ADDRESS")] = None,
     limits: LimitOptions,
     engine: EngineOptions,
     threads: Annotated[int | None, _engine("Threads on the CPU; default: torch's.", "N", min=1, max=1024)] = None,
@@ -106,7 +108,7 @@ def serve(
     from adaponder.serving.server import listen
     from adaponder.serving.settings import Limits, Settings
 
-    access = access_of(host, keys_of(api_key_file), no_auth, allow_host or (), allow_origin or ())
+    access = access_of(host, keys_of(api_key_file), no_auth, allow_host or (), allow_origin or (), trusted_proxy or ())
     settings = Settings(lanes=engine.lanes, limits=Limits(**vars(limits), best_of=limits.n), access=access)
     open_model = partial(open_worker, checkpoint, name=name, threads=threads, engine=engine, opening=opening)
     if ray:
@@ -204,6 +206,7 @@ def access_of(
     no_auth: bool = False,
     allow_host: Sequence[str] = (),
     allow_origin: Sequence[str] = (),
+    trusted_proxy: Sequence[str] = (),
 ) -> Access:
     """Builds access rules; refuses an unauthenticated public bind unless ``--no-auth`` is set."""
     from adaponder.serving.settings import Access
@@ -216,7 +219,7 @@ def access_of(
         )
     hosts = {name.lower() for name in (*allow_host, *_own_names(host))}
     origins = tuple(origin.lower().rstrip("/") for origin in allow_origin)
-    return Access(keys=keys, hosts=tuple(sorted(hosts)), origins=origins)
+    return Access(keys=keys, hosts=tuple(sorted(hosts)), origins=origins, proxies=tuple(trusted_proxy))
 
 
 def _own_names(host: str) -> list[str]:
@@ -250,6 +253,8 @@ def keys_of(api_key_file: Path | None) -> tuple[Key, ...]:
         lines = [key for line in content.splitlines() if (key := line.partition("#")[0].strip())]
         if not lines:
             raise InputError(f"--api-key-file {api_key_file} holds no key")
+        if api_key_file.stat().st_mode & 0o044:
+            errors.print(f"{api_key_file} can be read by other users; chmod 600 it", style="yellow", soft_wrap=True)
     if key := os.environ.get(VARIABLE):
         lines.append(key.strip())
     try:

@@ -24,8 +24,8 @@ from adaponder.serving.settings import Key, Limits, Settings
 from adaponder.serving.worker import Worker
 
 COOKIE = "adaponder_key"
-# Name in the ASGI scope of the prefix-cache namespace of the client's API key.
-SALT = "adaponder.salt"
+# Name in the ASGI scope of the :class:`adaponder.serving.settings.Client`.
+CLIENT = "adaponder.client"
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
     "font-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
@@ -52,7 +52,7 @@ _FORM = """<!doctype html>
 <p><input id="key" name="key" type="password" autocomplete="current-password" required autofocus>
 <button>Open</button></p><p role="status">{status}</p></form></main></body></html>
 """
-# Delay of the login form's answer to a wrong key, to slow down guessing.
+# Delay of the answer to a wrong key, to slow down guessing.
 _WRONG_SECONDS = 0.2
 
 
@@ -110,14 +110,20 @@ class AccessControl:
         self._check_host(headers)
         self._check_origin(headers)
         path = route_path(scope)
-        if path == "/health" or not self.access.keys:
+        if path == "/health":
+            return None
+        if not self.access.keys:
+            address = scope.get("client") or ("",)
+            scope[CLIENT] = self.access.client_of(address[0], headers.getlist("x-forwarded-for"))
             return None
         if path == "/login":
             return await self._login(scope, receive, headers)
         key = self._key(headers)
         if key is not None:
-            scope[SALT] = key.salt
+            scope[CLIENT] = key.client
             return None
+        if "authorization" in headers or COOKIE in headers.get("cookie", ""):
+            await asyncio.sleep(_WRONG_SECONDS)
         if path == "/" and scope["method"] == "GET" and "text/html" in headers.get("accept", ""):
             return _form(401, "")
         raise ApiError(

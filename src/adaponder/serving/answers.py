@@ -30,14 +30,17 @@ _IMPOSSIBLE = -9999.0
 class AnswerWriter:
     """Writes the answer to one request; the type of ``body`` decides between the formats of completions and chats.
 
-    With ``hidden`` the generated token is left out, because ``max_tokens`` is 0. Stream events are concatenated from
-    constant bytes and the new text: serialising dictionaries would take most of the event loop's time.
+    ``echoed`` lists the texts of each prompt's tokens, with which its completions begin. With ``hidden`` the generated
+    token is left out, because ``max_tokens`` is 0. Stream events are concatenated from constant bytes and the new text:
+    serialising dictionaries would take most of the event loop's time.
     """
 
-    def __init__(self, served: Served, body: CompletionBody | ChatBody, *, hidden: bool):
+    def __init__(
+        self, served: Served, body: CompletionBody | ChatBody, *, hidden: bool, echoed: Sequence[list[str]] = ()
+    ):
         self.served, self.extension, self.hidden = served, body.extension, hidden
         self._chat, self._top = isinstance(body, ChatBody), body.top
-        self._echo = isinstance(body, CompletionBody) and bool(body.echo)
+        self._echoed, self._n = echoed, body.n or 1
         self._kind, prefix = ("chat.completion", "chatcmpl") if self._chat else ("text_completion", "cmpl")
         self._about = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": served.name}
         chunk = self._about | {"object": "chat.completion.chunk" if self._chat else self._kind}
@@ -52,15 +55,15 @@ class AnswerWriter:
         for index, writing in enumerate(choices):
             last = 0 if self.hidden else len(writing.tokens)
             text = "" if self.hidden else writing.text
-            content: dict[str, Any] = {"text": "".join(self._prompt_pieces(writing)) + text}
+            content: dict[str, Any] = {"text": "".join(self._prompt_pieces(index)) + text}
             if self._chat:
                 content = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            answers.append({"index": index, **content, **self._details(writing, 0, last)})
+            answers.append({"index": index, **content, **self._details(index, writing, 0, last)})
         return _json({**self._about, "object": self._kind, "choices": answers, "usage": usage}).encode()
 
     def events(self, index: int, writing: Writing, text: str) -> bytes:
         """Returns the stream events for the new ``text`` of a choice; empty while nothing can be shown yet."""
-        opening = b"" if index in self._sent else self._opening(index, writing)
+        opening = b"" if index in self._sent else self._opening(index)
         done, first = writing.finish_reason is not None, self._sent.get(index, 0)
         last = len(writing.tokens) if done else min(writing.stream.settled, len(writing.tokens))
         self._sent[index] = last
@@ -74,19 +77,19 @@ class AnswerWriter:
         content: dict[str, Any] = {"delta": {"content": text} if text or not done else {}}
         if not self._chat:
             content = {"text": text}
-        fields = dumps(content | self._details(writing, first, last))[1:-1].encode()
+        fields = dumps(content | self._details(index, writing, first, last))[1:-1].encode()
         return opening + self._event(index, fields)
 
     def usage_event(self, usage: dict[str, Any]) -> bytes:
         """Returns the event with the usage, the last one before :data:`adaponder.serving.stream.DONE`."""
         return b"".join((self._head, b'],"usage":', dumps(usage).encode(), b"}\n\n"))
 
-    def _opening(self, index: int, writing: Writing) -> bytes:
+    def _opening(self, index: int) -> bytes:
         """Returns a choice's first event: the role in a chat, the prompt with ``echo``; else nothing."""
         if self._chat:
             delta = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
             return self._event(index, delta)
-        return self._text_event(index, "".join(self._prompt_pieces(writing))) if self._echo else b""
+        return self._text_event(index, "".join(self._prompt_pieces(index))) if self._echoed else b""
 
     def _text_event(self, index: int, text: str) -> bytes:
         content = self._before + encode_basestring_ascii(text).encode() + self._after
@@ -95,14 +98,14 @@ class AnswerWriter:
     def _event(self, index: int, fields: bytes) -> bytes:
         return b"".join((self._head, b'{"index":', str(index).encode(), b",", fields, self._tail))
 
-    def _prompt_pieces(self, writing: Writing) -> list[str]:
-        return pieces(self.served.tokenizer, writing.request.prompt) if self._echo else []
+    def _prompt_pieces(self, index: int) -> list[str]:
+        return self._echoed[index // self._n] if self._echoed else []
 
-    def _details(self, writing: Writing, first: int, last: int) -> dict[str, Any]:
+    def _details(self, index: int, writing: Writing, first: int, last: int) -> dict[str, Any]:
         """Returns a choice's fields other than its text, for the tokens ``[first:last]``."""
         logprobs = None
         if self._top is not None:
-            logprobs = (self._chat_logprobs if self._chat else self._completion_logprobs)(writing, first, last)
+            logprobs = (self._chat_logprobs if self._chat else self._completion_logprobs)(index, writing, first, last)
         details: dict[str, Any] = {"logprobs": logprobs, "finish_reason": writing.finish_reason}
         if self.extension.lists_tokens:
             spelled = zip(writing.tokens[first:last], writing.pieces[first:last], strict=True)
@@ -122,12 +125,12 @@ class AnswerWriter:
             fields["iteration_top"] = [top_tokens(self.served, top) for top in token.iteration_top]
         return fields
 
-    def _completion_logprobs(self, writing: Writing, first: int, last: int) -> dict[str, Any]:
-        prompt: list[PromptToken] = writing.prompt_log_probabilities or [] if self._echo else []
+    def _completion_logprobs(self, index: int, writing: Writing, first: int, last: int) -> dict[str, Any]:
+        prompt: list[PromptToken] = writing.prompt_log_probabilities or [] if self._echoed else []
         tokens: list[Token | PromptToken] = [*prompt, *writing.tokens[first:last]]
         offset = sum(len(piece) for piece in writing.pieces[:first])
         offsets = []
-        for text in [*(self._prompt_pieces(writing) if prompt else []), *writing.pieces[first:last]]:
+        for text in [*(self._prompt_pieces(index) if prompt else []), *writing.pieces[first:last]]:
             offsets.append(offset)
             offset += len(text)
         values = [token.log_probability for token in tokens]
@@ -148,7 +151,7 @@ class AnswerWriter:
             by_text[text] = max(finite(value), by_text.get(text, -math.inf))
         return by_text
 
-    def _chat_logprobs(self, writing: Writing, first: int, last: int) -> dict[str, Any]:
+    def _chat_logprobs(self, index: int, writing: Writing, first: int, last: int) -> dict[str, Any]:
         def entry(token: int, logprob: float) -> dict[str, Any]:
             spelled = self.served.spell(token)
             return {"token": spelled.text, "logprob": finite(logprob), "bytes": spelled.bytes}

@@ -60,11 +60,22 @@ class _EngineMetrics(Collector):
             ("sequences", "Unfinished completions, waiting ones included.", worker.sequences),
             ("waiting", "Completions that wait for a lane.", counts.get("waiting", 0)),
             ("jobs", "Texts that are scored or wait to be.", worker.jobs),
+            ("texts_running", "Texts that are being tokenised or converted otherwise.", len(worker.texts.running)),
+            ("texts", "Texts that are being converted or wait to be.", worker.texts.places.total),
             ("rows", "Rows that the pools hold.", counts.get("pages", 0) * PAGE),
             ("rows_in_use", "Rows on pages in use, cached prefixes included.", counts.get("pages_held", 0) * PAGE),
             ("ready", "Whether requests are accepted.", int(worker.state == "ready")),
         ):
             yield GaugeMetricFamily(f"adaponder_{name}", help_text, value=value)
+        about = "Completions of a client, by the hash of its API key or address."
+        clients = GaugeMetricFamily("adaponder_client_sequences", about, labels=("client", "state"))
+        for client, numbers in worker.clients.items():
+            for state, number in zip(("waiting", "running"), numbers, strict=True):
+                clients.add_metric((client, state), number)
+        yield clients
+        about = "Converted texts, and the time of their threads."
+        yield CounterMetricFamily("adaponder_texts_converted", about, value=worker.texts.finished)
+        yield CounterMetricFamily("adaponder_texts_seconds", about, value=worker.texts.seconds)
         for name, help_text in (
             ("ticks", "Passes of the backbone."),
             ("rows", "Rows computed."),

@@ -17,9 +17,9 @@ from starlette.responses import JSONResponse
 
 from adaponder.errors import AdaPonderError, EvaluationError, in_one_line
 from adaponder.fields import LARGEST_INT, body_field
+from adaponder.serving.fairness import UnavailableError
 from adaponder.serving.served import Served
 from adaponder.serving.settings import Limits
-from adaponder.serving.worker import UnavailableError
 
 _Body = TypeVar("_Body", bound=BaseModel)
 Ignored = Annotated[str, Field(max_length=512, description="Has no effect.")]

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
+import math
 import secrets
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from adaponder.fields import REQUEST_FIELDS
 from adaponder.inference.request import Request, check_request
 from adaponder.policies import choose_policy
 from adaponder.serving.protocol import ApiError, ChatBody, ChatMessage, CompletionBody, DepthControl
 from adaponder.serving.served import Served
-from adaponder.serving.settings import Limits
+from adaponder.serving.settings import Client, Limits
 from adaponder.text import chat_text
 
-_Result = TypeVar("_Result")
-# Most characters or tokens that are converted in the event loop's thread.
-_AT_ONCE = 1024
+# Calls a function with its arguments, in a thread if the first argument says that it takes long.
+Convert = Callable[..., Awaitable[Any]]
 
 
 def check_model(name: str | None, served: Served) -> None:
@@ -27,23 +26,18 @@ def check_model(name: str | None, served: Served) -> None:
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
-async def in_thread_if_long(size: int, function: Callable[..., _Result], *arguments: Any) -> _Result:
-    """Calls ``function``, in another thread if ``size`` characters or tokens would block the event loop."""
-    if size <= _AT_ONCE:
-        return function(*arguments)
-    return await asyncio.to_thread(function, *arguments)
-
-
 def tokens_of(text: str, served: Served, special: bool) -> list[int]:
     """Returns the token ids of a text; ``special`` adds the tokenizer's special tokens."""
     return list(served.tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
 
 
-async def encode_prompt(prompt: str | list[int], served: Served, limits: Limits, *, special: bool = True) -> list[int]:
+async def encode_prompt(
+    prompt: str | list[int], served: Served, limits: Limits, convert: Convert, *, special: bool = True
+) -> list[int]:
     """Returns the token ids of a prompt; raises 400 if it is empty, too long, or has ids beyond the vocabulary."""
     if isinstance(prompt, str):
         check_characters("prompt", len(prompt), limits)
-        ids = await in_thread_if_long(len(prompt), tokens_of, prompt, served, special)
+        ids = await convert(len(prompt), tokens_of, prompt, served, special)
     else:
         ids = prompt
     if not ids:
@@ -69,15 +63,16 @@ def check_characters(field: str, characters: int, limits: Limits) -> None:
         raise ApiError(400, message, param=field, code="context_length_exceeded")
 
 
-async def chat_prompt(messages: Sequence[ChatMessage], served: Served, limits: Limits) -> list[int]:
+async def chat_prompt(messages: Sequence[ChatMessage], served: Served, limits: Limits, convert: Convert) -> list[int]:
     """Returns the token ids of a conversation in the tokenizer's chat template; requests cannot send a template."""
     if not served.template:
         message = f"messages: the tokenizer of {served.name} has no chat template; use /v1/completions"
         raise ApiError(400, message, param="messages", code="no_chat_template")
     conversation = [message.as_dict() for message in messages]
     check_characters("messages", sum(len(message["content"]) for message in conversation), limits)
-    text = await asyncio.to_thread(chat_text, "messages", served.tokenizer, conversation)
-    return await encode_prompt(text, served, limits, special=False)  # the template writes special tokens itself
+    text = await convert(math.inf, chat_text, "messages", served.tokenizer, conversation)
+    # The template writes special tokens itself.
+    return await encode_prompt(text, served, limits, convert, special=False)
 
 
 def depth_options(control: DepthControl, served: Served) -> dict[str, Any]:
@@ -106,12 +101,11 @@ def engine_requests(
     limits: Limits,
     *,
     max_tokens: int,
-    salt: str,
+    client: Client,
 ) -> list[Request]:
     """Returns one engine request for each prompt; raises if the engine would refuse it.
 
-    With ``max_tokens=0`` one token is generated, which the answer leaves out. ``salt`` is the prefix-cache namespace of
-    the client's key.
+    With ``max_tokens=0`` one token is generated, which the answer leaves out.
     """
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream=true", param="stream_options")
@@ -133,7 +127,8 @@ def engine_requests(
         # Log-probabilities are also needed to choose the best samples.
         "log_probabilities": 0 if body.top is None and body.samples > (body.n or 1) else body.top,
         "prompt_log_probabilities": body.top if isinstance(body, CompletionBody) and body.echo else None,
-        "salt": salt,
+        "client": client.name,
+        "salt": client.salt,
     }
     requests = [Request(prompt, **options) for prompt in prompts]
     bounds: dict[str, Any] = {"positions": served.tokens, "iterations": served.iterations, "eos_ids": served.eos_ids}

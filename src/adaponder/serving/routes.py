@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 import typing
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from http import HTTPStatus
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -25,8 +26,9 @@ from starlette.types import ASGIApp
 from adaponder.errors import AdaPonderError
 from adaponder.evaluation.token_scores import Reading
 from adaponder.inference.config import PAGE
-from adaponder.serving.access import SALT, AccessControl, BodyLimits
+from adaponder.serving.access import CLIENT, AccessControl, BodyLimits
 from adaponder.serving.answers import AnswerWriter, ScoreWriter, usage_of
+from adaponder.serving.fairness import THREADS, Places
 from adaponder.serving.metrics import Metrics, RequestMetrics
 from adaponder.serving.protocol import (
     ApiError,
@@ -47,11 +49,10 @@ from adaponder.serving.requests import (
     depth_options,
     encode_prompt,
     engine_requests,
-    in_thread_if_long,
     tokens_of,
 )
 from adaponder.serving.served import Served
-from adaponder.serving.settings import Limits, Settings
+from adaponder.serving.settings import Client, Limits, Settings
 from adaponder.serving.stream import DONE, EVENTS, Answer, Run
 from adaponder.serving.worker import Worker
 from adaponder.text import Writing, pieces
@@ -59,6 +60,9 @@ from adaponder.version import __version__
 
 # OpenAI's default of max_tokens.
 _MAX_TOKENS = 16
+# Most characters or tokens that are converted in the event loop's thread.
+_AT_ONCE = 1024
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,16 +82,30 @@ class Context:
     def limits(self) -> Limits:
         return self.settings.limits
 
-    def admit(self, *, sequences: int = 0, jobs: int = 0) -> None:
-        """Raises 503 unless the server is ready, and 429 if a queue has no room for these sequences or scoring jobs."""
-        worker, retry = self.worker, {"retry-after": str(self.limits.retry_seconds)}
+    def admit(self, client: Client, *, sequences: int = 0, jobs: int = 0) -> None:
+        """Raises 503 unless the server is ready, and 429 if a queue has no room for the client's sequences or jobs."""
+        worker, lanes = self.worker, self.settings.lanes
         if worker.state != "ready":
+            retry = {"retry-after": str(self.limits.retry_seconds)}
             raise ApiError(503, f"the server is {worker.state}; try again", code=worker.state, headers=retry)
-        if worker.sequences + sequences > self.settings.lanes + self.limits.waiting:
-            message = f"the queue is full with {worker.sequences} completions; try again"
-            raise ApiError(429, message, code="queue_full", headers=retry)
-        if jobs and worker.jobs + jobs > self.limits.jobs:
-            raise ApiError(429, f"{worker.jobs} texts wait to be scored; try again", code="queue_full", headers=retry)
+        self._check_room("completions", worker.completions, client, sequences, lanes + self.limits.waiting, lanes)
+        self._check_room("texts to score", worker.scores, client, jobs, self.limits.jobs, 0)
+
+    def _check_room(self, kind: str, places: Places, client: Client, count: int, room: int, at_once: int) -> None:
+        missing = places.missing(client.name, count, room=room, at_once=at_once) if count else 0
+        if missing:
+            seconds = min(3600, max(self.limits.retry_seconds, math.ceil(places.seconds(missing))))
+            message = f"the queue has {places.total} {kind}, of which {places.held[client.name]} are yours"
+            headers = {"retry-after": str(seconds)}
+            raise ApiError(429, f"{message}; try again in {seconds} s", code="queue_full", headers=headers)
+
+    async def convert(self, client: Client, size: float, function: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Calls ``function``, in a thread if ``size`` characters or tokens would block the event loop."""
+        if size <= _AT_ONCE:
+            return function(*arguments)
+        texts = self.worker.texts
+        self._check_room("texts to convert", texts.places, client, 1, THREADS + self.limits.texts, THREADS)
+        return await texts.run(client.name, function, *arguments)
 
 
 async def completions(context: Context, http: HttpRequest, body: CompletionBody) -> Response:
@@ -104,9 +122,11 @@ async def completions(context: Context, http: HttpRequest, body: CompletionBody)
     prompts: Any = body.prompt
     if isinstance(prompts, str) or isinstance(prompts[0], int):
         prompts = [prompts]
-    encoded = [await encode_prompt(prompt, served, limits) for prompt in prompts]
+    convert = partial(context.convert, http.scope[CLIENT])
+    encoded = [await encode_prompt(prompt, served, limits, convert) for prompt in prompts]
+    echoed = [await convert(len(ids), pieces, served.tokenizer, ids) for ids in encoded] if body.echo else ()
     max_tokens = min(_MAX_TOKENS, limits.max_tokens or _MAX_TOKENS) if body.max_tokens is None else body.max_tokens
-    return _generate(context, http, body, encoded, max_tokens)
+    return _generate(context, http, body, encoded, max_tokens, echoed)
 
 
 async def chat_completions(context: Context, http: HttpRequest, body: ChatBody) -> Response:
@@ -117,7 +137,7 @@ async def chat_completions(context: Context, http: HttpRequest, body: ChatBody) 
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise ApiError(400, "max_tokens and max_completion_tokens: give one of them", param="max_tokens")
-    prompt = await chat_prompt(body.messages, served, limits)
+    prompt = await chat_prompt(body.messages, served, limits, partial(context.convert, http.scope[CLIENT]))
     max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     if max_tokens is None:
         # As many as fit, but at least 1: if none fits, the check of the engine request raises the error.
@@ -127,16 +147,21 @@ async def chat_completions(context: Context, http: HttpRequest, body: ChatBody) 
 
 
 def _generate(
-    context: Context, http: HttpRequest, body: CompletionBody | ChatBody, prompts: list[list[int]], max_tokens: int
+    context: Context,
+    http: HttpRequest,
+    body: CompletionBody | ChatBody,
+    prompts: list[list[int]],
+    max_tokens: int,
+    echoed: Sequence[list[str]] = (),
 ) -> Response:
     """Runs the prompts and returns the ``n`` best completions of each, whole or as a stream."""
-    served, limits = context.served, context.limits
-    requests = engine_requests(body, prompts, served, limits, max_tokens=max_tokens, salt=http.scope.get(SALT, ""))
-    writer = AnswerWriter(served, body, hidden=max_tokens == 0)
+    served, limits, client = context.served, context.limits, http.scope[CLIENT]
+    requests = engine_requests(body, prompts, served, limits, max_tokens=max_tokens, client=client)
+    writer = AnswerWriter(served, body, hidden=max_tokens == 0, echoed=echoed)
     sequences, room = body.samples * len(requests), context.settings.lanes + limits.waiting
     if sequences > room:
         raise ApiError(400, f"n: {sequences} completions are more than the server's {room}", param="n")
-    context.admit(sequences=sequences)
+    context.admit(client, sequences=sequences)
     answer = Answer(limits, context.metrics, EVENTS if body.stream else "application/json")
 
     def on_text(index: int, writing: Writing, text: str) -> None:
@@ -186,12 +211,13 @@ async def score(context: Context, http: HttpRequest, body: ScoreBody) -> Respons
     extension = body.extension
     check_model(body.model, context.served)
     depth = depth_options(extension, context.served)
-    ids = await encode_prompt(body.prompt, context.served, context.limits)
-    context.admit(jobs=1)
-    reading = Reading(**depth, top=extension.iteration_top, seed=extension.seed or 0, salt=http.scope.get(SALT, ""))
+    client = http.scope[CLIENT]
+    ids = await encode_prompt(body.prompt, context.served, context.limits, partial(context.convert, client))
+    context.admit(client, jobs=1)
+    reading = Reading(**depth, top=extension.iteration_top, seed=extension.seed or 0, salt=client.salt)
     answer = Answer(context.limits, context.metrics)
     scores = context.scores(ids, reading, gates=extension.gates, full_depth=body.full_depth)
-    job = context.worker.job(scores)
+    job = context.worker.job(scores, client.name)
     answer.cancel = job.cancel
 
     def on_end(_: object) -> None:
@@ -204,7 +230,7 @@ async def score(context: Context, http: HttpRequest, body: ScoreBody) -> Respons
     return answer
 
 
-async def tokenize(context: Context, body: TokenizeBody) -> Response:
+async def tokenize(context: Context, http: HttpRequest, body: TokenizeBody) -> Response:
     """Returns the tokens of a text; it may be empty, or longer than the model's positions."""
     served = context.served
     check_characters("prompt", len(body.prompt), context.limits)
@@ -215,13 +241,14 @@ async def tokenize(context: Context, body: TokenizeBody) -> Response:
         tokens = [{"id": token, "text": text} for token, text in zip(ids, texts, strict=True)]
         return JSONResponse({"tokens": tokens, "count": len(ids)})
 
-    return await in_thread_if_long(len(body.prompt), answer)
+    return await context.convert(http.scope[CLIENT], len(body.prompt), answer)
 
 
-async def detokenize(context: Context, body: DetokenizeBody) -> Response:
+async def detokenize(context: Context, http: HttpRequest, body: DetokenizeBody) -> Response:
     """Returns the text of tokens."""
     check_ids("tokens", body.tokens, context.served)
-    texts = await in_thread_if_long(len(body.tokens), pieces, context.served.tokenizer, body.tokens)
+    tokenizer = context.served.tokenizer
+    texts = await context.convert(http.scope[CLIENT], len(body.tokens), pieces, tokenizer, body.tokens)
     return JSONResponse({"prompt": "".join(texts)})
 
 

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 
 _KEEP_ALIVE_SECONDS = 30
 # Time for clients to receive the error of a request that was ended with the drain.
-_LAST_WORDS_SECONDS = 3
+_LAST_WORDS_SECONDS = 2
+# Time after the drain in which the process ends, whatever still runs.
+_LAST_SECONDS = 2.9
 # Python's switch interval between threads; its default of 5 ms is most of a small model's step.
 _SWITCH_SECONDS = 0.0005
 
@@ -87,6 +90,7 @@ def run(app: ASGIApp, worker: Worker, listening: socket.socket, limits: Limits, 
     )
     server = Server(config, worker, started, drain_seconds=limits.drain_seconds)
     server.run(sockets=[listening])
+    server.deadline.cancel()
     if server.signal == signal.SIGINT:
         raise KeyboardInterrupt
 
@@ -96,6 +100,7 @@ class Server(uvicorn.Server):
 
     Attributes:
         signal: the signal that stopped the server; ``None`` while it runs.
+        deadline: timer, started by the signal, that ends the process if the shutdown takes too long.
     """
 
     def __init__(
@@ -104,6 +109,8 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.signal: int | None = None
         self._worker, self._on_start, self._drain_seconds = worker, started, drain_seconds
+        self.deadline = threading.Timer(drain_seconds + _LAST_SECONDS, self._exit)
+        self.deadline.daemon = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -131,8 +138,12 @@ class Server(uvicorn.Server):
         if self.signal is not None:
             os._exit(128 + sig)  # a second signal ends the process at once
         self.signal, self.should_exit = sig, True
+        self.deadline.start()
         if self._worker.state in ("starting", "ready"):
             self._worker.state = "draining"
+
+    def _exit(self) -> None:
+        os._exit(0 if self.signal == signal.SIGTERM else 130)
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -194,6 +205,9 @@ class BoundedConnection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._head_bytes = 0
         super().on_message_complete()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Logs nothing, where uvicorn advises to install its websockets: there is no route for them."""
 
     def pause_writing(self) -> None:
         super().pause_writing()

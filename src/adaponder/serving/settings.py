@@ -6,7 +6,10 @@ import hashlib
 import hmac
 import ipaddress
 import re
+import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from adaponder.errors import InputError, shown
 from adaponder.fields import check_fields, setting
@@ -17,6 +20,8 @@ SHORTEST_KEY = 16
 _COUNT, _SECONDS, _SAMPLES = "[1, 1e12]", "[0.001, 1e12]", f"[1, {MOST_SAMPLES}]"
 _KEY = re.compile(r"[\x21-\x7e]+")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+# Without it addresses could be found from their hashes in /metrics.
+_SECRET = secrets.token_bytes(16)
 _ORIGIN = re.compile(r"https?://[a-z0-9.\[\]:-]{1,255}")
 
 
@@ -30,6 +35,7 @@ class Limits:
     header_seconds: float = setting(10.0, "Time in which the headers must arrive.", _SECONDS)
     connections: int = setting(2048, "Connections open at a time.", _COUNT)
     waiting: int = setting(512, "Sequences that may wait for a lane; further requests are answered 429.", "[0, 1e12]")
+    texts: int = setting(64, "Texts that may wait to be tokenised; further ones are answered 429.", "[0, 1e12]")
     jobs: int = setting(32, "Texts that may wait to be scored; further ones are answered 429.", _COUNT)
     prompts: int = setting(64, "Prompts of one request.", _COUNT)
     n: int = setting(16, "Completions of one prompt.", _SAMPLES)
@@ -44,7 +50,7 @@ class Limits:
     buffer_bytes: int = setting(1 << 20, "Streamed text that may wait for a client that does not read.", _COUNT)
     stall_seconds: float = setting(30.0, "A client that reads nothing for this long is disconnected.", _SECONDS)
     drain_seconds: float = setting(30.0, "Time for running requests when the server stops.", "[0, 1e12]")
-    retry_seconds: int = setting(1, "Value of Retry-After.", _COUNT)
+    retry_seconds: int = setting(1, "Least value of Retry-After.", "[1, 3600]")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -54,6 +60,18 @@ class Limits:
         return {name: getattr(self, name) for name in ("header_bytes", "header_seconds", "stall_seconds")}
 
 
+class Client(NamedTuple):
+    """The sender of a request.
+
+    Attributes:
+        name: hash of the API key or of the address, by which clients share the server fairly.
+        salt: prefix-cache namespace, so that only requests with the same key share cached rows.
+    """
+
+    name: str
+    salt: str = ""
+
+
 @dataclass(frozen=True)
 class Key:
     """The digests of an API key; the key itself is not stored.
@@ -61,20 +79,21 @@ class Key:
     Attributes:
         digest: SHA-256 of the key, compared with the digest of the key in a request.
         cookie: value that a browser sends after a login; the key cannot be derived from it.
-        salt: prefix-cache namespace, so that only requests with the same key share cached rows.
+        client: the client that sends the key.
     """
 
     digest: bytes
     cookie: str
-    salt: str
+    client: Client
 
     @classmethod
     def of(cls, text: str) -> Key:
         if len(text) < SHORTEST_KEY or not _KEY.fullmatch(text):
             raise InputError(f"API key must have at least {SHORTEST_KEY} printable characters and no spaces")
         secret = text.encode("ascii")
-        derived = [hmac.digest(secret, purpose, "sha256").hex() for purpose in (b"adaponder page", b"adaponder salt")]
-        return cls(hashlib.sha256(secret).digest(), *derived)
+        purposes = (b"adaponder page", b"adaponder client", b"adaponder salt")
+        cookie, name, salt = (hmac.digest(secret, purpose, "sha256").hex() for purpose in purposes)
+        return cls(hashlib.sha256(secret).digest(), cookie, Client(name[:12], salt))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +104,20 @@ class Access:
         keys: API keys; every route but ``/health`` and ``/login`` requires one of them. Empty: no key is needed.
         hosts: names allowed in a ``Host`` header, in lower case, besides ``localhost`` and addresses; ``*``: any.
         origins: ``scheme://host[:port]`` of other sites whose pages may call the server from a browser.
+        proxies: addresses or networks of proxies whose ``X-Forwarded-For`` is trusted.
     """
 
     keys: tuple[Key, ...] = ()
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
+    proxies: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for proxy in self.proxies:
+            try:
+                ipaddress.ip_network(proxy)
+            except ValueError as problem:
+                raise InputError(f"trusted-proxy={shown(proxy)} must be an address or a network: {problem}") from None
         for host in self.hosts:
             if host != "*" and not _NAME.fullmatch(host):
                 raise InputError(f"host={shown(host)} must be a host name in lower case, without port")
@@ -109,6 +135,22 @@ class Access:
         value = cookie.encode("utf-8", "surrogateescape")
         return next(iter([key for key in self.keys if hmac.compare_digest(key.cookie.encode(), value)]), None)
 
+    def client_of(self, address: str, forwarded: Sequence[str]) -> Client:
+        """Returns the client at the address of a connection, without a key.
+
+        If the address is a trusted proxy's, the client is the last one in its ``X-Forwarded-For`` that is not. IPv6
+        addresses are grouped by /64, since one client usually has all of these.
+        """
+        networks = [ipaddress.ip_network(proxy) for proxy in self.proxies]
+        client = _address(address)
+        for hop in reversed([hop.strip() for line in forwarded for hop in line.split(",")]):
+            nearer = _address(hop)
+            if nearer is None or not any(client in network for network in networks if client is not None):
+                break
+            client = nearer
+        group = int(client) >> 64 if client is not None and client.version == 6 else client
+        return Client(hashlib.blake2b(str(group).encode(), key=_SECRET, digest_size=6).hexdigest())
+
     def knows_host(self, name: str) -> bool:
         """Returns whether a ``Host`` header may contain ``name``, a host name or an address without its port."""
         if name == "localhost" or "*" in self.hosts or name in self.hosts:
@@ -119,6 +161,14 @@ class Access:
         except ValueError:
             return False
         return True
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 @dataclass(frozen=True, kw_only=True)

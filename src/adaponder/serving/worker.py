@@ -11,31 +11,27 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from adaponder.errors import AdaPonderError, EvaluationError, in_one_line
+from adaponder.errors import AdaPonderError, in_one_line
 from adaponder.inference.engine import Engine
 from adaponder.inference.outputs import Event
 from adaponder.inference.request import Request
+from adaponder.serving.fairness import Places, TextPool, Turns, UnavailableError
 from adaponder.serving.served import Served
 
 _log = logging.getLogger("adaponder.serving")
 _Result = TypeVar("_Result")
 # Most steps whose events the event loop has not handled yet; then the engine waits.
 _STEPS_AHEAD = 4
-# Number of jobs that take turns; the others wait until one of them is done.
+# Number of jobs of a client that take turns; its others wait until one of them is done.
 _JOBS_AT_ONCE = 4
 # Number of consecutive failed steps after which the engine is stopped for good.
 _MOST_BROKEN = 3
-
-
-class UnavailableError(EvaluationError):
-    """Raised if the engine is not running, or the server stops before the work is done."""
 
 
 # Called in the event loop's thread with the events of one step, or with the exception that ends the request.
@@ -47,12 +43,14 @@ class Ticket:
     """A submitted request.
 
     Attributes:
+        client: the client whose turn the request takes.
         sink: called with the events of the request.
         left: number of samples whose end the event loop has not handled yet.
         running: number of unfinished samples in the engine; used by the engine's thread only, like ``number``.
         number: the engine's id of the request; ``None`` until it is submitted to the engine.
     """
 
+    client: str
     sink: Sink
     left: int
     running: int
@@ -67,26 +65,29 @@ class Worker:
     Attributes:
         state: ``starting``, ``ready``, ``draining``, ``stopped``, or ``broken`` once the engine has failed for good.
         problem: why the engine is broken; ``None`` if it is not.
-        sequences: number of unfinished completions, including those that wait for a lane.
-        jobs: number of unfinished jobs.
+        completions: unfinished completions of each client, including those that wait for a lane.
+        scores: unfinished jobs of each client.
+        texts: threads for tokenising and other conversions of text.
         longest_request: most tokens of prompt and completion together; once the engine is open, its own limit.
         counts: the engine's statistics after the last step.
+        clients: numbers of waiting and running sequences of each client after the last step.
     """
 
     def __init__(self, make_engine: Callable[[], Any], served: Served):
         self.served = served
         self.state = "starting"
         self.problem: str | None = None
-        self.sequences = self.jobs = 0
+        self.completions, self.scores, self.texts = Places(), Places(), TextPool()
         self.longest_request = served.tokens + 1  # until the engine is open: as far as positions reach
         self.counts: Mapping[str, int] = {}
+        self.clients: Mapping[str, tuple[int, int]] = {}
         self._make_engine = make_engine
         # Commands for the engine's thread; the engine is None once it has failed for good.
         self._commands: queue.SimpleQueue[Callable[[Engine | None], None] | None] = queue.SimpleQueue()
         self._tickets: set[Ticket] = set()
         self._room = threading.Semaphore(_STEPS_AHEAD)
         # Used by the engine's thread only: the queue of jobs, and tickets by ``number``.
-        self._waiting_jobs: deque[tuple[Generator[None, None, Any], Future[Any]]] = deque()
+        self._waiting_jobs: Turns[tuple[Generator[None, None, Any], Future[Any]]] = Turns()
         self._running: dict[int, Ticket] = {}
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -102,12 +103,20 @@ class Worker:
         """Whether the thread runs and its engine has not failed for good."""
         return self._thread is not None and self._thread.is_alive() and self.state != "broken"
 
+    @property
+    def sequences(self) -> int:
+        return self.completions.total
+
+    @property
+    def jobs(self) -> int:
+        return self.scores.total
+
     def submit(self, request: Request, sink: Sink) -> Ticket:
         """Submits a request and returns its ticket; ``sink`` gets its events, and nothing after an exception."""
         self._refuse_if_gone()
-        ticket = Ticket(sink, request.samples, request.samples)
+        ticket = Ticket(request.client, sink, request.samples, request.samples)
         self._tickets.add(ticket)
-        self.sequences += request.samples
+        self.completions.take(ticket.client, request.samples)
         self._commands.put(lambda engine: self._begin(engine, ticket, request))
         return ticket
 
@@ -121,51 +130,55 @@ class Worker:
         """Cancels a sample whose text is complete; the sink still gets its completion event."""
         self._commands.put(lambda engine: self._end(engine, ticket, sample))
 
-    def job(self, parts: Generator[None, None, _Result]) -> asyncio.Future[_Result]:
+    def job(self, parts: Generator[None, None, _Result], client: str = "") -> asyncio.Future[_Result]:
         """Schedules a generator on the engine's thread and returns a future for its result.
 
         At each ``yield`` other work may run, and the job ends if its future has been cancelled.
         """
         self._refuse_if_gone()
         done: Future[_Result] = Future()
-
-        def end(_: object) -> None:
-            self.jobs -= 1
-
-        self.jobs += 1
-        self._commands.put(lambda _: self._waiting_jobs.append((parts, done)))
+        self.scores.take(client)
+        self._commands.put(lambda _: self._waiting_jobs.put(client, (parts, done)))
         result = asyncio.wrap_future(done)
-        result.add_done_callback(end)
+        result.add_done_callback(lambda _: self.scores.give_back(client))
         return result
 
+    @property
+    def _busy(self) -> bool:
+        return bool(self._tickets or self.jobs or self.texts.places.total)
+
     async def drained(self, seconds: float) -> bool:
-        """Waits up to ``seconds`` for all requests and jobs to finish; returns whether they have."""
+        """Waits up to ``seconds`` for all requests, jobs and texts to finish; returns whether they have."""
         if self.state in ("starting", "ready"):
             self.state = "draining"
         deadline = time.monotonic() + seconds
-        while (self._tickets or self.jobs) and time.monotonic() < deadline:
+        while (busy := self._busy) and self.state != "stopped" and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
-        return not self._tickets and not self.jobs
+        return not busy
 
     async def stop(self) -> None:
-        """Fails unfinished requests and jobs, and ends the thread."""
+        """Fails unfinished requests, jobs and conversions of text, and ends the thread."""
+        self.texts.close()
         for ticket in list(self._tickets):
             self._deliver(ticket, UnavailableError("engine: the server is stopping"))
             self._commands.put(lambda engine, ticket=ticket: self._end(engine, ticket))
         self._commands.put(None)
         self._room.release(1000)
         self.state = "stopped"
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join, 10.0)
+        deadline = time.monotonic() + 10.0
+        while self._thread is not None and self._thread.is_alive() and time.monotonic() < deadline:
+            await asyncio.sleep(0.001)
 
     def _refuse_if_gone(self) -> None:
         if self.state in ("broken", "stopped"):
             raise UnavailableError(f"engine: it is not running ({self.problem or self.state})")
 
-    def _take(self, step: dict[Ticket, list[Event]], counts: Mapping[str, int]) -> None:
+    def _take(
+        self, step: dict[Ticket, list[Event]], counts: Mapping[str, int], clients: Mapping[str, tuple[int, int]]
+    ) -> None:
         """Delivers the events of one step and updates the counts."""
         self._room.release()
-        self.counts = counts
+        self.counts, self.clients = counts, clients
         for ticket, events in step.items():
             self._deliver(ticket, events)
 
@@ -176,7 +189,7 @@ class Worker:
         if not isinstance(events, Exception):
             ended = sum(event.completion is not None for event in events)
         ticket.left -= ended
-        self.sequences -= ended
+        self.completions.give_back(ticket.client, ended)
         if not ticket.left:
             self._tickets.remove(ticket)
         sink = ticket.sink
@@ -265,21 +278,22 @@ class Worker:
                 if not ticket.running:
                     del self._running[event.request]
         if step:
-            self._post(self._take, step, dict(engine.statistics))
+            self._post(self._take, step, dict(engine.statistics), engine.clients)
         else:
             self._room.release()
 
     def _run_job_part(self) -> None:
-        if not self._waiting_jobs:
+        turn = self._waiting_jobs.take()
+        if turn is None:
             return
-        parts, done = self._waiting_jobs.popleft()
+        client, (parts, done) = turn
         if done.cancelled():
             parts.close()
             return
         with suppress(InvalidStateError):  # cancelled meanwhile
             try:
                 next(parts)
-                self._waiting_jobs.insert(_JOBS_AT_ONCE - 1, (parts, done))
+                self._waiting_jobs.put(client, (parts, done), _JOBS_AT_ONCE - 1)
             except StopIteration as end:
                 done.set_result(end.value)
             except Exception as problem:
@@ -296,8 +310,8 @@ class Worker:
             command(None)
 
     def _fail_jobs(self, reason: str) -> None:
-        while self._waiting_jobs:
-            parts, done = self._waiting_jobs.popleft()
+        while turn := self._waiting_jobs.take():
+            parts, done = turn[1]
             parts.close()
             with suppress(InvalidStateError):  # cancelled
                 done.set_exception(UnavailableError(f"engine: {reason}"))

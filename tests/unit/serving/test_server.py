@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import queue
 import re
 import signal
 import socket
@@ -93,36 +95,62 @@ def test_sigterm_lets_running_requests_finish(checkpoint):
 
 
 def test_requests_that_outlast_the_drain_get_an_error(monkeypatch):
-    """The server runs in this thread, its client in another."""
+    """The server runs in this thread, its clients in others; a text that is converted for ever delays nothing."""
     monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
     settings = Settings(lanes=2, limits=Limits(drain_seconds=0.1))
-    served = tiny_served()
-    worker, texts = Worker(lambda: Engine(served.model, lanes=2), served), []
+    served, forever = tiny_served(), threading.Event()
+    monkeypatch.setattr("adaponder.serving.routes.tokens_of", lambda *text: forever.wait())
+    worker, answers = Worker(lambda: Engine(served.model, lanes=2), served), {}
 
-    def stream() -> None:
-        process = SimpleNamespace(send_signal=lambda number: os.kill(os.getpid(), number))
+    def talk() -> None:
+        process = SimpleNamespace(send_signal=lambda number: answers.update(began=kill(number)))
         with httpx.Client(base_url=address_of(listening), timeout=30, verify=False) as client:
             while client.get("/ready").status_code == 503:
                 time.sleep(0.02)
+            stuck.start()
+            while not worker.texts.running:
+                time.sleep(0.01)
             body = {"model": "tiny", "prompt": ["ab"] * 8, "max_tokens": 60, "n": 16}
-            texts.append(streamed_over_sigterm(process, client, body))
+            answers["stream"] = streamed_over_sigterm(process, client, body)
 
-    client = threading.Thread(target=stream)
+    def kill(number: int) -> float:
+        os.kill(os.getpid(), number)
+        return time.monotonic()
+
+    def tokenize() -> None:
+        url = f"{address_of(listening)}/tokenize"
+        answers["text"] = httpx.post(url, json={"prompt": "a" * 2000}, timeout=30, verify=False).status_code
+
+    client, stuck = threading.Thread(target=talk), threading.Thread(target=tokenize)
     with listen("127.0.0.1", 0) as listening:
         run(make_app(worker, settings), worker, listening, settings.limits, started=client.start)
-    client.join(20)
-    assert '"message":"engine: the server is stopping"' in texts[0].rstrip().rpartition("data: ")[2]
+    assert time.monotonic() - answers["began"] < 0.1 + 3
+    for thread in (client, stuck):
+        thread.join(20)
+    forever.set()
+    assert '"message":"engine: the server is stopping"' in answers["stream"].rstrip().rpartition("data: ")[2]
+    assert answers["text"] == 503
 
 
 def test_second_signal_ends_at_once(monkeypatch):
-    ended = []
-    monkeypatch.setattr("adaponder.serving.server.os._exit", ended.append)
+    monkeypatch.setattr("adaponder.serving.server.os._exit", sys.exit)
     worker = SimpleNamespace(state="ready")
     server = Server(uvicorn.Config(lambda: None), worker, lambda: None)
     server.handle_exit(signal.SIGTERM, None)
-    assert (server.should_exit, worker.state, ended) == (True, "draining", [])
-    server.handle_exit(signal.SIGTERM, None)
-    assert ended == [128 + signal.SIGTERM]
+    server.deadline.cancel()
+    assert (server.should_exit, worker.state) == (True, "draining")
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        server.handle_exit(signal.SIGTERM, None)
+
+
+def test_shutdown_that_does_not_end_is_cut_off(monkeypatch):
+    codes: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr("adaponder.serving.server.os._exit", codes.put)
+    monkeypatch.setattr("adaponder.serving.server._LAST_SECONDS", 0.01)
+    for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, 130)):
+        server = Server(uvicorn.Config(lambda: None), SimpleNamespace(state="ready"), lambda: None, drain_seconds=0.01)
+        server.handle_exit(number, None)
+        assert codes.get(timeout=10) == code
 
 
 def refusal(*arguments: str, code: int = 2) -> str:
@@ -156,13 +184,17 @@ def test_port_in_use_is_one_line(checkpoint):
     assert re.fullmatch("--port .* in use.*", message)
 
 
-def test_key_file(checkpoint, tmp_path, monkeypatch):
+def test_key_file(checkpoint, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("ADAPONDER_API_KEY", raising=False)
     keys = tmp_path / "keys"
     for content, words in (("# nothing\n", "no key"), ("short\n", "at least 16")):
         keys.write_text(content)
         assert words in refusal(str(checkpoint), "--api-key-file", str(keys))
     keys.write_text("a-long-enough-key # mine\n\na-second-longer-key\n")
+    for mode, warned in ((0o644, True), (0o640, True), (0o600, False)):
+        keys.chmod(mode)
+        serve.keys_of(keys)
+        assert ("chmod 600" in capsys.readouterr().err) == warned
     assert "--no-auth" in refusal(str(checkpoint), "--api-key-file", str(keys), "--no-auth")
     access = serve.access_of("0.0.0.0", serve.keys_of(keys), allow_host=("A.Test",))
     assert [access.key_of(key) for key in ("a-long-enough-key", "a-second-longer-key")] == [*access.keys]
@@ -222,6 +254,14 @@ def test_slow_clients_are_408(server):
     assert talk(server, head + b'{"prompt"').startswith(b"HTTP/1.1 408 ")
     assert time.monotonic() - began < 8
     assert server.get("/health").status_code == 200
+
+
+def test_upgrade_is_ignored_without_advice(server, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [caplog.handler])
+    caplog.set_level("WARNING", logger="uvicorn.error")
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade, close\r\n\r\n"
+    assert talk(server, head).startswith(b"HTTP/1.1 200 ")
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

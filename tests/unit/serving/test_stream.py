@@ -13,7 +13,7 @@ import torch
 from adaponder import Engine
 from adaponder.serving.answers import ScoreWriter
 from adaponder.serving.protocol import ApiError
-from adaponder.serving.settings import Limits, Settings
+from adaponder.serving.settings import Access, Limits, Settings
 from adaponder.serving.stream import EVENTS, Answer
 from serving_support import connect, request_bytes, serving, tiny_served
 from support import tiny
@@ -81,21 +81,31 @@ class Stuck(Engine):
 
 
 def test_429_when_lanes_and_queue_are_full():
+    """A client alone must leave a place for another; that one takes it, and a third finds the queue full."""
     stuck = Stuck(tiny(), lanes=1)
-    limits = Limits(waiting=2, retry_seconds=3, jobs=1)
-    with serving(settings=Settings(lanes=1, limits=limits), engine=lambda: stuck) as server:
-        connections = [connect(server) for _ in range(3)]
-        for connection in connections:
-            connection.sendall(request_bytes(BODY | {"max_tokens": 3}))
-        while server.worker.sequences < 3:
-            time.sleep(0.001)
-        response = server.post("/v1/completions", BODY)
-        assert (response.status_code, response.headers["retry-after"]) == (429, "3")
+    settings = Settings(lanes=1, limits=Limits(waiting=2, retry_seconds=3), access=Access(proxies=("127.0.0.1",)))
+    with serving(settings=settings, engine=lambda: stuck) as server:
+
+        def send(client: str, sequences: int) -> socket.socket:
+            connection = connect(server)
+            content = request_bytes(BODY | {"max_tokens": 3})
+            connection.sendall(content.replace(b"\r\n", f"\r\nX-Forwarded-For: {client}\r\n".encode(), 1))
+            while server.worker.sequences < sequences:
+                time.sleep(0.001)
+            return connection
+
+        def refuse(client: str) -> None:
+            response = server.post("/v1/completions", BODY, headers={"x-forwarded-for": client})
+            assert (response.status_code, response.headers["retry-after"]) == (429, "3")
+
+        accepted = [send("1.1.1.1", 1), send("1.1.1.1", 2)]
+        refuse("1.1.1.1")
+        accepted.append(send("2.2.2.2", 3))
+        refuse("3.3.3.3")
         assert server.get("/ready").json()["requests"] == 3
-        connections.pop().close()
-        while server.worker.sequences == 3 and stuck.held:
-            stuck.held = False
-        for connection in connections:
+        accepted.pop().close()
+        stuck.held = False
+        for connection in accepted:
             assert connection.recv(12) == b"HTTP/1.1 200"
             connection.close()
         assert server.post("/v1/completions", BODY).status_code == 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import types
 
 import pytest
 
@@ -20,7 +21,7 @@ ENDLESS = 10**9
 class ScriptedEngine:
     """Generates token 1 for each request in each step; the first ``broken_steps`` steps fail."""
 
-    longest_request = 64
+    longest_request, clients = 64, types.MappingProxyType({})
 
     def __init__(self, *, broken_steps: int = 0):
         self.broken_steps, self.requests, self.ended = broken_steps, {}, []

@@ -1,0 +1,173 @@
+"""Shares places, turns and threads fairly between clients, so that no client keeps the others waiting.
+
+A client is a hashed API key or, without keys, a hashed address: :class:`adaponder.serving.settings.Client`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from adaponder.errors import EvaluationError, in_one_line
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+# A client that holds places must leave one free for each eight that it then holds.
+_SHARE = 8
+# Number of places that became free last, from which the time until the next one is estimated.
+_MEASURED = 64
+# Number of threads of a text pool.
+THREADS = 4
+
+
+class UnavailableError(EvaluationError):
+    """Raised if the engine is not running, or the server stops before the work is done."""
+
+
+class Places:
+    """Counts the places that clients hold in a queue, and estimates when the next ones become free.
+
+    Attributes:
+        held: number of places by client; only clients that hold one are listed, so the table is as small as the queue.
+    """
+
+    def __init__(self):
+        self.held: Counter[str] = Counter()
+        self.total = 0
+        self._freed: deque[float] = deque(maxlen=_MEASURED)
+
+    def take(self, client: str, count: int = 1) -> None:
+        if not self.total:
+            self._freed.clear()
+            self._freed.append(time.monotonic())
+        self.total += count
+        self.held[client] += count
+
+    def give_back(self, client: str, count: int = 1) -> None:
+        self._freed.extend([time.monotonic()] * count)
+        self.total -= count
+        self.held[client] -= count
+        if not self.held[client]:
+            del self.held[client]
+
+    def missing(self, client: str, count: int, *, room: int, at_once: int) -> int:
+        """Returns how many places must become free before the client may take ``count``; 0 if it may now.
+
+        Any client may take places while at most ``at_once`` of the ``room`` are taken, and a client without places any
+        that are free. Further ones must leave one place free for each eight that the client then holds: a client alone
+        gets eight ninths of the room, and several get equal shares.
+        """
+        free = room - self.total - count
+        if room - free <= at_once:
+            return 0
+        if not self.held[client]:
+            return max(0, -free)
+        excess = self.held[client] + count - _SHARE * free
+        return max(0, -free, math.ceil(excess / (_SHARE + 1)))
+
+    def seconds(self, count: int) -> float:
+        """Returns the estimated time until ``count`` places become free, from the last ones that did."""
+        if not self._freed:
+            return 0.0
+        return count * (time.monotonic() - self._freed[0]) / max(1, len(self._freed) - 1)
+
+
+class Turns(Generic[_Item]):
+    """A queue in which clients take turns."""
+
+    def __init__(self):
+        self._items: dict[str, deque[_Item]] = {}  # the client whose turn is next comes first
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+    def put(self, client: str, item: _Item, place: int | None = None) -> None:
+        """Adds an item behind the client's others, or at a place among them."""
+        items = self._items.setdefault(client, deque())
+        items.insert(len(items) if place is None else place, item)
+
+    def take(self, skipped: Collection[str] = ()) -> tuple[str, _Item] | None:
+        """Removes and returns the next item, with its client; ``None`` if there is none but of ``skipped`` clients."""
+        client = next((client for client in self._items if client not in skipped), None)
+        if client is None:
+            return None
+        items = self._items.pop(client)
+        item = items.popleft()
+        if items:
+            self._items[client] = items
+        return client, item
+
+
+class TextPool:
+    """Converts text in threads: clients take turns, and each has one thread at a time.
+
+    The threads are daemons, so a conversion that does not end cannot keep the process alive.
+
+    Attributes:
+        places: the unfinished conversions of each client.
+        running: the futures of the conversions that have a thread, by client.
+        finished, seconds: number of finished conversions, and the time that their threads took.
+    """
+
+    def __init__(self):
+        self.places = Places()
+        self.running: dict[str, asyncio.Future[Any]] = {}
+        self.finished, self.seconds = 0, 0.0
+        self._turns: Turns[tuple[asyncio.Future[Any], Callable[[], Any]]] = Turns()
+        self._closed = False
+
+    async def run(self, client: str, function: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Calls ``function`` in a thread and returns its result."""
+        if self._closed:
+            raise UnavailableError("text: the server is stopping")
+        result = asyncio.get_running_loop().create_future()
+        self.places.take(client)
+        self._turns.put(client, (result, partial(function, *arguments)))
+        self._begin()
+        return await result
+
+    def close(self) -> None:
+        """Fails all conversions; threads that still run are abandoned."""
+        self._closed = True
+        waiting = []
+        while turn := self._turns.take():
+            waiting.append(turn[1][0])
+            self.places.give_back(turn[0])
+        for result in (*waiting, *self.running.values()):
+            if not result.done():
+                result.set_exception(UnavailableError("text: the server is stopping"))
+
+    def _begin(self) -> None:
+        while len(self.running) < THREADS and (turn := self._turns.take(self.running)):
+            client, (result, call) = turn
+            self.running[client] = result
+            threading.Thread(target=self._run, args=(client, result, call), name="adaponder-text", daemon=True).start()
+
+    def _run(self, client: str, result: asyncio.Future[Any], call: Callable[[], Any]) -> None:
+        began, value, problem = time.monotonic(), None, None
+        try:
+            value = None if result.cancelled() else call()
+        except Exception as error:
+            problem = error
+        except BaseException as error:  # a panic of a native tokenizer
+            problem = EvaluationError(f"text: the tokenizer failed: {in_one_line(error)}")
+        seconds = time.monotonic() - began
+        with suppress(RuntimeError):  # the loop is closed
+            result.get_loop().call_soon_threadsafe(self._end, client, result, value, problem, seconds)
+
+    def _end(
+        self, client: str, result: asyncio.Future[Any], value: Any, problem: Exception | None, seconds: float
+    ) -> None:
+        del self.running[client]
+        self.places.give_back(client)
+        self.finished, self.seconds = self.finished + 1, self.seconds + seconds
+        if not result.done():
+            result.set_result(value) if problem is None else result.set_exception(problem)
+        self._begin()
