@@ -49,7 +49,8 @@ class Served:
         self.eos_ids = eos_ids(model)
         self.spell = TokenSpeller(tokenizer)
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)  # a slow tokenizer has none
-        self.unknown_id = None if backend is None else unknown_id(backend, tokenizer.eos_token_id)
+        end: Any = tokenizer.eos_token_id
+        self.unknown_id = None if backend is None else unknown_id(backend, end)
         self.template = has_template(tokenizer)
 
     def facts(self) -> dict[str, Any]:
