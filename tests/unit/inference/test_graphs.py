@@ -47,7 +47,7 @@ class _Owner:
 def test_replayed_prefill_passes_equal_eager_ones(family):
     """The second pass is smaller than the first: nothing of the first may be left in the graph."""
     backbone = Backbone(stock(family).cuda().bfloat16())
-    body = FusedBody(backbone, rows=LANES, apart=True, positions=SLOTS)
+    body = FusedBody(backbone, rows=LANES, independent=True, positions=SLOTS)
     graphed = GraphedBody(body, _Owner(), LANES)
     width = backbone.stock.config.hidden_size
     index = torch.zeros(LANES + 1, 2, SLOTS, dtype=torch.int32, device="cuda")
