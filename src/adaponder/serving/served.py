@@ -48,8 +48,9 @@ class Served:
         self.shape = shape_of(model.config)
         self.eos_ids = eos_ids(model)
         self.spell = TokenSpeller(tokenizer)
-        backend: Any = getattr(tokenizer, "backend_tokenizer", None)  # a slow tokenizer has none
-        self.unknown_id = None if backend is None else unknown_id(backend, tokenizer.eos_token_id)
+        writer: Any = tokenizer
+        backend = getattr(writer, "backend_tokenizer", None)  # a slow tokenizer has none
+        self.unknown_id = None if backend is None else unknown_id(backend, writer.eos_token_id)
         self.template = has_template(tokenizer)
 
     def facts(self) -> dict[str, Any]:

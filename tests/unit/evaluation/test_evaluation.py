@@ -21,7 +21,7 @@ from adaponder.errors import InputError
 from adaponder.evaluation import scoring
 from adaponder.evaluation.meter import Meter, check_all
 from adaponder.evaluation.scoring import ScoringOptions, agreement, default_length, score
-from adaponder.evaluation.summary import bootstrap, by_source, paired_difference, summarise
+from adaponder.evaluation.summary import bootstrap, paired_difference
 from adaponder.evaluation.text import Windows, open_text, open_vocabulary
 from adaponder.methods.cost import cost_of
 from lab_support import made_up
@@ -247,18 +247,6 @@ def test_the_meter_agrees_with_torch_for_every_method():
     checks = check_all()
     assert [check.method for check in checks] == list(METHODS)
     assert all(check.ratio == pytest.approx(1.0, abs=0.01) for check in checks)
-
-
-def test_sources_weigh_up_to_the_whole():
-    text, nll = made_up(), np.random.default_rng(1).random(200)
-    depth = np.random.default_rng(2).integers(1, 4, 200)
-    full, parts = summarise(text, nll, depth), by_source(text, nll, depth)
-    for name in ("loss", "depth"):
-        weighed = sum(part.tokens * getattr(part, name) for part in parts.values()) / 200
-        assert weighed == pytest.approx(getattr(full, name))
-    assert full.bits_per_byte == pytest.approx(nll.sum() / math.log(2) / 600)
-    assert full.perplexity == pytest.approx(math.exp(nll.mean()))
-    assert by_source(made_up((10,)), nll[:10], depth[:10]) == {}
 
 
 def test_an_interval_resamples_documents_not_tokens():

@@ -157,20 +157,6 @@ def test_the_cost_of_a_task_is_that_of_reading_its_texts_once():
     assert harness.meters["some"].cost == expected, "costs of another task are its own"
 
 
-def test_a_stop_string_ends_a_text_and_is_not_part_of_it():
-    harness = HarnessLM(reader(), words(), batch_size=2)
-
-    def said(until: list[str]) -> str:
-        return harness.generate_until(
-            requests("generate_until", [("The river", {"until": until, "max_gen_toks": 10})])
-        )[0]
-
-    full = said([])
-    assert len(full) > 6
-    for stop in (full[2:4], full[3:6], full[-1]):
-        assert said(["never said", stop]) == full.split(stop)[0]
-
-
 def test_a_row_that_has_stopped_costs_nothing_while_its_neighbours_go_on():
     model, prompts = reader(), ["The river", "She opened the door"]
 
