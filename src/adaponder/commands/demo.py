@@ -49,7 +49,7 @@ def demo(
     show_assessment(result, recipe)
 
     console.rule("3  what it writes, each token coloured by how often it was read")
-    show(_continued(str(outcome.final), max_new_tokens=80, temperature=0.8), colours=True)
+    show(_continued(str(outcome.final), max_new_tokens=80, temperature=0.8), colours=True, stats=True)
 
     console.rule("4  beside it, a trained model that comes along: adaponder generate sample")
     result |= {"beside": beside(outcome.final)}

@@ -48,9 +48,9 @@ class Served:
         self.shape = shape_of(model.config)
         self.eos_ids = eos_ids(model)
         self.spell = TokenSpeller(tokenizer)
-        backend: Any = getattr(tokenizer, "backend_tokenizer", None)  # a slow tokenizer has none
-        end: Any = tokenizer.eos_token_id
-        self.unknown_id = None if backend is None else unknown_id(backend, end)
+        writer: Any = tokenizer
+        backend = getattr(writer, "backend_tokenizer", None)  # a slow tokenizer has none
+        self.unknown_id = None if backend is None else unknown_id(backend, writer.eos_token_id)
         self.template = has_template(tokenizer)
 
     def facts(self) -> dict[str, Any]:
@@ -73,7 +73,8 @@ class Served:
             "chat": self.template,
             "policies": policies,
             "profiles": [
-                {"name": name} | {field: profile.get(field) for field in ("policy", "budget", "depth")}
+                {"name": name, "policy": profile["policy"]}
+                | {field: profile.get(field) for field in ("budget", "depth")}
                 for name, profile in self.profiles.items()
             ],
         }

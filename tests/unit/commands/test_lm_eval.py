@@ -119,7 +119,6 @@ def test_policies_and_profiles_are_model_arguments(asked, command_line, checkpoi
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ("policy=fixed:two", "--policy fixed:two"),
         ("profile=none", "--profile none"),
         ("polcy=fixed:2", "--model_args polcy"),
         ("trust_remote_code=True", "--model_args trust_remote_code"),
