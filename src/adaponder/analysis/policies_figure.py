@@ -112,7 +112,7 @@ def _hide_unused(panels: Iterable[Axes], count: int, columns: int) -> None:
 
 
 def _across(rows: Sequence[Entry], field: str) -> tuple[float, float]:
-    """Returns the limits of an axis with the rows' values of ``field``."""
+    """Returns the limits of an axis that shows the values of ``field``."""
     limits = _margin([row[field] for row in rows], 0.05)
     return limits if field != "depth" else depth_limits(*limits, max(len(row["active"]) for row in rows), margin=0.0)
 

@@ -110,9 +110,9 @@ def accumulating(called: nn.Module, *, last: bool) -> Any:
 
 
 def global_bottom_k_mean(world: World) -> Any:
-    """Returns a function that takes the bottom-K mean over the gates of all processes, as a single process would.
+    """Returns a function that computes the bottom-K mean over the gates of all processes.
 
-    Each process computes its share of the mean, times the number of processes, because gradients are averaged.
+    It returns the terms of this process's gates, times the number of processes, because gradients are averaged.
     """
 
     def mean(values: Tensor, fraction: float) -> Tensor:
