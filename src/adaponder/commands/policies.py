@@ -161,7 +161,7 @@ def cells(row: Measurement) -> tuple[str, ...]:
 
 
 def setting_of(row: Measurement) -> str:
-    """Returns the tuned setting of a row, and why it missed the budget, if it did."""
+    """Returns the cell with a row's tuned setting and, if the budget was missed, the reason."""
     return row.setting + ("" if row.missed is None else f" missed: {row.missed}")
 
 

@@ -103,12 +103,12 @@ class Manifest:
 
     @property
     def puzzles(self) -> bool:
-        """Whether the documents are puzzles and only their answers are learned."""
+        """Returns whether the documents are puzzles and only their answers are learned."""
         return "answers" in self.fingerprint
 
     @property
     def masked(self) -> bool:
-        """Whether only some tokens of each document are learned."""
+        """Returns whether only some tokens of each document are learned."""
         return is_masked(self.fingerprint)
 
     def total(self, split: str, what: str) -> int:

@@ -109,13 +109,13 @@ class Hops:
 
     @property
     def hops(self) -> list[int]:
-        """The number of hops of each question of a document, in ascending order."""
+        """Returns the number of hops of each question of a document, in ascending order."""
         counts = [(self.questions + self.most - p) // self.most for p in range(1, self.most + 1)]
         return [p for p, count in enumerate(counts, 1) for _ in range(count)]
 
     @property
     def length(self) -> int:
-        """Tokens of each document, including its end token."""
+        """Returns the number of tokens of each document, including its end token."""
         return 3 * sum(self.hops) + 1 + 2 * self.questions + 1
 
     def check(self) -> None:

@@ -400,7 +400,7 @@ def _size_of(path: Path) -> int:
 def _verify_sums(folder: Path, shards: Iterable[Shard], *, share: tuple[int, int] = (0, 1)) -> None:
     """Raises if the SHA-256 of a file of ``shards`` differs. With ``share=(n, N)`` checks every N-th file from n on.
 
-    With ``ADAPONDER_VERIFY=0`` nothing is read, and the first process prints that.
+    With ``ADAPONDER_VERIFY=0`` no file is read, and the first process prints a note.
     """
     number, processes = share
     if not 0 <= number < processes:

@@ -81,7 +81,7 @@ class Scores:
         return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
 
     def at(self, predictions: np.ndarray) -> Scores:
-        """Selects the scores where ``predictions``, ``bool[n]``, is true; ``spent`` is not changed (cost of all n)."""
+        """Selects the scores where ``predictions``, ``bool[n]``, is true; ``spent`` stays the cost of all n."""
         return replace(self, **{name: array[predictions] for name, array in self.arrays.items()})
 
 

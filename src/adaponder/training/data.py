@@ -66,10 +66,7 @@ def sampler_of(recipe: Recipe, shards: Shards) -> Sampler:
 
 
 def model_inputs(batch: Batch, *, across: bool) -> dict[str, Tensor]:
-    """Returns tensor arguments for ``forward``; masked targets are -100.
-
-    Without ``across``, tokens attend only to their own document, whose first token is no target.
-    """
+    """Returns tensor arguments of ``forward``; masked targets are -100. Without ``across``, documents are isolated."""
     tokens, documents = torch.from_numpy(batch.tokens), torch.from_numpy(batch.documents)
     inputs = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:].clone()}
     if batch.learned is not None:

@@ -31,14 +31,14 @@ class World:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Returns the sum over all processes. Every process receives it."""
+        """Returns the sum over all processes, in every process."""
         if self.size > 1:
             values = values.clone()
             dist.all_reduce(values)
         return values
 
     def mean(self, values: Tensor) -> Tensor:
-        """Returns the mean over all processes. Every process receives it."""
+        """Returns the mean over all processes, in every process."""
         return values if self.size == 1 else self.sum(values) / self.size
 
     def gather(self, values: Tensor) -> list[Tensor]:

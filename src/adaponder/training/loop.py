@@ -101,7 +101,7 @@ class Trainer:
         return True
 
     def _enter(self, backbone_trains: bool) -> None:
-        """Begins a phase: sets which parameters train, then creates the wrapper and the optimizer for them."""
+        """Begins a phase: sets which parameters train, wraps the model in DDP or FSDP, and builds the optimizer."""
         train = self.recipe.train
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(trains(name, train, backbone_trains=backbone_trains))

@@ -159,7 +159,7 @@ class DepthCounts:
 
     @property
     def trained(self) -> bool:
-        """Whether a forward in training was counted since the last :meth:`take`."""
+        """Returns whether a training forward was counted since the last :meth:`take`."""
         return True in self.sums
 
     def _add(self, counts: Tensor, *, training: bool) -> None:

@@ -281,7 +281,7 @@ def scaled_shares(shape: tuple[float, ...], total: float) -> tuple[float, ...]:
 class Tuned(NamedTuple):
     """A dial that was set to a budget by ``runs`` scorings of the tuning half.
 
-    ``scores`` are those of the tuning half at ``setting``; ``None`` if the budget is below the dial's smallest depth.
+    ``scores`` are those of the tuning half at ``setting``; ``None`` if the budget is below the smallest possible depth.
     ``missed`` says why the budget was not reached; ``None`` if it was.
     """
 

@@ -169,7 +169,7 @@ class HarnessLM(TemplateLM):
 
     @torch.no_grad()
     def _score(self, texts: Sequence[Sequence[int]], rows: list[int], continuations: list[list[int]]) -> list[Answer]:
-        """Returns the log-likelihood of ``continuations[i]`` as the end of ``texts[rows[i]]``, and if it is greedy."""
+        """Returns the log-likelihood of each ``continuations[i]`` in ``texts[rows[i]]``, and whether it is greedy."""
         ids, mask = self._padded(texts)
         scored = [0] * len(texts)
         for row, continuation in zip(rows, continuations, strict=True):
