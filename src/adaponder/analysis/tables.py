@@ -16,7 +16,7 @@ RESAMPLES = 500
 
 
 class Numbers(NamedTuple):
-    """Overall numbers of a trace, with the four halting numbers of :class:`adaponder.evaluation.meter.Spent`.
+    """Overall numbers of a trace; see :class:`adaponder.evaluation.meter.Spent` for ``halted`` and ``gates_closed``.
 
     Attributes:
         scored: number of learned tokens, from which losses are computed.
@@ -41,7 +41,6 @@ class Numbers(NamedTuple):
 
 
 def numbers(trace: Trace) -> Numbers:
-    """Returns the overall numbers of ``trace``."""
     about, depth, scored = trace.about, trace["depth"].astype(np.int64), trace.scored
     sums, counts = _per_document(scored["document"], scored["nll"], np.zeros(len(scored), np.int64), 1)
     size = about.utf8_bytes if len(scored) == len(trace) else 0

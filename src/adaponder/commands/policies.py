@@ -200,7 +200,7 @@ def draw(result: dict[str, Any], out: Path) -> list[Path]:
 
 
 def load_result(path: Path, command: str, *needed: str) -> dict[str, Any]:
-    """Returns the result that ``command`` wrote to ``path``; raises if it is not one, or lacks a ``needed`` key."""
+    """Returns the result that ``command`` wrote to ``path``; raises if it is no such result or lacks a key."""
     from adaponder.files import read_json
 
     try:

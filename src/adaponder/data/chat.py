@@ -173,7 +173,7 @@ class ConversationEncoder:
 
     An assistant turn begins with a new token, so that the text before it is encoded as a server encodes the prompt. The
     turn ends with its first end token, as generation does; text after that token is not learned. A text that does not
-    end with an end token gets one. The appended token is learned if the text ends with an assistant turn that has none.
+    end with an end token gets one; that token is learned if the text ends with an assistant turn without end token.
     """
 
     def __init__(self, tokenizer_json: str, end_id: int):

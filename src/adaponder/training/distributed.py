@@ -110,9 +110,9 @@ def accumulating(called: nn.Module, *, last: bool) -> Any:
 
 
 def global_bottom_k_mean(world: World) -> Any:
-    """Returns a function that computes the bottom-K mean over the gates of all processes.
+    """Returns a function that computes this process's share of the bottom-K mean over the gates of all processes.
 
-    It returns the terms of this process's gates, times the number of processes, because gradients are averaged.
+    The share is multiplied by the number of processes, because gradients are averaged over processes.
     """
 
     def mean(values: Tensor, fraction: float) -> Tensor:

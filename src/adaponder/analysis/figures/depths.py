@@ -75,7 +75,7 @@ class ActiveTokens(Plate):
 
 
 class GateValues(Plate):
-    """Shows histograms of the gates' values in log-odds, which separate values near 0, where tokens halt, and near 1.
+    """Shows histograms of the gates' values on an axis of log-odds, which spreads the values near 0 and near 1.
 
     Attributes:
         deciding, later: histograms ``[gate, bin]`` of active and of already halted tokens, as shares of all tokens.

@@ -235,7 +235,7 @@ def _scheduled(schedule: Schedule, full: FullDepth, ranked: bool) -> Policy:
 
 
 def _bisect(low: float, high: float, too_low: Callable[[float], bool], steps: int = 60) -> float:
-    """Returns the smallest number between ``low`` and ``high`` that is not too low, after ``steps`` bisections."""
+    """Returns the smallest number in ``low … high`` for which ``too_low`` is false, by ``steps`` bisections."""
     for _ in range(steps):
         middle = (low + high) / 2
         low, high = (middle, high) if too_low(middle) else (low, middle)
