@@ -27,7 +27,7 @@ class Demand(NamedTuple):
         at_depth: share of right answers by the depth given to every token, 1 … K.
         accuracy, depth: share of right answers, and mean depth of the answering token, under the model's own policy.
         by_depth: for each need, the number of answering tokens with depth 1, 2, … K.
-        rho: Spearman's correlation of need and own depth over questions; ``None`` where all have the same depth.
+        rho: Spearman's correlation of need and depth (own policy) over questions; ``None`` if all have equal depth.
     """
 
     needs: list[int]
@@ -39,7 +39,7 @@ class Demand(NamedTuple):
     rho: float | None
 
     def least_depth(self, share: float = 0.95) -> list[int | None]:
-        """Returns for each need the smallest depth of all tokens at which ``share`` of its answers are right."""
+        """Returns for each need the smallest fixed depth at which ``share`` of the answers are right, or ``None``."""
         return [
             next((depth for depth, shares in sorted(self.at_depth.items()) if shares[index] >= share), None)
             for index in range(len(self.needs))
@@ -52,7 +52,7 @@ class Demand(NamedTuple):
 def measure_demand(model: AdaPonderForCausalLM, text: Text, *, batch_size: int = 32) -> Demand:
     """Scores each document of ``text`` alone, from its first token, at depths 1 … K and by the model's own policy.
 
-    The text must be made of ``hops`` or ``mano`` in tokens of ``symbols``. A method that never halts has depth K.
+    The text must be made of ``hops`` or ``mano`` in tokens of ``symbols``. Under a method that never halts, depth is K.
     """
     if text.vocabulary.hash != tokenizer_hash(load_tokenizer(SYMBOLS)[0]):
         raise InputError(f"the text is not in tokens of {SYMBOLS}: needed depths are known for hops and mano alone")
@@ -107,7 +107,7 @@ def _answers(model: AdaPonderForCausalLM, text: Text, batch_size: int, arguments
 
 
 def _batches(text: Text, size: int) -> Iterator[np.ndarray]:
-    """Yields batches of documents of equal length, ``int64[documents, length]``; single tokens are left out."""
+    """Yields batches of documents of equal length, ``int64[documents, length]``; skips documents of one token."""
     tokens = text.stream[1:]
     lengths = np.diff(text.starts, append=text.predictions)
     for length in np.unique(lengths[lengths > 1]).tolist():

@@ -35,10 +35,10 @@ def flat(rows: Sequence[Entry]) -> pd.DataFrame:
 
 
 def loss_against_compute(rows: Sequence[Entry]) -> Figure:
-    """Draws held-out loss over the budgets, against mean depth and against true FLOPs: a panel for each policy.
+    """Draws held-out loss over the budgets, against mean depth and against FLOPs: a panel for each policy.
 
     A panel shows its policy and the learned gate, with the others faintly behind. The oracle, far below all of them,
-    is given in words: it would flatten the other differences.
+    is given in words: drawn, it would flatten the other differences.
     """
     tuned = [row for row in rows if row["budget"] is not None and row["loss"] is not None]
     shown, trained = [row for row in tuned if row["policy"] != ORACLE], [row for row in rows if row["budget"] is None]
@@ -98,7 +98,7 @@ def _draw_rule(axes: Axes, kind: str, rows: Sequence[Entry], field: str, theme: 
 
 
 def _look(causal: bool, theme: Theme) -> dict[str, Any]:
-    """Returns a policy's line style: one colour if causal, another and hollow markers if it looks ahead."""
+    """Returns a policy's line style: policies that are not causal get another colour and hollow markers."""
     if causal:
         return {"color": PALETTE[0], "marker": "s", "linestyle": "-", "zorder": 4}
     return {"color": PALETTE[2], "marker": "D", "markerfacecolor": theme.paper, "linestyle": ":", "zorder": 5}
@@ -112,7 +112,7 @@ def _hide_unused(panels: Iterable[Axes], count: int, columns: int) -> None:
 
 
 def _across(rows: Sequence[Entry], field: str) -> tuple[float, float]:
-    """Returns the limits of an axis with the rows' values of ``field``."""
+    """Returns the limits of an axis that shows the values of ``field``."""
     limits = _margin([row[field] for row in rows], 0.05)
     return limits if field != "depth" else depth_limits(*limits, max(len(row["active"]) for row in rows), margin=0.0)
 

@@ -32,7 +32,7 @@ FIGURES, TABLES = "figures", "tables"
 
 @dataclass(frozen=True)
 class Report:
-    """The figures written, and why others were left out; ``excerpts``: whether tokens are shown in context."""
+    """The figures written, why others were left out, and whether ``excerpts`` of tokens in context are shown."""
 
     numbers: Numbers
     drawn: list[Plate]

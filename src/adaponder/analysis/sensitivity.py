@@ -47,7 +47,7 @@ class Point:
     Attributes:
         fields: value of every axis.
         runs: number of planned runs; ``loss.count`` of them have finished.
-        requested: target mean depth of the recipe.
+        requested: mean depth that the recipe aims at.
         halted: mean share of validation tokens that have halted after iteration 1 … K-1.
     """
 
@@ -96,7 +96,7 @@ def _point(group: Sequence[Mapping[str, Any]]) -> Point:
 
 
 def symbol(field: str) -> str:
-    """Returns the paper's letter for a field, or its name."""
+    """Returns the paper's symbol for a recipe field, or the field's name if it has none."""
     return _MEANINGS.get(field, field.rpartition(".")[2].replace("_", " ")).partition(",")[0]
 
 
@@ -215,18 +215,18 @@ def sensitivity(records: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def _draw(panel: Axes, name: str, line: Line, look: dict[str, Any], theme: Theme) -> None:
-    """Draws one line of a panel: over the values of its axis, or over ``requested`` or ``realised`` depths."""
+    """Draws a line in panel ``name``: against its axis's values, or against the ``requested`` or ``realised`` depth."""
     numeric = all(_is_number(point.fields.get(line.axis)) for point in line.points)
     if name == line.axis:
-        places = [point.fields[name] if numeric else text_of(point.fields[name]) for point in line.points]
+        values = [point.fields[name] if numeric else text_of(point.fields[name]) for point in line.points]
     else:
-        places = [_depth(point, name) for point in line.points]
+        values = [_depth(point, name) for point in line.points]
     measured = [
-        (x, p.loss, p.depth) for x, p in zip(places, line.points, strict=True) if p.loss and p.depth and x is not None
+        (x, p.loss, p.depth) for x, p in zip(values, line.points, strict=True) if p.loss and p.depth and x is not None
     ]
     several = any(loss.count > 1 for _, loss, _ in measured)
     # No line through settings that have no order, or that request the same depth.
-    if not numeric or (name != line.axis and len(set(places)) < len(places)):
+    if not numeric or (name != line.axis and len(set(values)) < len(values)):
         look = look | {"linestyle": "none"}
     panel.errorbar(
         [x for x, *_ in measured],
@@ -247,7 +247,7 @@ def _depth(point: Point, name: str) -> float | None:
 
 
 def _scale(panel: Axes, knob: str, values: Sequence[Any]) -> None:
-    """Sets scale, ticks and label of the x axis of a setting with these values."""
+    """Sets scale, ticks and label of the x axis of field ``knob`` with these values."""
     if not all(map(_is_number, values)):
         panel.set_xlim(-0.5, len(_distinct(values)) - 0.5)
     elif min(values) > 0 and max(values) / min(values) >= 50:

@@ -63,21 +63,21 @@ def new_figure(*, width: float = PAGE, height: float = 2.6) -> Figure:
     return Figure(figsize=(width, height))
 
 
-def series(index: int, of: int = len(PALETTE)) -> dict[str, Any]:
-    """Returns colour, marker and line style of series ``index`` of ``of``; neighbours differ in grey print too."""
+def series(index: int, count: int = len(PALETTE)) -> dict[str, Any]:
+    """Returns colour, marker and line style of series ``index`` of ``count``; neighbours differ in grey print too."""
     # More series than the palette has colours are ordered ones: they get a colour ramp.
-    colour = PALETTE[index] if of <= len(PALETTE) else to_hex(_RAMP(0.3 + 0.5 * index / (of - 1)))
+    colour = PALETTE[index] if count <= len(PALETTE) else to_hex(_RAMP(0.3 + 0.5 * index / (count - 1)))
     return {"color": colour, "marker": MARKERS[index % len(MARKERS)], "linestyle": LINES[index % len(LINES)]}
 
 
 def depth_colours(deepest: int) -> list[tuple[float, float, float]]:
-    """Returns red, green and blue of depths 1 … ``deepest``: the backgrounds of ``terminal.depth_style``."""
+    """Returns (red, green, blue) of depths 1 … ``deepest``: the background colours of ``terminal.depth_style``."""
     grounds = [Style.parse(depth_style(depth, deepest)).bgcolor for depth in range(1, deepest + 1)]
     return [ground.get_truecolor().normalized for ground in grounds if ground is not None]
 
 
 def density_map(theme: Theme) -> LinearSegmentedColormap:
-    """Returns a colour map from the paper to a colour that no depth uses."""
+    """Returns a colour map from the page's background to a colour that stands for no depth."""
     return LinearSegmentedColormap.from_list("adaponder", [theme.paper, PALETTE[0 if theme == LIGHT else 3]])
 
 

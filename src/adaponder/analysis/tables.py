@@ -16,10 +16,10 @@ RESAMPLES = 500
 
 
 class Numbers(NamedTuple):
-    """Overall numbers of a trace, with the four halting numbers of :class:`adaponder.evaluation.meter.Spent`.
+    """Overall numbers of a trace; see :class:`adaponder.evaluation.meter.Spent` for ``halted`` and ``gates_closed``.
 
     Attributes:
-        scored: number of learned tokens, which losses are computed from.
+        scored: number of learned tokens, from which losses are computed.
         bits_per_byte: ``None`` unless every token is learned.
         flops, kv_bytes: per token, including context that sliding windows repeat.
         flops_ratio: FLOPs divided by those of the stock decoder on the same tokens.
@@ -41,7 +41,6 @@ class Numbers(NamedTuple):
 
 
 def numbers(trace: Trace) -> Numbers:
-    """Returns the overall numbers of ``trace``."""
     about, depth, scored = trace.about, trace["depth"].astype(np.int64), trace.scored
     sums, counts = _per_document(scored["document"], scored["nll"], np.zeros(len(scored), np.int64), 1)
     size = about.utf8_bytes if len(scored) == len(trace) else 0
@@ -65,9 +64,9 @@ def numbers(trace: Trace) -> Numbers:
 
 
 class Means(NamedTuple):
-    """Arrays with one entry per group of tokens: their number, share of all, mean value and its interval.
+    """Arrays with an entry per group of tokens: number, share of all tokens, mean value, ends of the mean's interval.
 
-    The interval resamples the documents that have such tokens; it is NaN for fewer than :data:`FEW` of them.
+    The interval resamples the documents with tokens of the group; it is NaN for fewer than :data:`FEW` documents.
     A group without tokens has a mean of NaN.
     """
 
@@ -92,7 +91,7 @@ class Means(NamedTuple):
         return float(np.nanmin([self.mean, self.low])), float(np.nanmax([self.mean, self.high]))
 
     def frame(self, name: str, **columns: Any) -> pd.DataFrame:
-        """Returns a table in which the mean is called ``name``, behind the given ``columns``."""
+        """Returns a table of ``columns``, then these arrays; the mean's column is called ``name``."""
         values = {"tokens": self.tokens, "share": self.share, name: self.mean}
         return pd.DataFrame(columns | values | {"95% low": self.low, "95% high": self.high})
 
@@ -113,7 +112,7 @@ def means(trace: Trace, values: np.ndarray, labels: np.ndarray, groups: int) -> 
 def _per_document(
     document: np.ndarray, values: np.ndarray, labels: np.ndarray, groups: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns sums of ``values`` and their counts, each ``[documents, groups]``."""
+    """Returns the sums and counts of ``values``, each ``[documents, groups]``."""
     documents = int(document.max()) + 1
     index = document.astype(np.int64) * groups + labels
     sums = np.bincount(index, weights=values, minlength=documents * groups).reshape(documents, groups)

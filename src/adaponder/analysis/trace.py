@@ -84,9 +84,9 @@ class Trace:
     Columns: ``token`` and ``target`` are texts of a token and of the one predicted from it; ``depth`` is the token's
     number of iterations and ``nll`` the loss of its prediction (nats). ``nll_i``, ``entropy_i`` and ``gate_i`` are the
     values after iteration i (a halted token's no longer change); ``full_nll_i`` are losses when every token has full
-    depth, so ``full_nll_1`` is the loss at forced depth 1. ``count`` and ``rank`` are the token's frequency in this
-    text. ``learned`` is false where the target is not trained on: other turns than the assistant's, the given part
-    of puzzles.
+    depth, so ``full_nll_1`` is the loss at forced depth 1. ``count`` is the token's number of occurrences in
+    this text, ``rank`` its rank by count (1: most frequent). ``learned`` is false where the target is not trained on
+    (turns other than the assistant's, the given part of puzzles).
     """
 
     frame: pd.DataFrame
@@ -105,7 +105,7 @@ class Trace:
 
     @property
     def scored(self) -> Trace:
-        """Returns the predictions included in mean losses: those of learned tokens, in most texts all."""
+        """Returns the trace of the predictions included in mean losses: all, unless only some tokens are learned."""
         learned = self["learned"]
         return self if learned.all() else Trace(self.frame.loc[learned], self.about)
 
@@ -127,7 +127,7 @@ def kind_of(model: AdaPonderForCausalLM, how: ScoringOptions) -> Kind:
 
 
 def planned_scorings(model: AdaPonderForCausalLM, how: ScoringOptions) -> list[ScoringOptions]:
-    """Returns the scorings of the whole text that a trace is made of.
+    """Returns the options of the scorings of the whole text that make a trace.
 
     A method that halts is scored with ``how`` and once more at full depth. One that never halts gives the loss of every
     depth in one scoring, except where one pass does all iterations (pause): it is scored once for each depth.
@@ -194,7 +194,7 @@ def make_trace(
 
 
 def _spent(model: AdaPonderForCausalLM, spent: Spent, how: ScoringOptions) -> dict[str, Any]:
-    """Returns the meter's numbers without later gates of halted tokens, which only a trace evaluates.
+    """Returns the meter's numbers without gates after a token has halted, which only a trace evaluates.
 
     Tokens per second are left out: most of the time went into the logits of each iteration, which only a trace needs.
     """

@@ -89,7 +89,7 @@ def analyze(
 
 
 def _trace_of(name: str, data: str | None) -> Path | None:
-    """Returns the path of a finished trace: ``name``, or without ``data`` the one in folder ``name``; else ``None``."""
+    """Returns the path of the trace to draw: file ``name`` or, without ``data``, that in folder ``name``, if any."""
     from adaponder.analysis.trace import NAME
 
     path = Path(name)

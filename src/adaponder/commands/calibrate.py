@@ -154,7 +154,7 @@ def show_frontier(rows: Sequence[Measurement]) -> None:
 
 
 def _held_out(row: Measurement) -> tuple[str, ...]:
-    """Returns the table cells :data:`HELD_OUT`: depth, loss (each with its 95 % interval) and cost."""
+    """Returns the cells of the columns :data:`HELD_OUT`: depth and loss with their 95 % intervals, and cost."""
     depth, loss = number(row.depth, ",.3f"), number(row.loss, ",.4f")
     return depth, spread(row.depth_interval), loss, spread(row.loss_interval), number(row.mflops, ",.2f")
 

@@ -63,7 +63,7 @@ def demo(
 
 
 def assess(recipe: Recipe, trainer: Trainer) -> dict[str, Any]:
-    """Returns validation losses: at the model's own depths, at each fixed depth, of token frequencies, of chance."""
+    """Returns validation losses: of the model at its own and at each fixed depth, of token frequencies, of chance."""
     import numpy as np
 
     from adaponder.policies import FixedDepth
@@ -86,7 +86,7 @@ def assess(recipe: Recipe, trainer: Trainer) -> dict[str, Any]:
 
 
 def beside(trained: Path) -> list[dict[str, Any]]:
-    """Shows a text of the shipped checkpoint, and compares it with ``trained`` on held-out text, in bits per byte."""
+    """Shows a text by the shipped checkpoint, and compares the loss of ``trained`` with its loss on held-out text."""
     from adaponder.evaluation.scoring import ScoringOptions
 
     sample = full_name(SAMPLE)

@@ -186,7 +186,7 @@ def narrow(
 
 
 def described(data: str, text: Text, windows: Windows) -> str:
-    """Returns the line above the tables: the numbers of tokens and documents, and the windows."""
+    """Returns the line above the tables: number of tokens, number of documents, windows."""
     from adaponder.evaluation.summary import FEW
 
     few = f" (intervals need {FEW})" if len(text.starts) < FEW else ""
@@ -207,7 +207,7 @@ def own_label(subject: shared.Subject, how: ScoringOptions) -> str:
 
 
 def forced(subject: shared.Subject, depths: Sequence[int], how: ScoringOptions) -> dict[str, ScoringOptions]:
-    """Returns scoring options by label, one for each of ``depths``, that give every token this depth."""
+    """Returns scoring options by label, for each of ``depths``: every token gets that depth."""
     from adaponder.policies import FixedDepth
 
     most = subject.model.config.iterations

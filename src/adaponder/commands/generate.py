@@ -163,10 +163,10 @@ def _from_json(line: str, option: str) -> str:
 
 @dataclass(frozen=True)
 class Generated:
-    """A prompt and its continuation: the text and depth of each token, and what they cost.
+    """A prompt and its continuation: the text and depth of each token, and the cost.
 
     Attributes:
-        depths: 0 for the last token, which was generated but never fed to the model.
+        depths: depth of each token; 0 for the last, which was generated but never fed to the model.
         prompt: number of prompt tokens, which come first in ``pieces``.
         deepest: the maximum depth that was allowed.
         decode: cost of the generated tokens; its seconds include the prefill.
@@ -274,7 +274,7 @@ def continue_prompts(
 def _cost(
     model: AdaPonderForCausalLM, depths: list[int], prompt: int, shape: Shape, **rule: Any
 ) -> tuple[Spent, Spent]:
-    """Returns the costs of the prompt and of the tokens after it; passes ``rule`` on to :meth:`Meter.add`."""
+    """Returns the costs of the prompt and of the tokens after the prompt; ``rule`` is passed to :meth:`Meter.add`."""
     import torch
 
     from adaponder.evaluation.meter import Meter

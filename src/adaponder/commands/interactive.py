@@ -97,7 +97,7 @@ class LiveText:
         return f"{counted(len(tokens), 'token')}, {len(tokens) / seconds:,.1f} tokens/s, mean depth {depth:.2f}"
 
     def _move(self, tokens: list[Token], *, everything: bool = False) -> None:
-        """Moves the text of tokens whose depth is known to ``line``; with ``everything``, the text of all tokens."""
+        """Appends to ``line`` the waiting text of tokens whose depth is known; with ``everything``, of all tokens."""
         while self._waiting and (everything or self._waiting[0][0] + 1 < len(tokens)):
             number, text = self._waiting.pop(0)
             depth = tokens[number + 1].depth if number + 1 < len(tokens) else 0
@@ -227,7 +227,7 @@ class Conversation:
             self.show_settings()
 
     def _change(self, command: str, value: str) -> None:
-        """Changes a setting; raises and changes nothing if no prompt could be read with it."""
+        """Changes a setting; raises and changes nothing if the engine would refuse requests with the new value."""
         engine, iterations = self.engine.engine, self.model.config.iterations
         try:
             settings = self.settings | self._changes(command, value)

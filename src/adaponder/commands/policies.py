@@ -162,7 +162,7 @@ def cells(row: Measurement) -> tuple[str, ...]:
 
 
 def setting_of(row: Measurement) -> str:
-    """Returns the tuned setting of a row, and why it missed the budget, if it did."""
+    """Returns the cell with a row's tuned setting and, if the budget was missed, the reason."""
     return row.setting + ("" if row.missed is None else f" missed: {row.missed}")
 
 
@@ -202,7 +202,7 @@ def draw(result: dict[str, Any], out: Path) -> list[Path]:
 
 
 def load_result(path: Path, command: str, *needed: str) -> dict[str, Any]:
-    """Returns the result that ``command`` wrote to ``path``; raises if it is not one, or lacks a ``needed`` key."""
+    """Returns the result that ``command`` wrote to ``path``; raises if it is no such result or lacks a key."""
     from adaponder.files import read_json
 
     try:

@@ -84,9 +84,9 @@ def hops_of(folder: Path) -> Hops:
 class Readings(NamedTuple):
     """The words of puzzles, and arrays ``[puzzles, words]`` about a model that read them.
 
-    ``answer`` is the id that the model predicts for the next word, ``depth`` the model's depth there, and ``once`` the
-    prediction at depth 1. Where the next word is an answer, ``need`` is its number of hops, ``right`` its id, and
-    ``forced`` whether elimination gives it; elsewhere these three are 0.
+    ``answer`` is the id that the model predicts for the next word at its own ``depth``, ``once`` the id predicted at
+    depth 1. Where the next word is an answer, ``need`` is the number of hops, ``right`` the correct id, and
+    ``forced`` whether elimination gives the answer; elsewhere these three are 0.
     """
 
     words: list[list[str]]

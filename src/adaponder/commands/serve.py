@@ -43,7 +43,7 @@ _ROWS = "Rows of keys and values; default: what memory allows, at most what is u
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions:
-    """Limits of requests: fields of :class:`adaponder.serving.settings.Limits`, under the names of their options."""
+    """Options for limits of requests, the fields of :class:`adaponder.serving.settings.Limits`."""
 
     waiting: Annotated[int, _limit(_WAITING, "N", min=0, flag="--max-waiting")] = 512
     max_tokens: Annotated[int | None, _limit(_TOKENS, "N", min=1, flag="--max-new-tokens")] = None
@@ -223,7 +223,7 @@ def access_of(
 
 
 def _own_names(host: str) -> list[str]:
-    """Returns the host names that clients may use for this server, besides ``localhost`` and addresses."""
+    """Returns the host names, other than ``localhost`` and IP addresses, by which clients may address this server."""
     named = [] if is_own(host) else [socket.gethostname().lower()]
     with_name = [host.lower()] if re.fullmatch(r"[A-Za-z0-9.-]*[A-Za-z][A-Za-z0-9.-]*", host) else []
     return [name for name in (*named, *with_name) if re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", name)]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class SweepEnd(NamedTuple):
-    """The content of sweep.json, and the exit code: 130 if runs are left, else 1 if any failed, else 0."""
+    """The content of sweep.json, and the exit code: 130 if runs are unfinished, else 1 if any failed, else 0."""
 
     result: dict[str, Any]
     exit_code: int
@@ -126,7 +126,7 @@ def _make(folder: Path, *, default: bool) -> None:
 def show_plan(
     name: str, runs: Sequence[PlannedRun], summaries: Sequence[RunSummary], folder: Path, device: str
 ) -> None:
-    """Prints the runs, and for each the command that trains it in its folder of the sweep, on any machine."""
+    """Prints the runs and, to start runs on any machine, the command that trains each in its folder of the sweep."""
     rows = [(r.name, r.seed, r.steps, number(r.requested_depth, ".2f"), r.fingerprint) for r in summaries]
     console.print(table(f"{len(runs)} runs of {name}", ("run", "seed", "steps", "requested depth", "recipe"), rows))
     console.print_whole(f"\nmkdir -p {shlex.quote(str(folder))}")

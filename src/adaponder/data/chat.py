@@ -30,8 +30,8 @@ _LONGEST = 2**22
 class ChatFormat:
     """Turns records into conversations, rendered as text by a Jinja template.
 
-    ``fields`` are one field name (a list of messages) or two (prompt and completion, each text or a list of messages).
-    The template may write the tokenizer's special ``tokens``; messages may not contain them.
+    ``fields`` names the field of a record that holds a list of messages, or two fields: a prompt and a completion, each
+    text or a list of messages. The template may write the tokenizer's special ``tokens``; messages may not.
     """
 
     fields: tuple[str, ...]
@@ -40,7 +40,7 @@ class ChatFormat:
 
     @classmethod
     def of(cls, fields: Sequence[str], tokenizer: str, end_token: str | None, template: Path | None) -> ChatFormat:
-        """Returns the format that uses the file ``template``. ``None`` means the tokenizer's own template."""
+        """Returns the format with the template in file ``template``; ``None``: with the tokenizer's own template."""
         if not 1 <= len(fields) <= 2 or not all(fields):
             raise InputError(f"--chat {','.join(fields)}: name one field of messages, or two, PROMPT,COMPLETION")
         text = own_template(tokenizer) if template is None else _text_of(template)
@@ -102,7 +102,7 @@ class ChatFormat:
         return Document(text, source, learned=spans, origin=place)
 
     def _turns(self, messages: list[dict[str, Any]], text: str, place: str) -> list[tuple[int, int]]:
-        """Returns the character span of each assistant turn: the rendered text after its generation prompt."""
+        """Returns the character span of each assistant turn, which begins after its generation prompt in ``text``."""
         turns = []
         for at, message in enumerate(messages):
             if message["role"] != ASSISTANT:
@@ -173,7 +173,7 @@ class ConversationEncoder:
 
     An assistant turn begins with a new token, so that the text before it is encoded as a server encodes the prompt. The
     turn ends with its first end token, as generation does; text after that token is not learned. A text that does not
-    end with an end token gets one. The appended token is learned if the text ends with an assistant turn that has none.
+    end with an end token gets one; that token is learned if the text ends with an assistant turn without end token.
     """
 
     def __init__(self, tokenizer_json: str, end_id: int):
@@ -213,8 +213,8 @@ class ConversationEncoder:
                 encoded = self.tokenizer.encode(text[start:stop], add_special_tokens=False)
             ids += encoded.ids
             offsets += [(first + start, last + start) for first, last in encoded.offsets]
-        places = np.array(offsets, np.int64).reshape(-1, 2)
-        return np.array(ids, np.int64), places[:, 0], places[:, 1]
+        bounds = np.array(offsets, np.int64).reshape(-1, 2)
+        return np.array(ids, np.int64), bounds[:, 0], bounds[:, 1]
 
 
 def _runs(flags: np.ndarray) -> list[int]:

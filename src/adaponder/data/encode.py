@@ -34,7 +34,7 @@ Numbered = tuple[int, Document]  # number among all input documents, document
 
 
 class EncodedDocument(NamedTuple):
-    """One encoded document."""
+    """One encoded document; ``index`` is its number among all input documents."""
 
     index: int
     validation: bool
@@ -49,8 +49,8 @@ class EncodedDocument(NamedTuple):
 class Encoder:
     """Encodes chunks of numbered documents. Can be pickled.
 
-    A share ``validation`` of the documents, by hash, goes to validation. ``done`` has the number of the first document
-    to encode for train and for validation; complete shards hold the earlier ones.
+    A share ``validation`` of the documents, selected by hash, goes to the validation split. ``done`` is the number of
+    the first document to encode for (train, validation): complete shards already hold the documents before it.
     """
 
     tokenizer_json: str
@@ -106,14 +106,14 @@ class Encoder:
         ]
 
     def _encode(self, group: list[tuple[int, str]], parts: list[list[np.ndarray]]) -> None:
-        """Encodes each (index, piece), and appends its tokens to ``parts[index]``."""
+        """Encodes each (index, text) of ``group`` and appends its tokens to ``parts[index]``."""
         with encoding():
             encoded = self.tokenizer.encode_batch_fast([piece for _, piece in group], add_special_tokens=False)
         for (index, _), piece in zip(group, encoded, strict=True):
             parts[index].append(np.array(piece.ids, self.dtype))
 
     def _accepted(self, tokens: np.ndarray, origin: str) -> np.ndarray:
-        """Returns the tokens of a tokenized input without a final end token. Raises for ids of another tokenizer."""
+        """Returns the tokens of a tokenized input without a final end token. Raises for ids outside the vocabulary."""
         if self.vocab_size > 2 ** (8 * tokens.itemsize):
             raise InputError(
                 f"{origin}: {tokens.dtype.name} cannot hold the {self.vocab_size} ids of the tokenizer: "
@@ -145,7 +145,7 @@ def hash_and_size(content: str | np.ndarray) -> tuple[int, int]:
 def encode_in_order(
     encoder: Encoder, chunks: Iterable[list[Numbered]], *, workers: int
 ) -> Generator[list[EncodedDocument]]:
-    """Yields ``map(encoder, chunks)`` in order, computed by ``workers`` processes; a single one is this process."""
+    """Yields ``map(encoder, chunks)`` in order, computed by ``workers`` processes, or here if ``workers`` is 1."""
     if workers == 1:
         yield from map(encoder, chunks)
         return
@@ -177,7 +177,7 @@ def encode_in_order(
 
 @contextlib.contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Defers Ctrl-C until the block ends. Processes started in it inherit the blocked signal and never receive it."""
+    """Defers Ctrl-C until the block ends. Processes started in the block inherit this and ignore Ctrl-C."""
     resource_tracker.ensure_running()  # starting it later would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -83,7 +83,7 @@ class Manifest:
     Attributes:
         tokenizer_hash: hash of the tokenizer's behaviour, see :func:`adaponder.data.tokenizers.hash_of_content`.
         tokenizer_sha256: SHA-256 of ``tokenizer.json``.
-        fingerprint: the arguments and inputs it was made from; a rerun with others is refused.
+        fingerprint: the arguments and inputs that made the folder; a rerun with different arguments is refused.
         skipped: number of documents or files skipped or repaired, by kind.
         template_sha256: SHA-256 of ``chat_template.jinja``; ``None`` if the tokenizer has no template.
         begin_token: the token that begins a text; ``None`` means the end token.
@@ -103,12 +103,12 @@ class Manifest:
 
     @property
     def puzzles(self) -> bool:
-        """Whether the documents are puzzles of which only the answers are learned."""
+        """Returns whether the documents are puzzles and only their answers are learned."""
         return "answers" in self.fingerprint
 
     @property
     def masked(self) -> bool:
-        """Whether only some tokens of each document are learned."""
+        """Returns whether only some tokens of each document are learned."""
         return is_masked(self.fingerprint)
 
     def total(self, split: str, what: str) -> int:

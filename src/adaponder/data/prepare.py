@@ -39,7 +39,7 @@ _MOST_WORKERS = 1024
 
 
 class Progress(NamedTuple):
-    """Progress of one ``stage`` (tokenizer, tokens or done): ``read`` of ``total`` bytes."""
+    """Progress of one ``stage`` (``tokenizer``, ``tokens`` or ``done``): ``read`` of ``total`` input bytes are read."""
 
     stage: str
     documents: int

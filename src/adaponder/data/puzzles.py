@@ -63,7 +63,7 @@ def symbol_tokenizer(end_token: str) -> Tokenizer:
 
 
 def ids_of(words: Iterable[str]) -> np.ndarray:
-    """Returns ``int64[words]``, the token id of each word."""
+    """Returns the token id of each word, ``int64[len(words)]``."""
     return np.array([_ID_OF[word] for word in words], np.int64)
 
 
@@ -75,8 +75,8 @@ def words_of(ids: np.ndarray) -> list[str]:
 class Question(NamedTuple):
     """A question of a document.
 
-    ``place`` is the index of the answer among the document's words, ``needed`` its number of hops or the height of its
-    tree, and ``forced`` whether elimination gives the answer, because earlier questions cover all other chains.
+    ``place`` is the index of the answer in the document's words, ``needed`` the question's number of hops or height of
+    its tree, ``forced`` whether elimination gives the answer, because earlier questions cover all other chains.
     """
 
     place: int
@@ -87,7 +87,7 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Hops:
-    """Settings of hops documents. No letter leads to two others, and only the end of a chain may be reached twice.
+    """Settings of hops documents. A letter has at most one next letter; only chains' last letters are shared.
 
     Attributes:
         most: hops of the longest question; each count from 1 to ``most`` is equally frequent, give or take one.
@@ -109,13 +109,13 @@ class Hops:
 
     @property
     def hops(self) -> list[int]:
-        """The number of hops of each question of a document, in ascending order."""
+        """Returns the number of hops of each question of a document, in ascending order."""
         counts = [(self.questions + self.most - p) // self.most for p in range(1, self.most + 1)]
         return [p for p, count in enumerate(counts, 1) for _ in range(count)]
 
     @property
     def length(self) -> int:
-        """Tokens of each document, including its end token."""
+        """Returns the number of tokens of each document, including its end token."""
         return 3 * sum(self.hops) + 1 + 2 * self.questions + 1
 
     def check(self) -> None:
@@ -296,7 +296,7 @@ def documents(settings: Hops | Mano) -> Iterator[list[str]]:
 
 
 def learns_answers(argument: str) -> bool:
-    """Returns whether an input is a puzzle of which only the answers are learned."""
+    """Returns whether an input is a puzzle whose answers alone are learned."""
     return is_generated(argument) and bool(settings_of(argument).answers)
 
 
@@ -311,7 +311,7 @@ def questions(words: Sequence[str]) -> Iterator[Question]:
 
 
 def needed(ids: np.ndarray) -> np.ndarray:
-    """Returns ``int64[ids]``: at the index of each answer the hops or height that it needs, 0 elsewhere.
+    """Returns ``int64[len(ids)]``: for each token that is an answer, the hops or height it needs; 0 for all others.
 
     A forced answer also gets 0: it follows by elimination, without any hop. ``ids`` are whole documents in tokens of
     ``symbols``, with end tokens between them.

@@ -1,4 +1,4 @@
-"""Reads the documents of each kind of input. An error names the file and the line or table row at fault."""
+"""Reads the documents of each kind of input. An error names the file and its line or row at fault."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Document(NamedTuple):
     """One document: its text, or the tokens of a file that was tokenized elsewhere.
 
     Attributes:
-        learned: (first, last + 1) of each learned span of ``text``, in characters; ``None`` if everything is learned.
+        learned: character range (first, last + 1) of each learned span of ``text``; ``None``: all of it is learned.
         origin: file and number of the line, row or document, for errors.
     """
 
@@ -56,7 +56,7 @@ class Document(NamedTuple):
 
     @property
     def content(self) -> str | np.ndarray:
-        """The text or the tokens."""
+        """Returns the text, or the tokens of a tokenized document."""
         return self.text if self.tokens is None else self.tokens
 
 
@@ -184,9 +184,9 @@ def _decoded(data: bytes, counts: Counts) -> str:
         return data.decode(errors="replace")
 
 
-def _too_long(where: str) -> DataError:
+def _too_long(origin: str) -> DataError:
     return DataError(
-        f"{where}: longer than {LONGEST:,} bytes, the maximum of one document: split it into documents, "
+        f"{origin}: longer than {LONGEST:,} bytes, the maximum of one document: split it into documents, "
         'one {"text": …} per line of a .jsonl'
     )
 
@@ -194,28 +194,28 @@ def _too_long(where: str) -> DataError:
 def record_documents(part: InputPart, counts: Counts) -> Iterator[Document]:
     """Yields a document for each record, from its fields ``text`` and optionally ``source``."""
     default = parse_hub(part.argument)[0] if part.records is hub else without_compression(part.path).stem
-    for fields, where in records(part, ("text",), counts):
+    for fields, origin in records(part, ("text",), counts):
         source = fields.get("source", default)
         if part.records is not jsonl:  # in a table the source may be null
             source = str(source or default)
         if not isinstance(fields["text"], str):
-            raise DataError(f'{where}: "text" must be a string')
+            raise DataError(f'{origin}: "text" must be a string')
         if not isinstance(source, str):
-            raise DataError(f'{where}: "source" must be a string')
+            raise DataError(f'{origin}: "source" must be a string')
         yield Document(fields["text"], source)
 
 
 def records(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
-    """Yields every record with its place. Raises if a record lacks one of the fields ``names``."""
+    """Yields every record and its file and line (or row). Raises if a record lacks one of the fields ``names``."""
     if part.records is None:
         raise InputError(
             f"input {part.argument}: {part.name} holds no records; --chat reads .jsonl, .parquet, saved datasets and "
             "hf:NAME"
         )
-    for fields, where in part.records(part, names, counts):
+    for fields, origin in part.records(part, names, counts):
         if missing := [name for name in names if name not in fields]:
-            raise DataError(f"{where}: no field {missing[0]!r}, it has {', '.join(map(str, fields))}")
-        yield fields, where
+            raise DataError(f"{origin}: no field {missing[0]!r}, it has {', '.join(map(str, fields))}")
+        yield fields, origin
 
 
 def jsonl(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
@@ -225,20 +225,20 @@ def jsonl(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Rec
         while line := stream.readline(LONGEST + 1):
             number += 1
             line = line.removeprefix(BOM_UTF8) if number == 1 else line
-            where = f"{part.path}, line {number}"
+            origin = f"{part.path}, line {number}"
             if len(line) > LONGEST:
-                raise _too_long(where)
+                raise _too_long(origin)
             counts.read = start + raw.tell()
             if not line or line.isspace():
                 continue
             try:
                 fields = json.loads(_decoded(line, counts))
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{where}: not JSON ({error})") from None
+                raise DataError(f"{origin}: not JSON ({error})") from None
             if not isinstance(fields, dict):
-                raise DataError(f"{where}: a record must be an object")
+                raise DataError(f"{origin}: a record must be an object")
             del line  # a long line need not stay in memory while its document is encoded
-            yield fields, where
+            yield fields, origin
 
 
 def table(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
@@ -253,11 +253,11 @@ def table(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Rec
                 raise DataError(f"{part.path}: no column {missing[0]!r}, it has {', '.join(present)}")
             for batch in opened.iter_batches(_ROWS, columns=columns) if is_parquet else _slices(opened, columns):
                 for values in zip(*map(_values, batch.columns), strict=True):
-                    where = f"{part.path}, row {row}"
+                    origin = f"{part.path}, row {row}"
                     if any(isinstance(value, bytes) and len(value) > LONGEST for value in values):
-                        raise _too_long(where)
+                        raise _too_long(origin)
                     texts = (_decoded(value, counts) if isinstance(value, bytes) else value for value in values)
-                    yield dict(zip(columns, texts, strict=True)), where
+                    yield dict(zip(columns, texts, strict=True)), origin
                     row += 1
                 read = part.size * row // opened.metadata.num_rows if is_parquet else raw.tell()
                 counts.read = start + read

@@ -17,10 +17,10 @@ _ROUNDS = 8
 
 
 class Batch(NamedTuple):
-    """The windows of a step, ``[windows, sequence + 1]``. Inputs are ``tokens[:, :-1]``, targets ``tokens[:, 1:]``.
+    """Windows of a step: inputs are ``tokens[:, :-1]``, targets ``tokens[:, 1:]``.
 
-    ``documents`` are the numbers of the tokens' documents in the split, ``windows`` those of the windows, and
-    ``learned`` is whether each token is a target; ``None`` if all are.
+    ``documents`` is the document number of each token in the split, ``learned`` whether each token counts as a target
+    (``None``: all do), both ``[n, sequence + 1]`` like ``tokens``; ``windows``, ``[n]``, is the number of each window.
     """
 
     tokens: np.ndarray
@@ -30,7 +30,7 @@ class Batch(NamedTuple):
 
 
 def read_windows(shards: Shards, windows: np.ndarray, *, sequence: int, stride: int | None = None) -> Batch:
-    """Reads the windows numbered ``windows``. Window n starts at token ``n * stride``, by default ``sequence + 1``."""
+    """Reads the windows numbered ``windows``: window n starts at token ``n * stride``. ``None``: disjoint windows."""
     starts = windows * (stride or sequence + 1)
     tokens = shards.read_blocks(starts, sequence + 1)
     documents = shards.number_blocks(starts, sequence + 1)
@@ -40,8 +40,8 @@ def read_windows(shards: Shards, windows: np.ndarray, *, sequence: int, stride: 
 class Sampler:
     """Draws the windows of each training step.
 
-    Window n of step s is window ``permute(i % windows)`` of epoch ``i // windows``, where ``i = s * global_batch + n``.
-    Each epoch visits every window once, in an order of its own; a batch may span two epochs.
+    Row n of step s is window ``permute(i % windows)`` of epoch ``i // windows``, where ``i = s * global_batch + n``.
+    Each epoch visits every window once, in a different order; a batch may span two epochs.
 
     Attributes:
         windows: number of windows of an epoch, disjoint blocks of ``sequence + 1`` tokens; the rest is never read.
@@ -70,7 +70,7 @@ class Sampler:
         return self.part(step, 0, self.global_batch)
 
     def part(self, step: int, first: int, count: int) -> Batch:
-        """Returns windows ``first … first + count - 1`` of ``batch(step)``. Only those are read."""
+        """Returns windows ``first … first + count - 1`` of ``batch(step)``, without reading the others."""
         if step < 0 or first < 0 or count < 0 or first + count > self.global_batch:
             last = self.global_batch - 1
             raise InputError(f"step {step}: {count} windows from {first} on; a step has windows 0 … {last}")

@@ -80,7 +80,7 @@ class WriterState:
 
 
 class ShardWriter:
-    """Writes the documents of both splits as shards, the journal after each shard, and at the end the manifest.
+    """Writes both splits as shards, ``progress.json`` after each shard, and at the end the manifest.
 
     ``out`` is an empty folder, or one that was begun with the same ``fingerprint`` (arguments and inputs): its complete
     shards are kept. A shard ends with the document that fills it: no document is split between two shards.
@@ -130,7 +130,7 @@ class ShardWriter:
                 self._write(split, document.index + 1)
 
     def _write(self, split: str, documents: int) -> None:
-        """Writes the open shard of a split: its document table, then its tokens. ``documents``: number read so far."""
+        """Writes the pending documents of a split as a shard. ``documents``: number of input documents read so far."""
         gathered, self._open[split], self._size[split] = self._open[split], [], 0
         joined = np.concatenate([document.tokens for document in gathered])
         tokens = joined.astype(joined.dtype.newbyteorder("<"), copy=False).tobytes()
@@ -174,7 +174,7 @@ class ShardWriter:
 
 
 def finished(out: Path, fingerprint: dict[str, Any]) -> Manifest | None:
-    """Returns the manifest of a finished folder, or ``None`` if unfinished. Raises if its arguments were others."""
+    """Returns a finished folder's manifest, or ``None`` if unfinished. Raises if it was made with other arguments."""
     if not (out / MANIFEST).is_file():
         return None
     manifest = Manifest.load(out)
@@ -204,7 +204,7 @@ class Shards:
     """Reads one split of a prepared folder, as the concatenation of its shards.
 
     Files are read by offset, not memory-mapped: thousands of shards need no open files, the object pickles, and a file
-    that shrinks while in use raises an error, where a map would end the process with SIGBUS.
+    that shrinks while in use raises an error; with a memory map, SIGBUS would end the process.
     """
 
     def __init__(self, folder: Path, split: str, manifest: Manifest, starts: np.ndarray, learned: np.ndarray | None):
@@ -253,7 +253,7 @@ class Shards:
         return self.read_blocks(np.array([start]), count)[0]
 
     def read_blocks(self, starts: np.ndarray, count: int) -> np.ndarray:
-        """Returns ``int64[len(starts), count]``: ``read(start, count)`` of each start."""
+        """Returns ``int64[len(starts), count]``: row i is ``read(starts[i], count)``."""
         self._check_range(starts, count)
         blocks = np.empty((len(starts), count), self._dtype)
         for block, start in zip(blocks, starts.tolist(), strict=True):
@@ -279,7 +279,7 @@ class Shards:
         return (span >= 0) & (tokens < self._learned[span, 1])
 
     def tokenizer_files(self) -> dict[str, str]:
-        """Returns the tokenizer files of a model folder: contents by file name, as transformers expects them."""
+        """Returns the tokenizer files for a model folder, as transformers expects them: contents by file name."""
         content = (self.folder / TOKENIZER).read_text(encoding="utf-8")
         end = Tokenizer.from_str(content).id_to_token(self.end_id)
         begin = self.manifest.begin_token or end
@@ -297,7 +297,7 @@ class Shards:
         return hashlib.sha256(json.dumps([sums, self.tokenizer_hash]).encode()).hexdigest()[:16]
 
     def require_tokenizer(self, tokenizer_hash: str, whose: str) -> None:
-        """Raises unless ``tokenizer_hash`` is the data's. ``whose`` names the tokenizer's owner in the error."""
+        """Raises unless the data's tokenizer has this hash; the error calls the checkpoint with this hash ``whose``."""
         if tokenizer_hash != self.tokenizer_hash:
             raise DataError(
                 f"{self.folder} was tokenized with tokenizer {self.tokenizer_hash[:12]}, {whose} has "
@@ -309,7 +309,7 @@ class Shards:
             raise DataError(f"{self.folder}/{self.split} has {self.tokens} tokens, not {count} from {starts} on")
 
     def _fill(self, block: np.ndarray, start: int) -> None:
-        """Fills ``block`` with the tokens from ``start`` on, across shards."""
+        """Fills ``block`` with tokens ``start, start + 1, …`` of the split, which may be in several shards."""
         number = bisect_right(self._bounds, start) - 1
         filled = 0
         while filled < len(block):
@@ -326,7 +326,7 @@ class Shards:
             filled, number = filled + count, number + 1
 
     def _refuse_foreign(self, blocks: np.ndarray, starts: np.ndarray) -> None:
-        """Raises for the first token id that the tokenizer does not have."""
+        """Raises an error that names the first token id outside the vocabulary."""
         block, offset = (int(indices[0]) for indices in np.nonzero(blocks >= self.vocab_size))
         token = starts[block] + offset
         number = bisect_right(self._bounds, token) - 1
@@ -400,7 +400,7 @@ def _size_of(path: Path) -> int:
 def _verify_sums(folder: Path, shards: Iterable[Shard], *, share: tuple[int, int] = (0, 1)) -> None:
     """Raises if the SHA-256 of a file of ``shards`` differs. With ``share=(n, N)`` checks every N-th file from n on.
 
-    With ``ADAPONDER_VERIFY=0`` nothing is read, and the first process prints that.
+    With ``ADAPONDER_VERIFY=0`` no file is read, and the first process prints a note.
     """
     number, processes = share
     if not 0 <= number < processes:

@@ -206,7 +206,7 @@ def _file(argument: str, name: str, path: Path, *, named: bool) -> Iterator[Inpu
 
 
 def _saved_dataset(argument: str, folder: Path) -> Iterator[InputPart]:
-    """Yields the files of the train split, or of the only one, of a folder that ``datasets.save_to_disk`` wrote."""
+    """Yields the files of a folder that ``datasets.save_to_disk`` wrote: of its train split, or of its only split."""
     splits_file = folder / "dataset_dict.json"
     if splits_file.is_file():
         splits = _names(splits_file, read_json(splits_file, DataError).get("splits"))
@@ -223,7 +223,7 @@ def _saved_dataset(argument: str, folder: Path) -> Iterator[InputPart]:
 
 
 def _names(path: Path, listed: Any) -> list[str]:
-    """Returns the listed names without their folders, so that nothing outside the folder of ``path`` is read."""
+    """Returns the names ``listed`` in file ``path`` without folders, so that no file outside its folder is read."""
     if not isinstance(listed, list) or not listed or not all(isinstance(name, str) for name in listed):
         raise DataError(f"{path} must list at least one name")
     return [Path(name).name for name in listed]

@@ -137,7 +137,7 @@ def train_bpe(entries: int, documents: Iterable[str] | None, *, end_token: str =
 
 
 def _interruptibly(work: Callable[[Callable[[Any], bool]], Any]) -> None:
-    """Runs ``work`` in a thread so that Ctrl-C is handled: the library's training takes minutes and ignores it.
+    """Runs ``work`` in a thread so that Ctrl-C is handled: training a tokenizer takes minutes and ignores signals.
 
     ``work`` is called with a function that returns false once the result is no longer needed.
     """

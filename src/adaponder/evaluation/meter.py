@@ -29,9 +29,9 @@ class Spent:
 
     Attributes:
         histogram: numbers of tokens of depth 1, 2, … K.
-        deepest: maximum iterations allowed.
-        halts: whether the method can halt tokens earlier.
-        scored: number of tokens that per-token numbers are divided by; ``None``: every token.
+        deepest: maximum depth that was allowed.
+        halts: whether the method can halt tokens before ``deepest``.
+        scored: number of tokens that per-token numbers are divided by; ``None``: all tokens of the forwards.
     """
 
     cost: Cost
@@ -69,7 +69,7 @@ class Spent:
         return self.tokens / self.seconds if self.seconds else None
 
     def __add__(self, other: Spent) -> Spent:
-        """Returns the sum of the costs of two portions of one scoring."""
+        """Returns the cost of two portions of one scoring together."""
         return replace(
             self,
             cost=self.cost + other.cost,
@@ -156,7 +156,7 @@ class Meter:
         """Adds the cost of a forward over tokens of these depths (see :func:`adaponder.methods.cost.cost_of`).
 
         ``dense`` execution skips no rows: FLOPs are counted at full depth, but ``iterations`` remains the mean depth.
-        Logits that ``policy`` computes only to decide are counted with the gates.
+        FLOPs of logits that ``policy`` computes only to decide are added to those of the gates.
         """
         arguments: dict[str, Any] = {
             "shape": self.shape,

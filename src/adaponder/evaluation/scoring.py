@@ -28,7 +28,7 @@ from adaponder.terminal import counted
 
 @dataclass(frozen=True)
 class ScoringOptions:
-    """Settings of a scoring; ``None`` is the model's default.
+    """Settings of a scoring; ``None`` means the model's default.
 
     ``depths`` (one per prediction of the text) forces the depth of each token; ``policy`` is then ignored.
     """
@@ -81,12 +81,12 @@ class Scores:
         return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
 
     def at(self, predictions: np.ndarray) -> Scores:
-        """Returns the scores where ``predictions``, ``bool[n]``, is true; ``spent`` remains the cost of all."""
+        """Selects the scores where ``predictions``, ``bool[n]``, is true; ``spent`` stays the cost of all n."""
         return replace(self, **{name: array[predictions] for name, array in self.arrays.items()})
 
 
 def default_length(model: AdaPonderForCausalLM) -> int:
-    """Returns the default window: the backbone's number of positions, at most 2,048 (pauses take no positions)."""
+    """Returns the default window length: the backbone's number of positions, at most 2,048."""
     return min(2048, model.config.max_position_embeddings or 2048)
 
 
@@ -103,8 +103,8 @@ def score(
 ) -> Scores:
     """Scores ``text`` window by window; ``detail`` also returns gates, and loss and entropy after every iteration.
 
-    ``shape`` is the backbone's, computed if ``None``; callers that score repeatedly pass it. ``advance`` is called with
-    the number of predictions of each batch, for progress bars.
+    Callers that score repeatedly pass the backbone's ``shape``, to compute it once. ``advance`` is called with the
+    number of predictions of each batch, for progress bars.
     """
     if batch_size < 1:
         raise InputError(f"--batch-size {batch_size} must be at least 1")
@@ -164,12 +164,12 @@ def _score_batch(
 
 
 def _whole(arrays: dict[str, np.ndarray], name: str, values: np.ndarray, text: Text) -> np.ndarray:
-    """Returns ``arrays[name]``, with one entry per prediction of the text; creates it for the first ``values``."""
+    """Returns ``arrays[name]``, which has one entry per prediction of the text; allocates it if missing."""
     return arrays.setdefault(name, np.zeros((text.predictions, *values.shape[1:]), values.dtype))
 
 
 def _nll(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns per-token losses in float64, computed in chunks, so that no float32 copy of all logits exists."""
+    """Returns per-token losses in float64; computes them in chunks, so that no float32 copy of all logits exists."""
 
     def losses(rows: Tensor, ids: Tensor) -> Tensor:
         return nn.functional.cross_entropy(widened(rows), ids[:, 0], reduction="none")
@@ -225,7 +225,7 @@ BATCHES = 32
 
 
 def portions(windows: Windows, predictions: int, batch_size: int) -> list[Windows]:
-    """Splits the windows round robin into portions of at most :data:`BATCHES` batches."""
+    """Splits the windows of a text round robin into portions of at most :data:`BATCHES` batches."""
     count = max(1, math.ceil(len(windows.starts(predictions)) / (max(1, batch_size) * BATCHES)))
     return [replace(windows, every=count, offset=offset) for offset in range(count)]
 
@@ -278,7 +278,7 @@ class Agreement:
         worst: largest loss difference of a single prediction, among those with equal depth.
         flips: number of predictions whose depths differ.
         unexplained: number of flips that are not near ties; ``None`` for policies other than the learned gate.
-        gate_noise: largest gate difference, leaving out flipped predictions and those after a flip in their window.
+        gate_noise: largest gate difference, without flipped predictions and those after a flip in the same window.
     """
 
     tokens: int

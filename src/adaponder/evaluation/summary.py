@@ -31,7 +31,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """The mean loss over learned tokens, the mean depth over all tokens, and the number of learned tokens.
+    """The mean loss over learned tokens, the mean depth over all tokens, and the number of learned tokens (``tokens``).
 
     ``interval`` is that of the loss, ``None`` with too few documents. Texts with a learned mask or with tokens unknown
     to the tokenizer have no bits per byte.
@@ -124,7 +124,7 @@ class Difference:
 
     @property
     def told_apart(self) -> bool:
-        """Returns whether the interval excludes zero."""
+        """Returns whether the difference is significant: whether its interval excludes zero."""
         return self.interval is not None and (self.interval.low > 0 or self.interval.high < 0)
 
     def as_dict(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class Difference:
 
 
 def paired_difference(text: Text, first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Difference:
-    """Returns the difference ``second - first`` of two losses per prediction of ``text``."""
+    """Compares two losses per prediction of ``text``: the mean and interval of ``second - first``."""
     if first.shape != second.shape:
         raise InputError(f"{len(first)} and {len(second)} predictions: only the same tokens can be compared")
     gap, counted = second - first, text.counted

@@ -73,7 +73,7 @@ class Text:
         stream: ``int64[predictions + 1]``.
         starts: ``int64[documents]``: the first prediction of each document.
         sources: the source of each document.
-        utf8_bytes: ``int64[documents]``: the size of each document.
+        utf8_bytes: ``int64[documents]``: the size of each document in bytes.
         learned: ``bool[predictions]``: targets that training learns and mean losses include (the assistant's turns of
             conversations, answers and ends of puzzles). ``None``: all.
     """
@@ -126,7 +126,7 @@ class Text:
 def open_text(
     data: str, vocabulary: Vocabulary, *, whose: str, split: str = "validation", max_tokens: int | None = None
 ) -> Text:
-    """Opens ``data`` as tokens of ``vocabulary``, at most ``max_tokens``; ``whose`` names the checkpoint in errors.
+    """Opens ``data`` as tokens of ``vocabulary``, ``max_tokens`` at most; ``whose`` names the checkpoint in errors.
 
     ``data`` is a folder made by ``adaponder prepare`` (of which ``split`` is read), or any input of ``prepare``: a text
     file, a folder of text files, ``.jsonl`` (all of these also compressed), ``.parquet``, ``stdlib``, ``hf:NAME``.
@@ -187,7 +187,7 @@ def _encoded(data: str, vocabulary: Vocabulary) -> Iterator[_Piece]:
 
 
 def _joined(documents: Iterator[_Piece], vocabulary: Vocabulary, limit: int | None) -> Text | None:
-    """Returns the text of the first ``limit`` tokens of ``documents``; ``None`` if they have no token."""
+    """Joins ``documents`` to a text of at most ``limit`` tokens; ``None`` if the documents have no tokens."""
     pieces: list[_Piece] = []
     predictions = 0
     for piece in documents:
@@ -214,9 +214,10 @@ def _joined(documents: Iterator[_Piece], vocabulary: Vocabulary, limit: int | No
 
 
 class WindowBatch(NamedTuple):
-    """A batch of windows of one length; all fields are ``[windows, length]``, and ``index`` numbers the predictions.
+    """A batch of windows of equal length; all fields are ``[windows, length]``.
 
-    ``fresh`` marks predictions that no earlier window scored; ``documents`` is ``None`` if attention crosses documents.
+    ``index`` is the number of each prediction in the text, ``fresh`` whether no earlier window scored it, ``documents``
+    the document index of each prediction; ``documents`` is ``None`` if attention crosses documents.
     """
 
     index: np.ndarray
@@ -230,8 +231,8 @@ class WindowBatch(NamedTuple):
 class Windows:
     """Disjoint windows of ``length`` predictions, or windows that advance by ``stride`` and score only new predictions.
 
-    ``across_documents``: whether a token may attend to earlier documents, as in packed training. Of every ``every``
-    windows only one is scored, beginning with window ``offset``.
+    ``across_documents``: whether a token may attend to earlier documents, as in packed training. Only windows
+    ``offset``, ``offset + every``, ``offset + 2 every``, … are scored.
     """
 
     length: int
@@ -261,7 +262,7 @@ class Windows:
         return np.minimum(np.arange(count) * step, predictions - self.length)
 
     def scored(self, predictions: int) -> np.ndarray:
-        """Returns which predictions are scored, ``bool[predictions]``: all unless ``every`` leaves windows out."""
+        """Returns ``bool[predictions]``, whether each prediction is scored: all are if ``every`` is 1."""
         starts, lengths, fresh = self._cut(predictions)
         bounds = np.zeros(predictions + 1, np.int64)
         np.add.at(bounds, fresh, 1)
@@ -269,7 +270,7 @@ class Windows:
         return np.cumsum(bounds[:-1]) > 0
 
     def _cut(self, predictions: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns each window's first prediction, its length, and its first prediction not in earlier windows."""
+        """Returns each scored window's first prediction, length, and first prediction that no earlier window has."""
         starts = self.starts(predictions)
         lengths = np.minimum(self.length, predictions - starts)
         fresh = np.concatenate([[0], starts[:-1] + lengths[:-1]])

@@ -32,13 +32,13 @@ _WORTH_COPYING = 32
 
 @dataclass(frozen=True)
 class Reading:
-    """The settings by which a text is scored; ``None`` is the model's default.
+    """Settings for scoring a text; ``None`` means the model's default.
 
     Attributes:
         depths: forced depth by slot; slots beyond the text are ignored.
         top: number of likeliest tokens to return after each iteration.
         seed: seed of random policies.
-        salt: cache namespace; texts are reused only within one salt.
+        salt: cache namespace: a text reuses only texts that were scored with the same salt.
     """
 
     policy: Policy | None = None
@@ -57,10 +57,10 @@ class Reading:
 
 @dataclass
 class TokenScore:
-    """The scores of one token.
+    """The scores of one token of a text.
 
     Attributes:
-        gates: the policy's ``gate`` input after each iteration.
+        gates: the ``gate`` value that the policy receives after each iteration.
         nll: loss of the next token after each iteration, in nats.
         top: the likeliest next tokens after each iteration, with their log-probabilities.
         hidden: final-normed hidden state after each iteration, stored so that another next token can be scored later.
@@ -77,7 +77,7 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """The score of each token; the first ``cached`` come from an earlier text, the last token's ``nll`` is unused."""
+    """The score of each token, the first ``cached`` from an earlier text; the last token has no target for ``nll``."""
 
     tokens: list[TokenScore]
     cached: int

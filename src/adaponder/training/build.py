@@ -36,7 +36,7 @@ def build_model(recipe: Recipe, vocabulary: int) -> AdaPonderForCausalLM:
 
 
 def weights_dtype(recipe: Recipe) -> torch.dtype:
-    """Returns the precision of weights in training: float32 (also of bfloat16 runs) or float64."""
+    """Returns the dtype of the weights in training: float64 for float64 runs, float32 for all others."""
     return torch.float64 if recipe.train.dtype == "float64" else torch.float32
 
 
@@ -46,7 +46,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def scratch_config(recipe: Recipe, vocabulary: int) -> AdaPonderConfig:
-    """Returns a new model's config. ``vocabulary`` is rounded up to a multiple of 128 unless the recipe sets one."""
+    """Returns a new model's config. Unless the recipe sets it, vocab_size is ``vocabulary`` rounded up to n * 128."""
     if not isinstance(recipe.model.backbone, dict):
         raise ConfigError("model.backbone must be a mapping with model_type, or a checkpoint")
     backbone = {"vocab_size": -(-vocabulary // 128) * 128} | recipe.model.backbone
@@ -65,7 +65,7 @@ def scratch_config(recipe: Recipe, vocabulary: int) -> AdaPonderConfig:
 def config_of(recipe: Recipe, vocabulary: int | None = None) -> AdaPonderConfig | None:
     """Returns the config of a recipe that trains from scratch, or ``None`` if its backbone is a checkpoint.
 
-    ``vocabulary=None`` (not known yet) means the smallest that the recipe allows.
+    ``vocabulary=None`` (not known yet) means the smallest vocabulary that the recipe allows.
     """
     if isinstance(recipe.model.backbone, str):
         return None
@@ -85,7 +85,7 @@ def _refuse_unknown(backbone: dict[str, Any]) -> None:
 
 
 def _from_checkpoint(name: str, settings: dict[str, Any]) -> AdaPonderForCausalLM:
-    """Returns the checkpoint's model with the recipe's ``settings``. For another method, only its backbone is used."""
+    """Returns a model with the recipe's ``settings`` and a checkpoint's weights (of another method: the backbone's)."""
     opened = open_checkpoint(name, dtype="float32")
     model = opened.model
     if not isinstance(model, AdaPonderForCausalLM) or opened.recurrence["method"] != settings["method"]:

@@ -73,7 +73,7 @@ def verify_checkpoint(folder: Path, *, weights_only: bool = False) -> dict[str, 
 
 
 def newest_complete(run: Path) -> tuple[Path | None, list[str]]:
-    """Returns (the newest complete checkpoint or ``None``, the reasons why newer ones were skipped)."""
+    """Returns (the newest complete checkpoint or ``None``, the errors of the newer, incomplete ones)."""
     skipped = []
     for folder in sorted((run / "checkpoints").glob("step-*"), reverse=True):
         try:
@@ -85,14 +85,14 @@ def newest_complete(run: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def prune(run: Path, keep: int, *, saved: Path) -> None:
-    """Removes all but the newest ``keep`` checkpoints up to the one just saved, and leftovers of interrupted saves.
+def prune(run: Path, count: int, *, saved: Path) -> None:
+    """Keeps the newest ``count`` checkpoints up to the one just ``saved``; removes others and interrupted saves.
 
-    Checkpoints of later steps are removed too: they are damaged, or their steps are trained again.
+    Checkpoints of later steps than ``saved`` are removed too: they are damaged, or their steps are trained again.
     """
     folders = sorted((run / "checkpoints").glob("step-*"))
     current = [folder for folder in folders if folder.name <= saved.name]
-    for folder in [*current[: -max(1, keep)], *folders[len(current) :]]:
+    for folder in [*current[: -max(1, count)], *folders[len(current) :]]:
         shutil.rmtree(folder)
     for leftover in (run / "checkpoints").glob(f"{_PARTIAL}*"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -105,7 +105,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Returns the model's state dict, gathered on the CPU. A tied weight is one tensor under both names."""
+    """Returns the model's state dict, gathered on the CPU. A tied weight is the same tensor under both names."""
     weights = model.state_dict(keep_vars=True)  # keeps tied weights one object
     copies = {id(value): full(value) for value in weights.values()}
     return {name: copies[id(value)] for name, value in weights.items()}
@@ -182,13 +182,13 @@ class Saver:
         self.tokenizer_files = with_padding(shards.tokenizer_files(), model)
 
     def save(self, step: int, controller: DepthController | None, optimizer: torch.optim.Optimizer | None) -> Path:
-        """Writes the checkpoint before ``step`` and prunes older ones; ``optimizer=None`` writes the final model."""
+        """Writes a checkpoint that resumes at ``step``, and prunes; with ``optimizer=None``, writes the final model."""
         folder = self.run / "final" if optimizer is None else step_folder(self.run, step)
         weights, moments = weights_of(self.model), optimizer and optimizer_state(optimizer)
-        if (bad := first_not_finite((weights | (moments or {})).items())) is not None:
+        if (overflow := first_not_finite((weights | (moments or {})).items())) is not None:
             # An update can overflow although its gradient was finite.
             raise TrainingError(
-                f"step {step - 1}: {bad.name} is not finite; the run stops, its last checkpoint is intact"
+                f"step {step - 1}: {overflow.name} is not finite; the run stops, its last checkpoint is intact"
             )
         state = self._state(step, controller)
         if self.world.leads:

@@ -1,7 +1,7 @@
 """Steers the ponder loss towards a mean depth (beyond the paper, which sets weight and k by hand).
 
 The mean depth equals the target if ``(K - target) / (K - 1)`` of the tokens close their first gate and the others close
-none. These are ``(K - target) / (K - 1)**2`` of all gates: the initial k. From ``ponder_full`` on, one number, the
+none. These are ``(K - target) / (K - 1)**2`` of all gates: the initial k. From step ``ponder_full`` on, one number, the
 pressure ``u``, scales both ``k = initial k * exp(u)`` and ``weight = ponder_weight * exp(u)``. It integrates the error
 of the mean depth, with one exception: gates need many steps to fall below tau and hardly ever rise again, so u does not
 rise while the depth expected from the gates' probabilities is already below the target.
@@ -43,7 +43,7 @@ class DepthController:
     sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.double))
 
     def steer(self, objective: Objective, step: int) -> Objective:
-        """Returns the objective of ``step`` under the current pressure."""
+        """Returns ``objective`` with ponder weight and k scaled by the pressure, from step ``start`` on."""
         if step < self.start:
             return objective
         factor = math.exp(self.pressure)
@@ -52,7 +52,7 @@ class DepthController:
         return replace(objective, ponder_weight=weight, ponder_fraction=fraction)
 
     def add(self, depth: Tensor, gates: Tensor, step: int) -> None:
-        """Adds depths ``[batch, time]`` and gates ``[batch, time, K-1]`` of a micro-step of ``step`` to the sums."""
+        """Adds depths ``[batch, time]`` and gates ``[batch, time, K-1]`` of one micro-step of ``step`` to the sums."""
         if step >= self.start:
             expected = 1.0 + gates.detach().cumprod(-1).sum(-1)
             now = torch.stack([(depth > 0).sum().double(), depth.sum().double(), expected.sum().double()])
@@ -63,7 +63,7 @@ class DepthController:
         return step >= self.start and (step + 1 - self.start) % self.every == 0
 
     def turn(self, sums: Tensor) -> None:
-        """Updates the pressure from ``sums`` over all processes, and resets the sums."""
+        """Updates the pressure from ``sums``, added over all processes, and resets the sums of this process."""
         tokens, depths, expected = sums.tolist()
         error = (depths / tokens - self.target) / (self.iterations - 1)
         if error > 0 and expected / tokens < self.target:
@@ -72,14 +72,14 @@ class DepthController:
         self.sums = torch.zeros_like(self.sums)
 
     def state(self, sums: Tensor) -> dict[str, Any]:
-        """Returns the state for a checkpoint. ``sums`` are over all processes."""
+        """Returns the state for a checkpoint; ``sums`` are those of all processes."""
         return {"pressure": self.pressure, "seen": sums.tolist()}
 
 
 def controller_of(
     train: TrainRecipe, model: AdaPonderForCausalLM, world: World, state: dict[str, Any] | None
 ) -> DepthController | None:
-    """Returns the controller restored from a checkpoint's ``state``, or ``None`` if ``train.target_depth`` is unset."""
+    """Returns a controller with a checkpoint's ``state`` (if given); ``None`` if ``train.target_depth`` is unset."""
     config, target = model.config, train.target_depth
     if target is None:
         return None

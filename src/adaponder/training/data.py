@@ -21,7 +21,7 @@ from adaponder.training.distributed import World, local_share
 
 
 def open_data(recipe: Recipe, data: Path, world: World) -> tuple[Shards, Shards]:
-    """Opens the recipe's training and validation tokens. The processes of a machine share the hashing."""
+    """Opens the recipe's training and validation tokens; each process of a machine verifies a share of the files."""
     folder = shards_folder(recipe, data, world)
     share = local_share()
     return Shards.open(folder, "train", share=share), Shards.open(folder, "validation", share=share)
@@ -66,7 +66,7 @@ def sampler_of(recipe: Recipe, shards: Shards) -> Sampler:
 
 
 def model_inputs(batch: Batch, *, across: bool) -> dict[str, Tensor]:
-    """Returns the forward's tensors. Masked targets are -100. Without ``across``, documents do not see each other."""
+    """Returns tensor arguments of ``forward``; masked targets are -100. Without ``across``, documents are isolated."""
     tokens, documents = torch.from_numpy(batch.tokens), torch.from_numpy(batch.documents)
     inputs = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:].clone()}
     if batch.learned is not None:
@@ -94,12 +94,12 @@ class MicroBatches:
         self.count = share // self.size
 
     def draw(self, step: int) -> list[Batch]:
-        """Returns this process's windows of every micro-step; those of all processes are consecutive in the batch."""
+        """Returns this process's windows by micro-step; in each, all processes together take consecutive windows."""
         first = [(index * self.world.size + self.world.rank) * self.size for index in range(self.count)]
         return [self.sampler.part(step, window, self.size) for window in first]
 
     def inputs(self, step: int) -> list[dict[str, Tensor]]:
-        """Returns the model's tensor arguments of every micro-step; seeds of windows do not depend on micro-batches."""
+        """Returns the model's tensor arguments by micro-step; seeds do not depend on micro-batch sizes."""
         arguments = []
         for batch in self.draw(step):
             seeds = sequence_seeds(self.recipe.train.seed, (step << 32) + torch.from_numpy(batch.windows))

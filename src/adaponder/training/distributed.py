@@ -31,14 +31,14 @@ class World:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Returns the sum over all processes. Every process receives it."""
+        """Returns the sum over all processes, in every process."""
         if self.size > 1:
             values = values.clone()
             dist.all_reduce(values)
         return values
 
     def mean(self, values: Tensor) -> Tensor:
-        """Returns the mean over all processes. Every process receives it."""
+        """Returns the mean over all processes, in every process."""
         return values if self.size == 1 else self.sum(values) / self.size
 
     def gather(self, values: Tensor) -> list[Tensor]:
@@ -110,9 +110,9 @@ def accumulating(called: nn.Module, *, last: bool) -> Any:
 
 
 def global_bottom_k_mean(world: World) -> Any:
-    """Returns a function that takes the bottom-K mean over the gates of all processes, as a single process would.
+    """Returns a function that computes this process's share of the bottom-K mean over the gates of all processes.
 
-    Each process computes its share of the mean, times the number of processes, because gradients are averaged.
+    The share is multiplied by the number of processes, because gradients are averaged over processes.
     """
 
     def mean(values: Tensor, fraction: float) -> Tensor:

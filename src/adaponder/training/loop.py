@@ -42,7 +42,7 @@ class Trainer:
 
     Attributes:
         run: the run folder.
-        validation: the validation split; becomes ``None`` if it holds no whole window.
+        validation: the validation split; becomes ``None`` if it is shorter than one window.
         step: the next step to take.
         resumed_from: the checkpoint whose optimizer state is loaded before the first step.
         controller_state: the depth controller's state in that checkpoint.
@@ -101,7 +101,7 @@ class Trainer:
         return True
 
     def _enter(self, backbone_trains: bool) -> None:
-        """Begins a phase: sets which parameters train, then creates the wrapper and the optimizer for them."""
+        """Begins a phase: sets which parameters train, wraps the model in DDP or FSDP, and builds the optimizer."""
         train = self.recipe.train
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(trains(name, train, backbone_trains=backbone_trains))
@@ -162,9 +162,9 @@ class Trainer:
             self.controller.turn(self.world.sum(self.controller.sums))
 
     def _clip(self, largest: float) -> Tensor:
-        """Clips the gradients and returns their norm before clipping.
+        """Clips the gradients to norm ``largest`` and returns their norm before clipping.
 
-        Methods with ``gates_apart`` clip gates and backbone separately; the norm is then that of the backbone.
+        Methods with ``gates_apart`` clip gates and backbone separately and return the norm of the backbone.
         """
         gates = list(self.model.method.parameters())
         if not self.model.method.gates_apart or not gates:
@@ -174,7 +174,7 @@ class Trainer:
         return norm + 0.0 * gate_norm  # propagates a gate norm that is not finite
 
     def _after_step(self, phase_end: int) -> bool:
-        """Logs, validates and saves where due after a step. Returns true if the run must stop here."""
+        """Logs, validates and saves after a step if due. Returns true if the run must stop here."""
         train = self.recipe.train
         step, self.step = self.step, self.step + 1
         if self.telemetry:
@@ -245,13 +245,13 @@ class Trainer:
         if self.model.method.halts:
             self._warn_of_collapse(metrics)
 
-    def _warn_of_collapse(self, metrics: dict[str, Any], where: str = "") -> None:
+    def _warn_of_collapse(self, metrics: dict[str, Any], prefix: str = "") -> None:
         warning = collapse(metrics, self.recipe.train, pressed=self.model.method.has_ponder_term)
         if warning is not None and self.telemetry:
-            self.telemetry.warn(warning[0], f"step {metrics['step']}: {where}{warning[1]}")
+            self.telemetry.warn(warning[0], f"step {metrics['step']}: {prefix}{warning[1]}")
 
     def measure_before(self) -> None:
-        """Evaluates the initial checkpoint before step 0 and writes ``before.json``, which a resumed run reads."""
+        """Evaluates the initial checkpoint before step 0 and writes ``before.json``; a resumed run reads that file."""
         path = self.run / BEFORE
         if self.validation is None or not isinstance(self.recipe.model.backbone, str):
             return

@@ -54,7 +54,7 @@ def adapters_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def merged(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns ``weights`` under the names of a model without adapters, each adapter added to the weight it adapts."""
+    """Returns ``weights`` with adapters merged into the weights they adapt, under the names of a plain model."""
     plain = {name.replace(".base_layer.", "."): value for name, value in weights.items() if not _is_adapter(name)}
     for name, module in model.named_modules():
         if f"{name}.base_layer.weight" in weights:
@@ -65,7 +65,7 @@ def merged(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def trains(name: str, train: TrainRecipe, *, backbone_trains: bool) -> bool:
-    """Returns whether the parameter ``name`` is trained, given frozen gates, a frozen backbone, or LoRA."""
+    """Returns whether the parameter ``name`` is trained: gates, backbone or both may be frozen, or LoRA be used."""
     if name.startswith("method."):
         return not train.freeze_gates
     return backbone_trains and (train.lora_rank is None or _is_adapter(name))

@@ -53,7 +53,7 @@ def find_start(
     weights_only: bool,
     allow_changes: bool,
 ) -> Start:
-    """Returns the checkpoint to continue from. Raises if the run differs from the one that wrote it."""
+    """Returns where to continue. Raises if the settings differ from those with which the checkpoint was trained."""
     folder = None if resume is None else Path(resume)
     if resume == "auto":
         folder, skipped = newest_complete(out)
@@ -90,7 +90,7 @@ def _warn(label: str, text: str) -> None:
 
 
 def _print_start(start: Start, changes: list[str], *, states: int, world: World) -> None:
-    """Prints where an exact resume continues, and what may differ from the earlier run."""
+    """Prints where an exact resume continues, and in what the run may differ from the earlier one."""
     console.print(f"resuming at step {start.step} from {start.folder}", soft_wrap=True)
     if changes:
         _warn("it was trained with", f"other settings: {'; '.join(changes)}")
@@ -102,8 +102,8 @@ def _print_start(start: Start, changes: list[str], *, states: int, world: World)
 def is_finished(recipe: Recipe, out: Path, world: World, *, weights_only: bool, allow_changes: bool) -> bool:
     """Returns whether ``out`` holds the whole final model of ``recipe``, so that nothing is left to train.
 
-    A final model of another recipe (more steps, say) is an error that lists the differences; with ``allow_changes`` the
-    run continues from its newest checkpoint, as it does if the final model is damaged.
+    Raises and lists the differences if the final model has another recipe (more steps, say); with ``allow_changes``, or
+    if the final model is damaged, returns false: the run continues from its newest checkpoint.
     """
     final = out / "final"
     if not final.is_dir():

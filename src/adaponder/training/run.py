@@ -31,7 +31,7 @@ from adaponder.training.telemetry import Telemetry, room_to_write
 
 
 class Outcome(NamedTuple):
-    """Result of a run."""
+    """Result of :func:`train`."""
 
     final: Path | None  # folder of the final model; None if the run was stopped before its end
     step: int  # number of steps taken in all
@@ -98,7 +98,7 @@ def train(
 
 
 def _model_at(start: Start, recipe: Recipe, shards: Shards) -> AdaPonderForCausalLM:
-    """Returns the recipe's new model, or that of the checkpoint to continue from, with the data's special tokens."""
+    """Returns the recipe's new model, or the model of the checkpoint in ``start``, with the data's special tokens."""
     if start.folder is None:
         require_own_tokenizer(recipe, shards)
         model = build_model(recipe, shards.vocab_size)

@@ -26,7 +26,7 @@ class Phase:
 
 
 def phases(train: TrainRecipe) -> list[Phase]:
-    """Returns the phases of a run: first only the method's parameters train, then all. Either phase may be absent."""
+    """Returns the phases of a run: first only the method's parameters train, then all; an empty phase is left out."""
     frozen = train.freeze_backbone_steps
     both = [Phase(0, frozen, False), Phase(frozen, train.steps, True)]
     return [phase for phase in both if phase.end > phase.start]
@@ -37,9 +37,9 @@ def phase_at(train: TrainRecipe, step: int) -> Phase:
 
 
 def learning_rate_factor(train: TrainRecipe, step: int) -> float:
-    """Returns the factor of the peak rate: linear warm-up, then a cosine down to ``min_lr_ratio`` at the last step.
+    """Returns the learning rate of ``step`` over its peak: linear warm-up, then a cosine down to ``min_lr_ratio``.
 
-    After a phase with a frozen backbone, a second warm-up of ``joint_warmup`` multiplies it.
+    After a phase with a frozen backbone, a second warm-up of ``joint_warmup`` multiplies the factor.
     """
     again, warmup = 1.0, _steps(train.warmup, train)
     if train.joint_warmup and 0 < train.freeze_backbone_steps <= step:
@@ -57,7 +57,7 @@ def _steps(warmup: float, train: TrainRecipe) -> int:
 
 
 def exit_entropy_at(train: TrainRecipe, step: int) -> float | None:
-    """Returns Ouro's beta at ``step``, linear between its two values. ``None`` means the config's value."""
+    """Returns Ouro's exit-entropy weight beta at ``step``, interpolated linearly. ``None`` means the config's value."""
     if train.exit_entropy is None:
         return None
     before, after = train.exit_entropy
@@ -80,7 +80,7 @@ def objective_at(train: TrainRecipe, step: int) -> Objective:
 
 
 def policy_at(train: TrainRecipe, method: Method, step: int) -> Policy | None:
-    """Returns the policy: full depth in stage 1 unless ``halt_before_ponder``. ``None`` means the method's default."""
+    """Returns the policy: full depth before ``ponder_start`` unless ``halt_before_ponder``. ``None``: the default."""
     policy = method.training_policy(step / train.capacity_warmup if train.capacity_warmup else 1.0)
     if policy is not None:
         return policy
@@ -90,9 +90,9 @@ def policy_at(train: TrainRecipe, method: Method, step: int) -> Policy | None:
 
 
 def named_groups(model: nn.Module, train: TrainRecipe) -> list[dict]:
-    """Returns AdamW's parameter groups with names, peak rate, decay and first step.
+    """Returns AdamW's parameter groups, each with names, peak learning rate, weight decay and the first step it trains.
 
-    There are up to four: the backbone's and the method's parameters, matrices with weight decay and vectors without.
+    There are up to four: matrices (with weight decay) and vectors (without) of the backbone and of the method.
     """
     gate_lr = train.lr if train.gate_lr is None else train.gate_lr
     pressed = isinstance(model, AdaPonderForCausalLM) and model.method.has_ponder_term
@@ -110,14 +110,14 @@ def named_groups(model: nn.Module, train: TrainRecipe) -> list[dict]:
 
 
 def build_optimizer(model: nn.Module, train: TrainRecipe) -> torch.optim.AdamW:
-    """Returns AdamW over the parameters that train now; fused on a GPU."""
+    """Returns AdamW over the parameters that require gradients; fused on a GPU."""
     groups = named_groups(model, train)
     on_gpu = any(parameter.is_cuda for group in groups for parameter in group["params"])
     return torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=1e-8, fused=on_gpu)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, train: TrainRecipe, step: int) -> float:
-    """Sets each group's rate to its peak times the schedule (0 before its start) and returns the backbone's rate."""
+    """Sets each group's rate to peak times schedule (0 before its first step) and returns the backbone's rate."""
     factor = learning_rate_factor(train, step)
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * factor if step >= group["start"] else 0.0

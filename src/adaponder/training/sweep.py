@@ -79,7 +79,7 @@ def plan(
     """Returns the runs of the sweep, ordered by seed: every setting with the first seed, then with the next.
 
     The runs are the product of the axes ``grids`` (text, see :func:`parse_axis`). With ``one_at_a_time`` they are the
-    recipe itself, and one run for each other value of an axis with all other fields as in the recipe.
+    recipe itself and, for each other value of each axis, the recipe with that value.
     """
     base, axes = load_recipe(name, overrides), [parse_axis(text) for text in grids]
     _check_arguments(axes, seeds, {override.partition("=")[0] for override in overrides}, one_at_a_time=one_at_a_time)
@@ -201,9 +201,9 @@ def requested_depth(recipe: Recipe, config: AdaPonderConfig | None) -> float | N
     """Returns the mean depth that the objective of the recipe's last step aims at.
 
     The ponder loss pushes the lowest share k of a token's K - 1 gates towards closed, and a closed gate saves one
-    iteration: ``K - k (K - 1)``, or K if lambda is 0. The measured ``validation_depth`` may be above (a pushed gate
-    need not close) or below (a token that halts skips its later gates). With ``train.target_depth`` set, returns that;
-    for mor the sum of its capacities; for methods that never halt K; for others ``None``.
+    iteration: ``K - k (K - 1)``, or K if the ponder weight is 0. The measured ``validation_depth`` may be above (pushed
+    gates need not close) or below (a token that halts skips its later gates). With ``train.target_depth`` set, returns
+    that; for mor the sum of its capacities; for methods that never halt K; for others ``None``.
     """
     if config is None:
         return None
@@ -312,7 +312,7 @@ def _examine(run: PlannedRun, folder: Path, prepared: Path) -> RunSummary:
 
 
 def rows_left(run: PlannedRun, summary: RunSummary) -> float:
-    """Returns the rows (tokens times K) that a run has still to compute. Its time is about proportional to them."""
+    """Returns the rows (tokens times K) that a run has still to compute; its time is about proportional to that."""
     per_step = run.recipe.train.global_batch * run.recipe.data.sequence * (summary.iterations or 1)
     return float((summary.steps - summary.step) * per_step)
 
@@ -353,7 +353,7 @@ def carry_out(
 
 
 def _train(run: PlannedRun, summary: RunSummary, folder: Path, **options: Any) -> tuple[RunSummary, bool]:
-    """Returns (the summary of the run as it ended, whether the sweep must stop)."""
+    """Trains one run; returns (its summary, whether the sweep must stop)."""
     try:
         outcome = train(run.recipe, out=folder, resume="auto", **options)
         if outcome.final is None:

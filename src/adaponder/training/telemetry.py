@@ -46,9 +46,9 @@ _LIVE_ONLY = {"ponder", "lr", "grad_norm"}
 
 @contextmanager
 def room_to_write(what: str | Path | None = None) -> Iterator[None]:
-    """Converts an ``OSError`` in the block to a ``TrainingError`` that says that ``what`` could not be written.
+    """Converts an ``OSError`` in the block to a ``TrainingError``: ``what`` could not be written.
 
-    Without ``what`` only errors of a full disk are converted, and the message names the file of the ``OSError``.
+    Without ``what``, only errors of a full disk are converted, and the message names the file of the ``OSError``.
     """
     try:
         yield

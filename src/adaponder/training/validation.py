@@ -20,7 +20,7 @@ from adaponder.training.watch import count_depths, depth_shares
 def whole_windows(shards: Shards, tokens: int, *, length: int) -> int:
     """Returns the number of whole windows of ``length`` predictions in the split's first ``tokens`` tokens, at least 1.
 
-    A window reads one token more than it predicts; that of the last window may lie beyond the first ``tokens``.
+    A window reads ``length + 1`` tokens; the last token of the last window may lie beyond the first ``tokens``.
     """
     stride = _stride(shards, length)
     return max(1, min(tokens, shards.tokens - (length + 1 - stride)) // stride)
@@ -46,8 +46,8 @@ def validate(
 ) -> dict[str, Any]:
     """Returns ``validation_loss``, mean ``validation_depth`` and ``validation_halted`` of the first ``tokens`` tokens.
 
-    ``validation_halted`` are the shares of tokens halted after iterations 1 … K-1. Only tokens with a target count,
-    in a conversation those of the assistant's turns. ``together`` windows of ``length`` tokens form a batch; without
+    ``validation_halted`` are the shares of tokens halted after iterations 1 … K-1. Only tokens with a target count (in
+    conversations: the assistant's turns). ``together`` windows of ``length`` tokens form a batch; without
     ``across``, tokens attend only to their own document; ``options`` are further arguments of the model's forward.
     """
     windows, stride = whole_windows(shards, tokens, length=length), _stride(shards, length)

@@ -43,7 +43,7 @@ def depth_shares(counts: Tensor) -> tuple[float, list[float]]:
 
 @dataclass
 class Tally:
-    """Sums since the last log, kept on the device. Only :meth:`means` synchronizes with it."""
+    """Sums of metrics since the last log, on the device; only :meth:`means` waits for the device."""
 
     steps: int = 0
     tokens: int = 0
@@ -55,7 +55,7 @@ class Tally:
         self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def count(self, output: AdaPonderOutput, micro_steps: int, iterations: int) -> None:
-        """Adds the output of one of the step's ``micro_steps``."""
+        """Adds the output of one micro-step of a step that has ``micro_steps`` of them."""
         assert output.loss is not None
         assert output.depth is not None
         for name, value in {"loss": output.loss, **(output.terms or {})}.items():
@@ -83,7 +83,7 @@ class Tally:
 def utilisation(
     tokens_per_second: float, config: AdaPonderConfig, *, shape: Shape, sequence: int, world: World
 ) -> dict[str, float]:
-    """Returns ``{"mfu": …}``, the model's FLOPs per second over the vendor's peak; empty for an unknown device."""
+    """Returns ``{"mfu": …}``, the model's FLOPs per second divided by the device's peak; empty if that is unknown."""
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
     peak = next((rate for key, rate in _PEAK.items() if key in name), None)
     if peak is None:
@@ -95,7 +95,7 @@ def utilisation(
 def collapse(metrics: dict[str, Any], train: TrainRecipe, *, pressed: bool = True) -> tuple[str, str] | None:
     """Returns (kind, message) of a warning if the gates no longer distinguish tokens, else ``None``.
 
-    ``pressed``: whether the loss has a ponder term; without one, gates may stay open and there is no stage 1.
+    ``pressed``: whether the loss has a ponder term; without it, gates may stay open and there is no stage 1.
     """
     step, halted, gates = metrics["step"], metrics["halted"], metrics.get("gate_means", [])
     if not halted:
@@ -116,12 +116,12 @@ def collapse(metrics: dict[str, Any], train: TrainRecipe, *, pressed: bool = Tru
     return None
 
 
-def member_of(model: nn.Module, who: str) -> AdaPonderForCausalLM:
-    """Returns the AdaPonder model inside adapters or wrappers. ``who`` is the caller, for the error."""
+def member_of(model: nn.Module, caller: str) -> AdaPonderForCausalLM:
+    """Returns the AdaPonder model inside adapters or wrappers; errors name the ``caller``."""
     for module in model.modules():
         if isinstance(module, AdaPonderForCausalLM):
             return module
-    raise InputError(f"{who}: the Trainer's model is a {type(model).__name__}, not an AdaPonderForCausalLM")
+    raise InputError(f"{caller}: the Trainer's model is a {type(model).__name__}, not an AdaPonderForCausalLM")
 
 
 class DepthCounts:
@@ -150,7 +150,7 @@ class DepthCounts:
                 self.last = counts
 
     def evaluated(self, batches: Any) -> None:
-        """Adds the last forward to the counts of the evaluation over ``batches``; drops those of an earlier one."""
+        """Adds the last forward to the counts of the evaluation over ``batches``; drops those of earlier ones."""
         if batches is not self.batches:
             self.sums.pop(False, None)
         if self.last is not None:
@@ -159,7 +159,7 @@ class DepthCounts:
 
     @property
     def trained(self) -> bool:
-        """Whether a forward in training was counted since the last :meth:`take`."""
+        """Returns whether a training forward was counted since the last :meth:`take`."""
         return True in self.sums
 
     def _add(self, counts: Tensor, *, training: bool) -> None:

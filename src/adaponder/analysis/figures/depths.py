@@ -75,12 +75,12 @@ class ActiveTokens(Plate):
 
 
 class GateValues(Plate):
-    """Shows histograms of the gates' values in log-odds, which separate values near 0, where tokens halt, and near 1.
+    """Shows histograms of the gates' values on an axis of log-odds, which spreads the values near 0 and near 1.
 
     Attributes:
-        deciding, later: ``[gate, bin]``, shares of all tokens: those active at that gate, those halted before.
+        deciding, later: histograms ``[gate, bin]`` of active and of already halted tokens, as shares of all tokens.
         closed: share of all tokens that each gate halted.
-        lines: threshold of each gate; ``None`` where the policy has none.
+        lines: threshold of each gate; ``None`` for gates without a threshold.
     """
 
     name = "gates"
@@ -164,8 +164,8 @@ class DepthByDifficulty(Plate):
     That loss does not depend on the gates, so a token's depth has no influence on its difficulty.
 
     Attributes:
-        deciles: depth by decile of difficulty; ``difficulty`` is the mean of each decile.
-        boxes: quantiles of the difficulty of the tokens of each depth that has any.
+        deciles: mean depth of each decile of difficulty; ``difficulty`` is the mean difficulty of each decile.
+        boxes: by depth, quantiles of the difficulty of the tokens with that depth.
         rho, with_entropy: rank correlations of depth with difficulty, and with the entropy after one iteration.
     """
 

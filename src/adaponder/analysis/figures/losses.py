@@ -35,7 +35,7 @@ _ROOM = 5
 class LossByDepth(Plate):
     """Shows mean loss, number of tokens and distribution of losses by depth; the paper's curve looks like a check mark.
 
-    ``groups`` has one entry per depth; ``density[bin, depth]``, per nat, integrates to at most 1 at each depth.
+    ``groups`` has one entry per depth. ``density[bin, depth]`` is the share of a depth's tokens per nat of loss.
     """
 
     name = "halting"
@@ -146,11 +146,11 @@ def _shape(groups: Means) -> str:
 
 
 class GainByIteration(Plate):
-    """Shows the loss gained by each iteration at full depth, for tokens grouped by the depth the policy gave them.
+    """Shows how much each iteration lowers the loss at full depth, for tokens grouped by their depth under the policy.
 
     Attributes:
-        losses: ``[group, iteration]``, mean NLL at full depth: a group for the tokens of each depth, the last for all.
-        gains: for all, active and halted tokens, an entry per iteration from the second on.
+        losses: ``[group, iteration]``, mean NLL at full depth: one group per depth, then a group of all tokens.
+        gains: fall of the mean NLL in iterations 2 … K, for all, for active and for halted tokens.
     """
 
     name = "gains"
@@ -250,16 +250,16 @@ class GainByIteration(Plate):
 
 
 class ForgoneGain(Plate):
-    """Shows the loss that halted tokens would have gained by continuing, compared with random tokens.
+    """Shows how much lower the loss of halted tokens would be had they continued, compared with random tokens.
 
-    Gains are measured with every token at full depth: the loss after the iteration at which a token halted minus the
-    loss after the last, so the tokens around it continue as well.
+    A gain is the loss after the iteration at which the token halted minus the loss after the last iteration, both with
+    every token at full depth (the tokens before it continue as well).
 
     Attributes:
-        groups: an entry per depth below the last: gains of the tokens that halted there.
-        random: mean gain of all tokens from that depth on; 95 % of equally large draws differ by at most ``band``.
+        groups: mean gain of the tokens that halted at each depth below K.
+        random: mean gain of all tokens from that depth to K; 95 % of equally large draws differ by at most ``band``.
         halted: the gain given up by halting, per token of the text.
-        chance: the same for depths permuted at random within each document: mean, and ends of 95 % of permutations.
+        chance: ``halted`` if depths are permuted at random within each document: mean and 95 % interval.
     """
 
     name = "forgone"
@@ -347,7 +347,7 @@ class ForgoneGain(Plate):
 
 
 def _permuted(gains: np.ndarray, depth: np.ndarray, document: np.ndarray, *, seed: int) -> tuple[float, float, float]:
-    """Returns mean, low and high of the gain given up per token when depths are permuted within each document.
+    """Returns mean, low and high (95 %) of the gain given up per token if depths are permuted within each document.
 
     Permuting over documents would favour a policy that only halts less in hard documents.
     """

@@ -26,8 +26,8 @@ class Plate(ABC):
     """One figure: an instance holds its numbers, measured from a trace, and draws, describes and tabulates them.
 
     Attributes:
-        name: the name of its files, and in ``--only``.
-        alt: alternative text; the numbers are in the caption.
+        name: the name of the figure in ``--only``, and of its files.
+        alt: alternative text, without numbers (these are in the caption).
         needs: what the traced method must have: ``halting``, ``gates``, ``iterations`` (more than one).
     """
 
@@ -101,6 +101,6 @@ def depth_axis(axes: Axes, deepest: int) -> None:
 
 
 def mean_depth_limits(groups: Means, deepest: int, *, least: float) -> tuple[float, float]:
-    """Returns axis limits for these mean depths; a margin of at least ``least`` keeps noise from filling the axis."""
+    """Returns limits of an axis for these mean depths, with a margin of at least ``least`` iterations."""
     low, high = groups.range
     return depth_limits(low, high, deepest, margin=max(0.1 * (high - low), least))

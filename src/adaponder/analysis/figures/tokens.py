@@ -25,7 +25,7 @@ PASSAGE = 320
 
 
 class TokenGrid(Plate):
-    """Shows which iterations of consecutive tokens were computed; ``after`` is the legend of the other cells."""
+    """Shows which iterations of consecutive tokens were computed; ``after`` is the legend of skipped iterations."""
 
     name = "grid"
     title = "Computed or reused, token by token"
@@ -83,9 +83,9 @@ class TokenGrid(Plate):
 
 
 def busiest(depth: np.ndarray, document: np.ndarray, length: int) -> tuple[int, int]:
-    """Returns (first, length) of the tokens of one document whose depths have the highest entropy.
+    """Returns (first token, length) of the stretch within one document whose depths have the highest entropy.
 
-    If every document is shorter than ``length``, the tokens are the first of the text.
+    If every document is shorter than ``length``, the stretch is the beginning of the text.
     """
     length = min(length, len(depth))
     levels = np.arange(1, int(depth.max()) + 1)
@@ -102,7 +102,7 @@ def busiest(depth: np.ndarray, document: np.ndarray, length: int) -> tuple[int, 
 
 
 class Excerpt(NamedTuple):
-    """Words with their depths (0: not computed) and the loss of predicting the next word (NaN: none).
+    """Words with their depths (0: not computed) and the losses of the next words (NaN: no next word).
 
     ``target`` is the index of the word that ``remark`` is about; ``None`` for a passage.
     """
@@ -129,7 +129,7 @@ def extremes(trace: Trace, *, hardest: bool, count: int = 6) -> list[Excerpt]:
 
 
 def passage(trace: Trace, length: int = PASSAGE) -> Excerpt:
-    """Returns the excerpt of ``length`` consecutive tokens whose depths differ most."""
+    """Returns the excerpt of ``length`` consecutive tokens whose depths have the highest entropy."""
     first, length = busiest(trace["depth"], trace["document"], length)
     tokens = trace.frame.iloc[first : first + length]
     means = f"mean depth {tokens['depth'].mean():.2f} ({trace['depth'].mean():.2f} overall)"

@@ -26,6 +26,7 @@ from adaponder.policies.values import unit_hash
 
 # A mean depth within CLOSE of the budget ends the search; a mean depth further away than REACHED counts as missed.
 CLOSE, REACHED = 0.004, 0.02
+# Schedules fix the shares of active tokens; ``ranked`` selects the tokens by rank instead of by thresholds on gates.
 _MANNER = {False: "thresholds", True: "ranked"}
 # Maximum scorings of a search, and its maximum steps: a step at a setting that was scored before is free.
 _MAX_RUNS, _MAX_LOOKS = 6, 40
@@ -38,7 +39,7 @@ class Rule(NamedTuple):
         name: label in tables and legends.
         policy: builds the policy from a threshold, which is in ``unit``.
         signal: computes the signal of each row; large where the token should continue.
-        ceiling: whether the policy continues while its measure is at most the threshold; ``signal`` is then minus it.
+        ceiling: whether the policy continues while its measure is at most the threshold; ``signal`` is its negative.
         shallowest: the smallest mean depth; 2 for policies that compare two iterations.
     """
 
@@ -76,7 +77,7 @@ RULES: dict[str, Rule] = {
 
 
 class FullDepth(NamedTuple):
-    """The scores of one half at full depth: losses ``[n, K]`` and each rule's signal ``[n, K-1]``, by name."""
+    """The losses ``[n, K]`` of half a text at full depth, and the signal ``[n, K-1]`` of each rule by its name."""
 
     nll: np.ndarray
     signals: dict[str, np.ndarray]
@@ -128,7 +129,7 @@ def at_full_depth(
 
 
 class Setting(NamedTuple):
-    """A dial's setting in words and as a policy (``None`` for the oracle, which has a ``price`` instead)."""
+    """A setting of a dial, in words and as a policy (``None`` for the oracle, which has a ``price`` instead)."""
 
     words: str
     policy: Policy | None
@@ -139,7 +140,7 @@ class Setting(NamedTuple):
         return None if self.policy is None else self.policy.as_line()
 
     def options(self, half: Half, losses: np.ndarray | None, *, iterations: int, seed: int) -> ScoringOptions:
-        """Returns options that score ``half`` at this setting; only the oracle uses ``losses`` at every depth."""
+        """Returns options that score ``half`` at this setting; only the oracle needs the ``losses`` at every depth."""
         if self.policy is not None:
             return ScoringOptions(policy=self.policy, seed=seed)
         assert losses is not None
@@ -148,9 +149,9 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Dial:
-    """A policy with a free threshold: ``at(depth)`` is the setting with that mean depth on the recorded signals.
+    """A policy with a free threshold: ``at(depth)`` returns the setting with that mean depth on the recorded signals.
 
-    ``shallowest`` is the smallest mean depth of any setting; at this depth and at K, the measured depth is exact.
+    ``shallowest`` is the smallest mean depth of any setting. At this depth and at K, the measured depth is exact.
     """
 
     name: str
@@ -160,7 +161,7 @@ class Dial:
 
 
 def threshold_dial(full: FullDepth, word: str, name: str | None = None) -> Dial:
-    """Returns the dial of ``RULES[word]``."""
+    """Returns the dial of ``RULES[word]``, under its own name unless ``name`` is given."""
     rule, signal = RULES[word], full.signals[word]
 
     def at(depth: float) -> Setting:
@@ -176,7 +177,7 @@ def threshold_dial(full: FullDepth, word: str, name: str | None = None) -> Dial:
 
 
 def uniform_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
-    """Returns the dial that keeps the same share ``(depth - 1) / (K - 1)`` after every iteration (section 5.2)."""
+    """Returns the dial that keeps the share ``(depth - 1) / (K - 1)`` of tokens after every iteration (section 5.2)."""
 
     def at(depth: float) -> Setting:
         keep = min(1.0, max(0.0, (depth - 1.0) / (full.iterations - 1)))
@@ -218,7 +219,7 @@ def shares_dial(full: FullDepth, shape: tuple[float, ...], name: str) -> Dial:
 
 
 def oracle_dial(full: FullDepth) -> Dial:
-    """Returns the dial that gives each token the depth of least loss plus price per iteration; it reads the targets."""
+    """Returns the dial that gives each token the depth that minimises loss + price * depth; it needs the targets."""
 
     def at(depth: float) -> Setting:
         price = _bisect(-100.0, 100.0, lambda price: priced_depths(full.nll, price).mean() > depth)
@@ -234,7 +235,7 @@ def _scheduled(schedule: Schedule, full: FullDepth, ranked: bool) -> Policy:
 
 
 def _bisect(low: float, high: float, too_low: Callable[[float], bool], steps: int = 60) -> float:
-    """Returns the smallest number between ``low`` and ``high`` that is not too low, after ``steps`` bisections."""
+    """Returns the smallest number in ``low … high`` for which ``too_low`` is false, by ``steps`` bisections."""
     for _ in range(steps):
         middle = (low + high) / 2
         low, high = (middle, high) if too_low(middle) else (low, middle)
@@ -261,7 +262,7 @@ def threshold_at(signal: np.ndarray, depth: float) -> float:
 
 
 def scaled_shares(shape: tuple[float, ...], total: float) -> tuple[float, ...]:
-    """Equals ``min(1, c * shape)`` with the ``c`` for which the shares add up to ``total``; keeps a falling order."""
+    """Equals ``min(1, c * shape)`` with the ``c`` for which the shares add up to ``total``."""
     weights = np.array(shape)
     if total >= len(weights) or not weights.any():
         return tuple([1.0] * len(weights) if total > 0 else [0.0] * len(weights))
@@ -278,9 +279,10 @@ def scaled_shares(shape: tuple[float, ...], total: float) -> tuple[float, ...]:
 
 
 class Tuned(NamedTuple):
-    """A dial set to a budget by ``runs`` scorings of the tuning half; ``missed`` is why it was not reached, if so.
+    """A dial that was set to a budget by ``runs`` scorings of the tuning half.
 
-    ``scores`` are those of the tuning half; ``None`` if the budget is below the dial's smallest depth.
+    ``scores`` are those of the tuning half at ``setting``; ``None`` if the budget is below the smallest possible depth.
+    ``missed`` says why the budget was not reached; ``None`` if it was.
     """
 
     dial: Dial
@@ -329,7 +331,7 @@ def tune(dial: Dial, budget: float, measure: Callable[[Setting], Scores], *, ite
 
 
 def _between(low: tuple[float, float], high: tuple[float, float], budget: float) -> float:
-    """Returns the aim at which the line through two (aim, depth) points meets the budget, kept away from both ends."""
+    """Returns the aim where the line through two (aim, depth) points meets the budget, clipped to its inner 90 %."""
     width = high[0] - low[0]
     rise = high[1] - low[1]
     fraction = (budget - low[1]) / rise if rise > 0 else 0.5

@@ -44,7 +44,7 @@ class Half:
 
     @property
     def learned(self) -> int:
-        """Returns the number of tokens in the mean loss."""
+        """Returns the number of predictions included in the mean loss."""
         return int(self.own_text.counted.sum())
 
     @property
@@ -56,7 +56,7 @@ class Half:
         return score(model, self.text, self.windows, how=how, **options).at(self.mask)
 
     def depth_interval(self, scores: Scores, *, seed: int) -> Interval | None:
-        """Returns the bootstrap interval of the mean depth."""
+        """Returns the bootstrap interval of the mean of ``scores.depth``."""
         counts = np.diff(self.own_text.starts, append=self.own_text.predictions)
         return bootstrap(per_document(self.own_text, scores.depth.astype(np.float64)), counts, seed=seed)
 
@@ -102,18 +102,18 @@ def halve(text: Text, windows: Windows) -> Halves:
 
 def _assign(lengths: np.ndarray) -> np.ndarray:
     """Returns ``bool[documents]``, true in the first half; each document goes to the half with fewer tokens so far."""
-    chosen, lead = np.zeros(len(lengths), bool), 0
+    in_first, lead = np.zeros(len(lengths), bool), 0
     for index, length in enumerate(lengths.tolist()):
-        chosen[index] = lead <= 0
-        lead += length if chosen[index] else -length
-    return chosen
+        in_first[index] = lead <= 0
+        lead += length if in_first[index] else -length
+    return in_first
 
 
-def _documents(text: Text, chosen: np.ndarray) -> Text:
-    """Returns a text of the chosen documents; each still follows an end token."""
-    lengths = np.diff(text.starts, append=text.predictions)[chosen]
+def _documents(text: Text, mask: np.ndarray) -> Text:
+    """Returns a text of the documents where ``mask``, ``bool[documents]``, is true; each still follows an end token."""
+    lengths = np.diff(text.starts, append=text.predictions)[mask]
     starts = np.cumsum(lengths) - lengths
-    return _selected(text, chosen[text.document], starts, np.flatnonzero(chosen), text.utf8_bytes[chosen])
+    return _selected(text, mask[text.document], starts, np.flatnonzero(mask), text.utf8_bytes[mask])
 
 
 def _every_other(text: Text, windows: Windows, offset: int) -> Half:
@@ -131,15 +131,13 @@ def _every_other(text: Text, windows: Windows, offset: int) -> Half:
     return Half(text, windows, _selected(text, predictions, starts, first, utf8_bytes))
 
 
-def _selected(
-    text: Text, chosen: np.ndarray, starts: np.ndarray, documents: np.ndarray, utf8_bytes: np.ndarray
-) -> Text:
-    """Returns a text of the chosen predictions; documents begin at ``starts`` and have the sources of ``documents``."""
+def _selected(text: Text, mask: np.ndarray, starts: np.ndarray, documents: np.ndarray, utf8_bytes: np.ndarray) -> Text:
+    """Returns the text of the predictions in ``mask``; its documents start at ``starts``, taken from ``documents``."""
     return replace(
         text,
-        stream=np.concatenate([text.stream[:1], text.stream[1:][chosen]]),
+        stream=np.concatenate([text.stream[:1], text.stream[1:][mask]]),
         starts=starts,
         sources=tuple(text.sources[document] for document in documents),
         utf8_bytes=utf8_bytes,
-        learned=None if text.learned is None else text.learned[chosen],
+        learned=None if text.learned is None else text.learned[mask],
     )

@@ -40,8 +40,8 @@ class Measurement:
     Attributes:
         budget: mean depth that the policy was tuned to; ``None`` for an untuned policy.
         setting: the tuned value, in words; ``spec`` is the policy's ``--policy`` line, ``None`` if it has none.
-        runs: number of scorings of the tuning half, whose mean depth is then ``tuning_depth``.
-        difference: the policy's loss minus the tuned learned gate's, paired by document.
+        runs: number of scorings of the tuning half; ``tuning_depth`` is its mean depth at ``setting``.
+        difference: the policy's loss minus that of the learned gate at the same budget, paired by document.
         active: shares of tokens active at iteration 1 … K.
         mflops: MFLOPs per token, including logits computed only for the policy's decisions (``deciding_mflops``).
         missed: why the budget was not reached; the results are then missing or at another depth. ``None`` if reached.
@@ -83,8 +83,8 @@ class Measurement:
 class Lab:
     """Tunes policies on one half of a text, with signals recorded at full depth, and measures them on the other half.
 
-    ``show(what, total)`` is called before each scoring and returns a callback for progress, which is called with the
-    number of predictions of each batch.
+    ``show(what, total)`` is called before each scoring of ``total`` predictions; it returns a function that is called
+    with the number of predictions of each batch, to show progress.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Lab:
     def held_out(self, tuned: Tuned, learned: Scores | None = None) -> tuple[Measurement, Scores | None]:
         """Measures a tuned setting on the held-out half, paired with the ``learned`` gate's scores.
 
-        The returned scores are ``None`` if the setting was never scored on the tuning half.
+        A setting that was never scored on the tuning half is not measured; its scores are ``None``.
         """
         dial, setting, half = tuned.dial, tuned.setting, self.halves.held_out
         planned = Measurement(
@@ -164,18 +164,18 @@ class Lab:
         learned, *signals = (dials.threshold_dial(full, rule) for rule in dials.RULES)
         return [learned, *scheduled, *signals, dials.oracle_dial(full)]
 
-    def budgets(self, requested: Sequence[float] | None, own: float) -> tuple[float, ...]:
-        """Returns the requested budgets; without any, ``own``, the mean depth of the method's own policy."""
+    def budgets(self, requested: Sequence[float] | None, own_depth: float) -> tuple[float, ...]:
+        """Returns the requested budgets; by default ``own_depth``, the mean depth of the method's own policy."""
         for budget in requested or ():
             check_budget(budget, self.iterations, "--budgets")
         if requested:
             return tuple(requested)
-        if not 1.02 <= own <= self.iterations - 0.02:
+        if not 1.02 <= own_depth <= self.iterations - 0.02:
             raise InputError(
-                f"--budgets: as trained, the mean depth on this text is {own:.3f}, where all policies agree; "
+                f"--budgets: as trained, the mean depth on this text is {own_depth:.3f}, where all policies agree; "
                 f"pass mean depths between 1 and {self.iterations}, as in --budgets 1.5,2.5"
             )
-        return (own,)
+        return (own_depth,)
 
     def compare(
         self, budgets: Sequence[float], *, rates: Sequence[float] = RATES, journal: Journal | None = None
@@ -251,7 +251,7 @@ _PROPOSALS, _SAMPLE = 2, 20_000
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to meet the budget: its held-out measurement, and its loss on the tuning half, by which it is chosen."""
+    """One way to meet a budget: its held-out measurement, and its loss on the tuning half, which decides the choice."""
 
     row: Measurement
     tuning_loss: float | None
@@ -311,7 +311,7 @@ def check_rule(rule: str, budget: float) -> None:
 
 
 def ordered(ways: Sequence[Tuned], own_text: Text, *, seed: int = 0) -> list[Tuned]:
-    """Sorts ways by loss, those that miss the budget last; ``ways[0]`` yields only to significantly lower losses."""
+    """Sorts ways: significantly lower losses than that of ``ways[0]``, then ``ways[0]``, others, missed budgets."""
     simplest = ways[0]
 
     def merit(way: Tuned) -> tuple[bool, int, float]:
@@ -342,11 +342,11 @@ def propose(full: FullDepth, budget: float) -> list[tuple[float, ...]]:
     ends.sort(key=lambda end: end[1])
     gate = few.signals["gate"]
     active = np.logical_and.accumulate(gate >= dials.threshold_at(gate, budget), axis=1).mean(0)
-    chosen = [tuple(active.tolist())]
+    distinct = [tuple(active.tolist())]
     for shares, _ in ends:
-        if all(max(abs(a - b) for a, b in zip(shares, other, strict=True)) > 0.02 for other in chosen):
-            chosen.append(shares)
-    return chosen[1 : 1 + _PROPOSALS]
+        if all(max(abs(a - b) for a, b in zip(shares, other, strict=True)) > 0.02 for other in distinct):
+            distinct.append(shares)
+    return distinct[1 : 1 + _PROPOSALS]
 
 
 def expected_loss(full: FullDepth, shares: tuple[float, ...]) -> float:
@@ -357,7 +357,7 @@ def expected_loss(full: FullDepth, shares: tuple[float, ...]) -> float:
 
 
 def _climb(full: FullDepth, shares: tuple[float, ...]) -> tuple[tuple[float, ...], float]:
-    """Moves ever smaller shares between iterations while the loss falls; returns the shares and their loss."""
+    """Moves shares between iterations, in ever smaller steps, while the loss falls; returns shares and loss."""
     loss = expected_loss(full, shares)
     for step in (0.2, 0.1, 0.05, 0.02):
         while moved := next((to for to in _moves(shares, step) if expected_loss(full, to) < loss - 1e-6), None):
@@ -376,7 +376,7 @@ def _moves(shares: tuple[float, ...], step: float) -> Iterator[tuple[float, ...]
 
 
 def frontier(lab: Lab, budgets: Sequence[float], *, journal: Journal | None = None) -> Iterator[Measurement]:
-    """Yields a measurement for each budget, with the best way of :func:`meet`, then one for each fixed depth.
+    """Yields a measurement of the best way (:func:`meet`) for each budget, then of each fixed depth.
 
     Measurements that ``journal`` holds are not repeated; others are saved in it.
     """

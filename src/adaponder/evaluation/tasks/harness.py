@@ -47,7 +47,7 @@ class HarnessLM(TemplateLM):
         model: in evaluation mode, on its device.
         batch_size: texts per forward; changes only speed and rounding.
         how: policy, maximum iterations, and sampling seed.
-        counting: ``with counting(task, texts) as advance`` shows progress; see :func:`adaponder.terminal.counting`.
+        counting: ``with counting(task, number) as advance`` shows progress; see :func:`adaponder.terminal.counting`.
 
     Attributes:
         meters: cost by task name, over all real tokens including prompts. Padding, and tokens generated after a
@@ -92,7 +92,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Returns the first token of texts without context: the start token, else the end token."""
+        """Returns the token that precedes texts without context: the start token, else the end token."""
         start = self.tokenizer.bos_token_id
         return self.tokenizer.eos_token_id if start is None else start
 
@@ -144,7 +144,7 @@ class HarnessLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[Answer]:
-        """Scores ``(key, context, continuation)`` requests; those that differ only in the last token share a pass."""
+        """Scores ``(key, context, continuation)`` requests; those equal but for the last token share a batch row."""
         texts: dict[tuple[int, ...], list[int]] = {}
         for index, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
@@ -169,7 +169,7 @@ class HarnessLM(TemplateLM):
 
     @torch.no_grad()
     def _score(self, texts: Sequence[Sequence[int]], rows: list[int], continuations: list[list[int]]) -> list[Answer]:
-        """Returns each continuation's log-likelihood at the end of its text, and whether it is the greedy choice."""
+        """Returns the log-likelihood of each ``continuations[i]`` in ``texts[rows[i]]``, and whether it is greedy."""
         ids, mask = self._padded(texts)
         scored = [0] * len(texts)
         for row, continuation in zip(rows, continuations, strict=True):
@@ -306,7 +306,7 @@ class HarnessLM(TemplateLM):
 
 
 def _special(add: bool | None) -> dict[str, bool]:
-    """Returns keyword arguments for ``encode``; ``add=None`` keeps the tokenizer's default for start and end tokens."""
+    """Returns arguments for ``encode``: whether to ``add`` special tokens; ``None`` keeps the tokenizer's default."""
     return {} if add is None else {"add_special_tokens": add}
 
 
@@ -339,7 +339,7 @@ def generation_settings(request: dict[str, Any], tokenizer: PreTrainedTokenizerB
 class StopAtStrings(StoppingCriteria):
     """Stops each sequence once its new text contains a stop string.
 
-    ``lengths`` are the numbers of new tokens when the stop strings were complete; 0 where none is.
+    ``lengths[row]`` is the number of new tokens of that sequence when a stop string was complete; 0 before.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: list[str], *, rows: int):

@@ -34,7 +34,7 @@ _UNREADABLE = (KeyError, ValueError, TypeError, IndexError, jinja2.TemplateError
 
 @dataclass(frozen=True)
 class OpenedTask:
-    """A task with its records; ``split`` is evaluated, few-shot examples are drawn from ``examples``, if any."""
+    """A task with its records; items are from ``split``, few-shot examples from the split ``examples``, if any."""
 
     task: Any
     name: str
@@ -45,7 +45,7 @@ class OpenedTask:
 
 
 class Metric(NamedTuple):
-    """One metric of a task; ``stderr`` is ``None`` if no closed form is known, or it is not finite."""
+    """One metric of a task; ``stderr`` is ``None`` if it has no known closed form or is not finite."""
 
     name: str
     value: float
@@ -243,7 +243,7 @@ def _blame_record(opened: OpenedTask, limit: int | None) -> None:
 
 
 def _metrics(task: Any, results: dict[str, Any], samples: list[dict[str, Any]]) -> Iterator[Metric]:
-    """Yields each metric with its closed-form standard error; for perplexities, lm-eval itself would bootstrap it."""
+    """Yields each metric with its closed-form standard error (lm-eval bootstraps that of perplexities)."""
     for key, value in results.items():
         name, _, filtered = key.partition(",")
         if not filtered or name.endswith("_stderr") or not isinstance(value, (int, float)):

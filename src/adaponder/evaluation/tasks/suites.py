@@ -17,7 +17,7 @@ from adaponder.config import AdaPonderConfig
 
 @dataclass(frozen=True)
 class Reference:
-    """Published scores of one backbone in percent: for each number of shots, one per task, in the suite's order."""
+    """Published scores of one backbone: for each number of shots, a percentage per task, in the suite's order."""
 
     name: str
     source: str
