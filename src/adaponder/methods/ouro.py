@@ -18,7 +18,7 @@ from adaponder.policies import Policy
 
 
 class Ouro(Method):
-    """Loops with one exit gate for all; training runs every loop, and tokens exit early only in evaluation."""
+    """Ouro with one exit gate for all loops; training runs every loop, and tokens exit early only in evaluation."""
 
     def __init__(self, config: Recurrence):
         super().__init__(config)

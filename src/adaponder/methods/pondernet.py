@@ -69,8 +69,8 @@ class PonderNet(Method):
         return iterations
 
     @classmethod
-    def requested_depth(cls, config: Recurrence, pressed: float) -> float:
-        """Returns the mean depth under the prior."""
+    def requested_depth(cls, config: Recurrence, closed_share: float) -> float:
+        """Returns the mean depth under the geometric prior."""
         return mean_exit(config.exit_prior, config.iterations)
 
     @classmethod

@@ -50,7 +50,7 @@ class Limits:
         check_fields(self)
 
     def of_connections(self) -> dict[str, float]:
-        """Returns the limits of a connection, by the names of :class:`adaponder.serving.server.BoundedConnection`."""
+        """Returns the limits of one connection, named as in :class:`adaponder.serving.server.BoundedConnection`."""
         return {name: getattr(self, name) for name in ("header_bytes", "header_seconds", "stall_seconds")}
 
 
@@ -110,7 +110,7 @@ class Access:
         return next(iter([key for key in self.keys if hmac.compare_digest(key.cookie.encode(), value)]), None)
 
     def knows_host(self, name: str) -> bool:
-        """Returns whether a ``Host`` header may contain ``name``, a host name or an address without its port."""
+        """Returns whether a ``Host`` header may be ``name``, a host name or IP address without a port."""
         if name == "localhost" or "*" in self.hosts or name in self.hosts:
             return True
         try:
@@ -123,7 +123,7 @@ class Access:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of an app; ``lanes``: number of sequences that its engine runs at a time."""
+    """Settings of an app; ``lanes``: the number of sequences that the engine runs at the same time."""
 
     lanes: int = 64
     limits: Limits = field(default_factory=Limits)

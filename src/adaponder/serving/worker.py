@@ -48,7 +48,7 @@ class Ticket:
 
     Attributes:
         sink: called with the events of the request.
-        left: number of samples whose end the event loop has not handled yet.
+        left: number of samples whose final event the event loop has not handled yet.
         running: number of unfinished samples in the engine; used by the engine's thread only, like ``number``.
         number: the engine's id of the request; ``None`` until it is submitted to the engine.
     """
@@ -69,7 +69,7 @@ class Worker:
         problem: why the engine is broken; ``None`` if it is not.
         sequences: number of unfinished completions, including those that wait for a lane.
         jobs: number of unfinished jobs.
-        longest_request: most tokens of prompt and completion together; once the engine is open, its own limit.
+        longest_request: most tokens of prompt and completion together; until the engine has started, the model's.
         counts: the engine's statistics after the last step.
     """
 
@@ -103,7 +103,7 @@ class Worker:
         return self._thread is not None and self._thread.is_alive() and self.state != "broken"
 
     def submit(self, request: Request, sink: Sink) -> Ticket:
-        """Submits a request and returns its ticket; ``sink`` gets its events, and nothing after an exception."""
+        """Submits a request and returns its ticket; ``sink`` gets the events, or an exception as its last call."""
         self._refuse_if_gone()
         ticket = Ticket(sink, request.samples, request.samples)
         self._tickets.add(ticket)
@@ -124,7 +124,7 @@ class Worker:
     def job(self, parts: Generator[None, None, _Result]) -> asyncio.Future[_Result]:
         """Schedules a generator on the engine's thread and returns a future for its result.
 
-        At each ``yield`` other work may run, and the job ends if its future has been cancelled.
+        At each ``yield`` engine steps and other jobs may run; there the job ends if its future has been cancelled.
         """
         self._refuse_if_gone()
         done: Future[_Result] = Future()
@@ -163,7 +163,7 @@ class Worker:
             raise UnavailableError(f"engine: it is not running ({self.problem or self.state})")
 
     def _take(self, step: dict[Ticket, list[Event]], counts: Mapping[str, int]) -> None:
-        """Delivers the events of one step and updates the counts."""
+        """Calls the sinks of one step's events and updates ``counts``; runs in the event loop."""
         self._room.release()
         self.counts = counts
         for ticket, events in step.items():
@@ -286,7 +286,7 @@ class Worker:
                 done.set_exception(problem)
 
     def _give_up(self, problem: str) -> None:
-        """Marks the engine as broken, and fails all requests and jobs, new ones too, until the worker is stopped."""
+        """Marks the engine as broken and fails all present and future requests and jobs until the worker is stopped."""
         self._post(self._set_broken, problem)
         while True:
             self._fail_jobs("it is not running")  # the queued ones first, then those that commands add
