@@ -149,7 +149,7 @@ def sha256_of(path: Path, error: type[AdaPonderError] = CheckpointError, *, ende
 
 
 def sha256_of_each(paths: Sequence[Path], error: type[AdaPonderError] = CheckpointError) -> list[str]:
-    """Returns the SHA-256 of each file, computed in threads, which stop early if the caller is interrupted."""
+    """Returns the SHA-256 of each file, computed in threads that stop early on Ctrl-C."""
     ended = threading.Event()
     # Hashing and reading release the GIL, so the threads run in parallel.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:

@@ -88,7 +88,7 @@ class Method(nn.Module, ABC):
         return state
 
     def forward(self, execution: Execution, embedded: Tensor) -> Trajectory:
-        """Runs the recurrence over a whole batch, ``embedded [batch, time, d]``."""
+        """Runs all passes of the recurrence over a whole batch, ``embedded [batch, time, d]``."""
         passes = self.passes(execution.control.iterations)
         state = self.start(execution, embedded)
         for i in range(passes):

@@ -22,7 +22,7 @@ from adaponder.ops.precision import widened
 class Trajectory:
     """The result of a recurrence over a batch; hidden states are final-normed."""
 
-    hidden: Tensor  # each token's last, [batch, time, d]
+    hidden: Tensor  # the state after each token's last iteration, [batch, time, d]
     gates: Tensor | None = None  # logits of all gates, [batch, time, gates]; None if no gate was evaluated
     states: list[Tensor] = field(default_factory=list)  # after each pass; empty unless requested
 
@@ -74,7 +74,7 @@ class Scorer:
         return nn.functional.cross_entropy(logits, targets.flatten(), reduction="none").view(targets.shape)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Returns the mean of per-token values over counted tokens."""
+        """Returns the sum of ``values [batch, time]`` over counted tokens, divided by ``items``."""
         return self._per_item((values * self.counted).sum())
 
     def mean_nll(self, hidden: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def with_term(losses: Losses, name: str, term: Tensor, score: Scorer, *, weight:
 def as_targets(
     ids: Tensor, labels: Tensor | None, targets: Tensor | None, vocabulary: int, *, document: Tensor | None
 ) -> Tensor | None:
-    """Returns each token's target: ``targets``, or ``labels`` shifted one to the left within each document."""
+    """Returns each token's target: ``targets``, or ``labels`` shifted left by one; -100 at the end of a document."""
     for name, values in (("labels", labels), ("targets", targets)):
         if values is not None and values.shape != ids.shape:
             raise InputError(f"{name} has shape {tuple(values.shape)}, input_ids {tuple(ids.shape)}: they must agree")

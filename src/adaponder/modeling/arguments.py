@@ -1,4 +1,4 @@
-"""The arguments of a forward that are neither tokens nor labels, and its outputs."""
+"""The settings and the outputs of a forward, and checks of its arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PolicyLike = Policy | Callable[[PolicyInput], Tensor]
 
 # Arguments that Hugging Face passes to every model, and may pass here; only num_items_in_batch is used.
 _HARMLESS = {"num_items_in_batch", "cache_position", "token_type_ids", "tokenizer"}
-# Arguments of kernels for packed sequences; positions that restart carry the same information.
+# Arguments of kernels for packed sequences; ``position_ids`` that restart carry the same information.
 OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 

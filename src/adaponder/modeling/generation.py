@@ -133,8 +133,8 @@ def _require_numbers(input_ids: Tensor, logits: Tensor) -> Tensor:
 class LedgerGenerationMixin(GenerationMixin):
     """Hugging Face's ``generate`` over a ledger instead of its own caches.
 
-    The model provides ``new_ledger`` and ``_policy``. Hugging Face recognises a model that generates by
-    "GenerationMixin" in the names of its bases, hence the name.
+    The model class provides ``new_ledger`` and ``_policy``. The class name ends in "GenerationMixin", by which Hugging
+    Face recognises models that can generate.
     """
 
     @torch.no_grad()

@@ -278,7 +278,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One training run as data; ``provenance`` has the origin of each ``section.field`` of a paper's recipe."""
+    """One training run as data; in a paper's recipe ``provenance`` maps each ``section.field`` to its origin."""
 
     name: str
     model: ModelRecipe

@@ -207,7 +207,7 @@ def usage_of(served: Served, samples: Sequence[Sequence[Writing]], *, hidden: bo
 
 
 def _total_cost(served: Served, samples: Sequence[Sequence[Writing]], *, full_depth: bool) -> tuple[Cost, Cost]:
-    """Returns (cost as if nothing had been cached, share of that cost for prompt tokens from the prefix cache)."""
+    """Returns (cost without a prefix cache, the part of that cost that tokens from the prefix cache would have)."""
     total = cached = Cost.nothing()
     for writings in samples:
         request = writings[0].request

@@ -294,7 +294,7 @@ class ErrorAnswer(BaseModel):
 
 
 class ApiError(Exception):
-    """An error that is sent to the client: ``param`` is the field that caused it, ``code`` a name for programs."""
+    """An error that is sent to the client: ``param``: the field that caused it, ``code``: a machine-readable name."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: Any = None

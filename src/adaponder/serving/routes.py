@@ -79,7 +79,7 @@ class Context:
         return self.settings.limits
 
     def admit(self, *, sequences: int = 0, jobs: int = 0) -> None:
-        """Raises 503 unless the server is ready, and 429 if so many more sequences or jobs would overfill a queue."""
+        """Raises 503 unless the server is ready, and 429 if the queue has no room for so many sequences or jobs."""
         worker, retry = self.worker, {"retry-after": str(self.limits.retry_seconds)}
         if worker.state != "ready":
             raise ApiError(503, f"the server is {worker.state}; try again", code=worker.state, headers=retry)

@@ -163,7 +163,7 @@ class TextStream:
         return self._check(self._decoder.add(token))
 
     def finish(self) -> list[Piece]:
-        """Returns the rest of the text, at the end of the sequence."""
+        """Returns the text still held back, at the end of the sequence."""
         if self.stop is not None:
             return []
         pieces = self._check(self._decoder.flush())

@@ -230,10 +230,10 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         Args:
             input_ids: ``[batch, time]``; with a cache, the tokens it does not hold yet.
             attention_mask: 0 for padding, left or right; with a cache, over cached tokens too.
-            position_ids: counted by the mask when absent, so that left padding changes nothing.
+            position_ids: by default real tokens are counted from 0, so that left padding changes nothing.
             past_key_values: the cache of an earlier forward, to continue from.
             labels: shifted inside; -100 is ignored, as are predictions made at padding.
-            use_cache: return a cache. With one, halted tokens are skipped; without, all are computed, to equal values.
+            use_cache: return a cache, with which halted tokens are skipped; without a cache they are computed too.
             logits_to_keep: only the last n positions' logits, or those at the given indices; 0 keeps all.
             max_iterations: limit on each token's iterations.
             num_items_in_batch: divisor of the summed loss; by default the number of targets.
@@ -248,7 +248,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("input_ids, inputs_embeds: give one of them")
         embedded = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
         cache = PonderCache(self.config.iterations) if use_cache and past_key_values is None else past_key_values
-        tokens = _arrange(embedded, attention_mask, position_ids, _own(cache))
+        tokens = _arrange(embedded, attention_mask, position_ids, _ponder_cache(cache))
         read = self._read_all(tokens) if cache is None else self._read_active(tokens, cache)
         hidden, depth, gates = self._ponder(embedded, tokens.real, most, read)
         if cache is not None:
@@ -295,7 +295,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         return torch.cat(parts) * self.config.embedding_scale
 
     def _table(self, device: torch.device) -> Tensor:
-        """Returns the embeddings of all tokens; an adapted or offloaded embedding module computes them."""
+        """Returns the embedding of every id, ``[vocabulary, d]``; runs the module if it is adapted or offloaded."""
         embedding = self.get_input_embeddings()
         if type(embedding) is nn.Embedding and embedding.weight.device.type != "meta":
             return embedding.weight
@@ -322,7 +322,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         return read
 
     def _read_active(self, tokens: Tokens, cache: PonderCache) -> Read:
-        """Returns a function that runs a pass over active tokens and reads the rows of all others from the cache.
+        """Returns a function that runs a pass over active tokens; keys and values of all others come from the cache.
 
         Sequences with equally many active tokens are computed together: one pass when decoding, and for one sequence.
         """
@@ -365,13 +365,13 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         """
         backbone = self.backbone.config
         window: Any = getattr(backbone, "sliding_window", None)
-        own, other, order = slots[:, :, None], torch.arange(real.shape[1], device=slots.device), real.cumsum(1)
+        query, key, order = slots[:, :, None], torch.arange(real.shape[1], device=slots.device), real.cumsum(1)
         distance = order.gather(1, slots)[:, :, None] - order[:, None, :]
-        full = (other <= own) & real[:, None, :]
+        full = (key <= query) & real[:, None, :]
         near = full if window is None else full & (distance < window)
         masks = {}
         for kind in dict.fromkeys(getattr(backbone, "layer_types", None) or ["sliding_attention"]):
-            mask = ((near if kind == "sliding_attention" else full) | (other == own))[:, None]
+            mask = ((near if kind == "sliding_attention" else full) | (key == query))[:, None]
             if backbone._attn_implementation == "eager":
                 mask = torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, torch.finfo(self.dtype).min)
             masks[kind] = mask
@@ -384,14 +384,14 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"cache_implementation={wanted!r} keeps one row per token, not K: leave it out")
         if generation_config.assistant_early_exit is not None:
             raise ValueError("assistant_early_exit leaves layers out, which every iteration needs: leave it out")
-        cache = _own(model_kwargs.get("past_key_values"))
+        cache = _ponder_cache(model_kwargs.get("past_key_values"))
         if cache is not None:
             cache._is_user_defined = True  # so that generate leaves it complete
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = PonderCache(self.config.iterations)
 
 
-def _own(cache: Any) -> PonderCache | None:
+def _ponder_cache(cache: Any) -> PonderCache | None:
     """Returns ``cache`` if it is a :class:`PonderCache` or ``None``; raises on other caches."""
     if cache is not None and not isinstance(cache, PonderCache):
         raise ValueError(f"past_key_values is a {type(cache).__name__}: only a PonderCache holds K rows per token")
