@@ -197,7 +197,7 @@ def fail(message: str, code: int) -> int:
 
 
 def _misused(error: Exception) -> int:
-    """Prints the parser's error and the help to read; nothing for bare ``adaponder``, which has shown its help."""
+    """Prints a usage error and which ``--help`` to read; nothing for bare ``adaponder``, which has printed its help."""
     context = getattr(error, "ctx", None)
     message = error.format_message().rstrip(".")
     if message and type(error).__name__ != "NoArgsIsHelpError":

@@ -1,4 +1,4 @@
-"""The config of a model: its backbone's config and the settings of the recurrence around it."""
+"""The config of a model: the backbone's config and the settings of the recurrence around the backbone."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _SIZE = re.compile(r"(_size|_dim|_rank|_heads|_layers|max_position_embeddings)$|
 
 
 def is_our_auto_map(auto_map: Any) -> bool:
-    """Returns whether all of an ``auto_map`` is in ``OUR_AUTO_MAP``; the code it names is never run in either case.
+    """Returns whether an ``auto_map`` is part of ``OUR_AUTO_MAP``; code named by an ``auto_map`` is never run.
 
     Ignores the prefix ``NAME--`` that Hugging Face adds to each entry for a hub repository NAME.
     """
@@ -63,7 +63,7 @@ def is_our_auto_map(auto_map: Any) -> bool:
 
 
 def _of_backbone(name: str) -> Any:
-    """Returns a property that reads and sets a field of the backbone's config; an absent field reads ``None``."""
+    """Returns a property for the field ``name`` of the backbone's config; its value is ``None`` if there is none."""
     return property(
         lambda config: getattr(config.backbone_config, name, None),
         lambda config, value: setattr(config.backbone_config, name, value),
@@ -113,7 +113,7 @@ class AdaPonderConfig(PreTrainedConfig, Recurrence):
         super().__post_init__(**kwargs)
 
     def check(self) -> None:
-        """Raises on values that no model can be built from; called again by the model, before it allocates anything."""
+        """Raises on values that no model can be built from; the model calls it again, before allocating anything."""
         check_fields(self, kind=Recurrence)
         if self.ponder_pool == "closed" and self.ponder_on == "logits":
             raise ConfigError(

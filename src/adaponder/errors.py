@@ -24,7 +24,7 @@ class BackboneError(AdaPonderError):
 
 
 class CacheError(AdaPonderError):
-    """A cache that does not belong to this model, this batch or this run."""
+    """A cache that was filled by another model, for another batch or with other settings."""
 
 
 class CheckpointError(AdaPonderError):

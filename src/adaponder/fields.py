@@ -36,7 +36,7 @@ _BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {
 
 @dataclass(frozen=True)
 class Range:
-    """An interval of numbers with ``bounds`` named as in ``_BOUNDS``; :func:`fits` also requires finite numbers."""
+    """An interval of numbers; ``bounds`` maps ``ge``, ``gt``, ``le``, ``lt`` to numbers, as in ``pydantic.Field``."""
 
     bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
@@ -58,7 +58,7 @@ class Range:
 
 
 class Field(NamedTuple):
-    """One value that a user can set. ``choices`` returns the words allowed now; ``why`` is appended to errors."""
+    """A value that a user can set. ``choices`` returns the words allowed at present; ``why`` is appended to errors."""
 
     name: str
     type: Any
@@ -77,7 +77,7 @@ def setting(
     choices: Callable[[], Sequence[str]] | None = None,
     why: str = "",
 ) -> Any:
-    """Returns a dataclass field with its meaning and its range, written as an interval: ``(0, 1]``."""
+    """Returns a dataclass field with a meaning and a range; ``interval`` is written as ``(0, 1]``."""
     about = {"meaning": meaning, "range": Range.parse(interval), "choices": choices, "why": why}
     return dataclasses.field(default=default, metadata={"field": about})
 
@@ -145,7 +145,7 @@ def _literal(hint: Any) -> Any:
 
 
 def _allowed(hint: Any, limits: Range) -> str:
-    """Returns the values that a type and a range allow, in words."""
+    """Returns a phrase for the values that a type and a range allow, such as ``a whole number at least 1``."""
     origin, arguments = typing.get_origin(hint), get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return " or ".join(_allowed(argument, limits) for argument in arguments if argument is not type(None))
@@ -183,7 +183,7 @@ REMOVED: dict[str, tuple[Any, str]] = {}
 
 
 def is_removed(path: str, value: Any) -> bool:
-    """Returns whether ``section.field`` was removed; raises if ``value`` is neither ``None`` nor the old default."""
+    """Returns whether ``section.field`` is a removed field; raises if ``value`` is not ``None`` or its last default."""
     if path not in REMOVED:
         return False
     default, version = REMOVED[path]
@@ -247,7 +247,7 @@ REQUEST_FIELDS = fields_of(Sampling)
 def check(name: str, value: Any) -> Any:
     """Returns ``value`` if it is valid for the field ``name`` of a request; raises :class:`InputError` otherwise.
 
-    Numbers of numpy and torch are converted to Python's first. ``None`` is valid if the field's type includes it.
+    Converts numpy and torch numbers to int or float first. ``None`` is valid if the field's type includes it.
     """
     field = REQUEST_FIELDS[name]
     plain = as_plain_number(value, field.type)
@@ -257,7 +257,7 @@ def check(name: str, value: Any) -> Any:
 
 
 def as_plain_number(value: Any, hint: Any) -> Any:
-    """Converts a number of numpy or torch to Python's int or float, as ``hint`` says; other values stay unchanged."""
+    """Converts a numpy or torch number to the int or float that ``hint`` requires; returns other values unchanged."""
     if value is None or isinstance(value, (bool, str)):
         return value
     kinds = (hint, *get_args(hint))
@@ -386,7 +386,7 @@ class Recurrence:
 
     @property
     def table_scale(self) -> float:
-        """Returns the factor on the embedding table in the vocabulary expectation."""
+        """Returns the factor on the embedding table where expected embeddings are computed."""
         assert isinstance(self.embedding_scale, (int, float))  # resolved when a config is built
         return self.embedding_scale
 
@@ -396,12 +396,12 @@ class Recurrence:
         return self.table_scale * self.initial_multiplier
 
     def gates(self) -> int:
-        """Returns the number of gate evaluations per token: one after each iteration but the last."""
+        """Returns the number of gate evaluations of a token at full depth: one after each iteration but the last."""
         return self.iterations - 1
 
 
 def meanings(kind: type) -> str:
-    """Returns the fields of a dataclass as lines of a docstring's ``Args``."""
+    """Returns a line ``name: meaning`` for each field of a dataclass, for the ``Args`` of a docstring."""
     wrap = functools.partial(textwrap.fill, width=120, initial_indent=" " * 8, subsequent_indent=" " * 12)
     return "\n".join(wrap(f"{field.name}: {field.meaning}.") for field in fields_of(kind).values())
 

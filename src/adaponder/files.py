@@ -63,12 +63,12 @@ def read_bytes(path: Path, error: type[AdaPonderError] = CheckpointError, *, lim
 
 
 def read_json(path: Path, error: type[AdaPonderError] = CheckpointError) -> dict[str, Any]:
-    """Returns the object in a JSON file; refuses damage, deep nesting and numbers of too many digits."""
+    """Returns the object in a JSON file; raises if it is damaged, nested too deeply or has too long numbers."""
     return parse_json(read_bytes(path, error), path, error)
 
 
 def parse_json(content: bytes, where: Path | str, error: type[AdaPonderError] = CheckpointError) -> dict[str, Any]:
-    """Parses a JSON object within the limits of this module; errors begin with ``where``, its source."""
+    """Parses a JSON object within the limits of this module; errors begin with ``where``, the name of the source."""
     try:
         loaded = json.loads(content.decode("utf-8"), parse_int=_whole)
     except RecursionError:
@@ -114,7 +114,7 @@ _PlainYaml.add_constructor("tag:yaml.org,2002:int", _PlainYaml.construct_yaml_in
 
 
 def parse_yaml(text: str, where: str, error: type[AdaPonderError]) -> Any:
-    """Parses YAML within the limits of this module; errors begin with ``where``, its source."""
+    """Parses YAML within the limits of this module; errors begin with ``where``, the name of the source."""
     try:
         return yaml.load(text, Loader=_PlainYaml)
     except RecursionError:
@@ -137,7 +137,7 @@ _NEVER = threading.Event()
 
 
 def sha256_of(path: Path, error: type[AdaPonderError] = CheckpointError, *, ended: threading.Event = _NEVER) -> str:
-    """Returns the SHA-256 of a file; stops early, with a meaningless result, once ``ended`` is set."""
+    """Returns the SHA-256 of a file as hex; once ``ended`` is set, stops early with a meaningless result."""
     digest = hashlib.sha256()
     with open_plain(path, error) as file:
         try:
@@ -149,7 +149,7 @@ def sha256_of(path: Path, error: type[AdaPonderError] = CheckpointError, *, ende
 
 
 def sha256_of_each(paths: Sequence[Path], error: type[AdaPonderError] = CheckpointError) -> list[str]:
-    """Returns the SHA-256 of each file, computed in threads, which stop early if the caller is interrupted."""
+    """Returns the SHA-256 of each file, computed in threads that stop early on Ctrl-C."""
     ended = threading.Event()
     # Hashing and reading release the GIL, so the threads run in parallel.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -168,7 +168,7 @@ def checksums_wanted() -> bool:
 
 
 def write_whole(path: Path, content: bytes, error: type[AdaPonderError] = AdaPonderError) -> None:
-    """Replaces the content of ``path`` atomically: even after a power cut, it is the old or the new one.
+    """Replaces the content of ``path`` atomically: even after a power cut, the file holds the old or the new content.
 
     Raises ``error``, which names the file and the cure, if writing fails.
     """
@@ -182,7 +182,7 @@ def write_whole(path: Path, content: bytes, error: type[AdaPonderError] = AdaPon
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Does the same as :func:`write_whole`, but raises :class:`OSError`."""
+    """Replaces the content of ``path`` atomically, like :func:`write_whole`, but raises :class:`OSError`."""
     with replacing(path) as temporary:
         temporary.write_bytes(content)
 

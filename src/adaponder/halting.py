@@ -14,7 +14,7 @@ from adaponder.ops.precision import wide_dtype, widened
 
 
 class Column(nn.Linear):
-    """A linear map to one number, in at least float32: near the logit of tau = 1e-4, bf16 values are 1/16 apart."""
+    """A linear layer to one number, in at least float32: near the logit of tau = 1e-4, bf16 values are 1/16 apart."""
 
     def __init__(self, width: int):
         super().__init__(width, 1)
@@ -30,7 +30,7 @@ class Column(nn.Linear):
 
 
 class Logit(nn.Linear):
-    """A linear map of ``[…, d]`` to one logit, ``[…]``."""
+    """A linear layer from ``[…, d]`` to one logit, ``[…]``."""
 
     def __init__(self, width: int, *, bias: bool = True):
         super().__init__(width, 1, bias=bias)
@@ -42,8 +42,8 @@ class Logit(nn.Linear):
 class Gate(nn.Module):
     """Maps final-normed hidden states ``[…, d]`` after one iteration to logits of continuing, ``[…]``.
 
-    Equals ``W2 gelu(W1 h + b1) + b2`` (eq. 2); with ``width=0``, a single linear map. The last weights start at zero
-    and the last bias at ``bias``, so that every token starts with ``s = sigmoid(bias)``.
+    Equals ``W2 gelu(W1 h + b1) + b2`` (eq. 2), or one linear layer if ``width=0``. ``W2`` starts at 0 and ``b2`` at
+    ``bias``, so that every token starts with ``s = sigmoid(bias)``.
     """
 
     def __init__(self, hidden_size: int, *, width: int, bias: float):
@@ -66,7 +66,7 @@ class Gate(nn.Module):
 
 
 def read_gate(gate: nn.Module, hidden: Tensor) -> Tensor:
-    """Equals ``gate(hidden)``: a function, so that all gates share one compiled graph."""
+    """Equals ``gate(hidden)``; compiling this function instead of each gate gives all gates one graph."""
     return gate(hidden)
 
 
@@ -118,8 +118,8 @@ def bottom_k_mean(values: Tensor, fraction: float) -> Tensor:
 def ponder_pool(logits: Tensor, real: Tensor | None, depth: Tensor, *, on: str, pool: str) -> Tensor:
     """Returns the gate values that the ponder loss ranks: K-1 for each real token (``real=None``: for every token).
 
-    ``logits`` is ``[batch, time, K-1]``. A token of depth D was active at gates ``i < D``. Its later gates read its
-    frozen hidden state (``pool="all"`` and ``"each"``) or count as constant 0 (``pool="closed"``).
+    ``logits`` is ``[batch, time, K-1]``. A token of depth D was active at gates ``i < D``. Later gates have the value
+    for the frozen hidden state (``pool="all"`` and ``"each"``) or count as constant 0 (``pool="closed"``).
     """
     values = gate_probability(logits) if on == "probabilities" else logits
     if pool == "closed":

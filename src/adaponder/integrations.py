@@ -1,4 +1,4 @@
-"""The two-stage objective of ``adaponder train`` for ``transformers.Trainer`` and TRL's ``SFTTrainer``."""
+"""Adds the two-stage objective of ``adaponder train`` to ``transformers.Trainer`` and TRL's ``SFTTrainer``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PonderCallback(TrainerCallback):
 
     Steps are the Trainer's updates, including resumed ones. Each process ranks its own gates, and a micro-batch is
     weighted by its share of the update's targets. During training the callback sets the model's
-    ``training_objective``, ``training_policy`` and ``training_seed``, which differs for each sequence.
+    ``training_objective``, ``training_policy`` and ``training_seed``, from which each sequence gets its own seed.
 
     Logs gain ``depth``, the mean over the tokens since the last log, and ``halted_1 … halted_{K-1}``, the shares of
     tokens with depth at most 1 … K-1; evaluations gain the same with their prefix, e.g. ``eval_depth``. Padding does
@@ -77,7 +77,7 @@ class PonderCallback(TrainerCallback):
         self._come_first()
 
     def _come_first(self) -> None:
-        """Moves this callback before the reporters; a Trainer's list of callbacks is found in the calling frames."""
+        """Moves this callback before all others; finds the Trainer's list of callbacks in the calling frames."""
         frame = inspect.currentframe()
         while frame is not None:
             if isinstance(handler := frame.f_locals.get("self"), CallbackHandler):
@@ -146,7 +146,7 @@ class PonderCallback(TrainerCallback):
         self.depths.evaluated(kwargs["eval_dataloader"])
 
     def _depths(self, metrics: dict[str, Any]) -> dict[str, float]:
-        """Returns the depths of the evaluation that gave ``metrics``, with its prefix; empty after training."""
+        """Returns an evaluation's depths, named with the prefix of ``metrics`` (``eval_depth``); {} after training."""
         prefix = next((name.removesuffix("_runtime") for name in metrics if name.endswith("_runtime")), "train")
         depths = {} if prefix == "train" else self.depths.take(training=False)
         return {f"{prefix}_{name}": value for name, value in depths.items()}

@@ -32,7 +32,7 @@ class JournalPart(NamedTuple):
 
 
 class Journal:
-    """Stores finished parts, one file each, in a folder that the first part creates and :meth:`remove` deletes.
+    """Stores finished parts of a task, one file per part, in a folder; :meth:`remove` deletes them.
 
     Raises if the folder holds parts that were saved with other ``settings`` (JSON values).
     """
@@ -52,7 +52,7 @@ class Journal:
         return len(list(self.folder.glob("*.npz")))
 
     def load(self, name: str) -> JournalPart | None:
-        """Returns the part of this name, or ``None`` if it is not finished."""
+        """Returns the part ``name``, or ``None`` if it has not been saved."""
         path = self._path(name)
         if not path.exists():
             return None
@@ -87,7 +87,7 @@ class Journal:
 def changed_settings(
     before: Mapping[str, Any], now: Mapping[str, Any], text_of: Callable[[Any], str] = str
 ) -> list[str]:
-    """Returns ``name was x, is y`` for each setting whose value differs, compared as JSON."""
+    """Returns ``NAME was X, is Y`` for each setting whose JSON value differs between ``before`` and ``now``."""
     old, new = json.loads(json.dumps(before)), json.loads(json.dumps(now))
     return [
         f"{name} was {text_of(old.get(name))[:100]}, is {text_of(new.get(name))[:100]}"
@@ -98,7 +98,7 @@ def changed_settings(
 
 @contextmanager
 def resuming(journal: Journal | None, part: str) -> Iterator[None]:
-    """Context manager of work that saves its finished parts in ``journal``; ``None`` (no ``--out``) saves nothing.
+    """Context manager for work that saves finished parts in ``journal``; ``None`` (no ``--out``) saves nothing.
 
     Prints how many parts an earlier call finished and, when interrupted, how many are saved. ``part`` is the noun that
     messages use for a part, such as ``row``.

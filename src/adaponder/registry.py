@@ -29,12 +29,12 @@ PLAIN_METHOD = "vanilla"  # computes what the stock decoder computes
 
 
 def method_names() -> tuple[str, ...]:
-    """Returns every registered method, in the order in which they are listed to a user."""
+    """Returns the names of all registered methods, in the order in which users see them."""
     return tuple(_SCALES)
 
 
 def check_method(name: str, prefix: str = "") -> str:
-    """Returns ``name`` if it is a registered method; else raises, with ``prefix`` before the field in the error."""
+    """Returns ``name`` if it is a registered method; else raises an error that begins with ``prefix`` and the field."""
     if isinstance(name, str) and name in REMOVED_METHODS:
         version = REMOVED_METHODS[name]
         raise ConfigError(f"{prefix}method={name} was removed; adaponder {version} is the last version that has it")
@@ -49,7 +49,7 @@ def scale_from_scratch(name: str) -> Scale:
 
 
 def scale_of(rule: str, hidden_size: int) -> float:
-    """Evaluates a rule of ``SCALES``, such as ``sqrt(d)``, at this hidden size."""
+    """Returns the embedding scale of a rule in ``SCALES``, such as ``sqrt(d)``, for this hidden size ``d``."""
     return math.sqrt(SCALES[rule] * hidden_size)
 
 

@@ -99,7 +99,7 @@ def depth_style(depth: int, deepest: int) -> str:
 
 
 def by_depth(pieces: Sequence[str], depths: Sequence[int], deepest: int) -> Text:
-    """Joins the pieces into one text, each coloured by its depth."""
+    """Joins text pieces; each piece is coloured by the depth of its token."""
     text = Text()
     for piece, depth in zip(pieces, depths, strict=True):
         text.append(piece, style=depth_style(depth, deepest))
@@ -121,8 +121,8 @@ _GAP = 2
 class Titled:
     """A table under its title, with text columns aligned left and number columns aligned right.
 
-    If the window is too narrow for all columns, it is printed as several tables, each with the first column, so that
-    no number is broken over two lines.
+    If the terminal is too narrow for all columns, they are printed as several tables, each with the first column, so
+    that no number is broken over two lines.
     """
 
     title: str
@@ -151,15 +151,15 @@ class Titled:
             yield drawn
 
     def _holds_figures(self, index: int) -> bool:
-        """Returns whether at least half of a column's non-empty cells are numbers; never for the first column."""
+        """Returns whether at least half of a column's non-empty cells are numbers; false for the first column."""
         cells = [row[index] for row in self.rows if row[index].strip(" –—")]
         figures = sum(cell.lstrip("+-±~ [")[:1].isdigit() for cell in cells)
         return index > 0 and bool(self.columns[index]) and 2 * figures >= len(cells)
 
     def _least_width(self, index: int, most: int) -> int:
-        """Returns the least width of a column: that of its widest cell and of the longest word of its heading.
+        """Returns the minimum width of a column: its widest cell, but at least the longest word of its heading.
 
-        Cells wider than half of ``most`` (in a table of one column: than ``most``) may be wrapped.
+        Cells count with at most half of ``most``, the table's width (all of it if there is one column), then wrap.
         """
         cells = max((cell_len(row[index]) for row in self.rows), default=0)
         word = max((cell_len(word) for word in self.columns[index].split()), default=0)
@@ -174,12 +174,12 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> 
 
 
 def number(value: float | None, form: str) -> str:
-    """Returns a cell with a number in a format such as ``.3f``, or a dash for ``None``."""
+    """Formats a number for a table cell; ``form`` is a format such as ``.3f``; ``None`` gives a dash."""
     return "–" if value is None else f"{value:{form}}"
 
 
 def spread(interval: tuple[float, float] | None, digits: int = 3) -> str:
-    """Returns a cell with the ends of an interval, empty for ``None``."""
+    """Formats an interval for a table cell as ``low … high``; ``None`` gives an empty cell."""
     return "" if interval is None else f"{interval[0]:.{digits}f} … {interval[1]:.{digits}f}"
 
 
@@ -231,7 +231,7 @@ _last: list[str] = []
 def write_json(path: Path | None, result: dict[str, Any]) -> None:
     """Writes ``result`` as JSON, replacing the file atomically; does nothing if ``path`` is ``None``.
 
-    An infinity or NaN becomes null: JSON has neither.
+    For ``-``, :func:`json_alone` prints the result at the end. Infinity and NaN become null.
     """
     if path is None:
         return
@@ -246,7 +246,7 @@ def write_json(path: Path | None, result: dict[str, Any]) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """Returns the value with ``None`` for each number in it that is not finite."""
+    """Returns ``value`` with every infinity and NaN in it, at any depth, replaced by ``None``."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

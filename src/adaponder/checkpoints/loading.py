@@ -85,7 +85,7 @@ def fetch(name: str | Path, patterns: tuple[str, ...] = NEEDED, **hub: Any) -> P
 
 
 def refuse_unsafe(folder: Path) -> None:
-    """Refuses a checkpoint folder that could execute code or reach outside itself; reads only JSON and headers."""
+    """Refuses a folder that could execute code or read files outside it; reads JSON and safetensors headers only."""
     read_json(folder / "config.json")
     refuse_code(folder)
     weights = sorted(folder.glob("*.safetensors"))
@@ -102,7 +102,7 @@ def refuse_unsafe(folder: Path) -> None:
 
 
 def refuse_code(folder: Path) -> None:
-    """Refuses a folder whose settings would run code, or with links out of it, special files or an adapter."""
+    """Refuses a folder with settings that would run code, links to other folders, special files or an adapter."""
     for pattern in (*NEEDED, "additional_chat_templates/*"):
         for path in sorted(folder.glob(pattern)):
             _require_own(path, folder.resolve())
@@ -191,10 +191,10 @@ def _require_safetensors(path: Path) -> None:
 
 
 def require_room(folder: Path, config: PreTrainedConfig) -> None:
-    """Refuses a config that is much larger than its weights, before a model of that size is allocated.
+    """Refuses a config whose model would be much larger than the saved weights, before that model is allocated.
 
-    Every layer has a tensor, so there cannot be more layers than tensors. Sizes that are wrong by less than a factor of
-    two are left to the comparison of keys and shapes, which lists all of them.
+    Every layer has a tensor, so there cannot be more layers than tensors. Models of up to twice the weights' size pass:
+    the comparison of keys and shapes, which follows, lists every difference.
     """
     tensors = numbers = 0
     for path in folder.glob("*.safetensors"):
@@ -223,11 +223,11 @@ def require_room(folder: Path, config: PreTrainedConfig) -> None:
 
 
 def require_finite(where: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Raises at the first tensor with a NaN or an infinity in it."""
-    if (bad := first_not_finite(tensors)) is not None:
-        content = bad.holds if bad.holds == "NaN" else f"{bad.holds} (as {bad.dtype})"
+    """Raises if a tensor contains NaN or infinity; the error names the first."""
+    if (tensor := first_not_finite(tensors)) is not None:
+        content = tensor.holds if tensor.holds == "NaN" else f"{tensor.holds} (as {tensor.dtype})"
         raise CheckpointError(
-            f"{where}: weights hold {content}: {bad.name}; the model was damaged or diverged in training"
+            f"{where}: weights hold {content}: {tensor.name}; the model was damaged or diverged in training"
         )
 
 
@@ -268,7 +268,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def require_exact_keys(where: str, info: dict[str, Any]) -> None:
-    """Raises unless every parameter was found and every tensor used: ``info`` is Hugging Face's loading info."""
+    """Raises on missing, unexpected or mismatched keys in ``info``, Hugging Face's loading info."""
     problems = []
     for kind in ("missing", "unexpected", "mismatched"):
         if keys := info.get(f"{kind}_keys"):

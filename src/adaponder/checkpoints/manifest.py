@@ -27,7 +27,7 @@ _OLDER = 1
 
 
 def write_manifest(folder: Path, names: Iterable[str] | None = None, **facts: Any) -> None:
-    """Writes the manifest of ``names`` in ``folder`` (``None``: all files but hidden ones), with ``facts``."""
+    """Writes the manifest of the files ``names`` (``None``: all but hidden files); ``facts`` are added to it."""
     if names is None:
         names = [path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")]
     listed = sorted(set(names) - _APART)
@@ -40,7 +40,7 @@ def write_manifest(folder: Path, names: Iterable[str] | None = None, **facts: An
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest of ``folder``, whose ``files`` maps a name to bytes and sha256; raises if it was changed."""
+    """Returns the manifest of ``folder``; ``files`` maps names to sizes and SHA-256. Raises if it was edited."""
     path = folder / MANIFEST
     raw = read_bytes(path)
     content = parse_json(raw, path)
@@ -62,9 +62,9 @@ def verify_files(
     skip: str | None = None,
     may_be_missing: Collection[str] = (),
 ) -> None:
-    """Raises unless every listed file is as it was written; a folder without a manifest has nothing to verify.
+    """Raises unless the size and checksum of each file equal the manifest's; does nothing without a manifest.
 
-    ``only``: the names to verify; ``skip``: an ending of names to leave out; ``may_be_missing``: optional files.
+    ``only``: names of files to verify; ``skip``: suffix of files to leave out; ``may_be_missing``: optional files.
     """
     if not os.path.lexists(folder / MANIFEST) or not read_json(folder / MANIFEST).keys() & {"format", "files"}:
         return  # no manifest, or one of another program
@@ -103,7 +103,7 @@ def _is_entry(name: str, entry: Any) -> bool:
 def saving(folder: Path, *, intact: str, partial: Path | None = None, overwrite: bool = False) -> Iterator[Path]:
     """Context manager: saves a weights folder atomically; on failure the error message ends with ``intact``.
 
-    Yields ``partial``, by default a folder beside ``folder``, which takes its place when the block ends.
+    Yields ``partial``, by default a folder beside ``folder``; it replaces ``folder`` when the block ends.
     """
     partial = partial or folder.with_name(f"{folder.name}.partial")
     try:
@@ -115,7 +115,7 @@ def saving(folder: Path, *, intact: str, partial: Path | None = None, overwrite:
 
 
 def share_weights(folder: Path) -> None:
-    """Gives the weights in ``folder`` the permissions of the configuration beside them.
+    """Gives the weights in ``folder`` the permissions of its config file.
 
     safetensors 0.8 writes files that only their owner may read, regardless of the umask.
     """
@@ -132,7 +132,7 @@ def sealed(content: dict[str, Any]) -> str:
 
 
 def is_sealed(content: dict[str, Any]) -> bool:
-    """Returns whether the checksum in ``content`` is that of its other values, as :func:`sealed` computes it."""
+    """Returns whether ``content["checksum"]`` is the checksum of the other entries, as :func:`sealed` computes it."""
     return content.get("checksum") == _checksum({key: value for key, value in content.items() if key != "checksum"})
 
 

@@ -27,7 +27,7 @@ def sample_path(name: str = SAMPLE) -> Path:
 
 
 def full_name(name: str) -> str:
-    """Returns ``adaponder:NAME``, the package's checkpoint even if a local folder is called NAME."""
+    """Returns ``adaponder:NAME``, which names the package's checkpoint even if a local folder is called NAME."""
     return _PREFIX + name
 
 
@@ -40,7 +40,7 @@ def shipped(name: str | Path) -> Path | None:
 
 
 def data_of(name: str) -> str:
-    """Returns the path of the held-out text if ``name`` is a checkpoint of the package, else ``name``."""
+    """Returns the path of a packaged checkpoint's held-out text; any other ``name`` unchanged."""
     folder = shipped(name)
     if folder is None:
         return name

@@ -54,7 +54,7 @@ def _id_of(folder: Path, content: dict[str, Any], settings: dict[str, Any], role
 
 
 def _vocabulary(content: dict[str, Any]) -> dict[str, int]:
-    """Returns each token's id from the content of a ``tokenizer.json``: a mapping, or for unigrams an ordered list."""
+    """Returns the id of each token of a parsed ``tokenizer.json``, whose vocabulary is a mapping or an ordered list."""
     model, added = content.get("model"), content.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     ids: dict[str, Any] = dict(vocabulary) if isinstance(vocabulary, dict) else {}
@@ -69,7 +69,7 @@ def _vocabulary(content: dict[str, Any]) -> dict[str, int]:
 def require_agreement(
     folder: Path, config: Mapping[str, Any] | None = None, generation: Mapping[str, Any] | None = None
 ) -> None:
-    """Raises on :func:`disagreements`; ``config`` (the backbone's) and ``generation`` are read from files if absent."""
+    """Raises if there are :func:`disagreements`; ``config`` is the backbone's; ``None`` reads the folder's file."""
     if problems := disagreements(folder, config, generation):
         raise CheckpointError(
             f"{folder}: {'; '.join(problems)}; adaponder doctor {folder} --seal lets the tokenizer decide"
@@ -79,7 +79,7 @@ def require_agreement(
 def disagreements(
     folder: Path, config: Mapping[str, Any] | None = None, generation: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Returns how config, generation config and tokenizer of a folder differ, in words; unset values never differ."""
+    """Returns descriptions of differences between config, generation config and tokenizer; ignores unset values."""
     tokens = read_special_tokens(folder)
     if tokens is None:
         return []
@@ -113,10 +113,10 @@ def as_ids(stated: Any) -> list[Any]:
 
 
 def align(model: PreTrainedModel, end: int, padding: int | None = None, *, from_scratch: bool = False) -> list[str]:
-    """Sets the end token of a model's config and generation config to ``end``; returns the changes, in words.
+    """Sets the end token of a model's config and generation config to ``end``; returns a description of each change.
 
-    With ``from_scratch`` it is the only end token. Otherwise the model keeps its own end tokens too, and a config
-    without a padding token stays without, because stock decoders give that token's embedding no gradient.
+    With ``from_scratch``, ``end`` becomes the only end token. Otherwise the model's end tokens stay too, and a model
+    config without a padding token gets none, because stock decoders do not train the padding token's embedding.
     """
     config, generation, changes = model.config.get_text_config(), model.generation_config, []
     assert generation is not None  # every generating model has one
@@ -139,7 +139,7 @@ def align(model: PreTrainedModel, end: int, padding: int | None = None, *, from_
 
 
 def mend(folder: Path) -> list[str]:
-    """Makes a folder's config and generation config agree with its tokenizer; returns the changes, in words."""
+    """Makes a folder's config and generation config agree with its tokenizer; returns a description of each change."""
     tokens, changes = read_special_tokens(folder), []
     if tokens is None or not disagreements(folder):
         return []
@@ -165,9 +165,9 @@ def mend(folder: Path) -> list[str]:
 
 
 def with_padding(files: Mapping[str, str], model: PreTrainedModel) -> dict[str, str]:
-    """Returns the tokenizer's ``files``, set to pad on the left with the model's padding token.
+    """Returns the tokenizer's ``files`` (content by name), set to pad on the left with the model's padding token.
 
-    Padding settings in the files stay; ``model_max_length`` becomes at most the model's positions.
+    Padding settings that the files already have stay; ``model_max_length`` becomes at most the model's positions.
     """
     if not {TOKENIZER, SETTINGS} <= files.keys():
         return dict(files)

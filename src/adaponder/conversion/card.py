@@ -50,7 +50,7 @@ def training_of(folder: Path) -> dict[str, Any] | None:
 
 
 def _validation(folder: Path, step: int, tokens: int | None) -> dict[str, Any] | None:
-    """Returns loss and depth of the run's validation after ``step`` steps, over its first ``tokens`` tokens."""
+    """Returns loss and depth of the run's validation after ``step`` steps; ``tokens`` (its size) is copied."""
     path = next((path for run in folder.parents[:2] if (path := run / "metrics.jsonl").is_file()), None)
     for line in reversed(read_bytes(path).decode("utf-8", "replace").splitlines() if path else []):
         try:
@@ -63,13 +63,13 @@ def _validation(folder: Path, step: int, tokens: int | None) -> dict[str, Any] |
 
 
 def _typed(settings: dict[str, Any], name: str, kind: type = int) -> Any:
-    """Returns a setting if it is of that type and, for text, not empty; else ``None``."""
+    """Returns ``settings[name]`` if its type is ``kind`` and it is not an empty text, else ``None``."""
     value = settings.get(name)
     return value if isinstance(value, kind) and not isinstance(value, bool) and value != "" else None
 
 
 def _source_name(settings: dict[str, Any], name: str) -> str | None:
-    """Returns the name of a source; for a path its last part, so that no local path is published."""
+    """Returns the setting ``name``; of an absolute path only the last part, so that no local path is published."""
     text = _typed(settings, name, str)
     return PurePath(text).name if text is not None and PurePath(text).is_absolute() else text
 

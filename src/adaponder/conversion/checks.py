@@ -21,7 +21,7 @@ from adaponder.modeling import AdaPonderForCausalLM
 
 @dataclass(frozen=True)
 class Check:
-    """The largest difference of logits relative to the largest logit; without a ``bound`` it is only reported."""
+    """A comparison, mostly of logits relative to the largest; without a ``bound``, ``difference`` is only reported."""
 
     what: str
     difference: float
@@ -42,23 +42,23 @@ def require_checks(checks: Sequence[Check], out: Path) -> None:
 
 
 def probe_ids(vocabulary: int) -> Tensor:
-    """Returns random tokens to compare on, the same every time."""
+    """Returns random token ids, ``int64[2, 24]``, the same in every call."""
     return torch.randint(vocabulary, (2, 24), generator=torch.Generator().manual_seed(0), device="cpu")
 
 
 def compare(what: str, ours: Tensor, theirs: Tensor, *, bounded: bool = True) -> Check:
-    """Checks that two logits agree to rounding; ``bounded=False`` only measures their difference."""
+    """Checks that two tensors of logits agree to rounding; ``bounded=False`` only reports their difference."""
     return Check(what, relative_difference(ours, theirs), rounding_bound(theirs.dtype) if bounded else None)
 
 
 def compare_with_ponderlm(
     model: AdaPonderForCausalLM, stock: PreTrainedModel, ids: Tensor, source: dict[str, Any]
 ) -> list[Check]:
-    """Compares ``model`` with PonderLM as released; ``source`` is the recurrence it was trained with.
+    """Compares ``model`` with the released PonderLM, whose config fields are ``source``.
 
-    Logits after one iteration must agree to rounding. If K is the same, so must logits at full depth with all gates
-    set to 1, and with gates as initialised the difference must shrink when gates move closer to 1. If an embedding
-    scale differs, differences are only reported.
+    Logits after one iteration must agree to rounding. With the same K and method ponder or adaponder, so must logits at
+    full depth with all gates set to 1; and moving the gates from their initial value closer to 1 must bring the logits
+    closer. If an embedding scale differs, differences are only reported.
     """
 
     def released(steps: int) -> Tensor:
@@ -85,7 +85,7 @@ def compare_with_ponderlm(
 
 @torch.no_grad()
 def plain_ponder(stock: PreTrainedModel, ids: Tensor, *, steps: int, scale: float, multiplier: float) -> Tensor:
-    """Computes PonderLM as released with the stock decoder alone: no wrapper, no cache, all logits at once."""
+    """Returns the logits of the released PonderLM, computed by the stock decoder without this package's wrapper."""
     table = stock.get_input_embeddings()(torch.arange(stock.config.vocab_size, device=ids.device)) * scale
     embedding = table[ids] * multiplier
     for _ in range(steps):
@@ -95,7 +95,7 @@ def plain_ponder(stock: PreTrainedModel, ids: Tensor, *, steps: int, scale: floa
 
 
 def _logits_at_gates(model: AdaPonderForCausalLM, method: AdaPonder, ids: Tensor, logit: float) -> Tensor:
-    """Returns the model's logits if every gate were ``sigmoid(logit)`` for every token."""
+    """Returns the model's logits with every gate replaced by the constant ``sigmoid(logit)``."""
     outputs: dict[str, Any] = {f"method.gates.{number}.out": gate.out for number, gate in enumerate(method.gates)}
     weights = {f"{name}.weight": torch.zeros_like(linear.weight) for name, linear in outputs.items()}
     biases = {f"{name}.bias": torch.full_like(linear.bias, logit) for name, linear in outputs.items()}

@@ -1,4 +1,4 @@
-"""Converts stock decoders and PonderLM to our methods, and back; the result is checked before it is written."""
+"""Converts stock decoders and PonderLM to our methods, and back; checks the result before writing it."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def require_empty(out: Path) -> None:
 def _to_family(
     opened: OpenedCheckpoint, method: str, recurrence: dict[str, Any], ids: Tensor
 ) -> tuple[AdaPonderForCausalLM, list[Check]]:
-    """Returns the checkpoint's backbone under ``method``, and its comparison with the source."""
+    """Returns the checkpoint's backbone wrapped with ``method``, and the comparisons with the source."""
     if opened.recurrence.get("method") == method and opened.kind == "adaponder":
         trained, iterations = opened.recurrence["iterations"], recurrence.get("iterations")
         if iterations in (None, trained):
@@ -165,7 +165,7 @@ def _tokens_of(text: str, folder: Path) -> Tensor:
 
 @torch.no_grad()
 def loss_by_depth(model: AdaPonderForCausalLM, ids: Tensor) -> tuple[float, ...]:
-    """Returns the loss on a text's ``ids [1, tokens]`` with every token at depth 1, 2, … K."""
+    """Returns the mean loss on ``ids [1, tokens]`` with all tokens at depth 1, then at depth 2, … K."""
     ids = ids[:, : model.config.max_position_embeddings or ids.shape[1]].to(model.device)
     depths = range(1, model.config.iterations + 1)
     if model.method.halts:
@@ -176,7 +176,7 @@ def loss_by_depth(model: AdaPonderForCausalLM, ids: Tensor) -> tuple[float, ...]
 def _save(model: PreTrainedModel, out: Path, source: Path) -> list[str]:
     """Writes model and tokenizer to ``out``; an interrupted conversion leaves no folder that looks complete.
 
-    Returns the changes that make config, generation config and tokenizer agree, in words.
+    Returns a description of each change made so that config, generation config and tokenizer agree.
     """
     remarks = []
     with saving(out, intact="nothing was written") as partial:

@@ -1,8 +1,8 @@
 """Narrower weights: int8 or fp8 in the decoder's linear layers, or half precision throughout.
 
-Only the linear maps inside the decoder's layers are quantised, with one scale for each output; they are most of the
-weights. Embeddings and head stay as they are, since every iteration mixes them, and so do the gates, which are small
-and decide depth. Inputs are not quantised, so a token's result depends on no other token of the batch.
+Only linear layers inside the decoder's layers are quantised, with one scale per output; they are most of the weights.
+Embeddings and head keep their precision, since every iteration mixes them, and so do gates, which are small and decide
+depth. Activations are not quantised, so a token's result depends on no other token of the batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SMALLEST_POWER = 2.0**-15
 
 
 class NarrowLinear(nn.Module):
-    """A linear map with weights of one byte per number, widened to the input's precision when used."""
+    """A linear layer with int8 or fp8 weights, converted to the input's precision in each forward."""
 
     can_be_saved = False
     weight: Tensor
@@ -59,14 +59,14 @@ class NarrowLinear(nn.Module):
 
 
 def _split(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits each scale into a factor below 2 and a power of two; fp8 times the power is exact in float16."""
+    """Returns (factor below 2, power of two) of each scale; an fp8 weight times the power is exact in float16."""
     exact = widened(scale)
     power = (exact / (2 * torch.frexp(exact).mantissa)).clamp(min=_SMALLEST_POWER)
     return exact / power, power
 
 
 def narrow(model: AdaPonderForCausalLM, weights: str) -> None:
-    """Narrows the weights of ``model`` in place: for evaluation and generation, not for training or saving."""
+    """Converts the weights of ``model`` to ``weights`` (int8, fp8, bfloat16, float16) in place, for inference only."""
     if weights in _HALVES:
         if model.device.type == "cpu":
             raise InputError(
@@ -93,7 +93,7 @@ def narrow(model: AdaPonderForCausalLM, weights: str) -> None:
 
 
 def weight_bytes(model: AdaPonderForCausalLM) -> int:
-    """Returns the bytes of the weights, scales of quantised ones included; shared weights count once."""
+    """Returns the size of all weights in bytes, scales of quantised weights included; shared weights count once."""
     quantised = [module for module in model.modules() if isinstance(module, NarrowLinear)]
     tensors = [*model.parameters(), *(buffer for module in quantised for buffer in module.buffers())]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

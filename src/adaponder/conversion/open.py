@@ -1,4 +1,4 @@
-"""Opens any checkpoint as a model: a stock decoder, PonderLM's release, or one of ours; every key must fit."""
+"""Opens any checkpoint as a model (stock decoder, PonderLM's release, ours); missing or unexpected keys raise."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _PONDERLM_UNUSED = {"adapter.weight"}
 
 @dataclass
 class OpenedCheckpoint:
-    """An opened checkpoint."""
+    """The model of a checkpoint, and how the checkpoint was trained."""
 
     kind: str  # stock, ponderlm or adaponder
     folder: Path
-    model: PreTrainedModel  # the stock model, or for adaponder our own
-    recurrence: dict[str, Any] = field(default_factory=dict)  # config fields it was trained with; empty for stock
+    model: PreTrainedModel  # the stock decoder; for adaponder an AdaPonderForCausalLM
+    recurrence: dict[str, Any] = field(default_factory=dict)  # the config fields of training; empty for stock
 
 
 def open_checkpoint(name: str, *, revision: str | None = None, dtype: str = "auto") -> OpenedCheckpoint:
@@ -101,7 +101,7 @@ def describe(name: str, *, verify: bool | None = None) -> AdaPonderConfig:
 
 
 def _stock_config(folder: Path) -> PreTrainedConfig:
-    """Returns the config of a stock decoder; raises where transformers does not know it or its sizes are impossible."""
+    """Returns the config of a stock decoder; raises on an unknown ``model_type`` and on impossible sizes."""
     family = read_json(folder / "config.json").get("model_type")
     if family is not None and (not isinstance(family, str) or family not in CONFIG_MAPPING):
         raise CheckpointError(f"{folder}/config.json: model_type={family!r}: this transformers knows no such family")
@@ -129,8 +129,8 @@ def load(
 ) -> tuple[AdaPonderForCausalLM, Path]:
     """Returns (model, folder) of any checkpoint; a stock decoder becomes ``vanilla``, PonderLM becomes ``ponder``.
 
-    ``auto`` is the precision of the saved weights, on a CPU at least float32: many CPUs have no fast half precision.
-    ``weights`` narrows them afterwards, as :func:`~adaponder.conversion.narrow.narrow` does.
+    ``dtype="auto"`` is the saved precision, but at least float32 on a CPU, since many have no fast half precision.
+    ``weights`` is passed to :func:`~adaponder.conversion.narrow.narrow`, which quantises the model.
     """
     target = as_device(device)
     opened = open_checkpoint(name, revision=revision, dtype=dtype)

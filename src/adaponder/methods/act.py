@@ -25,8 +25,8 @@ class AdaptiveComputationTime(Method):
     ``h_1 + … + h_n >= 1 - epsilon`` (``exit_threshold``), or at K; ``p_n = h_n`` before, and the last iteration gets
     the remainder, ``p_N = R = 1 - (h_1 + … + h_{N-1})``. Tokens halt in training too.
 
-    ``t_n`` is a learned vector for each iteration but the first, initially zero (a sinusoid in the Universal
-    Transformer). If another policy halts a token later, the states after ``N`` have weight 0.
+    ``t_n`` is a vector for each iteration but the first, learned from 0 on (the Universal Transformer has a sinusoid).
+    If another policy halts a token later, the states after ``N`` have weight 0.
     """
 
     def __init__(self, config: Recurrence):
@@ -57,7 +57,7 @@ class AdaptiveComputationTime(Method):
         return State(latest + self._signal(count, latest), state.hidden, (latest, mean, spent + weight, count + 1))
 
     def _signal(self, count: Tensor, latest: Tensor) -> Tensor:
-        """Returns the next ``t_n`` of each row; ``count`` is the number of ``t_n`` it has received before."""
+        """Returns the next ``t_n`` of each row; ``count`` is the number of ``t_n`` added to the row before."""
         table = torch.stack(list(self.signals)).to(latest.dtype)
         return nn.functional.embedding(count.long().clamp(max=len(table) - 1), table)
 
@@ -80,7 +80,7 @@ class AdaptiveComputationTime(Method):
     gates_decide = False  # a policy compares 1 minus the sum of the halting probabilities so far
 
     def training_policy(self, progress: float) -> Policy:
-        """Returns the default policy from the first step on; the halting unit learns through the mean of states."""
+        """Returns the default policy, without warm-up: the halting unit gets gradients through the mean of states."""
         return self.default_policy(training=True)
 
     @classmethod
@@ -93,7 +93,7 @@ class AdaptiveComputationTime(Method):
 
 
 def read_out(mean: Tensor, spent: Tensor, latest: Tensor) -> Tensor:
-    """Equals ``sum_{n<N} p_n s_n + R s_N``: the output if the token halts here."""
+    """Returns the output of tokens that halt now: ``mean = sum_{n<N} p_n s_n`` plus ``R s_N``, ``R = 1 - spent``."""
     return (mean + (1.0 - spent)[..., None] * latest).to(latest.dtype)
 
 

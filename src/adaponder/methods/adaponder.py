@@ -74,14 +74,14 @@ class AdaPonder(Ponder):
 
     @classmethod
     def gate_flops(cls, config: Recurrence) -> int:
-        """Returns the FLOPs of ``W2 gelu(W1 h)``; a gate of width 0 is one row of weights."""
+        """Returns the FLOPs of ``W2 gelu(W1 h)``, or those of a linear gate if ``gate_width`` is 0."""
         d, inner = config.hidden_size, config.gate_width * config.hidden_size
         return 2 * (d * inner + inner) if inner else 2 * d
 
     @classmethod
-    def requested_depth(cls, config: Recurrence, pressed: float) -> float:
-        """Returns ``K - k (K - 1)``: each closed gate saves one iteration."""
-        return config.iterations - pressed * config.gates()
+    def requested_depth(cls, config: Recurrence, closed_share: float) -> float:
+        """Returns ``K - closed_share * (K - 1)``: each closed gate saves one iteration."""
+        return config.iterations - closed_share * config.gates()
 
     @classmethod
     def described(cls, config: Recurrence) -> dict[str, Any]:
@@ -90,10 +90,10 @@ class AdaPonder(Ponder):
 
 @dataclass
 class PonderLoss:
-    """Cross-entropy plus ``weight`` times the mean of the smallest ``fraction`` of gates, of all or per iteration.
+    """Cross-entropy plus ``weight`` times the mean of the smallest ``fraction`` of all gates (eq. 12 and 13).
 
-    ``weight`` and ``fraction`` are the paper's lambda and ``k_s``. See :func:`adaponder.halting.ponder_pool` for ``on``
-    and ``pool``, :class:`Objective` for the rest.
+    With ``pool="each"`` that mean is taken per iteration, then averaged. ``weight`` and ``fraction`` are the paper's
+    lambda and ``k_s``; see :func:`adaponder.halting.ponder_pool` for ``on`` and ``pool``, else :class:`Objective`.
     """
 
     needs_states: ClassVar[bool] = False

@@ -36,10 +36,10 @@ class Anytime(AdaPonder):
     """``E^{i+1} = E^i + m^{i+1} e^i``: AdaPonder's gates decide which tokens continue, but do not weight updates.
 
     At full depth this is PonderLM. Training halts tokens at random (``halt_prior``), independently of the gates, and
-    takes the loss after every iteration (``loss_prior``), so that the backbone learns to predict beside halted tokens.
-    From detached states, gates learn whether some later iteration lowers a token's loss by more than
-    ``lookahead_delta``; backbone and gates get gradients only from their own loss. With ``gate_share`` the gates
-    themselves halt the tokens of some sequences, as at inference.
+    takes the loss after every iteration (``loss_prior``), so that the backbone learns to predict among halted tokens.
+    Gates read detached states and learn whether some later iteration lowers a token's loss by more than
+    ``lookahead_delta``; that loss trains only gates, and the other only the backbone. In a share ``gate_share`` of the
+    sequences the gates halt tokens, as at inference.
     """
 
     def __init__(self, config: Recurrence):
@@ -80,7 +80,7 @@ class Anytime(AdaPonder):
     gate_meaning = "foreseen: a later iteration helps"
 
     def training_policy(self, progress: float) -> Policy:
-        """Returns a policy whose random halts grow from almost none to those of ``halt_prior`` during the warm-up."""
+        """Returns a policy of random halts, which grow during the warm-up from almost none to ``halt_prior``'s."""
         return RandomRates(min(1e6, self.config.halt_prior / max(progress, 1e-6))) if progress < 1 else self.halting
 
     @classmethod
@@ -88,7 +88,7 @@ class Anytime(AdaPonder):
         return iterations
 
     @classmethod
-    def requested_depth(cls, config: Recurrence, pressed: float) -> None:
+    def requested_depth(cls, config: Recurrence, closed_share: float) -> None:
         """Returns ``None``: depth is chosen after training."""
         return
 
@@ -106,7 +106,7 @@ class Anytime(AdaPonder):
 
 
 class Relay(Anytime):
-    """``E^{i+1} = h^i``: the final-normed state is the next iteration's input, as in Ouro."""
+    """``E^{i+1} = h^i``, as in Ouro: the final-normed state is the next iteration's input."""
 
     mixes_vocabulary = False
 
@@ -116,7 +116,7 @@ class Relay(Anytime):
 
 
 class Reread(Anytime):
-    """``E^{i+1} = E^0 + c h^i`` with ``c = state_scale``, as in PonderNet."""
+    """``E^{i+1} = E^0 + c h^i`` with ``c = state_scale``, as in PonderNet: adds the state to the first input."""
 
     mixes_vocabulary = False
 
@@ -138,8 +138,8 @@ class EveryDepthLoss:
     """The mean over targets of ``sum_i prior[i] / r_i * loss_i``, over the iterations ``i`` with the token active.
 
     ``r_i`` is the expected share of tokens that reach iteration ``i`` if the policy halts at random, else 1. So this
-    estimates ``sum_i prior[i] * E[loss_i]``, and any partition into micro-steps has the same sum. In sequences whose
-    tokens are halted by gates, only the loss at each token's own depth counts, as at inference.
+    estimates ``sum_i prior[i] * E[loss_i]``, however a batch is split into micro-batches. Where gates halt the tokens
+    of a sequence, only each token's loss after its last iteration counts, as at inference.
     """
 
     needs_states: ClassVar[bool] = True
@@ -150,7 +150,7 @@ class EveryDepthLoss:
         return self.from_losses(losses_by_depth(trajectory, score), score, execution)
 
     def from_losses(self, losses: Tensor, score: Scorer, execution: Execution) -> Losses:
-        """Computes the loss from each token's loss after each iteration, ``losses [iterations, batch, time]``."""
+        """Computes the loss from ``losses [iterations, batch, time]``, each token's loss after each iteration."""
         terms = {"cross_entropy": score.mean(losses[-1])}  # each token's last state, at its own depth
         total = torch.zeros_like(terms["cross_entropy"])
         gated = gated_sequences(execution)
@@ -165,7 +165,7 @@ class EveryDepthLoss:
 
 
 def gated_sequences(execution: Execution) -> Tensor | None:
-    """Returns ``bool[batch, 1]``: sequences in which gates halt tokens; ``None`` unless a ``GateOrChance`` decides."""
+    """Returns ``bool[batch, 1]``, true where gates halt a sequence's tokens; ``None`` without ``GateOrChance``."""
     policy = execution.control.policy
     if not isinstance(policy, GateOrChance):
         return None
@@ -176,7 +176,7 @@ def gated_sequences(execution: Execution) -> Tensor | None:
 
 
 def _share_reaching(policy: Policy, iteration: int) -> float:
-    """Returns the expected share of tokens that random halts leave active at ``iteration``; 1 for other policies."""
+    """Returns the expected share of tokens that reach ``iteration`` under random halts; 1 for other policies."""
     by_chance = policy.by_chance if isinstance(policy, GateOrChance) else policy
     return by_chance.reaching(iteration) if isinstance(by_chance, RandomRates) else 1.0
 
@@ -189,18 +189,18 @@ def _mean_where(values: Tensor, mask: Tensor, score: Scorer) -> Tensor:
 
 @dataclass
 class LookaheadLoss:
-    """The backbone's loss plus the mean over gates of each gate's binary cross-entropy against its label.
+    """The backbone's loss plus the binary cross-entropy of gates against labels, averaged over gates.
 
-    The label of gate ``i`` is 1 if a later iteration lowers the token's loss by more than ``delta`` nats. Only tokens
-    at full depth have labels, since halted ones could only have positive labels, and no tokens of sequences that gates
-    halt, since those gates select what reaches full depth. Sequences are weighted equally. Labels have no gradient.
+    The label of gate ``i`` is 1 if a later iteration lowers the token's loss by more than ``delta`` nats, else 0. Only
+    tokens at full depth are labelled, because the gains of a halted token are not all known; and only in sequences that
+    are halted at random, because gates would select which tokens reach full depth. Sequences are weighted equally.
 
     Attributes:
-        depths: the loss of the backbone.
-        by: the weight of a label: ``tokens`` weights all equally, ``nats`` by the distance of the gain from ``delta``,
-            so that a gate is above one half where the expected gain is above ``delta``.
+        depths: the loss that trains the backbone.
+        by: ``tokens`` weights all labels equally; ``nats`` weights a label by the distance of the gain from ``delta``,
+            so that a gate learns to be above one half where the expected gain is above ``delta``.
         share, mean_count: see :class:`adaponder.methods.objectives.Objective`.
-        without_target: whether tokens without a target have the label 0, since no iteration can lower their loss.
+        without_target: whether tokens without a target are labelled 0, since no iteration can lower their loss.
     """
 
     needs_states: ClassVar[bool] = True
@@ -235,7 +235,7 @@ class LookaheadLoss:
 
 
 def _gate_loss(logit: Tensor, label: Tensor, weights: Tensor) -> Tensor:
-    """Returns the mean over gates (the first axis) of each token's weighted binary cross-entropy."""
+    """Returns each token's weighted binary cross-entropy, averaged over gates (the first axis)."""
     return nn.functional.binary_cross_entropy_with_logits(logit, label, weights, reduction="none").mean(0)
 
 
@@ -248,7 +248,7 @@ def gains_ahead(losses: Tensor) -> Tensor:
 def mean_over_sequences(values: Tensor, mask: Tensor, mean_count: Callable[[Tensor], Tensor] = own_count) -> Tensor:
     """Averages ``values`` where ``mask`` is true, first per sequence, then over sequences; both are ``[batch, time]``.
 
-    Only sequences with true entries count; 0 if there are none. ``mean_count`` averages their number over processes.
+    Sequences without true entries do not count; ``mean_count`` averages the number of the others over processes.
     """
     count = mask.sum(1)
     means = (values * mask).sum(1) / count.clamp_min(1)

@@ -18,8 +18,8 @@ from adaponder.policies import ExitThreshold, FixedDepth, Policy
 class State(NamedTuple):
     """The state of each row between two passes: tensors with one entry per row.
 
-    ``input`` is that of the next pass, ``[…, d]``; head and gates read ``hidden``, the final-normed state after the
-    last pass (``None`` before the first); ``carried`` are any other tensors of the method.
+    ``input [..., d]`` is what the next pass reads; ``hidden [..., d]`` is the final-normed state after the latest pass
+    (``None`` before the first), which head and gates read; ``carried`` holds the method's other tensors.
     """
 
     input: Tensor
@@ -38,7 +38,7 @@ class Method(nn.Module, ABC):
 
     Attributes:
         halts: whether tokens can stop before the last iteration.
-        signal: the kind of signal that policies receive as ``gate``; policies that need another kind are rejected.
+        signal: what policies receive as ``gate`` (gate, exit or router); policies that need another kind are rejected.
         fixed_iterations: the only supported K, overriding the config; ``None`` leaves K to the config.
         mixes_vocabulary: whether a token's next input contains the expected embedding over the vocabulary.
         has_ponder_term: whether ``Objective.ponder_weight`` adds a term to the loss.
@@ -46,7 +46,7 @@ class Method(nn.Module, ABC):
         exit_threshold: the default of ``config.exit_threshold``; ``None`` for methods without an exit rule.
         gates_apart: whether gradients of the method's parameters and of the backbone are clipped separately.
         gate_meaning: axis label of the gate's value in figures.
-        gates_decide: whether policies compare their threshold with the gate's value itself.
+        gates_decide: whether policies compare their threshold with one gate's value, not with a sum or product.
         after_halting: label in figures of the iterations after a token has halted.
         exported: whether ``adaponder export`` supports the method; not inherited.
         keep_logits: whether to keep vocabulary logits for the backward pass instead of recomputing them.
@@ -73,12 +73,12 @@ class Method(nn.Module, ABC):
         self.full_depth = FixedDepth(config.iterations)
 
     def start(self, rows: Rows, embedded: Tensor) -> State:
-        """Returns the state before the first pass, with E^0 as input."""
+        """Returns the state before the first pass; its input is E^0, the scaled embeddings."""
         return State(self.scaled(embedded))
 
     @abstractmethod
     def receive(self, rows: Rows, state: State, output: Pass) -> State:
-        """Returns the state after a pass."""
+        """Returns the state after a pass, given the pass's ``output``."""
 
     def advance(self, rows: Rows, state: State) -> State:
         """Returns the state for the next pass; not called after the last pass.
@@ -88,7 +88,7 @@ class Method(nn.Module, ABC):
         return state
 
     def forward(self, execution: Execution, embedded: Tensor) -> Trajectory:
-        """Runs the recurrence over a whole batch, ``embedded [batch, time, d]``."""
+        """Runs all passes of the recurrence over a whole batch, ``embedded [batch, time, d]``."""
         passes = self.passes(execution.control.iterations)
         state = self.start(execution, embedded)
         for i in range(passes):
@@ -106,7 +106,7 @@ class Method(nn.Module, ABC):
         return embedded * self.config.input_scale
 
     def arrange(self, tokens: Tokens, iterations: int) -> Tokens:
-        """Returns the tokens in the layout that the backbone reads."""
+        """Returns the tokens in the layout that the backbone reads (pause inserts pauses after each token)."""
         return tokens
 
     def reuse(self) -> str:
@@ -129,7 +129,7 @@ class Method(nn.Module, ABC):
         return ExitThreshold(self.config.exit_threshold)
 
     def training_policy(self, progress: float) -> Policy | None:
-        """Returns the policy at ``progress`` (1: done) of ``train.capacity_warmup``; ``None``: the default policy."""
+        """Returns the policy after a share ``progress`` of ``train.capacity_warmup``; ``None``: the default policy."""
         return None
 
     def objective(self, values: Objective) -> LossFunction:
@@ -142,8 +142,8 @@ class Method(nn.Module, ABC):
         return 1
 
     @classmethod
-    def requested_depth(cls, config: Recurrence, pressed: float) -> float | None:
-        """Returns the mean depth if the loss closes a share ``pressed`` of the gates; ``None``: it has no target."""
+    def requested_depth(cls, config: Recurrence, closed_share: float) -> float | None:
+        """Returns the mean depth if the loss closes ``closed_share`` of the gates; ``None`` if it aims at no depth."""
         return None if cls.halts else float(config.iterations)
 
     @classmethod
@@ -154,7 +154,7 @@ class Method(nn.Module, ABC):
 
     @classmethod
     def described(cls, config: Recurrence) -> dict[str, Any]:
-        """Returns the method's settings, by the names that ``adaponder inspect`` prints."""
+        """Returns the method's settings under the labels that ``adaponder inspect`` prints."""
         return {}
 
     @classmethod
@@ -174,7 +174,7 @@ class Method(nn.Module, ABC):
 
     @classmethod
     def reuse_rule(cls, config: Recurrence) -> str:
-        """Returns how other tokens attend to halted ones: a value of ``config.reuse``, or ``absent`` for not at all."""
+        """Returns how tokens attend to halted ones: a value of ``config.reuse``, or ``absent`` if they cannot."""
         return "state"
 
     @classmethod
@@ -190,5 +190,5 @@ class Method(nn.Module, ABC):
 
     @classmethod
     def gate_flops(cls, config: Recurrence) -> int:
-        """Returns the FLOPs of one gate evaluation; by default, of a gate with one row of weights."""
+        """Returns the FLOPs of one gate evaluation; by default, those of a linear gate."""
         return 2 * config.hidden_size

@@ -1,8 +1,8 @@
 """Cost of a forward of any method: iterations, FLOPs and K/V bytes, from shapes and depths alone.
 
-FLOPs are 2 per multiply-add of the matrix products of one forward; norms, softmax, activations, rotary embeddings and
-computations of a policy are left out. Attention is counted in one of two ways: ``causal`` counts the keys that a query
-may see, ``square`` every query with every key slot, as a dense masked kernel computes and torch's FLOP counter reports.
+Each multiply-add of a matrix product counts as 2 FLOPs; norms, softmax, activations, rotary embeddings and policies are
+left out. Attention is counted in one of two ways: ``causal`` counts only the (query, key) pairs that the mask allows,
+``square`` counts all pairs, as a dense masked kernel computes them and torch's FLOP counter reports them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Attention = Literal["causal", "square"]
 
 
 class Parameters(NamedTuple):
-    """The numbers of parameters of the stock decoder and of the method."""
+    """The number of parameters of the stock decoder, and the number that the method adds."""
 
     backbone: int
     added: int
@@ -33,7 +33,7 @@ class Parameters(NamedTuple):
 
 
 def parameters_of(config: Recurrence, *, shape: Shape | None = None) -> Parameters:
-    """Counts the stock decoder's parameters and the method's."""
+    """Returns the number of parameters of the stock decoder and the number that the method adds."""
     added = method_class(config.method).own_parameters(config)
     return Parameters((shape or shape_of(config.backbone_config)).parameters, added)
 
@@ -46,10 +46,10 @@ class Cost:
         tokens: number of real tokens, without padding.
         reads: sum of the tokens' depths.
         rows: number of rows that the layers computed; above ``reads`` if halted tokens are computed again.
-        body, attention, head, expectation, gates: FLOPs of the layers' weight matrices, of both products of attention,
-            of the returned logits, of expected embeddings, and of gates or routers.
+        body, attention, head, expectation, gates: FLOPs of the layers' weight matrices, of both attention products
+            (scores and weighted values), of the returned logits, of expected embeddings, and of gates or routers.
         kv_bytes: bytes of these tokens' keys and values in the cache.
-        vanilla: FLOPs of the stock decoder on the same tokens, with the same logits and way of counting attention.
+        vanilla: FLOPs of the stock decoder on the same tokens, with logits and attention counted the same way.
     """
 
     tokens: int
@@ -70,7 +70,7 @@ class Cost:
 
     @property
     def iterations(self) -> float:
-        """Returns the mean depth of real tokens, the paper's x."""
+        """Returns the mean depth of real tokens; the paper's "3.8x" is a mean depth of 3.8."""
         return self.reads / max(1, self.tokens)
 
     @property
@@ -79,7 +79,7 @@ class Cost:
 
     @property
     def ratio(self) -> float:
-        """Returns the FLOPs relative to the stock decoder on the same tokens, the true x."""
+        """Returns the FLOPs divided by those of the stock decoder on the same tokens."""
         return self.flops / max(1, self.vanilla)
 
     def __add__(self, other: Cost) -> Cost:
@@ -106,12 +106,12 @@ def cost_of(
         depth: the depth of each token, ``[batch, time]``, as a forward returns it; 0 for padding.
         config: the method and its settings.
         shape: the backbone's shape; ``None`` computes it from ``config`` in a fraction of a second.
-        past: tokens already in the ledger: their depths ``[batch, past]``, or their number, at full depth.
+        past: tokens already in the ledger: their depths ``[batch, past]``, or their number if all have full depth.
         max_iterations: the forward's maximum depth; ``None``: the config's.
         logits: number of tokens that get logits; ``None``: every real token.
         every_gate: whether gates of halted tokens are evaluated too, as with ``output_gates`` or ``labels``.
-        dtype: type of keys and values.
-        attention: ``causal`` or ``square``, see the top of this module. Packed documents are counted as one document.
+        dtype: dtype of the cached keys and values.
+        attention: ``causal`` or ``square``, see this module's docstring. Packed documents count as one document.
     """
     iterations = config.iterations if max_iterations is None else max_iterations
     depth, past = _checked(depth, past, config, iterations)
@@ -160,18 +160,18 @@ def per_depth(config: Recurrence, *, context: int = 0, shape: Shape | None = Non
 def training_flops(config: Recurrence, *, sequence: int, shape: Shape | None = None) -> float:
     """Returns the FLOPs per token of a training step at full depth, in windows of ``sequence`` tokens.
 
-    A backward pass counts as two forwards, the head once per state that the loss scores, and recomputation as nothing.
+    The backward pass counts as two forwards, the head once per hidden state that the loss scores; recomputation as 0.
     """
     row = torch.full((1, sequence), config.iterations)
     cost = cost_of(row, config, shape=shape, every_gate=True)
-    again = method_class(config.method).states_scored(config.iterations) - 1
-    return 3 * (cost.flops + again * cost.head) / sequence
+    extra_states = method_class(config.method).states_scored(config.iterations) - 1
+    return 3 * (cost.flops + extra_states * cost.head) / sequence
 
 
 def expectation_flops(shape: Shape) -> int:
     """Returns the FLOPs of one expected embedding: V logits, then the weighted sum of V embeddings.
 
-    ``expectation_top_k`` does not reduce them: it sets the other probabilities to 0, but multiplies them as well.
+    ``expectation_top_k`` saves no FLOPs: the other probabilities are set to 0, but multiplied with embeddings as well.
     """
     return 4 * shape.vocabulary * shape.hidden
 
@@ -181,7 +181,7 @@ def _reading(
 ) -> tuple[int, int]:
     """Returns (rows computed, FLOPs of attention), summed over ``passes`` passes; each token takes ``slots`` slots.
 
-    ``reuse`` is the method's rule for halted tokens; the defaults describe the stock decoder.
+    ``reuse`` is the method's ``reuse_rule``; the default arguments describe the stock decoder.
     """
     grid = torch.cat([past, depth], dim=1).repeat_interleave(slots, dim=1)
     order = (grid > 0).cumsum(1)
@@ -203,9 +203,9 @@ def _reading(
 
 
 def _pairs(query: Tensor, key: Tensor, order: Tensor, window: int | None) -> int:
-    """Returns the number of (query, key) pairs of a causal mask, sliding if ``window`` is not ``None``.
+    """Returns the number of (query, key) pairs that a causal mask allows, sliding if ``window`` is not ``None``.
 
-    Tensors are ``[batch, slots]``; ``order`` is each slot's rank among real tokens, the unit of ``window``.
+    Tensors are ``[batch, slots]``; ``order`` is each slot's rank among real tokens: ``window`` does not count padding.
     """
     visible = key.cumsum(1)
     if window is not None:

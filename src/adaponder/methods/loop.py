@@ -7,7 +7,7 @@ from adaponder.methods.base import Method, State
 
 
 class Loop(Method):
-    """Repeats the layers without input injection or norm between loops; the final norm follows the last loop."""
+    """Repeats the layers on their own output: E^0 is not added again, and only the last loop's output is normed."""
 
     def receive(self, rows: Rows, state: State, output: Pass) -> State:
         return State(output.stream, output.hidden)

@@ -1,4 +1,4 @@
-"""Mixture-of-Recursions, expert choice: a router per recursion chooses which tokens are computed again."""
+"""Mixture-of-Recursions, expert choice: before each further recursion, a router selects tokens."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from adaponder.policies import Policy, Ranked, RouterThreshold, Shares
 
 
 class MixtureOfRecursions(Method):
-    """``x[chosen] += alpha sigmoid(router) stack(x[chosen])``; other tokens pass through and cannot be attended to.
+    """``x[selected] += alpha sigmoid(router) stack(x[selected])``; other tokens keep ``x`` and cannot be attended to.
 
     The first recursion computes every token, without weighting, so it needs no router and K = 1 is vanilla (law 4).
-    Training chooses the top share of each sequence, which depends on later tokens; evaluation and decoding choose by
-    the sign of the router's logit, which the auxiliary loss trains to agree with that choice.
+    Training selects the tokens with the largest logits of each sequence, so a selection depends on later tokens;
+    evaluation and decoding select positive logits, which the auxiliary loss trains to be the same tokens.
     """
 
     def __init__(self, config: Recurrence):
         super().__init__(config)
-        # Each maps the residual stream before the final norm to the logit of computing the token again.
+        # A router maps the residual stream before the final norm to the logit of computing the token again.
         self.routers = nn.ModuleList(Logit(config.hidden_size, bias=False) for _ in range(config.gates()))
 
     def start(self, rows: Rows, embedded: Tensor) -> State:
@@ -57,9 +57,9 @@ class MixtureOfRecursions(Method):
     def default_policy(self, *, training: bool) -> Policy:
         return self.top_share() if training else RouterThreshold()
 
-    def top_share(self, warm: float = 1.0) -> Policy:
-        """Returns the non-causal training policy; ``warm`` goes from 0 (keep all) to 1 (the config's capacities)."""
-        ramp = 0.5 * (1.0 - math.cos(math.pi * min(1.0, max(0.0, warm))))
+    def top_share(self, progress: float = 1.0) -> Policy:
+        """Returns the non-causal training policy: it keeps all tokens at ``progress`` 0, ``config.capacities`` at 1."""
+        ramp = 0.5 * (1.0 - math.cos(math.pi * min(1.0, max(0.0, progress))))
         capacities = self.config.capacities or []
         return Ranked(Shares(shares=tuple(1.0 - (1.0 - capacity) * ramp for capacity in capacities[1:])))
 
@@ -83,12 +83,12 @@ class MixtureOfRecursions(Method):
         return self.top_share(progress)
 
     @classmethod
-    def requested_depth(cls, config: Recurrence, pressed: float) -> float:
+    def requested_depth(cls, config: Recurrence, closed_share: float) -> float:
         return float(sum(config.capacities or ()))
 
     @classmethod
     def complete(cls, config: Recurrence) -> None:
-        """Checks capacities; unset ones become the paper's for K = 4 (their sum is 3.80, the paper's 3.8x), else 1."""
+        """Checks the capacities; if unset, sets those of the paper for K = 4 (mean depth 3.8), else 1 for each."""
         iterations, capacities = config.iterations, config.capacities
         if capacities is None:
             capacities = [1.0, 0.97, 0.93, 0.9] if iterations == 4 else [1.0] * iterations
@@ -104,9 +104,9 @@ class MixtureOfRecursions(Method):
 
 @dataclass
 class RouterLoss:
-    """Cross-entropy plus ``weight`` times the sum over routers of binary cross-entropy against the chosen tokens.
+    """Cross-entropy plus ``weight`` times the sum over routers of :func:`agreement` with the training selection.
 
-    It trains the sign of a router's logit to agree with the choice of the top share of each sequence.
+    The term makes a router's logit positive for selected tokens and negative for others.
     """
 
     needs_states: ClassVar[bool] = False
@@ -119,13 +119,13 @@ class RouterLoss:
         if not execution.gate_logits:
             return losses
         depth = execution.depth
-        # After iteration i, the router chose which of the tokens computed in it are also computed in iteration i + 1.
+        # Router i selects the tokens of iteration i + 1 among those of iteration i.
         terms = [agreement(logit, depth > i, depth > i + 1) for i, logit in enumerate(execution.gate_logits)]
         return with_term(losses, "router", torch.stack(terms).sum(), score, weight=self.weight, share=self.share)
 
 
-def agreement(logit: Tensor, eligible: Tensor, chosen: Tensor) -> Tensor:
-    """Returns the binary cross-entropy of ``logit`` against ``chosen``, averaged over eligible tokens."""
+def agreement(logit: Tensor, eligible: Tensor, selected: Tensor) -> Tensor:
+    """Returns the binary cross-entropy of logits against the mask ``selected``, averaged over eligible tokens."""
     logit = widened(logit)
-    bce = nn.functional.binary_cross_entropy_with_logits(logit, chosen.to(logit.dtype), reduction="none")
+    bce = nn.functional.binary_cross_entropy_with_logits(logit, selected.to(logit.dtype), reduction="none")
     return (bce * eligible).sum() / eligible.sum().clamp_min(1)

@@ -22,7 +22,7 @@ from adaponder.ops.precision import widened
 class Trajectory:
     """The result of a recurrence over a batch; hidden states are final-normed."""
 
-    hidden: Tensor  # each token's last, [batch, time, d]
+    hidden: Tensor  # the state after each token's last iteration, [batch, time, d]
     gates: Tensor | None = None  # logits of all gates, [batch, time, gates]; None if no gate was evaluated
     states: list[Tensor] = field(default_factory=list)  # after each pass; empty unless requested
 
@@ -35,13 +35,13 @@ class Losses(NamedTuple):
 
 
 class Scorer:
-    """Scores hidden states against the targets; means divide by ``items`` (``None``: the batch's counted tokens).
+    """Computes losses of hidden states; means are sums divided by ``items`` (``None``: the number of counted tokens).
 
-    ``logits`` are those of the last hidden state, if they are computed anyway; no other logits are materialised whole.
+    ``logits``: the logits of the last hidden state, if already computed; all others are computed in chunks.
 
     Attributes:
         counted: ``bool[batch, time]``: real tokens with a target.
-        share: counted tokens of this batch over those of all batches that a caller sums (see :func:`with_term`).
+        share: number of counted tokens divided by ``items``; 1 if ``items`` is ``None``.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Scorer:
         self._weight, self._bias = head
 
     def nll(self, hidden: Tensor) -> Tensor:
-        """Returns per-token losses ``[batch, time]`` of hidden states."""
+        """Returns the cross-entropy of each token, ``[batch, time]``, for ``hidden [batch, time, d]``."""
         targets = self._targets
         if self._logits is None or hidden is not self._trajectory.hidden:
             return linear_cross_entropy(hidden, self._weight, targets, bias=self._bias)
@@ -74,11 +74,11 @@ class Scorer:
         return nn.functional.cross_entropy(logits, targets.flatten(), reduction="none").view(targets.shape)
 
     def mean(self, values: Tensor) -> Tensor:
-        """Returns the mean of per-token values over counted tokens."""
+        """Returns the sum of ``values [batch, time]`` over counted tokens, divided by ``items``."""
         return self._per_item((values * self.counted).sum())
 
     def mean_nll(self, hidden: Tensor) -> Tensor:
-        """Equals ``mean(nll(hidden))``, at less cost."""
+        """Equals ``mean(nll(hidden))``, but is cheaper."""
         if self._logits is not None and hidden is self._trajectory.hidden:
             return self.mean(self.nll(hidden))
         weight, targets = self._weight, self._targets
@@ -90,7 +90,7 @@ class Scorer:
 
 
 class LossFunction(Protocol):
-    """A training loss. ``needs_states`` requests the hidden states after each pass (``trajectory.states``)."""
+    """A training loss; ``needs_states``: whether it reads ``trajectory.states``, the hidden states after each pass."""
 
     needs_states: ClassVar[bool]
 
@@ -108,7 +108,7 @@ class CrossEntropy:
 
 
 def own_count(count: Tensor) -> Tensor:
-    """Returns ``count`` unchanged: with a single process, it is the mean over processes."""
+    """Returns ``count`` unchanged: the mean over processes if there is only one."""
     return count
 
 
@@ -153,10 +153,10 @@ def losses_by_depth(trajectory: Trajectory, score: Scorer) -> Tensor:
 
 
 def with_term(losses: Losses, name: str, term: Tensor, score: Scorer, *, weight: float, share: float | None) -> Losses:
-    """Adds ``share * weight * term``, multiplied in the term's precision, to the total, and ``term`` to the terms.
+    """Returns ``losses`` with ``share * weight * term`` added to the total, and ``term`` to the terms.
 
-    ``share`` weights terms that are not means over targets, so that they add up over batches; ``None``:
-    ``score.share``.
+    ``share`` (``None``: ``score.share``) is needed because ``term`` is not a mean over targets: with it, summing the
+    losses of several batches averages their terms.
     """
     factor = weight * (score.share if share is None else share)
     if isinstance(factor, Tensor):
@@ -167,7 +167,7 @@ def with_term(losses: Losses, name: str, term: Tensor, score: Scorer, *, weight:
 def as_targets(
     ids: Tensor, labels: Tensor | None, targets: Tensor | None, vocabulary: int, *, document: Tensor | None
 ) -> Tensor | None:
-    """Returns each token's target: ``targets``, or ``labels`` shifted one to the left within each document."""
+    """Returns each token's target: ``targets``, or ``labels`` shifted left by one; -100 at the end of a document."""
     for name, values in (("labels", labels), ("targets", targets)):
         if values is not None and values.shape != ids.shape:
             raise InputError(f"{name} has shape {tuple(values.shape)}, input_ids {tuple(ids.shape)}: they must agree")

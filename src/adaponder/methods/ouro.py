@@ -18,11 +18,11 @@ from adaponder.policies import Policy
 
 
 class Ouro(Method):
-    """Loops with one exit gate for all; training runs every loop, and tokens exit early only in evaluation."""
+    """Ouro with one exit gate for all loops; training runs every loop, and tokens exit early only in evaluation."""
 
     def __init__(self, config: Recurrence):
         super().__init__(config)
-        self.exit = Logit(config.hidden_size)  # of the exit probability, lambda
+        self.exit = Logit(config.hidden_size)  # logit of lambda, the exit probability
 
     def start(self, rows: Rows, embedded: Tensor) -> State:
         staying = embedded.new_ones(embedded.shape[:-1], dtype=wide_dtype(embedded.dtype))
@@ -61,7 +61,7 @@ class Ouro(Method):
 
     @classmethod
     def gates_asked(cls, iterations: int) -> int:
-        """Returns ``iterations``: the exit gate is evaluated after the last loop too, although it decides nothing."""
+        """Returns ``iterations``: the exit gate is evaluated after the last loop too, where it decides nothing."""
         return iterations
 
     @classmethod
@@ -71,7 +71,7 @@ class Ouro(Method):
 
 @dataclass
 class ExpectedExitLoss:
-    """Stage I: each token's expected loss under its exit distribution, minus ``entropy_weight`` times its entropy."""
+    """Loss of stage I: the expected loss under each token's exit distribution, minus its weighted entropy."""
 
     needs_states: ClassVar[bool] = True
 

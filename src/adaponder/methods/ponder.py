@@ -1,4 +1,4 @@
-"""PonderLM: each pass adds the expected next embedding to a token's input; all tokens have the same depth."""
+"""PonderLM: after each pass the expected next embedding is added to a token's input; all depths are equal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from adaponder.methods.base import Method, State
 
 
 class Ponder(Method):
-    """``E <- E + softmax(head(h)) @ table``, K-1 times; cross-entropy after the last pass only."""
+    """``E <- E + softmax(head(h)) @ table`` between K passes; cross-entropy after the last pass only."""
 
     mixes_vocabulary = True
     exported = True

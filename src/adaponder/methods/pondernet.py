@@ -1,4 +1,4 @@
-"""PonderNet: each step reads the token and its last state; a loss keeps exit probabilities near a geometric prior."""
+"""PonderNet: a pass reads embedding plus last state; a loss keeps exit probabilities near a geometric prior."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class PonderNet(Method):
         return iterations
 
     @classmethod
-    def requested_depth(cls, config: Recurrence, pressed: float) -> float:
-        """Returns the mean depth under the prior."""
+    def requested_depth(cls, config: Recurrence, closed_share: float) -> float:
+        """Returns the mean depth under the geometric prior."""
         return mean_exit(config.exit_prior, config.iterations)
 
     @classmethod

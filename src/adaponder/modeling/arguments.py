@@ -1,4 +1,4 @@
-"""The arguments of a forward that are neither tokens nor labels, and its outputs."""
+"""The settings and the outputs of a forward, and checks of its arguments."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PolicyLike = Policy | Callable[[PolicyInput], Tensor]
 
 # Arguments that Hugging Face passes to every model, and may pass here; only num_items_in_batch is used.
 _HARMLESS = {"num_items_in_batch", "cache_position", "token_type_ids", "tokenizer"}
-# Arguments of kernels for packed sequences; positions that restart carry the same information.
+# Arguments of kernels for packed sequences; ``position_ids`` that restart carry the same information.
 OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 @dataclass(frozen=True)
 class RunTime:
-    """The settings that a caller can change in each forward; a field at its default is unset."""
+    """The settings that a caller can change in each forward; a field with its default value counts as unset."""
 
     policy: PolicyLike | None = None
     max_iterations: int | None = None
@@ -45,7 +45,7 @@ class RunTime:
         return self if below is None else replace(below, **given)
 
     def check_batch(self, sequences: int) -> None:
-        """Raises unless a tensor of seeds has one for each sequence."""
+        """Raises if ``seed`` is a tensor without exactly one seed for each sequence."""
         if isinstance(self.seed, Tensor) and self.seed.shape != (sequences,):
             raise InputError(f"seed has shape {tuple(self.seed.shape)}, it must be [{sequences}]: one per sequence")
 
@@ -65,7 +65,7 @@ def refuse_foreign(kwargs: dict[str, Any]) -> None:
 
 
 def kept_positions(logits_to_keep: int | Tensor) -> slice | Tensor:
-    """Returns the positions whose logits are returned."""
+    """Returns the positions whose logits a forward returns, as an index of the time axis."""
     if isinstance(logits_to_keep, Tensor):
         require_whole("logits_to_keep", logits_to_keep)
         return logits_to_keep
@@ -84,18 +84,18 @@ def check_room(prompt: int, new_tokens: int, positions: int) -> None:
 
 @dataclass
 class AdaPonderOutput(ModelOutput):
-    """The output of a forward; absent parts are ``None``.
+    """The output of a forward; values that were not requested are ``None``.
 
     Attributes:
         loss: cross-entropy, plus the method's own terms in training or where an ``objective`` was given.
-        logits: ``[batch, kept, vocabulary]``, after each token's last iteration.
+        logits: ``[batch, kept, vocabulary]`` after each token's last iteration, at the positions ``logits_to_keep``.
         past_key_values: the ledger, where ``use_cache`` or a ledger was given.
         hidden_states: on request, final-normed hidden states ``[batch, time, hidden]`` after each pass, the last of
             which the head reads (Hugging Face's own models give one per layer).
         depth: ``[batch, time]``, the iterations of each token; 0 for padding.
         gates: ``[batch, time, gates]`` probabilities: adaponder's ``s``, mor's router, ouro's exit ``lambda``.
-        iteration_logits: ``[passes, batch, kept, vocabulary]``, on request (pause makes one pass).
-        terms: the parts of the loss by name, before their weights, e.g. ``cross_entropy`` and ``ponder``.
+        iteration_logits: on request, logits after each pass, ``[passes, batch, kept, vocabulary]`` (pause: one pass).
+        terms: the unweighted terms of the loss by name, e.g. ``cross_entropy`` and ``ponder``.
     """
 
     loss: Tensor | None = None
@@ -119,7 +119,7 @@ class AdaPonderOutput(ModelOutput):
 
 @dataclass
 class AdaPonderModelOutput(ModelOutput):
-    """The output of ``AutoModel``'s forward; ``last_hidden_state`` is final-normed, of each token's last iteration."""
+    """The output of ``AutoModel``; ``last_hidden_state``: final-normed states after each token's last iteration."""
 
     last_hidden_state: Tensor | None = None
     past_key_values: Ledger | None = None

@@ -77,7 +77,7 @@ def check_generation(
 
 
 def _real_tokens(ids: Tensor, settings: Mapping[str, Any]) -> Tensor:
-    """Returns the number of real tokens per sequence: by the mask, else by the padding token, as Hugging Face does."""
+    """Counts the real tokens of each sequence by the mask or, without one, by the padding token (as Hugging Face)."""
     mask = settings.get("attention_mask")
     if mask is not None:
         if mask.ndim != 2 or mask.shape != ids.shape:
@@ -106,7 +106,7 @@ def _check_length(prompt: int, settings: Mapping[str, Any], positions: int) -> N
 
 
 def check_cache(cache: Any, wanted: Ledger) -> Ledger:
-    """Returns ``cache`` if it is a ledger with the same settings as ``wanted``, a new ledger; raises otherwise."""
+    """Returns ``cache`` if it is a ledger with the settings of ``wanted``, a new and empty ledger; raises otherwise."""
     if not isinstance(cache, Ledger):
         raise CacheError(
             f"past_key_values is a {type(cache).__name__}: this model keeps one row per token and iteration, which "
@@ -135,16 +135,16 @@ def _require_numbers(input_ids: Tensor, logits: Tensor) -> Tensor:
 class LedgerGenerationMixin(GenerationMixin):
     """Hugging Face's ``generate`` over a ledger instead of its own caches.
 
-    The model provides ``new_ledger`` and ``_policy``. Hugging Face recognises a model that generates by
-    "GenerationMixin" in the names of its bases, hence the name.
+    The model class provides ``new_ledger`` and ``_policy``. The class name ends in "GenerationMixin", by which Hugging
+    Face recognises models that can generate.
     """
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any):
         """Runs Hugging Face's ``generate`` in every mode that needs no other cache.
 
-        See :meth:`forward` for ``policy``, ``max_iterations`` and ``seed``. The depths of all tokens read are in
-        ``past_key_values.depth`` of the result.
+        See :meth:`forward` for ``policy``, ``max_iterations`` and ``seed``. The depths of all tokens that were read are
+        in ``past_key_values.depth`` of the result.
         """
         given = {name: value for name, value in kwargs.items() if value is not None}
         check_generation(
@@ -182,7 +182,7 @@ class LedgerGenerationMixin(GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Provides a ledger: Hugging Face's default cache has one row per token, but K iterations need K."""
+        """Provides a ledger, because Hugging Face's default cache holds one row per token instead of K."""
         wanted = generation_config.cache_implementation
         if wanted not in (None, "dynamic"):
             raise CacheError(

@@ -84,7 +84,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
 
     @property
     def wrapped(self) -> Backbone:
-        """Returns the wrapper of ``backbone`` that runs passes; made anew if ``backbone`` was replaced."""
+        """Returns the wrapper that runs passes over ``backbone``; builds a new wrapper if ``backbone`` was replaced."""
         if self._wrapped.stock is not self.backbone:
             options, self._wrapped = self._wrapped.compile_options, Backbone(self.backbone)
             if options is not None:
@@ -93,7 +93,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
 
     @classmethod
     def from_backbone(cls, stock: PreTrainedModel, **recurrence: Any) -> AdaPonderForCausalLM:
-        """Wraps a stock decoder, sharing its weights; ``embedding_scale`` defaults to 1, as in its training.
+        """Wraps a stock decoder, sharing its weights; ``embedding_scale`` defaults to 1, as the decoder was trained.
 
         >>> model = AdaPonderForCausalLM.from_backbone(pythia, method="adaponder", iterations=4)
         """
@@ -157,7 +157,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             input_ids: ``[batch, time]``; with a cache, the tokens it does not hold yet.
             attention_mask: 0 for padding, left or right; with a cache, over cached tokens too.
             position_ids: derived from the mask when absent, so left padding changes nothing.
-            labels: shifted inside, -100 is ignored. Predictions of padding and of a document's last token do not count.
+            labels: shifted inside; -100 is ignored, as are predictions made at padding and at a document's last token.
             targets: labels that are already shifted: the token that each token should predict.
             past_key_values: the :class:`Ledger` of an earlier forward, to continue from.
             use_cache: return a ledger to continue from.
@@ -166,15 +166,15 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             document_ids: ids of documents packed into a sequence: attention stays within equal ids, positions restart.
             policy: decides depths instead of the method's default policy.
             max_iterations: limit on each token's iterations.
-            execution: ``dense`` or ``compact``; by default dense in training, compact where tokens can be skipped.
+            execution: ``dense`` or ``compact``; by default dense in training, else compact if that skips tokens.
             allow_mismatch: skip halted tokens although ``reuse="kv"`` updates their hidden state.
-            objective: the training loss; in training by default ``training_objective``.
+            objective: the loss; by default ``training_objective`` in training and cross-entropy in evaluation.
             output_logits: return logits; if false, the loss computes them in chunks, which saves memory.
-            output_gates: return gates, those of halted tokens included (they read the frozen state).
+            output_gates: return all gates; those of halted tokens are evaluated on the frozen hidden state.
             output_iteration_logits: return logits after each iteration.
             output_hidden_states: return hidden states after each iteration; ``None``: as set in the config.
             on_iteration: called with an :class:`Iteration` after each pass.
-            seed: for policies that draw: one for all sequences (0 if unset), or ``[batch]``, one for each.
+            seed: seed of policies that draw random numbers: an int for all sequences (default 0), or ``[batch]``.
         """
         refuse_foreign(kwargs)
         sizes = {"vocabulary": self.config.vocab_size, "hidden_size": self.config.hidden_size}
@@ -223,7 +223,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         return output.to_tuple() if return_dict is False else output
 
     def _recur(self, rows: Execution, inputs: Tensor, ledger: Ledger | None) -> Trajectory:
-        """Runs the method's recurrence over these ids or embeddings."""
+        """Runs the method's recurrence over ``inputs``, token ids or embeddings; on an error restores the ledger."""
         past = 0 if ledger is None else ledger.slots - rows.tokens.slot.shape[1]
         try:
             embedded = inputs if inputs.is_floating_point() else self.wrapped.embed(inputs)
@@ -250,7 +250,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         return sequence_seeds(0, (self.training_seed << 32) + torch.arange(sequences, device=self.device))
 
     def _loss_function(self, objective: Objective | LossFunction | None) -> LossFunction:
-        """Returns cross-entropy in evaluation; in training or with an objective, the method's loss or the caller's."""
+        """Returns the loss of ``objective``; ``None``: cross-entropy in evaluation, the method's loss in training."""
         if self.training and objective is None:
             objective = self.training_objective
         if objective is None and not self.training:
@@ -298,7 +298,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         return policy
 
     def _ledger(self, past: Any, *, use_cache: bool | None, iterations: int) -> Ledger | None:
-        """Returns the given ledger, else a new one if ``use_cache`` is set, else ``None``."""
+        """Returns ``past`` if given (checked), else a new ledger if ``use_cache`` is set, else ``None``."""
         if past is None:
             return self.new_ledger(iterations) if use_cache else None
         return check_cache(past, self.new_ledger(iterations))
@@ -319,7 +319,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
     def _execution(
         self, name: str | None, tokens: Tokens, control: Control, ledger: Ledger | None, allow_mismatch: bool
     ) -> Execution:
-        """Returns the execution of a forward: as named, else dense in training and compact if tokens are skipped."""
+        """Returns the execution of a forward; by default compact with a ledger or if halted tokens can be skipped."""
         if name not in (None, "dense", "compact"):
             raise InputError(f"execution={name!r} must be dense or compact")
         if name == "dense" and ledger is not None:
@@ -369,7 +369,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             raise InputError(f"{field} reaches position {last}, the backbone's positions end at {limit - 1}")
 
     def compile_passes(self, *, by: str = "layer", memory_budget: float = 1.0, **options: Any) -> None:
-        """Compiles passes over the backbone, and small functions between them; ``options`` are ``torch.compile``'s.
+        """Compiles passes over the backbone, and small functions between them; ``options`` go to ``torch.compile``.
 
         One layer is compiled and used for all layers and iterations; ``by="pass"`` compiles a whole pass instead, which
         takes minutes with many layers. ``memory_budget=0.5`` recomputes half of a pass's activations in backward.
@@ -379,7 +379,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Keeps one pass's activations at a time; each iteration is recomputed in backward."""
+        """Keeps the activations of only one pass at a time: backward recomputes each iteration."""
         options = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
         if options.pop("use_reentrant") or options:
             raise BackboneError(
@@ -432,9 +432,9 @@ class AdaPonderModel(AdaPonderForCausalLM):
 
 
 def _train_padding(stock: PreTrainedModel) -> None:
-    """Gives the padding token's embedding a gradient: a text may contain it, and padding itself is masked.
+    """Unsets ``padding_idx`` of the embeddings, so that the padding token's embedding is trained like all others.
 
-    Some families exclude it (``padding_idx``): a saved model whose padding token changed would train other embeddings.
+    Texts may contain that token (padding itself is masked), and another ``pad_token_id`` must not change training.
     """
     embedding = cast(Any, stock.get_input_embeddings())
     if getattr(embedding, "padding_idx", None) is not None:

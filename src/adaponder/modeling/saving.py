@@ -79,7 +79,7 @@ class StrictCheckpointMixin:
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Runs torch's ``load_state_dict``, but unknown keys are an error with ``strict=False`` too.
 
-        ``transformers.Trainer`` resumes with ``strict=False``: a head saved under another name would not be loaded.
+        ``transformers.Trainer`` resumes with ``strict=False``, which would silently skip a head with another name.
         """
         unknown = sorted(set(state_dict) - set(self.state_dict())) if not strict else []
         if unknown:

@@ -32,7 +32,7 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def recipe_names() -> list[str]:
-    """Returns the recipes that ship, as ``folder/name``."""
+    """Returns the names of the recipes in the package, as ``folder/name``."""
     root = resources.files("adaponder") / "recipes"
     folders = (folder for folder in root.iterdir() if folder.is_dir())
     return sorted(
@@ -44,7 +44,7 @@ def recipe_names() -> list[str]:
 
 
 def stated_in(name: str) -> dict[str, str]:
-    """Maps each ``section.field`` stated in a recipe or its bases to the recipe whose value is used."""
+    """Maps each ``section.field`` set in a recipe or its bases to the name of the recipe whose value is used."""
     values, _ = _read(name)
     base = values.pop("base", None)
     return ({} if base is None else stated_in(base)) | dict.fromkeys(_fields_in(values), name)
@@ -64,7 +64,7 @@ def base_of(name: str) -> str | None:
 
 
 def _read(name: str) -> tuple[dict[str, Any], str]:
-    """Returns the content of the recipe's file and its name. ``name`` is a path, or a recipe that ships."""
+    """Returns (parsed YAML, recipe name); ``name`` is a path or a recipe in the package."""
     if _is_file(name):
         values, recipe_name = read_yaml(Path(name), ConfigError), Path(name).stem
     elif name in recipe_names():
@@ -94,7 +94,7 @@ def _is_file(name: str) -> bool:
 
 
 def _with_bases(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Returns the content of a recipe's file merged over its base. ``above`` lists the recipes based on it."""
+    """Returns a recipe's YAML merged over its bases; ``above``: the recipes that led here, to detect cycles."""
     if name in above:
         raise ConfigError(f"{name}: its bases run in a circle, {' → '.join((*above, name))}")
     values, recipe_name = _read(name)
@@ -104,7 +104,7 @@ def _with_bases(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Merges ``above`` over ``below``. Mappings with ``model_type`` or ``kind`` (backbone, origin) are replaced."""
+    """Merges ``above`` over ``below``; mappings with ``model_type`` or ``kind`` (backbone, origin) replace theirs."""
     merged = dict(below)
     for key, value in above.items():
         whole = isinstance(value, dict) and ("model_type" in value or "kind" in value)
@@ -194,7 +194,7 @@ def _coerced(value: Any, hint: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Returns a float for text that spells one: YAML 1.1 reads 1e-3 as text, and only 1.0e-3 as a number."""
+    """Converts text that spells a number to float, since YAML 1.1 reads 1e-3 as text; returns others unchanged."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -202,7 +202,7 @@ def _number(value: Any) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    """Converts text that spells a number throughout a backbone's mapping. Whole numbers become int."""
+    """Converts all text that spells a number in a backbone's mapping, whole numbers to int, others to float."""
     if isinstance(value, dict):
         return {key: _numbers(inner) for key, inner in value.items()}
     if isinstance(value, list):

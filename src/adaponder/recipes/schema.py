@@ -70,7 +70,7 @@ class ModelRecipe(OpenRecurrence):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings of the recurrence as keyword arguments of the config, without unset ones."""
+        """Keyword arguments of ``AdaPonderConfig`` for the recurrence fields that are set."""
         values = {item.name: getattr(self, item.name) for item in fields(OpenRecurrence)}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -212,7 +212,7 @@ class TrainRecipe:
     log_every: int = setting(10, "steps between logs; 0: only at the end", STEPS)
 
     def gates_begin(self, *, pressed: bool) -> int:
-        """Returns the first step that updates the method's parameters. ``pressed``: the loss has a ponder term."""
+        """Returns the first step that updates the method's parameters; ``pressed``: the loss has a ponder term."""
         if self.gate_start is not None:
             return self.gate_start
         waits = pressed and self.ponder_weight and not self.freeze_backbone_steps
@@ -224,7 +224,7 @@ class TrainRecipe:
             raise ConfigError(f"train.{problem}")
 
     def _contradictions(self) -> Iterator[str]:
-        """Yields an error for each violated rule between fields."""
+        """Yields an error message for each rule between several fields that is violated."""
         for name in ("warmup", "joint_warmup"):
             warmup = getattr(self, name) or 0
             if warmup >= 1 and (warmup > self.steps or warmup != int(warmup)):
@@ -268,7 +268,7 @@ class Origin:
     """Where a value of a paper's recipe comes from.
 
     ``stated``: in the paper; ``release``: in public code or configs (PonderLM's unless noted otherwise); ``inferred``:
-    in neither, and the note gives the reason. A test compares ``value`` with the recipe's.
+    in neither, and ``note`` gives the reason. A test compares ``value`` with the value in the recipe.
     """
 
     kind: Literal["stated", "inferred", "release"]
@@ -278,7 +278,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One training run as data; ``provenance`` has the origin of each ``section.field`` of a paper's recipe."""
+    """One training run as data; in a paper's recipe ``provenance`` maps each ``section.field`` to its origin."""
 
     name: str
     model: ModelRecipe
@@ -305,9 +305,9 @@ class Recipe:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the recipe as plain data. From scratch, an unset embedding scale is replaced by the method's default.
+        """Returns the recipe as plain data; for training from scratch, an unset embedding scale gets its default value.
 
-        Thus records and hashes of runs with different scales differ.
+        So a change of that default changes the hash and the records of a run.
         """
         values = dataclasses.asdict(self)
         if self.model.embedding_scale is None and not isinstance(self.model.backbone, str):

@@ -1,7 +1,7 @@
 """Decides which requests reach the routes: checks Host, Origin and API key, then type, size and time of the body.
 
-Without a valid key only ``/health`` and the login form are served. Paths are those of the ASGI scope, which the router
-matches too, never of a URL that is built from headers.
+Without a valid key only ``/health`` and the login form are served. Paths are read from the ASGI scope, like the router
+does, never from a URL that is built from headers.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class AnswerWriter:
         return self._echoed[index // self._n] if self._echoed else []
 
     def _details(self, index: int, writing: Writing, first: int, last: int) -> dict[str, Any]:
-        """Returns a choice's fields other than its text, for the tokens ``[first:last]``."""
+        """Returns all fields of a choice but its text, for the generated tokens ``[first:last]``."""
         logprobs = None
         if self._top is not None:
             logprobs = (self._chat_logprobs if self._chat else self._completion_logprobs)(index, writing, first, last)
@@ -174,7 +174,7 @@ def finite(value: float) -> float:
 
 
 def text_cost(served: Served, depths: Sequence[int], how: Request | Reading, *, logits: int) -> Cost:
-    """Returns the cost of reading a text once at these depths and of computing ``logits`` rows of logits."""
+    """Returns the cost of one forward with these ``depths`` and the policy of ``how``; ``logits`` tokens get logits."""
     model = served.model
     meter = Meter(model.config, dtype=model.dtype, device=model.device, shape=served.shape)
     if depths:
@@ -185,8 +185,8 @@ def text_cost(served: Served, depths: Sequence[int], how: Request | Reading, *, 
 def usage_of(served: Served, samples: Sequence[Sequence[Writing]], *, hidden: bool) -> dict[str, Any]:
     """Returns the ``usage`` of an answer; ``samples`` lists the completions of each prompt.
 
-    A prompt counts once for all its samples, and tokens from the prefix cache cost no FLOPs. With ``hidden`` the
-    generated token is not counted, but its FLOPs are.
+    A prompt counts once for all its samples, and tokens from the prefix cache cost no FLOPs. With ``hidden``
+    (``max_tokens=0``) the one generated token is not counted, but its FLOPs are.
     """
     choices = [writing for writings in samples for writing in writings]
     prompt_tokens = sum(len(writings[0].request.prompt) for writings in samples)
@@ -210,7 +210,7 @@ def usage_of(served: Served, samples: Sequence[Sequence[Writing]], *, hidden: bo
 
 
 def _total_cost(served: Served, samples: Sequence[Sequence[Writing]], *, full_depth: bool) -> tuple[Cost, Cost]:
-    """Returns the cost as if nothing had been cached, and the part of it for prompt tokens from the prefix cache."""
+    """Returns (cost without a prefix cache, the part of that cost that tokens from the prefix cache would have)."""
     total = cached = Cost.nothing()
     for writings in samples:
         request = writings[0].request
@@ -237,7 +237,7 @@ _PART = 512
 
 
 class ScoreWriter:
-    """Scores texts with one model and writes the answers of ``/score``; called in the engine's thread only."""
+    """Scores texts and writes the answers of ``/score``; must be called in the engine's thread."""
 
     def __init__(self, served: Served):
         self.served, self.scorer = served, TokenScorer(served.model)
@@ -278,7 +278,7 @@ class ScoreWriter:
     def _tokens(
         self, ids: Sequence[int], scores: list[TokenScore], full: list[TokenScore] | None, *, top: int, gates: bool
     ) -> str:
-        """Returns the tokens of an answer as JSON; the JSON of cached scores is reused if an edited text is resent."""
+        """Returns the tokens of an answer as JSON; tokens with cached scores reuse the JSON of earlier answers."""
 
         def depth_fields(score: TokenScore) -> dict[str, Any]:
             tops = [top_tokens(self.served, tuple(tokens)) for tokens in score.top]
@@ -300,14 +300,14 @@ class ScoreWriter:
         return ",".join(tokens)
 
     def _policy_line(self, reading: Reading) -> str | None:
-        """Returns the policy in the form that ``--policy`` takes; ``None`` if it has no such form."""
+        """Returns the policy as a line for ``--policy``; ``None`` if it cannot be written as one."""
         with suppress(AdaPonderError):
             return (reading.policy or self.served.model.method.default_policy(training=False)).as_line()
         return None
 
 
 def _noted(score: TokenScore, name: Any, fields: Callable[[TokenScore], dict[str, Any]]) -> str:
-    """Returns ``fields(score)`` as JSON without braces, cached in ``score.notes`` under ``name``."""
+    """Returns ``fields(score)`` as JSON without braces; ``name`` is its key in the cache ``score.notes``."""
     if name not in score.notes:
         score.notes[name] = _json(fields(score))[1:-1]
     return score.notes[name]

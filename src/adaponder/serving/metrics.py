@@ -39,7 +39,7 @@ class Metrics:
         registry.register(_EngineMetrics(worker, lanes))
 
     def count_tokens(self, depths: Iterable[int], *, prompt: int, completion: int) -> None:
-        """Counts an answer's prompt and completion tokens, and by depth the tokens computed for it."""
+        """Adds an answer's prompt and completion tokens; ``depths`` are those of the computed (not cached) tokens."""
         self.tokens.labels("prompt").inc(prompt)
         self.tokens.labels("completion").inc(completion)
         for depth, count in Tally(depths).items():

@@ -1,7 +1,7 @@
 """Defines the bodies of requests as OpenAI documents them, with an ``adaponder`` extension, and OpenAI's errors.
 
-OpenAI's fields without effect are accepted; those that are not supported accept ``null`` only, with an error that says
-so. Unknown fields are refused. :func:`bodies_for` adds the limits of one server.
+OpenAI fields that would have no effect here are accepted; unsupported ones must be ``null``, and the error says so.
+Unknown fields are refused. :func:`bodies_for` adds the limits of one server.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class JsonBody(BaseModel):
 
 
 class DepthControl(JsonBody):
-    """Decides each token's depth by at most one of policy, tau and budget; without them by the method's own rule."""
+    """Options for depth: at most one of policy, tau and budget; without them, the method's default policy decides."""
 
     policy: str | None = Field(None, max_length=400, description="A policy in one line, e.g. fixed:2 or entropy:2.5.")
     tau: Annotated[float | None, body_field("tau")] = None
@@ -50,7 +50,7 @@ class DepthControl(JsonBody):
 
 
 class Generation(DepthControl):
-    """Options of a completion in addition to OpenAI's."""
+    """Options of a completion that OpenAI's API does not have."""
 
     depth: bool = Field(False, description="Return depths: of each prompt token, and of the one before each new token.")
     top_k: Annotated[int, body_field("top_k")] = 0
@@ -196,7 +196,7 @@ class ScoreBody(JsonBody):
 def bodies_for(served: Served, limits: Limits) -> dict[type[BaseModel], type[BaseModel]]:
     """Maps body classes to subclasses with the limits of this server and of its model.
 
-    ``number`` states its bound in ``/openapi.json`` only; the routes check it, with a clearer error.
+    Bounds set by ``number`` only appear in ``/openapi.json``; the routes check them and give clearer errors.
     """
 
     def number(kind: type, bound: float, **limits: Any) -> Any:
@@ -294,7 +294,7 @@ class ErrorAnswer(BaseModel):
 
 
 class ApiError(Exception):
-    """An error that is sent to the client: ``param`` is the field that caused it, ``code`` a name for programs."""
+    """An error that is sent to the client: ``param``: the field that caused it, ``code``: a machine-readable name."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: Any = None

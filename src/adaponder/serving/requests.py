@@ -50,7 +50,7 @@ async def encode_prompt(
 
 
 def check_ids(field: str, ids: Sequence[int], served: Served) -> None:
-    """Raises 400 if an id is not in the vocabulary."""
+    """Raises 400 if a token id is not in the vocabulary."""
     if ids and max(ids) >= served.vocabulary:
         message = f"{field}: unknown token id {max(ids)}; ids are between 0 and {served.vocabulary - 1}"
         raise ApiError(400, message, param=field)
@@ -78,7 +78,7 @@ async def chat_prompt(messages: Sequence[ChatMessage], served: Served, limits: L
 def depth_options(control: DepthControl, served: Served) -> dict[str, Any]:
     """Returns ``policy``, ``max_iterations`` and ``depths`` of an engine request; raises on unsupported values.
 
-    A policy is given as one line, a threshold or a profile's name, never as code or a path.
+    Requests give a policy as one line, a threshold or the name of a profile; code and paths are not accepted.
     """
     method = served.model.method
     rules = {"policy": control.policy, "tau": control.tau, "budget": control.budget}

@@ -197,7 +197,7 @@ def _best(body: CompletionBody | ChatBody, samples: Sequence[Sequence[Writing]])
 
 
 def _count_tokens(metrics: Metrics, samples: Sequence[Sequence[Writing]], *, hidden: bool) -> None:
-    """Counts an answer's tokens, and the computed (not cached) ones by depth; a prompt counts once for all samples."""
+    """Adds an answer's tokens to the metrics, by depth if not from the prefix cache; a prompt counts once."""
     for writings in samples:
         for index, writing in enumerate(writings):
             depths, prompt = [depth for depth in writing.depths if depth], len(writing.prompt_depths)
@@ -303,7 +303,7 @@ _PAGE_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", 
 
 @cache
 def _page() -> Mapping[str, tuple[bytes, dict[str, str]]]:
-    """Returns content and headers of each file of the page by name, so that a request cannot name another path."""
+    """Maps the name of each file of the page to (content, headers); requests can name no other file."""
     page = {}
     for path in files("adaponder.serving").joinpath("page").iterdir():
         content, kind = path.read_bytes(), _PAGE_TYPES[path.name.rpartition(".")[2]]

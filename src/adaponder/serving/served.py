@@ -1,4 +1,4 @@
-"""Holds the served model with its tokenizer and profiles, and the facts about it that ``/v1/models`` returns."""
+"""Holds the served model with its tokenizer and profiles, and describes it for ``/v1/models``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Served:
     Args:
         folder: the checkpoint's folder, for its profiles (policies calibrated for a budget); ``None``: no profiles.
         name: the value of ``model`` in requests.
-        tokens: longest sequence, prompt and completion together, as the engine's option; ``None``: all positions.
+        tokens: maximum length of a sequence (prompt plus completion); ``None``: all positions of the backbone.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class Limits:
         check_fields(self)
 
     def of_connections(self) -> dict[str, float]:
-        """Returns the limits of a connection, by the names of :class:`adaponder.serving.server.BoundedConnection`."""
+        """Returns the limits of one connection, named as in :class:`adaponder.serving.server.BoundedConnection`."""
         return {name: getattr(self, name) for name in ("header_bytes", "header_seconds", "stall_seconds")}
 
 
@@ -152,7 +152,7 @@ class Access:
         return Client(hashlib.blake2b(str(group).encode(), key=_SECRET, digest_size=6).hexdigest())
 
     def knows_host(self, name: str) -> bool:
-        """Returns whether a ``Host`` header may contain ``name``, a host name or an address without its port."""
+        """Returns whether a ``Host`` header may be ``name``, a host name or IP address without a port."""
         if name == "localhost" or "*" in self.hosts or name in self.hosts:
             return True
         try:
@@ -173,7 +173,7 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of an app; ``lanes``: number of sequences that its engine runs at a time."""
+    """Settings of an app; ``lanes``: the number of sequences that the engine runs at the same time."""
 
     lanes: int = 64
     limits: Limits = field(default_factory=Limits)

@@ -26,13 +26,13 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Run:
-    """The completions of one HTTP request in the worker; both callbacks are called in the event loop.
+    """Submits the engine requests of one HTTP request and collects their completions; callbacks run in the event loop.
 
     Args:
         requests: one engine request for each prompt.
-        on_text: called for each completion that got tokens in a step or ended, with its index among all completions of
-            the run, the completion and its new text.
-        on_end: called once, with ``None`` when every completion has ended, or with the exception that failed one.
+        on_text: called as ``on_text(index, writing, text)`` after each step for every completion with new tokens or an
+            end; ``index`` counts the completions of all prompts.
+        on_end: called once: with ``None`` when every completion has ended, or with the first exception.
 
     Attributes:
         samples: the completions of each prompt.
@@ -126,7 +126,7 @@ class Answer(Response):
         self._changed = asyncio.Event()
 
     def add(self, content: bytes) -> None:
-        """Queues content for the client; ends a stream of which more than ``buffer_bytes`` are unread."""
+        """Queues content for the client; ends the stream if the client leaves more than ``buffer_bytes`` unread."""
         if not content or self._ended:
             return
         self._waiting += content

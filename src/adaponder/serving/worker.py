@@ -45,7 +45,7 @@ class Ticket:
     Attributes:
         client: the client whose turn the request takes.
         sink: called with the events of the request.
-        left: number of samples whose end the event loop has not handled yet.
+        left: number of samples whose final event the event loop has not handled yet.
         running: number of unfinished samples in the engine; used by the engine's thread only, like ``number``.
         number: the engine's id of the request; ``None`` until it is submitted to the engine.
     """
@@ -68,7 +68,7 @@ class Worker:
         completions: unfinished completions of each client, including those that wait for a lane.
         scores: unfinished jobs of each client.
         texts: threads for tokenising and other conversions of text.
-        longest_request: most tokens of prompt and completion together; once the engine is open, its own limit.
+        longest_request: most tokens of prompt and completion together; until the engine has started, the model's.
         counts: the engine's statistics after the last step.
         clients: numbers of waiting and running sequences of each client after the last step.
     """
@@ -112,7 +112,7 @@ class Worker:
         return self.scores.total
 
     def submit(self, request: Request, sink: Sink) -> Ticket:
-        """Submits a request and returns its ticket; ``sink`` gets its events, and nothing after an exception."""
+        """Submits a request and returns its ticket; ``sink`` gets the events, or an exception as its last call."""
         self._refuse_if_gone()
         ticket = Ticket(request.client, sink, request.samples, request.samples)
         self._tickets.add(ticket)
@@ -133,7 +133,7 @@ class Worker:
     def job(self, parts: Generator[None, None, _Result], client: str = "") -> asyncio.Future[_Result]:
         """Schedules a generator on the engine's thread and returns a future for its result.
 
-        At each ``yield`` other work may run, and the job ends if its future has been cancelled.
+        At each ``yield`` engine steps and other jobs may run; there the job ends if its future has been cancelled.
         """
         self._refuse_if_gone()
         done: Future[_Result] = Future()
@@ -176,7 +176,7 @@ class Worker:
     def _take(
         self, step: dict[Ticket, list[Event]], counts: Mapping[str, int], clients: Mapping[str, tuple[int, int]]
     ) -> None:
-        """Delivers the events of one step and updates the counts."""
+        """Calls the sinks of one step's events and updates the counts; runs in the event loop."""
         self._room.release()
         self.counts, self.clients = counts, clients
         for ticket, events in step.items():
@@ -300,7 +300,7 @@ class Worker:
                 done.set_exception(problem)
 
     def _give_up(self, problem: str) -> None:
-        """Marks the engine as broken, and fails all requests and jobs, new ones too, until the worker is stopped."""
+        """Marks the engine as broken and fails all present and future requests and jobs until the worker is stopped."""
         self._post(self._set_broken, problem)
         while True:
             self._fail_jobs("it is not running")  # the queued ones first, then those that commands add

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Writing:
-    """The text of one sample of a request, as far as it has been generated.
+    """The text of one sample (completion) of a request, as far as it has been generated.
 
     Attributes:
         tokens: the generated tokens, up to the one that completed a stop string.
         pieces: the text of each token.
         finish_reason: ``stop`` at a stop string or id, else the engine's; ``None`` until the sample has ended.
-        error: why the sample failed, in one line.
+        error: why the sample failed, in one line; ``None`` if it did not.
 
-    The other fields are those of :class:`Completion`, from when the sample has ended.
+    The other fields are copied from the engine's :class:`Completion` when the sample ends.
     """
 
     request: Request
@@ -48,13 +48,13 @@ class Writing:
 
     @property
     def depths(self) -> list[int]:
-        """Depths of the prompt and generated tokens; 0 for the last one, which is not computed."""
+        """Depths of prompt and generated tokens, in order; 0 for the last generated token, which is never read."""
         # Token.depth is the depth of the preceding token, whose last row predicted this one.
         after = [token.depth for token in self.tokens[1:]] + [0] * bool(self.tokens)
         return self.prompt_depths + after
 
     def take(self, event: Event) -> TextEvent | None:
-        """Adds an event of the engine and returns its text event; ``None`` for a token after a stop string."""
+        """Adds an event of the engine and returns the text event; ``None`` for a token after a stop string."""
         if event.completion is not None:
             new = self.stream.finish()
             self._end(event.completion)
@@ -79,7 +79,7 @@ class Writing:
 
 
 class TextEvent(NamedTuple):
-    """New text of a sample, possibly empty, and whether the sample has ended."""
+    """New text of a sample (``pieces``, possibly empty), and whether the sample has ended."""
 
     writing: Writing
     pieces: list[Piece]
@@ -89,7 +89,7 @@ class TextEvent(NamedTuple):
 def start_writings(
     tokenizer: PreTrainedTokenizerBase, request: Request, *, stops: Sequence[str], eos_ids: Collection[int]
 ) -> list[Writing]:
-    """Returns an empty ``Writing`` per sample; stop ids and (unless they are ignored) ``eos_ids`` have no text."""
+    """Returns an empty ``Writing`` per sample; stop ids and, unless ``ignore_eos``, ``eos_ids`` get no text."""
     silent = set(request.stop_ids) | (set() if request.ignore_eos else set(eos_ids))
     return [
         Writing(request, TextStream(tokenizer, request.prompt, stops=stops, silent=silent))
@@ -144,9 +144,9 @@ class TextEngine:
         return events
 
     def finish(self, on_event: Callable[[TextEvent], object], *, until: Callable[[], bool] = lambda: False) -> None:
-        """Steps until every text is finished; cancels the rest once ``until`` returns true or a request fails.
+        """Steps until every text is finished; cancels all requests once ``until`` returns true or a request fails.
 
-        Raises the first error of a request.
+        Raises the first error of a request when all have ended.
         """
         errors: list[str] = []
         while self.busy:

@@ -12,7 +12,7 @@ Message = dict[str, str]
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int], *, special: bool = True) -> list[int]:
-    """Returns the prompt's token ids, which must not be empty; ``special`` adds special tokens to a text."""
+    """Returns the prompt's token ids; raises if there are none. ``special`` adds special tokens to a text."""
     ids = list(tokenizer(prompt, add_special_tokens=special).input_ids) if isinstance(prompt, str) else list(prompt)
     if not ids:
         raise InputError("prompt is empty; give at least one token")
@@ -46,5 +46,5 @@ def chat_text(
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """Returns the token ids of :func:`chat_text` for ``--chat``; the template adds special tokens itself."""
+    """Returns the token ids of :func:`chat_text`, whose template adds special tokens; errors name ``--chat``."""
     return encode(tokenizer, chat_text("--chat", tokenizer, messages), special=False)

@@ -24,7 +24,7 @@ class Spelled(NamedTuple):
 
 
 class TokenSpeller:
-    """Maps a token id to its text and bytes, with a cache."""
+    """Callable that returns the :class:`Spelled` text and bytes of a token id, with a cache."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
@@ -66,7 +66,7 @@ def unknown_id(tokenizer: Tokenizer, end_id: int | None) -> int | None:
 
 
 def token_bytes(entry: str, decoded: str) -> bytes:
-    """Returns the UTF-8 bytes of a token, given its vocabulary entry and the text that it alone decodes to."""
+    """Returns the UTF-8 bytes of a token, given the vocabulary entry and the text decoded from this token alone."""
     if match := _BYTE_ENTRY.fullmatch(entry):
         return bytes([int(match[1], 16)])
     letters = _byte_alphabet()
@@ -80,7 +80,7 @@ def token_bytes(entry: str, decoded: str) -> bytes:
 
 @cache
 def _byte_alphabet() -> dict[str, int]:
-    """Maps the characters of byte-level BPE to bytes: printable Latin-1 to itself, U+0100 and up to the others."""
+    """Maps the characters of byte-level BPE to bytes: printable Latin-1 to itself, U+0100 … to the other bytes."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(others)}

@@ -31,8 +31,8 @@ class Detokenizer:
     Invalid UTF-8 bytes are decoded together with a few neighbours only. A vocabulary with byte fallback would decode a
     long run of them differently as a whole, but pieces that were already returned cannot change.
 
-    ``before`` are the prompt's token ids. Their text is not returned, except that of a character which the prompt
-    leaves unfinished: it is returned with the token that completes it.
+    ``before`` are the prompt's token ids, whose text is not returned; but if the prompt ends within a character, the
+    token that completes the character returns it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()):
@@ -62,11 +62,11 @@ class Detokenizer:
         return self._return(end, self._decode(self._ids[:end]))
 
     def flush(self) -> str:
-        """Returns the remaining text at the end of the sequence, that of an unfinished character."""
+        """Returns the text of the unfinished character at the end of the sequence, if any."""
         return self._return(len(self._ids), self._decode(self._ids)) if self.waiting else ""
 
     def _return(self, end: int, text: str) -> str:
-        """Returns the new part of ``text``, which is the text of ``ids[:end]``, and drops tokens no longer needed."""
+        """Returns the new part of ``text``, decoded from ``ids[:end]``; drops ids no longer needed as context."""
         shown = self._decode(self._ids[: self._returned])
         completes = self._begun and not text.startswith(shown)
         if completes:
@@ -98,7 +98,7 @@ class Detokenizer:
 
 
 def _decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """Returns the tokenizer's decode function; the faster one of its backend unless the tokenizer overrides it."""
+    """Returns the decode function of the tokenizer's fast backend, or its own if it overrides decoding."""
     if getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode:
         return partial(cast(Any, tokenizer).backend_tokenizer.decode, skip_special_tokens=False)
     return lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
@@ -123,11 +123,11 @@ class Piece(NamedTuple):
 class TextStream:
     """Turns generated token ids into pieces of text that can be shown at once.
 
-    The text ends before the stop string that is completed first; of several completed there, the longest counts. Text
-    that may be the beginning of a stop string is held back.
+    The text ends before the stop string that is completed first; if several end there, before the longest. Text that
+    may be the beginning of a stop string is held back.
 
-    Token ids of the ``prompt`` are context; ``silent`` ids, such as end-of-text ids, have no text. ``stop`` is the stop
-    string that ended the text, or ``None``.
+    ``prompt`` ids are only context for decoding; ``silent`` ids, such as end-of-text ids, have no text. ``stop`` is the
+    stop string that ended the text, or ``None``.
     """
 
     def __init__(
@@ -149,28 +149,28 @@ class TextStream:
 
     @property
     def settled(self) -> int:
-        """Number of leading tokens whose text is final."""
+        """Number of tokens, from the first, whose text is final: neither incomplete nor held back."""
         if self.stop is not None:
             return self._tokens
         complete = self._tokens - self._decoder.waiting
         return min(self._held[0].token, complete) if self._held else complete
 
     def add(self, token: int) -> list[Piece]:
-        """Returns the pieces that can be shown now; none after a stop string."""
+        """Adds a token; returns the pieces that can be shown now (none after a stop string)."""
         self._tokens += 1
         if token in self._silent or self.stop is not None:
             return []
         return self._check(self._decoder.add(token))
 
     def finish(self) -> list[Piece]:
-        """Returns the rest of the text, at the end of the sequence."""
+        """Returns the text still held back, at the end of the sequence."""
         if self.stop is not None:
             return []
         pieces = self._check(self._decoder.flush())
         return pieces if self.stop is not None else pieces + self._release(sum(len(text) for _, text in self._held))
 
     def _check(self, text: str) -> list[Piece]:
-        """Adds text and returns the pieces that can no longer be part of a stop string."""
+        """Adds text to the text held back; returns the pieces that cannot be part of a stop string any more."""
         if not text:
             return []
         self._held.append(Piece(self._tokens - 1, text))
@@ -184,7 +184,7 @@ class TextStream:
         return self._release(len(text) - keep)
 
     def _release(self, left: int) -> list[Piece]:
-        """Removes the first ``left`` characters of the held text and returns them as pieces."""
+        """Removes the first ``left`` characters from the text held back and returns them as pieces."""
         pieces = []
         while left:
             piece = self._held.popleft()

@@ -1,4 +1,4 @@
-"""The config of an AdaPonderLM: a stock decoder's own, and the recurrence around it."""
+"""The config of an AdaPonderLM: the config of a stock decoder, and the recurrence around the decoder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads
 
 
 def _of_backbone(name: str) -> Any:
-    """Returns a property that reads and sets the backbone config's attribute."""
+    """Returns a property that reads and sets the attribute ``name`` of the backbone's config."""
     return property(
         lambda config: getattr(config.backbone_config, name, None),
         lambda config, value: setattr(config.backbone_config, name, value),
@@ -18,7 +18,7 @@ def _of_backbone(name: str) -> Any:
 
 
 class AdaPonderConfig(PreTrainedConfig):
-    """The backbone's config and the recurrence around it; fields that only training reads are kept as they are.
+    """The backbone's config and the recurrence around the backbone; fields for training alone are kept, but not used.
 
     Attributes:
         backbone_config: config of the stock decoder.
@@ -29,8 +29,8 @@ class AdaPonderConfig(PreTrainedConfig):
         shared_gate: one gate for all iterations instead of one each.
         embedding_scale: factor on the embeddings of tokens and on expected embeddings.
         initial_multiplier: further factor on the embeddings of tokens.
-        expectation_top_k: expect only the k likeliest tokens; ``None`` is the whole vocabulary.
-        reuse: what a halted token keeps. ``state``: keys, values and hidden state.
+        expectation_top_k: compute expected embeddings over the k likeliest tokens; ``None``: over the whole vocabulary.
+        reuse: what a halted token keeps; only ``state`` is supported: keys, values and hidden state.
     """
 
     model_type = "adaponder"

@@ -40,12 +40,12 @@ class AdaPonderOutput(ModelOutput):
 
     Attributes:
         loss: mean cross-entropy, where labels were given.
-        logits: ``[batch, kept, vocabulary]``, after each token's last iteration.
+        logits: ``[batch, kept, vocabulary]`` after each token's last iteration, at the positions ``logits_to_keep``.
         past_key_values: the cache, where one was given or ``use_cache`` is set.
         hidden_states: on request, final-normed hidden states ``[batch, time, d]`` after each pass.
         depth: ``[batch, time]``, the iterations of each token; 0 for padding.
         gates: ``[batch, time, K - 1]``, the gates' probabilities; 0 once the token has halted.
-        last_hidden_state: ``[batch, time, d]``, each token's last, as the head reads it.
+        last_hidden_state: ``[batch, time, d]``, final-normed, after each token's last iteration.
     """
 
     loss: Tensor | None = None
@@ -69,7 +69,7 @@ class AdaPonderModelOutput(ModelOutput):
 
 
 class Column(nn.Linear):
-    """A linear map in at least float32: near the logit of tau = 1e-4, bfloat16 values are 1/16 apart."""
+    """A linear layer in at least float32: near the logit of tau = 1e-4, bfloat16 values are 1/16 apart."""
 
     def forward(self, input: Tensor) -> Tensor:
         wide = torch.promote_types(input.dtype, torch.float32)
@@ -92,7 +92,7 @@ class Gate(nn.Module):
 
 
 class Gates(nn.Module):
-    """The gates of all iterations; without gates (``ponder``), every token continues with weight 1."""
+    """The gates of all iterations; returns 1 for every token if there are none (``method: ponder``)."""
 
     def __init__(self, config: AdaPonderConfig):
         super().__init__()
@@ -130,9 +130,9 @@ class PonderCache(Cache):
             self._each(lambda rows: functional.pad(rows, (0, 0, 0, 0, 0, lacking + 128)))
 
     def swap(self, layer: int, iteration: int, sequences: Tensor, slots: Tensor, new: tuple[Tensor, Tensor]) -> Any:
-        """Writes the iteration's rows of ``slots [n, count]`` of ``sequences [n]``; returns all rows that it reads.
+        """Writes ``new``, the rows of ``slots [n, count]`` in ``sequences [n]``; returns all rows of the sequences.
 
-        ``new`` and the result are (keys, values), ``[n, heads, slots, size]`` each.
+        Both are (keys, values), ``[n, heads, slots, size]`` each, as ``iteration`` reads them.
         """
         if layer not in self.rows:
             shape = (self.iterations, *self.real.shape)
@@ -160,7 +160,7 @@ class PonderCache(Cache):
         self.reorder_cache(torch.arange(self.real.shape[0], device=self.real.device).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last ``-tokens_to_remove`` tokens; later tokens overwrite their rows."""
+        """Removes the last ``-tokens_to_remove`` tokens (Hugging Face passes a negative number)."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
         kept = max(0, self.real.shape[1] + tokens_to_remove)
@@ -168,7 +168,7 @@ class PonderCache(Cache):
 
 
 class OnePass(Cache):
-    """The cache of one pass of the backbone; ``answer`` returns the keys and values that a layer attends to."""
+    """The cache of one pass; ``answer(layer, new)`` gets new (keys, values) and returns those to attend to."""
 
     def __init__(self, answer: Callable[[int, tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]):
         super().__init__(layers=[])
@@ -180,7 +180,7 @@ class OnePass(Cache):
 
 
 class Tokens(NamedTuple):
-    """Tokens of a forward: ``real`` (no padding) and ``position``, both ``[batch, time]``; ``past`` cached slots."""
+    """Tokens of a forward, ``[batch, time]``; ``real``: no padding; ``past``: the number of cached slots."""
 
     real: Tensor
     position: Tensor
@@ -188,7 +188,7 @@ class Tokens(NamedTuple):
 
 
 def scattered(where: Tensor, rows: Tensor) -> Tensor:
-    """Returns a grid ``[batch, time, …]``: ``rows`` in order where ``where [batch, time]`` is true, 0 elsewhere."""
+    """Returns ``[batch, time, …]`` with ``rows`` in order where ``where [batch, time]`` is true, and 0 elsewhere."""
     grid = rows.new_zeros(*where.shape, *rows.shape[1:])
     grid[where] = rows
     return grid
@@ -256,10 +256,10 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         Args:
             input_ids: ``[batch, time]``; with a cache, the tokens it does not hold yet.
             attention_mask: 0 for padding, left or right; with a cache, over cached tokens too.
-            position_ids: counted by the mask when absent, so that left padding changes nothing.
+            position_ids: by default real tokens are counted from 0, so that left padding changes nothing.
             past_key_values: the cache of an earlier forward, to continue from.
-            labels: shifted inside; -100 and predictions of padding do not count.
-            use_cache: return a cache. With one, halted tokens are skipped; without, all are computed, to equal values.
+            labels: shifted inside; -100 is ignored, as are predictions made at padding.
+            use_cache: return a cache, with which halted tokens are skipped; without a cache they are computed too.
             logits_to_keep: only the last n positions' logits, or those at the given indices; 0 keeps all.
             max_iterations: limit on each token's iterations.
             num_items_in_batch: divisor of the summed loss; by default the number of targets.
@@ -275,7 +275,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("input_ids, inputs_embeds: give one of them")
         embedded = self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
         cache = PonderCache(self.config.iterations) if use_cache and past_key_values is None else past_key_values
-        tokens = _arrange(embedded, attention_mask, position_ids, _own(cache))
+        tokens = _arrange(embedded, attention_mask, position_ids, _ponder_cache(cache))
         self._check_positions(tokens, given=position_ids is not None)
         read = self._read_all(tokens) if cache is None else self._read_active(tokens, cache)
         states, depth, gates = self._ponder(embedded, tokens.real, most, read)
@@ -336,7 +336,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         return torch.cat(parts) * self.config.embedding_scale
 
     def _table(self, device: torch.device) -> Tensor:
-        """Returns the embeddings of all tokens; an adapted or offloaded embedding module computes them."""
+        """Returns the embedding of every id, ``[vocabulary, d]``; runs the module if it is adapted or offloaded."""
         embedding = self.get_input_embeddings()
         if type(embedding) is nn.Embedding and embedding.weight.device.type != "meta":
             return embedding.weight
@@ -368,7 +368,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         return read
 
     def _read_active(self, tokens: Tokens, cache: PonderCache) -> Read:
-        """Returns a function that runs a pass over active tokens and reads the rows of all others from the cache.
+        """Returns a function that runs a pass over active tokens; keys and values of all others come from the cache.
 
         Sequences with equally many active tokens are computed together: one pass when decoding, and for one sequence.
         """
@@ -405,19 +405,19 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         return output.last_hidden_state
 
     def _mask(self, slots: Tensor, real: Tensor) -> Any:
-        """Returns the causal mask of queries ``slots [n, count]`` over the ``real [n, all slots]`` keys.
+        """Returns the causal mask of queries ``slots [n, count]``; ``real [n, all slots]`` is false for padding keys.
 
         A sliding window counts tokens, not padding. Every slot attends to itself, so that no softmax is empty.
         """
         backbone = self.backbone.config
         window: Any = getattr(backbone, "sliding_window", None)
-        own, other, order = slots[:, :, None], torch.arange(real.shape[1], device=slots.device), real.cumsum(1)
+        query, key, order = slots[:, :, None], torch.arange(real.shape[1], device=slots.device), real.cumsum(1)
         distance = order.gather(1, slots)[:, :, None] - order[:, None, :]
-        full = (other <= own) & real[:, None, :]
+        full = (key <= query) & real[:, None, :]
         near = full if window is None else full & (distance < window)
         masks = {}
         for kind in dict.fromkeys(getattr(backbone, "layer_types", None) or ["sliding_attention"]):
-            mask = ((near if kind == "sliding_attention" else full) | (other == own))[:, None]
+            mask = ((near if kind == "sliding_attention" else full) | (key == query))[:, None]
             if backbone._attn_implementation == "eager":
                 mask = torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, torch.finfo(self.dtype).min)
             masks[kind] = mask
@@ -430,7 +430,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"cache_implementation={wanted!r} keeps one row per token, not K: leave it out")
         if generation_config.assistant_early_exit is not None:
             raise ValueError("assistant_early_exit leaves layers out, which every iteration needs: leave it out")
-        cache = _own(model_kwargs.get("past_key_values"))
+        cache = _ponder_cache(model_kwargs.get("past_key_values"))
         if cache is not None:
             cache._is_user_defined = True  # so that generate leaves it complete
         elif generation_config.use_cache is not False:
@@ -452,15 +452,15 @@ class AdaPonderModel(AdaPonderForCausalLM):
         raise ValueError("generate: AutoModel returns hidden states only; open it with AutoModelForCausalLM")
 
 
-def _own(cache: Any) -> PonderCache | None:
-    """Returns the cache; raises if it cannot hold K rows per token."""
+def _ponder_cache(cache: Any) -> PonderCache | None:
+    """Returns ``cache`` if it is a :class:`PonderCache` or ``None``; raises on other caches."""
     if cache is not None and not isinstance(cache, PonderCache):
         raise ValueError(f"past_key_values is a {type(cache).__name__}: only a PonderCache holds K rows per token")
     return cache
 
 
 def _arrange(embedded: Tensor, mask: Tensor | None, position: Tensor | None, cache: PonderCache | None) -> Tokens:
-    """Returns the tokens of a forward by mask and cache; positions count real tokens."""
+    """Returns the tokens of a forward; positions by default count real tokens, cached ones included."""
     batch, time, _ = embedded.shape
     past = 0 if cache is None else cache.get_seq_length()
     before = torch.zeros(batch, 1, dtype=torch.long, device=embedded.device)
