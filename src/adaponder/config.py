@@ -150,6 +150,7 @@ class AdaPonderConfig(PreTrainedConfig, Recurrence):
     num_hidden_layers = _of_backbone("num_hidden_layers")
     num_attention_heads = _of_backbone("num_attention_heads")
     max_position_embeddings = _of_backbone("max_position_embeddings")
+    tie_word_embeddings = _of_backbone("tie_word_embeddings")
     # Hugging Face's tools read and set these on the model's config; they are stored in the backbone's config.
     eos_token_id = _of_backbone("eos_token_id")
     bos_token_id = _of_backbone("bos_token_id")

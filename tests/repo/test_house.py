@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -119,6 +120,8 @@ def test_pins_are_exact_and_cover_what_is_required():
     names = {line.split("==")[0].lower() for line in pins}
     assert {"torch", "transformers", "safetensors", "tokenizers", "numpy", "typer", "rich"} <= names
     assert "torch==2.13.0" in pins
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert set(build) <= set(pins), "what builds the package is pinned too"
 
 
 def test_no_path_of_any_machine_is_written_down():

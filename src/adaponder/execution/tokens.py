@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.compiler import is_exporting
 
 from adaponder.errors import CacheError, InputError
 from adaponder.execution.ledger import Ledger
@@ -156,7 +157,10 @@ def arrange_tokens(
         order=order,
         document=document_ids,
         past=past,
-        plain=not past and document_ids is None and (attention_mask is None or bool(real.all())),
+        # An exported graph must not depend on the values of the mask.
+        plain=not past
+        and document_ids is None
+        and (attention_mask is None or (not is_exporting() and bool(real.all()))),
     )
 
 
@@ -193,7 +197,7 @@ def _as_grid(value: Tensor, ids: Tensor, name: str) -> Tensor:
 def _restarts(position: Tensor) -> Tensor | None:
     """Returns document ids ``[batch, time]``: a new id where positions do not grow by 1; ``None`` if all always do."""
     breaks = position.diff(dim=1, prepend=position[:, :1] - 1) != 1
-    return breaks.cumsum(1) if bool(breaks.any()) else None
+    return breaks.cumsum(1) if is_exporting() or bool(breaks.any()) else None
 
 
 def _first_of_document(order: Tensor, real: Tensor, document: Tensor) -> Tensor:

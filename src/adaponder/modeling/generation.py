@@ -46,9 +46,10 @@ def check_generation(
     embedded = settings.get("inputs_embeds")
     if embedded is None and input_ids is None and settings.get("bos_token_id") is not None:
         input_ids = torch.tensor([[settings["bos_token_id"]]])  # transformers begins with it
-    if embedded is not None and (input_ids is not None or embedded.ndim != 3):
-        raise InputError("inputs_embeds must be [batch, time, hidden], without input_ids beside it")
     if embedded is not None:
+        # Given both, transformers reads the embeddings and returns the ids before the new tokens.
+        if embedded.ndim != 3 or (input_ids is not None and input_ids.shape != embedded.shape[:2]):
+            raise InputError("inputs_embeds must be [batch, time, hidden], and input_ids beside it [batch, time]")
         input_ids = torch.full(embedded.shape[:2], -1, device=embedded.device)  # no token id, so no padding
     if input_ids is None or input_ids.ndim != 2 or 0 in input_ids.shape:
         raise InputError("input_ids: the prompt is empty, and no bos_token_id begins one; give at least one token")

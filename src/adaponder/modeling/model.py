@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_exporting
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from adaponder.backbones.attention import refuse_attention
@@ -332,7 +333,8 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
                 stacklevel=3,
             )
             reuse = "state"
-        skips = self.method.halts and reuse in ("state", "absent") and not self.training
+        # An exported graph has one shape for any depths, so it computes every token.
+        skips = self.method.halts and reuse in ("state", "absent") and not (self.training or is_exporting())
         options = {
             "reuse": reuse,
             "replay": self.gradient_checkpointing and self.training,

@@ -48,6 +48,8 @@ class StrictCheckpointMixin:
             # lm-eval passes subfolder="" and trust_remote_code=False, which have no effect.
             if kwargs.pop(name, None) not in (None, "", name == "use_safetensors"):
                 raise InputError(f"{name}: {reason}")
+        if pretrained_model_name_or_path is None:
+            raise InputError("from_pretrained(None): name a folder, or build cls(config) and call load_state_dict")
         hub: dict[str, Any] = {name: kwargs[name] for name in ("revision", "cache_dir", "token") if name in kwargs}
         where = fetch(pretrained_model_name_or_path, NEEDED, **hub)
         refuse_unsafe(where)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -18,7 +19,7 @@ import yaml
 from adaponder import __version__
 
 ROOT = Path(__file__).parents[3]
-PACKAGE = ROOT / "src" / "adaponder"
+REPOSITORY = "https://example.org/somebody/adaponder"
 OPENS = """
 import adaponder
 from transformers import AutoModelForCausalLM
@@ -36,9 +37,15 @@ def run(*command: str | Path, folder: Path, **environment: str) -> str:
     return done.stdout
 
 
+def tracked(folder: str = ".") -> list[str]:
+    listed = subprocess.run(["git", "ls-files", folder], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return listed.splitlines()
+
+
 def build(kind: str, source: Path, out: Path) -> Path:
     """An archive of ``source``, as a build front end would have it made."""
-    run(sys.executable, "-c", f"from setuptools.build_meta import {kind} as make; make({str(out)!r})", folder=source)
+    code = f"from setuptools.build_meta import {kind} as make; make({str(out)!r})"
+    run(sys.executable, "-c", code, folder=source, ADAPONDER_REPOSITORY=REPOSITORY)
     (made,) = out.iterdir()
     return made
 
@@ -47,10 +54,14 @@ def build(kind: str, source: Path, out: Path) -> Path:
 def wheel(tmp_path_factory) -> Path:
     """The wheel made from what the source archive holds, and from nothing else."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in tracked():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
     archive = build("build_sdist", source, tmp_path_factory.mktemp("sdist"))
+    with tarfile.open(archive) as files:
+        inside = {Path(name).relative_to(f"adaponder-{__version__}").as_posix() for name in files.getnames()}
+    left_out = {name for name in tracked() if not name.startswith(".")} - inside
+    assert not left_out, "tests, documents and records belong to the source"
     assert archive.name == f"adaponder-{__version__}.tar.gz"
     unpacked = tmp_path_factory.mktemp("unpacked")
     shutil.unpack_archive(archive, unpacked)
@@ -60,14 +71,18 @@ def wheel(tmp_path_factory) -> Path:
 @pytest.mark.every  # building takes most of a minute
 def test_a_wheel_is_small_and_has_every_file_of_the_package_and_works_when_installed(wheel, tmp_path):
     assert wheel.stat().st_size < 9_000_000
-    listed = subprocess.run(["git", "ls-files", PACKAGE], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     with zipfile.ZipFile(wheel) as archive:
-        for name in listed.split():
+        for name in tracked("src/adaponder"):
             assert archive.read(name.removeprefix("src/")) == (ROOT / name).read_bytes(), name
         about = archive.read(f"adaponder-{__version__}.dist-info/METADATA").decode()
     assert "Requires-Python: >=3.11" in about
     assert "License-Expression: Apache-2.0" in about
     assert "Language models that think longer on hard tokens" in about  # the README
+    assert f"Project-URL: Changelog, {REPOSITORY}/blob/HEAD/CHANGELOG.md" in about
+    targets = re.findall(r"\]\(([^)]+)\)", about)
+    assert len(targets) > 15
+    assert not [target for target in targets if not target.startswith(("https:", "http:", "#"))]
+    assert f"]({REPOSITORY}/raw/HEAD/docs/page.png)" in about
     # What is installed from it opens the sample without a network.
     venv.create(tmp_path / "env")
     (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")

@@ -77,7 +77,7 @@ def test_what_cannot_be_read_is_one_line_that_names_the_argument(model, case):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("case", ["too-large", "floating", "empty-batch", "both"])
+@pytest.mark.parametrize("case", ["too-large", "floating", "empty-batch"])
 def test_generate_looks_at_its_prompt_before_the_first_token(model, case):
     _, given = WRONG[case]
     with pytest.raises(AdaPonderError, match=r"input_ids|inputs_embeds") as error:
@@ -123,6 +123,10 @@ def test_generation_from_embeddings_says_what_ids_would(model):
     for asked in ({}, {"attention_mask": mask}, {"policy": FixedDepth(2)}):
         expected = model.generate(ids(), **GREEDY, **asked)[:, 9:]
         assert torch.equal(model.generate(inputs_embeds=embedded, **GREEDY, **asked), expected)
+        both = model.generate(ids(), inputs_embeds=embedded, **GREEDY, **asked)
+        assert torch.equal(both, torch.cat([ids(), expected], 1))
+    with pytest.raises(AdaPonderError, match="inputs_embeds"):
+        model.generate(ids()[:, 1:], inputs_embeds=embedded, **GREEDY)
 
 
 @pytest.mark.parametrize("method", [method for method in METHODS if method not in ALIKE])

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from torch.export import Dim
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from adaponder import (
@@ -21,7 +22,7 @@ from adaponder.execution.dense import Dense
 from adaponder.methods.ouro import improvement_loss
 from adaponder.modeling import model as modeling
 from packed_support import PADDED, packed_results
-from support import FAMILIES, VOCABULARY, ids, stock, tiny
+from support import FAMILIES, METHODS, VOCABULARY, ids, stock, tiny
 
 
 @pytest.mark.one_of(4)
@@ -137,6 +138,19 @@ def test_a_config_shows_the_sizes_of_its_backbone_and_takes_no_others(kind):
     )
     with pytest.raises(ValueError, match="vocab_size=99 must be set in backbone_config"):
         kind(**settings | {"vocab_size": 99})
+
+
+def test_tied_weights_can_be_untied_by_the_outer_config_and_a_model_needs_a_folder(tmp_path):
+    config = AdaPonderConfig(backbone_config=FAMILIES["gpt2"])
+    assert config.tie_word_embeddings
+    config.tie_word_embeddings = False
+    model = AdaPonderForCausalLM(config)
+    assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
+    model.save_pretrained(tmp_path)
+    loaded = AdaPonderForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded.get_output_embeddings().weight, model.get_output_embeddings().weight)
+    with pytest.raises(AdaPonderError, match=r"from_pretrained\(None\): name a folder"):
+        AdaPonderForCausalLM.from_pretrained(None, config=config, state_dict=model.state_dict())
 
 
 def test_a_pause_can_be_an_unused_token_of_the_vocabulary():
@@ -328,6 +342,22 @@ def test_the_dense_forward_compiles_as_one_graph(method, given):
     loss = compiled(ids(), **asked).loss
     loss.backward()
     assert_same((loss.detach(), {name: p.grad for name, p in model.named_parameters()}), expected)
+
+
+@pytest.mark.parametrize(
+    "method", ["adaponder", *(pytest.param(m, marks=pytest.mark.every) for m in METHODS if m != "adaponder")]
+)
+def test_the_forward_exports_with_any_batch_and_length(method):
+    model, mask = tiny(method), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :3] = 0
+    sizes = {0: Dim("batch", max=64), 1: Dim("time", min=2, max=64)}
+    given, shapes = {"input_ids": ids(), "attention_mask": mask}, {"input_ids": sizes, "attention_mask": sizes}
+    exported = torch.export.export(model, (), given, dynamic_shapes=shapes).module()
+    for batch, padding in ((3, 1), (1, 0)):
+        asked = {"input_ids": ids(batch, 5), "attention_mask": (torch.arange(5) >= padding).long().expand(batch, -1)}
+        found, expected = exported(**asked), model(**asked)
+        torch.testing.assert_close(found.logits[:, padding:], expected.logits[:, padding:], rtol=0, atol=1e-12)
+        assert torch.equal(found.depth, expected.depth)
 
 
 # By layer: test_compiling, all of them. make test takes the backend that is quickest.

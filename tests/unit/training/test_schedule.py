@@ -26,6 +26,11 @@ def test_the_learning_rate_is_a_line_up_and_a_cosine_down_that_ends_exactly_at_i
     assert actual[7] == pytest.approx(0.1, rel=1e-12)
 
 
+@pytest.mark.parametrize(("warmup", "first"), [(0.5, 1 / 4), (1, 1.0), (2, 1 / 2)])
+def test_a_warmup_below_1_is_a_share_of_the_steps_and_from_1_on_their_number(warmup, first):
+    assert learning_rate_factor(TrainRecipe(steps=8, global_batch=1, warmup=warmup), 0) == first
+
+
 def test_the_ponder_term_begins_at_its_step_and_grows_to_its_full_share():
     train = TrainRecipe(steps=10, global_batch=1, ponder_start=3, ponder_full=7, ponder_weight=0.5, k_max=0.4)
     actual = [objective_at(train, step) for step in range(10)]

@@ -72,6 +72,8 @@ def vocab_expectation(
     """
     if not hidden.device == weight.device == table.device:
         raise ValueError(f"hidden, weight and table lie on {hidden.device}, {weight.device} and {table.device}")
+    if torch.compiler.is_exporting():  # a loop over chunks would fix the number of tokens
+        return plain_vocab_expectation(hidden, weight, table, bias=bias, top_k=top_k)
     if pointwise is None:
         pointwise = Pointwise(
             lambda z, keep: _probability(z, top_k).to(z.dtype), lambda z, dp, keep: _slopes(z, dp, top_k)
