@@ -118,11 +118,12 @@ def test_a_callback_may_submit_and_cancel(engine):
 @pytest.mark.parametrize("nested", ["step", "generate", "stream"])
 def test_a_callback_that_steps_the_engine_ends_its_request_alone(engine, good_ids, nested):
     arguments = {"step": (), "generate": ([GOOD],), "stream": (GOOD,)}[nested]
-    number = engine.submit(GOOD, lambda event: list(getattr(engine, nested)(*arguments)))
-    other = engine.submit(GOOD)
+    number, seen = engine.submit(GOOD, lambda event: list(getattr(engine, nested)(*arguments))), []
+    other = engine.submit(GOOD, seen.append)
     events = finish(engine)
     assert "step()" in completions(events, number)[0].error
     assert completions(events, other)[0].ids == good_ids
+    assert [event.token.id for event in seen if event.token is not None] == good_ids, "in order, and none is lost"
 
 
 def test_invalid_requests_are_refused_by_field_while_others_go_on(engine, good_ids):
