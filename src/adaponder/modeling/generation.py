@@ -137,6 +137,13 @@ class LedgerGenerationMixin(GenerationMixin):
     "GenerationMixin" in the names of its bases, hence the name.
     """
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses Hugging Face's continuous batching (``generate_batch``), whose cache has one row per token."""
+        raise InputError(
+            "generate_batch: Hugging Face's continuous batching has no rows for iterations; use "
+            "adaponder.inference.Engine(model).generate([Request(prompt=ids), …])"
+        )
+
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any):
         """Runs Hugging Face's ``generate`` in every mode that needs no other cache.
