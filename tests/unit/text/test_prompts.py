@@ -55,7 +55,9 @@ def test_no_process_is_started_where_no_template_is_rendered(monkeypatch):
 
 
 def test_a_panic_of_the_tokenizer_is_an_error_in_one_line(capfd):
-    with pytest.raises(InputError, match=r"^prompt: the tokenizer cannot encode it: .*retry-limit") as refusal:
+    with pytest.raises(BaseException, match="retry-limit") as refusal:
         encode(tokenizer(split=r"(a+)+$"), "a" * 40 + "b")
+    assert isinstance(refusal.value, InputError)
+    assert str(refusal.value).startswith("prompt: the tokenizer cannot encode it: ")
     assert "\n" not in str(refusal.value)
     assert capfd.readouterr().err == ""
