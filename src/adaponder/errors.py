@@ -1,7 +1,10 @@
 """The errors that this package raises: each message names the field and the cure."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 # The longest message of an error: names and tensors from elsewhere may be of any length and number.
@@ -41,6 +44,33 @@ class TrainingError(AdaPonderError):
 
 class EvaluationError(AdaPonderError):
     """A measurement or a generation that went wrong: its result must not be used."""
+
+
+def is_panic(problem: BaseException) -> bool:
+    """Returns whether this is a panic of a native library written in Rust, such as tokenizers."""
+    return type(problem).__name__ == "PanicException"
+
+
+@contextmanager
+def panics_as_errors(what: str) -> Iterator[None]:
+    """Context manager that raises a native library's panic, which is no ``Exception``, as an :class:`InputError`.
+
+    In the main thread, the backtrace that the library prints is dropped.
+    """
+    stderr = os.dup(2) if threading.current_thread() is threading.main_thread() else None
+    try:
+        if stderr is not None:
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), 2)
+        yield
+    except BaseException as problem:
+        if not is_panic(problem):
+            raise
+        raise InputError(f"{what}: {in_one_line(problem)}") from None
+    finally:
+        if stderr is not None:
+            os.dup2(stderr, 2)
+            os.close(stderr)
 
 
 def in_one_line(problem: BaseException) -> str:

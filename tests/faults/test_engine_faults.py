@@ -1,6 +1,8 @@
 """Tests that a failure ends its own request alone, and that an interrupted step leaves the engine empty and usable."""
 
 import math
+import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -118,11 +120,12 @@ def test_a_callback_may_submit_and_cancel(engine):
 @pytest.mark.parametrize("nested", ["step", "generate", "stream"])
 def test_a_callback_that_steps_the_engine_ends_its_request_alone(engine, good_ids, nested):
     arguments = {"step": (), "generate": ([GOOD],), "stream": (GOOD,)}[nested]
-    number = engine.submit(GOOD, lambda event: list(getattr(engine, nested)(*arguments)))
-    other = engine.submit(GOOD)
+    number, seen = engine.submit(GOOD, lambda event: list(getattr(engine, nested)(*arguments))), []
+    other = engine.submit(GOOD, seen.append)
     events = finish(engine)
     assert "step()" in completions(events, number)[0].error
     assert completions(events, other)[0].ids == good_ids
+    assert [event.token.id for event in seen if event.token is not None] == good_ids, "in order, and none is lost"
 
 
 def test_invalid_requests_are_refused_by_field_while_others_go_on(engine, good_ids):
@@ -135,6 +138,38 @@ def test_invalid_requests_are_refused_by_field_while_others_go_on(engine, good_i
     assert completions(events + finish(engine), number)[0].ids == good_ids
     with pytest.raises(InputError, match="prompt"):
         engine.generate([GOOD, Request([])])  # and nothing is submitted
+
+
+OPTIMISED = """
+import torch
+from adaponder.errors import InputError
+from adaponder.inference import Engine, Request
+from support import tiny
+
+assert False, "asserts are off"
+engine = Engine(tiny("adaponder", iterations=3).eval(), lanes=2, tokens=40)
+good = Request([1, 2], max_new_tokens=3, temperature=0.0, repetition_penalty=1.5)
+wrong = [{"prompt": [-1]}, {"prompt": [10**9]}, {"prompt": []}, {"stop_ids": [-1]}, {"logit_bias": {-1: 1.0}}]
+wrong += [{"max_new_tokens": 0}, {"samples": 10**6}, {"temperature": -1.0}, {"top_p": 2.0}, {"client": 5}]
+for fields in wrong * 3:
+    try:
+        engine.submit(Request(**({"prompt": [1, 2], "max_new_tokens": 3} | fields)))
+    except InputError as refusal:
+        if next(iter(fields)) not in str(refusal):
+            raise
+    else:
+        raise SystemExit(f"{fields} was taken")
+print(len(engine.generate([good])[0][0].ids), engine.busy)
+"""
+
+
+def test_no_assert_guards_input():
+    """CVE-2026-41523, CVE-2026-93592, CVE-2026-93436: without asserts, wrong requests are refused by field as ever."""
+    tests = Path(__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent / "src")])}
+    command = [sys.executable, "-O", "-c", OPTIMISED]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert (result.returncode, result.stdout.split()) == (0, ["3", "False"]), result.stderr
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,14 @@
 """
 
 import argparse
+import itertools
 import random
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -20,10 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 import torch
 from engine_support import SETTINGS, Ended, assert_all_as_alone, draw_engine, draw_requests, run_all
 
-from adaponder.inference import Engine
+from adaponder import Policy, PolicyInput
+from adaponder import Random as RandomDepth
+from adaponder.inference import Engine, Request
 from adaponder.inference.scheduler import Scheduler
 from soak_support import run_parts
-from support import FAMILIES, METHODS, tiny
+from support import FAMILIES, METHODS, VOCABULARY, tiny
 
 # An engine whose pool is small for its lanes.
 CROWDED: dict[str, Any] = {"lanes": 8, "rows": 400, "chunk": 16, "tokens": 40, "late": True, "burst": 2}
@@ -41,6 +44,49 @@ def mixed(asked: argparse.Namespace) -> dict[str, Any]:
     assert engine.statistics["preemptions"]
     assert_all_as_alone(model, requests, ended, tokens=40)
     return _counts(engine, ended) | {"requests": len(requests)}
+
+
+@dataclass(frozen=True)
+class DeepFrom(Policy):
+    """Halts tokens before ``slot`` at once and none from there on, so that short requests mislead the scheduler."""
+
+    slot: int
+    reads_seed: ClassVar[bool] = False
+
+    def __call__(self, rows: PolicyInput) -> torch.Tensor:
+        return rows.slot >= self.slot
+
+
+def preempted(asked: argparse.Namespace) -> dict[str, Any]:
+    """Runs out of pages without help: the measured depths are too small, and drafts hold rows for all passes."""
+    model = tiny("adaponder", iterations=3, **SETTINGS["adaponder"]).eval()
+    total: Counter[str] = Counter()
+    for share, drafts, late in itertools.product((False, True), (0, 2), (False, True)):
+        draw = random.Random(4)
+        options = {"share_prefixes": share, "drafts": drafts, "late": late}
+        engine = Engine(model, lanes=6, rows=300, tokens=40, chunk=16, prefix_block=4, **options)
+        policy = RandomDepth(0.2) if drafts else DeepFrom(8)  # a policy in Python is not drafted
+        common = [draw.randrange(VOCABULARY) for _ in range(6)]
+        engine.generate([Request(common, max_new_tokens=2, policy=policy) for _ in range(60)])
+        requests = [
+            Request(
+                common + [draw.randrange(VOCABULARY) for _ in range(draw.randrange(1, 4))],
+                max_new_tokens=draw.randrange(18, 26),
+                samples=draw.choice([1, 1, 2, 3]),
+                policy=policy,
+                temperature=draw.choice([0.0, 1.0]),
+                frequency_penalty=draw.choice([0.0, 0.0, 0.5]),
+                client=draw.choice("aab"),
+            )
+            for _ in range(12)
+        ]
+        ended = run_all(engine, requests, rush=0.9)
+        assert engine.statistics["preemptions"], (share, drafts, late)
+        assert bool(engine.statistics["accepted"]) == bool(drafts)
+        assert_all_as_alone(model, requests, ended, tokens=40)
+        total += Counter(_counts(engine, ended))
+    assert total["preemptions"] >= 20
+    return dict(total)
 
 
 def cancelled(asked: argparse.Namespace) -> dict[str, Any]:
@@ -124,6 +170,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 PARTS = {
     "mixed requests": mixed,
+    "preempted without help": preempted,
     "cancelled at random": cancelled,
     "failing requests": failing,
     "random engines": random_engines,

@@ -140,6 +140,13 @@ class LedgerGenerationMixin(GenerationMixin):
     Face recognises models that can generate.
     """
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuses Hugging Face's continuous batching (``generate_batch``), whose cache has one row per token."""
+        raise InputError(
+            "generate_batch: Hugging Face's continuous batching has no rows for iterations; use "
+            "adaponder.inference.Engine(model).generate([Request(prompt=ids), …])"
+        )
+
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any):
         """Runs Hugging Face's ``generate`` in every mode that needs no other cache.

@@ -1,19 +1,76 @@
-"""Encodes prompts: texts by the tokenizer, conversations by its chat template, which runs in a sandbox."""
+"""Encodes prompts: texts by the tokenizer, conversations by its chat template, which runs in a process of its own."""
 
 from __future__ import annotations
 
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from adaponder.errors import InputError, in_one_line
+from adaponder.errors import InputError, in_one_line, panics_as_errors
 
 Message = dict[str, str]
 
 
+class TemplateRenderer:
+    """Renders chat templates in a process that is started when first needed, and again after one exceeded a limit."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._owner = 0
+
+    def render(self, **request: Any) -> str:
+        """Returns the text of ``render_jinja_template(**request)``; raises :class:`InputError` if it fails."""
+        with self._lock:
+            process = self._started()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                process.stdin.write(json.dumps(request) + "\n")
+                process.stdin.flush()
+                line = process.stdout.readline()
+            except OSError:
+                line = ""
+            answer: dict[str, str] = json.loads(line) if line else self._ended(process)
+        if "limit" in answer:
+            raise InputError(f"the tokenizer's chat template needs more than {answer['limit']}")
+        if "error" in answer:
+            raise InputError(f"the tokenizer's chat template refuses this: {in_one_line(InputError(answer['error']))}")
+        return answer["text"]
+
+    def _ended(self, process: subprocess.Popen[str]) -> dict[str, str]:
+        """Returns why the process has ended."""
+        self._process = None
+        if (status := process.wait()) == -signal.SIGPROF:
+            return {"limit": "1 s of processor time"}
+        return {"error": f"its process ended with status {status}"}
+
+    def _started(self) -> subprocess.Popen[str]:
+        """Returns the running process; a forked process starts its own."""
+        if self._process is None or self._process.poll() is not None or self._owner != os.getpid():
+            command = [sys.executable, "-P", str(Path(__file__).with_name("renderer.py"))]
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            self._process, self._owner = subprocess.Popen(command, text=True, encoding="utf-8", **pipes), os.getpid()
+            atexit.register(self._process.kill)
+        return self._process
+
+
+_renderer = TemplateRenderer()
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int], *, special: bool = True) -> list[int]:
     """Returns the prompt's token ids; raises if there are none. ``special`` adds special tokens to a text."""
-    ids = list(tokenizer(prompt, add_special_tokens=special).input_ids) if isinstance(prompt, str) else list(prompt)
+    with panics_as_errors("prompt: the tokenizer cannot encode it"):
+        ids = list(tokenizer(prompt, add_special_tokens=special).input_ids) if isinstance(prompt, str) else list(prompt)
     if not ids:
         raise InputError("prompt is empty; give at least one token")
     return ids
@@ -29,7 +86,8 @@ def chat_text(
 ) -> str:
     """Returns the prompt for the assistant's next turn or, without ``answers``, for continuing the last message.
 
-    Raises :class:`InputError` naming ``field`` if the tokenizer has no template or the template fails.
+    Raises :class:`InputError` naming ``field`` if the tokenizer has no template, or if the template fails or needs more
+    than a second of processor time, 64 MiB or a million characters.
     """
     if not has_template(tokenizer):
         raise InputError(
@@ -37,12 +95,15 @@ def chat_text(
             "adaponder prepare --chat wrote"
         )
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=answers, continue_final_message=not answers
+        return _renderer.render(
+            conversations=[list(messages)],
+            chat_template=tokenizer.get_chat_template(),
+            add_generation_prompt=answers,
+            continue_final_message=not answers,
+            **tokenizer.special_tokens_map,
         )
-    except Exception as problem:  # the template is a program of the checkpoint: it may raise anything
-        raise InputError(f"{field}: the tokenizer's chat template refuses this: {in_one_line(problem)}") from None
-    return str(text)
+    except (InputError, ValueError) as problem:  # ValueError: several templates, none of them the default
+        raise InputError(f"{field}: {in_one_line(problem)}") from None
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
