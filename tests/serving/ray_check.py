@@ -115,7 +115,7 @@ def replicas(settings: argparse.Namespace) -> dict[str, Any]:
 
 
 def killed(settings: argparse.Namespace) -> dict[str, Any]:
-    """A replica is killed while it streams: its requests are lost, no other, and another replica takes its place."""
+    """Kills a replica while it streams: only streams that have begun are lost, and another replica takes its place."""
     url = deployed(2)
     load = load_of(150, seed=settings.seed)
     victim: list[str] = []
@@ -136,12 +136,10 @@ def killed(settings: argparse.Namespace) -> dict[str, Any]:
     timer.join()
     lost = [answer for answer in answers if not answer.works]
     begun_there = [answer for answer in lost if answer.served_by == victim[0]]
-    # A request that had been given to the replica and had not begun was in flight, too; nothing sent later may fail.
-    unknown = [answer for answer in lost if answer.served_by is None and answer.sent < 3.5]
+    # A request that the replica had not begun to answer is answered by another; nothing sent later may fail.
     assert begun_there, "nothing was under way in the killed replica"
-    assert len(lost) == len(begun_there) + len(unknown), [vars(answer) for answer in lost]
+    assert lost == begun_there, [vars(answer) for answer in lost]
     late = [answer for answer in answers if answer.sent > 3.5]
-    assert all(answer.works for answer in late)
 
     def two_again() -> bool:
         now = {call(url, "GET", "/v1/models", key=KEY)[1].get("x-served-by") for _ in range(8)}

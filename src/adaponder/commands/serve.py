@@ -38,6 +38,7 @@ _LONGEST = "Longest sequence; default: as far as the backbone's positions reach.
 _DRAFTS = "Tokens begun before it is certain that they follow; see generate."
 _HOST = "Where to listen; any but this machine's own needs a key or --no-auth."
 _PROXY = "Proxy (address or network) whose X-Forwarded-For names clients; may be repeated."
+_START = "Time in which a replica must open its engine, and later answer a health check."
 _ROWS = "Rows of keys and values; default: what memory allows, at most what is used."
 
 
@@ -83,6 +84,7 @@ def serve(
     replicas: Annotated[int, _ray("Servers side by side.", "N", min=1, max=10000)] = 1,
     max_replicas: Annotated[int | None, _ray("Grow to this many servers under load.", "N", min=1, max=10000)] = None,
     ray_address: Annotated[str | None, _ray("Of a running cluster; default: a new one.", "ADDRESS")] = None,
+    ray_start: Annotated[float, _ray(_START, "SECONDS", check=shared.within("(0, 86400]"))] = 30.0,
     opening: shared.NarrowOpening,
 ) -> None:
     """Serve a checkpoint: OpenAI's routes at /v1, and at / a page that shows where it reads more often.
@@ -120,6 +122,7 @@ def serve(
             replicas=replicas,
             most_replicas=max_replicas,
             gpus=1.0 if opening.device.startswith("cuda") else 0.0,
+            start_seconds=ray_start,
             address=ray_address,
         )
         on_ray.run(partial(open_app, open_model, settings), cluster, settings)

@@ -46,6 +46,7 @@ class AnswerWriter:
         chunk = self._about | {"object": "chat.completion.chunk" if self._chat else self._kind}
         self._head = b"data: " + dumps(chunk)[:-1].encode() + b',"choices":['
         self._tail = b'}],"usage":null}\n\n' if body.includes_usage else b"}]}\n\n"
+        self._continuous_usage = body.continuous_usage
         self._before, self._after = (b'"delta":{"content":', b"}") if self._chat else (b'"text":', b"")
         self._sent: dict[int, int] = {}  # number of tokens returned so far, by index of the choice
 
@@ -63,7 +64,7 @@ class AnswerWriter:
 
     def events(self, index: int, writing: Writing, text: str) -> bytes:
         """Returns the stream events for the new ``text`` of a choice; empty while nothing can be shown yet."""
-        opening = b"" if index in self._sent else self._opening(index)
+        opening = b"" if index in self._sent else self._opening(index, writing)
         done, first = writing.finish_reason is not None, self._sent.get(index, 0)
         last = len(writing.tokens) if done else min(writing.stream.settled, len(writing.tokens))
         self._sent[index] = last
@@ -73,30 +74,35 @@ class AnswerWriter:
         if not text and (plain or first == last) and not done:
             return opening
         if plain and not done:
-            return opening + self._text_event(index, text)
+            return opening + self._text_event(index, writing, text)
         content: dict[str, Any] = {"delta": {"content": text} if text or not done else {}}
         if not self._chat:
             content = {"text": text}
         fields = dumps(content | self._details(index, writing, first, last))[1:-1].encode()
-        return opening + self._event(index, fields)
+        return opening + self._event(index, writing, fields)
 
     def usage_event(self, usage: dict[str, Any]) -> bytes:
         """Returns the event with the usage, the last one before :data:`adaponder.serving.stream.DONE`."""
         return b"".join((self._head, b'],"usage":', dumps(usage).encode(), b"}\n\n"))
 
-    def _opening(self, index: int) -> bytes:
+    def _opening(self, index: int, writing: Writing) -> bytes:
         """Returns a choice's first event: the role in a chat, the prompt with ``echo``; else nothing."""
         if self._chat:
             delta = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
-            return self._event(index, delta)
-        return self._text_event(index, "".join(self._prompt_pieces(index))) if self._echoed else b""
+            return self._event(index, writing, delta)
+        return self._text_event(index, writing, "".join(self._prompt_pieces(index))) if self._echoed else b""
 
-    def _text_event(self, index: int, text: str) -> bytes:
+    def _text_event(self, index: int, writing: Writing, text: str) -> bytes:
         content = self._before + encode_basestring_ascii(text).encode() + self._after
-        return self._event(index, content + b',"logprobs":null,"finish_reason":null')
+        return self._event(index, writing, content + b',"logprobs":null,"finish_reason":null')
 
-    def _event(self, index: int, fields: bytes) -> bytes:
-        return b"".join((self._head, b'{"index":', str(index).encode(), b",", fields, self._tail))
+    def _event(self, index: int, writing: Writing, fields: bytes) -> bytes:
+        tail = self._tail
+        if self._continuous_usage:  # of this choice, as in vLLM
+            prompt, new = len(writing.request.prompt), 0 if self.hidden else len(writing.tokens)
+            usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+            tail = b"".join((b'}],"usage":', dumps(usage).encode(), b"}\n\n"))
+        return b"".join((self._head, b'{"index":', str(index).encode(), b",", fields, tail))
 
     def _prompt_pieces(self, index: int) -> list[str]:
         return self._echoed[index // self._n] if self._echoed else []

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse
 
 from adaponder.errors import AdaPonderError, EvaluationError, in_one_line
 from adaponder.fields import LARGEST_INT, body_field
+from adaponder.inference.request import MOST_STOP_IDS
 from adaponder.serving.fairness import UnavailableError
 from adaponder.serving.served import Served
 from adaponder.serving.settings import Limits
@@ -67,11 +68,12 @@ class Generation(DepthControl):
 
 class StreamOptions(JsonBody):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="With include_usage: usage in every event.")
     include_obfuscation: Never | None = None
 
 
 class GenerationBody(JsonBody):
-    """Fields that completions and chats have in common."""
+    """Fields that completions and chats have in common: OpenAI's, and those that vLLM has beside them."""
 
     model: str
     frequency_penalty: Annotated[float | None, body_field("frequency_penalty")] = None
@@ -86,6 +88,12 @@ class GenerationBody(JsonBody):
     temperature: Annotated[float | None, body_field("temperature", le=2)] = None  # OpenAI's range
     top_p: Annotated[float | None, body_field("top_p")] = None
     user: Ignored | None = None
+    top_k: Annotated[int | None, body_field("top_k", ge=-1)] = None  # -1: all tokens, as in vLLM
+    min_p: Annotated[float | None, body_field("min_p")] = None
+    repetition_penalty: Annotated[float | None, body_field("repetition_penalty")] = None
+    min_tokens: int | None = None
+    ignore_eos: Annotated[bool | None, body_field("ignore_eos")] = None
+    stop_token_ids: list[int] | None = None
     adaponder: Generation | None = None
 
     @property
@@ -104,6 +112,10 @@ class GenerationBody(JsonBody):
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
 class CompletionBody(GenerationBody):
@@ -207,10 +219,14 @@ def bodies_for(served: Served, limits: Limits) -> dict[type[BaseModel], type[Bas
 
     count = number(int, limits.max_tokens or served.tokens, ge=0, le=LARGEST_INT)
     token = number(int, served.vocabulary - 1, ge=0, le=LARGEST_INT)
-    ids: Any = Annotated[list[token], Field(min_length=1, fail_fast=True)]
-    text: Any = Annotated[str, Field(json_schema_extra={"minLength": 1})]
+    ids: Any = Annotated[
+        list[token], Field(min_length=1, fail_fast=True, json_schema_extra={"maxItems": served.tokens})
+    ]
+    characters: Any = {"maxLength": limits.prompt_characters}
+    text: Any = Annotated[str, Field(json_schema_extra=characters | {"minLength": 1})]
     several = Field(min_length=1, max_length=limits.prompts, fail_fast=True)
     stop: Any = Annotated[str, Field(min_length=1, max_length=limits.stop_characters)]
+    stop_ids: Any = Annotated[list[token], Field(max_length=MOST_STOP_IDS, fail_fast=True)]
     bias: Any = Annotated[float, Field(ge=-100, le=100)]
     digits: Any = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
     digits_only: Any = {"additionalProperties": False}
@@ -219,9 +235,13 @@ def bodies_for(served: Served, limits: Limits) -> dict[type[BaseModel], type[Bas
     depths: Any = Annotated[dict[digits, depth], Field(max_length=65536, json_schema_extra=digits_only)]
     profiles: Any = {"enum": [*served.profiles]} if served.profiles else None
     profile: Any = Annotated[str, Field(min_length=1, max_length=64, json_schema_extra=profiles)]
+    words = "|".join(served.facts()["policies"])
+    spelling: Any = {"pattern": rf"^({words}):[0-9.,e+@-]+$"} if words else None
+    policy: Any = Annotated[str, Field(max_length=400, json_schema_extra=spelling)]
     model: Any = Annotated[str, Field(max_length=512, json_schema_extra={"enum": [served.name]})]
 
     depth_fields: dict[str, Any] = {
+        "policy": (policy | None, Field(None, description=DepthControl.model_fields["policy"].description)),
         "budget": (mean_depth | profile | None, Field(None, description="A profile by name, or a mean depth.")),
         "max_iterations": up_to("max_iterations", served.iterations),
         "depths": (depths | None, Field(None, description="Forced depth by slot: a token's index in its sequence.")),
@@ -235,6 +255,8 @@ def bodies_for(served: Served, limits: Limits) -> dict[type[BaseModel], type[Bas
         "max_tokens": (count | None, None),
         "n": up_to("samples", limits.n),
         "stop": (stop | Annotated[list[stop], Field(max_length=limits.stops, fail_fast=True)] | None, None),
+        "min_tokens": (count | None, None),
+        "stop_token_ids": (stop_ids | None, None),
         "adaponder": (generation | None, None),
     }
     prompt = text | ids | Annotated[list[text], several] | Annotated[list[ids], several]
@@ -253,6 +275,7 @@ def bodies_for(served: Served, limits: Limits) -> dict[type[BaseModel], type[Bas
             "max_completion_tokens": (count | None, None),
         }
         | dict.fromkeys(_UNSUPPORTED_IN_CHATS, (Unsupported, None)),
+        TokenizeBody: {"prompt": (Annotated[str, Field(json_schema_extra=characters)], ...)},
         DetokenizeBody: {"tokens": (Annotated[list[token], Field(fail_fast=True)], ...)},
         ScoreBody: {"prompt": (text | ids, ...), "model": (model | None, None), "adaponder": (control | None, None)},
     }
@@ -267,8 +290,8 @@ def _limited(body: type[_Body], **fields: Any) -> type[_Body]:
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 # Names in a body of those fields of an engine request that are called differently there.
 _FIELDS = {name: f"adaponder.{name}" for name in Generation.model_fields.keys() - GenerationBody.model_fields.keys()}
-_FIELDS |= {"max_new_tokens": "max_tokens", "log_probabilities": "logprobs", "samples": "n", "stop_ids": "stop"}
-_FIELDS |= {"min_new_tokens": "adaponder.min_tokens"}
+_FIELDS |= {"max_new_tokens": "max_tokens", "log_probabilities": "logprobs", "samples": "n"}
+_FIELDS |= {"min_new_tokens": "min_tokens", "stop_ids": "stop_token_ids"}
 _HTTP_ERRORS = {
     400: "the body is not valid JSON: it is nested too deeply, or holds bytes or numbers that cannot be read",
     404: "there is no such route",

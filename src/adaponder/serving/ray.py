@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from adaponder.errors import InputError
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from adaponder.serving.settings import Settings
 
@@ -42,6 +42,18 @@ _ENVIRONMENT = {
 _QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 # Headers with which a client could keep its request running after it disconnects, or set Ray's timeout.
 _RAY_HEADERS = frozenset({b"x-request-disconnect-disabled", b"x-request-timeout-seconds"})
+# Time after each try of a request that a replica lost before it answered.
+_TRY_AGAIN_SECONDS = (0.05, 0.2, 0.5, 1.0)
+_UNAVAILABLE = json.dumps(
+    {
+        "error": {
+            "message": "no replica answers; try again",
+            "type": "server_error",
+            "param": None,
+            "code": "unavailable",
+        }
+    }
+).encode()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +65,7 @@ class Cluster:
         replicas: number of replicas, or the minimum if ``most_replicas`` is given.
         most_replicas: maximum number of replicas under load; ``None``: always ``replicas``.
         gpus, cpus: numbers that Ray reserves for each replica.
+        start_seconds: time in which a replica must open its engine, and later answer a health check.
         address: address of a running Ray cluster, or ``auto`` for the one on this machine; ``None``: start Ray here.
     """
 
@@ -62,6 +75,7 @@ class Cluster:
     most_replicas: int | None = None
     gpus: float = 0.0
     cpus: float = 1.0
+    start_seconds: float = 30.0
     address: str | None = None
 
     def __post_init__(self) -> None:
@@ -216,7 +230,7 @@ def application(make: Callable[[], ASGIApp], cluster: Cluster, settings: Setting
         graceful_shutdown_timeout_s=limits.drain_seconds,
         graceful_shutdown_wait_loop_s=min(2.0, max(0.1, limits.drain_seconds)),
         health_check_period_s=5.0,
-        health_check_timeout_s=30.0,
+        health_check_timeout_s=cluster.start_seconds,
         ray_actor_options={"num_cpus": cluster.cpus, "num_gpus": cluster.gpus},
         logging_config=_QUIET,
         **options,
@@ -256,13 +270,50 @@ def layers() -> list[Any]:
 
 
 class ProxyGuard:
-    """Removes the headers that control Ray, and drops websockets, for which there is no route."""
+    """Removes the headers that control Ray, drops websockets, and tries requests again that a lost replica had.
+
+    A request is sent again while Ray has only its own error as an answer, which lacks the headers of our app. The last
+    error is answered as 503 in JSON.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            scope["headers"] = [pair for pair in scope["headers"] if pair[0].lower() not in _RAY_HEADERS]
-        if scope["type"] != "websocket":
+        if scope["type"] == "websocket":
+            return
+        if scope["type"] != "http" or scope["path"].startswith("/-/"):  # Ray's own routes
             await self.app(scope, receive, send)
+            return
+        scope["headers"] = [pair for pair in scope["headers"] if pair[0].lower() not in _RAY_HEADERS]
+        body: list[Message] = []
+        for seconds in _TRY_AGAIN_SECONDS:
+            if await self._try(scope, body, receive, send):
+                return
+            await asyncio.sleep(seconds)
+        headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
+        await send({"type": "http.response.start", "status": 503, "headers": headers})
+        await send({"type": "http.response.body", "body": _UNAVAILABLE})
+
+    async def _try(self, scope: Scope, body: list[Message], receive: Receive, send: Send) -> bool:
+        """Forwards a request once, and returns whether it was answered; ``body`` keeps its messages for another try."""
+        waiting, begun, answered = list(body), False, True
+
+        async def receive_again() -> Message:
+            if waiting:
+                return waiting.pop(0)
+            message = await receive()
+            if not begun:
+                body.append(message)
+            return message
+
+        async def send_answer(message: Message) -> None:
+            nonlocal begun, answered
+            begun = True
+            if message["type"] == "http.response.start" and message["status"] >= 500:
+                answered = any(name.lower() == b"x-content-type-options" for name, _ in message["headers"])
+            if answered:
+                await send(message)
+
+        await self.app(dict(scope), receive_again, send_answer)
+        return answered

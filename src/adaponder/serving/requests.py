@@ -112,15 +112,18 @@ def engine_requests(
     if limits.max_tokens is not None and max_tokens > limits.max_tokens:
         message = f"max_tokens={max_tokens} must be at most {limits.max_tokens} on this server"
         raise ApiError(400, message, param="max_tokens")
-    extension = body.extension
-    if body.seed is not None and extension.seed is not None:
-        raise ApiError(400, "seed and adaponder.seed: give one of them", param="adaponder.seed")
-    values = [*extension, *body]
-    options = {name: value for name, value in values if name in REQUEST_FIELDS and value is not None}
+    extension, given = body.extension, {name: value for name, value in body if value is not None}
+    for name in given.keys() & extension.model_fields_set:
+        if getattr(extension, name) != given[name]:
+            raise ApiError(400, f"{name} and adaponder.{name} differ; give one of them", param=f"adaponder.{name}")
+    values = dict(extension) | given
+    options = {name: value for name, value in values.items() if name in REQUEST_FIELDS and value is not None}
     options |= depth_options(extension, served) | {
         "tau": None,  # depth_options has converted it to a policy
         "max_new_tokens": max(1, max_tokens),
-        "min_new_tokens": extension.min_tokens,
+        "min_new_tokens": values["min_tokens"],
+        "top_k": max(0, values["top_k"]),
+        "stop_ids": body.stop_token_ids or (),
         "logit_bias": {int(token): bias for token, bias in (body.logit_bias or {}).items()},
         "seed": options.get("seed", secrets.randbits(62)),
         "samples": body.samples,

@@ -164,6 +164,61 @@ def test_depth_options_reach_the_engine(server, solo):
         assert choice["adaponder"]["prompt_depths"] == alone.prompt_depths
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "name"),
+    [
+        ("top_k", 2, "top_k"),
+        ("top_k", -1, ""),
+        ("min_p", 0.9, "min_p"),
+        ("repetition_penalty", 5.0, "repetition_penalty"),
+        ("min_tokens", 9, "min_new_tokens"),
+        ("stop_token_ids", [7, 11, 15, 19, 23], "stop_ids"),
+    ],
+)
+def test_fields_of_vllm_mean_what_they_mean_there(server, solo, field, value, name):
+    """The stop ids are drawn; a value may be given under both spellings."""
+    (plain,) = solo("ab", max_new_tokens=9)
+    if field == "stop_token_ids":
+        value = [plain.ids[3]]
+    (alone,) = solo("ab", max_new_tokens=9, **({name: value} if name else {}))
+    assert (alone.ids != plain.ids) == (name not in ("", "min_new_tokens"))
+    twice = {"adaponder": {field: value}} if name and name != "stop_ids" else {}
+    body = {"max_tokens": 9, field: value, "ignore_eos": False, "logprobs": 0}
+    (choice,) = complete(server, **body, **twice).json()["choices"]
+    assert len(choice["logprobs"]["tokens"]) == len(alone.ids)
+    assert choice["finish_reason"] == alone.finish_reason
+    assert choice["text"] == text_of(alone.ids[:-1] if alone.finish_reason == "stop" else alone.ids)
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("completions", {"prompt": "ab", "max_tokens": 6}),
+        (
+            "chat/completions",
+            {
+                "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
+                "max_completion_tokens": 6,
+            },
+        ),
+    ],
+)
+def test_bodies_of_guidellm_are_answered(server, route, body):
+    body |= {"model": "tiny", "stop": None, "ignore_eos": True, "stream": True}
+    body |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    chunks = events(server.post(f"/v1/{route}", body))
+    assert chunks[-1]["usage"]["completion_tokens"] == 6
+
+
+def test_continuous_usage_counts_each_choice(server):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(complete(server, max_tokens=6, n=2, stream=True, stream_options=options))
+    last = {chunk["choices"][0]["index"]: chunk["usage"] for chunk in chunks[:-1]}
+    assert last == {n: {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8} for n in (0, 1)}
+    assert all(chunk["usage"]["completion_tokens"] <= 6 for chunk in chunks[:-1])
+    assert chunks[-1]["usage"]["completion_tokens"] == 12
+
+
 def test_without_a_seed_completions_differ(server):
     assert len({complete(server, seed=None).json()["choices"][0]["text"] for _ in "abc"}) == 3
 

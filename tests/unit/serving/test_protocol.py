@@ -58,7 +58,13 @@ REFUSED = [
     ({"adaponder": {"max_iterations": 4}}, "adaponder.max_iterations"),
     ({"adaponder": {"depths": {"x": 1}}}, "adaponder.depths.x"),
     ({"adaponder": {"depths": {"60": 1}}}, "adaponder.depths"),
-    ({"max_tokens": 2, "adaponder": {"min_tokens": 3}}, "adaponder.min_tokens"),
+    ({"max_tokens": 2, "adaponder": {"min_tokens": 3}}, "min_tokens"),
+    ({"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
+    ({"top_k": 3, "adaponder": {"top_k": 4}}, "adaponder.top_k"),
+    ({"ignore_eos": True, "adaponder": {"ignore_eos": False}}, "adaponder.ignore_eos"),
+    ({"top_k": -2}, "top_k"),
+    ({"stop_token_ids": [VOCABULARY]}, "stop_token_ids"),
+    ({"stop_token_ids": [1] * 257}, "stop_token_ids"),
     ({"adaponder": {"unknown": 1}}, "adaponder.unknown"),
 ]
 

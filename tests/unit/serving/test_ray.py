@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -25,8 +26,48 @@ def test_headers_that_control_ray_and_websockets_do_not_pass_the_proxy():
 
     headers = [(b"X-Request-Disconnect-Disabled", b"?1"), (b"x-request-timeout-seconds", b"9"), (b"x-session-id", b"a")]
     for kind in ("http", "websocket"):
-        asyncio.run(ours.ProxyGuard(app)({"type": kind, "headers": headers}, None, None))
-    assert passed == [{"type": "http", "headers": [(b"x-session-id", b"a")]}]
+        asyncio.run(ours.ProxyGuard(app)({"type": kind, "path": "/", "headers": headers}, None, None))
+    assert passed == [{"type": "http", "path": "/", "headers": [(b"x-session-id", b"a")]}]
+
+
+OURS = [(b"x-content-type-options", b"nosniff")]
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ([(200, OURS)], (200, 1)),
+        ([(500, OURS)], (500, 1)),
+        ([(429, [])], (429, 1)),
+        ([(500, []), (503, []), (200, OURS)], (200, 3)),
+        ([(500, [])] * 4, (503, 4)),
+    ],
+    ids=["answered", "error of the app", "refusal of Ray", "another replica", "no replica"],
+)
+def test_request_that_a_lost_replica_had_is_sent_again(monkeypatch, answers, expected):
+    monkeypatch.setattr(ours, "_TRY_AGAIN_SECONDS", (0,) * 4)
+    parts = [{"type": "http.request", "body": part, "more_body": part == b"a"} for part in (b"a", b"b")]
+    sent: list[Any] = []
+    bodies: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        status, headers = answers[len(bodies)]
+        bodies.append((await receive())["body"] + (await receive())["body"])
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": b"text"})
+
+    async def receive() -> Any:
+        return parts.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(ours.ProxyGuard(app)({"type": "http", "path": "/score", "headers": []}, receive, send))
+    status, tries = expected
+    assert ([message.get("status") for message in sent], bodies) == ([status, None], [b"ab"] * tries)
+    if status == 503:
+        assert dict(sent[0]["headers"])[b"retry-after"] == b"1"
+        assert json.loads(sent[1]["body"])["error"]["code"] == "unavailable"
 
 
 def test_proxy_needs_no_torch_and_bounds_headers():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import threading
 from itertools import pairwise
 
@@ -212,4 +213,13 @@ def test_openapi_document_describes_every_route(server):
     assert fields["model"]["enum"] == ["tiny"]
     assert {kind.get("maximum") for kind in fields["n"]["anyOf"]} == {16, None}
     ids = next(kind for kind in fields["prompt"]["anyOf"] if kind.get("items", {}).get("type") == "integer")
-    assert ids["items"]["maximum"] == 60
+    assert (ids["items"]["maximum"], ids["maxItems"]) == (60, 64)
+    assert {kind.get("maxItems") for kind in fields["prompt"]["anyOf"]} == {None, 64}
+    assert (
+        schemas["TokenizeBody"]["properties"]["prompt"]["maxLength"]
+        == fields["prompt"]["anyOf"][0]["maxLength"]
+        == 1 << 18
+    )
+    pattern = schemas["Generation"]["properties"]["policy"]["anyOf"][0]["pattern"]
+    for policy, valid in (("fixed:2", True), ("gate:0.1,1e-3", True), ("wild:1", False), ("fixed", False)):
+        assert bool(re.search(pattern, policy)) == valid

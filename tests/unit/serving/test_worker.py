@@ -170,6 +170,50 @@ async def test_failed_step_ends_its_requests_and_the_engine_goes_on(worker, engi
     assert worker.alive
 
 
+@with_worker()
+async def test_failed_steps_that_are_not_in_a_row_do_not_stop_the_engine(worker, engine):
+    for _ in range(4):
+        engine.broken_steps = 1
+        for error in ("engine: broken off", None):
+            sink = submit(worker)[0]
+            await asyncio.wait({sink.end})
+            assert sink.end.exception() is None
+            assert sink.end.result().error == error
+
+
+@pytest.mark.parametrize(
+    ("state", "fails", "after"),
+    [
+        ("draining", False, "draining"),
+        ("draining", True, "broken"),
+        ("stopped", False, "stopped"),
+        ("stopped", True, "stopped"),
+    ],
+    ids=["draining-opens", "draining-fails", "stopped-opens", "stopped-fails"],
+)
+def test_an_engine_that_opens_late_does_not_change_a_worker_that_ends(state, fails, after):
+    async def main():
+        opened = threading.Event()
+
+        def make():
+            opened.wait(20)
+            return 1 // 0 if fails else ScriptedEngine()
+
+        worker = Worker(make, tiny_served())
+        worker.start()
+        end = asyncio.ensure_future(worker.drained(0) if state == "draining" else worker.stop())
+        await until(lambda: worker.state == state)
+        opened.set()
+        await end
+        if state == "draining":
+            await until(lambda: worker.state == "broken" or worker.longest_request == ScriptedEngine.longest_request)
+        await asyncio.sleep(0.01)
+        assert worker.state == after
+        await worker.stop()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
 @with_worker(dead)
 async def test_dead_engine_is_given_up_and_nothing_waits_for_it(worker, engine):
     with pytest.raises(UnavailableError, match="the device is gone"):
