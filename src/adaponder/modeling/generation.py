@@ -169,13 +169,6 @@ class LedgerGenerationMixin(GenerationMixin):
         finally:
             _GENERATING.reset(token)
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises: transformers would log the error of its thread and return failed requests."""
-        raise InputError(
-            "generate_batch: its paged cache keeps one row per token, not one per iteration; use adaponder.Engine, "
-            "which batches continuously"
-        )
-
     @wraps(GenerationMixin._get_logits_processor)
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
         processors = super()._get_logits_processor(*args, **kwargs)

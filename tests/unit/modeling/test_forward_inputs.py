@@ -113,7 +113,7 @@ def test_embeddings_read_as_their_ids_do(method, execution):
 
 
 def test_continuous_batching_of_transformers_is_refused_with_the_call_that_works(model):
-    with pytest.raises(AdaPonderError, match=r"generate_batch: .*adaponder\.Engine"):
+    with pytest.raises(AdaPonderError, match=r"generate_batch: .*adaponder\.inference\.Engine"):
         model.generate_batch([[1, 2, 3]], max_new_tokens=2)
 
 

@@ -469,8 +469,3 @@ def test_the_loss_without_logits_is_the_loss(method):
         rtol=1e-9,
         atol=1e-12,
     )
-
-
-def test_continuous_batching_of_hugging_face_is_refused_and_the_engine_is_named():
-    with pytest.raises(AdaPonderError, match=r"^generate_batch: .*adaponder\.inference\.Engine"):
-        tiny().eval().generate_batch([[1, 2, 3]])
