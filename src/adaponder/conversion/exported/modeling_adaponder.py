@@ -350,11 +350,10 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         mask = None if bool(tokens.real.all()) else self._mask(slots, tokens.real)
 
         def read(i: int, x: Tensor, active: Tensor) -> Tensor:
-            old = dict(before)  # of the iteration before, also when backward runs this pass again
-
+            # Backward may run this pass again: what halted tokens keep is then still the same.
             def answer(layer: int, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
                 if i > 0:
-                    (keys, values), (old_keys, old_values) = new, old[layer]
+                    (keys, values), (old_keys, old_values) = new, before[layer]
                     own = active[:, None, :, None]
                     new = torch.where(own, keys, old_keys), torch.where(own, values, old_values)  # eq. 10
                 before[layer] = new
