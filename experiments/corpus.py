@@ -61,8 +61,6 @@ class Wheel(NamedTuple):
     filename: str
 
 
-# --- the lock file --------------------------------------------------------------------------------------------------
-
 _LINE = re.compile(
     r"(?P<name>[\w.-]+)==(?P<version>\S+) --hash=sha256:(?P<sha256>[0-9a-f]{64})  # (?P<licence>.+); (?P<filename>\S+)"
 )
@@ -116,9 +114,6 @@ def is_permissive(licence: str) -> bool:
         if all(part in SOURCE_LICENCES | _BESIDE for part in parts) and SOURCE_LICENCES & set(parts):
             return True
     return False
-
-
-# --- documents ------------------------------------------------------------------------------------------------------
 
 
 def why_not(path: PurePosixPath, text: str) -> str:

@@ -21,8 +21,6 @@ from adaponder.errors import ConfigError, InputError
 from adaponder.files import read_yaml
 from adaponder.recipes import Recipe, load_recipe
 
-# --- identities -----------------------------------------------------------------------------------------------------
-
 # Fields that decide nothing: where the data is (records hold its hash), logging, saving, how a number is computed.
 _FREE = {
     "model": (),
@@ -69,9 +67,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-# --- runs -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

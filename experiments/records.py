@@ -64,8 +64,8 @@ def records_of(experiment: Experiment, records: Sequence[Mapping[str, Any]], cor
 
 def record_of(experiment: Experiment, records: Sequence[Mapping[str, Any]], corpus: Corpus) -> Mapping[str, Any] | None:
     """Returns the record of this run if there is one that holds all of the run's measurements."""
-    same = records_of(experiment, records, corpus)
-    measured = [record for record in same if set(experiment.measures) <= record.get("measured", {}).keys()]
+    same, wanted = records_of(experiment, records, corpus), set(experiment.measures)
+    measured = [record for record in same if wanted <= record.get("measured", {}).keys()]
     return next(iter(measured[experiment.again :]), None)
 
 
@@ -73,8 +73,7 @@ def carry_out(experiment: Experiment, setup: Setup, *, beside: int, measure: Mea
     """Trains one run and writes its record; returns the record's path.
 
     The record is written before ``measure`` is called, and again after each measurement, so that a run that is cut
-    keeps what it has. ``beside`` is the number of other runs that share the device; tokens per second are those of this
-    run alone.
+    keeps what it has. ``beside`` other runs share the device.
     """
     corpus, records = setup.queue.corpora[experiment.corpus], setup.records
     folder = None if corpus.folder is None else Path(corpus.folder)
@@ -141,9 +140,6 @@ def _training_record(
     }
 
 
-# --- training -------------------------------------------------------------------------------------------------------
-
-
 class AveragingTrainer(Trainer):
     """A trainer that also keeps the mean of the weights over the last tenth of its steps."""
 
@@ -186,9 +182,6 @@ def train_run(experiment: Experiment, data: Path | None, runs: Path, device: str
         raise TrainingError(f"{experiment.label} was stopped at step {outcome.step}: it leaves no record; run it again")
     assert isinstance(outcome.trainer, AveragingTrainer)  # the folder was empty, so this run has trained
     return outcome.trainer, outcome.final
-
-
-# --- validation documents -------------------------------------------------------------------------------------------
 
 
 def _documents(trainer: AveragingTrainer) -> dict[str, Any]:
