@@ -312,7 +312,7 @@ class Evidence:
 
 
 _FIELDS = {"runs", "statements", "titles", "changes", "figures", "paper-table1", "paper-table3", "against", "questions"}
-_FIELDS |= {"tables", "curve", "frontier", "dials", "full"}
+_FIELDS |= {"tables", "curve", "frontier", "dials", "full", "leaderboard", "line"}
 _STATEMENT = {"claim", "where", "says", "paper", "fixed", "tests"}
 
 
@@ -324,7 +324,7 @@ def read_claims(path: Path) -> Mapping[str, Any]:
         problems += [f"statements: {field} is missing" for field in sorted(_STATEMENT - statement.keys())]
     if not problems:
         lists = [table["rows"] for table in claims["tables"].values()]
-        lists += [claims[field] for field in ("curve", "frontier", "dials")]
+        lists += [claims[field] for field in ("curve", "frontier", "dials", "leaderboard", "line")]
         named = {alias for rows in lists for alias in rows} | {*claims["against"].values(), claims["full"]}
         problems = [f"{alias}: no such alias under runs" for alias in sorted(named - set(claims["runs"]))]
     if problems:

@@ -119,6 +119,40 @@ def _draw_curve(axes: Axes, groups: Mapping[str, Sequence[Spot]], field: int, th
     top.spines["top"].set_visible(False)
 
 
+def cost_points(evidence: Evidence) -> tuple[Any, ...]:
+    """Returns (FLOPs, loss minus vanilla's, half of its interval) of plain models and of every method, by title."""
+    claims, vanilla = evidence.claims, evidence.claims["line"][0]
+
+    def spots(names: Sequence[str]) -> dict[str, Spot]:
+        groups = {}
+        for name in names:
+            if (gap := evidence.minus(name, vanilla)) is not None:
+                ratio = evidence.mean(name, "mflops") / evidence.mean(vanilla, "mflops")
+                half = 0.0 if name == vanilla or not gap.freedom else gap.half
+                groups[evidence.title(name)] = (ratio, gap.mean, half)
+        return groups
+
+    others = [name for name in claims["tables"]["table 1"]["rows"] if name not in claims["line"]]
+    return spots(claims["line"]), spots(others)
+
+
+def draw_cost(line: Mapping[str, Spot], others: Mapping[str, Spot], highest: float = 0.02) -> Figure:
+    """Draws the loss minus vanilla's against inference FLOPs; what lies above ``highest`` is left out."""
+    with house() as theme:
+        figure = new_figure(width=PAGE, height=3.6)
+        axes = figure.subplots()
+        xs, ys, halves = zip(*line.values(), strict=True)
+        look: dict[str, Any] = {"color": theme.ink, "marker": "o", "capsize": 2, "elinewidth": 0.7}
+        axes.errorbar(xs, ys, halves, **look, label="plain models: " + "; ".join(line))
+        for index, (name, (x, y, half)) in enumerate(others.items()):
+            if y < highest:
+                look |= {"marker": MARKERS[(index + 1) % len(MARKERS)], "color": PALETTE[index % len(PALETTE)]}
+                axes.errorbar([x], [y], [half], **look, linestyle="none", label=name)
+        axes.set(xlabel="FLOPs per token at inference, x vanilla", ylabel="loss minus vanilla's (nats)")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return figure
+
+
 def step_points(evidence: Evidence) -> tuple[Any, ...]:
     """Returns (step, loss) of each seed for each way of measuring, and the share of the tokens by step."""
     results = list(evidence.measured(_ANALYSED, "steps").values())
@@ -216,6 +250,7 @@ class Drawing(NamedTuple):
 
 
 FIGURES = {
+    "loss-against-flops": Drawing(cost_points, draw_cost),
     "loss-by-learning-rate": Drawing(rate_points, draw_rates),
     "loss-against-iterations": Drawing(frontier_points, draw_frontier),
     "loss-by-halting-step": Drawing(step_points, draw_steps),

@@ -227,6 +227,13 @@ def _right(evidence: Evidence, test: Test) -> _Found:
     return equal or statistics.higher(difference), words
 
 
+def _unaffordable(evidence: Evidence, test: Test) -> _Found:
+    """States the runs that a test would need: given, or those of two settings that differ by ``effect``."""
+    noise = evidence.noise(evidence.claims["curve"][0], pooled="stable")
+    runs = test.get("runs") or (2 * statistics.seeds_for(test["effect"], noise) if noise else None)
+    return statistics.UNAFFORDABLE, f"{test['unaffordable']}: {runs or 'unknown'} runs"
+
+
 def _by_seed(
     evidence: Evidence, name: str, measurement: str, number: Callable[[Mapping[str, Any]], float | None]
 ) -> pd.Series:
@@ -263,6 +270,7 @@ KINDS: Mapping[str, Callable[[Evidence, Test], _Found]] = {
     "above_chance": _above_chance,
     "right": _right,
     "untestable": lambda evidence, test: (UNTESTABLE, test["untestable"]),
+    "unaffordable": _unaffordable,
 }
 
 

@@ -34,14 +34,15 @@ def write(experiments: Path) -> None:
     from experiments import figures
 
     root, evidence = experiments.parent, read_evidence(experiments)
-    readme = readme_page(evidence, (root / "README.md").read_text())
+    pages = {path: with_table(path, lines) for path, lines in tables_within(evidence, root).items()}
     points = figures.all_points(evidence)
     for name, values in points.items():
         figures.save(figures.FIGURES[name].draw(*values), root / "docs" / "figures" / f"{name}.png", values)
-    write_whole(root / "docs" / "results.md", results_page(evidence).encode())
-    write_whole(experiments / "tables.md", tables_page(evidence, experiments / "records").encode())
-    write_whole(root / "README.md", readme.encode())
-    console.print(line("→ ", (root / "docs" / "results.md", "bold"), f", {len(points)} figures, and README's table"))
+    pages[root / "docs" / "results.md"] = results_page(evidence)
+    pages[experiments / "tables.md"] = tables_page(evidence, experiments / "records")
+    for path, text in pages.items():
+        write_whole(path, text.encode())
+    console.print(line("→ ", (", ".join(map(str, pages)), "bold"), f", and {len(points)} figures"), soft_wrap=True)
 
 
 def read_evidence(experiments: Path) -> Evidence:
@@ -52,33 +53,20 @@ def read_evidence(experiments: Path) -> Evidence:
 
 def results_page(evidence: Evidence) -> str:
     """Returns the text of ``docs/results.md``."""
-    from experiments import figures
-
-    queue = evidence.queue
-    verdicts = [(statement, judge(evidence, statement["tests"])) for statement in evidence.claims["statements"]]
+    queue, judged = evidence.queue, _judged(evidence)
     done, runs = len(evidence.done), len({run.label for run in queue.experiments})
-    captions = {name: evidence.claims["figures"][name] for name in figures.all_points(evidence)}
     parts = {
         "corpus": f"{queue.main.says} (data hash `{queue.main.hash}`), unless a claim says otherwise",
         "margin": f"{MARGIN}",
         "power": f"{POWER}",
-        "one depth": f"{100 * ONE_DEPTH:g} %",
-        "noise": tables.noise_table(evidence),
-        "left out": _left_out(evidence),
-        "analyses": tables.analyses_table(evidence),
+        "noise": tables.noise_table(evidence)[:3],
         "counts": [
-            *(_counted(title, verdicts, ours) for title, ours in (("The paper's claims", False), ("Ours", True))),
+            *(_counted(title, judged, ours) for title, ours in (("The paper's claims", False), ("Ours", True))),
             f"- {done} of {runs} runs in the queue are done, with all that they measure.",
         ],
-        "in short": _in_short(verdicts),
-        "paper claims": _statements(verdicts, ours=False),
-        "our claims": _statements(verdicts, ours=True),
-        "questions": _questions(evidence),
-        "figures": [
-            text
-            for name, caption in captions.items()
-            for text in (f"![{caption}](figures/{name}.png)", "", *prose(f"*{caption}*"), "")
-        ],
+        "in short": _in_short(judged),
+        "paper claims": _statements(judged, ours=False),
+        "figures": _figures(evidence, ("loss-against-flops", "loss-by-halting-step"), "figures"),
         "prepare": queue.main.prepare,
         "prepare open": queue.corpora["open"].prepare if "open" in queue.corpora else "",
     }
@@ -88,7 +76,15 @@ def results_page(evidence: Evidence) -> str:
 def tables_page(evidence: Evidence, records: Path) -> str:
     """Returns the text of ``experiments/tables.md``; ``records`` is the folder of the records."""
     claims, apart = evidence.claims, records_apart(evidence, records)
+    figures = ("loss-against-iterations", "loss-by-learning-rate", "policies-at-equal-depth", "depth-on-demand")
     parts = {
+        "our claims": _statements(_judged(evidence), ours=True),
+        "questions": _questions(evidence),
+        "noise": tables.noise_table(evidence),
+        "one depth": f"{100 * ONE_DEPTH:g} %",
+        "left out": _left_out(evidence),
+        "analyses": tables.analyses_table(evidence),
+        "figures": _figures(evidence, figures, "../docs/figures"),
         "learning rates": tables.lr_table(evidence),
         **{name: tables.settings_table(evidence, **table) for name, table in claims["tables"].items()},
         "paper table 1": markdown(["", "size", "iterations", "loss", "PPL"], claims["paper-table1"]),
@@ -103,17 +99,32 @@ def tables_page(evidence: Evidence, records: Path) -> str:
     return _filled("tables.template.md", parts)
 
 
-def readme_page(evidence: Evidence, readme: str) -> str:
-    """Returns README with its results table replaced."""
-    before, begin, rest = readme.partition(BEGIN)
+def _judged(evidence: Evidence) -> list[Judged]:
+    return [(statement, judge(evidence, statement["tests"])) for statement in evidence.claims["statements"]]
+
+
+def _figures(evidence: Evidence, names: Sequence[str], folder: str) -> list[str]:
+    """Returns the figures that have points, each with its caption."""
+    from experiments import figures
+
+    drawn, captions = figures.all_points(evidence), evidence.claims["figures"]
+    lines = ([f"![{captions[n]}]({folder}/{n}.png)", "", *prose(f"*{captions[n]}*"), ""] for n in names if n in drawn)
+    return [line for figure in lines for line in figure]
+
+
+def tables_within(evidence: Evidence, root: Path) -> dict[Path, list[str]]:
+    """Returns the tables that stand between two marks of pages written by hand: README's, and the leaderboard."""
+    readme = tables.settings_table(evidence, **evidence.claims["tables"]["readme"])
+    return {root / "README.md": readme, root / "experiments" / "README.md": tables.leaderboard(evidence)}
+
+
+def with_table(path: Path, table: Sequence[str]) -> str:
+    """Returns the text of a page with the table between its marks replaced."""
+    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise InputError(f"README.md: the lines {BEGIN} and {END} mark where its table goes; one of them is missing")
-    return (
-        before
-        + "\n".join([BEGIN, *tables.settings_table(evidence, **evidence.claims["tables"]["readme"]), END])
-        + after
-    )
+        raise InputError(f"{path}: the lines {BEGIN} and {END} mark where its table goes; one of them is missing")
+    return before + "\n".join([BEGIN, *table, END]) + after
 
 
 def _filled(template: str, parts: Mapping[str, str | Sequence[str]]) -> str:

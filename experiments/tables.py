@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -100,6 +101,9 @@ CELLS: Mapping[str, Cell] = {
     "lr": lambda evidence, name, points: _number(rate_of(evidence.run(name)), "g"),
     "seeds": lambda evidence, name, points: ", ".join(map(str, points.index)),
     "loss by seed": lambda evidence, name, points: _by_seed(points.loss, ".4f"),
+    "loss": _mean("loss", ".4f"),
+    "passes": _mean("depth", ".2f"),
+    "inference FLOPs": lambda e, name, points: f"{CELLS['x vanilla'](e, name, points)}x",
     "PPL": lambda evidence, name, points: f"{math.exp(points.loss.mean()):.2f}",
     "iterations": _mean("depth", ".2f"),
     "iterations by seed": lambda evidence, name, points: _by_seed(points.depth, ".2f"),
@@ -135,6 +139,32 @@ def settings_table(evidence: Evidence, rows: Sequence[str], columns: Sequence[st
     head = [c if c in CELLS else f"minus {evidence.title(c.removeprefix('minus '))}" for c in columns]
     cells = ([evidence.title(name), *(cell(name, c, evidence.points(name)) for c in columns)] for name in rows)
     return markdown(["", *head], cells)
+
+
+def leaderboard(evidence: Evidence, tracks: Sequence[float] = (1.6, 2.7)) -> list[str]:
+    """Returns the entries that have run, best first, with their rank in each track: at most so many vanilla FLOPs."""
+    rows, ranks = [], Counter[float]()
+    names = [name for name in evidence.claims["leaderboard"] if not evidence.points(name).empty]
+    for name in sorted(names, key=lambda name: evidence.mean(name, "loss")):
+        points = evidence.points(name)
+        cells = [CELLS[column](evidence, name, points) for column in ("loss", "seeds", "x vanilla", "parameters")]
+        allowed = [track for track in tracks if float(cells[2]) <= track]
+        ranks.update(allowed)
+        record = points.record.iloc[-1]
+        source = [record["date"], f"`{record['commit'][:12]}`", f"[record](records/{record['file']})"]
+        places = [str(ranks[track]) if track in allowed else NONE for track in tracks]
+        rows.append([*places, evidence.title(name), *cells, *source, evidence.claims["leaderboard"][name]])
+    head = [
+        *(f"at {track:g}x" for track in tracks),
+        "entry",
+        "loss",
+        "seeds",
+        "x vanilla",
+        "parameters",
+        "date",
+        "commit",
+    ]
+    return markdown([*head, "record", "what was new"], rows)
 
 
 def claim_table(evidence: Evidence, claim: str) -> list[str]:

@@ -14,11 +14,11 @@ import yaml
 from adaponder.errors import InputError
 from experiments import figures, page
 from experiments.evidence import Evidence, read_claims
-from experiments.judging import KINDS, find, kind_of
+from experiments.judging import KINDS, find, kind_of, shown
 from experiments.page import records_apart
 from experiments.queue import identity
-from experiments.statistics import FAILS, HOLDS, NOT_RUN, UNRESOLVED, UNTESTABLE
-from experiments.tables import claim_table, settings_table, speed
+from experiments.statistics import FAILS, HOLDS, NOT_RUN, UNAFFORDABLE, UNRESOLVED, UNTESTABLE
+from experiments.tables import claim_table, leaderboard, settings_table, speed
 
 ROOT = Path(__file__).parents[3]
 EXPERIMENTS = ROOT / "experiments"
@@ -57,10 +57,10 @@ def test_committed_pages_and_figures_are_those_of_the_records(evidence):
     results, tables = page.results_page(evidence), page.tables_page(evidence, EXPERIMENTS / "records")
     assert (ROOT / "docs" / "results.md").read_text() == results
     assert (EXPERIMENTS / "tables.md").read_text() == tables
-    readme = (ROOT / "README.md").read_text()
-    assert readme == page.readme_page(evidence, readme)
+    for path, table in page.tables_within(evidence, ROOT).items():
+        assert path.read_text() == page.with_table(path, table)
     with pytest.raises(InputError, match="mark where its table goes"):
-        page.readme_page(evidence, "nothing")
+        page.with_table(ROOT / "CHANGELOG.md", [])
     for name, points in figures.all_points(evidence).items():
         assert figures.shown_by(ROOT / "docs" / "figures" / f"{name}.png") == figures.fingerprint(points), name
     width = None
@@ -81,8 +81,8 @@ def test_claims_name_runs_of_the_queue(evidence):
     assert all(statement["tests"] and evidence.queue.of_claim(statement["claim"]) for statement in statements)
     places = {statement["where"].partition(",")[0] for statement in statements}
     assert {"Table 1", "Table 2", "Table 3", "Figure 3", "Figure 4", "Figure 5", "Figure 6"} <= places
-    kinds = {kind for statement in statements for test in statement["tests"] for kind in test if kind in KINDS}
-    assert kinds | {"below_curve", "same_order"} == set(KINDS)
+    tests = [test for one in (*statements, *evidence.claims["questions"]) for test in one.get("tests", ())]
+    assert {kind for test in tests for kind in test if kind in KINDS} == set(KINDS)
 
 
 @pytest.mark.parametrize(
@@ -139,13 +139,42 @@ CONVERTED = [
 
 
 @pytest.mark.parametrize(("name", "settings"), [("related-work", ["act", "pondernet"]), ("convert", CONVERTED)])
-def test_tables_of_documents_have_losses_and_costs_of_the_records(evidence, name, settings):
+def test_tables_of_documents_have_losses_intervals_and_costs_of_the_records(evidence, name, settings):
     lines = (ROOT / "docs" / f"{name}.md").read_text().splitlines()
     for setting in settings:
         points = evidence.points(setting).sort_index()
         seeds, losses = ", ".join(map(str, points.index)), ", ".join(f"{loss:.4f}" for loss in points.loss)
         (row,) = (line for line in lines if f"| {seeds} | {losses} |" in line)
         assert f" | {points.ratio.mean():.2f} | " in row
+        if len(points) > 1 and setting != CONVERTED[0]:
+            curve = evidence.over_curve(setting, evidence.claims["curve"])
+            gap = curve if name == "related-work" else evidence.minus(setting, CONVERTED[0])
+            assert shown(gap).partition(" (")[0] in row
+
+
+def test_what_is_not_affordable_states_the_runs_that_it_needs(evidence):
+    """Runs in two settings, so that an effect of 0.003 is found four times out of five: (t + t') 0.0063 sqrt(2 / n)."""
+    found = find(evidence, {"unaffordable": "an effect of 0.003 nats", "effect": 0.003})
+    assert found.verdict == UNAFFORDABLE
+    runs = int(found.words.rpartition(": ")[2].split()[0])
+    deviation = evidence.noise("vanilla").deviation
+    assert runs == pytest.approx(2 * 2 * (2.88 * deviation / 0.003) ** 2, rel=0.03)
+    assert find(evidence, {"unaffordable": "more layers", "runs": 5}).words == "more layers: 5 runs"
+
+
+def test_the_leaderboard_ranks_entries_within_the_compute_of_their_track(evidence):
+    names = ["vanilla", "recall-k2", "k2", "pondernet", "ada"]
+    claims = {**evidence.claims, "leaderboard": dict.fromkeys(names, "new")}
+    rows = [line.split(" | ") for line in leaderboard(replace(evidence, claims=claims))[2:]]
+    places = {row[2]: (row[0].strip("| "), row[1]) for row in rows}
+    assert next(iter(places)) == "PonderNet, K = 4", "the lowest loss first"
+    assert places == {
+        "PonderNet, K = 4": ("–", "1"),
+        "PonderNet, no exits, K = 2": ("1", "2"),
+        "AdaPonder, K = 4": ("–", "–"),
+        "PonderLM, K = 2": ("–", "3"),
+        "vanilla": ("2", "4"),
+    }
 
 
 def test_a_run_is_done_when_its_measurements_are_there(evidence):
@@ -344,5 +373,5 @@ def test_readmes_intervals_are_found_again_from_the_files_by_another_formula(evi
         gaps = [losses[setting][seed] - losses["mini-vanilla-lr-0.004"][seed] for seed in range(3)]
         mean, half = sum(gaps) / 3, T_TABLE[freedom - 30] * deviation * (2 / 3) ** 0.5
         (row,) = (line for line in rows if line.startswith(f"| {title} |"))
-        shown = [float(word) for word in re.findall(r"[+-]\d\.\d{4}", row)]
-        assert shown == pytest.approx([mean, mean - half, mean + half], abs=2e-4), title
+        numbers = [float(word) for word in re.findall(r"[+-]\d\.\d{4}", row)]
+        assert numbers == pytest.approx([mean, mean - half, mean + half], abs=2e-4), title
