@@ -10,11 +10,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from adaponder.analysis.style import LINES, MARKERS, PAGE, PALETTE, Theme, depth_colours, house, new_figure, series
+from adaponder.analysis.style import LINES, MARKERS, PAGE, PALETTE, depth_colours, house, new_figure, series
 from experiments.demand import figure_points as demand_points
 from experiments.evidence import Evidence
 from experiments.tables import learning_rates
@@ -26,7 +25,6 @@ _WIDEST = 40
 # The run whose traces and policies are drawn.
 _ANALYSED = "ada"
 _WAYS = {"nll": "as it came out", "nll_at_depth_1": "every token at depth 1", "nll_at_full_depth": "at full depth"}
-# One run: (mean depth, FLOPs relative to the plain model, loss minus the plain model's of the same seed).
 Spot = tuple[float, float, float]
 
 
@@ -67,89 +65,43 @@ def draw_rates(curves: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
     return figure
 
 
-def frontier_points(evidence: Evidence) -> tuple[Any, ...]:
-    """Returns by title the models of the curve, and those held against it."""
-    plain = evidence.values(evidence.claims["curve"][0])
-
-    def spots(names: Sequence[str]) -> dict[str, list[Spot]]:
-        groups = {}
-        for name in names:
-            points = evidence.points(name).sort_index()
-            gain = (points.loss - plain).dropna()
-            rows = [(float(points.depth[seed]), float(points.ratio[seed]), float(gain[seed])) for seed in gain.index]
-            groups |= {evidence.title(name): rows} if rows else {}
-        return groups
-
-    return spots(evidence.claims["curve"]), spots(evidence.claims["frontier"])
-
-
-def draw_frontier(curve: Mapping[str, Sequence[Spot]], others: Mapping[str, Sequence[Spot]]) -> Figure:
-    """Draws the loss minus the plain model's of the same seed against mean iterations and against FLOPs.
-
-    Separately trained depths are joined by a line of their means; ``others`` are points, one per seed.
-    """
-    with house() as theme:
-        figure = new_figure(width=PAGE, height=3.4 + 0.08 * len(others))
-        panels = figure.subplots(1, 2, sharey=True)
-        labels = ("mean iterations per token", "FLOPs per token, x the plain model")
-        for field, (axes, label) in enumerate(zip(panels, labels, strict=True)):
-            _draw_curve(axes, curve, field, theme)
-            for index, (name, group) in enumerate(others.items()):
-                look = {"marker": MARKERS[(index + 1) % len(MARKERS)], "color": PALETTE[index % len(PALETTE)]}
-                look |= {"linestyle": "none", "markeredgecolor": theme.ink, "markeredgewidth": 0.4}
-                axes.plot([spot[field] for spot in group], [spot[2] for spot in group], **look, label=name, zorder=4)
-            axes.axhline(0.0, color=theme.muted, linewidth=0.7)
-            axes.set_xlabel(label)
-            axes.margins(x=0.08)
-        panels[0].set_ylabel("loss minus the plain model's, same seed (nats)")
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    return figure
-
-
-def _draw_curve(axes: Axes, groups: Mapping[str, Sequence[Spot]], field: int, theme: Theme) -> None:
-    """Draws the line through the seed means, a faint point per seed, and the depths' names at the top."""
-    xs, ys = zip(*((spot[field], spot[2]) for group in groups.values() for spot in group), strict=True)
-    axes.scatter(xs, ys, s=14, color=theme.muted, alpha=0.7, linewidths=0, zorder=2)
-    means = [[fmean(spot[of] for spot in group) for group in groups.values()] for of in (field, 2)]
-    look: dict[str, Any] = {"color": theme.ink, "marker": "o", "markersize": 4, "linewidth": 1.0, "zorder": 3}
-    axes.plot(*means, **look, label="separately trained (grey: seeds)")
-    top = axes.secondary_xaxis("top")
-    top.set_xticks(means[0], [name.rpartition(", ")[2] for name in groups], fontsize=7)
-    top.tick_params(length=2)
-    top.spines["top"].set_visible(False)
+def _spots(evidence: Evidence, names: Sequence[str], of: str) -> dict[str, Spot]:
+    """Returns by title (mean of a column, loss minus vanilla's, half of its interval)."""
+    vanilla, spots = evidence.claims["line"][0], {}
+    for name in names:
+        if (gap := evidence.minus(name, vanilla)) is not None:
+            half = gap.half if gap.freedom and evidence.setting(name) != evidence.setting(vanilla) else 0.0
+            spots[evidence.title(name)] = (evidence.mean(name, of), gap.mean, half)
+    return spots
 
 
 def cost_points(evidence: Evidence) -> tuple[Any, ...]:
-    """Returns (FLOPs, loss minus vanilla's, half of its interval) of plain models and of every method, by title."""
-    claims, vanilla = evidence.claims, evidence.claims["line"][0]
-
-    def spots(names: Sequence[str]) -> dict[str, Spot]:
-        groups = {}
-        for name in names:
-            if (gap := evidence.minus(name, vanilla)) is not None:
-                ratio = evidence.mean(name, "mflops") / evidence.mean(vanilla, "mflops")
-                half = 0.0 if name == vanilla or not gap.freedom else gap.half
-                groups[evidence.title(name)] = (ratio, gap.mean, half)
-        return groups
-
-    others = [name for name in claims["tables"]["table 1"]["rows"] if name not in claims["line"]]
-    return spots(claims["line"]), spots(others)
+    """Returns the plain models, and the methods of Table 1 that are held against them, at their FLOPs."""
+    line, methods = evidence.claims["line"], evidence.claims["tables"]["table 1"]["rows"]
+    others = [name for name in methods if name not in line]
+    return _spots(evidence, line, "mflops"), _spots(evidence, others, "mflops"), "MFLOP per token at inference"
 
 
-def draw_cost(line: Mapping[str, Spot], others: Mapping[str, Spot], highest: float = 0.02) -> Figure:
-    """Draws the loss minus vanilla's against inference FLOPs; what lies above ``highest`` is left out."""
+def frontier_points(evidence: Evidence) -> tuple[Any, ...]:
+    """Returns the models of the curve of separately trained depths, and those held against it, at their iterations."""
+    curve, others = evidence.claims["curve"], evidence.claims["frontier"]
+    return _spots(evidence, curve, "depth"), _spots(evidence, others, "depth"), "mean iterations per token"
+
+
+def draw_line(line: Mapping[str, Spot], others: Mapping[str, Spot], label: str, highest: float = 0.04) -> Figure:
+    """Draws the loss minus vanilla's; ``line`` is joined, and what lies above ``highest`` is left out."""
     with house() as theme:
-        figure = new_figure(width=PAGE, height=3.6)
+        figure = new_figure(width=PAGE, height=3.2 + 0.06 * len(others))
         axes = figure.subplots()
         xs, ys, halves = zip(*line.values(), strict=True)
         look: dict[str, Any] = {"color": theme.ink, "marker": "o", "capsize": 2, "elinewidth": 0.7}
-        axes.errorbar(xs, ys, halves, **look, label="plain models: " + "; ".join(line))
+        axes.errorbar(xs, ys, halves, **look, label=textwrap.fill("; ".join(line), _WIDEST))
         for index, (name, (x, y, half)) in enumerate(others.items()):
             if y < highest:
                 look |= {"marker": MARKERS[(index + 1) % len(MARKERS)], "color": PALETTE[index % len(PALETTE)]}
                 axes.errorbar([x], [y], [half], **look, linestyle="none", label=name)
-        axes.set(xlabel="FLOPs per token at inference, x vanilla", ylabel="loss minus vanilla's (nats)")
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        axes.set(xlabel=label, ylabel="loss minus vanilla's (nats)")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 
@@ -250,9 +202,9 @@ class Drawing(NamedTuple):
 
 
 FIGURES = {
-    "loss-against-flops": Drawing(cost_points, draw_cost),
+    "loss-against-flops": Drawing(cost_points, draw_line),
     "loss-by-learning-rate": Drawing(rate_points, draw_rates),
-    "loss-against-iterations": Drawing(frontier_points, draw_frontier),
+    "loss-against-iterations": Drawing(frontier_points, draw_line),
     "loss-by-halting-step": Drawing(step_points, draw_steps),
     "policies-at-equal-depth": Drawing(policy_points, draw_policies),
     "depth-on-demand": Drawing(demand_points, draw_demand),
