@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 import torch
@@ -35,38 +35,13 @@ _WINDOWS = 16
 ONE_DEPTH = 0.95
 
 
-class Cost(NamedTuple):
-    """Compute of a model.
-
-    Attributes:
-        mflops: of one token at inference, halted tokens skipped.
-        ratio: the same relative to the plain decoder of the same shape.
-        training: PFLOP of the whole training: dense, forward and backward, nothing computed twice.
-    """
-
-    mflops: float
-    ratio: float
-    training: float
-
-
-def costs(experiment: Experiment, shares: Sequence[float]) -> Cost:
-    """Returns the cost of a run whose tokens have these shares of depths, over one window of its recipe."""
-    mflops, ratio, training = _window_costs(*_model_of(experiment), tuple(round(share, 4) for share in shares))
-    return Cost(mflops, ratio, training * experiment.tokens / 1e9)
-
-
-def model_parameters(experiment: Experiment) -> Parameters:
-    config, shape, _ = _model(*_model_of(experiment))
-    return parameters_of(config, shape=shape)
-
-
-def _model_of(experiment: Experiment) -> tuple[str, tuple[str, ...]]:
-    """Returns the recipe and the changes that decide the model; runs that differ in training alone share them."""
-    return experiment.recipe, tuple(change for change in experiment.changes if not change.startswith("train."))
+def _changes(experiment: Experiment) -> tuple[str, ...]:
+    """Returns the changes that decide the model; runs that differ in training alone share them."""
+    return tuple(change for change in experiment.changes if not change.startswith("train."))
 
 
 @cache
-def _model(recipe: str, changes: tuple[str, ...]) -> tuple[AdaPonderConfig, Shape, int]:
+def model_of(recipe: str, changes: tuple[str, ...]) -> tuple[AdaPonderConfig, Shape, int]:
     """Returns the config of a recipe's model, its shape and the length of a window."""
     loaded = load_recipe(recipe, changes)
     config = config_of(loaded)
@@ -74,10 +49,20 @@ def _model(recipe: str, changes: tuple[str, ...]) -> tuple[AdaPonderConfig, Shap
     return config, shape_of(config), loaded.data.sequence
 
 
+def costs(experiment: Experiment, shares: Sequence[float]) -> dict[str, float]:
+    """Returns the compute of a run whose tokens have these shares of depths.
+
+    ``mflops`` of one token at inference, halted tokens skipped; ``ratio`` of it to the plain decoder of the same shape;
+    ``training``: PFLOP of the whole training: dense, forward and backward, nothing computed twice.
+    """
+    mflops, ratio, training = _costs(experiment.recipe, _changes(experiment), tuple(round(x, 4) for x in shares))
+    return {"mflops": mflops, "ratio": ratio, "training": training * experiment.tokens / 1e9}
+
+
 @cache
-def _window_costs(recipe: str, changes: tuple[str, ...], shares: tuple[float, ...]) -> tuple[float, float, float]:
+def _costs(recipe: str, changes: tuple[str, ...], shares: tuple[float, ...]) -> tuple[float, float, float]:
     """Returns (MFLOP per token, ratio to the plain decoder, MFLOP per token of a training step)."""
-    config, shape, length = _model(recipe, changes)
+    config, shape, length = model_of(recipe, changes)
     # Depths in these shares, spread evenly over the windows: a multiple of the golden ratio visits all parts alike.
     place = torch.arange(_WINDOWS * length, dtype=torch.float64) * 0.6180339887498949 % 1.0
     bounds = itertools.accumulate(shares[:-1])
@@ -112,7 +97,7 @@ def row_of(experiment: Experiment, record: Mapping[str, Any], corpus: Corpus) ->
         "halted": 1.0 - shares[-1],
         "most": max(shares),
         "gates_closed": closed,
-        **costs(experiment, shares)._asdict(),
+        **costs(experiment, shares),
         "record": record,
     }
 
@@ -175,6 +160,11 @@ class Evidence:
     def run(self, name: str) -> Experiment:
         """Returns one of the runs of a setting."""
         return self.settings[self.setting(name)]
+
+    def parameters(self, name: str) -> Parameters:
+        """Returns the parameters of a setting's model."""
+        config, shape, _ = model_of(self.run(name).recipe, _changes(self.run(name)))
+        return parameters_of(config, shape=shape)
 
     def points(self, name: str) -> pd.DataFrame:
         """Returns the first run of each seed of a setting, indexed by seed."""
@@ -311,7 +301,7 @@ class Evidence:
         return spots
 
 
-_FIELDS = {"runs", "statements", "titles", "changes", "figures", "paper-table1", "paper-table3", "against", "questions"}
+_FIELDS = {"runs", "statements", "titles", "changes", "against", "questions"}
 _FIELDS |= {"tables", "curve", "frontier", "dials", "full", "leaderboard", "line"}
 _STATEMENT = {"claim", "where", "says", "paper", "fixed", "tests"}
 

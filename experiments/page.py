@@ -66,7 +66,6 @@ def results_page(evidence: Evidence) -> str:
         ],
         "in short": _in_short(judged),
         "paper claims": _statements(judged, ours=False),
-        "figures": _figures(evidence, ("loss-against-flops", "loss-by-halting-step"), "figures"),
         "prepare": queue.main.prepare,
         "prepare open": queue.corpora["open"].prepare if "open" in queue.corpora else "",
     }
@@ -76,7 +75,6 @@ def results_page(evidence: Evidence) -> str:
 def tables_page(evidence: Evidence, records: Path) -> str:
     """Returns the text of ``experiments/tables.md``; ``records`` is the folder of the records."""
     claims, apart = evidence.claims, records_apart(evidence, records)
-    figures = ("loss-against-iterations", "loss-by-learning-rate", "policies-at-equal-depth", "depth-on-demand")
     parts = {
         "our claims": _statements(_judged(evidence), ours=True),
         "questions": _questions(evidence),
@@ -84,15 +82,12 @@ def tables_page(evidence: Evidence, records: Path) -> str:
         "one depth": f"{100 * ONE_DEPTH:g} %",
         "left out": _left_out(evidence),
         "analyses": tables.analyses_table(evidence),
-        "figures": _figures(evidence, figures, "../docs/figures"),
         "learning rates": tables.lr_table(evidence),
         **{name: tables.settings_table(evidence, **table) for name, table in claims["tables"].items()},
-        "paper table 1": markdown(["", "size", "iterations", "loss", "PPL"], claims["paper-table1"]),
         "frontier": tables.settings_table(evidence, [*claims["curve"], *claims["frontier"]], _FRONTIER),
         "dial": tables.dial_table(evidence) or NOT_RUN,
         "demand": demand.section(evidence, f"python -m experiments claim {demand.CLAIM} --device cuda"),
         "claims": _claims(evidence),
-        "paper table 3": markdown(["", "tokens", "0 shots", "5 shots"], claims["paper-table3"]),
         "reruns": tables.reruns(evidence) or NOT_RUN,
         "apart": markdown(["record", "why"], [[f"`{name}`", why] for name, why in sorted(apart.items())]),
     }
@@ -101,15 +96,6 @@ def tables_page(evidence: Evidence, records: Path) -> str:
 
 def _judged(evidence: Evidence) -> list[Judged]:
     return [(statement, judge(evidence, statement["tests"])) for statement in evidence.claims["statements"]]
-
-
-def _figures(evidence: Evidence, names: Sequence[str], folder: str) -> list[str]:
-    """Returns the figures that have points, each with its caption."""
-    from experiments import figures
-
-    drawn, captions = figures.all_points(evidence), evidence.claims["figures"]
-    lines = ([f"![{captions[n]}]({folder}/{n}.png)", "", *prose(f"*{captions[n]}*"), ""] for n in names if n in drawn)
-    return [line for figure in lines for line in figure]
 
 
 def tables_within(evidence: Evidence, root: Path) -> dict[Path, list[str]]:

@@ -193,9 +193,9 @@ def seconds_alone(
 def device_seconds(
     experiment: Experiment, queue: Queue, records: Sequence[Mapping[str, Any]], hardware: str
 ) -> float | None:
-    """Estimates the seconds of a run alone on the device, from runs of the same model there or by the queue's figures.
+    """Estimates the seconds of a run and the one that it continues, alone on the device; ``None`` if unknown.
 
-    ``None`` where neither is known. The run that it continues is counted too.
+    From runs of the same model there, or by the queue's figures.
     """
     before = 0.0 if experiment.source is None else device_seconds(experiment.source, queue, records, hardware)
     if before is None:
@@ -224,7 +224,7 @@ def _speed_key(recipe: Mapping[str, Any]) -> str:
 def wall_seconds(work: float, queue: Queue) -> float:
     """Returns the time until runs that share the device are all done, one of them yet to start.
 
-    ``work`` is the sum of the seconds that each still needs alone: however the device is shared, all end by then.
+    ``work`` is the sum of the seconds that each still needs alone.
     """
     return queue.seconds["start"] + _MARGIN * work
 

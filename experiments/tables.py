@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.evidence import Evidence, model_parameters
+from experiments.evidence import Evidence
 from experiments.judging import NONE, judge, shown
 from experiments.queue import Experiment
 from experiments.statistics import (
@@ -86,11 +86,6 @@ def _over_curve(of: str) -> Cell:
     return cell
 
 
-def _added(evidence: Evidence, name: str, points: pd.DataFrame) -> str:
-    added = model_parameters(evidence.run(name)).added
-    return f"{added:,}" if added else NONE
-
-
 def _saved(share: float) -> str:
     return f"{100 * (1 - share):.1f} %"
 
@@ -116,8 +111,8 @@ CELLS: Mapping[str, Cell] = {
     "MFLOP/token": _mean("mflops", ".1f"),
     "x vanilla": _relative("mflops", lambda claims: claims["curve"][0], "{:.2f}".format),
     "training PFLOP": _mean("training", ".1f"),
-    "parameters": lambda e, name, points: f"{model_parameters(e.run(name)).total / 1e6:.2f}M",
-    "of them added": _added,
+    "parameters": lambda e, name, points: f"{e.parameters(name).total / 1e6:.2f}M",
+    "of them added": lambda e, name, points: f"{e.parameters(name).added:,}",
     "tokens/s": lambda evidence, name, points: speed(points),
     "minus the curve at equal iterations": _over_curve("depth"),
     "minus the curve at equal FLOPs": _over_curve("mflops"),
