@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -241,7 +241,6 @@ class DecodeLoad:
 
     @property
     def arrived(self) -> list[Answer]:
-        """Returns the answers that have at least one token."""
         return [answer for answer in self.answers.values() if answer.arrivals]
 
     def settle(self) -> None:
@@ -316,8 +315,7 @@ def steady(load: DecodeLoad, *, warmup: int, repeats: int, part: int) -> Row:
     if not rates:
         raise RuntimeError(f"--tokens {part} is too large: a sequence ended before a part was timed")
     seconds = (time.perf_counter() - began) / max(1, engine.statistics["ticks"] - ticks)
-    row = load.row(rates, resident, since=began)
-    return row | {"idle_share": idle_share(load, seconds)}
+    return load.row(rates, resident, since=began) | {"idle_share": idle_share(load, seconds)}
 
 
 def idle_share(load: DecodeLoad, seconds: float, launches: int = 4) -> float | None:
@@ -381,19 +379,9 @@ def end_to_end(load: DecodeLoad, *, rounds: int = 2) -> Row:
     return load.row([load.total / (time.perf_counter() - began)], resident, since=began)
 
 
-class TickBytes(NamedTuple):
-    """Bytes that an average tick moves, by part of the model."""
-
-    body: float
-    head: float
-    table: float
-    gates: float
-    rows: float
-
-
 def tick_bytes(
     config: AdaPonderConfig, shares: Sequence[float], *, lanes: float, context: float, dtype: torch.dtype
-) -> TickBytes:
+) -> dict[str, float]:
     """Returns the bytes of a tick over one row of each of ``lanes`` sequences, whose tokens have ``shares`` of depths.
 
     A tick reads every weight of the body once, the head if a row mixes the vocabulary or ends a token, the embedding
@@ -411,19 +399,19 @@ def tick_bytes(
     tied = bool(getattr(config.backbone_config, "tie_word_embeddings", False))
     # A window hides what is further away.
     seen = sum(min(context, window or context) for window in shape.windows) / shape.layers
-    return TickBytes(
-        body=shape.body * width,
-        head=table * (1.0 if method.mixes_vocabulary else _any(1 / depth, lanes)),
-        table=table * continues if method.mixes_vocabulary and not tied else 0.0,
-        gates=gates * method.gate_flops(config) / 2 * width,
-        rows=lanes * slots * (seen + 1) * shape.kv * width,
-    )
+    return {
+        "body": shape.body * width,
+        "head": table * (1.0 if method.mixes_vocabulary else _any(1 / depth, lanes)),
+        "table": table * continues if method.mixes_vocabulary and not tied else 0.0,
+        "gates": gates * method.gate_flops(config) / 2 * width,
+        "rows": lanes * slots * (seen + 1) * shape.kv * width,
+    }
 
 
 def limit(config: AdaPonderConfig, shares: Sequence[float], *, lanes: float, copy_rate: float, **how: Any) -> float:
     """Returns the tokens/s if a tick took only the time to copy its bytes at ``copy_rate``."""
     depth = 1.0 if method_class(config.method).slots_per_token(config.iterations) > 1 else mean_depth(shares)
-    return copy_rate * lanes / depth / sum(tick_bytes(config, shares, lanes=lanes, **how))
+    return copy_rate * lanes / depth / sum(tick_bytes(config, shares, lanes=lanes, **how).values())
 
 
 def _any(share: float, lanes: float) -> float:

@@ -72,12 +72,10 @@ class StepOptions(Common):
 
     @cached_property
     def sequences(self) -> int:
-        """Returns the batch size, by default what one process computes at a time."""
         return self.batch or self.recipe.train.micro_batch or self.recipe.train.global_batch
 
     @cached_property
     def shares(self) -> list[float]:
-        """Returns the shares of tokens that each iteration reads; empty if no token halts."""
         return harness.numbers("--keep", self.keep, float, 0, 1)
 
     @cached_property
@@ -369,8 +367,8 @@ def prefill(options: StepOptions) -> dict[str, Any]:
     bench = options.begin("prefill")
 
     def report(variant: Variant, median: float | None) -> Row:
-        config = models.config_of(recipe, variant.method)
-        flops = cost_of(variant.depths_read(recipe, depths), config, logits=len(depths)).flops
+        read, config = variant.depths_read(recipe, depths), models.config_of(recipe, variant.method)
+        flops = cost_of(read, config, logits=len(depths)).flops
         row = {"variant": variant.name, "median_seconds": median, "flops": flops}
         return row | {"tokens_per_second": ratio(depths.numel(), median)}
 
