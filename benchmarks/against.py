@@ -2,14 +2,12 @@
 
     python benchmarks/against.py OTHER --device cuda --case train-70m --case decode-410m-64
 
-OTHER is a checkout of another commit. Each tree runs in a process of its own with its own package; both build their
-model, warm up and wait. Then they take turns, a few steps each. What counts is the median of the ratios of neighbouring
-turns: a device that slows down meets both.
+OTHER is a checkout of another commit. Two processes build the same model, one with the package of each tree, and warm
+up. Then they take turns, a few steps each. What counts is the median of the ratios of neighbouring turns.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import statistics
@@ -23,20 +21,16 @@ from typing import Annotated, Any
 import typer
 
 HERE = Path(__file__).resolve()
-_DECODER = {"model_type": "gpt_neox", "vocab_size": 50304, "max_position_embeddings": 4096}
-_DECODER |= {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-_TINY = _DECODER | {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-
 CASES: dict[str, dict[str, Any]] = {
     "train-70m": {"recipe": "paper/adaponder-70m", "batch": 32},
     "train-410m": {"recipe": "paper/adaponder-410m", "batch": 8},
     "prefill-410m": {"recipe": "paper/adaponder-410m", "batch": 16, "execution": "compact"},
     "prefill-410m-dense": {"recipe": "paper/adaponder-410m", "batch": 16, "execution": "dense"},
-    "decode-410m-1": {"shape": _DECODER, "lanes": 1},
-    "decode-410m-64": {"shape": _DECODER, "lanes": 64},
-    "tiny": {"recipe": "cpu/demo", "batch": 2, "vocabulary": 2048},
-    "tiny-prefill": {"recipe": "cpu/demo", "batch": 2, "vocabulary": 2048, "execution": "compact"},
-    "tiny-decode": {"shape": _TINY, "lanes": 2},
+    "decode-410m-1": {"shape": "410m", "lanes": 1},
+    "decode-410m-64": {"shape": "410m", "lanes": 64},
+    "tiny": {"recipe": "cpu/demo", "batch": 2},
+    "tiny-prefill": {"recipe": "cpu/demo", "batch": 2, "execution": "compact"},
+    "tiny-decode": {"shape": "tiny", "lanes": 2},
 }
 
 
@@ -54,46 +48,24 @@ def work(case: str, device_name: str) -> None:
         print(json.dumps([step() for _ in range(int(request))]), flush=True)
 
 
-def _step(
-    recipe: str, batch: int, device: Any, vocabulary: int = 50304, execution: str | None = None
-) -> Callable[[], float]:
+def _step(recipe: str, batch: int, device: Any, execution: str | None = None) -> Callable[[], float]:
     """Returns a function that times a training step; with ``execution``, a prefill in which half of the tokens halt."""
     import torch
 
-    from adaponder.devices import autocast
-    from adaponder.methods import Objective
-    from adaponder.policies import ForcedDepths
     from adaponder.recipes import load_recipe
-    from adaponder.training.build import build_model
+    from benchmarks import models, steps
 
-    try:
-        from adaponder.training.schedule import build_optimizer
-    except ImportError:  # its place in version 0.1.0
-        build_optimizer = importlib.import_module("adaponder.training.optim").build_optimizer
-    settings = load_recipe(recipe)
-    train, length = settings.train, settings.data.sequence
-    with device:
-        model: Any = build_model(settings, vocabulary)
-    if device.type == "cuda":
-        model.compile_passes(by="layer")
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (batch, length + 1), generator=generator).to(device)
-    optimizer, how = build_optimizer(model, train), {"output_logits": False, "execution": "dense"}
-    how |= {"targets": ids[:, 1:], "objective": Objective(train.ponder_weight, train.k_max)}
-    if execution is not None:
-        depths = torch.where(torch.rand(batch, length, generator=generator) < 0.5, 1, model.config.iterations)
-        how = {"execution": execution, "policy": ForcedDepths(depths.to(device))}
-        how |= {"logits_to_keep": 1, "output_gates": False}
+    loaded = load_recipe(recipe)
+    variant = steps.Variant(models.METHOD, "layer" if device.type == "cuda" else None, execution)
+    if execution is None:
+        compute: Callable[[], Any] = steps.training_step(loaded, variant, batch, device, [])
+    else:
+        halves = [1.0] + [0.5] * (models.config_of(loaded, models.METHOD).iterations - 1)
+        compute = steps.prefill_step(loaded, variant, models.choose_depths(halves, loaded, batch), device)
 
     def step() -> float:
         began = time.perf_counter()
-        with autocast(train.dtype, device), torch.set_grad_enabled(execution is None):
-            output = model(ids[:, :-1], **how)
-        if execution is None:
-            output.loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip or float("inf"))
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        compute()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return time.perf_counter() - began
@@ -101,20 +73,19 @@ def _step(
     return step
 
 
-def _decode(shape: dict[str, Any], lanes: int, device: Any) -> Callable[[], float]:
+def _decode(shape: str, lanes: int, device: Any) -> Callable[[], float]:
     """Returns a function that times eight decoded tokens per lane at full depth and replaces finished requests."""
     import torch
 
-    from adaponder import AdaPonderConfig, AdaPonderForCausalLM
     from adaponder.inference import Engine, Request
+    from benchmarks.models import ITERATIONS, build, shape_config
 
-    torch.manual_seed(0)
-    with device:
-        model = AdaPonderForCausalLM(AdaPonderConfig(backbone_config=shape, method="adaponder", iterations=4))
-    torch.nn.Module.to(model, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    context, new = 128, 1024
-    engine = Engine(model.eval(), lanes=lanes, tokens=context + new + 64)
-    request = Request(prompt=[1] * context, max_new_tokens=new, ignore_eos=True, depths=[4] * (context + new - 1))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model, context = build(shape_config(shape), device=device, dtype=dtype, seed=0), 128
+    new = model.config.max_position_embeddings // 4
+    engine = Engine(model, lanes=lanes, tokens=context + new + 64)
+    depths = [ITERATIONS] * (context + new - 1)
+    request = Request(prompt=[1] * context, max_new_tokens=new, ignore_eos=True, depths=depths)
 
     def step() -> float:
         began, tokens = time.perf_counter(), 0
@@ -130,11 +101,11 @@ def _decode(shape: dict[str, Any], lanes: int, device: Any) -> Callable[[], floa
 
 
 def start(tree: Path, case: str, device: str) -> subprocess.Popen[str]:
-    """Starts the worker of one tree."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree / "src"), str(tree)])}
+    """Starts the worker of one tree: its package, and this benchmark."""
     command = [sys.executable, str(HERE), "--work", case, "--device", device]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, cwd=tree)
+    paths = os.pathsep.join(map(str, (tree / "src", HERE.parents[1])))
+    how: dict[str, Any] = {"env": os.environ | {"PYTHONPATH": paths}, "cwd": tree, "text": True}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **how)
 
 
 def ask(worker: subprocess.Popen[str], request: str = "") -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ from typer import Option
 from adaponder.errors import AdaPonderError, InputError, in_one_line
 from adaponder.terminal import console
 from benchmarks import harness
-from benchmarks.harness import Common, Row, Timed, milliseconds, number, ratio
+from benchmarks.harness import Common, Row, Run, milliseconds, number, ratio
 from benchmarks.models import ITERATIONS, SHAPES, SHARES, shares_of
 
 # Sides in the engine: our method, the same with drafted tokens, and the plain decoder.
@@ -30,13 +31,9 @@ ON_CPU: dict[str, Any] = {"lanes": (1, 4), "contexts": (8, 16), "new": 8}
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """One measurement: who decodes, which model, how many sequences.
+    """One measurement of ``side`` on a shape or checkpoint: ``lanes`` sequences at a time, ``context`` tokens in each.
 
     Attributes:
-        side: what decodes: the engine or a function outside of it.
-        shape: the model's shape, or the name of a checkpoint.
-        lanes: sequences at a time.
-        context: tokens of each prompt.
         depth: forced mean depth; ``None``: the model decides.
         kind: ``steady``: every lane decodes. ``memory``: many requests share a KV cache with rows for ``lanes``
             sequences of full depth. ``end to end``: prompts are included.
@@ -69,12 +66,7 @@ def run(
     options: Common,
     *,
     shape: Annotated[
-        list[str] | None,
-        Option(
-            metavar="NAME",
-            help="70m, 410m, ouro-1.4b or tiny, with random weights; default: 70m and 410m on a GPU, tiny on a CPU"
-            + harness.SEVERAL,
-        ),
+        list[str] | None, Option(metavar="NAME", help=f"{', '.join(SHAPES)}; random weights{harness.SEVERAL}")
     ] = None,
     checkpoint: Annotated[str | None, Option(metavar="CKPT", help="Its gates decide depth; needs --data.")] = None,
     data: Annotated[str | None, Option(metavar="SRC", help="The text that the prompts are cut from.")] = None,
@@ -83,9 +75,7 @@ def run(
     depths: Annotated[str | None, Option(metavar="4,2", help="Forced mean depths, 1 to 4.")] = None,
     tokens: Annotated[int, Option(metavar="N", min=1, help="New tokens of each lane per repetition.")] = 16,
     subset: Annotated[bool, Option("--subset", help="Only the rows that aims are stated for.")] = False,
-    scenario: Annotated[
-        str | None, Option(metavar="NAME", help="ouro: Ouro-1.4B's shape, 1,024 tokens in, 128 out, end to end.")
-    ] = None,
+    scenario: Annotated[str | None, Option(metavar="NAME", help="ouro: Ouro-1.4B's shape, 1,024 in, 128 out.")] = None,
     dtype: Annotated[str | None, Option(metavar="NAME", help="bfloat16 (GPU), float16 or float32 (CPU).")] = None,
 ) -> dict[str, Any]:
     """Time decoding in the engine, beside generate and Hugging Face: by lanes, context length and depth.
@@ -127,7 +117,7 @@ def run(
     settings = {"dtype": dtype, "tokens": tokens, "subset": subset, "scenario": scenario, "checkpoint": checkpoint}
     forced = {case.depth for case in selected if case.depth is not None}
     settings |= {"shares": {f"{depth:g}": shares_of(depth) for depth in sorted(forced)}}
-    bench = Timed(options, name, settings)
+    bench = Run(options, name, settings)
     rate, steps = bench.hardware["copy_bytes"], options.how_often | {"part": tokens}
     sides = Sides(device, getattr(torch, dtype), options.seed or 0, rate, opened, **steps)
     rows = bench.measure_all(selected, lambda case: row_of(case, sides.measure), compare=compare, show=show)
@@ -143,11 +133,9 @@ def cases(
     """Returns all cases of each shape; neighbours use the same model.
 
     The engine runs with every number of lanes and every context at full depth, and with every depth at the middle
-    context. Other sides run with one stream and with many lanes. ``new`` is the length of requests that run to their
-    ends.
+    context. Other sides run with one stream and with many lanes: 64, or the nearest number there is.
     """
     result: list[DecodeCase] = []
-    # Sides and depths are compared at 64 lanes, or the nearest number there is.
     many = min(lanes, key=lambda count: abs(count - 64))
     middle, full = sorted(contexts)[len(contexts) // 2], max(depths)
     low = 2.0 if 2.0 in depths else min(depths)
@@ -244,18 +232,16 @@ def panels(rows: Sequence[Row], device: str) -> dict[str, Any]:
     """Returns two panels for :func:`harness.draw`: tokens/s by lanes and by mean depth, without failed rows."""
     works = [row for row in rows if row["works"]]
     deepest = max((row["depth"] or 0 for row in works), default=0)
-    by_lanes: dict[str, list[tuple[float, float]]] = {}
-    by_depth: dict[str, list[tuple[float, float]]] = {}
+    by_lanes, by_depth = defaultdict[str, list[Any]](list), defaultdict[str, list[Any]](list)
     for row in works:
-        ours, name = row["side"] == ENGINE, f"{row['shape']}, {row['side']}"
+        ours, name, speed = row["side"] == ENGINE, f"{row['shape']}, {row['side']}", row["tokens_per_second"]
+        context = f", context {row['context']}" if ours else ""
         if row["kind"] != MEMORY and not (ours and (row["depth"] or deepest) != deepest):
-            label = f"{name}, context {row['context']}" if ours else name
-            by_lanes.setdefault(label, []).append((row["lanes"], row["tokens_per_second"]))
+            by_lanes[name + context].append((row["lanes"], speed))
         if row["kind"] == STEADY and ours and row["mean_depth"]:
-            label = f"{name}, {row['lanes']} lanes, context {row['context']}"
-            by_depth.setdefault(label, []).append((row["mean_depth"], row["tokens_per_second"]))
-    by_depth = {label: points for label, points in by_depth.items() if len(points) > 1}
+            by_depth[f"{name}, {row['lanes']} lanes{context}"].append((row["mean_depth"], speed))
+    lines = {label: points for label, points in by_depth.items() if len(points) > 1}
     lanes: dict[str, Any] = {"xlabel": "lanes", "ylabel": "tokens/s", "xscale": "log", "yscale": "log"}
     lanes["xticks"] = lanes["xticklabels"] = sorted({row["lanes"] for row in works})
     depth = {"xlabel": "mean depth", "ylabel": "tokens/s", "ylim": (0, None)}
-    return {f"by lanes, {device}": (lanes, by_lanes), "by mean depth": (depth, by_depth)}
+    return {f"by lanes, {device}": (lanes, by_lanes), "by mean depth": (depth, lines)}

@@ -8,8 +8,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -23,7 +24,7 @@ from adaponder.methods import method_class
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import ForcedDepths
 from benchmarks.decode import DRAFTING, HF, HF_BATCH, IN_ENGINE, MEMORY, PLAIN_SIDES, PORTABLE, STEADY, DecodeCase
-from benchmarks.harness import Row, forget, measure
+from benchmarks.harness import Row, forget, measure, spread
 from benchmarks.models import build, build_stock, draw_depths, mean_depth, shape_config
 from benchmarks.serve_client import Answer, percentiles
 
@@ -33,8 +34,6 @@ _NEW = {PORTABLE: 12, HF: 48, HF_BATCH: 48}
 _LONGEST_WAIT = 120.0
 # Cycles, about 20 ms, for which the device waits before a launch that is timed alone.
 _AHEAD = 40_000_000
-
-
 # Fields of a row that a side may not know.
 _UNKNOWN = ("limit_tokens_per_second", "limit_share", "waiting_requests", "kv_rows", "idle_share", "accepted_share")
 
@@ -49,50 +48,37 @@ def as_row(
     between: Sequence[float] = (),
     **more: Any,
 ) -> Row:
-    """Returns the measured fields of a record's row.
+    """Returns the measured fields of a record's row, from the tokens/s in each timed part.
 
-    Args:
-        rates: tokens per second in each timed part.
-        shares: share of the timed tokens of depth 1, 2, …
-        first: seconds from each request to its first token.
-        between: seconds from the previous token of the same sequence, for each token.
+    ``shares`` are those of the timed tokens of depth 1, 2, …; ``first`` and ``between`` are the seconds from a request
+    to its first token, and from a token to the next of its sequence.
     """
-    speed = statistics.median(rates)
-    row = {"tokens_per_second": speed, "spread": (max(rates) - min(rates)) / speed, "rates": list(rates)}
+    row = {"tokens_per_second": statistics.median(rates), "spread": spread(rates), "rates": list(rates)}
     row |= {"mean_depth": mean_depth(shares), "resident_lanes": resident_lanes, "peak_bytes": peak_bytes}
     row |= {"first_token_seconds": percentiles(first), "between_tokens_seconds": percentiles(between)}
     return row | dict.fromkeys(_UNKNOWN) | more
 
 
-class Opened(NamedTuple):
-    """A checkpoint, and the token ids that prompts are cut from."""
-
-    model: AdaPonderForCausalLM
-    prompts: Sequence[int]
+Opened = tuple[AdaPonderForCausalLM, Sequence[int]]
 
 
 def open_checkpoint(checkpoint: str, data: str, dtype: str, device: torch.device) -> Opened:
-    """Loads a checkpoint and the text that its prompts are cut from."""
+    """Loads a checkpoint and the token ids that its prompts are cut from."""
     from adaponder.checkpoints.shipped import data_of
     from adaponder.conversion.open import load
     from adaponder.evaluation.text import open_text, open_vocabulary
 
     model, folder = load(checkpoint, dtype=dtype, device=str(device))
     text = open_text(data_of(data), open_vocabulary(str(folder)), whose=checkpoint, max_tokens=1_000_000)
-    return Opened(model, text.stream.tolist())
+    return model, text.stream.tolist()
 
 
 @dataclass
 class Sides:
     """Measures cases one after the other; a model stays in memory until a case needs another one.
 
-    Attributes:
-        seed: seed of weights, prompts and depths.
-        copy_rate: bytes per second that a large copy reads and writes.
-        opened: a checkpoint to measure instead of a shape; without a checkpoint, prompts are random.
-        warmup: parts that are not timed.
-        repeats: timed parts.
-        part: tokens of each lane in a part.
+    ``copy_rate`` is in bytes per second; ``opened`` is measured instead of a shape, and prompts are cut from its text;
+    ``warmup`` parts of ``part`` tokens per lane come before the ``repeats`` timed ones.
     """
 
     device: torch.device
@@ -112,7 +98,7 @@ class Sides:
         except BaseException:
             self._kept = None, None
             raise
-        # With drafting a tick holds several tokens of each lane, and the limit depends on how many are accepted.
+        # With drafting, the limit depends on how many drafts are accepted.
         if case.kind == STEADY and case.side != DRAFTING:
             where: dict[str, Any] = {"lanes": row["resident_lanes"] or case.lanes, "context": context}
             most = limit(self._config(case), shares, **where, dtype=self.dtype, copy_rate=self.copy_rate)
@@ -120,14 +106,12 @@ class Sides:
         return row
 
     def _config(self, case: DecodeCase) -> AdaPonderConfig:
-        if self.opened is not None:
-            return self.opened.model.config
-        return shape_config(case.shape, vanilla=case.side in PLAIN_SIDES)
+        return self.opened[0].config if self.opened else shape_config(case.shape, vanilla=case.side in PLAIN_SIDES)
 
     def _model(self, case: DecodeCase) -> Any:
         """Returns the case's model; frees the previous one if it differs."""
         if self.opened is not None:
-            return self.opened.model
+            return self.opened[0]
         make = build_stock if case.side in (HF, HF_BATCH) else build
         key = make, case.shape, case.side in PLAIN_SIDES
         if self._kept[0] != key:
@@ -138,7 +122,7 @@ class Sides:
 
     def _in_engine(self, case: DecodeCase) -> tuple[Row, Sequence[float], float]:
         """Measures a case in the engine; returns its row, the share of tokens by depth, and the mean context length."""
-        model, prompts = self._model(case), None if self.opened is None else self.opened.prompts
+        model, prompts = self._model(case), self.opened and self.opened[1]
         forget(self.device)
         most, iterations = model.config.max_position_embeddings, model.config.iterations
         steps = {"warmup": self.warmup, "repeats": self.repeats, "part": self.part}
@@ -150,15 +134,12 @@ class Sides:
         engine = Engine(model, **settings, drafts=iterations - 1 if case.side == DRAFTING else 0)
         # The first load captures graphs and compiles kernels.
         first, load = (DecodeLoad(engine, case, self.seed + more, prompts) for more in (1, 0))
-        if case.kind == STEADY:
-            first.run(first_tokens)
-            row = load.run(steady, **steps)
-        elif case.kind == MEMORY:
-            first.run(through_memory)
-            row = load.run(through_memory)
-        else:
-            first.run(end_to_end, rounds=1)
-            row = load.run(end_to_end)
+        warm_up, timed = {
+            STEADY: (first_tokens, partial(steady, **steps)),
+            MEMORY: (through_memory, through_memory),
+        }.get(case.kind, (partial(end_to_end, rounds=1), end_to_end))
+        first.run(warm_up)
+        row = load.run(timed)
         return row, load.shares(), case.context + load.total / max(1, len(load.arrived)) / 2
 
     def _outside(self, case: DecodeCase) -> tuple[Row, Sequence[float], float]:
@@ -204,14 +185,9 @@ def _continuous(model: Any, prompts: list[list[int]], *, new: int, device: torch
 
 @dataclass
 class DecodeLoad:
-    """Submits the requests of a case and records when their tokens arrive.
+    """Submits the requests of a case and records when their tokens arrive, and how many of each depth.
 
-    Attributes:
-        prompts: token ids that prompts are cut from; ``None`` makes random prompts.
-        answers: when each request was submitted and when its tokens arrived.
-        depths: number of tokens of each depth.
-        ended: number of finished requests.
-        total: number of tokens so far.
+    Prompts are cut from the token ids ``prompts``, or random. ``ended`` counts finished requests, ``total`` tokens.
     """
 
     engine: Engine
@@ -223,12 +199,12 @@ class DecodeLoad:
     ended: int = 0
     total: int = 0
 
-    def run(self, measure: Callable[..., Any], **how: Any) -> Any:
+    def run(self, measure: Callable[[DecodeLoad], Any]) -> Any:
         """Returns ``measure(self)``, then cancels all requests."""
         if self.engine.model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.engine.model.device)
         try:
-            return measure(self, **how)
+            return measure(self)
         finally:
             for request_id in self.answers:
                 self.engine.cancel(request_id)
@@ -265,7 +241,6 @@ class DecodeLoad:
 
     @property
     def arrived(self) -> list[Answer]:
-        """Returns the answers that have at least one token."""
         return [answer for answer in self.answers.values() if answer.arrivals]
 
     def settle(self) -> None:
@@ -340,8 +315,7 @@ def steady(load: DecodeLoad, *, warmup: int, repeats: int, part: int) -> Row:
     if not rates:
         raise RuntimeError(f"--tokens {part} is too large: a sequence ended before a part was timed")
     seconds = (time.perf_counter() - began) / max(1, engine.statistics["ticks"] - ticks)
-    row = load.row(rates, resident, since=began)
-    return row | {"idle_share": idle_share(load, seconds)}
+    return load.row(rates, resident, since=began) | {"idle_share": idle_share(load, seconds)}
 
 
 def idle_share(load: DecodeLoad, seconds: float, launches: int = 4) -> float | None:
@@ -405,25 +379,14 @@ def end_to_end(load: DecodeLoad, *, rounds: int = 2) -> Row:
     return load.row([load.total / (time.perf_counter() - began)], resident, since=began)
 
 
-class TickBytes(NamedTuple):
-    """Bytes that an average tick moves, by part of the model."""
-
-    body: float
-    head: float
-    table: float
-    gates: float
-    rows: float
-
-
 def tick_bytes(
     config: AdaPonderConfig, shares: Sequence[float], *, lanes: float, context: float, dtype: torch.dtype
-) -> TickBytes:
-    """Returns the bytes of a tick over one row of each of ``lanes`` sequences of ``context`` tokens.
+) -> dict[str, float]:
+    """Returns the bytes of a tick over one row of each of ``lanes`` sequences, whose tokens have ``shares`` of depths.
 
-    A tick reads every weight of the body once. It reads the head if a row mixes the vocabulary or ends a token, the
-    embedding table if a row continues and the method mixes its rows, and the gate of each iteration of a row. Each row
-    reads the keys and values before it and writes its own. Activations and indices are left out: thousandths.
-    ``shares[d - 1]`` is the share of tokens of depth d.
+    A tick reads every weight of the body once, the head if a row mixes the vocabulary or ends a token, the embedding
+    table if a row continues and the method mixes its rows, and the gate of each iteration of a row. Each row reads the
+    keys and values before it and writes its own. Activations and indices are left out: thousandths.
     """
     method, shape, width = method_class(config.method), shape_of(config), dtype.itemsize
     slots = method.slots_per_token(config.iterations)
@@ -436,19 +399,19 @@ def tick_bytes(
     tied = bool(getattr(config.backbone_config, "tie_word_embeddings", False))
     # A window hides what is further away.
     seen = sum(min(context, window or context) for window in shape.windows) / shape.layers
-    return TickBytes(
-        body=shape.body * width,
-        head=table * (1.0 if method.mixes_vocabulary else _any(1 / depth, lanes)),
-        table=table * continues if method.mixes_vocabulary and not tied else 0.0,
-        gates=gates * method.gate_flops(config) / 2 * width,
-        rows=lanes * slots * (seen + 1) * shape.kv * width,
-    )
+    return {
+        "body": shape.body * width,
+        "head": table * (1.0 if method.mixes_vocabulary else _any(1 / depth, lanes)),
+        "table": table * continues if method.mixes_vocabulary and not tied else 0.0,
+        "gates": gates * method.gate_flops(config) / 2 * width,
+        "rows": lanes * slots * (seen + 1) * shape.kv * width,
+    }
 
 
 def limit(config: AdaPonderConfig, shares: Sequence[float], *, lanes: float, copy_rate: float, **how: Any) -> float:
     """Returns the tokens/s if a tick took only the time to copy its bytes at ``copy_rate``."""
     depth = 1.0 if method_class(config.method).slots_per_token(config.iterations) > 1 else mean_depth(shares)
-    return copy_rate * lanes / depth / sum(tick_bytes(config, shares, lanes=lanes, **how))
+    return copy_rate * lanes / depth / sum(tick_bytes(config, shares, lanes=lanes, **how).values())
 
 
 def _any(share: float, lanes: float) -> float:

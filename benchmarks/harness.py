@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
 import statistics
 import subprocess
@@ -21,7 +20,8 @@ from typer import Option
 from adaponder.devices import as_device
 from adaponder.errors import EvaluationError, InputError
 from adaponder.terminal import STDOUT, console, line, table, write_json
-from benchmarks.record import ROOT, commit_of, provenance
+from benchmarks import ROOT, child_environment
+from benchmarks.record import commit_of, provenance
 
 Item = TypeVar("Item")
 Number = TypeVar("Number", int, float)
@@ -45,8 +45,12 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Returns (maximum - minimum) / median; a smaller difference between variants means nothing."""
-        return (max(self.seconds) - min(self.seconds)) / self.median
+        return spread(self.seconds)
+
+
+def spread(values: Sequence[float]) -> float:
+    """Returns (maximum - minimum) / median; a smaller difference between variants means nothing."""
+    return (max(values) - min(values)) / statistics.median(values)
 
 
 def measure(step: Callable[[], object], device: torch.device, *, warmup: int, repeats: int) -> Timing:
@@ -86,8 +90,7 @@ def if_it_fits(measure_one: Callable[[], Item]) -> Item | None:
 def forget(device: torch.device, *, graphs: bool = True) -> None:
     """Frees the memory of earlier measurements and, with ``graphs``, drops compiled graphs.
 
-    The compiler counts the graphs of all models together. Past its limit it would run the next model uncompiled or
-    compile it for dynamic shapes, so graphs are only kept for a model that can reuse them.
+    The compiler counts the graphs of all models: past its limit it would run the next one uncompiled.
     """
     if graphs:
         torch.compiler.reset()
@@ -97,16 +100,11 @@ def forget(device: torch.device, *, graphs: bool = True) -> None:
 
 
 def time_step(
-    prepare: Callable[[], Callable[[], object]],
-    device: torch.device,
-    *,
-    warmup: int,
-    repeats: int,
-    keep_graphs: bool = False,
+    prepare: Callable[[], Callable[[], object]], device: torch.device, *, keep_graphs: bool = False, **how: int
 ) -> Timing | None:
     """Times the step that ``prepare`` builds, or returns ``None`` if memory does not suffice."""
     forget(device, graphs=not keep_graphs)
-    return if_it_fits(lambda: measure(prepare(), device, warmup=warmup, repeats=repeats))
+    return if_it_fits(lambda: measure(prepare(), device, **how))
 
 
 def matmul_rate(device: torch.device) -> float:
@@ -139,8 +137,7 @@ def add_ratios(rows: Iterable[Row], base: Row, **fields: str) -> None:
 def check_kernels(device: torch.device) -> None:
     """Runs a test of each kernel on this device; raises with the end of pytest's output if one fails."""
     # A process either compiles kernels or interprets them.
-    environment = {} if device.type == "cuda" else {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    code, output = run_tests(environment)
+    code, output = run_tests({} if device.type == "cuda" else {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
     if code != 0:
         tail = "\n".join(output.rstrip().splitlines()[-30:])
         raise EvaluationError(f"{tail}\nthe kernels' tests fail (see above): nothing is measured")
@@ -149,10 +146,8 @@ def check_kernels(device: torch.device) -> None:
 def run_tests(environment: dict[str, str]) -> tuple[int, str]:
     """Runs the tests marked ``kernel_check`` with the checkout's sources; returns their exit code and output."""
     arguments = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "kernel_check", "tests/unit/ops"]
-    paths = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
-    variables = os.environ | {"PYTHONPATH": paths} | environment
-    how: dict[str, Any] = {"cwd": ROOT, "env": variables, "timeout": 300, "check": False, "text": True}
-    done = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **how)
+    how: dict[str, Any] = {"cwd": ROOT, "env": child_environment() | environment, "timeout": 300, "text": True}
+    done = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, **how)
     return done.returncode, done.stdout
 
 
@@ -178,8 +173,7 @@ class Common(Recorded):
     repeats: Annotated[int, Option(metavar="N", min=1, max=100_000, help="Timed repetitions; the median counts.")] = 10
     warmup: Annotated[int, Option(metavar="N", min=0, max=100_000, help="Untimed repetitions before them.")] = 3
     only: Annotated[
-        list[str] | None,
-        Option(metavar="WORD", help=f"Only plain and variants with WORD in their name, without a record{SEVERAL}"),
+        list[str] | None, Option(metavar="WORD", help=f"Only plain and variants named with WORD; no record{SEVERAL}")
     ] = None
     trust: Annotated[bool, Option("--trust", help="Do not check the kernels first; the record says so.")] = False
 
@@ -221,21 +215,29 @@ class Run:
     """A running benchmark and its record so far."""
 
     def __init__(self, options: Recorded, name: str, settings: dict[str, Any], **facts: Any):
-        """Measures the device's rates and begins the record called ``name``, with ``facts`` beside its settings."""
-        self.options = options
-        self.path = record_path(name, options.target) if options.record else None
+        """Checks the kernels where they are timed, measures the device's rates and begins the record ``name``."""
+        self.options, device = options, options.target
+        self.path = record_path(name, device) if options.record else None
         commit = commit_of(options.commit, required=options.record)
-        self.check()
+        if isinstance(options, Common):
+            settings |= options.how_often | ({"only": options.only} if options.only else {})
+            facts = {"recipe": None, "tested": not options.trust} | facts
+            if options.only and self.path is not None:
+                # A record stands for the whole comparison: --only must not replace it.
+                console.print("--only measures a part, so no record is written; --json PATH keeps the rows")
+                self.path = None
+            if options.trust:
+                console.print("--trust: the kernels are not checked", style="yellow")
+            else:
+                console.print("checking the kernels …")
+                check_kernels(device)
         console.print("measuring the device's own rates …")
         self.metrics: dict[str, Any] = {}
-        self.record = {"command": f"bench {name.partition('-')[0]}", **provenance(options.target, commit=commit)}
+        self.record = {"command": f"bench {name.partition('-')[0]}", **provenance(device, commit=commit)}
         self.hardware: dict[str, Any] = {"device": self.record["hardware"]}
-        self.hardware |= {"matmul_flops": matmul_rate(options.target), "copy_bytes": copy_rate(options.target)}
+        self.hardware |= {"matmul_flops": matmul_rate(device), "copy_bytes": copy_rate(device)}
         self.record |= {"hardware": self.hardware, "seed": options.seed or 0, "settings": settings, **facts}
         self.record |= {"complete": False, "metrics": self.metrics}
-
-    def check(self) -> None:
-        """Raises before anything is measured if figures would mean nothing."""
 
     def keep(self, **metrics: Any) -> None:
         """Adds metrics to the record and writes it to ``--json``."""
@@ -244,6 +246,9 @@ class Run:
 
     def finish(self) -> dict[str, Any]:
         """Writes the complete record to its path and to ``--json``, and returns it."""
+        matmul, copied = self.hardware["matmul_flops"] / 1e12, self.hardware["copy_bytes"] / 1e9
+        rates = f"{self.hardware['device']}: {matmul:.3g} TFLOP/s of matmul, {copied:.4g} GB/s of copy"
+        console.print(f"\n{rates}; medians of {getattr(self.options, 'repeats', 1)}", style="dim")
         self.record["complete"] = True
         if self.path is not None:
             write_json(self.path, self.record)
@@ -257,33 +262,6 @@ class Run:
             path = draw(ROOT / "benchmarks" / self.path.stem, panels)[0]
             console.print(line("the plot is ", (path.relative_to(ROOT), "bold")))
 
-
-class Timed(Run):
-    """A benchmark that checks the kernels and then times variants one after the other."""
-
-    options: Common
-
-    def __init__(self, options: Common, name: str, settings: dict[str, Any], **facts: Any):
-        settings = settings | options.how_often | ({"only": options.only} if options.only else {})
-        super().__init__(options, name, settings, **{"recipe": None, "tested": not options.trust} | facts)
-        if options.only and self.path is not None:
-            # A record stands for the whole comparison: --only must not replace it.
-            console.print("--only measures a part, so no record is written; --json PATH keeps the rows")
-            self.path = None
-
-    def check(self) -> None:
-        if self.options.trust:
-            console.print("--trust: the kernels are not checked", style="yellow")
-        else:
-            console.print("checking the kernels …")
-            check_kernels(self.options.target)
-
-    def finish(self) -> dict[str, Any]:
-        rates = f"{self.hardware['matmul_flops'] / 1e12:.3g} TFLOP/s of matmul, "
-        rates += f"{self.hardware['copy_bytes'] / 1e9:.4g} GB/s of copy"
-        console.print(f"\n{self.hardware['device']}: {rates}; medians of {self.options.repeats}", style="dim")
-        return super().finish()
-
     def measure_all(
         self,
         variants: Iterable[Any],
@@ -292,10 +270,7 @@ class Timed(Run):
         show: Callable[[list[Row]], object],
         compare: Callable[[list[Row]], object] = lambda rows: None,
     ) -> list[Row]:
-        """Returns a row per variant; ``compare`` fills in ratios between rows, and ``show`` prints the table.
-
-        An interruption still prints the rows so far.
-        """
+        """Returns a row per variant; ``compare`` fills in ratios between rows, ``show`` prints those there are."""
         rows: list[Row] = []
         try:
             for variant in variants:
@@ -305,8 +280,9 @@ class Timed(Run):
                 self.keep(rows=rows)
         except KeyboardInterrupt:
             name = "standard output" if self.options.json == STDOUT else self.options.json
-            written = f"; {name} has the rows so far" if rows and name else ""
-            console.print(f"interrupted: no record is written{written}")
+            console.print(
+                "interrupted: no record is written" + (f"; {name} has the rows so far" if rows and name else "")
+            )
             raise
         finally:
             if rows:
@@ -320,21 +296,18 @@ class Timed(Run):
         report: Callable[[Any, float | None], Row],
         **after: Callable[[list[Row]], object],
     ) -> list[Row]:
-        """Times each variant and returns a row for it.
+        """Times the step that ``prepare`` builds for each variant; ``after`` is passed to :meth:`measure_all`.
 
-        ``prepare`` builds the step that is timed. ``report`` returns further fields of the row from the median seconds,
-        which are ``None`` if memory did not suffice. Consecutive variants with equal ``graphs`` share compiled graphs.
-        ``after`` holds the functions of :meth:`measure_all`.
+        ``report`` returns further fields of the row from the median seconds, which are ``None`` if memory did not
+        suffice. Consecutive variants with equal ``graphs`` share compiled graphs.
         """
         shares_graphs = {after: before.graphs == after.graphs for before, after in pairwise(variants)}
 
         def measure_one(variant: Any) -> Row:
             how: dict[str, Any] = {"keep_graphs": shares_graphs.get(variant, False), **self.options.how_often}
             timing = time_step(lambda: prepare(variant), self.options.target, **how)
-            if timing is None:
-                fields = {"fits": False, "seconds": [], "spread": None, "peak_bytes": None}
-            else:
-                fields = {"fits": True, "spread": timing.spread, **vars(timing)}
+            fields: Row = {"fits": timing is not None, "spread": None, "seconds": [], "peak_bytes": None}
+            fields |= {} if timing is None else {"spread": timing.spread, **vars(timing)}
             return report(variant, timing and timing.median) | fields
 
         return self.measure_all(variants, measure_one, **after)

@@ -70,8 +70,7 @@ def config_of(recipe: Recipe, method: str) -> AdaPonderConfig:
 
 def batches(recipe: Recipe, batch: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Cycles through four random batches of (tokens, targets), so that no step finds its data in a cache."""
-    generator = torch.Generator().manual_seed(recipe.train.seed)
-    shape = (batch, recipe.data.sequence + 1)
+    generator, shape = torch.Generator().manual_seed(recipe.train.seed), (batch, recipe.data.sequence + 1)
     tokens = [torch.randint(vocabulary_of(recipe), shape, generator=generator).to(device) for _ in range(4)]
     return itertools.cycle([(row[:, :-1], row[:, 1:]) for row in tokens])
 
@@ -93,35 +92,29 @@ def depths_of(keep: Sequence[float], batch: int, sequence: int, *, seed: int) ->
     return sum(((rank < round(share * sequence)).long() for share in keep), torch.zeros_like(rank))
 
 
-def check_executions(recipe: Recipe, depths: Tensor, device: torch.device) -> float:
-    """Returns the difference of dense and compact execution; raises if rounding does not explain it."""
-    console.print("comparing dense and compact execution …")
-    error = if_it_fits(lambda: disagreement(recipe, depths, device=device))
-    if error is None:
-        raise InputError(f"--batch {depths.shape[0]} is too large to compare dense and compact: use a smaller one")
-    return error
-
-
 @torch.no_grad()
-def disagreement(recipe: Recipe, depths: Tensor, *, device: torch.device) -> float:
-    """Returns the largest difference of dense and compact final hidden states, relative to the largest state."""
+def check_executions(recipe: Recipe, depths: Tensor, device: torch.device) -> float:
+    """Returns the largest difference of dense and compact final hidden states, relative to the largest state.
+
+    Raises if rounding does not explain it.
+    """
+    console.print("comparing dense and compact execution …")
     forget(device)
     ids, _ = next(batches(recipe, depths.shape[0], device))
     model = build_ours(recipe, METHOD, device).eval()
     policy = ForcedDepths(depths.to(device))
-    states: dict[str, Tensor] = {}
-    for execution in ("dense", "compact"):
-
-        def keep_last(iteration: Iteration, execution: str = execution) -> None:
-            states[execution] = iteration.hidden
-
+    states: list[Tensor] = []
+    for execution in ("compact", "dense"):
+        iterations: list[Iteration] = []
+        how: dict[str, Any] = {"execution": execution, "policy": policy, "on_iteration": iterations.append}
         with autocast(recipe.train.dtype, device):
-            output: Any = model(
-                ids, execution=execution, policy=policy, logits_to_keep=1, output_gates=False, on_iteration=keep_last
-            )
+            output = if_it_fits(lambda how=how: model(ids, **how, logits_to_keep=1, output_gates=False))
+        if output is None:
+            raise InputError(f"--batch {len(depths)} is too large to compare dense and compact: use a smaller one")
         if not torch.equal(output.depth.cpu(), depths):
             raise EvaluationError(f"{execution} execution did not use the forced depths: nothing is timed")
-    error = relative_difference(states["compact"], states["dense"])
+        states.append(iterations[-1].hidden)
+    error = relative_difference(*states)
     bound = rounding_bound(product_dtype(recipe.train.dtype, device))
     if not error <= bound:
         raise EvaluationError(
@@ -140,14 +133,12 @@ def _backbone(hidden: int, layers: int, heads: int, inner: int, **family: Any) -
     return common | sizes | {"intermediate_size": inner} | family
 
 
+_LLAMA = {"model_type": "llama", "vocab_size": 49152, "tie_word_embeddings": False}
 # The method and the backbone of each shape.
 SHAPES = {
     "70m": ("adaponder", _backbone(512, 6, 8, 2048)),
     "410m": ("adaponder", _backbone(1024, 24, 16, 4096)),
-    "ouro-1.4b": (
-        "ouro",
-        _backbone(2048, 24, 16, 5632, model_type="llama", vocab_size=49152, tie_word_embeddings=False),
-    ),
+    "ouro-1.4b": ("ouro", _backbone(2048, 24, 16, 5632, **_LLAMA)),
     "tiny": ("adaponder", _backbone(16, 2, 2, 24, vocab_size=61, max_position_embeddings=512)),
 }
 

@@ -16,7 +16,7 @@ from adaponder.ops.linear_cross_entropy import linear_cross_entropy_sum, plain_l
 from adaponder.ops.vocab_expectation import plain_vocab_expectation, vocab_expectation
 from adaponder.terminal import console
 from benchmarks import harness
-from benchmarks.harness import Common, Row, Timed, number, ratio, speed
+from benchmarks.harness import Common, Row, Run, number, ratio, speed
 
 EXPECTATION, LOSS = "vocab_expectation", "linear_cross_entropy"
 OPERATIONS = (EXPECTATION, LOSS)
@@ -73,11 +73,7 @@ def run(
     options: Common,
     *,
     size: Annotated[
-        list[str] | None,
-        Option(
-            metavar="TOKENS,D,VOCABULARY",
-            help=f"Default: 65536,512,50304 and 16384,1024,50304 on a GPU, 1024,128,4096 on a CPU{harness.SEVERAL}",
-        ),
+        list[str] | None, Option(metavar="TOKENS,D,VOCABULARY", help=f"Such as 65536,512,50304{harness.SEVERAL}")
     ] = None,
     dtype: Annotated[str | None, Option(metavar="NAME", help="bfloat16 (default on a GPU) or float32.")] = None,
 ) -> dict[str, Any]:
@@ -90,7 +86,7 @@ def run(
     sizes = [Size(*harness.numbers("--size", text, int, 1, 2**40, count=3)) for text in size or ()]
     sizes = sizes or (ON_GPU if device.type == "cuda" else ON_CPU)
     selected = harness.select(cases(sizes), options.only, always=PLAIN)
-    bench = Timed(options, "ops", {"sizes": [list(size) for size in sizes], "dtype": dtype})
+    bench = Run(options, "ops", {"sizes": [list(size) for size in sizes], "dtype": dtype})
     if not torch_has_it():
         console.print(f"torch {torch.__version__} has no linear_cross_entropy: no row for it")
 

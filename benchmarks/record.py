@@ -7,15 +7,14 @@ import platform
 import subprocess
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from adaponder.errors import InputError
 from adaponder.version import __version__
+from benchmarks import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 # Changes to these paths since the commit mark it ``-dirty``.
 MEASURED = ("src", "benchmarks/plain.py")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -17,20 +18,10 @@ from adaponder.devices import DTYPES
 from adaponder.errors import EvaluationError, InputError
 from adaponder.policies import parse_policy
 from adaponder.terminal import console
-from benchmarks import harness
+from benchmarks import harness, serve_client
 from benchmarks.harness import SEVERAL, Recorded, Row, Run, milliseconds, number, print_table
 from benchmarks.record import versions
-from benchmarks.serve_client import (
-    Answer,
-    ServerLoad,
-    ServerProcess,
-    get,
-    poisson_times,
-    run_client,
-    started,
-    steady_rate,
-    summary,
-)
+from benchmarks.serve_client import Answer, ServerLoad, ServerProcess, get, run_client, started, summary
 
 KEY = "ADAPONDER_API_KEY"
 PACKAGES = ("fastapi", "starlette", "uvicorn", "httptools", "uvloop", "httpx")
@@ -44,17 +35,12 @@ _CLIENT_STREAMS, _CLIENT_TOKENS = 64, 1500
 class ServeOptions(Recorded):
     """Options of ``benchmarks serve``; one of ``checkpoint``, ``url`` and ``stand_in`` names the server."""
 
-    checkpoint: Annotated[str | None, Argument(metavar="CKPT", help="Start its server; measure its engine, too.")] = (
-        None
-    )
+    checkpoint: Annotated[str | None, Argument(metavar="CKPT", help="Start its server; time its engine, too.")] = None
     url: Annotated[str | None, Option(metavar="URL", help=f"A running server; its key is read from {KEY}.")] = None
     stand_in: Annotated[
-        list[str] | None,
-        Option(metavar="LANES,MS", help=f"An engine that sleeps: LANES tokens every MS ms, such as 64,8{SEVERAL}"),
+        list[str] | None, Option(metavar="LANES,MS", help=f"An engine that sleeps MS ms for LANES tokens{SEVERAL}")
     ] = None
-    rates: Annotated[
-        str | None, Option(metavar="1,2,…", help="Requests per second, rising; default: 0.1 to 1.25 of the maximum.")
-    ] = None
+    rates: Annotated[str | None, Option(metavar="1,…", help="Requests/s; default: 10 to 125 % of the maximum.")] = None
     seconds: Annotated[float, Option(metavar="S", min=0.1, max=3600, help="Duration of each rate.")] = 10.0
     context: Annotated[int, Option(metavar="N", min=1, max=2**20, help="Tokens of a random prompt.")] = 32
     new: Annotated[int, Option(metavar="N", min=2, max=2**20, help="Tokens that each request generates.")] = 64
@@ -73,17 +59,9 @@ class ServeOptions(Recorded):
         about = served_model(url, key)
         facts = about.get("adaponder") or {}
         extension = {"ignore_eos": True} | ({} if self.policy is None else {"policy": self.policy})
-        return ServerLoad(
-            model=about["id"],
-            vocabulary=int(facts.get("vocabulary", 256)),
-            settings={"adaponder": extension} if facts else {},
-            context=self.context,
-            new=self.new,
-            streams=streams or self.streams,
-            seconds=self.seconds,
-            timeout=self.timeout,
-            seed=self.seed or 0,
-        )
+        how: dict[str, Any] = {name: getattr(self, name) for name in ("context", "new", "seconds", "timeout")}
+        how |= {"settings": {"adaponder": extension} if facts else {}, "streams": streams or self.streams}
+        return ServerLoad(about["id"], int(facts.get("vocabulary", 256)), **how, seed=self.seed or 0)
 
 
 def run(options: ServeOptions) -> dict[str, Any]:
@@ -117,38 +95,34 @@ def run(options: ServeOptions) -> dict[str, Any]:
         arguments += ["--dtype", options.dtype, "--lanes", str(options.streams)]
         with started(arguments, patience=600.0) as server:
             wait_until_ready(server.url, None, patience=600.0)
-            bursts, rows = _load_server(options, rates, server.url, None, alone, server)
+            bursts, rows = _load_server(options, rates, server, alone=alone)
     else:
         bursts, rows = _load_server(options, rates, str(options.url), os.environ.get(KEY))
     bench.keep(all_at_once=bursts, rates=rows)
-    console.print(
-        f"the client takes up to {bench.metrics['client_tokens_per_second']:,.0f} tokens/s from an idle server"
-    )
-    print_table("\nAll streams at once", _BURST_COLUMNS, bursts)
-    print_table("\nRequests that arrive at random times", _RATE_COLUMNS, rows)
+    limit = bench.metrics["client_tokens_per_second"]
+    console.print(f"the client takes up to {limit:,.0f} tokens/s from an idle server")
+    print_table("\nAll streams at once", _BURST, bursts)
+    print_table("\nRequests that arrive at random times", _RATES, rows)
     record = bench.finish()
     bench.draw(panels(rows, most=bursts[0]["server_tokens_per_second"]))
     return record
 
 
+Tables = tuple[list[Row], list[Row]]
+
+
 def _load_server(
-    options: ServeOptions,
-    rates: Sequence[float],
-    url: str,
-    key: str | None,
-    alone: float | None = None,
-    server: ServerProcess | None = None,
-) -> tuple[list[Row], list[Row]]:
+    options: ServeOptions, rates: Sequence[float], server: ServerProcess | str, key: str | None = None, **how: Any
+) -> Tables:
     """Measures all streams at once, then rising rates; returns the rows of both tables."""
+    url = server if isinstance(server, str) else server.url
     load = options.load(url, key)
-    burst = all_at_once(url, load, key=key, repeats=options.repeats, what=options.kind, alone=alone)
+    burst = all_at_once(url, load, key=key, repeats=options.repeats, what=options.kind, **how)
     rows = at_rates(url, load, rates or usual_rates(burst, load), key=key)
-    return [burst], [row | {"server_rss": None if server is None else server.rss()} for row in rows]
+    return [burst], [row | {"server_rss": None if isinstance(server, str) else server.rss()} for row in rows]
 
 
-def _load_stand_ins(
-    options: ServeOptions, stand_ins: Sequence[Sequence[float]], rates: Sequence[float]
-) -> tuple[list[Row], list[Row]]:
+def _load_stand_ins(options: ServeOptions, stand_ins: Sequence[Sequence[float]], rates: Sequence[float]) -> Tables:
     """Measures each stand-in alone and through the server, and the first one also at rising rates."""
     from benchmarks.stand_in import SleepingEngine, engine_rate, stand_in_model
 
@@ -165,8 +139,7 @@ def _load_stand_ins(
             speeds += [engine_rate(engine, bodies) for _ in range(2)]
             row |= against_engine(row["server_tokens_per_second"], median(speeds))
             row |= {"lanes": lanes, "tick_ms": tick, "engine_repetitions": speeds}
-            if before is not None and after is not None:
-                row["cpu_us_per_token"] = 1e6 * (after - before) / (lanes * load.new * (options.repeats + 1))
+            row["cpu_us_per_token"] = 1e6 * (after - before) / (lanes * load.new * (options.repeats + 1))
             bursts.append(row)
             rows = rows or list(at_rates(server.url, load, rates or usual_rates(row, load), key=None))
     return bursts, rows
@@ -183,8 +156,8 @@ def _engine_alone(options: ServeOptions) -> float:
     prompts = ServerLoad("alone", model.config.vocab_size, options.context, options.new, seed=options.seed or 0)
     how: dict[str, Any] = {"temperature": 0.0}
     how |= {} if options.policy is None else {"policy": parse_policy(options.policy)}
-    parts = (prompts.bodies(options.streams, part=part) for part in range(options.repeats + 1))
-    rates = [engine_rate(engine, bodies, **how) for bodies in parts]
+    parts = range(options.repeats + 1)
+    rates = [engine_rate(engine, prompts.bodies(options.streams, part=part), **how) for part in parts]
     del engine, model
     harness.forget(options.target)
     return median(rates[1:])  # the first is a warm-up
@@ -227,7 +200,7 @@ def all_at_once(
         if last["answered"] != load.streams:
             why = next(iter(last["failures"]), "status 429: its queue is full")
             raise EvaluationError(f"{load.streams - last['answered']} of {load.streams} streams failed: {why}")
-        rates += [steady_rate(answers)] if part else []
+        rates += [serve_client.steady_rate(answers)] if part else []
     row = {"what": what, "streams": load.streams} | against_engine(median(rates), alone) | {"repetitions": rates}
     return row | {name: last[name] for name in ("first_token", "between_tokens", "tokens", "mean_depth")}
 
@@ -247,7 +220,7 @@ def at_rates(url: str, load: ServerLoad, rates: Sequence[float], *, key: str | N
     """Yields the summary of each rate, in requests per second."""
     for step, rate in enumerate(rates):
         console.print(f"{rate:.3g} requests per second for {load.seconds:g} s …")
-        due = poisson_times(rate, load.seconds, seed=load.seed * 7919 + step)
+        due = serve_client.poisson_times(rate, load.seconds, seed=load.seed * 7919 + step)
         answers = _send(url, load, due, 100 + step, key)
         yield {"rate": rate, "offered_tokens_per_second": rate * load.new} | summary(answers, load.seconds)
 
@@ -265,25 +238,24 @@ def client_limit() -> float:
     return sum(answer.tokens for answer in answers) / seconds
 
 
-_BURST_COLUMNS = {
+def _latencies(title: str, name: str, shares: Sequence[str]) -> dict[str, Any]:
+    return {f"{title} ms {share}": milliseconds(name, share, ",.1f") for share in shares}
+
+
+_BURST = {
     "what": lambda row: row["what"],
     "streams": number("streams", ",.0f"),
     "engine tokens/s": number("engine_tokens_per_second", ",.0f"),
     "through the server": number("server_tokens_per_second", ",.0f"),
     "overhead": number("overhead", ".1%"),
-    "between ms p50": milliseconds("between_tokens", "p50", ",.1f"),
-    "p99": milliseconds("between_tokens", "p99", ",.1f"),
+    **_latencies("between", "between_tokens", ("p50", "p99")),
 }
-_RATE_COLUMNS = {
+_RATES = {
     "requests/s": number("rate", ".3g"),
     "tokens/s": number("tokens_per_second", ",.0f"),
     **{name: number(name, ",.0f") for name in ("answered", "refused", "failed")},
-    "first ms p50": milliseconds("first_token", "p50", ",.1f"),
-    "p95": milliseconds("first_token", "p95", ",.1f"),
-    "p99": milliseconds("first_token", "p99", ",.1f"),
-    "between ms p50": milliseconds("between_tokens", "p50", ",.1f"),
-    "p95 ": milliseconds("between_tokens", "p95", ",.1f"),
-    "p99 ": milliseconds("between_tokens", "p99", ",.1f"),
+    **_latencies("first", "first_token", ("p50", "p95", "p99")),
+    **_latencies("between", "between_tokens", ("p50", "p95", "p99")),
     "depth": number("mean_depth", ".2f"),
 }
 
@@ -297,9 +269,8 @@ def panels(rows: Sequence[Row], *, most: float) -> dict[str, Any]:
     axes: dict[str, Any] = {"xlabel": "offered tokens/s", "xlim": (0, None), "ylim": (0, None)}
     drawn: dict[str, Any] = {"through the server": (axes | {"ylabel": "tokens/s"}, speeds)}
     for name, title in {"first_token": "to the first token", "between_tokens": "between tokens"}.items():
-        points = {
-            share: [(rate, 1e3 * row[name][share]) for rate, row in zip(offered, rows, strict=True) if row[name][share]]
-            for share in ("p50", "p95", "p99")
-        }
+        points: dict[str, list[tuple[float, float]]] = {share: [] for share in ("p50", "p95", "p99")}
+        for share, (rate, row) in itertools.product(points, zip(offered, rows, strict=True)):
+            points[share] += [(rate, 1e3 * row[name][share])] if row[name][share] else []
         drawn[title] = (axes | {"ylabel": "ms"}, points)
     return drawn

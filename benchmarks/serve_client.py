@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import re
 import subprocess
@@ -27,24 +26,17 @@ from typing import Any
 import numpy as np
 
 from adaponder.errors import EvaluationError, InputError
+from benchmarks import child_environment
 
-_ROOT = Path(__file__).resolve().parents[1]
 _ADDRESS = re.compile(r"https?://(?:\[[0-9a-fA-F:]+\]|[\w.-]+):\d+")
 
 
 @dataclass(frozen=True)
 class ServerLoad:
-    """Describes the requests of a load.
+    """The requests of a load: prompts of ``context`` random tokens below ``vocabulary``, ``new`` tokens to generate.
 
-    Attributes:
-        vocabulary: prompts are drawn from token ids below it.
-        context: length of a prompt in tokens.
-        new: number of tokens to generate.
-        settings: further fields of a request's body, such as ``{"adaponder": {"policy": "fixed:2"}}``.
-        streams: requests under way at once where the server's maximum is measured.
-        seconds: how long requests arrive at each rate.
-        timeout: seconds after which an incomplete request has failed.
-        seed: seed of arrivals and prompts.
+    ``streams`` are under way at once where the server's maximum is measured; requests arrive for ``seconds`` at each
+    rate. ``settings`` are further fields of a request's body, such as ``{"adaponder": {"policy": "fixed:2"}}``.
     """
 
     model: str
@@ -76,16 +68,12 @@ def poisson_times(rate: float, seconds: float, *, seed: int) -> list[float]:
 
 @dataclass
 class Answer:
-    """The answer to one request; times are seconds since the load began.
+    """The answer to one request; ``due``, ``sent``, ``arrivals`` and ``ended`` are seconds since the load began.
 
     Attributes:
-        due: when the request was to be sent.
-        sent: when it was sent.
         status: the HTTP status; 0 without an answer.
         arrivals: when text came, and how many tokens each time.
-        tokens: generated tokens, as counted in ``usage``.
-        mean_depth: mean depth of the tokens read, from ``usage``; ``None`` where it is missing.
-        ended: when the answer was complete.
+        tokens, mean_depth: as stated in ``usage``.
         error: why the answer is not complete, in one line.
         served_by: the header ``x-served-by``, where a server tells its processes apart.
     """
@@ -104,11 +92,6 @@ class Answer:
     def works(self) -> bool:
         return self.status == 200 and self.error is None
 
-    @property
-    def refused(self) -> bool:
-        """Returns whether the server's queue was full."""
-        return self.status == 429
-
     def scaled(self) -> list[tuple[float, float]]:
         """Returns arrivals with counts scaled to sum to ``tokens``: a chunk is a complete character, not a token."""
         counted = sum(count for _, count in self.arrivals)
@@ -126,27 +109,26 @@ class Answer:
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
     """Returns the 50th, 95th and 99th percentile, by the nearest-rank method."""
-    shares = (50, 95, 99)
-    quantiles = np.percentile(values, shares, method="inverted_cdf").tolist() if values else [None] * len(shares)
-    return {f"p{share}": value for share, value in zip(shares, quantiles, strict=True)}
+    quantiles = np.percentile(values, (50, 95, 99), method="inverted_cdf").tolist() if values else [None] * 3
+    return dict(zip(("p50", "p95", "p99"), quantiles, strict=True))
 
 
 def summary(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
     """Summarises a load of ``seconds``: tokens/s of its second half, latencies in seconds, failures, mean depth.
 
-    The time to the first token counts from when the request was due, so that a client or server that falls behind is
-    not flattered.
+    The time to the first token counts from when the request was due: falling behind is not flattered.
     """
     done = [answer for answer in answers if answer.works]
     within = sum(count for answer in done for when, count in answer.scaled() if seconds / 2 < when <= seconds)
-    failed = (answer for answer in answers if not answer.works and not answer.refused)
+    refused = sum(answer.status == 429 for answer in answers)  # the server's queue was full
+    failed = (answer for answer in answers if not answer.works and answer.status != 429)
     failures = Counter(answer.error or f"status {answer.status}" for answer in failed)
     depths = [(answer.mean_depth, answer.tokens) for answer in done if answer.mean_depth is not None]
     weight = sum(tokens for _, tokens in depths)
     return {
         "requests": len(answers),
         "answered": len(done),
-        "refused": sum(answer.refused for answer in answers),
+        "refused": refused,
         "failed": failures.total(),
         "failures": dict(failures),
         "tokens": sum(answer.tokens for answer in done),
@@ -176,7 +158,7 @@ def run_client(
     command = [sys.executable, "-m", "benchmarks.serve_client"]
     longest = (max(due) if due else 0.0) + timeout + 60.0
     pipes: dict[str, Any] = {"input": json.dumps(plan), "capture_output": True, "text": True, "timeout": longest}
-    done = subprocess.run(command, check=False, env=_environment(), **pipes)
+    done = subprocess.run(command, check=False, env=child_environment(), **pipes)
     if done.returncode != 0:
         raise EvaluationError(f"the client of the load failed: {done.stderr.strip().splitlines()[-1:]}")
     return [Answer(**fields) for fields in json.loads(done.stdout)]
@@ -247,12 +229,8 @@ def _tokens_of(chunk: dict[str, Any], answer: Answer) -> int:
     if usage := chunk.get("usage"):
         answer.tokens = usage["completion_tokens"]
         answer.mean_depth = (usage.get("adaponder") or {}).get("mean_depth")
-    tokens = 0
-    for option in chunk.get("choices", ()):
-        text = option.get("text") or (option.get("delta") or {}).get("content")
-        details = (option.get("adaponder") or {}).get("tokens")
-        tokens += len(details) if details else bool(text)
-    return tokens
+    details = [(option, (option.get("adaponder") or {}).get("tokens")) for option in chunk.get("choices", ())]
+    return sum(len(tokens) if tokens else bool(option.get("text")) for option, tokens in details)
 
 
 def get(url: str, path: str, key: str | None, timeout: float) -> tuple[int, bytes]:
@@ -282,22 +260,18 @@ class ServerProcess:
         """Returns the last lines that the server printed."""
         return self.log.read_text(errors="replace").splitlines()[-40:]
 
-    def rss(self) -> int | None:
-        """Returns the resident memory of the process in bytes; ``None`` without ``/proc``."""
-        try:
-            with open(f"/proc/{self.process.pid}/status") as status:
-                return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmRSS"))
-        except (OSError, StopIteration):
-            return None
+    def rss(self) -> int:
+        """Returns the resident memory of the process in bytes."""
+        return self._process().memory_info().rss
 
-    def cpu_seconds(self) -> float | None:
-        """Returns the CPU time of the process in seconds; ``None`` without ``/proc``."""
-        try:
-            with open(f"/proc/{self.process.pid}/stat") as stat:
-                fields = stat.read().rpartition(")")[2].split()
-            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        except (OSError, ValueError):
-            return None
+    def cpu_seconds(self) -> float:
+        """Returns the CPU time of the process in seconds."""
+        return sum(self._process().cpu_times()[:2])
+
+    def _process(self) -> Any:
+        import psutil  # here, since benchmarks of training run without it
+
+        return psutil.Process(self.process.pid)
 
 
 @contextmanager
@@ -308,13 +282,12 @@ def started(
     environment: Mapping[str, str] | None = None,
     ending: float = 30.0,
 ) -> Iterator[ServerProcess]:
-    """Context manager that runs a server with ``python ARGUMENTS`` and waits until it prints its address.
+    """Context manager that runs ``python ARGUMENTS``, a server that must print its address in ``patience`` seconds.
 
-    Raises if no address appears within ``patience`` seconds. Ends the server with SIGTERM, and kills it if it still
-    runs after ``ending`` seconds.
+    Ends it with SIGTERM, and kills it if it still runs after ``ending`` seconds.
     """
     with tempfile.NamedTemporaryFile() as log:
-        command, variables = [sys.executable, *arguments], _environment() | dict(environment or {})
+        command, variables = [sys.executable, *arguments], child_environment() | dict(environment or {})
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=variables)
         server, until = ServerProcess("", process, Path(log.name)), time.monotonic() + patience
         try:
@@ -334,18 +307,12 @@ def started(
                 process.wait()
 
 
-def _environment() -> dict[str, str]:
-    """Returns environment variables with which a child process imports this checkout."""
-    paths = [str(_ROOT), str(_ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
 async def echo(tick: float) -> None:
     """Serves ``max_tokens`` prepared events per request, one every ``tick`` seconds, until the process ends."""
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    common = {"id": "cmpl-0123456789abcdef", "object": "text_completion", "created": 1_700_000_000, "model": "echo"}
 
     def event(data: dict[str, Any]) -> bytes:
-        common = {"id": "cmpl-0123456789abcdef", "object": "text_completion", "created": 1_700_000_000, "model": "echo"}
         line = b"data: " + json.dumps(common | data).encode() + b"\n\n"
         return b"%x\r\n%s\r\n" % (len(line), line)
 

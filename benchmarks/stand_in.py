@@ -36,7 +36,7 @@ _COUNTS += ("prefix_tokens_reused", "drafted", "accepted")
 
 
 class SleepingEngine:
-    """Implements the part of :class:`adaponder.inference.Engine` that a server uses.
+    """Implements the part of :class:`adaponder.inference.Engine` that a server uses; a page is a resident sequence.
 
     Each tick sleeps ``tick`` seconds and gives each of the first ``lanes`` samples one token; a prompt takes one tick.
     ``model`` validates requests and is never run.
@@ -55,7 +55,6 @@ class SleepingEngine:
         self.clients: dict[str, tuple[int, int]] = {}  # not counted
 
     def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> int:
-        """Queues a request and returns its number; raises :class:`InputError` if it cannot be honoured."""
         check_request(request, self.model, positions=self.tokens, iterations=self.iterations, eos_ids=self.eos_ids)
         if request.prompt_log_probabilities is not None or request.log_probabilities is not None:
             raise InputError("log_probabilities: the stand-in has no distribution; leave them out")
@@ -67,27 +66,22 @@ class SleepingEngine:
         return number
 
     def cancel(self, number: int, sample: int | None = None) -> None:
-        """Cancels a request, or one sample of it."""
         for key in [key for key in self._samples if key[0] == number and sample in (None, key[1])]:
             self._end(key, "cancelled")
 
     @property
     def busy(self) -> bool:
-        """Returns whether requests or undelivered events are left."""
         return bool(self._samples or self._events)
 
     @property
     def longest_request(self) -> int:
-        """Returns the most tokens of a prompt and its completion together."""
         return self.tokens + 1
 
     def step(self) -> list[Event]:
-        """Runs one tick and returns its events."""
         resident = self._resident()
         self._counts["most_resident"] = max(self._counts["most_resident"], len(resident))
-        if resident:
-            time.sleep(self.tick)
-            self._counts["ticks"] += 1
+        self._counts["ticks"] += bool(resident)
+        time.sleep(self.tick if resident else 0.0)
         for key in resident:
             self._advance(key)
         events, self._events = self._events, []
@@ -108,7 +102,10 @@ class SleepingEngine:
         if not completion.prompt_depths:
             completion.prompt_depths = [self.iterations] * len(completion.prompt)
             return
-        token = Token(id=self._token_id(completion), depth=1 + position % self.iterations)
+        # A whole word, which depends on prompt, seed, sample and position alone.
+        mixed = (sum(completion.prompt) + int(request.seed) + completion.sample) * 7919 + position * 104_729
+        word = FIRST_WORD + mixed % (self.config.vocab_size - FIRST_WORD)
+        token = Token(id=word, depth=1 + position % self.iterations)
         completion.tokens.append(token)
         self._counts["tokens"] += 1
         self._events.append(Event(*key, token=token))
@@ -118,12 +115,6 @@ class SleepingEngine:
         elif len(completion.tokens) >= request.max_new_tokens:
             self._end(key, "length")
 
-    def _token_id(self, completion: Completion) -> int:
-        """Returns the id of a whole word, which depends on prompt, seed, sample and position alone."""
-        seed = int(completion.request.seed) + completion.sample
-        mixed = (sum(completion.prompt) + seed) * 7919 + len(completion.tokens) * 104_729
-        return FIRST_WORD + mixed % (self.config.vocab_size - FIRST_WORD)
-
     def _end(self, key: tuple[int, int], reason: FinishReason) -> None:
         completion = self._samples.pop(key)
         completion.finish_reason = reason
@@ -131,7 +122,6 @@ class SleepingEngine:
 
     @property
     def statistics(self) -> dict[str, int]:
-        """Returns the counts of :attr:`adaponder.inference.Engine.statistics`; a page is a resident sequence."""
         resident, tokens = len(self._resident()), self._counts["tokens"]
         counts = {"rows": tokens, "tokens": tokens, "waiting": len(self._samples) - resident, "resident": resident}
         return dict.fromkeys(_COUNTS, 0) | counts | self._counts | {"pages": self.lanes, "pages_held": resident}
@@ -177,9 +167,7 @@ def main() -> None:
     from adaponder.serving.settings import Settings
 
     lanes, tick = int(sys.argv[1]), float(sys.argv[2]) / 1e3
-    settings = Settings(lanes=lanes)
-    listening = listen("127.0.0.1", 0)
-    worker = stand_in_worker(lanes, tick)
+    settings, listening, worker = Settings(lanes=lanes), listen("127.0.0.1", 0), stand_in_worker(lanes, tick)
     app = make_app(worker, settings)
     run(app, worker, listening, settings.limits, started=lambda: print(address_of(listening), flush=True))
 

@@ -20,7 +20,7 @@ from adaponder.recipes import Recipe, load_recipe
 from adaponder.terminal import console, line
 from adaponder.training.schedule import build_optimizer
 from benchmarks import harness, models
-from benchmarks.harness import SEVERAL, Common, Row, Timed, Timing, number, ratio, speed
+from benchmarks.harness import SEVERAL, Common, Row, Run, Timing, number, ratio, speed
 from benchmarks.models import METHOD, PLAIN
 
 COMPILED_PLAIN = f"{PLAIN}, compiled"
@@ -51,18 +51,15 @@ class StepOptions(Common):
     """Options of train and prefill: a recipe's model and its batches of random tokens."""
 
     recipe_name: Annotated[
-        str | None,
-        Option("--recipe", metavar="RECIPE", help="Default: paper/adaponder-70m on a GPU, cpu/demo on a CPU."),
+        str | None, Option("--recipe", metavar="RECIPE", help="Default: paper/adaponder-70m, on a CPU cpu/demo.")
     ] = None
     overrides: Annotated[
         list[str] | None, Option("--set", metavar="a.b=c", help=f"Change a field of the recipe{SEVERAL}")
     ] = None
-    batch: Annotated[
-        int | None, Option(metavar="N", min=1, help="Sequences at once; default: the recipe's micro_batch.")
-    ] = None
-    keep: Annotated[
-        str | None, Option(metavar="1,.5,…", help="Share of tokens that each iteration reads; random tokens halt.")
-    ] = None
+    batch: Annotated[int | None, Option(metavar="N", min=1, help="Sequences at once; default: micro_batch.")] = None
+    keep: Annotated[str | None, Option(metavar="1,.5,…", help="Share of random tokens that each iteration reads.")] = (
+        None
+    )
     compiles: Annotated[bool, Option("--compile/--no-compile", help="Measure compiled variants, too.")] = True
 
     @cached_property
@@ -75,12 +72,10 @@ class StepOptions(Common):
 
     @cached_property
     def sequences(self) -> int:
-        """Returns the batch size, by default what one process computes at a time."""
         return self.batch or self.recipe.train.micro_batch or self.recipe.train.global_batch
 
     @cached_property
     def shares(self) -> list[float]:
-        """Returns the shares of tokens that each iteration reads; empty if no token halts."""
         return harness.numbers("--keep", self.keep, float, 0, 1)
 
     @cached_property
@@ -97,7 +92,7 @@ class StepOptions(Common):
         shares = ", ".join(f"{share:g}" for share in self.shares)
         return f"{title} that reads {shares} of the tokens" if shares else title
 
-    def begin(self, name: str) -> Timed:
+    def begin(self, name: str) -> Run:
         """Begins the record called ``name``; where tokens halt, dense and compact execution are compared first."""
         recipe, depths = self.recipe, self.depths
         settings: dict[str, Any] = {"batch": self.sequences, "sequence": recipe.data.sequence, "dtype": self.dtype}
@@ -106,7 +101,7 @@ class StepOptions(Common):
         console.print(line((recipe.name, "bold"), f"  {recipe.fingerprint}  {recipe.about}"))
         about = {"name": recipe.name, "hash": recipe.fingerprint, "set": self.overrides or []}
         name = "-".join([name, *harness.words_of(recipe.name)])
-        bench = Timed(self, name, settings, recipe=about, seed=recipe.train.seed)
+        bench = Run(self, name, settings, recipe=about, seed=recipe.train.seed)
         if depths is not None:
             bench.keep(dense_and_compact_differ_by=models.check_executions(recipe, depths, self.target))
         return bench
@@ -114,13 +109,10 @@ class StepOptions(Common):
 
 @dataclass(frozen=True)
 class Variant:
-    """One implementation of a training step or a prefill.
+    """One implementation of a training step or a prefill by ``plain``, ``ponder`` or ``adaponder``.
 
     Attributes:
-        method: ``plain``, ``ponder`` or ``adaponder``.
-        by: what is compiled at once, one ``layer`` or a whole ``pass``; ``None`` compiles nothing. A compiled ``plain``
-            is compiled as a whole, by ``torch.compile``.
-        execution: as ``train.execution``, ``None`` being dense: ``compact`` skips halted tokens.
+        by: what is compiled at once, one ``layer`` or a whole ``pass`` (``plain`` as a whole); ``None``: nothing.
         checkpointing: keeps the activations of one pass at a time and recomputes the others.
         memory_budget: the share of a compiled pass's activations that is kept; the rest is recomputed.
         keep_logits: keeps the vocabulary's logits of every iteration for backward.
@@ -173,9 +165,7 @@ class Variant:
 def train(
     options: StepOptions,
     *,
-    largest: Annotated[
-        bool, Option("--largest", help="Search the largest batch, too, in multiples of --batch (GPU only).")
-    ] = False,
+    largest: Annotated[bool, Option("--largest", help="Search the largest batch, too (GPU only).")] = False,
 ) -> dict[str, Any]:
     """Time a training step: plain PonderLM, our ponder, and adaponder compiled, eager and checkpointed.
 
@@ -344,7 +334,7 @@ def search(time_batch: Callable[[int, bool], Timing | None], *, start: int) -> t
 
     The batch doubles until it no longer fits, then bisects: the answer and the next multiple have both been tried.
     ``time_batch(batch, keep_graphs)`` times a batch, or returns ``None`` if it does not fit. The second trial of a
-    compiled variant compiles for a variable batch size, so that later trials keep the graphs. Timed is the second step,
+    compiled variant compiles for a variable batch size, so that later trials keep the graphs. Run is the second step,
     the first that has the optimizer's moments from its beginning.
     """
     timings: dict[int, Timing | None] = {}
@@ -377,8 +367,8 @@ def prefill(options: StepOptions) -> dict[str, Any]:
     bench = options.begin("prefill")
 
     def report(variant: Variant, median: float | None) -> Row:
-        config = models.config_of(recipe, variant.method)
-        flops = cost_of(variant.depths_read(recipe, depths), config, logits=len(depths)).flops
+        read, config = variant.depths_read(recipe, depths), models.config_of(recipe, variant.method)
+        flops = cost_of(read, config, logits=len(depths)).flops
         row = {"variant": variant.name, "median_seconds": median, "flops": flops}
         return row | {"tokens_per_second": ratio(depths.numel(), median)}
 

@@ -22,6 +22,7 @@ QUEUE = Path(__file__).with_name("queue.yaml")
 SeedsOption = Annotated[str, typer.Option(metavar="0,1,…", help="These seeds instead of the queue's.")]
 JobsOption = Annotated[int, typer.Option(min=1, max=64, help="Runs that share the device.")]
 MinutesOption = Annotated[float | None, typer.Option(min=0.01, help="Start only runs that end within this time.")]
+OneClaim = Annotated[str | None, typer.Argument(help="Only the runs of this claim.")]
 JsonOption = Annotated[Path | None, typer.Option(metavar="PATH", help="Write the listed runs as JSON.")]
 
 
@@ -61,12 +62,7 @@ class TrainOptions(QueueOptions):
         return self.setup(self.runs, self.device, commit)
 
 
-def list_runs(
-    options: QueueOptions,
-    claim: Annotated[str | None, typer.Argument(help="Only the runs of this claim.")] = None,
-    seeds: SeedsOption = "",
-    json: JsonOption = None,
-) -> None:
+def list_runs(options: QueueOptions, claim: OneClaim = None, seeds: SeedsOption = "", json: JsonOption = None) -> None:
     """Shows runs, their states and their results."""
     if seeds and claim is None:
         raise InputError("--seeds needs a claim: the queue has its own seeds")
@@ -103,10 +99,9 @@ def run(
     from experiments.measures import TIMED, measuring
     from experiments.records import carry_out
 
-    queue, numbers = options.where.queue, _numbers(seeds)
-    known = [experiment for name in queue.claims for some in ((), numbers) for experiment in queue.of_claim(name, some)]
-    experiment = next((experiment for experiment in known if experiment.label == label), None)
-    if experiment is None:
+    queue, seed_lists = options.where.queue, ([], _numbers(seeds))
+    known = (run for name in queue.claims for numbers in seed_lists for run in queue.of_claim(name, numbers))
+    if (experiment := next((run for run in known if run.label == label), None)) is None:
         raise InputError(f"{label}: no such run in the queue; python -m experiments list --json PATH writes the labels")
     names = [name for name in queue.measures_of(experiment) if name not in TIMED or not beside]
     measure = measuring(names, device=options.device, dtype=experiment.shaped.train.dtype)
@@ -123,9 +118,7 @@ def results(queue: Annotated[Path, typer.Option(metavar="YAML", help="The queue 
 
 def corpus(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for corpus-NN.jsonl.xz.")],
-    wheels: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for downloaded wheels; default: OUT/wheels.")
-    ] = None,
+    wheels: Annotated[Path | None, typer.Option(metavar="DIR", help="Downloaded wheels; default: OUT/wheels.")] = None,
 ) -> None:
     """Builds the open corpus from the wheels in experiments/corpus.lock; every sha256 is checked."""
     from experiments.corpus import build
@@ -144,21 +137,22 @@ app.command()(corpus)
 
 
 def _train(setup: Setup, selected: Sequence[Experiment], minutes: float | None, jobs: int, json: Path | None) -> None:
-    """Trains those of the ``chosen`` runs that have no record, shows all of them, and exits with the exit code."""
+    """Trains those of the selected runs that have no record, shows all of them, and exits with the exit code."""
     from experiments.measures import TIMED
     from experiments.runner import work_through
 
+    def leave_out(why: str, runs: Sequence[Experiment]) -> list[Experiment]:
+        if runs:
+            console.print(f"{len(runs)} runs {why}", soft_wrap=True)
+        return [run for run in selected if run not in runs]
+
     for corpus in setup.queue.corpora.values():
-        if corpus.folder is None or (Path(corpus.folder) / "manifest.json").is_file():
-            continue
-        if count := sum(experiment.corpus == corpus.name for experiment in selected):
-            text = f"{count} runs are left out until their text is prepared: {corpus.prepare}"
-            console.print(text, soft_wrap=True)
-        selected = [experiment for experiment in selected if experiment.corpus != corpus.name]
-    timing = [experiment for experiment in selected if set(experiment.measures) & set(TIMED)] if jobs > 1 else []
-    if timing:
-        console.print(f"{len(timing)} runs that time the device are left out: start them with --jobs 1")
-        selected = [experiment for experiment in selected if experiment not in timing]
+        if corpus.folder is not None and not (Path(corpus.folder) / "manifest.json").is_file():
+            why = f"are left out until their text is prepared: {corpus.prepare}"
+            selected = leave_out(why, [run for run in selected if run.corpus == corpus.name])
+    if jobs > 1:
+        why = "that time the device are left out: start them with --jobs 1"
+        selected = leave_out(why, [run for run in selected if set(run.measures) & set(TIMED)])
     code = work_through(selected, setup, minutes=minutes, jobs=jobs)
     _show(setup, selected, json)
     raise typer.Exit(code)
@@ -191,26 +185,21 @@ def _show(setup: Setup, selected: Sequence[Experiment], json: Path | None) -> No
     known, entries = read_records(setup.records), []
     for name in dict.fromkeys(experiment.claim for experiment in selected):
         rows = []
-        for experiment in (experiment for experiment in selected if experiment.claim == name):
-            record = setup.record_of(experiment, known)
-            entry: dict[str, Any] = {"claim": name, "recipe": experiment.recipe, "set": list(experiment.changes)}
-            entry |= {
-                "seed": experiment.seed,
-                "label": experiment.label,
-                "state": "waiting" if record is None else "done",
-            }
+        for run in (run for run in selected if run.claim == name):
+            record, state = setup.record_of(run, known), "waiting"
+            entry: dict[str, Any] = {"claim": name, "recipe": run.recipe, "set": list(run.changes)}
             figures = ("—", "—", "—")
             if record is not None:
-                last = record["validation"][-1]
+                last, state = record["validation"][-1], "done"
                 entry |= {"record": record["file"]} | last
                 loss, depth = f"{last['validation_loss']:.4f}", f"{last['validation_depth']:.2f}"
                 figures = (f"{record['embedding_scale']:.4g}", loss, depth)
-            entries.append(entry)
+            entries.append(entry | {"seed": run.seed, "label": run.label, "state": state})
             # One column describes the run, so that a narrow terminal keeps its settings beside its figures.
-            words = [experiment.recipe, *(change.partition(".")[2] for change in experiment.changes)]
-            words += [f"from {experiment.source.setting}"] if experiment.source else []
-            words += [f"on {experiment.corpus}"] if experiment.corpus else []
-            rows.append((" ".join(words), str(experiment.seed), *figures, entry["state"]))
+            words = [run.recipe, *(change.partition(".")[2] for change in run.changes)]
+            words += [f"from {run.source.setting}"] if run.source else []
+            words += [f"on {run.corpus}"] if run.corpus else []
+            rows.append((" ".join(words), str(run.seed), *figures, state))
         columns = ("run", "seed", "emb. scale", "loss", "depth", "state")
         console.print(table(f"\n{name}: {setup.queue.claims[name]}", columns, rows))
     write_json(json, {"data": setup.queue.main.hash, "runs": entries})

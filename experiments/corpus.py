@@ -61,32 +61,22 @@ class Wheel(NamedTuple):
     filename: str
 
 
-# --- the lock file --------------------------------------------------------------------------------------------------
-
 _LINE = re.compile(
     r"(?P<name>[\w.-]+)==(?P<version>\S+) --hash=sha256:(?P<sha256>[0-9a-f]{64})  # (?P<licence>.+); (?P<filename>\S+)"
 )
-_TOTALS = re.compile(r"# documents: (\d+), contents: ([0-9a-f]{64})")
+_TOTALS = re.compile(r"^# documents: (\d+), contents: ([0-9a-f]{64})$", re.MULTILINE)
 
 
 def read_lock(path: Path = LOCK) -> tuple[list[Wheel], tuple[int, str]]:
-    """Reads the wheels of a lock file, and the number of documents and the hash of all texts that they must give.
-
-    Every licence must be permissive.
-    """
-    wheels, totals = [], None
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if line.startswith("#"):
-            totals = _TOTALS.fullmatch(line) or totals
-        elif line.strip():
-            match = _LINE.fullmatch(line)
-            if match is None:
-                raise InputError(f"{path}: cannot read the line {line!r}")
-            wheels.append(Wheel(**match.groupdict()))
-    for wheel in wheels:
+    """Reads the wheels of a lock file, and the number of documents and the hash of all texts that they must give."""
+    text, wheels = path.read_text(encoding="utf-8"), []
+    for line in (line for line in text.splitlines() if line.strip() and not line.startswith("#")):
+        if (match := _LINE.fullmatch(line)) is None:
+            raise InputError(f"{path}: cannot read the line {line!r}")
+        wheels.append(wheel := Wheel(**match.groupdict()))
         if not is_permissive(wheel.licence):
             raise InputError(f"{path}: {wheel.name} has licence {wheel.licence}, which is not a permissive one")
-    if totals is None:
+    if (totals := _TOTALS.search(text)) is None:
         raise InputError(f"{path}: no line says '# documents: N, contents: SHA256'")
     return wheels, (int(totals[1]), totals[2])
 
@@ -116,9 +106,6 @@ def is_permissive(licence: str) -> bool:
         if all(part in SOURCE_LICENCES | _BESIDE for part in parts) and SOURCE_LICENCES & set(parts):
             return True
     return False
-
-
-# --- documents ------------------------------------------------------------------------------------------------------
 
 
 def why_not(path: PurePosixPath, text: str) -> str:
@@ -154,23 +141,20 @@ def collect(
     A text is a near copy if most of its long lines are in earlier texts.
     """
     documents, skipped, seen = [], Counter[str](), set[int]()
-    for package, files in packages:
-        for path, content in files:
-            try:
-                text = content.decode("utf-8")
-            except UnicodeDecodeError:
-                skipped["not UTF-8"] += 1
-                continue
-            telling = {line.strip() for line in text.splitlines() if len(line.strip()) >= _TELLING}
-            hashes = {int.from_bytes(hashlib.blake2b(line.encode(), digest_size=8).digest()) for line in telling}
-            reason = why_not(path, text)
-            if not reason and (not hashes or len(hashes & seen) > _SEEN_SHARE * len(hashes)):
-                reason = "near copy"
-            if reason:
-                skipped[reason] += 1
-                continue
-            seen |= hashes
-            documents.append({"text": text, "source": package})
+    for package, (path, content) in ((package, file) for package, files in packages for file in files):
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError:
+            skipped["not UTF-8"] += 1
+            continue
+        telling = {line.strip() for line in text.splitlines() if len(line.strip()) >= _TELLING}
+        hashes = {int.from_bytes(hashlib.blake2b(line.encode(), digest_size=8).digest()) for line in telling}
+        copied = not hashes or len(hashes & seen) > _SEEN_SHARE * len(hashes)
+        if reason := why_not(path, text) or ("near copy" if copied else ""):
+            skipped[reason] += 1
+            continue
+        seen |= hashes
+        documents.append({"text": text, "source": package})
     return documents, skipped
 
 

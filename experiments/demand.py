@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,13 +50,17 @@ def subjects(evidence: Evidence, claim: str = CLAIM) -> list[Subject]:
     return models
 
 
+def mean_accuracy(models: Iterable[Subject]) -> pd.DataFrame:
+    """Returns accuracy by need at full depth: a row per (K, setting), the mean over its seeds."""
+    rows = {(model.iterations, model.title, model.seed): model.full for model in models}
+    index = pd.MultiIndex.from_tuples(rows, names=["K", "title", "seed"])
+    return pd.DataFrame([*rows.values()], index).groupby(["K", "title"], sort=False).agg("mean")
+
+
 def fixed_depths(models: Sequence[Subject]) -> dict[int, list[float]]:
     """Returns accuracy by need for each separately trained K: the seed mean of the best method at that need."""
-    best: dict[int, list[float]] = {}
-    for seeds in _settings(model for model in models if not model.halts):
-        k, means = seeds[0].iterations, _mean_accuracy(seeds)
-        best[k] = [max(pair) for pair in zip(means, best.get(k, means), strict=True)]
-    return dict(sorted(best.items()))
+    fixed = [model for model in models if not model.halts]
+    return mean_accuracy(fixed).groupby(level=0).max().T.to_dict("list") if fixed else {}
 
 
 def needed_depths(models: Sequence[Subject]) -> list[int | None]:
@@ -114,7 +117,7 @@ def tables(models: Sequence[Subject]) -> list[str]:
     if not fixed:
         return []
     needed, needs = needed_depths(models), [_hops(need) for need in fixed[0].result["needs"]]
-    rows = [[model.title, str(model.seed), *map(_percent, model.full)] for model in fixed]
+    rows = [[model.title, model.seed, *map(_percent, model.full)] for model in fixed]
     rows.append(["**needed depth**", "", *(NONE if depth is None else f"**{depth}**" for depth in needed)])
     lines = markdown(["every token read K times", "seed", *needs], rows)
     if not halting:
@@ -125,42 +128,38 @@ def tables(models: Sequence[Subject]) -> list[str]:
         rho, lost, spare = aims(model, needed)
         cells = [f"{_percent(share)} at {depth:.2f}" for share, depth in pairs]
         cells += [NONE if rho is None else f"{rho:.3f}", f"{100 * lost:+.1f} points"]
-        rows.append([model.title, str(model.seed), *cells, NONE if spare is None else f"{spare:+.2f}"])
+        rows.append([model.title, model.seed, *cells, NONE if spare is None else f"{spare:+.2f}"])
     measures = ["rank correlation", "accuracy lost to full depth", "iterations over need"]
     halting_table = markdown(["models that halt", "seed", *needs, *measures], rows)
-    return [*lines, "", *halting_table, "", *_verdicts(fixed, halting, needed)]
+    return [*lines, "", *halting_table, "", *_verdicts(models, halting, needed)]
 
 
-def _verdicts(fixed: Sequence[Subject], halting: Sequence[Subject], needed: Needed) -> list[str]:
-    by_depth = fixed_depths(fixed)
+def _verdicts(models: Sequence[Subject], halting: Sequence[Subject], needed: Needed) -> list[str]:
+    by_depth = fixed_depths(models)
     least, most = min(by_depth), max(by_depth)
     hard = [
         f"{_hops(need)} {_percent(low)} against {_percent(high)}"
-        for need, low, high in zip(fixed[0].result["needs"], by_depth[least], by_depth[most], strict=True)
+        for need, low, high in zip(models[0].result["needs"], by_depth[least], by_depth[most], strict=True)
         if low < SOLVED <= high
     ]
     lines = [f"- K = {least} fails where K = {most} succeeds: {', '.join(hard) if hard else 'nowhere'}."]
-    settings = _settings(halting)
-    solved = [seeds for seeds in settings if min(_mean_accuracy(seeds)) >= SOLVED]
+    accuracy = mean_accuracy(halting)
+    solving = set(accuracy.index[accuracy.min(axis=1) >= SOLVED].get_level_values("title"))
+    solved = [model for model in halting if model.title in solving]
     if not solved:
         return [*lines, "- Depth follows need: no model that halts solves them."]
-    measured = [{model.seed: aims(model, needed) for model in seeds} for seeds in solved]
-    by_seed = max(measured, key=lambda by_seed: fmean(result.rho or 0.0 for result in by_seed.values()))
-    title = solved[measured.index(by_seed)][0].title
-    rho = estimate({seed: result.rho or 0.0 for seed, result in by_seed.items()})
-    lost = estimate({seed: result.lost for seed, result in by_seed.items()})
-    spare = estimate({seed: result.spare for seed, result in by_seed.items() if result.spare is not None})
+    index = [[model.title for model in solved], [model.seed for model in solved]]
+    measured = pd.DataFrame([aims(model, needed) for model in solved], index, dtype=float).fillna({"rho": 0.0})
+    title = measured.rho.groupby(level=0, sort=False).mean().idxmax()
+    rho, lost, spare = (estimate(column) for _, column in measured.loc[title].items())
     verdicts = {
         f"rank correlation with the needed depth {shown(rho, digits=3)}, aim {_RHO}": within(rho, _RHO, math.inf),
         f"accuracy lost to full depth {shown(lost, percent=True)}, aim {_POINT:.0%}": within(lost, -math.inf, _POINT),
         f"iterations over need {shown(spare, digits=2)}, aim {_SPARE}": within(spare, -math.inf, _SPARE),
     }
-    best = f"{title}: the best of {len(settings)} settings that halt, by mean rank correlation"
-    return [
-        *lines,
-        f"- {best}. Over its seeds:",
-        *(f"    - {what}: **{verdict}**" for what, verdict in verdicts.items()),
-    ]
+    best = f"{title}: the best of {len(accuracy)} settings that halt, by mean rank correlation"
+    judged = [f"    - {what}: **{verdict}**" for what, verdict in verdicts.items()]
+    return [*lines, f"- {best}. Over its seeds:", *judged]
 
 
 def figure_points(evidence: Evidence) -> tuple[Any, ...]:
@@ -172,19 +171,6 @@ def figure_points(evidence: Evidence) -> tuple[Any, ...]:
         return ()
     result = best.result
     return result["needs"], fixed, f"{best.title}, seed {best.seed}", result["accuracy"], result["by_depth"]
-
-
-def _settings(models: Iterable[Subject]) -> list[list[Subject]]:
-    """Groups models by setting, so that all seeds of one are together."""
-    groups: dict[str, list[Subject]] = {}
-    for model in models:
-        groups.setdefault(model.title, []).append(model)
-    return list(groups.values())
-
-
-def _mean_accuracy(seeds: Sequence[Subject]) -> list[float]:
-    """Returns accuracy by need at full depth, as a mean over seeds."""
-    return [fmean(column) for column in zip(*(model.full for model in seeds), strict=True)]
 
 
 def _hops(need: int) -> str:

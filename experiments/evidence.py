@@ -1,4 +1,4 @@
-"""Losses, depths and costs of the queue's runs by setting and seed, from the records, and the claims they test."""
+"""Tabulates the queue's runs from their records: losses, depths and costs by setting and seed; reads the claims."""
 
 from __future__ import annotations
 
@@ -9,62 +9,39 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import pandas as pd
 import torch
 
 from adaponder.backbones.shape import Shape, shape_of
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import InputError
 from adaponder.files import read_yaml
+from adaponder.methods import method_class
 from adaponder.methods.cost import Parameters, cost_of, parameters_of, training_flops
 from adaponder.recipes import load_recipe
 from adaponder.training.build import config_of
 from experiments.queue import Corpus, Experiment, Queue
 from experiments.records import record_of, records_of
-from experiments.statistics import at_depth
+from experiments.statistics import Estimate, Noise, at_depth, estimate, two_way
 
 # How far a measured depth may lie from the depth that a dial is compared at: budgets are 0.25 apart.
 _NEAR = 0.15
 # Windows that a cost is the mean of: enough for four digits.
 _WINDOWS = 16
+# A setting's noise is not pooled if in some seed more than this share of its tokens has one depth, unless all of them
+# have in every seed (a fixed depth). The rule was fixed on 2026-11-19, after the runs on the mixed corpus.
+ONE_DEPTH = 0.95
 
 
-# --- costs ----------------------------------------------------------------------------------------------------------
-
-
-class Cost(NamedTuple):
-    """Compute of a model.
-
-    Attributes:
-        mflops: of one token at inference, halted tokens skipped.
-        ratio: the same relative to the plain decoder of the same shape.
-        training: PFLOP of the whole training: dense, forward and backward, nothing computed twice.
-    """
-
-    mflops: float
-    ratio: float
-    training: float
-
-
-def costs(experiment: Experiment, shares: Sequence[float]) -> Cost:
-    """Returns the cost of a run whose tokens have these shares of depths, over one window of its recipe."""
-    mflops, ratio, training = _window_costs(*_model_of(experiment), tuple(round(share, 4) for share in shares))
-    return Cost(mflops, ratio, training * experiment.tokens / 1e9)
-
-
-def model_parameters(experiment: Experiment) -> Parameters:
-    config, shape, _ = _model(*_model_of(experiment))
-    return parameters_of(config, shape=shape)
-
-
-def _model_of(experiment: Experiment) -> tuple[str, tuple[str, ...]]:
-    """Returns the recipe and the changes that decide the model; runs that differ in training alone share them."""
-    return experiment.recipe, tuple(change for change in experiment.changes if not change.startswith("train."))
+def _changes(experiment: Experiment) -> tuple[str, ...]:
+    """Returns the changes that decide the model; runs that differ in training alone share them."""
+    return tuple(change for change in experiment.changes if not change.startswith("train."))
 
 
 @cache
-def _model(recipe: str, changes: tuple[str, ...]) -> tuple[AdaPonderConfig, Shape, int]:
+def model_of(recipe: str, changes: tuple[str, ...]) -> tuple[AdaPonderConfig, Shape, int]:
     """Returns the config of a recipe's model, its shape and the length of a window."""
     loaded = load_recipe(recipe, changes)
     config = config_of(loaded)
@@ -72,85 +49,92 @@ def _model(recipe: str, changes: tuple[str, ...]) -> tuple[AdaPonderConfig, Shap
     return config, shape_of(config), loaded.data.sequence
 
 
+def costs(experiment: Experiment, shares: Sequence[float]) -> dict[str, float]:
+    """Returns the compute of a run whose tokens have these shares of depths.
+
+    ``mflops`` of one token at inference, halted tokens skipped; ``ratio`` of it to the plain decoder of the same shape;
+    ``training``: PFLOP of the whole training: dense, forward and backward, nothing computed twice.
+    """
+    mflops, ratio, training = _costs(experiment.recipe, _changes(experiment), tuple(round(x, 4) for x in shares))
+    return {"mflops": mflops, "ratio": ratio, "training": training * experiment.tokens / 1e9}
+
+
 @cache
-def _window_costs(recipe: str, changes: tuple[str, ...], shares: tuple[float, ...]) -> tuple[float, float, float]:
+def _costs(recipe: str, changes: tuple[str, ...], shares: tuple[float, ...]) -> tuple[float, float, float]:
     """Returns (MFLOP per token, ratio to the plain decoder, MFLOP per token of a training step)."""
-    config, shape, length = _model(recipe, changes)
+    config, shape, length = model_of(recipe, changes)
     # Depths in these shares, spread evenly over the windows: a multiple of the golden ratio visits all parts alike.
     place = torch.arange(_WINDOWS * length, dtype=torch.float64) * 0.6180339887498949 % 1.0
     bounds = itertools.accumulate(shares[:-1])
     depths = sum(((place >= bound).long() for bound in bounds), torch.ones(len(place), dtype=torch.long))
     skipping = cost_of(depths.view(_WINDOWS, length), config, shape=shape)
     training = training_flops(config, sequence=length, shape=shape)
+    if config.exit_threshold == 1.0 and not config.exit_prior_weight:
+        # Exits stay closed: the loss needs the logits of the last iteration alone.
+        scored = method_class(config.method).states_scored(config.iterations)
+        training -= 3 * (scored - 1) * 2 * shape.vocabulary * shape.hidden
     return skipping.flops / len(depths) / 1e6, skipping.ratio, training / 1e6
 
 
-# --- runs -----------------------------------------------------------------------------------------------------------
+def row_of(experiment: Experiment, record: Mapping[str, Any], corpus: Corpus) -> dict[str, Any]:
+    """Returns a row of :attr:`Evidence.runs`.
 
-
-@dataclass(frozen=True)
-class Point:
-    """One run as its record has it.
-
-    Attributes:
-        loss: what the run is judged by.
-        depth: mean depth of the validation tokens.
-        shares: shares of the validation tokens by depth, 1 … K.
+    ``loss`` is what the run is judged by, ``shares`` those of the validation tokens by depth 1 … K. ``gates_closed`` is
+    the share of (token, gate) pairs in which the gate is closed or was not reached, ``most`` that of the most frequent
+    depth among tokens.
     """
-
-    experiment: Experiment
-    record: Mapping[str, Any]
-    loss: float
-    depth: float
-    shares: tuple[float, ...]
-
-    @cached_property
-    def cost(self) -> Cost:
-        return costs(self.experiment, self.shares)
-
-    @property
-    def halted(self) -> float:
-        """Returns the share of tokens below full depth."""
-        return 1.0 - self.shares[-1]
-
-    @property
-    def gates_closed(self) -> float:
-        """Returns the share of (token, gate) pairs in which the gate is closed or was not reached."""
-        gates = len(self.shares) - 1
-        return sum(share * (gates - i) for i, share in enumerate(self.shares)) / gates if gates else 0.0
-
-    @property
-    def collapsed(self) -> bool:
-        """Returns whether 99 % of the tokens have one depth."""
-        return max(self.shares) > 0.99
-
-    def get(self, name: str) -> float:
-        """Returns a number of the run: an attribute, or one of its :class:`Cost`."""
-        return getattr(self.cost if name in Cost._fields else self, name)
-
-
-def point_of(experiment: Experiment, record: Mapping[str, Any], corpus: Corpus) -> Point:
     last = record["validation"][-1]
-    loss = record[corpus.loss]["report"] if corpus.loss else last["validation_loss"]
     shares = tuple(after - before for before, after in pairwise([0.0, *last["validation_halted"], 1.0]))
-    return Point(experiment, record, loss, last["validation_depth"], shares)
+    gates = len(shares) - 1
+    closed = sum(share * (gates - i) for i, share in enumerate(shares)) / gates if gates else 0.0
+    return {
+        "setting": experiment.setting,
+        "seed": experiment.seed,
+        "corpus": experiment.corpus,
+        "loss": record[corpus.loss]["report"] if corpus.loss else last["validation_loss"],
+        "depth": last["validation_depth"],
+        "shares": shares,
+        "halted": 1.0 - shares[-1],
+        "most": max(shares),
+        "gates_closed": closed,
+        **costs(experiment, shares),
+        "record": record,
+    }
 
 
 @dataclass(frozen=True)
 class Evidence:
     """All records by the setting and the seed of the queue's runs, and the content of ``claims.yaml``.
 
-    Methods take the name of a setting, or its alias in the claims.
+    Methods take the name of a setting, or its alias in the claims. ``noise_of`` says which noise intervals rest on:
+    ``stable`` (pooled over settings that do not collapse), ``all`` (pooled over all), or ``pair`` (of each pair alone).
     """
 
     queue: Queue
     records: Sequence[Mapping[str, Any]]
     claims: Mapping[str, Any]
+    noise_of: str = "stable"
 
     @cached_property
     def settings(self) -> dict[str, Experiment]:
         """Maps each setting's name to one of its runs."""
         return {run.setting: run for run in reversed(self.queue.experiments)}
+
+    @cached_property
+    def runs(self) -> pd.DataFrame:
+        """Returns one row per record that belongs to a run, first runs of a seed first; see :func:`row_of`."""
+        seeds, rows = sorted({run.seed for run in self.queue.experiments}), []
+        for run in self.settings.values():
+            corpus = self.queue.corpora[run.corpus]
+            for one in map(run.with_seed, seeds):
+                rows += [row_of(one, record, corpus) for record in records_of(one, self.records, corpus)]
+        return pd.DataFrame(rows)
+
+    @cached_property
+    def _first(self) -> dict[str, pd.DataFrame]:
+        """Returns by setting the first run of each seed, indexed by seed."""
+        first = self.runs.drop_duplicates(["setting", "seed"]).set_index("seed")
+        return {str(setting): runs for setting, runs in first.groupby("setting")}
 
     @cached_property
     def aliases(self) -> dict[str, str]:
@@ -162,61 +146,73 @@ class Evidence:
 
     def _best(self, settings: Sequence[str]) -> str:
         """Returns the best setting by its seed 0, or the first if none has run."""
-        tried = {name: self._runs_of(name)[0][0].record for name in settings if 0 in self._runs_of(name)}
-        known = {name: record["final"]["choose"] for name, record in tried.items() if "final" in record}
+        first = {name: self._first[name].record.get(0) for name in settings if name in self._first}
+        known = {name: record["final"]["choose"] for name, record in first.items() if record and "final" in record}
         return min(known, key=lambda name: known[name]) if known else settings[0]
 
-    def runs(self, name: str) -> dict[int, list[Point]]:
-        """Returns all runs of each seed of a setting, several where a seed was trained again."""
-        return self._runs_of(self.aliases.get(name, name))
-
-    def _runs_of(self, setting: str) -> dict[int, list[Point]]:
+    def setting(self, name: str) -> str:
+        """Returns the setting of an alias; raises if the queue has no such run."""
+        setting = self.aliases.get(name, name)
         if setting not in self.settings:
             raise InputError(f"{setting}: no run of the queue is called so; python -m experiments list shows them")
-        if setting not in self._found:
-            run = self.settings[setting]
-            corpus = self.queue.corpora[run.corpus]
-            by_seed = {seed: records_of(run.with_seed(seed), self.records, corpus) for seed in self._seeds}
-            self._found[setting] = {
-                seed: [point_of(run, record, corpus) for record in records]
-                for seed, records in by_seed.items()
-                if records
-            }
-        return self._found[setting]
+        return setting
+
+    def run(self, name: str) -> Experiment:
+        """Returns one of the runs of a setting."""
+        return self.settings[self.setting(name)]
+
+    def parameters(self, name: str) -> Parameters:
+        """Returns the parameters of a setting's model."""
+        config, shape, _ = model_of(self.run(name).recipe, _changes(self.run(name)))
+        return parameters_of(config, shape=shape)
+
+    def points(self, name: str) -> pd.DataFrame:
+        """Returns the first run of each seed of a setting, indexed by seed."""
+        setting = self.setting(name)
+        return self._first[setting] if setting in self._first else self.runs.iloc[:0].set_index("seed")
+
+    def values(self, name: str, of: str = "loss") -> pd.Series:
+        """Returns one number per seed, a column of :attr:`runs`."""
+        return self.points(name).loc[:, of].astype(float)
+
+    def mean(self, name: str, of: str) -> float:
+        return float(self.values(name, of).mean())
+
+    def noise(self, *names: str, pooled: str | None = None) -> Noise | None:
+        """Returns the noise of a run on the corpus of these settings; ``None`` where it cannot be pooled."""
+        corpora = {self.settings[self.setting(name)].corpus for name in names}
+        noise_of = pooled or self.noise_of
+        if noise_of == "pair" or len(corpora) != 1:
+            return None
+        noise, left_out = self.pools[corpora.pop()][noise_of]
+        return None if left_out & {self.setting(name) for name in names} else noise
 
     @cached_property
-    def _found(self) -> dict[str, dict[int, list[Point]]]:
-        return {}
+    def pools(self) -> dict[str, dict[str, tuple[Noise | None, set[str]]]]:
+        """Returns by corpus and by ``noise_of`` the noise, and the settings that it leaves out; see ``ONE_DEPTH``."""
+        pools = {}
+        for corpus in self.queue.corpora:
+            first = self.runs[self.runs.corpus == corpus].drop_duplicates(["setting", "seed"])
+            losses, most = first.pivot_table("loss", "setting", "seed"), first.groupby("setting").most
+            collapsed = set(losses.index[(most.max() > ONE_DEPTH) & (most.min() < 1)])
+            stable = losses.drop(index=list(collapsed))
+            pools[corpus] = {"stable": (two_way(stable), collapsed), "all": (two_way(losses), set())}
+        return pools
 
-    @cached_property
-    def _seeds(self) -> list[int]:
-        return sorted({run.seed for run in self.queue.experiments})
+    def minus(self, first: str, second: str, of: str = "loss") -> Estimate | None:
+        """Estimates the difference of two settings over the seeds that both have."""
+        noise = self.noise(first, second) if of == "loss" else None
+        return estimate(self.values(first, of) - self.values(second, of), noise)
 
-    def points(self, name: str) -> dict[int, Point]:
-        """Returns the first run of each seed of a setting."""
-        return {seed: runs[0] for seed, runs in self.runs(name).items()}
-
-    def values(self, name: str, of: str = "loss") -> dict[int, float]:
-        """Returns one number per seed: ``loss``, ``depth``, ``mflops``, ``ratio`` or ``training``."""
-        return {seed: point.get(of) for seed, point in self.points(name).items()}
-
-    def point(self, experiment: Experiment) -> Point | None:
-        """Returns the run if its record holds all measurements of the claim."""
-        corpus = self.queue.corpora[experiment.corpus]
-        record = record_of(experiment, self.records, corpus)
-        return None if record is None else point_of(experiment, record, corpus)
+    def has_all(self, experiment: Experiment) -> bool:
+        """Returns whether the run has a record with all measurements of its claim."""
+        return record_of(experiment, self.records, self.queue.corpora[experiment.corpus]) is not None
 
     @cached_property
     def done(self) -> set[str]:
         """Returns the labels of runs whose records hold all measurements of every claim."""
-        waiting = {run.label for run in self.queue.experiments if self.point(run) is None}
+        waiting = {run.label for run in self.queue.experiments if not self.has_all(run)}
         return {run.label for run in self.queue.experiments} - waiting
-
-    @cached_property
-    def used(self) -> set[str]:
-        """Returns the file names of records that belong to a run of the queue."""
-        every = [point for name in self.settings for runs in self.runs(name).values() for point in runs]
-        return {point.record["file"] for point in every}
 
     def title(self, name: str) -> str:
         """Returns the title of an alias or recipe, with the changed fields, except the learning rate."""
@@ -236,43 +232,46 @@ class Evidence:
             words.append(f"continued from {self._in_words(run.source)}")
         return ", ".join(words)
 
-    # --- measurements and curves ------------------------------------------------------------------------------------
+    def _with(self, name: str, measurement: str) -> pd.DataFrame:
+        """Returns the first run of each seed that has a measurement whole, with it as the column ``result``."""
+        runs = self.runs[self.runs.setting == self.setting(name)]
+        results = runs.record.map(lambda record: record.get("measured", {}).get(measurement, {"missing": ""}))
+        runs = runs.assign(result=results).loc[results.map(lambda result: "missing" not in result).astype(bool)]
+        return runs.drop_duplicates("seed").set_index("seed").sort_index()
 
     def measured(self, name: str, measurement: str) -> dict[int, Mapping[str, Any]]:
         """Returns a measurement by seed, where it was made, from the first run that has it whole."""
-        runs = self._measured_runs(name, measurement)
-        return {seed: point.record["measured"][measurement] for seed, point in runs.items()}
-
-    def _measured_runs(self, name: str, measurement: str) -> dict[int, Point]:
-        first: dict[int, Point] = {}
-        for seed, runs in sorted(self.runs(name).items()):
-            for run in runs:
-                result = run.record.get("measured", {}).get(measurement)
-                if result is not None and "missing" not in result:
-                    first.setdefault(seed, run)
-        return first
+        return dict(self._with(name, measurement).result.items())
 
     def rerun_differences(self, names: Sequence[str], weights: str) -> list[float]:
         """Returns the difference between the first two runs of seed 0 of each setting, on all documents."""
-        pairs = [self.runs(name).get(0, [])[:2] for name in names]
-        losses = [[point.record[weights]["loss"] for point in pair] for pair in pairs if len(pair) == 2]
+        runs = [self.runs[(self.runs.setting == self.setting(name)) & (self.runs.seed == 0)] for name in names]
+        losses = [[record[weights]["loss"] for record in pair.record[:2]] for pair in runs if len(pair) > 1]
         return [second - first for first, second in losses]
 
-    def over_curve(self, name: str, curve: Sequence[str], of: str = "depth") -> dict[int, float]:
-        """Returns by seed the loss minus the curve of separately trained models at equal ``depth`` or ``mflops``.
+    def over_curve(
+        self, name: str, curve: Sequence[str], of: str = "depth", depth: float | None = None
+    ) -> Estimate | None:
+        """Estimates the loss minus the curve of separately trained models at equal ``depth``, ``mflops`` or ``ratio``.
 
-        Only where the curve's models on both sides have that seed.
+        With ``depth`` the loss is that of the checkpoint turned to this mean depth. A seed counts where the curve's
+        models on both sides have it. The error is that of a difference of two runs, since a point on a line has less
+        noise; that of the dial, whose thresholds add their own, is of the seeds themselves.
         """
         points = self.points(name)
-        values = {seed: self._on_curve(curve, seed, point.get(of), of) for seed, point in points.items()}
-        return {seed: points[seed].loss - value for seed, value in values.items() if value is not None}
+        spots = dict(zip(points.index, zip(points[of], points.loss, strict=True), strict=True))
+        spots = spots if depth is None else self._turned(name, depth, of)
+        values = {seed: (loss, self._on_curve(curve, seed, x, of)) for seed, (x, loss) in spots.items()}
+        over = {seed: loss - value for seed, (loss, value) in values.items() if value is not None}
+        return estimate(over, self.noise(name, *curve) if depth is None else None)
 
-    def _on_curve(self, curve: Sequence[str], seed: int, x: float, of: str) -> float | None:
+    def _on_curve(self, curve: Sequence[str], seed: Any, x: float, of: str) -> float | None:
         """Interpolates the curve's loss at ``x`` for this seed; ``None`` if a neighbour lacks the seed."""
-        models = [self.points(name) for name in curve]
-        ends = sorted({point.get(of) for points in models for point in points.values()})
+        models = pd.concat([self.points(name) for name in curve])
+        ends = sorted(models[of])
         around = [end for end in ends if end <= x][-1:] + [end for end in ends if end >= x][:1]
-        line = [(points[seed].get(of), points[seed].loss) for points in models if seed in points]
+        own = models[models.index == seed]
+        line = list(zip(own[of], own.loss, strict=True))
         return at_depth(line, x) if around and set(around) <= {end for end, _ in line} else None
 
     def dialled(self, name: str) -> dict[int, list[tuple[float, float, float]]]:
@@ -282,44 +281,41 @@ class Evidence:
         the dial is from its own depths there.
         """
         turned = {}
-        for seed, point in self._measured_runs(name, "dial").items():
-            dial = point.record["measured"]["dial"]
-            rows = [row for row in dial["rows"] if row["budget"] is not None]
-            shift = point.loss - dial["own"]["loss"]
+        for seed, run in self._with(name, "dial").iterrows():
+            rows = [row for row in run.result["rows"] if row["budget"] is not None]
+            shift = run.loss - run.result["own"]["loss"]
             turned[seed] = [(row["depth"], row["flops_ratio"], row["loss"] + shift) for row in rows]
         return turned
 
-    def dial_over_curve(self, name: str, curve: Sequence[str], depth: float, of: str = "depth") -> dict[int, float]:
-        """Returns by seed the dial's loss at a mean depth minus the curve's at equal ``depth`` or ``ratio``.
+    def _turned(self, name: str, depth: float, of: str) -> dict[int, tuple[float, float]]:
+        """Returns by seed ``of`` and the loss of the checkpoint turned to ``depth``, where the dial came near it.
 
-        Paired by seed; only where a checkpoint was turned to about that depth. Some jump: no threshold gives PonderNet
-        a mean between one and two iterations.
+        Some jump: no threshold gives PonderNet a mean between one and two iterations.
         """
-        differences = {}
+        spots = {}
         for seed, turned in self.dialled(name).items():
-            if not any(abs(at - depth) <= _NEAR for at, _, _ in turned):
-                continue
-            loss = at_depth([(at, value) for at, _, value in turned], depth)
-            x = depth if of == "depth" else at_depth([(at, ratio) for at, ratio, _ in turned], depth)
-            value = None if x is None else self._on_curve(curve, seed, x, of)
-            if loss is not None and value is not None:
-                differences[seed] = loss - value
-        return differences
+            if any(abs(at - depth) <= _NEAR for at, _, _ in turned):
+                loss = at_depth([(at, value) for at, _, value in turned], depth)
+                x = depth if of == "depth" else at_depth([(at, ratio) for at, ratio, _ in turned], depth)
+                spots |= {} if loss is None or x is None else {seed: (x, loss)}
+        return spots
 
 
-_ROWS = ("table1", "equal-flops", "readme", "curve", "frontier", "dials", "savings", "true-cost", "seeds")
-_FIELDS = {"titles", "changes", "figures", "paper-table1", "paper-table3", "against", "questions", *_ROWS}
+_FIELDS = {"runs", "statements", "titles", "changes", "against", "questions"}
+_FIELDS |= {"tables", "curve", "frontier", "dials", "full", "leaderboard", "line"}
 _STATEMENT = {"claim", "where", "says", "paper", "fixed", "tests"}
 
 
 def read_claims(path: Path) -> Mapping[str, Any]:
     """Reads ``claims.yaml``: the statements of the paper and ours, their tests, and the rows of the tables."""
     claims = read_yaml(path, InputError)
-    problems = [f"{field} is missing" for field in sorted({"runs", "statements", *_FIELDS} - claims.keys())]
+    problems = [f"{field} is missing" for field in sorted(_FIELDS - claims.keys())]
     for statement in claims.get("statements", ()):
         problems += [f"statements: {field} is missing" for field in sorted(_STATEMENT - statement.keys())]
     if not problems:
-        named = {alias for rows in _ROWS for alias in claims[rows]} | set(claims["against"].values())
+        lists = [table["rows"] for table in claims["tables"].values()]
+        lists += [claims[field] for field in ("curve", "frontier", "dials", "leaderboard", "line")]
+        named = {alias for rows in lists for alias in rows} | {*claims["against"].values(), claims["full"]}
         problems = [f"{alias}: no such alias under runs" for alias in sorted(named - set(claims["runs"]))]
     if problems:
         raise InputError(f"{path}: {problems[0]}; see experiments/claims.yaml")

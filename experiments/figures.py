@@ -7,14 +7,13 @@ import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from adaponder.analysis.style import LINES, MARKERS, PAGE, PALETTE, Theme, depth_colours, house, new_figure, series
+from adaponder.analysis.style import LINES, MARKERS, PAGE, PALETTE, depth_colours, house, new_figure, series
 from experiments.demand import figure_points as demand_points
 from experiments.evidence import Evidence
 from experiments.tables import learning_rates
@@ -26,228 +25,136 @@ _WIDEST = 40
 # The run whose traces and policies are drawn.
 _ANALYSED = "ada"
 _WAYS = {"nll": "as it came out", "nll_at_depth_1": "every token at depth 1", "nll_at_full_depth": "at full depth"}
+Spot = tuple[float, float, float]
 
 
-class Curve(NamedTuple):
-    """One line of a figure: values by place on the x axis and seed."""
-
-    name: str
-    points: Mapping[float, Mapping[int, float]]
-
-    def means(self) -> tuple[list[float], list[float]]:
-        xs = sorted(x for x, values in self.points.items() if values)
-        return xs, [sum(self.points[x].values()) / len(self.points[x]) for x in xs]
-
-
-class Spot(NamedTuple):
-    """One run: its place on the two x axes, and its loss minus the plain model's of the same seed."""
-
-    seed: int
-    depth: float
-    ratio: float
-    gain: float
-
-
-class Group(NamedTuple):
-    """Runs of one setting, seed by seed."""
-
-    name: str
-    spots: Sequence[Spot]
-
-
-# --- learning rates -------------------------------------------------------------------------------------------------
-
-
-def rate_points(evidence: Evidence) -> tuple[list[Curve]]:
-    """Returns the loss of seed 0 by learning rate, one curve per setting."""
-    curves = [
-        Curve(title, {rate: {0: points[0].loss} for rate, points in sorted(tried.items()) if 0 in points})
+def rate_points(evidence: Evidence) -> tuple[Any, ...]:
+    """Returns the loss of seed 0 by learning rate, for each setting."""
+    curves = {
+        title: [(rate, float(run.loss)) for rate, run in sorted(tried.items()) if run is not None]
         for title, tried in learning_rates(evidence).items()
-    ]
-    return ([curve for curve in curves if curve.points],)
+    }
+    return ({title: points for title, points in curves.items() if points},)
 
 
-def draw_rates(curves: Sequence[Curve]) -> Figure:
-    """Draws loss against learning rate, one line per setting, its best rate ringed; the lower part on the right.
+def draw_rates(curves: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
+    """Draws loss against learning rate, one line per setting, its best rate ringed; what is far above is left out.
 
     Settings whose names begin alike (up to the first comma) share a colour, and have markers and lines of their own.
     """
     with house() as theme:
-        figure = new_figure(width=PAGE, height=3.6)
-        panels = figure.subplots(1, 2)
-        names = [curve.name.partition(",")[0] for curve in curves]
+        figure = new_figure(width=PAGE, height=4.0)
+        axes = figure.subplots()
+        names = [name.partition(",")[0] for name in curves]
         families, colours = list(dict.fromkeys(names)), [theme.ink, *PALETTE]
-        rates = sorted({x for curve in curves for x in curve.points})
-        for axes in panels:
-            for index, curve in enumerate(curves):
-                look: dict[str, Any] = {"color": colours[families.index(names[index]) % len(colours)]}
-                before = names[:index].count(names[index])
-                look |= {"marker": MARKERS[index % len(MARKERS)], "linestyle": LINES[before % len(LINES)]}
-                xs, ys = curve.means()
-                axes.plot(xs, ys, **look, label=curve.name)
-                best = min(range(len(ys)), key=ys.__getitem__)
-                if len(xs) > 1:
-                    axes.plot(xs[best], ys[best], "o", markersize=9, fillstyle="none", color=look["color"])
-            axes.set_xscale("log")
-            axes.xaxis.set_major_locator(FixedLocator(rates))
-            axes.xaxis.set_minor_locator(NullLocator())
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-            axes.set_xlabel("learning rate")
-        lowest = min(min(curve.means()[1]) for curve in curves)
-        panels[1].set_ylim(lowest - 0.004, lowest + 0.056)
-        panels[1].set_title("the lower part", loc="left", color=theme.muted)
-        panels[0].set_ylabel("validation loss (nats)")
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        for index, (name, points) in enumerate(curves.items()):
+            look: dict[str, Any] = {"color": colours[families.index(names[index]) % len(colours)]}
+            before = names[:index].count(names[index])
+            look |= {"marker": MARKERS[index % len(MARKERS)], "linestyle": LINES[before % len(LINES)]}
+            axes.plot(*zip(*points, strict=True), **look, label=name)
+            if len(points) > 1:
+                best = min(points, key=lambda point: point[1])
+                axes.plot(*best, "o", markersize=9, fillstyle="none", color=look["color"])
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(FixedLocator(sorted({rate for points in curves.values() for rate, _ in points})))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        lowest = min(loss for points in curves.values() for _, loss in points)
+        axes.set(ylim=(lowest - 0.005, lowest + 0.12), xlabel="learning rate", ylabel="validation loss (nats)")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
 
-# --- the frontier ---------------------------------------------------------------------------------------------------
+def _spots(evidence: Evidence, names: Sequence[str], of: str) -> dict[str, Spot]:
+    """Returns by title (mean of a column, loss minus vanilla's, half of its interval)."""
+    vanilla, spots = evidence.claims["line"][0], {}
+    for name in names:
+        if (gap := evidence.minus(name, vanilla)) is not None:
+            half = gap.half if gap.freedom and evidence.setting(name) != evidence.setting(vanilla) else 0.0
+            spots[evidence.title(name)] = (evidence.mean(name, of), gap.mean, half)
+    return spots
 
 
-def frontier_points(evidence: Evidence) -> tuple[list[Group], list[Group], list[Group]]:
-    """Returns the models of the curve, those held against it, and each checkpoint turned by the dial."""
-    claims = evidence.claims
-    plain = evidence.values(claims["curve"][0])
-
-    def groups(names: Sequence[str]) -> list[Group]:
-        return [Group(evidence.title(name), spots) for name in names if (spots := spots_of(name))]
-
-    def spots_of(name: str) -> list[Spot]:
-        points = sorted(evidence.points(name).items())
-        return [Spot(seed, p.depth, p.cost.ratio, p.loss - plain[seed]) for seed, p in points if seed in plain]
-
-    dials = [
-        Group(evidence.title(name), [Spot(seed, depth, ratio, loss - plain[seed]) for depth, ratio, loss in turned])
-        for name in claims["dials"]
-        for seed, turned in evidence.dialled(name).items()
-        if seed in plain
-    ]
-    return groups(claims["curve"]), groups(claims["frontier"]), dials
+def cost_points(evidence: Evidence) -> tuple[Any, ...]:
+    """Returns the plain models, and the methods of Table 1 that are held against them, at their FLOPs."""
+    line, methods = evidence.claims["line"], evidence.claims["tables"]["table 1"]["rows"]
+    others = [name for name in methods if name not in line]
+    return _spots(evidence, line, "mflops"), _spots(evidence, others, "mflops"), "MFLOP per token at inference"
 
 
-def draw_frontier(curve: Sequence[Group], others: Sequence[Group], dials: Sequence[Group]) -> Figure:
-    """Draws the loss minus the plain model's of the same seed against mean iterations and against FLOPs.
+def frontier_points(evidence: Evidence) -> tuple[Any, ...]:
+    """Returns the models of the curve of separately trained depths, and those held against it, at their iterations."""
+    curve, others = evidence.claims["curve"], evidence.claims["frontier"]
+    return _spots(evidence, curve, "depth"), _spots(evidence, others, "depth"), "mean iterations per token"
 
-    Separately trained depths are joined by a line of their means; ``others`` are points, one per seed. ``dials`` are
-    checkpoints turned to the same depths, one group per seed: a dotted line of their means with the colour and marker
-    of the points of the same name, which may leave the figure at the top: what is trained decides its range.
-    """
+
+def draw_line(line: Mapping[str, Spot], others: Mapping[str, Spot], label: str, highest: float = 0.04) -> Figure:
+    """Draws the loss minus vanilla's; ``line`` is joined, and what lies above ``highest`` is left out."""
     with house() as theme:
-        figure = new_figure(width=PAGE, height=3.4 + 0.08 * len(others))
-        panels = figure.subplots(1, 2, sharey=True)
-        labels = ("mean iterations per token", "FLOPs per token, x the plain model")
-        for axes, field, label in zip(panels, ("depth", "ratio"), labels, strict=True):
-            _draw_curve(axes, curve, field, theme)
-            for index, group in enumerate(others):
-                xs, ys = [getattr(spot, field) for spot in group.spots], [spot.gain for spot in group.spots]
-                look = _look(index) | {"markeredgecolor": theme.ink, "markeredgewidth": 0.4}
-                axes.plot(xs, ys, **look, label=group.name, zorder=4)
-            _draw_dials(axes, dials, field, [group.name for group in others])
-            axes.axhline(0.0, color=theme.muted, linewidth=0.7)
-            axes.set_xlabel(label)
-            axes.margins(x=0.08)
-        gains = [spot.gain for group in (*curve, *others) for spot in group.spots]
-        spare = 0.12 * (max(gains) - min(gains)) or 0.01
-        panels[0].set_ylim(min(gains) - spare, max(gains) + spare)
-        panels[0].set_ylabel("loss minus the plain model's, same seed (nats)")
-        handles, names = panels[0].get_legend_handles_labels()
-        if dials:
-            handles.append(Line2D([], [], color=theme.ink, linestyle=":", linewidth=1.1))
-            names.append("one checkpoint turned by the dial")
-        figure.legend(handles, names, loc="outside lower center", ncols=3)
+        figure = new_figure(width=PAGE, height=3.2 + 0.06 * len(others))
+        axes = figure.subplots()
+        xs, ys, halves = zip(*line.values(), strict=True)
+        look: dict[str, Any] = {"color": theme.ink, "marker": "o", "capsize": 2, "elinewidth": 0.7}
+        axes.errorbar(xs, ys, halves, **look, label=textwrap.fill("; ".join(line), _WIDEST))
+        for index, (name, (x, y, half)) in enumerate(others.items()):
+            if y < highest:
+                look |= {"marker": MARKERS[(index + 1) % len(MARKERS)], "color": PALETTE[index % len(PALETTE)]}
+                axes.errorbar([x], [y], [half], **look, linestyle="none", label=name)
+        axes.set(xlabel=label, ylabel="loss minus vanilla's (nats)")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
-
-
-def _draw_curve(axes: Axes, groups: Sequence[Group], field: str, theme: Theme) -> None:
-    """Draws the line through the seed means, a faint point per seed, and the depths' names at the top."""
-    means: list[tuple[float, float]] = []
-    for group in groups:
-        spots = [(getattr(spot, field), spot.gain) for spot in group.spots]
-        axes.scatter(*zip(*spots, strict=True), s=14, color=theme.muted, alpha=0.7, linewidths=0, zorder=2)
-        means.append((sum(x for x, _ in spots) / len(spots), sum(y for _, y in spots) / len(spots)))
-    look: dict[str, Any] = {"color": theme.ink, "marker": "o", "markersize": 4, "linewidth": 1.0, "zorder": 3}
-    axes.plot(*zip(*means, strict=True), **look, label="separately trained (grey: seeds)")
-    top = axes.secondary_xaxis("top")
-    top.set_xticks([x for x, _ in means], [group.name.rpartition(", ")[2] for group in groups], fontsize=7)
-    top.tick_params(length=2)
-    top.spines["top"].set_visible(False)
-
-
-def _draw_dials(axes: Axes, dials: Sequence[Group], field: str, names: Sequence[str]) -> None:
-    for name in dict.fromkeys(group.name for group in dials):
-        seeds = [sorted(group.spots, key=lambda spot: spot.depth) for group in dials if group.name == name]
-        steps = list(zip(*seeds, strict=False))
-        means = [[sum(getattr(spot, of) for spot in step) / len(step) for step in steps] for of in (field, "gain")]
-        look = _look(names.index(name)) | {"linestyle": ":", "linewidth": 1.1, "markersize": 2.5}
-        axes.plot(*means, **look, zorder=2)
-
-
-def _look(index: int) -> dict[str, Any]:
-    """Returns the colour and marker of a model; the pair is unique."""
-    marker = MARKERS[(index + 1) % len(MARKERS)]
-    return {"marker": marker, "color": PALETTE[index % len(PALETTE)], "linestyle": "none"}
-
-
-# --- halting steps, policies, puzzles -------------------------------------------------------------------------------
 
 
 def step_points(evidence: Evidence) -> tuple[Any, ...]:
-    """Returns the loss by halting step, one curve per way of measuring, and the share of the tokens by step."""
-    by_seed = evidence.measured(_ANALYSED, "steps")
-    if not by_seed:
+    """Returns (step, loss) of each seed for each way of measuring, and the share of the tokens by step."""
+    results = list(evidence.measured(_ANALYSED, "steps").values())
+    if not results:
         return ()
-    count = len(next(iter(by_seed.values()))["tokens"])
-    curves = []
-    for way, name in _WAYS.items():
-        at = {
-            i + 1: {s: result[way][i] for s, result in by_seed.items() if result[way][i] is not None}
-            for i in range(count)
-        }
-        curves.append(Curve(name, {step: values for step, values in at.items() if values}))
-    total = sum(sum(result["tokens"]) for result in by_seed.values())
-    return curves, {i + 1: sum(result["tokens"][i] for result in by_seed.values()) / total for i in range(count)}
+    spots = {
+        name: [(i, loss) for result in results for i, loss in enumerate(result[way], 1) if loss is not None]
+        for way, name in _WAYS.items()
+    }
+    tokens = [sum(counts) for counts in zip(*(result["tokens"] for result in results), strict=True)]
+    return spots, {step: count / sum(tokens) for step, count in enumerate(tokens, 1)}
 
 
-def draw_steps(curves: Sequence[Curve], shares: Mapping[int, float]) -> Figure:
+def draw_steps(spots: Mapping[str, Sequence[tuple[int, float]]], shares: Mapping[int, float]) -> Figure:
     """Draws the mean loss by halting step, one point per seed, with the ``shares`` of tokens by step below."""
-    with house() as theme:
+    with house():
         figure = new_figure(width=PAGE, height=3.0)
         axes = figure.subplots()
-        for index, curve in enumerate(curves):
+        for index, (name, points) in enumerate(spots.items()):
             look: dict[str, Any] = dict(series(index))
-            axes.plot(*curve.means(), **look, label=curve.name)
-            spots = [(x, y) for x, values in curve.points.items() for y in values.values()]
-            axes.scatter(*zip(*spots, strict=True), s=9, color=look["color"], alpha=0.5, linewidths=0)
+            steps = sorted({step for step, _ in points})
+            axes.plot(steps, [fmean(y for x, y in points if x == step) for step in steps], **look, label=name)
+            axes.scatter(*zip(*points, strict=True), s=9, color=look["color"], alpha=0.5, linewidths=0)
         names = [f"{step}\n{100 * share:.1f} %" for step, share in sorted(shares.items())]
         axes.set_xticks(sorted(shares), names)
         axes.set_xlim(min(shares) - 0.3, max(shares) + 0.3)
-        axes.set_xlabel("halted at step, and share of the tokens", color=theme.ink)
-        axes.set_ylabel("mean loss (nats)")
+        axes.set(xlabel="halted at step, and share of the tokens", ylabel="mean loss (nats)")
         axes.legend(loc="best")
     return figure
 
 
 def policy_points(evidence: Evidence) -> tuple[Any, ...]:
-    """Returns each policy's loss minus the learned gate's by seed, without oracles."""
-    gaps: dict[str, dict[int, float]] = {}
-    for seed, result in evidence.measured(_ANALYSED, "policies").items():
-        learned = result["compared"]["learned gate"]["loss"]
-        for name, policy in result["compared"].items():
-            if None not in (policy["loss"], learned) and name != "learned gate" and "oracle" not in name:
-                gaps.setdefault(name, {})[seed] = policy["loss"] - learned
+    """Returns each policy's loss minus the learned gate's, one value per seed, without oracles."""
+    gaps: dict[str, list[float]] = {}
+    for result in evidence.measured(_ANALYSED, "policies").values():
+        losses = {name: policy["loss"] for name, policy in result["compared"].items() if policy["loss"] is not None}
+        for name in (name for name in losses if name != "learned gate" and "oracle" not in name):
+            gaps.setdefault(name, []).append(losses[name] - losses["learned gate"])
     return (gaps,) if gaps else ()
 
 
-def draw_policies(gaps: Mapping[str, Mapping[int, float]]) -> Figure:
+def draw_policies(gaps: Mapping[str, Sequence[float]]) -> Figure:
     """Draws each policy's loss minus the learned gate's at equal depth: one point per seed, a bar at the mean."""
     with house() as theme:
-        ordered = sorted(gaps, key=lambda name: -sum(gaps[name].values()) / len(gaps[name]))
+        ordered = sorted(gaps, key=lambda name: -fmean(gaps[name]))
         figure = new_figure(width=PAGE, height=0.9 + 0.22 * len(ordered))
         axes = figure.subplots()
-        for place, name in enumerate(ordered):
-            values = list(gaps[name].values())
+        for place, values in enumerate(gaps[name] for name in ordered):
             axes.plot(values, [place] * len(values), "o", color=PALETTE[0], markersize=3.5)
-            axes.plot([sum(values) / len(values)], [place], "|", color=theme.ink, markersize=11, markeredgewidth=1.4)
+            axes.plot([fmean(values)], [place], "|", color=theme.ink, markersize=11, markeredgewidth=1.4)
         axes.axvline(0.0, color=theme.muted, linewidth=0.8)
         axes.set_yticks(range(len(ordered)), ordered)
         axes.set_xlabel("loss minus the learned gate's at equal mean depth (nats)")
@@ -273,10 +180,7 @@ def draw_demand(
             left.plot(needs, [100 * share for share in shares], **look, label=f"every token read {iterations}x")
         wrapped = textwrap.fill(name, _WIDEST)
         left.plot(needs, [100 * share for share in accuracy], "*", color=theme.ink, markersize=8, label=wrapped)
-        left.set_xticks(list(needs))
-        left.set_ylim(0, 104)
-        left.set_xlabel("hops that a question needs")
-        left.set_ylabel("right answers (%)")
+        left.set(xticks=needs, ylim=(0, 104), xlabel="hops that a question needs", ylabel="right answers (%)")
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
         table = [[100 * count / sum(row) for count in row] for row in by_depth]
         right.imshow(table, cmap="Greys", vmin=0, vmax=130, aspect="auto")
@@ -285,13 +189,9 @@ def draw_demand(
                 right.text(x, y, f"{share:.0f}", ha="center", va="center", color="white" if share > 65 else "black")
         right.set_xticks(range(len(table[0])), [f"{depth}x" for depth in range(1, len(table[0]) + 1)])
         right.set_yticks(range(len(needs)), [str(need) for need in needs])
-        right.set_xlabel(f"read so often by {name.partition(',')[0]}")
-        right.set_ylabel("hops")
+        right.set(xlabel=f"read so often by {name.partition(',')[0]}", ylabel="hops")
         right.grid(visible=False)
     return figure
-
-
-# --- all figures ----------------------------------------------------------------------------------------------------
 
 
 class Drawing(NamedTuple):
@@ -302,8 +202,9 @@ class Drawing(NamedTuple):
 
 
 FIGURES = {
+    "loss-against-flops": Drawing(cost_points, draw_line),
     "loss-by-learning-rate": Drawing(rate_points, draw_rates),
-    "loss-against-iterations": Drawing(frontier_points, draw_frontier),
+    "loss-against-iterations": Drawing(frontier_points, draw_line),
     "loss-by-halting-step": Drawing(step_points, draw_steps),
     "policies-at-equal-depth": Drawing(policy_points, draw_policies),
     "depth-on-demand": Drawing(demand_points, draw_demand),

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
+
+import pandas as pd
 
 from adaponder.errors import InputError
 from experiments import statistics
 from experiments.evidence import Evidence
-from experiments.statistics import FAILS, HOLDS, NOT_RUN, UNRESOLVED, UNTESTABLE, Estimate, estimate, paired
+from experiments.statistics import FAILS, HOLDS, NOT_RUN, UNRESOLVED, UNTESTABLE, Estimate, estimate
 
 Test = Mapping[str, Any]
 NONE = "–"
@@ -25,7 +28,7 @@ class Finding(NamedTuple):
 
 def find(evidence: Evidence, test: Test) -> Finding:
     """Runs one test."""
-    return KINDS[kind_of(test)](evidence, test)
+    return Finding(*KINDS[kind_of(test)](evidence, test))
 
 
 def judge(evidence: Evidence, tests: Sequence[Test]) -> tuple[str, list[Finding]]:
@@ -42,21 +45,19 @@ def kind_of(test: Test) -> str:
     return kinds[0]
 
 
-def shown(value: Estimate | None, *, digits: int = 4, percent: bool = False) -> str:
-    """Formats a difference with its interval and seeds."""
+def shown(value: Estimate | None, *, digits: int = 4, percent: bool = False, seeds: bool = True) -> str:
+    """Formats a difference with its interval and, if wanted, its seeds."""
     if value is None:
         return NONE
 
     def number(x: float) -> str:
         return f"{100 * x:+.1f} %" if percent else f"{x:+.{digits}f}"
 
-    seeds = ", ".join(map(str, value.values))
-    if math.isinf(value.low):
-        return f"{number(value.mean)} (seed {seeds} alone)"
-    return f"{number(value.mean)} [{number(value.low)}, {number(value.high)}] (seeds {seeds})"
+    interval = "" if math.isinf(value.half) else f" [{number(value.low)}, {number(value.high)}]"
+    alone, listed = len(value.values) == 1, ", ".join(map(str, value.values))
+    after = f" (seed {listed} alone)" if alone else f" (seeds {listed})" if seeds else ""
+    return f"{number(value.mean)}{interval}{after if seeds or not alone else ' (one seed)'}"
 
-
-# --- kinds of tests -------------------------------------------------------------------------------------------------
 
 _NAMES = {"depth": "iterations", "mflops": "inference FLOPs", "training": "training FLOPs", "ratio": "FLOPs"}
 _AT = {
@@ -66,21 +67,22 @@ _AT = {
 }
 # The accuracy of guessing: one of four answers; a last word out of the whole vocabulary.
 _CHANCE = {"hellaswag": 0.25, "arc_easy": 0.25, "sciq": 0.25, "lambada_openai": 0.0}
+_Found = tuple[str, str]
 
 
-def _lower(evidence: Evidence, test: Test) -> Finding:
+def _lower(evidence: Evidence, test: Test) -> _Found:
     of = test.get("of", "loss")
-    difference = paired(*(evidence.values(name, of) for name in test["lower"]))
+    difference = evidence.minus(*test["lower"], of)
     what = "" if of == "loss" else f" in {_NAMES[of]}"
-    return Finding(statistics.lower(difference), f"{_versus(evidence, test['lower'])}{what}: {shown(difference)}")
+    return statistics.lower(difference), f"{_versus(evidence, test['lower'])}{what}: {shown(difference)}"
 
 
-def _equal(evidence: Evidence, test: Test) -> Finding:
-    difference = paired(*map(evidence.values, test["equal"]))
-    return Finding(statistics.equal(difference), f"{_versus(evidence, test['equal'])}: {shown(difference)}")
+def _equal(evidence: Evidence, test: Test) -> _Found:
+    difference = evidence.minus(*test["equal"])
+    return statistics.equal(difference), f"{_versus(evidence, test['equal'])}: {shown(difference)}"
 
 
-def _steadier(evidence: Evidence, test: Test) -> Finding:
+def _steadier(evidence: Evidence, test: Test) -> _Found:
     """Tests whether reruns of the first runs differ at most half as much as those of the second (root mean square)."""
     groups = test["steadier"]
     differences = [
@@ -88,59 +90,53 @@ def _steadier(evidence: Evidence, test: Test) -> Finding:
         for names, weights in zip(groups, (test.get("weights", "final"), "final"), strict=True)
     ]
     if [*map(len, differences)] != [*map(len, groups)]:
-        return Finding(NOT_RUN, NONE)
+        return NOT_RUN, NONE
     first, second = (math.sqrt(sum(value**2 for value in values) / len(values)) for values in differences)
     words = f"reruns differ by {first:.4f}, against {second:.4f} ({len(differences[0])} pairs each)"
-    return Finding(HOLDS if first <= second / 2 else FAILS, words)
+    return HOLDS if first <= second / 2 else FAILS, words
 
 
-def _saved(evidence: Evidence, test: Test) -> Finding:
+def _saved(evidence: Evidence, test: Test) -> _Found:
     of = test.get("of", "depth")
     less, more = (evidence.values(name, of) for name in test["saved"])
-    saved = estimate({seed: 1 - less[seed] / more[seed] for seed in sorted(less.keys() & more.keys())})
+    saved = estimate(1 - less / more)
     verdict = statistics.within(saved, test["low"], test["high"])
-    return Finding(verdict, f"{_NAMES[of]} saved: {shown(saved, percent=True)}")
+    return verdict, f"{_NAMES[of]} saved: {shown(saved, percent=True)}"
 
 
-def _below_curve(evidence: Evidence, test: Test) -> Finding:
+def _below_curve(evidence: Evidence, test: Test) -> _Found:
     """Tests the loss, or at a ``depth`` that of the dial, against the lines between other runs."""
-    of, curve = test.get("of", "depth"), test.get("against", evidence.claims["curve"])
+    of, curve, depth = test.get("of", "depth"), test.get("against", evidence.claims["curve"]), test.get("depth")
     line = f"the lines between {'; '.join(map(evidence.title, curve))}," if "against" in test else "the curve"
-    if "dial_below_curve" in test:
-        name, at = test["dial_below_curve"], f" at {test['depth']:g}"
-        over = evidence.dial_over_curve(name, curve, test["depth"], of)
-    else:
-        name, at = test["below_curve"], ""
-        over = evidence.over_curve(name, curve, of)
-    aimed = estimate({seed: value + test.get("by", 0.0) for seed, value in over.items()})
-    words = f"{evidence.title(name)}{at} minus {line} at equal {_NAMES[of]}: {shown(estimate(over))}"
-    return Finding(statistics.lower(aimed), words)
+    name, at = test[kind_of(test)], "" if depth is None else f" at {depth:g}"
+    over = evidence.over_curve(name, curve, of, depth)
+    aimed = over and over._replace(mean=over.mean + test.get("by", 0.0))
+    return statistics.lower(aimed), f"{evidence.title(name)}{at} minus {line} at equal {_NAMES[of]}: {shown(over)}"
 
 
-def _collapse(evidence: Evidence, test: Test) -> Finding:
-    points = dict(sorted(evidence.points(test["collapse"]).items()))
-    if not points:
-        return Finding(NOT_RUN, NONE)
-    cases = {seed: point.collapsed for seed, point in points.items()}
+def _collapse(evidence: Evidence, test: Test) -> _Found:
+    points = evidence.points(test["collapse"])
+    if points.empty:
+        return NOT_RUN, NONE
+    cases = dict((points.most > 0.99).items())
     count, total = sum(cases.values()), len(cases)
     low, high = statistics.exact_interval(count, total)
     seeds = f"{count} of {total} {'seed' if total == 1 else 'seeds'}"
-    depths = ", ".join(f"{point.depth:.2f}" for point in points.values())
+    depths = ", ".join(f"{depth:.2f}" for depth in points.depth)
     words = f"{evidence.title(test['collapse'])}: {seeds}, exact interval of the share [{low:.2f}, {high:.2f}]"
-    return Finding(statistics.often(cases), f"{words} (mean depth {depths})")
+    return statistics.often(cases), f"{words} (mean depth {depths})"
 
 
-def _same_order(evidence: Evidence, test: Test) -> Finding:
+def _same_order(evidence: Evidence, test: Test) -> _Found:
     """Tests whether runs that differ by more than ``by`` keep their order after half of the training.
 
     A pair counts for a verdict where both of its differences are told from 0.
     """
     turned, seeds, verdicts = [], 3, []
     for (first, first_half), (second, second_half) in itertools.combinations(test["same_order"], 2):
-        full = paired(evidence.values(first), evidence.values(second))
-        half = paired(evidence.values(first_half), evidence.values(second_half))
+        full, half = evidence.minus(first, second), evidence.minus(first_half, second_half)
         if full is None or half is None:
-            return Finding(NOT_RUN, NONE)
+            return NOT_RUN, NONE
         seeds = min(seeds, len(full.values), len(half.values))
         if abs(full.mean) <= test["by"]:
             continue
@@ -152,20 +148,24 @@ def _same_order(evidence: Evidence, test: Test) -> Finding:
     counts = f"{len(verdicts) - len(turned)} of {len(verdicts)}"
     words = f"{test['what']}: {counts} pairs that differ by more than {test['by']:g} do so in the same direction"
     words += " (one seed)" if seeds < 2 else ""
-    return Finding(statistics.all_of(verdicts) if verdicts else UNRESOLVED, "; ".join([words, *turned]))
+    return statistics.all_of(verdicts) if verdicts else UNRESOLVED, "; ".join([words, *turned])
 
 
-def _policy(evidence: Evidence, test: Test) -> Finding:
-    compared = {seed: result["compared"] for seed, result in evidence.measured(test["run"], "policies").items()}
-    losses = [{seed: result.get(name, {}).get("loss") for seed, result in compared.items()} for name in test["policy"]]
-    difference = paired(*({seed: loss for seed, loss in by_seed.items() if loss is not None} for by_seed in losses))
-    return Finding(statistics.lower(difference), f"{' minus '.join(test['policy'])}: {shown(difference)}")
+def _policy(evidence: Evidence, test: Test) -> _Found:
+    first, second = (
+        _by_seed(
+            evidence, test["run"], "policies", lambda result, name=name: result["compared"].get(name, {}).get("loss")
+        )
+        for name in test["policy"]
+    )
+    difference = estimate(first - second)
+    return statistics.lower(difference), f"{' minus '.join(test['policy'])}: {shown(difference)}"
 
 
-def _check_mark(evidence: Evidence, test: Test) -> Finding:
+def _check_mark(evidence: Evidence, test: Test) -> _Found:
     by_seed = {seed: result["nll"] for seed, result in evidence.measured(test["check_mark"], "steps").items()}
     if not by_seed:
-        return Finding(NOT_RUN, NONE)
+        return NOT_RUN, NONE
     # Without tokens that halt at every step there is no curve to have a shape.
     complete = {seed: losses for seed, losses in by_seed.items() if None not in losses}
     cases = {seed: min(losses) == losses[1] and max(losses) == losses[-1] for seed, losses in complete.items()}
@@ -174,67 +174,86 @@ def _check_mark(evidence: Evidence, test: Test) -> Finding:
         for seed, losses in by_seed.items()
     )
     seen = f"a check mark in {sum(cases.values())} of the {len(cases)} seeds in which tokens halt at every step"
-    return Finding(statistics.often(cases) if cases else UNTESTABLE, f"loss by step, {listed} ({seen})")
+    return statistics.often(cases) if cases else UNTESTABLE, f"loss by step, {listed} ({seen})"
 
 
-def _easier(evidence: Evidence, test: Test) -> Finding:
-    differences = {}
-    for seed, result in evidence.measured(test["easier"], "steps").items():
+def _easier(evidence: Evidence, test: Test) -> _Found:
+    def early_minus_last(result: Mapping[str, Any]) -> float | None:
         *early, (_, last) = zip(result["tokens"], result[test["at"]], strict=True)
         early = [(count, loss) for count, loss in early if loss is not None]
-        if early and last is not None:
-            differences[seed] = sum(count * loss for count, loss in early) / sum(count for count, _ in early) - last
-    difference = estimate(differences)
+        if not early or last is None:
+            return None
+        return sum(count * loss for count, loss in early) / sum(count for count, _ in early) - last
+
+    difference = estimate(_by_seed(evidence, test["easier"], "steps", early_minus_last))
     words = f"halted early minus the rest, {_AT[test['at']]}: {shown(difference, digits=2)}"
-    return Finding(statistics.lower(difference), words)
+    return statistics.lower(difference), words
 
 
-def _gap(evidence: Evidence, test: Test) -> Finding:
-    gaps = estimate({seed: result["gap"] for seed, result in evidence.measured(test["gap"], "reuse").items()})
-    words = f"{evidence.title(test['gap'])}, skipping minus as trained: {shown(gaps)}"
-    return Finding(statistics.higher(gaps), words)
+def _gap(evidence: Evidence, test: Test) -> _Found:
+    gaps = estimate(_by_seed(evidence, test["gap"], "reuse", lambda result: result["gap"]))
+    return statistics.higher(gaps), f"{evidence.title(test['gap'])}, skipping minus as trained: {shown(gaps)}"
 
 
-def _faster(evidence: Evidence, test: Test) -> Finding:
+def _faster(evidence: Evidence, test: Test) -> _Found:
     """Compares speeds, measured only where a run had the device to itself."""
     at = test["at"]
     first, second = (
-        {seed: result[at]["tokens_per_second"] for seed, result in evidence.measured(name, "speed").items()}
-        for name in test["faster"]
+        _by_seed(evidence, name, "speed", lambda result: result[at]["tokens_per_second"]) for name in test["faster"]
     )
-    slower = estimate({seed: second[seed] / first[seed] - 1 for seed in sorted(first.keys() & second.keys())})
-    over = " over ".join(map(evidence.title, test["faster"]))
-    return Finding(statistics.lower(slower), f"{at}, time of {over}, less one: {shown(slower, percent=True)}")
+    slower, over = estimate(second / first - 1), " over ".join(map(evidence.title, test["faster"]))
+    return statistics.lower(slower), f"{at}, time of {over}, less one: {shown(slower, percent=True)}"
 
 
-def _above_chance(evidence: Evidence, test: Test) -> Finding:
+def _above_chance(evidence: Evidence, test: Test) -> _Found:
     name = test["above_chance"]
-    scores = {seed: _downstream(result) for seed, result in evidence.measured(name, "tasks").items()}
-    if not scores:
-        tried = [run.record.get("measured", {}).get("tasks") for runs in evidence.runs(name).values() for run in runs]
+    scores = _by_seed(evidence, name, "tasks", _downstream)
+    if scores.empty:
+        runs = evidence.runs[evidence.runs.setting == evidence.setting(name)]
+        tried = [record.get("measured", {}).get("tasks") for record in runs.record]
         why = next((result["missing"] for result in tried if result is not None), None)
-        return Finding(NOT_RUN, NONE if why is None else f"could not be measured: {why}")
-    over = estimate({seed: score - chance for seed, (score, chance) in scores.items()})
+        return NOT_RUN, NONE if why is None else f"could not be measured: {why}"
+    over = estimate(scores - _by_seed(evidence, name, "tasks", _chance))
     verdict = statistics.higher(over)
     words = f"{evidence.title(name)}, mean accuracy minus guessing: {shown(over, percent=True)}"
-    return Finding(UNTESTABLE if verdict == FAILS else verdict, words)
+    return UNTESTABLE if verdict == FAILS else verdict, words
 
 
-def _right(evidence: Evidence, test: Test) -> Finding:
-    measured = (evidence.measured(name, "tasks") for name in test["right"])
-    difference = paired(*({seed: _downstream(result)[0] for seed, result in scores.items()} for scores in measured))
+def _right(evidence: Evidence, test: Test) -> _Found:
+    first, second = (_by_seed(evidence, name, "tasks", _downstream) for name in test["right"])
+    difference = estimate(first - second)
     equal = statistics.equal(difference, test["within"]) if "within" in test else None
     words = f"{_versus(evidence, test['right'])} in mean accuracy: {shown(difference, percent=True)}"
-    return Finding(equal or statistics.higher(difference), words)
+    return equal or statistics.higher(difference), words
 
 
-def _downstream(measured: Mapping[str, Any]) -> tuple[float, float]:
-    """Returns (mean accuracy, mean chance level) over the sets."""
-    scores = {task["task"]: task["metrics"]["acc"]["value"] for task in measured["tasks"]}
-    return sum(scores.values()) / len(scores), sum(_CHANCE[name] for name in scores) / len(scores)
+def _unaffordable(evidence: Evidence, test: Test) -> _Found:
+    """States the runs that a test would need: given, or those of two settings that differ by ``effect``."""
+    noise = evidence.noise(evidence.claims["curve"][0], pooled="stable")
+    runs = test.get("runs") or (2 * statistics.seeds_for(test["effect"], noise) if noise else None)
+    return statistics.UNAFFORDABLE, f"{test['unaffordable']}: {runs or 'unknown'} runs"
 
 
-KINDS: Mapping[str, Callable[[Evidence, Test], Finding]] = {
+def _by_seed(
+    evidence: Evidence, name: str, measurement: str, number: Callable[[Mapping[str, Any]], float | None]
+) -> pd.Series:
+    """Returns a number of a measurement by seed; NaN where it is ``None``."""
+    return pd.Series(
+        {seed: number(result) for seed, result in evidence.measured(name, measurement).items()}, dtype=float
+    )
+
+
+def _downstream(result: Mapping[str, Any]) -> float:
+    """Returns the mean accuracy over the sets."""
+    return fmean(task["metrics"]["acc"]["value"] for task in result["tasks"])
+
+
+def _chance(result: Mapping[str, Any]) -> float:
+    """Returns the mean accuracy of guessing over the sets."""
+    return fmean(_CHANCE[task["task"]] for task in result["tasks"])
+
+
+KINDS: Mapping[str, Callable[[Evidence, Test], _Found]] = {
     "lower": _lower,
     "equal": _equal,
     "saved": _saved,
@@ -250,7 +269,8 @@ KINDS: Mapping[str, Callable[[Evidence, Test], Finding]] = {
     "faster": _faster,
     "above_chance": _above_chance,
     "right": _right,
-    "untestable": lambda evidence, test: Finding(UNTESTABLE, test["untestable"]),
+    "untestable": lambda evidence, test: (UNTESTABLE, test["untestable"]),
+    "unaffordable": _unaffordable,
 }
 
 

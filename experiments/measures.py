@@ -39,8 +39,6 @@ _AROUND = (-0.15, 0.0, 0.15)
 _TASKS, _TASK_DATA = ("lambada_openai", "hellaswag", "arc_easy", "sciq"), Path("data/tasks")
 # Sequences that decode at a time, and tokens of each prompt and of each answer, at most.
 _LANES, _NEW = 64, 128
-
-
 # Measurements that need the device for themselves.
 TIMED = ("speed",)
 
@@ -117,8 +115,7 @@ def policies(subject: Subject) -> dict[str, Any]:
     to the learned gate's realised depth, so that no policy is given more iterations than another.
     """
     lab = _lab(subject)
-    own = lab.own_depth()
-    lab.budgets((), own)  # raises where every policy is the same
+    lab.budgets((), own := lab.own_depth())  # raises where every policy is the same
     budgets = [budget for step in _AROUND if 1.0 < (budget := own + step) < lab.iterations]
     rows = list(lab.compare(budgets))
     learned = next(row for row in rows if row.policy == LEARNED and row.budget == own)

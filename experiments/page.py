@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +12,21 @@ from adaponder.errors import InputError
 from adaponder.files import read_json, write_whole
 from adaponder.terminal import console, line
 from experiments import demand, tables
-from experiments.evidence import Evidence, read_claims
-from experiments.judging import NONE, find, judge
+from experiments.evidence import ONE_DEPTH, Evidence, read_claims
+from experiments.judging import NONE, Finding, find, judge
 from experiments.queue import read_queue
 from experiments.records import read_records
-from experiments.statistics import FAILS, HOLDS, MARGIN, NOT_RUN, VERDICTS
+from experiments.statistics import FAILS, HOLDS, MARGIN, NOT_RUN, POWER, VERDICTS
 from experiments.tables import markdown, prose
 
 BEGIN, END = "<!-- made by python -m experiments results -->", "<!-- end -->"
 # Claims whose runs have sections of their own.
 _OWN_SECTION = ("lr", "table1", "frontier", demand.CLAIM, *demand.OTHERS)
+_FRONTIER = ("iterations", "x vanilla", "loss by seed", "minus the curve at equal iterations")
+_FRONTIER += ("minus the curve at equal FLOPs",)
 Statement = Mapping[str, Any]
-ANSWERS: Mapping[str, Callable[[Evidence], list[str]]] = {
-    "four-numbers": tables.four_numbers,
-    "true-cost": tables.true_cost,
-    "resolution": tables.resolution,
-    "tuning": tables.tuning,
-}
+# A statement, its verdict, and the findings of its tests.
+Judged = tuple[Statement, tuple[str, list[Finding]]]
 
 
 def write(experiments: Path) -> None:
@@ -36,14 +34,15 @@ def write(experiments: Path) -> None:
     from experiments import figures
 
     root, evidence = experiments.parent, read_evidence(experiments)
-    readme = readme_page(evidence, (root / "README.md").read_text())
+    pages = {path: with_table(path, lines) for path, lines in tables_within(evidence, root).items()}
     points = figures.all_points(evidence)
     for name, values in points.items():
         figures.save(figures.FIGURES[name].draw(*values), root / "docs" / "figures" / f"{name}.png", values)
-    write_whole(root / "docs" / "results.md", results_page(evidence).encode())
-    write_whole(experiments / "tables.md", tables_page(evidence, experiments / "records").encode())
-    write_whole(root / "README.md", readme.encode())
-    console.print(line("→ ", (root / "docs" / "results.md", "bold"), f", {len(points)} figures, and README's table"))
+    pages[root / "docs" / "results.md"] = results_page(evidence)
+    pages[experiments / "tables.md"] = tables_page(evidence, experiments / "records")
+    for path, text in pages.items():
+        write_whole(path, text.encode())
+    console.print(line("→ ", (", ".join(map(str, pages)), "bold"), f", and {len(points)} figures"), soft_wrap=True)
 
 
 def read_evidence(experiments: Path) -> Evidence:
@@ -54,26 +53,19 @@ def read_evidence(experiments: Path) -> Evidence:
 
 def results_page(evidence: Evidence) -> str:
     """Returns the text of ``docs/results.md``."""
-    from experiments import figures
-
-    queue = evidence.queue
-    verdicts = [(statement, judge(evidence, statement["tests"])[0]) for statement in evidence.claims["statements"]]
+    queue, judged = evidence.queue, _judged(evidence)
     done, runs = len(evidence.done), len({run.label for run in queue.experiments})
-    counts = [_counted("The paper's claims", verdicts, ours=False), _counted("Further claims", verdicts, ours=True)]
-    captions = {name: evidence.claims["figures"][name] for name in figures.all_points(evidence)}
     parts = {
         "corpus": f"{queue.main.says} (data hash `{queue.main.hash}`), unless a claim says otherwise",
         "margin": f"{MARGIN}",
-        "counts": [*counts, f"- {done} of {runs} runs in the queue are done, with all that they measure."],
-        "in short": _in_short(verdicts),
-        "paper claims": _statements(evidence, ours=False),
-        "our claims": _statements(evidence, ours=True),
-        "questions": _questions(evidence),
-        "figures": [
-            text
-            for name, caption in captions.items()
-            for text in (f"![{caption}](figures/{name}.png)", "", *prose(f"*{caption}*"), "")
+        "power": f"{POWER}",
+        "noise": tables.noise_table(evidence)[:3],
+        "counts": [
+            *(_counted(title, judged, ours) for title, ours in (("The paper's claims", False), ("Ours", True))),
+            f"- {done} of {runs} runs in the queue are done, with all that they measure.",
         ],
+        "in short": _in_short(judged),
+        "paper claims": _statements(judged, ours=False),
         "prepare": queue.main.prepare,
         "prepare open": queue.corpora["open"].prepare if "open" in queue.corpora else "",
     }
@@ -84,28 +76,41 @@ def tables_page(evidence: Evidence, records: Path) -> str:
     """Returns the text of ``experiments/tables.md``; ``records`` is the folder of the records."""
     claims, apart = evidence.claims, records_apart(evidence, records)
     parts = {
+        "our claims": _statements(_judged(evidence), ours=True),
+        "questions": _questions(evidence),
+        "noise": tables.noise_table(evidence),
+        "one depth": f"{100 * ONE_DEPTH:g} %",
+        "left out": _left_out(evidence),
+        "analyses": tables.analyses_table(evidence),
         "learning rates": tables.lr_table(evidence),
-        "table 1": tables.main_table(evidence, claims["table1"]),
-        "paper table 1": _paper(claims["paper-table1"], ["", "size", "iterations", "loss", "PPL"]),
-        "equal FLOPs": tables.main_table(evidence, claims["equal-flops"]),
-        "frontier": tables.frontier_table(evidence),
-        "dial": tables.dial_table(evidence) or [NOT_RUN],
+        **{name: tables.settings_table(evidence, **table) for name, table in claims["tables"].items()},
+        "frontier": tables.settings_table(evidence, [*claims["curve"], *claims["frontier"]], _FRONTIER),
+        "dial": tables.dial_table(evidence) or NOT_RUN,
         "demand": demand.section(evidence, f"python -m experiments claim {demand.CLAIM} --device cuda"),
         "claims": _claims(evidence),
-        "paper table 3": _paper(claims["paper-table3"], ["", "tokens", "0 shots", "5 shots"]),
-        "reruns": tables.reruns(evidence) or [NOT_RUN],
+        "reruns": tables.reruns(evidence) or NOT_RUN,
         "apart": markdown(["record", "why"], [[f"`{name}`", why] for name, why in sorted(apart.items())]),
     }
     return _filled("tables.template.md", parts)
 
 
-def readme_page(evidence: Evidence, readme: str) -> str:
-    """Returns README with its results table replaced."""
-    before, begin, rest = readme.partition(BEGIN)
+def _judged(evidence: Evidence) -> list[Judged]:
+    return [(statement, judge(evidence, statement["tests"])) for statement in evidence.claims["statements"]]
+
+
+def tables_within(evidence: Evidence, root: Path) -> dict[Path, list[str]]:
+    """Returns the tables that stand between two marks of pages written by hand: README's, and the leaderboard."""
+    readme = tables.settings_table(evidence, **evidence.claims["tables"]["readme"])
+    return {root / "README.md": readme, root / "experiments" / "README.md": tables.leaderboard(evidence)}
+
+
+def with_table(path: Path, table: Sequence[str]) -> str:
+    """Returns the text of a page with the table between its marks replaced."""
+    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise InputError(f"README.md: the lines {BEGIN} and {END} mark where its table goes; one of them is missing")
-    return before + "\n".join([BEGIN, *tables.readme_table(evidence), END]) + after
+        raise InputError(f"{path}: the lines {BEGIN} and {END} mark where its table goes; one of them is missing")
+    return before + "\n".join([BEGIN, *table, END]) + after
 
 
 def _filled(template: str, parts: Mapping[str, str | Sequence[str]]) -> str:
@@ -124,37 +129,43 @@ def _is_ours(statement: Statement) -> bool:
     return statement["where"].startswith(("not in the paper", "what Table 1"))
 
 
-def _counted(title: str, verdicts: Sequence[tuple[Statement, str]], *, ours: bool) -> str:
-    counts = Counter(verdict for statement, verdict in verdicts if _is_ours(statement) == ours)
+def _left_out(evidence: Evidence) -> str:
+    """Lists the settings with two seeds or more on the main corpus whose noise is not pooled."""
+    names = [name for name in evidence.pools[""]["stable"][1] if len(evidence.points(name)) > 1]
+    return "; ".join(sorted(map(evidence.title, names))) or "none"
+
+
+def _counted(title: str, judged: Sequence[Judged], ours: bool) -> str:
+    counts = Counter(verdict for statement, (verdict, _) in judged if _is_ours(statement) == ours)
     listed = ", ".join(f"{verdict} {counts[verdict]}" for verdict in VERDICTS if counts[verdict])
-    return f"- {title}: {sum(counts.values())} statements; {listed}."
+    return f"- {title}: {counts.total()} statements; {listed}."
 
 
-def _in_short(verdicts: Sequence[tuple[Statement, str]]) -> list[str]:
+def _in_short(judged: Sequence[Judged]) -> list[str]:
     """Lists the statements that hold and those that do not, without their numbers."""
     lines: list[str] = []
     for wanted in (HOLDS, FAILS):
-        if chosen := [statement for statement, verdict in verdicts if verdict == wanted]:
+        if statements := [statement for statement, (verdict, _) in judged if verdict == wanted]:
             lines += ["", f"**{wanted[0].upper()}{wanted[1:]}:**", ""]
-            lines += [f"- {statement['says'].rstrip('.')} ({statement['where']})." for statement in chosen]
+            lines += [f"- {statement['says'].rstrip('.')} ({statement['where']})." for statement in statements]
     return lines
 
 
-def _statements(evidence: Evidence, *, ours: bool) -> list[str]:
+def _statements(judged: Sequence[Judged], *, ours: bool) -> list[str]:
+    """Returns a row per statement, numbered as in ``claims.yaml``."""
     rows = []
-    for statement in evidence.claims["statements"]:
+    for number, (statement, (verdict, findings)) in enumerate(judged, 1):
         if _is_ours(statement) != ours:
             continue
-        verdict, findings = judge(evidence, statement["tests"])
         words = []
         for finding in findings:
             text = finding.words.removesuffix(f": {NONE}")
             words.append(f"{text}: {finding.verdict}" if len(findings) > 1 and text != NONE else text)
         when = statement["fixed"]["when"]
         note = "" if when == "before any of its runs" else f" (chosen after looking: {when})"
-        rows.append([statement[field] for field in ("where", "says", "paper")])
-        rows[-1] += ["<br>".join(words), f"**{verdict}**{note}", f"`{statement['claim']}`"]
-    head = ["where", "statement", "the paper's numbers", "ours: difference [95 %] (seeds)", "verdict", "claim"]
+        cells = [statement[field] for field in ("where", "says", "paper")]
+        rows.append([f"{number}", *cells, "<br>".join(words), f"**{verdict}**{note}", f"`{statement['claim']}`"])
+    head = ["", "where", "statement", "the paper's numbers", "ours: difference [95 %] (seeds)", "verdict", "claim"]
     return markdown(head, rows)
 
 
@@ -165,17 +176,14 @@ def _questions(evidence: Evidence) -> list[str]:
         lines += ["", f"**{question['asks']}**", ""]
         lines += [*prose(question["answer"]), ""] if "answer" in question else []
         if "show" in question:
-            lines += ANSWERS[question["show"]](evidence) or [f"{NOT_RUN.capitalize()}."]
+            show = question["show"]
+            lines += tables.noise_table(evidence) if show == "noise" else tables.settings_table(evidence, **show)
         findings = [find(evidence, test) for test in question.get("tests", ())]
         if findings and all(finding.verdict == NOT_RUN for finding in findings):
             lines.append(f"Here: {NOT_RUN}.")
         else:
             lines += [f"- {finding.words}: **{finding.verdict}**" for finding in findings]
     return lines
-
-
-def _paper(rows: Sequence[Sequence[Any]], head: Sequence[str]) -> list[str]:
-    return markdown(head, [[str(cell) for cell in row] for row in rows])
 
 
 def _claims(evidence: Evidence) -> list[str]:
@@ -194,11 +202,12 @@ def _claims(evidence: Evidence) -> list[str]:
 
 def records_apart(evidence: Evidence, folder: Path) -> dict[str, str]:
     """Returns why each record that belongs to no run of the queue is not compared."""
+    used = {record["file"] for record in evidence.runs.record}
     known = {record["file"]: record for record in evidence.records}
     hashes = {corpus.hash for corpus in evidence.queue.corpora.values()}
     why = {}
     for path in sorted(folder.glob("*.json")):
-        if path.name in evidence.used:
+        if path.name in used:
             continue
         if path.name not in known:
             named = read_json(path, InputError).get("data")

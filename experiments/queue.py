@@ -21,8 +21,6 @@ from adaponder.errors import ConfigError, InputError
 from adaponder.files import read_yaml
 from adaponder.recipes import Recipe, load_recipe
 
-# --- identities -----------------------------------------------------------------------------------------------------
-
 # Fields that decide nothing: where the data is (records hold its hash), logging, saving, how a number is computed.
 _FREE = {
     "model": (),
@@ -32,20 +30,18 @@ _FREE = {
 
 
 def identity(recipe: Mapping[str, Any]) -> str:
-    """Hashes what a resolved recipe computes: the fields that differ from their defaults, without names and logging.
+    """Hashes what a resolved recipe computes: fields that differ from ``defaults.yaml``, without names and logging.
 
-    Defaults are those of ``defaults.yaml``, not the package's: a field that is removed or added later changes no
-    identity.
+    Those defaults are frozen: a field that is removed from the package or added later changes no identity.
     """
     model = dict(recipe["model"])
     if isinstance(model["backbone"], Mapping):
         model["embedding_scale"] = _embedding_scale(model)
     decisive: dict[str, dict[str, Any]] = {}
     for section, ignored in _FREE.items():
-        fields = (model if section == "model" else recipe[section]).items()
-        values = {name: _plain(value) for name, value in fields if name not in ignored}
-        defaults = frozen_defaults()[section]
-        decisive[section] = {name: value for name, value in values.items() if value != defaults.get(name)}
+        values, defaults = {**recipe, "model": model}[section], frozen_defaults()[section]
+        plain = {name: _plain(value) for name, value in values.items() if name not in ignored}
+        decisive[section] = {name: value for name, value in plain.items() if value != defaults.get(name)}
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -68,22 +64,17 @@ def _plain(value: Any) -> Any:
     """Converts integers to floats, so that 1 equals 1.0."""
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-# --- runs -----------------------------------------------------------------------------------------------------------
+    return float(value) if type(value) is int else value
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Prepared text that runs are trained on.
+    """Prepared text that runs are trained on; ``prepare`` is the command that makes it.
 
     Attributes:
         name: empty for the queue's main corpus.
         folder: output of ``adaponder prepare``; ``None`` keeps the recipe's own ``data.source``.
         hash: the data hash of its records; ``None``: records are matched by the corpus name instead.
-        prepare: the command that makes it.
-        says: what it is.
         loss: ``final`` or ``averaged``: runs are judged by these weights on the half ``report`` of the validation
             documents; ``None``: by their last validation, pooled over documents.
     """
@@ -180,14 +171,10 @@ def _load(recipe: str, changes: tuple[str, ...]) -> Recipe:
 
 @dataclass(frozen=True)
 class Queue:
-    """The content of the queue's file.
+    """The queue's file: the sentence of each claim, all runs, most useful first, and prepared text by name.
 
-    Attributes:
-        claims: the sentence of each claim.
-        experiments: all runs, most useful first.
-        corpora: prepared text by name; the main one has the empty name.
-        seconds: ``start`` and ``iteration``: device seconds to start a run, and per iteration of 3,000 steps, on
-            ``hardware``; for runs of which none alike was timed.
+    ``seconds`` has the device seconds to ``start`` a run, and per ``iteration`` of 3,000 steps, on ``hardware``; for
+    runs of which none alike was timed.
     """
 
     claims: Mapping[str, str]
@@ -243,8 +230,7 @@ def _experiments(
 ) -> Iterator[Experiment]:
     """Expands entries: a recipe with ``set`` changes, for ``each`` value of further fields, and for each seed.
 
-    ``measure`` names measurements, ``corpus`` other text, ``from`` the ``recipe`` and ``set`` of the run that is
-    continued; ``times: 2`` trains the same run twice.
+    ``from`` has the ``recipe`` and ``set`` of the run that is continued; ``times: 2`` trains the same run twice.
     """
     for entry in entries:
         source = entry.get("from")

@@ -42,17 +42,11 @@ _BATCH = 16
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """Reads every record of a run of the queue in ``folder``, with its ``identity`` and ``file``.
-
-    Records of other kinds are left out, and so are those older than the queue, which lack the embedding scale or the
-    hash of the data.
-    """
-    records = []
-    for path in sorted(folder.glob("*.json")):
-        record = read_json(path, InputError)
-        if {"recipe", "validation", "data", "embedding_scale", "shared_device_with"} <= record.keys():
-            records.append(record | {"identity": identity(record["recipe"]), "file": path.name})
-    return records
+    """Reads the records of runs in ``folder``, with ``identity`` and ``file``; not those older than the queue."""
+    wanted = {"recipe", "validation", "data", "embedding_scale", "shared_device_with"}
+    every = [(path.name, read_json(path, InputError)) for path in sorted(folder.glob("*.json"))]
+    runs = [(name, record) for name, record in every if wanted <= record.keys()]
+    return [record | {"identity": identity(record["recipe"]), "file": name} for name, record in runs]
 
 
 def records_of(experiment: Experiment, records: Sequence[Mapping[str, Any]], corpus: Corpus) -> list[Mapping[str, Any]]:
@@ -64,8 +58,8 @@ def records_of(experiment: Experiment, records: Sequence[Mapping[str, Any]], cor
 
 def record_of(experiment: Experiment, records: Sequence[Mapping[str, Any]], corpus: Corpus) -> Mapping[str, Any] | None:
     """Returns the record of this run if there is one that holds all of the run's measurements."""
-    same = records_of(experiment, records, corpus)
-    measured = [record for record in same if set(experiment.measures) <= record.get("measured", {}).keys()]
+    same, wanted = records_of(experiment, records, corpus), set(experiment.measures)
+    measured = [record for record in same if wanted <= record.get("measured", {}).keys()]
     return next(iter(measured[experiment.again :]), None)
 
 
@@ -73,8 +67,7 @@ def carry_out(experiment: Experiment, setup: Setup, *, beside: int, measure: Mea
     """Trains one run and writes its record; returns the record's path.
 
     The record is written before ``measure`` is called, and again after each measurement, so that a run that is cut
-    keeps what it has. ``beside`` is the number of other runs that share the device; tokens per second are those of this
-    run alone.
+    keeps what it has. ``beside`` other runs share the device.
     """
     corpus, records = setup.queue.corpora[experiment.corpus], setup.records
     folder = None if corpus.folder is None else Path(corpus.folder)
@@ -141,9 +134,6 @@ def _training_record(
     }
 
 
-# --- training -------------------------------------------------------------------------------------------------------
-
-
 class AveragingTrainer(Trainer):
     """A trainer that also keeps the mean of the weights over the last tenth of its steps."""
 
@@ -171,10 +161,9 @@ class AveragingTrainer(Trainer):
 
 
 def train_run(experiment: Experiment, data: Path | None, runs: Path, device: str) -> tuple[AveragingTrainer, Path]:
-    """Trains a run from its first step to its last; returns its trainer and the folder of its final model.
+    """Trains a run from its first step; returns its trainer and the folder of its final model.
 
-    The run that it continues is trained first if ``runs`` does not hold its final model. A folder left by an earlier
-    attempt is deleted.
+    The run that it continues is trained first if ``runs`` does not hold its final model.
     """
     if experiment.source is not None and not (runs / experiment.source.label / "final").is_dir():
         train_run(experiment.source, data, runs, device)
@@ -186,9 +175,6 @@ def train_run(experiment: Experiment, data: Path | None, runs: Path, device: str
         raise TrainingError(f"{experiment.label} was stopped at step {outcome.step}: it leaves no record; run it again")
     assert isinstance(outcome.trainer, AveragingTrainer)  # the folder was empty, so this run has trained
     return outcome.trainer, outcome.final
-
-
-# --- validation documents -------------------------------------------------------------------------------------------
 
 
 def _documents(trainer: AveragingTrainer) -> dict[str, Any]:
@@ -203,10 +189,9 @@ def _documents(trainer: AveragingTrainer) -> dict[str, Any]:
 
 
 def half_of(document_hash: int) -> str:
-    """Returns the half of the validation documents that a document belongs to, by the last bit of its hash.
+    """Returns ``choose`` (for learning rates and variants) or ``report``, by the last bit of a document's hash.
 
-    Learning rates and variants are chosen on ``choose``; numbers are reported on ``report``. The first bits of the
-    hash decide whether a document is a validation document at all, so the last bit is independent of that.
+    The first bits decide whether it is a validation document at all, so the last one is independent of that.
     """
     return "report" if document_hash & 1 else "choose"
 
@@ -219,10 +204,9 @@ def validation_hashes(shards: Shards) -> list[int]:
 
 
 def measure_documents(trainer: Trainer) -> dict[str, Any]:
-    """Scores the whole validation split; returns total nats, predicted tokens and mean depth of each document.
+    """Scores the whole validation split; returns nats, predicted tokens and mean depth of each document by its hash.
 
-    Also the loss (nats per token) of all documents and of each half (see :func:`half_of`). Documents are in the order
-    of the split and named by their hash.
+    Also the loss (nats per token) of all documents and of each half (see :func:`half_of`).
     """
     recipe, shards = trainer.recipe, trainer.sampler.shards
     text = open_text(str(shards.folder), open_vocabulary(str(shards.folder / "tokenizer.json")), whose="the run")
@@ -237,14 +221,9 @@ def measure_documents(trainer: Trainer) -> dict[str, Any]:
         for values in (scores.nll, scores.depth, np.ones(len(text.document)))
     )
     halves = np.array([half_of(value) for value in hashes])
-
-    def loss(chosen: np.ndarray) -> float | None:
-        return float(nats[chosen].sum() / tokens[chosen].sum()) if tokens[chosen].sum() else None
-
+    chosen = {"loss": halves != "", "choose": halves == "choose", "report": halves == "report"}
     return {
-        "loss": loss(np.ones(len(hashes), bool)),
-        "choose": loss(halves == "choose"),
-        "report": loss(halves == "report"),
+        **{name: float(nats[at].sum() / tokens[at].sum()) if tokens[at].any() else None for name, at in chosen.items()},
         "depth": float(depth.sum() / tokens.sum()),
         "documents": {
             "hash": [f"{value:016x}" for value in hashes],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import statistics
 import subprocess
@@ -19,10 +18,10 @@ from adaponder.devices import hardware_name
 from adaponder.errors import InputError
 from adaponder.methods import method_class
 from adaponder.terminal import console, errors, line
+from benchmarks import ROOT, child_environment
 from experiments.queue import Experiment, Queue, identity
 from experiments.records import read_records, record_of
 
-ROOT = Path(__file__).parents[1]
 # Seconds between two looks at the processes, and between two progress lines.
 _POLL, _PROGRESS = 0.5, 30.0
 # Runs may take this much longer than estimated.
@@ -139,10 +138,8 @@ def start(experiment: Experiment, setup: Setup, *, beside: int) -> Running:
     """Starts one run in its own process."""
     log = setup.runs / f"{experiment.label}.log"
     setup.metrics(experiment).unlink(missing_ok=True)  # left by an earlier attempt, whose steps do not count
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     with log.open("wb") as out:
-        command = setup.command(experiment, beside)
+        command, environment = setup.command(experiment, beside), child_environment(ROOT)
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
     console.print(line("started ", (experiment.label, "bold"), f", log in {log}"), soft_wrap=True)
     return Running(experiment, process, log)
@@ -178,9 +175,6 @@ def _progress(running: Sequence[Running], setup: Setup, waiting: int, left: floa
     return f"{words}; {waiting} waiting" + ("" if left == math.inf else f"; {left / 60:.1f} minutes left")
 
 
-# --- time -----------------------------------------------------------------------------------------------------------
-
-
 def seconds_alone(
     setup: Setup, waiting: Sequence[Experiment], known: Sequence[Mapping[str, Any]]
 ) -> dict[Experiment, float]:
@@ -199,9 +193,9 @@ def seconds_alone(
 def device_seconds(
     experiment: Experiment, queue: Queue, records: Sequence[Mapping[str, Any]], hardware: str
 ) -> float | None:
-    """Estimates the seconds of a run alone on the device, from runs of the same model there or by the queue's figures.
+    """Estimates the seconds of a run and the one that it continues, alone on the device; ``None`` if unknown.
 
-    ``None`` where neither is known. The run that it continues is counted too.
+    From runs of the same model there, or by the queue's figures.
     """
     before = 0.0 if experiment.source is None else device_seconds(experiment.source, queue, records, hardware)
     if before is None:
@@ -230,7 +224,7 @@ def _speed_key(recipe: Mapping[str, Any]) -> str:
 def wall_seconds(work: float, queue: Queue) -> float:
     """Returns the time until runs that share the device are all done, one of them yet to start.
 
-    ``work`` is the sum of the seconds that each still needs alone: however the device is shared, all end by then.
+    ``work`` is the sum of the seconds that each still needs alone.
     """
     return queue.seconds["start"] + _MARGIN * work
 

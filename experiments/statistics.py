@@ -1,73 +1,140 @@
-"""Paired differences over seeds, their 95 % t intervals, and the verdicts that follow from them."""
+"""Differences over seeds with 95 % t intervals, their noise from a two-way model, power, and the verdicts."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import pandas as pd
+
 # Nats within which two losses count as equal; committed after seed 0 (2026-11-17), before the other seeds.
 MARGIN = 0.005
+# The probability with which a test must find what it claims to test.
+POWER = 0.8
+# Degrees of freedom below which noise is not pooled.
+_FEWEST = 6
 
 HOLDS = "holds"
 FAILS = "does not hold here"
 UNRESOLVED = "not resolvable here"
 UNTESTABLE = "not testable here"
+UNAFFORDABLE = "not affordable here"
 NOT_RUN = "not run yet"
-VERDICTS = (HOLDS, FAILS, UNRESOLVED, UNTESTABLE, NOT_RUN)
+VERDICTS = (HOLDS, FAILS, UNRESOLVED, UNTESTABLE, UNAFFORDABLE, NOT_RUN)
+
+
+class Noise(NamedTuple):
+    """The residual standard deviation of one run, and its degrees of freedom."""
+
+    deviation: float
+    freedom: int
+
+    def error(self, seeds: int, runs: float = 2.0) -> float:
+        """Returns the standard error of a sum or difference of ``runs`` runs, as a mean over seeds."""
+        return self.deviation * math.sqrt(runs / seeds)
+
+
+def two_way(losses: pd.DataFrame) -> Noise | None:
+    """Fits ``loss = setting + seed + noise`` by least squares; ``None`` if too few runs are left for the noise.
+
+    ``losses`` has a row per setting and a column per seed; missing runs are NaN. Settings with one seed are ignored.
+    """
+    table = losses[losses.notna().sum(axis=1) > 1]
+    setting, seed = np.nonzero(table.notna().to_numpy())
+    design = np.hstack([np.eye(table.shape[0])[setting], np.eye(table.shape[1])[seed]])
+    y = table.to_numpy()[setting, seed]
+    freedom = len(y) - (int(np.linalg.matrix_rank(design)) if len(y) else 0)
+    if freedom < _FEWEST:
+        return None
+    residual = y - design @ np.linalg.lstsq(design, y, rcond=None)[0]
+    return Noise(math.sqrt(residual @ residual / freedom), freedom)
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds with its two-sided 95 % t interval.
-
-    Attributes:
-        values: one value per seed.
-        low, high: the interval's ends; infinite where there is one seed.
-    """
+    """A mean over seeds: its standard error, the degrees of freedom of that, and one value per seed."""
 
     mean: float
-    low: float
-    high: float
+    error: float
+    freedom: int
     values: Mapping[int, float]
 
+    @property
+    def half(self) -> float:
+        """Returns half the width of the 95 % interval; infinite where the noise is unknown."""
+        return t_quantile(self.freedom) * self.error if self.freedom else math.inf
 
-def estimate(values: Mapping[int, float]) -> Estimate | None:
-    """Returns the mean of ``values``, one per seed, with its interval; ``None`` without values."""
-    if not values:
+    @property
+    def low(self) -> float:
+        return self.mean - self.half
+
+    @property
+    def high(self) -> float:
+        return self.mean + self.half
+
+
+def estimate(values: Mapping[int, float] | pd.Series, noise: Noise | None = None) -> Estimate | None:
+    """Returns the mean of ``values``, one difference per seed; ``None`` without values.
+
+    Its error is that of ``noise``; without it, that of the values themselves.
+    """
+    series = pd.Series(values, dtype=float).dropna().sort_index()
+    if series.empty:
         return None
-    mean, count = statistics.fmean(values.values()), len(values)
-    if count == 1:
-        return Estimate(mean, -math.inf, math.inf, values)
-    half = t_quantile(count - 1) * statistics.stdev(values.values()) / math.sqrt(count)
-    return Estimate(mean, mean - half, mean + half, values)
+    count, by_seed = len(series), {int(str(seed)): float(value) for seed, value in series.items()}
+    error = noise.error(count) if noise else float(np.std(series, ddof=1)) / math.sqrt(count) if count > 1 else math.nan
+    return Estimate(float(series.mean()), error, noise.freedom if noise else count - 1, by_seed)
 
 
-def paired(first: Mapping[int, float], second: Mapping[int, float]) -> Estimate | None:
-    """Estimates ``first`` minus ``second`` over the seeds that both have."""
-    return estimate({seed: first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())})
-
-
-def t_quantile(freedom: int) -> float:
-    """Returns the t with ``P(|T| <= t) = 0.95`` for Student's T."""
+def t_quantile(freedom: float, probability: float = 0.975) -> float:
+    """Returns the t with ``P(T <= t) = probability`` for Student's T."""
     from scipy.stats import t  # here, since the GPU machine trains runs without scipy
 
-    return float(t.ppf(0.975, freedom))
+    return float(t.ppf(probability, freedom))
+
+
+def detectable(error: float, freedom: int) -> float:
+    """Returns the smallest true difference whose interval excludes 0 with the probability ``POWER``."""
+    return (t_quantile(freedom) + t_quantile(freedom, POWER)) * error
+
+
+def power_of_equality(error: float, freedom: int, margin: float = MARGIN) -> float:
+    """Returns the probability that the interval of two equal settings lies within the margin."""
+    from scipy.stats import t
+
+    if not freedom:
+        return 0.0
+    return max(0.0, 2 * float(t.cdf(margin / error - t_quantile(freedom), freedom)) - 1) if error else 1.0
+
+
+def seeds_for(effect: float, noise: Noise) -> int:
+    """Returns the seeds with which a difference of ``effect`` is found with probability ``POWER``."""
+    return math.ceil((detectable(noise.error(1), noise.freedom) / effect) ** 2)
+
+
+def seeds_for_equality(noise: Noise, margin: float = MARGIN) -> int:
+    """Returns the seeds with which two equal settings are found equal with probability ``POWER``."""
+    reach = t_quantile(noise.freedom) + t_quantile(noise.freedom, (1 + POWER) / 2)
+    return math.ceil((reach * noise.error(1) / margin) ** 2)
 
 
 def lower(difference: Estimate | None) -> str:
     """Returns the verdict on "the first is lower than the second", from first minus second.
 
-    It holds where the whole interval lies below 0, and does not where the whole interval lies above.
+    It holds where the whole interval lies below 0, and does not where the whole interval lies above. One seed resolves
+    nothing.
     """
     if difference is None:
         return NOT_RUN
+    if len(difference.values) < 2:
+        return UNRESOLVED
     return HOLDS if difference.high < 0 else FAILS if difference.low > 0 else UNRESOLVED
 
 
 def higher(difference: Estimate | None) -> str:
     """Returns the verdict on "the first is higher than the second", from first minus second."""
-    return lower(None if difference is None else estimate({seed: -x for seed, x in difference.values.items()}))
+    return lower(difference and difference._replace(mean=-difference.mean))
 
 
 def within(value: Estimate | None, low: float, high: float) -> str:
@@ -77,27 +144,36 @@ def within(value: Estimate | None, low: float, high: float) -> str:
     """
     if value is None:
         return NOT_RUN
+    if len(value.values) < 2:
+        return UNRESOLVED
     if low <= value.low and value.high <= high:
         return HOLDS
     return FAILS if value.high < low or value.low > high else UNRESOLVED
 
 
 def equal(difference: Estimate | None, margin: float = MARGIN) -> str:
-    """Returns the verdict on "the two are equal": the difference's interval must lie inside the margin."""
-    return within(difference, -margin, margin)
+    """Returns the verdict on "the two are equal".
+
+    The difference's interval must lie inside the margin, where that of equal settings lies with probability ``POWER``.
+    """
+    verdict = within(difference, -margin, margin)
+    if verdict != HOLDS or difference is None:
+        return verdict
+    return HOLDS if power_of_equality(difference.error, difference.freedom, margin) >= POWER else UNRESOLVED
 
 
 def often(cases: Mapping[int, bool], *, least: int = 3) -> str:
     """Returns the verdict on "this happens frequently", from whether it did with each seed.
 
-    With ``least`` seeds or more it holds if it did in at least half of them, and does not if it never did.
+    With ``least`` seeds or more it holds if it did in at least half of them, and does not if the exact interval of the
+    share lies below one half.
     """
     if not cases:
         return NOT_RUN
-    if len(cases) < least:
+    happened, total = sum(cases.values()), len(cases)
+    if total < least:
         return UNRESOLVED
-    happened = sum(cases.values())
-    return HOLDS if 2 * happened >= len(cases) else UNRESOLVED if happened else FAILS
+    return HOLDS if 2 * happened >= total else FAILS if exact_interval(happened, total)[1] < 0.5 else UNRESOLVED
 
 
 def exact_interval(count: int, total: int) -> tuple[float, float]:
@@ -110,7 +186,8 @@ def exact_interval(count: int, total: int) -> tuple[float, float]:
 
 def all_of(verdicts: Sequence[str]) -> str:
     """Combines verdicts: fails if one fails, holds only if all hold."""
-    return next((verdict for verdict in (FAILS, UNTESTABLE, NOT_RUN, UNRESOLVED) if verdict in verdicts), HOLDS)
+    order = (FAILS, UNTESTABLE, UNAFFORDABLE, NOT_RUN, UNRESOLVED)
+    return next((verdict for verdict in order if verdict in verdicts), HOLDS)
 
 
 def at_depth(points: Iterable[tuple[float, float]], depth: float, *, beyond: float = 0.05) -> float | None:

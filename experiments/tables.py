@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any
 
-from experiments.evidence import Evidence, Point, costs, model_parameters
-from experiments.judging import NONE, shown
+import pandas as pd
+
+from experiments.evidence import Evidence
+from experiments.judging import NONE, judge, shown
 from experiments.queue import Experiment
-from experiments.statistics import NOT_RUN, estimate, paired, t_quantile
+from experiments.statistics import (
+    FAILS,
+    HOLDS,
+    MARGIN,
+    NOT_RUN,
+    POWER,
+    UNRESOLVED,
+    detectable,
+    power_of_equality,
+    seeds_for,
+    seeds_for_equality,
+)
 
-_RATE = "train.lr="
-Points = Mapping[int, Point]
 
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
     """Formats a Markdown table; a bar inside a cell is escaped."""
 
-    def line(cells: Sequence[str]) -> str:
-        return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    def line(cells: Sequence[Any]) -> str:
+        return f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |"
 
     return [line(head), "|" + "---|" * len(head), *map(line, rows)]
 
@@ -33,116 +43,157 @@ def prose(*sentences: str) -> list[str]:
     return textwrap.wrap(" ".join(sentences), 120, break_long_words=False, break_on_hyphens=False)
 
 
-def _mean(points: Points, of: str) -> float:
-    return statistics.fmean(point.get(of) for point in points.values()) if points else math.nan
-
-
-def _losses(points: Points) -> str:
-    return ", ".join(f"{points[seed].loss:.4f}" for seed in sorted(points))
-
-
-# --- learning rates -------------------------------------------------------------------------------------------------
-
-
-def learning_rates(evidence: Evidence) -> dict[str, dict[float, Points]]:
-    """Returns by setting without its rate the points of each rate that was tried."""
-    tried: dict[str, dict[float, Points]] = {}
-    for run in evidence.queue.of_claim("lr"):
-        if (rate := rate_of(run)) is not None:
-            tried.setdefault(evidence.title(run.setting), {})[rate] = evidence.points(run.setting)
-    return tried
-
-
 def rate_of(experiment: Experiment) -> float | None:
     """Returns the learning rate that a run sets, if any."""
-    given = [change.removeprefix(_RATE) for change in experiment.changes if change.startswith(_RATE)]
-    return float(json.loads(given[0])) if given else None
+    rates = [change.partition("=")[2] for change in experiment.changes if change.startswith("train.lr=")]
+    return float(json.loads(rates[0])) if rates else None
+
+
+def speed(points: pd.DataFrame) -> str:
+    """Returns training tokens per second of runs that had the device to themselves."""
+    alone = [record["tokens_per_second"] for record in points.record if not record["shared_device_with"]]
+    return f"{pd.Series(alone).median():,.0f}" if alone else "shared"
+
+
+def _number(value: float | None, form: str = ",.4f") -> str:
+    return NONE if value is None or math.isnan(value) else format(value, form)
+
+
+def _by_seed(values: Iterable[float], form: str) -> str:
+    return ", ".join(format(value, form) for value in values)
+
+
+def _shares(points: pd.DataFrame) -> str:
+    """Formats percent of tokens by depth of each seed; a mean over seeds would describe no model."""
+    by_seed = ["/".join(f"{100 * share:.0f}" for share in shares) for shares in points.shares]
+    return ", ".join(by_seed) if len(points.shares.iloc[0]) > 1 else NONE
+
+
+def _mean(of: str, form: str) -> Cell:
+    return lambda evidence, name, points: _number(points[of].to_numpy().mean(), form)
+
+
+def _relative(of: str, name_of: Callable[[Mapping[str, Any]], str], form: Callable[[float], str]) -> Cell:
+    """Returns a cell with a mean relative to that of another setting."""
+    return lambda e, name, points: form(points[of].to_numpy().mean() / e.mean(name_of(e.claims), of))
+
+
+def _over_curve(of: str) -> Cell:
+    def cell(evidence: Evidence, name: str, points: pd.DataFrame) -> str:
+        curve = evidence.claims["curve"]
+        return "on the curve" if name in curve else shown(evidence.over_curve(name, curve, of), seeds=False)
+
+    return cell
+
+
+def _saved(share: float) -> str:
+    return f"{100 * (1 - share):.1f} %"
+
+
+# A cell of a setting: its text from the evidence, the name, and the first runs by seed.
+Cell = Callable[[Evidence, str, pd.DataFrame], str]
+CELLS: Mapping[str, Cell] = {
+    "lr": lambda evidence, name, points: _number(rate_of(evidence.run(name)), "g"),
+    "seeds": lambda evidence, name, points: ", ".join(map(str, points.index)),
+    "loss by seed": lambda evidence, name, points: _by_seed(points.loss, ".4f"),
+    "loss": _mean("loss", ".4f"),
+    "passes": _mean("depth", ".2f"),
+    "inference FLOPs": lambda e, name, points: f"{CELLS['x vanilla'](e, name, points)}x",
+    "PPL": lambda evidence, name, points: f"{math.exp(points.loss.mean()):.2f}",
+    "iterations": _mean("depth", ".2f"),
+    "iterations by seed": lambda evidence, name, points: _by_seed(points.depth, ".2f"),
+    "iterations saved": _relative("depth", lambda claims: claims["full"], _saved),
+    "FLOPs saved": _relative("mflops", lambda claims: claims["full"], _saved),
+    "tokens halted early": _mean("halted", ".1%"),
+    "gates closed": _mean("gates_closed", ".1%"),
+    "% of tokens at depth 1/…/K by seed": lambda evidence, name, points: _shares(points),
+    "99 % of tokens at one depth, in seeds": lambda e, name, points: f"{sum(points.most > 0.99)} of {len(points)}",
+    "MFLOP/token": _mean("mflops", ".1f"),
+    "x vanilla": _relative("mflops", lambda claims: claims["curve"][0], "{:.2f}".format),
+    "training PFLOP": _mean("training", ".1f"),
+    "parameters": lambda e, name, points: f"{e.parameters(name).total / 1e6:.2f}M",
+    "of them added": lambda e, name, points: f"{e.parameters(name).added:,}",
+    "tokens/s": lambda evidence, name, points: speed(points),
+    "minus the curve at equal iterations": _over_curve("depth"),
+    "minus the curve at equal FLOPs": _over_curve("mflops"),
+}
+
+
+def settings_table(evidence: Evidence, rows: Sequence[str], columns: Sequence[str]) -> list[str]:
+    """Returns one row per setting; a column is one of ``CELLS``, or ``minus NAME``: the loss minus that of ``NAME``."""
+
+    def cell(name: str, column: str, points: pd.DataFrame) -> str:
+        if points.empty:
+            return NOT_RUN if column == columns[0] else NONE
+        if column in CELLS:
+            return CELLS[column](evidence, name, points)
+        base = column.removeprefix("minus ")
+        same = evidence.setting(name) == evidence.setting(base)
+        return NONE if same else shown(evidence.minus(name, base), seeds=False)
+
+    head = [c if c in CELLS else f"minus {evidence.title(c.removeprefix('minus '))}" for c in columns]
+    cells = ([evidence.title(name), *(cell(name, c, evidence.points(name)) for c in columns)] for name in rows)
+    return markdown(["", *head], cells)
+
+
+def leaderboard(evidence: Evidence, tracks: Sequence[float] = (1.6, 2.7)) -> list[str]:
+    """Returns the entries that have run, best first, with their rank in each track: at most so many vanilla FLOPs."""
+    rows, ranks = [], Counter[float]()
+    names = [name for name in evidence.claims["leaderboard"] if not evidence.points(name).empty]
+    for name in sorted(names, key=lambda name: evidence.mean(name, "loss")):
+        points = evidence.points(name)
+        cells = [CELLS[column](evidence, name, points) for column in ("loss", "seeds", "x vanilla", "parameters")]
+        allowed = [track for track in tracks if float(cells[2]) <= track]
+        ranks.update(allowed)
+        record = points.record.iloc[-1]
+        source = [record["date"], f"`{record['commit'][:12]}`", f"[record](records/{record['file']})"]
+        places = [str(ranks[track]) if track in allowed else NONE for track in tracks]
+        rows.append([*places, evidence.title(name), *cells, *source, evidence.claims["leaderboard"][name]])
+    head = [
+        *(f"at {track:g}x" for track in tracks),
+        "entry",
+        "loss",
+        "seeds",
+        "x vanilla",
+        "parameters",
+        "date",
+        "commit",
+    ]
+    return markdown([*head, "record", "what was new"], rows)
+
+
+def claim_table(evidence: Evidence, claim: str) -> list[str]:
+    """Returns every setting of a claim that has run; empty without any."""
+    names = dict.fromkeys(run.setting for run in evidence.queue.of_claim(claim) if evidence.has_all(run))
+    columns = ["lr", "seeds", "loss by seed", "iterations by seed", "% of tokens at depth 1/…/K by seed"]
+    if claim in evidence.claims["against"]:
+        columns += [f"minus {evidence.claims['against'][claim]}", "99 % of tokens at one depth, in seeds"]
+    return settings_table(evidence, list(names), columns) if names else []
+
+
+def learning_rates(evidence: Evidence) -> dict[str, dict[float, pd.Series | None]]:
+    """Returns by setting without its rate the run of seed 0 of each rate in the queue; ``None`` if it has not run."""
+    tried: dict[str, dict[float, pd.Series | None]] = {}
+    for run in evidence.queue.of_claim("lr"):
+        if (rate := rate_of(run)) is not None:
+            points = evidence.points(run.setting)
+            tried.setdefault(evidence.title(run.setting), {})[rate] = points.loc[0] if 0 in points.index else None
+    return tried
 
 
 def lr_table(evidence: Evidence) -> list[str]:
     """Returns the loss of seed 0 by learning rate, the best of each row bold, with mean depths where tokens halt."""
     tried = learning_rates(evidence)
-    rates = sorted({rate for by_rate in tried.values() for rate in by_rate})
-    rows = []
+    rates, rows = sorted({rate for by_rate in tried.values() for rate in by_rate}), []
     for title, by_rate in tried.items():
-        first = {rate: points[0] for rate, points in by_rate.items() if 0 in points}
-        best = min(first, key=lambda rate: first[rate].loss) if len(first) > 1 else None
-        cells = [title]
-        for rate in rates:
-            if rate not in first:
-                cells.append("" if rate in by_rate else NONE)
-                continue
-            bold = "**" if rate == best else ""
-            depth = f" ({first[rate].depth:.2f})" if first[rate].halted > 0 else ""
-            cells.append(f"{bold}{first[rate].loss:.4f}{bold}{depth}")
-        rows.append(cells)
+        done = {rate: run for rate, run in by_rate.items() if run is not None}
+        best = min(done, key=lambda rate: done[rate].loss) if len(done) > 1 else None
+        cells = dict.fromkeys(by_rate, "")
+        for rate, run in done.items():
+            depth = f" ({run.depth:.2f})" if run.halted > 0 else ""
+            cells[rate] = (f"**{run.loss:.4f}**" if rate == best else f"{run.loss:.4f}") + depth
+        rows.append([title, *(cells.get(rate, NONE) for rate in rates)])
     return markdown(["", *(f"{rate:g}" for rate in rates)], rows)
-
-
-# --- Table 1 and the frontier ---------------------------------------------------------------------------------------
-
-
-def main_table(evidence: Evidence, names: Sequence[str]) -> list[str]:
-    """Returns losses by seed, the paired difference to the first row, perplexity, iterations, costs and parameters."""
-    base = names[0]
-    seeds = sorted({seed for name in names for seed in evidence.points(name)})
-    plain = _mean(evidence.points(base), "mflops")
-    head = ["", *(f"loss, seed {seed}" for seed in seeds), f"minus {evidence.title(base)}", "PPL", "iterations"]
-    head += ["inference MFLOP/token", "x plain", "training PFLOP", "parameters", "of them added", "tokens/s"]
-    rows = []
-    for name in names:
-        points = evidence.points(name)
-        parameters = model_parameters(evidence.settings[evidence.aliases[name]])
-        size = [f"{parameters.total / 1e6:.2f}M", f"{parameters.added:,}" if parameters.added else NONE]
-        losses = [f"{points[seed].loss:.4f}" if seed in points else "" for seed in seeds]
-        if not points:
-            rows.append([evidence.title(name), *losses, NOT_RUN, *[NONE] * 5, *size, NONE])
-            continue
-        difference = NONE if name == base else shown(paired(evidence.values(name), evidence.values(base)))
-        mean = {of: _mean(points, of) for of in ("loss", "depth", "mflops", "training")}
-        cells = [f"{math.exp(mean['loss']):.2f}", f"{mean['depth']:.2f}", f"{mean['mflops']:.1f}"]
-        cells += [f"{mean['mflops'] / plain:.2f}", f"{mean['training']:.1f}"]
-        rows.append([evidence.title(name), *losses, difference, *cells, *size, speed(points.values())])
-    return markdown(head, rows)
-
-
-def speed(points: Iterable[Point]) -> str:
-    """Returns training tokens per second of runs that had the device to themselves."""
-    alone = [p.record["tokens_per_second"] for p in points if not p.record["shared_device_with"]]
-    return f"{statistics.median(alone):,.0f}" if alone else "shared"
-
-
-def readme_table(evidence: Evidence) -> list[str]:
-    """Returns README's table: depth, FLOPs, losses, and the paired difference to the first row."""
-    names = [name for name in evidence.claims["readme"] if evidence.points(name)]
-    rows = []
-    for name in names:
-        points, difference = evidence.points(name), paired(evidence.values(name), evidence.values(names[0]))
-        brief = NONE if name == names[0] or difference is None else shown(difference)
-        brief = f"{brief.partition(' (')[0]} (one seed)" if brief.endswith("alone)") else brief.partition(" (")[0]
-        depth, ratio = _mean(points, "depth"), _mean(points, "ratio")
-        rows.append([evidence.title(name), f"{depth:.2f}", f"{ratio:.2f}x", _losses(points), brief])
-    missing = [evidence.title(name) for name in evidence.claims["readme"] if name not in names]
-    head = ["", "mean depth", "FLOPs", "validation loss, seeds 0, 1, …", "minus vanilla [95 % over seeds]"]
-    return [*markdown(head, rows), *(["", f"Not run yet: {'; '.join(missing)}."] if missing else [])]
-
-
-def frontier_table(evidence: Evidence) -> list[str]:
-    """Returns every model on or against the curve: iterations, FLOPs, losses, and distance from the curve."""
-    curve = evidence.claims["curve"]
-    rows = []
-    for name in (*curve, *evidence.claims["frontier"]):
-        points = evidence.points(name)
-        if not points:
-            rows.append([evidence.title(name), NONE, NONE, NOT_RUN, NONE, NONE])
-            continue
-        over = ["on the curve"] * 2
-        if name not in curve:
-            over = [shown(estimate(evidence.over_curve(name, curve, of))) for of in ("depth", "mflops")]
-        depth, ratio = _mean(points, "depth"), _mean(points, "ratio")
-        rows.append([evidence.title(name), f"{depth:.2f}", f"{ratio:.2f}", _losses(points), *over])
-    head = ["", "iterations", "FLOPs, x plain", "loss by seed", "minus the curve at equal iterations", "at equal FLOPs"]
-    return markdown(head, rows)
 
 
 def dial_table(evidence: Evidence, depths: Sequence[float] = (1.25, 1.5, 2.0, 2.5, 3.0, 3.5)) -> list[str]:
@@ -150,50 +201,10 @@ def dial_table(evidence: Evidence, depths: Sequence[float] = (1.25, 1.5, 2.0, 2.
     curve, rows = evidence.claims["curve"], []
     for name in evidence.claims["dials"]:
         for depth in depths:
-            over = [estimate(evidence.dial_over_curve(name, curve, depth, of)) for of in ("depth", "ratio")]
-            if any(over):
-                rows.append([evidence.title(name), f"{depth:g}", *map(shown, over)])
+            over = [evidence.over_curve(name, curve, of, depth) for of in ("depth", "ratio")]
+            rows += [[evidence.title(name), f"{depth:g}", *map(shown, over)]] if any(over) else []
     head = ["turned by the dial", "to iterations", "minus the curve at equal iterations", "at equal FLOPs"]
     return markdown(head, rows) if rows else []
-
-
-# --- the runs and measurements of a claim ---------------------------------------------------------------------------
-
-
-def claim_table(evidence: Evidence, claim: str) -> list[str]:
-    """Returns every setting of a claim whose records hold its measurements; empty without any.
-
-    Losses and depths by seed, and where tokens halted. Where the claim's settings are held against one run: their
-    paired differences from it at its learning rate, and in how many seeds practically all tokens had one depth.
-    """
-    by_setting: dict[str, dict[int, Point]] = {}
-    for run in evidence.queue.of_claim(claim):
-        if (point := evidence.point(run)) is not None:
-            by_setting.setdefault(run.setting, {}).setdefault(run.seed, point)
-    base = evidence.claims["against"].get(claim)
-    rows = []
-    for setting, unordered in by_setting.items():
-        points = dict(sorted(unordered.items()))
-        rate = rate_of(evidence.settings[setting])
-        cells = [evidence.title(setting), NONE if rate is None else f"{rate:g}", ", ".join(map(str, points))]
-        cells += [_losses(points), ", ".join(f"{point.depth:.2f}" for point in points.values())]
-        cells.append(", ".join(map(_shares, points.values())) if len(next(iter(points.values())).shares) > 1 else NONE)
-        if base is not None:
-            comparable = setting != evidence.aliases[base] and rate == rate_of(
-                evidence.settings[evidence.aliases[base]]
-            )
-            losses = {seed: point.loss for seed, point in points.items()}
-            cells.append(shown(paired(losses, evidence.values(base))) if comparable else NONE)
-            cells.append(f"{sum(point.collapsed for point in points.values())} of {len(points)}")
-        rows.append(cells)
-    head = ["", "lr", "seeds", "loss by seed", "iterations by seed", "% of tokens at depth 1/…/K by seed"]
-    head += [] if base is None else [f"minus {evidence.title(base)}", "99 % of tokens at one depth, in seeds"]
-    return markdown(head, rows) if rows else []
-
-
-def _shares(point: Point) -> str:
-    """Formats percent of tokens by depth of one seed; a mean over seeds would describe no model."""
-    return "/".join(f"{100 * share:.0f}" for share in point.shares)
 
 
 def measured_tables(evidence: Evidence, claim: str) -> list[str]:
@@ -201,71 +212,71 @@ def measured_tables(evidence: Evidence, claim: str) -> list[str]:
     lines: list[str] = []
     experiments = evidence.queue.of_claim(claim)
     for name in dict.fromkeys(name for run in experiments for name in run.measures if name in _MEASURED):
-        rows: list[list[str]] = []
-        head: Sequence[str] = ()
-        for setting in dict.fromkeys(run.setting for run in experiments):
-            for seed, result in evidence.measured(setting, name).items():
-                head, cells = _MEASURED[name](result)
-                rows += [[evidence.title(setting), str(seed), *row] for row in cells]
-        if rows:
-            lines += ["", *markdown(["", "seed", *head], rows)]
+        rows = [
+            {"": evidence.title(setting), "seed": str(seed), **row}
+            for setting in dict.fromkeys(run.setting for run in experiments)
+            for seed, result in evidence.measured(setting, name).items()
+            for row in _MEASURED[name](result)
+        ]
+        lines += ["", *markdown([*rows[0]], [[*row.values()] for row in rows])] if rows else []
     return lines
 
 
-Cells = tuple[Sequence[str], list[list[str]]]
+Rows = list[dict[str, str]]
 
 
-def _number(value: float | None, digits: int = 4) -> str:
-    return NONE if value is None else f"{value:,.{digits}f}"
-
-
-def _steps(result: Mapping[str, Any]) -> Cells:
-    head = ["halted at step", "tokens", "loss", "at forced depth 1", "at full depth"]
-    columns = zip(result["tokens"], result["nll"], result["nll_at_depth_1"], result["nll_at_full_depth"], strict=True)
-    rows = [
-        [str(step), f"{tokens:,}", *(_number(loss, 3) for loss in losses)]
-        for step, (tokens, *losses) in enumerate(columns, 1)
+def _steps(result: Mapping[str, Any]) -> Rows:
+    losses = {"loss": "nll", "at forced depth 1": "nll_at_depth_1", "at full depth": "nll_at_full_depth"}
+    return [
+        {"halted at step": str(i + 1), "tokens": f"{tokens:,}"}
+        | {head: _number(result[name][i], ",.3f") for head, name in losses.items()}
+        for i, tokens in enumerate(result["tokens"])
     ]
-    return head, rows
 
 
-def _policies(result: Mapping[str, Any]) -> Cells:
+def _policies(result: Mapping[str, Any]) -> Rows:
     """Returns one row per loss: with one gate several policies halt the same tokens."""
     learned = result["compared"]["learned gate"]["loss"]
     alike: dict[tuple[float | None, bool], list[str]] = {}
     for name, policy in result["compared"].items():
         alike.setdefault((policy["loss"], policy["causal"]), []).append(name)
-    rows = []
-    for (loss, causal), names in sorted(alike.items(), key=lambda pair: pair[0][0] or math.inf):
-        gap = NONE if loss is None or learned is None else f"{loss - learned:+.4f}"
-        rows.append(["; ".join(names), "yes" if causal else "no", f"{result['depth']:.3f}", _number(loss), gap])
-    return ["policy", "causal", "iterations", "loss", "minus learned gate"], rows
-
-
-def _reuse(result: Mapping[str, Any]) -> Cells:
-    losses = [_number(result["as"][rule]["loss"]) for rule in ("state", "kv", "none")]
-    head = ["trained with reuse of", "loss, state reused (skipping)", "keys and values alone", "nothing", "gap"]
-    return head, [[result["trained"], *losses, f"{result['gap']:+.4f}"]]
-
-
-def _speed(result: Mapping[str, Any]) -> Cells:
-    cells = [
-        text
-        for stage in (result["prefill"], result["decode"])
-        for text in (_number(stage["tokens_per_second"], 0), f"{stage['depth']:.2f}")
+    return [
+        {"policy": "; ".join(names), "causal": "yes" if causal else "no", "iterations": f"{result['depth']:.3f}"}
+        | {"loss": _number(loss), "minus learned gate": NONE if None in (loss, learned) else f"{loss - learned:+.4f}"}
+        for (loss, causal), names in sorted(alike.items(), key=lambda pair: pair[0][0] or math.inf)
     ]
-    decode = f"decode tokens/s, {result['decode']['lanes']} lanes"
-    return ["prefill tokens/s", "its iterations", decode, "its iterations"], [cells]
 
 
-def _tasks(result: Mapping[str, Any]) -> Cells:
-    rows = [
-        [task["task"], f"{task['items']:,}", _number(task["metrics"]["acc"]["value"], 3)] for task in result["tasks"]
+def _reuse(result: Mapping[str, Any]) -> Rows:
+    rules = {"loss, state reused (skipping)": "state", "keys and values alone": "kv", "nothing": "none"}
+    losses = {head: _number(result["as"][rule]["loss"]) for head, rule in rules.items()}
+    return [{"trained with reuse of": result["trained"], **losses, "gap": f"{result['gap']:+.4f}"}]
+
+
+def _speed(result: Mapping[str, Any]) -> Rows:
+    stages = {"prefill": result["prefill"], f"decode, {result['decode']['lanes']} lanes,": result["decode"]}
+    forms = {"tokens/s": ("tokens_per_second", ",.0f"), "iterations": ("depth", ".2f")}
+    return [
+        {
+            f"{stage} {what}": format(value[name], form)
+            for stage, value in stages.items()
+            for what, (name, form) in forms.items()
+        }
     ]
-    return ["set", "items", "accuracy"], rows
 
 
-_MEASURED: Mapping[str, Callable[[Mapping[str, Any]], Cells]] = {
+def _tasks(result: Mapping[str, Any]) -> Rows:
+    return [
+        {
+            "set": task["task"],
+            "items": f"{task['items']:,}",
+            "accuracy": _number(task["metrics"]["acc"]["value"], ".3f"),
+        }
+        for task in result["tasks"]
+    ]
+
+
+_MEASURED: Mapping[str, Callable[[Mapping[str, Any]], Rows]] = {
     "steps": _steps,
     "policies": _policies,
     "reuse": _reuse,
@@ -274,81 +285,44 @@ _MEASURED: Mapping[str, Callable[[Mapping[str, Any]], Cells]] = {
 }
 
 
-# --- answers to questions -------------------------------------------------------------------------------------------
+def noise_table(evidence: Evidence) -> list[str]:
+    """Returns the noise of each corpus with and without the settings left out, and what three seeds can resolve."""
+    rows, seeds = [], 3
+    for corpus in evidence.queue.corpora:
+        for pool, what in (("stable", "without settings that collapse"), ("all", "with them")):
+            noise = evidence.pools[corpus][pool][0]
+            if noise is not None:
+                error = noise.error(seeds)
+                cells = [f"{noise.deviation:.4f}", str(noise.freedom), f"{detectable(error, noise.freedom):.4f}"]
+                cells += [f"{power_of_equality(error, noise.freedom):.2f}", str(seeds_for_equality(noise))]
+                rows.append([f"{corpus or 'mixed'}, {what}", *cells, str(seeds_for(0.003, noise))])
+    head = ["corpus", "residual deviation", "degrees of freedom", f"difference found with probability {POWER:g}"]
+    head += [f"power of “equal within {MARGIN:g}”", "seeds that equality needs", "seeds that 0.003 needs"]
+    return markdown(head, rows) if rows else []
 
 
-def four_numbers(evidence: Evidence) -> list[str]:
-    """Returns tokens halted early, gates closed, iterations and FLOPs saved: four different numbers."""
-    *halting, base = evidence.claims["savings"]
-    full = evidence.points(base)
-    rows = []
-    for name in halting:
-        if points := evidence.points(name):
-            values = [_mean(points, "halted"), _mean(points, "gates_closed")]
-            values += [1 - _mean(points, of) / _mean(full, of) for of in ("depth", "mflops")]
-            cells = [NONE if math.isnan(value) else f"{100 * value:.1f} %" for value in values]
-            rows.append([evidence.title(name), ", ".join(map(str, sorted(points))), *cells])
-    head = ["", "seeds", "tokens halted early", "gates closed", "iterations saved", "FLOPs saved"]
-    words = f"Saved are iterations and FLOPs of {evidence.title(base)}; the gates' own FLOPs count."
-    return [*markdown(head, rows), "", words] if rows else []
-
-
-def true_cost(evidence: Evidence) -> list[str]:
-    """Returns iterations and FLOPs of methods that read every token to full depth."""
-    rows = []
-    for name in evidence.claims["true-cost"]:
-        run = evidence.settings[evidence.aliases[name]]
-        iterations = run.shaped.model.iterations or 1
-        cost = costs(run, [0.0] * (iterations - 1) + [1.0])
-        rows.append([evidence.title(name), f"{iterations}x", f"{cost.ratio:.2f}x", f"{cost.training:.1f}"])
-    return markdown(["every token at full depth", "iterations", "FLOPs", "training PFLOP"], rows)
-
-
-def resolution(evidence: Evidence) -> list[str]:
-    """Returns deviations of losses and paired differences over seeds, and what three seeds can resolve."""
-    rows, least = [], math.inf
-    for before, after in pairwise(evidence.claims["seeds"]):
-        difference = paired(evidence.values(after), evidence.values(before))
-        if difference is None or len(difference.values) < 2:
-            continue
-        deviation = statistics.stdev(difference.values.values())
-        smallest = t_quantile(2) * deviation / math.sqrt(3)
-        least = min(least, smallest)
-        losses = [evidence.values(after)[seed] for seed in difference.values]
-        cells = [f"{statistics.stdev(losses):.4f}", f"{deviation:.4f}", f"{smallest:.4f}"]
-        title = f"{evidence.title(after)} minus {evidence.title(before)}"
-        rows.append([title, str(len(difference.values)), *cells])
-    head = ["", "seeds", "deviation of a loss", "of a paired difference", "told apart from 0 by three seeds"]
-    words = f"Three paired seeds tell apart, half of the time or more, what exceeds the last column, {least:.4f} at the"
-    seen = "cannot be told from chance here" if least > 0.003 else "can be seen"
-    return [*markdown(head, rows), "", f"{words} least: so an effect of 0.003 {seen}."] if rows else []
-
-
-def tuning(evidence: Evidence) -> list[str]:
-    """Returns the gains of the learning rate and of the embedding scale."""
-    plain, second = evidence.claims["curve"][:2]
-    lines = []
-    for title, tried in learning_rates(evidence).items():
-        first = {rate: points[0].loss for rate, points in tried.items() if 0 in points}
-        if 0.001 in first and len(first) > 1:
-            gain = first[0.001] - min(first.values())
-            lines.append(f"- {title}: the best rate is worth {gain:.3f} over 0.001 (seed 0)")
-    for words, name, other in (
-        (f"embedding scale 16 instead of 1, {evidence.title(plain)} at 0.004", plain, "vanilla-unscaled"),
-        ("a second iteration, both tuned", second, plain),
+def analyses_table(evidence: Evidence) -> list[str]:
+    """Returns the number of statements by verdict, and those that change, for each way to find the noise."""
+    rows, before = [], []
+    for noise_of, what in (
+        ("stable", "pooled, without settings that collapse (used here)"),
+        ("all", "pooled over all settings"),
+        ("pair", "each pair by its own seeds"),
     ):
-        if (difference := paired(evidence.values(name), evidence.values(other))) is not None:
-            lines.append(f"- {words}: {shown(difference)}")
-    return lines
+        other = replace(evidence, noise_of=noise_of)
+        verdicts = [judge(other, statement["tests"])[0] for statement in evidence.claims["statements"]]
+        before = before or verdicts
+        changed = [f"{i}: {new}" for i, (old, new) in enumerate(zip(before, verdicts, strict=True), 1) if old != new]
+        counts = [str(verdicts.count(verdict)) for verdict in (HOLDS, FAILS, UNRESOLVED)]
+        rows.append([what, *counts, "; ".join(changed) or NONE])
+    return markdown(["noise", HOLDS, FAILS, UNRESOLVED, "statements (by number) that change"], rows)
 
 
 def reruns(evidence: Evidence) -> list[str]:
     """Returns runs that were trained more than once with one seed, and their largest difference."""
     rows = []
-    for setting in evidence.settings:
-        for seed, points in sorted(evidence.runs(setting).items()):
-            if len(points) > 1:
-                losses = [point.loss for point in points]
-                listed = ", ".join(f"{loss:.4f}" for loss in losses)
-                rows.append([evidence.title(setting), str(seed), listed, f"{max(losses) - min(losses):.4f}"])
+    for (setting, seed), losses in evidence.runs.groupby(["setting", "seed"], sort=False).loss:
+        if len(losses) > 1:
+            largest = f"{losses.max() - losses.min():.4f}"
+            rows.append([evidence.title(setting), str(seed), _by_seed(losses, ".4f"), largest])
     return markdown(["", "seed", "losses", "largest difference"], rows) if rows else []

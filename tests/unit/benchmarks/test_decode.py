@@ -41,7 +41,7 @@ def test_one_stream_moves_k_bodies_k_heads_and_k_minus_one_tables():
     gate, kv = 4 * 1024**2 + 4 * 1024, 2 * 24 * 1024
     moved = tick_bytes(config, SHARES[4.0], lanes=1, context=200, dtype=torch.bfloat16)
     token = 2 * (4 * body + 4 * table + 3 * table + 3 * gate + 4 * 201 * kv)
-    assert 4 * sum(moved) == pytest.approx(token)
+    assert 4 * sum(moved.values()) == pytest.approx(token)
     rate = limit(config, SHARES[4.0], lanes=1, context=200, dtype=torch.bfloat16, copy_rate=4.26e12)
     assert rate == pytest.approx(4.26e12 / token)
     assert 1200 < rate < 1400
@@ -50,8 +50,8 @@ def test_one_stream_moves_k_bodies_k_heads_and_k_minus_one_tables():
 def test_a_method_that_mixes_no_vocabulary_reads_its_head_once_a_token():
     config = shape_config("ouro-1.4b")
     moved = tick_bytes(config, SHARES[4.0], lanes=1, context=8, dtype=torch.bfloat16)
-    assert 4 * moved.head == pytest.approx(49152 * 2048 * 2)
-    assert moved.table == 0
+    assert 4 * moved["head"] == pytest.approx(49152 * 2048 * 2)
+    assert moved["table"] == 0
 
 
 def test_cases_are_told_apart_and_hold_what_the_aims_are_stated_for():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,11 +14,11 @@ import yaml
 from adaponder.errors import InputError
 from experiments import figures, page
 from experiments.evidence import Evidence, read_claims
-from experiments.judging import KINDS, find, kind_of
+from experiments.judging import KINDS, find, kind_of, shown
 from experiments.page import records_apart
 from experiments.queue import identity
-from experiments.statistics import FAILS, HOLDS, NOT_RUN, UNRESOLVED
-from experiments.tables import claim_table, speed
+from experiments.statistics import FAILS, HOLDS, NOT_RUN, UNAFFORDABLE, UNRESOLVED, UNTESTABLE
+from experiments.tables import claim_table, leaderboard, settings_table, speed
 
 ROOT = Path(__file__).parents[3]
 EXPERIMENTS = ROOT / "experiments"
@@ -49,18 +52,15 @@ def edited(evidence: Evidence, changes: dict[str, dict], copies: dict[str, tuple
     return Evidence(evidence.queue, list(by_name.values()), evidence.claims)
 
 
-# --- the committed pages --------------------------------------------------------------------------------------------
-
-
 def test_committed_pages_and_figures_are_those_of_the_records(evidence):
     """`python -m experiments results` writes them again."""
     results, tables = page.results_page(evidence), page.tables_page(evidence, EXPERIMENTS / "records")
     assert (ROOT / "docs" / "results.md").read_text() == results
     assert (EXPERIMENTS / "tables.md").read_text() == tables
-    readme = (ROOT / "README.md").read_text()
-    assert readme == page.readme_page(evidence, readme)
+    for path, table in page.tables_within(evidence, ROOT).items():
+        assert path.read_text() == page.with_table(path, table)
     with pytest.raises(InputError, match="mark where its table goes"):
-        page.readme_page(evidence, "nothing")
+        page.with_table(ROOT / "CHANGELOG.md", [])
     for name, points in figures.all_points(evidence).items():
         assert figures.shown_by(ROOT / "docs" / "figures" / f"{name}.png") == figures.fingerprint(points), name
     width = None
@@ -81,14 +81,14 @@ def test_claims_name_runs_of_the_queue(evidence):
     assert all(statement["tests"] and evidence.queue.of_claim(statement["claim"]) for statement in statements)
     places = {statement["where"].partition(",")[0] for statement in statements}
     assert {"Table 1", "Table 2", "Table 3", "Figure 3", "Figure 4", "Figure 5", "Figure 6"} <= places
-    kinds = {kind for statement in statements for test in statement["tests"] for kind in test if kind in KINDS}
-    assert kinds | {"below_curve", "same_order"} == set(KINDS)
+    tests = [test for one in (*statements, *evidence.claims["questions"]) for test in one.get("tests", ())]
+    assert {kind for test in tests for kind in test if kind in KINDS} == set(KINDS)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"table1": ["nobody"]}, "nobody: no such alias"),
+        ({"curve": ["nobody"]}, "nobody: no such alias"),
         ({"statements": [{"claim": "lr"}]}, "fixed is missing"),
     ],
 )
@@ -117,6 +117,7 @@ def test_documents_quote_the_records(evidence):
         return f"{abs(float(find(evidence, test).words.rpartition(': ')[2].split()[0])):.3f}"
 
     readme, convert = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/convert.md"))
+    assert "has 53.8 / 54.0 (zero-shot / five-shot), where Pythia has 54.1" in convert, "the paper's commented row"
     assert f"lies {gap(below_curve='pondernet')} nats below the line" in readme
     assert f"plain training for longer is {gap(lower=['vanilla-long', 'k2'])} below it" in readme
     assert f"20 plain layers instead of 6 are {gap(lower=['vanilla-20-layers', 'k2'])} below" in readme
@@ -138,16 +139,42 @@ CONVERTED = [
 
 
 @pytest.mark.parametrize(("name", "settings"), [("related-work", ["act", "pondernet"]), ("convert", CONVERTED)])
-def test_tables_of_documents_have_losses_and_costs_of_the_records(evidence, name, settings):
+def test_tables_of_documents_have_losses_intervals_and_costs_of_the_records(evidence, name, settings):
     lines = (ROOT / "docs" / f"{name}.md").read_text().splitlines()
     for setting in settings:
-        points = dict(sorted(evidence.points(setting).items()))
-        seeds, losses = ", ".join(map(str, points)), ", ".join(f"{point.loss:.4f}" for point in points.values())
+        points = evidence.points(setting).sort_index()
+        seeds, losses = ", ".join(map(str, points.index)), ", ".join(f"{loss:.4f}" for loss in points.loss)
         (row,) = (line for line in lines if f"| {seeds} | {losses} |" in line)
-        assert f" | {sum(point.cost.ratio for point in points.values()) / len(points):.2f} | " in row
+        assert f" | {points.ratio.mean():.2f} | " in row
+        if len(points) > 1 and setting != CONVERTED[0]:
+            curve = evidence.over_curve(setting, evidence.claims["curve"])
+            gap = curve if name == "related-work" else evidence.minus(setting, CONVERTED[0])
+            assert shown(gap).partition(" (")[0] in row
 
 
-# --- records and verdicts -------------------------------------------------------------------------------------------
+def test_what_is_not_affordable_states_the_runs_that_it_needs(evidence):
+    """Runs in two settings, so that an effect of 0.003 is found four times out of five: (t + t') 0.0063 sqrt(2 / n)."""
+    found = find(evidence, {"unaffordable": "an effect of 0.003 nats", "effect": 0.003})
+    assert found.verdict == UNAFFORDABLE
+    runs = int(found.words.rpartition(": ")[2].split()[0])
+    deviation = evidence.noise("vanilla").deviation
+    assert runs == pytest.approx(2 * 2 * (2.88 * deviation / 0.003) ** 2, rel=0.03)
+    assert find(evidence, {"unaffordable": "more layers", "runs": 5}).words == "more layers: 5 runs"
+
+
+def test_the_leaderboard_ranks_entries_within_the_compute_of_their_track(evidence):
+    names = ["vanilla", "recall-k2", "k2", "pondernet", "ada"]
+    claims = {**evidence.claims, "leaderboard": dict.fromkeys(names, "new")}
+    rows = [line.split(" | ") for line in leaderboard(replace(evidence, claims=claims))[2:]]
+    places = {row[2]: (row[0].strip("| "), row[1]) for row in rows}
+    assert next(iter(places)) == "PonderNet, K = 4", "the lowest loss first"
+    assert places == {
+        "PonderNet, K = 4": ("–", "1"),
+        "PonderNet, no exits, K = 2": ("1", "2"),
+        "AdaPonder, K = 4": ("–", "–"),
+        "PonderLM, K = 2": ("–", "3"),
+        "vanilla": ("2", "4"),
+    }
 
 
 def test_a_run_is_done_when_its_measurements_are_there(evidence):
@@ -158,9 +185,9 @@ def test_a_run_is_done_when_its_measurements_are_there(evidence):
 
 
 def test_only_runs_on_the_same_data_are_compared(evidence):
-    assert {0, 1, 2} <= evidence.values("k2").keys()
+    assert {0, 1, 2} <= set(evidence.values("k2").index)
     other = edited(evidence, {"mini-ponder-k2-lr-0.004-seed-1": ELSEWHERE})
-    assert 1 not in other.values("k2")
+    assert 1 not in other.values("k2").index
     assert "seeds 0, 2" in find(other, {"lower": ["k2", "vanilla"]}).words
     apart = records_apart(other, EXPERIMENTS / "records")
     assert any(name.startswith("mini-ponder-k2-lr-0.004-seed-1") and "other data" in why for name, why in apart.items())
@@ -179,15 +206,17 @@ def test_verdicts_follow_paired_differences(evidence):
         ours = {f"{ADA}{s}": halting | {"validation_loss": 3.5 + 0.02 * s + gap} for s, gap in enumerate(gaps)}
         return edited(evidence, base | ours, copies)
 
-    near, far, unsure = with_gaps(0.001, 0.0, 0.001), with_gaps(0.02, 0.021, 0.022), with_gaps(-0.01, 0.0, 0.01)
-    assert [find(made, {"equal": ["ada", "k4"]}).verdict for made in (near, far, unsure)] == [HOLDS, FAILS, UNRESOLVED]
+    near, far, unsure = with_gaps(0.001, 0.0, 0.001), with_gaps(0.06, 0.061, 0.062), with_gaps(-0.01, 0.0, 0.01)
+    verdicts = [find(made, {"equal": ["ada", "k4"]}).verdict for made in (near, far, unsure)]
+    assert verdicts == [UNRESOLVED, FAILS, UNRESOLVED], "three seeds never show that two settings are equal"
+    assert find(replace(near, noise_of="pair"), {"equal": ["ada", "k4"]}).verdict == HOLDS
     for test, verdict in (
         ({"lower": ["k4", "ada"]}, HOLDS),
         ({"lower": ["ada", "k4"]}, FAILS),
         ({"lower": ["ada", "k4"], "of": "depth"}, HOLDS),
         ({"saved": ["ada", "k4"], "of": "depth", "low": 0.04, "high": 0.06}, HOLDS),
         ({"saved": ["ada", "k4"], "of": "depth", "low": 0.06, "high": 0.1}, FAILS),
-        ({"collapse": "ada"}, FAILS),
+        ({"collapse": "ada"}, UNRESOLVED),
     ):
         assert find(far, test).verdict == verdict, test
     one_depth = {f"{ADA}{seed}": {"validation_halted": [0.0, 0.995, 0.999]} for seed in range(2)}
@@ -224,6 +253,12 @@ def test_measurements_decide_analysis_claims(evidence):
     assert verdict == UNRESOLVED, "one seed"
     assert "2.00, 1.00, 1.50, 2.50" in words
     assert "a check mark in 1 of the 1 seeds" in words
+    for losses, count in (([3.0, 1.0, 1.5, 2.5], 0), ([2.0, 1.6, 1.5, 2.5], 0), ([2.0, None, 1.5, 2.5], None)):
+        another = edited(evidence, {f"{ADA}0": {"measured": {"steps": steps | {"nll": losses}}}})
+        verdict, words = find(another, {"check_mark": "ada"})
+        seen = "0 of the 0" if count is None else f"{count} of the 1"
+        assert f"a check mark in {seen} seeds" in words, "lowest at the second step and highest at the last"
+        assert verdict == (UNTESTABLE if count is None else UNRESOLVED), "without tokens at a step there is no curve"
     assert "-0.1000" in find(other, {"policy": ["learned gate", "geometric, ranked"], "run": "ada"}).words
     early = (10 * 2.0 + 20 * 1.0 + 30 * 1.5) / 60
     assert f"{early - 2.5:+.2f}" in find(other, {"easier": "ada", "at": "nll"}).words
@@ -231,18 +266,15 @@ def test_measurements_decide_analysis_claims(evidence):
     assert find(other, {"right": ["ada", "k4"]}).verdict == find(other, {"gap": "no-reuse"}).verdict == NOT_RUN
 
 
-# --- curves and the dial --------------------------------------------------------------------------------------------
-
-
 def test_a_model_is_compared_with_the_curve_of_its_own_seed(evidence):
-    curve, point = evidence.claims["curve"], evidence.points("ada")[0]
+    curve, point = evidence.claims["curve"], evidence.points("ada").loc[0]
     three, four = evidence.values("k3")[0], evidence.values("k4")[0]
     expected = point.loss - (three + (point.depth - 3) * (four - three))
-    assert evidence.over_curve("ada", curve)[0] == pytest.approx(expected)
+    assert evidence.over_curve("ada", curve).values[0] == pytest.approx(expected)
     gone = edited(evidence, {"mini-ponder-k3-lr-0.004-seed-0": ELSEWHERE})
-    assert 0 not in gone.over_curve("ada", curve), "no line from K = 2 to 4 where K = 3 lies between"
+    assert 0 not in gone.over_curve("ada", curve).values, "no line from K = 2 to 4 where K = 3 lies between"
     other = edited(evidence, {}, {f"{ADA}9.json": (f"{ADA}0", 9)})
-    assert 9 not in other.over_curve("ada", curve), "no seed 9 on the curve"
+    assert 9 not in other.over_curve("ada", curve).values, "no seed 9 on the curve"
     plain, second, own = (evidence.values(name) for name in ("vanilla", "recall-k2", "pondernet-k2"))
     depth = evidence.values("pondernet-k2", "depth")[0]
     expected = own[0] - (plain[0] + (depth - 1) * (second[0] - plain[0]))
@@ -263,41 +295,83 @@ def test_a_dialled_checkpoint_is_compared_with_the_curve_of_its_seed(evidence):
     # Half way between 3.2 and 3.1, and 3.0 is where the model is by itself.
     expected = evidence.values("ada")[0] + 0.15 - (evidence.values("vanilla")[0] + evidence.values("k2")[0]) / 2
     curve = evidence.claims["curve"]
-    assert other.dial_over_curve("ada", curve, 1.5) == {0: pytest.approx(expected)}
-    assert other.dial_over_curve("ada", curve, 1.5, "ratio") == {0: pytest.approx(expected, abs=1e-3)}
-    assert other.dial_over_curve("ada", curve, 3.5) == {}, "the dial was not turned so far"
-    assert other.dial_over_curve("ada", curve, 2.5) == {}, "it jumps from 2 to 3: a line is no measurement"
+    assert other.over_curve("ada", curve, "depth", 1.5).values == {0: pytest.approx(expected)}
+    assert other.over_curve("ada", curve, "ratio", 1.5).values == {0: pytest.approx(expected, abs=1e-3)}
+    assert other.over_curve("ada", curve, "depth", 3.5) is None, "the dial was not turned so far"
+    assert other.over_curve("ada", curve, "depth", 2.5) is None, "it jumps from 2 to 3: a line is no measurement"
     assert f"{expected:+.4f}" in find(other, {"dial_below_curve": "ada", "depth": 1.5, "by": 0.01}).words
-    assert len(figures.frontier_points(other)[2]) == 1
     again = {"again": 1, "validation_loss": 2.5, "measured": dial(own=3.0, losses={1.0: 3.2})}
     second = edited(evidence, {"trained-again": again}, {"trained-again.json": (f"{ADA}0", 0)})
     assert second.dialled("ada") == {0: [(1.0, 1.0, pytest.approx(2.5 + 0.2))]}, "by the loss of the run it is of"
 
 
-# --- tables ---------------------------------------------------------------------------------------------------------
-
-
-def gates_rows(evidence: Evidence, changes: dict[str, dict]) -> list[list[str]]:
-    return [row.split(" | ") for row in claim_table(edited(evidence, changes), "gates")[2:]]
-
-
 def test_shares_by_depth_are_of_each_seed(evidence):
     halves = {"validation_halted": [0.0, 0.25, 0.5]}, {"validation_halted": [1.0, 1.0, 1.0]}
     changes = {f"ablation-shared-gate-lr-0.004-seed-{seed}": halves[seed % 2] for seed in range(3)}
-    (row,) = (row for row in gates_rows(evidence, changes) if row[0] == "| AdaPonder, one gate for all iterations")
-    assert row[5] == "0/25/25/50, 100/0/0/0, 0/25/25/50"
+    rows = claim_table(edited(evidence, changes), "gates")
+    (row,) = (row for row in rows if row.startswith("| AdaPonder, one gate for all iterations |"))
+    assert " | 0/25/25/50, 100/0/0/0, 0/25/25/50 | " in row
 
 
 def test_costs_are_those_of_the_depths(evidence):
-    full, halting = evidence.points("k4")[0], evidence.points("ada")[0]
-    assert full.cost.ratio == pytest.approx(5.2, abs=0.01)
-    assert halting.cost.training > full.cost.training, "training is dense, and gates cost too"
+    full, halting = evidence.points("k4").loc[0], evidence.points("ada").loc[0]
+    assert full.ratio == pytest.approx(5.2, abs=0.01)
+    assert halting.training > full.training, "training is dense, and gates cost too"
     assert halting.halted == pytest.approx(1 - halting.shares[3])
     assert halting.gates_closed == pytest.approx((4 - halting.depth) / 3, abs=1e-6)
     # A pass of the body with its attention, the head, two heads for each expectation, three gates: from the shape.
     body, head, gate = 2 * 6 * 12 * 256**2 + 4 * 6 * 256 * 512.5, 2 * 256 * 16384, 2 * (256 * 1024 + 1024)
-    for point in (p for name in ("ada", "ada-k-0.3") for p in evidence.points(name).values()):
-        flops = point.depth * body + head + (point.depth - 1) * 2 * head + gate * (point.depth - point.shares[3])
-        assert point.cost.mflops == pytest.approx(flops / 1e6, rel=1e-4)
-    assert speed([full]) == "shared"
-    assert speed([replace(full, record={"tokens_per_second": 1000.0, "shared_device_with": 0})]) == "1,000"
+    for name in ("ada", "ada-k-0.3"):
+        for _, point in evidence.points(name).iterrows():
+            flops = point.depth * body + head + (point.depth - 1) * 2 * head + gate * (point.depth - point.shares[3])
+            assert point.mflops == pytest.approx(flops / 1e6, rel=1e-4)
+    # PonderNet's step with closed exits: two passes and the logits of the last, forward and backward.
+    recall = 3 * (2 * body + head) * 3000 * 32 * 1024 / 1e15
+    assert evidence.points("recall-k2").training[0] == pytest.approx(recall, rel=1e-3)
+    assert "| vanilla, 20 layers | 2.40 |" in settings_table(evidence, ["vanilla-20-layers"], ["x vanilla"])
+    assert speed(evidence.points("k4")) == "shared"
+    alone = {"tokens_per_second": 1000.0, "shared_device_with": 0}
+    assert speed(evidence.points("k4").assign(record=[alone] * 3)) == "1,000"
+
+
+# 0.975 quantiles of Student's t for 30, 31, … degrees of freedom, from a printed table.
+T_TABLE = (2.0423, 2.0395, 2.0369, 2.0345, 2.0322, 2.0301, 2.0281, 2.0262, 2.0244, 2.0227, 2.0211)
+
+
+def test_readmes_intervals_are_found_again_from_the_files_by_another_formula(evidence):
+    """From the records' own fields: settings by recipe hash without the seed, noise by alternating means."""
+    losses, shares = {}, {}
+    for path in sorted((EXPERIMENTS / "records").glob("*.json")):
+        record = json.loads(path.read_text())
+        if record.get("data") == "f6d48f6c07616ae2" and not record.get("again") and "experiment" in record:
+            setting, _, seed = record["experiment"].partition("-again-")[0].rpartition("-seed-")
+            last = record["validation"][-1]
+            losses.setdefault(setting, {})[int(seed)] = last["validation_loss"]
+            ends = [0.0, *last["validation_halted"], 1.0]
+            largest = max(after - before for before, after in pairwise(ends))
+            shares.setdefault(setting, []).append(largest)
+    pool = {name: dict(by_seed) for name, by_seed in losses.items() if len(by_seed) > 1}
+    pool = {name: by_seed for name, by_seed in pool.items() if max(shares[name]) <= 0.95 or min(shares[name]) == 1.0}
+    runs, seeds = sum(map(len, pool.values())), {seed for by_seed in pool.values() for seed in by_seed}
+    for _ in range(500):
+        for by_seed in pool.values():
+            mean = sum(by_seed.values()) / len(by_seed)
+            by_seed |= {seed: value - mean for seed, value in by_seed.items()}
+        for seed in seeds:
+            column = [by_seed[seed] for by_seed in pool.values() if seed in by_seed]
+            for by_seed in (by_seed for by_seed in pool.values() if seed in by_seed):
+                by_seed[seed] -= sum(column) / len(column)
+    freedom = runs - len(pool) - len(seeds) + 1
+    squares = sum(value**2 for by_seed in pool.values() for value in by_seed.values())
+    deviation = (squares / freedom) ** 0.5
+    rows = settings_table(evidence, **evidence.claims["tables"]["readme"])
+    for setting, title in (
+        ("mini-ponder-k2-lr-0.004", "PonderLM, K = 2"),
+        ("mini-pondernet-lr-0.004", "PonderNet, K = 4"),
+        ("mini-adaponder-lr-0.004", "AdaPonder, K = 4"),
+    ):
+        gaps = [losses[setting][seed] - losses["mini-vanilla-lr-0.004"][seed] for seed in range(3)]
+        mean, half = sum(gaps) / 3, T_TABLE[freedom - 30] * deviation * (2 / 3) ** 0.5
+        (row,) = (line for line in rows if line.startswith(f"| {title} |"))
+        numbers = [float(word) for word in re.findall(r"[+-]\d\.\d{4}", row)]
+        assert numbers == pytest.approx([mean, mean - half, mean + half], abs=2e-4), title

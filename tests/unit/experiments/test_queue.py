@@ -27,9 +27,6 @@ def shipped() -> Queue:
     return read_queue(EXPERIMENTS / "queue.yaml")
 
 
-# --- the queue that ships -------------------------------------------------------------------------------------------
-
-
 def test_runs_have_one_label_each_and_enough_tokens(shipped):
     assert [run.claim for run in shipped.experiments[:8]] == ["noise"] * 8
     runs = {(run.label, run.identity, run.corpus, run.again) for run in shipped.experiments}
@@ -52,9 +49,6 @@ def test_every_run_builds_a_model_and_measures_what_can_be_measured(shipped):
         assert method_class(config.method).own_parameters(config) >= 0
     for run in shipped.experiments:
         assert set(run.measures) <= set(MEASURES), run.label
-
-
-# --- reading a queue ------------------------------------------------------------------------------------------------
 
 
 def test_a_claim_with_other_seeds_has_every_setting_once_for_each(tmp_path):
@@ -90,9 +84,6 @@ def test_a_wrong_queue_is_refused(tmp_path, changes, message):
         read_queue(written(tmp_path, **changes))
 
 
-# --- identities -----------------------------------------------------------------------------------------------------
-
-
 def test_every_record_keeps_its_identity():
     pinned = dict(reversed(line.split()) for line in (HERE / "identities.txt").read_text().splitlines())
     assert len(pinned) == 189
@@ -126,9 +117,6 @@ def test_a_field_that_comes_or_goes_changes_no_identity():
             if recipe[section].get(name, ...) == default and name not in ("method", "embedding_scale"):
                 shorter = {key: value for key, value in recipe[section].items() if key != name}
                 assert identity(recipe | {section: shorter}) == identity(recipe), (section, name)
-
-
-# --- time -----------------------------------------------------------------------------------------------------------
 
 
 def test_seconds_come_from_runs_of_the_same_model_on_the_same_hardware(tmp_path):
