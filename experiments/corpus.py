@@ -17,7 +17,7 @@ import subprocess
 import sys
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -126,11 +126,11 @@ def why_not(path: PurePosixPath, text: str) -> str:
     return ""
 
 
-def source_files(wheel: Path) -> Iterator[tuple[PurePosixPath, bytes]]:
-    """Yields the Python files of a wheel by path, in order of their names."""
+def source_files(wheel: Path) -> list[tuple[PurePosixPath, bytes]]:
+    """Returns the Python files of a wheel by path, in order of their names."""
     with zipfile.ZipFile(wheel) as archive:
-        for name in sorted(name for name in archive.namelist() if name.endswith(".py")):
-            yield PurePosixPath(name), archive.read(name)
+        names = sorted(name for name in archive.namelist() if name.endswith(".py"))
+        return [(PurePosixPath(name), archive.read(name)) for name in names]
 
 
 def collect(

@@ -213,7 +213,8 @@ def _above_chance(evidence: Evidence, test: Test) -> _Found:
         tried = [record.get("measured", {}).get("tasks") for record in runs.record]
         why = next((result["missing"] for result in tried if result is not None), None)
         return NOT_RUN, NONE if why is None else f"could not be measured: {why}"
-    over = estimate(scores - _by_seed(evidence, name, "tasks", _chance))
+    chance = _by_seed(evidence, name, "tasks", lambda result: fmean(_CHANCE[task["task"]] for task in result["tasks"]))
+    over = estimate(scores - chance)
     verdict = statistics.higher(over)
     words = f"{evidence.title(name)}, mean accuracy minus guessing: {shown(over, percent=True)}"
     return UNTESTABLE if verdict == FAILS else verdict, words
@@ -246,11 +247,6 @@ def _by_seed(
 def _downstream(result: Mapping[str, Any]) -> float:
     """Returns the mean accuracy over the sets."""
     return fmean(task["metrics"]["acc"]["value"] for task in result["tasks"])
-
-
-def _chance(result: Mapping[str, Any]) -> float:
-    """Returns the mean accuracy of guessing over the sets."""
-    return fmean(_CHANCE[task["task"]] for task in result["tasks"])
 
 
 KINDS: Mapping[str, Callable[[Evidence, Test], _Found]] = {

@@ -60,11 +60,8 @@ def results_page(evidence: Evidence) -> str:
         "margin": f"{MARGIN}",
         "power": f"{POWER}",
         "noise": tables.noise_table(evidence)[:3],
-        "counts": [
-            *(_counted(title, judged, ours) for title, ours in (("The paper's claims", False), ("Ours", True))),
-            f"- {done} of {runs} runs in the queue are done, with all that they measure.",
-        ],
         "in short": _in_short(judged),
+        "done": f"{done} of {runs} runs in the queue are done, with all that they measure.",
         "paper claims": _statements(judged, ours=False),
         "prepare": queue.main.prepare,
         "prepare open": queue.corpora["open"].prepare if "open" in queue.corpora else "",
@@ -135,15 +132,13 @@ def _left_out(evidence: Evidence) -> str:
     return "; ".join(sorted(map(evidence.title, names))) or "none"
 
 
-def _counted(title: str, judged: Sequence[Judged], ours: bool) -> str:
-    counts = Counter(verdict for statement, (verdict, _) in judged if _is_ours(statement) == ours)
-    listed = ", ".join(f"{verdict} {counts[verdict]}" for verdict in VERDICTS if counts[verdict])
-    return f"- {title}: {counts.total()} statements; {listed}."
-
-
 def _in_short(judged: Sequence[Judged]) -> list[str]:
-    """Lists the statements that hold and those that do not, without their numbers."""
+    """Counts the verdicts, and lists the statements that hold and those that do not, without their numbers."""
     lines: list[str] = []
+    for title, ours in (("The paper's claims", False), ("Ours", True)):
+        counts = Counter(verdict for statement, (verdict, _) in judged if _is_ours(statement) == ours)
+        listed = ", ".join(f"{verdict} {counts[verdict]}" for verdict in VERDICTS if counts[verdict])
+        lines.append(f"- {title}: {counts.total()} statements; {listed}.")
     for wanted in (HOLDS, FAILS):
         if statements := [statement for statement, (verdict, _) in judged if verdict == wanted]:
             lines += ["", f"**{wanted[0].upper()}{wanted[1:]}:**", ""]

@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from adaponder.data import Shards
 from adaponder.devices import autocast, hardware_name
 from adaponder.errors import InputError, TrainingError
 from adaponder.evaluation.scoring import ScoringOptions, score
@@ -153,12 +152,6 @@ class AveragingTrainer(Trainer):
                 self.averaged[name].lerp_(parameter.detach(), 1 / self.averaged_steps)
         return super()._after_step(phase_end)
 
-    @torch.no_grad()
-    def load_averaged(self) -> None:
-        """Replaces the model's weights by their mean; the final ones are in the run's folder."""
-        for name, parameter in self.model.named_parameters():
-            parameter.copy_(self.averaged[name])
-
 
 def train_run(experiment: Experiment, data: Path | None, runs: Path, device: str) -> tuple[AveragingTrainer, Path]:
     """Trains a run from its first step; returns its trainer and the folder of its final model.
@@ -182,7 +175,9 @@ def _documents(trainer: AveragingTrainer) -> dict[str, Any]:
     if trainer.validation is None or trainer.sampler.shards.manifest.puzzles:
         return {}
     final = measure_documents(trainer)
-    trainer.load_averaged()
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            parameter.copy_(trainer.averaged[name])  # the final weights are in the run's folder
     averaged = measure_documents(trainer)
     averaged["documents"].pop("hash")  # as above
     return {"final": final, "averaged": {"steps": trainer.averaged_steps} | averaged}
@@ -196,13 +191,6 @@ def half_of(document_hash: int) -> str:
     return "report" if document_hash & 1 else "choose"
 
 
-def validation_hashes(shards: Shards) -> list[int]:
-    """Returns the hash of each validation document, in the order of the split."""
-    folder = shards.folder / "validation"
-    tables = [pq.read_table(folder / part.docs_name, columns=["hash"]) for part in shards.manifest.splits["validation"]]
-    return [value for table in tables for value in table.column("hash").to_pylist()]
-
-
 def measure_documents(trainer: Trainer) -> dict[str, Any]:
     """Scores the whole validation split; returns nats, predicted tokens and mean depth of each document by its hash.
 
@@ -214,7 +202,9 @@ def measure_documents(trainer: Trainer) -> dict[str, Any]:
     options: dict[str, Any] = {"how": ScoringOptions(execution="dense"), "batch_size": _BATCH, "shape": trainer.shape}
     with autocast(recipe.train.dtype, trainer.world.device):
         scores = score(trainer.model, text, windows, **options)
-    hashes = validation_hashes(shards)
+    folder, parts = shards.folder / "validation", shards.manifest.splits["validation"]
+    tables = [pq.read_table(folder / part.docs_name, columns=["hash"]) for part in parts]
+    hashes = [value for table in tables for value in table.column("hash").to_pylist()]
     document = text.document[text.counted]
     nats, depth, tokens = (
         np.bincount(document, weights=values[text.counted], minlength=len(hashes))

@@ -84,6 +84,14 @@ def test_runs_leave_one_record_each_and_are_never_repeated(tmp_path, place, monk
     facts = {(each["commit"], each["shared_device_with"], each["embedding_scale"]) for each in records}
     assert facts == {("abc", 1, 4.0)}
     assert all(each["validation"][-1]["validation_loss"] > 0 for each in records)
+    for weights in (records[0]["final"], records[0]["averaged"]):
+        hashes = records[0]["final"]["documents"]["hash"]
+        rows = list(zip(hashes, weights["documents"]["nats"], weights["documents"]["tokens"], strict=True))
+        for half, odd in {"choose": "02468ace", "report": "13579bdf"}.items():
+            chosen = [(nats, tokens) for name, nats, tokens in rows if name[-1] in odd]
+            loss = sum(nats for nats, _ in chosen) / sum(tokens for _, tokens in chosen) if chosen else None
+            assert weights[half] == (loss if loss is None else pytest.approx(loss, abs=1e-3)), "by the last bit"
+    assert records[0]["averaged"]["steps"] == 1, "the last tenth of two steps"
     listing = {name: options[name] for name in ("queue", "data", "records")}
     for given, state in (({}, "done"), ({"data": None}, "waiting")):  # the queue's own data is not this
         command("list", "lr", json=tmp_path / "list.json", **listing | given)
