@@ -5,6 +5,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -24,6 +25,17 @@ transformers.utils.logging.disable_progress_bar()
 # Examples are derived from the test's name: the same on every machine and every run.
 settings.register_profile("adaponder", deadline=None, derandomize=True, max_examples=20)
 settings.load_profile("adaponder")
+# A GPU machine may have the model's libraries alone; these files need others, and none has a test marked gpu.
+_NEEDED = {
+    "fastapi": ("serving", "unit/serving", "unit/benchmarks/test_serve.py", "unit/test_fields.py"),
+    "openai": ("contract/test_openai_client.py",),
+    "datasets": ("unit/training/test_sft.py",),
+}
+collect_ignore = [path for library, paths in _NEEDED.items() if find_spec(library) is None for path in paths]
+
+
+def pytest_report_header() -> str | None:
+    return f"libraries are missing, left out: {', '.join(collect_ignore)}" if collect_ignore else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are left out by their markers
