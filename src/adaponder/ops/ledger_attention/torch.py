@@ -67,7 +67,7 @@ class LedgerRows(NamedTuple):
         return self.index.shape[2] if self.longest is None else min(self.longest, self.index.shape[2])
 
     def select(self, span: slice, cohorts: tuple[Cohort, ...] = ()) -> LedgerRows:
-        """Selects the rows ``span`` of the pass, with ``cohorts`` numbered from the start of ``span``."""
+        """Selects the rows ``span`` of the pass; row numbers in ``cohorts`` count from the start of ``span``."""
         lane, slot, iteration, row = (values[span] for values in (self.lane, self.slot, self.iteration, self.row))
         return self._replace(lane=lane, slot=slot, iteration=iteration, row=row, cohorts=cohorts)
 
