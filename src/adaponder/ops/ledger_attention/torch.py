@@ -169,7 +169,7 @@ def _seen(ids: Tensor, slot: Tensor, window: int | None) -> Tensor:
 def _alone(
     query: Tensor, keys: Tensor, values: Tensor, rows: LedgerRows, part: slice, window: int | None, scale: float | None
 ) -> Tensor:
-    """Attends from single-query rows; in the call, (row, key head) are batch and head, its query heads the queries."""
+    """Attends from single-query rows in one call with batch = rows, heads = key heads, queries = their query heads."""
     ids = rows.index[rows.lane[part], rows.iteration[part], : rows.reach]
     seen = _seen(ids, rows.slot[part], window)
     # Unseen slots read the query's own row: an unwritten row may hold NaN, and NaN times zero is NaN.
