@@ -386,13 +386,13 @@ class Recurrence:
 
     @property
     def table_scale(self) -> float:
-        """Returns the factor on the embedding table where expected embeddings are computed."""
+        """Returns the factor by which the embedding table is multiplied when expected embeddings are computed."""
         assert isinstance(self.embedding_scale, (int, float))  # resolved when a config is built
         return self.embedding_scale
 
     @property
     def input_scale(self) -> float:
-        """Returns the factor on the first embedding, E^0."""
+        """Returns the factor by which the input embeddings E^0 of iteration 0 are multiplied."""
         return self.table_scale * self.initial_multiplier
 
     def gates(self) -> int:

@@ -87,7 +87,7 @@ def at_depth(model: AdaPonderForCausalLM, depth: int) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _answers(model: AdaPonderForCausalLM, text: Text, batch_size: int, arguments: dict[str, Any]) -> list[np.ndarray]:
-    """Returns for each question its need, whether the likeliest token is right, and the depth of that prediction."""
+    """Returns three arrays over questions: needed hops or height, whether the prediction is right, its depth."""
     batches = []
     training = model.training
     model.eval()

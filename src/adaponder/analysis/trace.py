@@ -194,7 +194,7 @@ def make_trace(
 
 
 def _spent(model: AdaPonderForCausalLM, spent: Spent, how: ScoringOptions) -> dict[str, Any]:
-    """Returns the meter's numbers without gates after a token has halted, which only a trace evaluates.
+    """Returns the meter's numbers without the FLOPs of halted tokens' gates, which only a trace evaluates.
 
     Tokens per second are left out: most of the time went into the logits of each iteration, which only a trace needs.
     """

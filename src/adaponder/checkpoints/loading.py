@@ -117,7 +117,7 @@ def _refuse_adapter(folder: Path) -> None:
 
 
 def _require_own(path: Path, folder: Path) -> None:
-    """Refuses special files, and links out of ``folder`` except those of the hub's cache (to its blobs)."""
+    """Refuses special files, and links that lead out of ``folder``, except links to the blobs of the hub's cache."""
     target, blobs = path.resolve(), folder.parent.parent / "blobs"
     of_the_hub = folder.parent.name == "snapshots" and target.is_relative_to(blobs)
     if not of_the_hub and not target.is_relative_to(folder):
@@ -174,7 +174,7 @@ def _check_index(index: Path) -> None:
 
 
 def _header_bytes(path: Path) -> int:
-    """Returns the size of a file's header as it states itself; 0 if the file cannot be that long."""
+    """Returns the header size stated in a safetensors file's first 8 bytes; 0 if the file is shorter than that."""
     with open_plain(path) as file:
         stated = int.from_bytes(file.read(8), "little")
     return stated if stated <= path.stat().st_size else 0

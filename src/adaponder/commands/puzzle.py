@@ -61,7 +61,7 @@ def hops_of(folder: Path) -> Hops:
     """Returns the settings of the hops puzzles that a checkpoint was trained on, or the defaults if they are unknown.
 
     The settings are in the checkpoint's state or in the manifest of its data. Raises if these name only another kind
-    of puzzle, which has the same tokens.
+    of puzzle (its tokens are the same).
     """
     from adaponder.data.manifest import MANIFEST, Manifest
     from adaponder.data.puzzles import Hops, is_generated, settings_of

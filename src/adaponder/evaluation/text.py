@@ -31,7 +31,7 @@ from adaponder.text.spelling import unknown_id
 
 
 class Vocabulary(NamedTuple):
-    """A checkpoint's tokenizer, the id of the token that ends a document, and that of text it does not know, if any."""
+    """A checkpoint's tokenizer, the id of its end-of-document token, and the id for unknown text, if it has one."""
 
     tokenizer: Tokenizer
     end_id: int
@@ -216,7 +216,7 @@ def _joined(documents: Iterator[_Piece], vocabulary: Vocabulary, limit: int | No
 class WindowBatch(NamedTuple):
     """A batch of windows of equal length; all fields are ``[windows, length]``.
 
-    ``index`` is the number of each prediction in the text, ``fresh`` whether no earlier window scored it, ``documents``
+    ``index`` is the index of each prediction in the text, ``fresh`` whether no earlier window scored it, ``documents``
     the document index of each prediction; ``documents`` is ``None`` if attention crosses documents.
     """
 

@@ -57,7 +57,7 @@ class Drafting:
         windows.halted[lane, column] = zeros.bool()
 
     def begin(self, lane: Tensor) -> WindowRows:
-        """Starts a tick: returns the rows of these lanes' windows and enters them into the index."""
+        """Starts a tick: assigns pool rows to these lanes' windows, enters them in ``books.index`` and returns them."""
         rows = begin_windows(self.books, self.windows, lane, passes=self.passes, vanishes=self.vanishes)
         self._lane, self._entries = lane, rows.entries
         return rows

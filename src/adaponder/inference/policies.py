@@ -151,7 +151,7 @@ class LanePolicies:
 def prefix_key(policy: Policy, seed: int) -> tuple[Any, ...] | None:
     """Returns a key that is equal only for policies and seeds with equal decisions, or ``None`` if there is none.
 
-    Without a key, prefixes are not shared: for a user's callable, or policy with fields not of numbers or strings.
+    A user's callable, or a policy with fields other than numbers and strings, has no key: its prefixes are not shared.
     """
     kind = type(policy)
     if _is_built_in(policy) or kind is ForcedDepths:

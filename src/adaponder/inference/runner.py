@@ -48,7 +48,7 @@ class Launch:
     ready: Any = None
 
     def wait(self) -> tuple[Tensor, Extras]:
-        """Waits until the results are on the host and returns ``log``."""
+        """Waits until the results are on the host and returns (log of every tick, extras)."""
         if self.ready is not None:
             self.ready.synchronize()
         assert self.log is not None

@@ -176,7 +176,7 @@ class LaneBiases:
             write_lane(buffer, lane, column)
 
     def add(self, logits: Tensor, lanes: Tensor, position: Tensor) -> Tensor:
-        """Returns ``logits [n, V]`` plus the values of each row's lane at its position."""
+        """Returns ``logits [n, V]`` plus the biases and bans of each row's lane that apply at the row's position."""
         value = torch.where(position[:, None] < self._until[lanes], self._value[lanes], 0.0)
         return logits.scatter_add(1, self._token[lanes], value.to(logits.dtype))
 

@@ -55,22 +55,22 @@ class Plan:
 class Scheduler:
     """Assigns lanes, pages and the rows of a tick to sequences; independent of the device.
 
-    Clients share them fairly. The n-th oldest resident of a client has rank n - 1, and whatever runs short goes to the
-    lowest rank:
+    Clients share them fairly. A resident is a sequence that has a lane; the n-th oldest resident of a client has rank
+    n - 1, and whatever runs short goes to the lowest rank:
 
     - The next sequence to be admitted is the oldest of the client with the fewest residents; of several such clients,
       of the one served longest ago. If it lacks a lane or rows, it preempts residents whose rank is above its own.
     - If pages run short, the resident of the highest rank is preempted.
     - The prefill rows of a tick are divided equally; what a client does not need goes to the others.
 
-    So a client with fewer than ``lanes // clients`` residents waits for no lane, and with ``chunk // clients`` prefill
-    rows per tick, its sequence takes as many ticks as alone, however many requests others have queued. Only a sequence
-    that does not fit beside the first residents of the others waits for them, and later ones for it. Within a client
-    the order is that of arrival; a client alone gets everything.
+    So a client with fewer than ``lanes // clients`` residents waits for no lane, and if its sequence needs no more than
+    ``chunk // clients`` prefill rows per tick, it takes as many ticks as alone, however many requests others queued.
+    Only a sequence whose rows do not fit beside the oldest resident of each other client waits for these, and later
+    sequences for it. The sequences of a client are served in order of arrival; a client alone gets everything.
 
     Attributes:
         queues: the waiting sequences of each client that has waiting or resident ones, in order of arrival.
-        preemptions, tokens_reused: counters; tokens are reused from the prefix cache.
+        preemptions, tokens_reused: numbers of preemptions, and of tokens whose rows came from the prefix cache.
         most_resident: the largest number of sequences that had a lane at a time.
     """
 
@@ -215,7 +215,7 @@ class Scheduler:
             self._rank_residents()
 
     def _next(self) -> Sequence | None:
-        """Returns the next sequence to admit: of the client with the fewest residents, then served longest ago."""
+        """Returns the oldest ready sequence of the client with the fewest residents; on a tie, served longest ago."""
         residents = Counter(sequence.client for sequence in self.resident.values())
         first = (next(filter(_is_ready, queue), None) for queue in self.queues.values())
         ready = [sequence for sequence in first if sequence is not None]
@@ -286,7 +286,7 @@ class Scheduler:
         return True
 
     def _take_pages(self, count: int, sequence: Sequence) -> list[int] | None:
-        """Allocates pages; evicts cached prefixes and preempts higher ranks if needed; ``None`` if too few."""
+        """Allocates pages, if needed from cached prefixes and preempted higher ranks; ``None`` if still too few."""
         while not self.prefixes.make_room(count):
             behind = [other for other in self.resident.values() if other.rank > sequence.rank]
             if behind:
@@ -303,7 +303,7 @@ class Scheduler:
         return self.pages.take(count)
 
     def _schedule_prefill(self, plan: Plan) -> None:
-        """Schedules the prefill rows of each client: an equal share of what the clients with less to prefill leave."""
+        """Divides prefill rows equally between clients; what those with short prompts leave is shared by the others."""
         clients: dict[str, list[Sequence]] = {}
         for sequence in sorted(self.resident.values(), key=_order):
             if sequence.state == PREFILLING:
@@ -351,7 +351,7 @@ class Scheduler:
 
 
 def _prefill_left(sequence: Sequence) -> int:
-    """Returns how many rows of a sequence's prefill the next tick could compute, per slot."""
+    """Returns how many tokens the next tick could prefill: unscheduled, or active in a chunk that is not in flight."""
     if sequence.state != PREFILLING:
         return 0
     active = sum(len(chunk.tokens) for chunk in sequence.chunks if not chunk.in_flight)

@@ -57,7 +57,7 @@ class AdaptiveComputationTime(Method):
         return State(latest + self._signal(count, latest), state.hidden, (latest, mean, spent + weight, count + 1))
 
     def _signal(self, count: Tensor, latest: Tensor) -> Tensor:
-        """Returns the next ``t_n`` of each row; ``count`` is the number of ``t_n`` added to the row before."""
+        """Returns the next ``t_n`` of each row; ``count`` is the number of ``t_n`` already added to the row."""
         table = torch.stack(list(self.signals)).to(latest.dtype)
         return nn.functional.embedding(count.long().clamp(max=len(table) - 1), table)
 

@@ -177,7 +177,7 @@ class Policy(ABC):
 
     @classmethod
     def parse_value(cls, value: str) -> Any:
-        """Parses the value of a line for ``value_field``."""
+        """Parses the text after a line's colon: one number, or comma-separated ones for a policy with ``per_gate``."""
         values = numbers_of(value)
         if len(values) > 1 and not cls.per_gate:
             raise InputError(f"{cls.word} takes one value, {len(values)} were given")

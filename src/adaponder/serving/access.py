@@ -183,7 +183,7 @@ def _form(status: int, message: str) -> HTMLResponse:
 
 
 class BodyLimits:
-    """An ASGI layer that reads the JSON body of a POST to one of ``paths`` whole, and refuses it beyond the limits."""
+    """An ASGI layer that reads the whole JSON body of a POST to one of ``paths``; refuses too long or slow bodies."""
 
     def __init__(self, app: ASGIApp, paths: Collection[str], limits: Limits):
         self.app, self.paths, self.limits = app, paths, limits

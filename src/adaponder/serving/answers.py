@@ -30,8 +30,8 @@ _IMPOSSIBLE = -9999.0
 class AnswerWriter:
     """Writes the answer to one request; the type of ``body`` decides between the formats of completions and chats.
 
-    ``echoed`` lists the texts of each prompt's tokens, with which its completions begin. With ``hidden`` the generated
-    token is left out, because ``max_tokens`` is 0. Stream events are concatenated from constant bytes and the new text:
+    ``echoed`` lists the texts of each prompt's tokens, which precede its completions. ``hidden`` leaves the generated
+    token out, because ``max_tokens`` is 0. Stream events are concatenated from constant bytes and the new text:
     serialising dictionaries would take most of the event loop's time.
     """
 
@@ -180,7 +180,7 @@ def finite(value: float) -> float:
 
 
 def text_cost(served: Served, depths: Sequence[int], how: Request | Reading, *, logits: int) -> Cost:
-    """Returns the cost of one forward with these ``depths`` and the policy of ``how``; ``logits`` tokens get logits."""
+    """Returns the cost of a forward with these ``depths``, the policy of ``how``, and logits of ``logits`` tokens."""
     model = served.model
     meter = Meter(model.config, dtype=model.dtype, device=model.device, shape=served.shape)
     if depths:
@@ -216,7 +216,7 @@ def usage_of(served: Served, samples: Sequence[Sequence[Writing]], *, hidden: bo
 
 
 def _total_cost(served: Served, samples: Sequence[Sequence[Writing]], *, full_depth: bool) -> tuple[Cost, Cost]:
-    """Returns (cost without a prefix cache, the part of that cost that tokens from the prefix cache would have)."""
+    """Returns (cost as if there were no prefix cache, the part of this cost that the prefix cache saved)."""
     total = cached = Cost.nothing()
     for writings in samples:
         request = writings[0].request

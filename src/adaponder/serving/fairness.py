@@ -1,4 +1,4 @@
-"""Shares places, turns and threads fairly between clients, so that no client keeps the others waiting.
+"""Shares queue capacity, turns and threads fairly between clients, so that no client keeps the others waiting.
 
 A client is a hashed API key or, without keys, a hashed address: :class:`adaponder.serving.settings.Client`.
 """
@@ -19,9 +19,9 @@ from adaponder.errors import EvaluationError, in_one_line
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
-# A client that holds places must leave one free for each eight that it then holds.
+# A client that has items in a queue already must leave room for one more for each eight that it then has.
 _SHARE = 8
-# Number of places that became free last, from which the time until the next one is estimated.
+# Number of latest finished items, from whose times the time until the next one finishes is estimated.
 _MEASURED = 64
 # Number of threads of a text pool.
 THREADS = 4
@@ -32,10 +32,10 @@ class UnavailableError(EvaluationError):
 
 
 class Places:
-    """Counts the places that clients hold in a queue, and estimates when the next ones become free.
+    """Counts the places in a queue that clients hold; one place is capacity for one completion, score or text.
 
     Attributes:
-        held: number of places by client; only clients that hold one are listed, so the table is as small as the queue.
+        held: number of places taken by each client; clients without any are removed, so that it cannot grow forever.
     """
 
     def __init__(self):
@@ -60,9 +60,9 @@ class Places:
     def missing(self, client: str, count: int, *, room: int, at_once: int) -> int:
         """Returns how many places must become free before the client may take ``count``; 0 if it may now.
 
-        Any client may take places while at most ``at_once`` of the ``room`` are taken, and a client without places any
-        that are free. Further ones must leave one place free for each eight that the client then holds: a client alone
-        gets eight ninths of the room, and several get equal shares.
+        ``room`` is the queue's capacity. Any client may take places as long as at most ``at_once`` are then taken; a
+        client that holds none may take any free ones. Otherwise one place must stay free for each eight that the client
+        then holds: a client alone gets eight ninths of the capacity, and several get equal shares.
         """
         free = room - self.total - count
         if room - free <= at_once:
@@ -73,14 +73,14 @@ class Places:
         return max(0, -free, math.ceil(excess / (_SHARE + 1)))
 
     def seconds(self, count: int) -> float:
-        """Returns the estimated time until ``count`` places become free, from the last ones that did."""
+        """Estimates the seconds until ``count`` places become free, from the rate at which the latest ones did."""
         if not self._freed:
             return 0.0
         return count * (time.monotonic() - self._freed[0]) / max(1, len(self._freed) - 1)
 
 
 class Turns(Generic[_Item]):
-    """A queue in which clients take turns."""
+    """A queue of items that is served one client after the other, one item at each turn."""
 
     def __init__(self):
         self._items: dict[str, deque[_Item]] = {}  # the client whose turn is next comes first
@@ -89,12 +89,12 @@ class Turns(Generic[_Item]):
         return bool(self._items)
 
     def put(self, client: str, item: _Item, place: int | None = None) -> None:
-        """Adds an item behind the client's others, or at a place among them."""
+        """Adds an item behind the client's others, or at index ``place`` among them."""
         items = self._items.setdefault(client, deque())
         items.insert(len(items) if place is None else place, item)
 
     def take(self, skipped: Collection[str] = ()) -> tuple[str, _Item] | None:
-        """Removes and returns the next item, with its client; ``None`` if there is none but of ``skipped`` clients."""
+        """Removes and returns (client, its next item), passing over ``skipped`` clients; ``None`` if no other waits."""
         client = next((client for client in self._items if client not in skipped), None)
         if client is None:
             return None
@@ -106,12 +106,12 @@ class Turns(Generic[_Item]):
 
 
 class TextPool:
-    """Converts text in threads: clients take turns, and each has one thread at a time.
+    """Converts text in at most :data:`THREADS` threads: clients take turns, and each has one thread at a time.
 
     The threads are daemons, so a conversion that does not end cannot keep the process alive.
 
     Attributes:
-        places: the unfinished conversions of each client.
+        places: number of unfinished conversions of each client.
         running: the futures of the conversions that have a thread, by client.
         finished, seconds: number of finished conversions, and the time that their threads took.
     """

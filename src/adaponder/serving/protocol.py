@@ -367,8 +367,8 @@ def _refused(problem: AdaPonderError) -> ApiError:
 def _invalid_body(errors: Sequence[Any]) -> ApiError:
     """Converts pydantic's errors about a body to a 400 that reports one of them.
 
-    A field of several types yields an error for each type; an error about a value goes before one about a type, and a
-    deeply nested one before others.
+    A field of several types yields an error for each type. An error about a value is preferred to one about a type,
+    then a deeply nested error to others.
     """
     error = max(errors, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))
     if error["type"] == "json_invalid":

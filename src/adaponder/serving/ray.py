@@ -42,7 +42,7 @@ _ENVIRONMENT = {
 _QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 # Headers with which a client could keep its request running after it disconnects, or set Ray's timeout.
 _RAY_HEADERS = frozenset({b"x-request-disconnect-disabled", b"x-request-timeout-seconds"})
-# Time after each try of a request that a replica lost before it answered.
+# Time to wait after each failed try of a request.
 _TRY_AGAIN_SECONDS = (0.05, 0.2, 0.5, 1.0)
 _UNAVAILABLE = json.dumps(
     {
@@ -64,7 +64,7 @@ class Cluster:
         host, port: address on which the proxy listens; port 0 takes a free one.
         replicas: number of replicas, or the minimum if ``most_replicas`` is given.
         most_replicas: maximum number of replicas under load; ``None``: always ``replicas``.
-        gpus, cpus: numbers that Ray reserves for each replica.
+        gpus, cpus: numbers of GPUs and CPU cores that Ray reserves for each replica.
         start_seconds: time in which a replica must open its engine, and later answer a health check.
         address: address of a running Ray cluster, or ``auto`` for the one on this machine; ``None``: start Ray here.
     """
@@ -171,7 +171,7 @@ def deploy(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) ->
 
 
 def stop(*, started: bool) -> None:
-    """Removes the application once its requests are done, and disconnects; ``started``: shuts Ray down too."""
+    """Removes the app once its requests are done, and disconnects; shuts Ray down if :func:`connect` ``started`` it."""
     ray, serve = _import_ray()
     if ray.is_initialized():
         if started:
@@ -270,10 +270,10 @@ def layers() -> list[Any]:
 
 
 class ProxyGuard:
-    """Removes the headers that control Ray, drops websockets, and tries requests again that a lost replica had.
+    """Middleware of Ray's proxy: removes headers that control Ray, drops websockets, repeats requests that Ray lost.
 
-    A request is sent again while Ray has only its own error as an answer, which lacks the headers of our app. The last
-    error is answered as 503 in JSON.
+    If a replica is lost, Ray answers with an error of its own, recognised by lacking the security headers of our app.
+    The request is then sent again; after the last try the client gets a 503 in JSON.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -296,7 +296,7 @@ class ProxyGuard:
         await send({"type": "http.response.body", "body": _UNAVAILABLE})
 
     async def _try(self, scope: Scope, body: list[Message], receive: Receive, send: Send) -> bool:
-        """Forwards a request once, and returns whether it was answered; ``body`` keeps its messages for another try."""
+        """Forwards a request once; returns whether our app answered. ``body`` keeps its messages for another try."""
         waiting, begun, answered = list(body), False, True
 
         async def receive_again() -> Message:

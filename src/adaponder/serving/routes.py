@@ -100,7 +100,7 @@ class Context:
             raise ApiError(429, f"{message}; try again in {seconds} s", code="queue_full", headers=headers)
 
     async def convert(self, client: Client, size: float, function: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Calls ``function``, in a thread if ``size`` characters or tokens would block the event loop."""
+        """Returns ``function(*arguments)``; uses a thread if the input is long (``size`` characters or tokens)."""
         if size <= _AT_ONCE:
             return function(*arguments)
         texts = self.worker.texts
@@ -197,7 +197,7 @@ def _best(body: CompletionBody | ChatBody, samples: Sequence[Sequence[Writing]])
 
 
 def _count_tokens(metrics: Metrics, samples: Sequence[Sequence[Writing]], *, hidden: bool) -> None:
-    """Adds an answer's tokens to the metrics, by depth if not from the prefix cache; a prompt counts once."""
+    """Adds an answer's tokens to the metrics; a prompt counts once, and tokens from the prefix cache get no depth."""
     for writings in samples:
         for index, writing in enumerate(writings):
             depths, prompt = [depth for depth in writing.depths if depth], len(writing.prompt_depths)

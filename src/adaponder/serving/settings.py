@@ -64,7 +64,7 @@ class Client(NamedTuple):
     """The sender of a request.
 
     Attributes:
-        name: hash of the API key or of the address, by which clients share the server fairly.
+        name: hash of the API key or, without keys, of the address; each name gets a fair share of the server.
         salt: prefix-cache namespace, so that only requests with the same key share cached rows.
     """
 
@@ -138,8 +138,8 @@ class Access:
     def client_of(self, address: str, forwarded: Sequence[str]) -> Client:
         """Returns the client at the address of a connection, without a key.
 
-        If the address is a trusted proxy's, the client is the last one in its ``X-Forwarded-For`` that is not. IPv6
-        addresses are grouped by /64, since one client usually has all of these.
+        If that is a trusted proxy, the client is the last address in ``X-Forwarded-For`` that is no trusted proxy. IPv6
+        addresses are grouped by /64, since a client usually has a whole /64 network.
         """
         networks = [ipaddress.ip_network(proxy) for proxy in self.proxies]
         client = _address(address)

@@ -30,8 +30,8 @@ class Run:
 
     Args:
         requests: one engine request for each prompt.
-        on_text: called as ``on_text(index, writing, text)`` after each step for every completion with new tokens or an
-            end; ``index`` counts the completions of all prompts.
+        on_text: called as ``on_text(index, writing, text)`` after each step for every completion that has new tokens
+            or has ended; ``index`` is its number among the completions of all prompts.
         on_end: called once: with ``None`` when every completion has ended, or with the first exception.
 
     Attributes:

@@ -28,7 +28,7 @@ _log = logging.getLogger("adaponder.serving")
 _Result = TypeVar("_Result")
 # Most steps whose events the event loop has not handled yet; then the engine waits.
 _STEPS_AHEAD = 4
-# Number of jobs of a client that take turns; its others wait until one of them is done.
+# Number of jobs of one client that take turns; its other jobs wait until one of these is done.
 _JOBS_AT_ONCE = 4
 # Number of consecutive failed steps after which the engine is stopped for good.
 _MOST_BROKEN = 3
@@ -43,7 +43,7 @@ class Ticket:
     """A submitted request.
 
     Attributes:
-        client: the client whose turn the request takes.
+        client: name of the client that sent the request.
         sink: called with the events of the request.
         left: number of samples whose final event the event loop has not handled yet.
         running: number of unfinished samples in the engine; used by the engine's thread only, like ``number``.
@@ -65,10 +65,10 @@ class Worker:
     Attributes:
         state: ``starting``, ``ready``, ``draining``, ``stopped``, or ``broken`` once the engine has failed for good.
         problem: why the engine is broken; ``None`` if it is not.
-        completions: unfinished completions of each client, including those that wait for a lane.
-        scores: unfinished jobs of each client.
+        completions: numbers of unfinished completions of each client, including those that wait for a lane.
+        scores: numbers of unfinished jobs of each client.
         texts: threads for tokenising and other conversions of text.
-        longest_request: most tokens of prompt and completion together; until the engine has started, the model's.
+        longest_request: maximum tokens of prompt plus completion; until the engine has started, the model's limit.
         counts: the engine's statistics after the last step.
         clients: numbers of waiting and running sequences of each client after the last step.
     """

@@ -21,7 +21,7 @@ Message = dict[str, str]
 
 
 class TemplateRenderer:
-    """Renders chat templates in a process that is started when first needed, and again after one exceeded a limit."""
+    """Renders chat templates in a subprocess, started when first needed and again after a template exceeded a limit."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

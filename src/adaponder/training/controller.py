@@ -30,7 +30,7 @@ _LARGEST = math.log(32.0)
 
 @dataclass
 class DepthController:
-    """Updates the pressure every ``every`` steps, by ``gain`` times the relative error of the mean depth."""
+    """Updates the pressure ``u`` every ``every`` steps, by ``gain`` times the mean depth's error divided by K - 1."""
 
     target: float  # the mean depth to reach
     iterations: int  # K

@@ -252,14 +252,14 @@ class GainByIteration(Plate):
 class ForgoneGain(Plate):
     """Shows how much lower the loss of halted tokens would be had they continued, compared with random tokens.
 
-    A gain is the loss after the iteration at which the token halted minus the loss after the last iteration, both with
-    every token at full depth (the tokens before it continue as well).
+    The gain of a token from depth d is its loss after iteration d minus its loss after iteration K, in a forward in
+    which no token halts.
 
     Attributes:
-        groups: mean gain of the tokens that halted at each depth below K.
-        random: mean gain of all tokens from that depth to K; 95 % of equally large draws differ by at most ``band``.
-        halted: the gain given up by halting, per token of the text.
-        chance: ``halted`` if depths are permuted at random within each document: mean and 95 % interval.
+        groups: for each depth d below K, the mean gain from d of the tokens that halted at d.
+        random: the same mean over all tokens; as many tokens drawn at random differ from it by ``band`` at most (95 %).
+        halted: the gain of each token from its own depth, the mean over the text.
+        chance: (mean, low, high) of ``halted`` if depths are permuted within each document; 95 % interval.
     """
 
     name = "forgone"

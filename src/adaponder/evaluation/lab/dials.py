@@ -177,7 +177,7 @@ def threshold_dial(full: FullDepth, word: str, name: str | None = None) -> Dial:
 
 
 def uniform_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
-    """Returns the dial that keeps the share ``(depth - 1) / (K - 1)`` of tokens after every iteration (section 5.2)."""
+    """Returns the dial with a share ``(depth - 1) / (K - 1)`` of tokens active from iteration 2 to K (section 5.2)."""
 
     def at(depth: float) -> Setting:
         keep = min(1.0, max(0.0, (depth - 1.0) / (full.iterations - 1)))
@@ -187,7 +187,7 @@ def uniform_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
 
 
 def geometric_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
-    """Returns the dial that keeps shares ``r, r^2, …``, with the ``r`` that gives the depth."""
+    """Returns the dial with shares ``r, r^2, …`` of tokens active from iteration 2 on; ``r`` gives the depth."""
     powers = np.arange(1, full.iterations)
 
     def at(depth: float) -> Setting:
@@ -198,7 +198,7 @@ def geometric_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
 
 
 def decaying_dial(full: FullDepth, rate: float, *, ranked: bool = False) -> Dial:
-    """Returns the dial that keeps shares ``c, c r, c r^2, …`` (at most 1) with ``r = rate``; the depth sets ``c``."""
+    """Returns the dial with active shares ``c, c r, c r^2, …`` (at most 1) and ``r = rate``; the depth sets ``c``."""
     decay = tuple(float(rate**i) for i in range(full.iterations - 1))
 
     def at(depth: float) -> Setting:
@@ -331,7 +331,7 @@ def tune(dial: Dial, budget: float, measure: Callable[[Setting], Scores], *, ite
 
 
 def _between(low: tuple[float, float], high: tuple[float, float], budget: float) -> float:
-    """Returns the aim where the line through two (aim, depth) points meets the budget, clipped to its inner 90 %."""
+    """Returns the aim where the line through two (aim, measured depth) points meets the budget, in its inner 90 %."""
     width = high[0] - low[0]
     rise = high[1] - low[1]
     fraction = (budget - low[1]) / rise if rise > 0 else 0.5

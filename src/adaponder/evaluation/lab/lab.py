@@ -119,7 +119,7 @@ class Lab:
         return dials.tune(dial, budget, measure, iterations=self.iterations)
 
     def held_out(self, tuned: Tuned, learned: Scores | None = None) -> tuple[Measurement, Scores | None]:
-        """Measures a tuned setting on the held-out half, paired with the ``learned`` gate's scores.
+        """Measures a tuned setting on the held-out half; ``learned``: the learned gate's scores, to compare with.
 
         A setting that was never scored on the tuning half is not measured; its scores are ``None``.
         """
@@ -204,7 +204,7 @@ class Lab:
     def _measured(
         self, planned: Measurement, policy: Policy | None, scores: Scores, learned: Scores | None
     ) -> Measurement:
-        """Adds the results of the held-out ``scores`` to ``planned``, paired with the ``learned`` gate's scores."""
+        """Returns ``planned`` with results from held-out ``scores``, compared with the ``learned`` gate's, if given."""
         half = self.halves.held_out
         summary = summarise(half.own_text, scores.nll, scores.depth, seed=self.seed)
         difference = None
@@ -311,7 +311,7 @@ def check_rule(rule: str, budget: float) -> None:
 
 
 def ordered(ways: Sequence[Tuned], own_text: Text, *, seed: int = 0) -> list[Tuned]:
-    """Sorts ways: significantly lower losses than that of ``ways[0]``, then ``ways[0]``, others, missed budgets."""
+    """Sorts ways: those with significantly less loss than ``ways[0]``, then ``ways[0]``, others, missed budgets."""
     simplest = ways[0]
 
     def merit(way: Tuned) -> tuple[bool, int, float]:

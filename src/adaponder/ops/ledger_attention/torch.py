@@ -67,7 +67,7 @@ class LedgerRows(NamedTuple):
         return self.index.shape[2] if self.longest is None else min(self.longest, self.index.shape[2])
 
     def select(self, span: slice, cohorts: tuple[Cohort, ...] = ()) -> LedgerRows:
-        """Selects the rows ``span`` of the pass, with ``cohorts`` numbered from the start of ``span``."""
+        """Selects the rows ``span`` of the pass; row numbers in ``cohorts`` count from the start of ``span``."""
         lane, slot, iteration, row = (values[span] for values in (self.lane, self.slot, self.iteration, self.row))
         return self._replace(lane=lane, slot=slot, iteration=iteration, row=row, cohorts=cohorts)
 
@@ -169,7 +169,7 @@ def _seen(ids: Tensor, slot: Tensor, window: int | None) -> Tensor:
 def _alone(
     query: Tensor, keys: Tensor, values: Tensor, rows: LedgerRows, part: slice, window: int | None, scale: float | None
 ) -> Tensor:
-    """Attends from single-query rows; in the call, (row, key head) are batch and head, its query heads the queries."""
+    """Attends from single-query rows in one call with batch = rows, heads = key heads, queries = their query heads."""
     ids = rows.index[rows.lane[part], rows.iteration[part], : rows.reach]
     seen = _seen(ids, rows.slot[part], window)
     # Unseen slots read the query's own row: an unwritten row may hold NaN, and NaN times zero is NaN.
