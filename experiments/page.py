@@ -30,7 +30,7 @@ Judged = tuple[Statement, tuple[str, list[Finding]]]
 
 
 def write(experiments: Path) -> None:
-    """Writes ``tables.md`` in the folder ``experiments``, and beside it ``docs`` and ``README.md``."""
+    """Writes the results page, the figures and all tables of the checkout that holds the folder ``experiments``."""
     from experiments import figures
 
     root, evidence = experiments.parent, read_evidence(experiments)
@@ -96,7 +96,7 @@ def _judged(evidence: Evidence) -> list[Judged]:
 
 
 def tables_within(evidence: Evidence, root: Path) -> dict[Path, list[str]]:
-    """Returns the tables that stand between two marks of pages written by hand: README's, and the leaderboard."""
+    """Returns the tables of pages that are otherwise written by hand: README's, and the leaderboard."""
     readme = tables.settings_table(evidence, **evidence.claims["tables"]["readme"])
     return {root / "README.md": readme, root / "experiments" / "README.md": tables.leaderboard(evidence)}
 
@@ -122,7 +122,6 @@ def _filled(template: str, parts: Mapping[str, str | Sequence[str]]) -> str:
 
 
 def _is_ours(statement: Statement) -> bool:
-    """Returns whether a statement is ours rather than the paper's."""
     return statement["where"].startswith(("not in the paper", "what Table 1"))
 
 
@@ -182,7 +181,7 @@ def _questions(evidence: Evidence) -> list[str]:
 
 
 def _claims(evidence: Evidence) -> list[str]:
-    """Returns tables of all claims without their own section."""
+    """Returns the tables of all claims that have no section of their own."""
     lines, waiting = [], []
     for claim, says in evidence.queue.claims.items():
         if claim in _OWN_SECTION:
@@ -196,7 +195,7 @@ def _claims(evidence: Evidence) -> list[str]:
 
 
 def records_apart(evidence: Evidence, folder: Path) -> dict[str, str]:
-    """Returns why each record that belongs to no run of the queue is not compared."""
+    """Returns ``{file: reason}`` of the records that belong to no run of the queue."""
     used = {record["file"] for record in evidence.runs.record}
     known = {record["file"]: record for record in evidence.records}
     hashes = {corpus.hash for corpus in evidence.queue.corpora.values()}
