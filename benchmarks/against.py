@@ -101,7 +101,7 @@ def _decode(shape: str, lanes: int, device: Any) -> Callable[[], float]:
 
 
 def start(tree: Path, case: str, device: str) -> subprocess.Popen[str]:
-    """Starts the worker of one tree: its package, and this benchmark."""
+    """Starts the process that measures the package of one tree with this benchmark."""
     command = [sys.executable, str(HERE), "--work", case, "--device", device]
     paths = os.pathsep.join(map(str, (tree / "src", HERE.parents[1])))
     how: dict[str, Any] = {"env": os.environ | {"PYTHONPATH": paths}, "cwd": tree, "text": True}

@@ -19,7 +19,7 @@ def program(name: str, about: str) -> typer.Typer:
 
 
 def add_command(app: typer.Typer, name: str, run: Callable[..., Any]) -> None:
-    """Registers ``run(options, …)``: its options are the fields of the options class and the other parameters."""
+    """Registers ``run``; its options are the fields of the first parameter's class, and the other parameters."""
     first, *others = inspect.signature(run).parameters.values()
     kind: Any = get_type_hints(run)[first.name]
     fields = inspect.signature(kind).parameters

@@ -59,7 +59,7 @@ class ServerLoad:
 
 
 def poisson_times(rate: float, seconds: float, *, seed: int) -> list[float]:
-    """Returns times from 0 to ``seconds`` at which requests are due: ``rate`` per second, independent gaps."""
+    """Returns random times in [0, ``seconds``) at which requests are due: ``rate`` per second, independent gaps."""
     draw, now, times = random.Random(seed), 0.0, []
     while (now := now + draw.expovariate(rate)) < seconds:
         times.append(now)
@@ -73,9 +73,9 @@ class Answer:
     Attributes:
         status: the HTTP status; 0 without an answer.
         arrivals: when text came, and how many tokens each time.
-        tokens, mean_depth: as stated in ``usage``.
+        tokens, mean_depth: from ``usage`` of the answer.
         error: why the answer is not complete, in one line.
-        served_by: the header ``x-served-by``, where a server tells its processes apart.
+        served_by: the header ``x-served-by`` (the server's process), if there is one.
     """
 
     due: float
@@ -99,7 +99,7 @@ class Answer:
         return [(when, count * share) for when, count in self.arrivals]
 
     def gaps(self, since: float = 0.0) -> list[float]:
-        """Returns the seconds per token after ``since``; tokens of one arrival share the time before it."""
+        """Returns the seconds per token of arrivals after ``since``; tokens that arrive together share a gap."""
         gaps: list[float] = []
         for (before, _), (now, count) in pairwise(self.scaled()):
             if before >= since:
@@ -116,7 +116,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
 def summary(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
     """Summarises a load of ``seconds``: tokens/s of its second half, latencies in seconds, failures, mean depth.
 
-    The time to the first token counts from when the request was due: falling behind is not flattered.
+    The time to the first token counts from when the request was due, even if the client sent it late.
     """
     done = [answer for answer in answers if answer.works]
     within = sum(count for answer in done for when, count in answer.scaled() if seconds / 2 < when <= seconds)
@@ -284,7 +284,7 @@ def started(
 ) -> Iterator[ServerProcess]:
     """Context manager that runs ``python ARGUMENTS``, a server that must print its address in ``patience`` seconds.
 
-    Ends it with SIGTERM, and kills it if it still runs after ``ending`` seconds.
+    On exit the server gets SIGTERM, and is killed if it still runs after ``ending`` seconds.
     """
     with tempfile.NamedTemporaryFile() as log:
         command, variables = [sys.executable, *arguments], child_environment() | dict(environment or {})

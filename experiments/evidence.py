@@ -162,7 +162,6 @@ class Evidence:
         return self.settings[self.setting(name)]
 
     def parameters(self, name: str) -> Parameters:
-        """Returns the parameter counts of a setting's model."""
         config, shape, _ = model_of(self.run(name).recipe, _changes(self.run(name)))
         return parameters_of(config, shape=shape)
 

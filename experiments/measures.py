@@ -19,7 +19,7 @@ from adaponder.conversion.open import load
 from adaponder.devices import autocast
 from adaponder.errors import InputError, in_one_line
 from adaponder.evaluation.lab.halves import halve
-from adaponder.evaluation.lab.lab import LEARNED, Lab, Measurement, budgets_between
+from adaponder.evaluation.lab.lab import LEARNED, Lab, budgets_between
 from adaponder.evaluation.lab.lab import frontier as frontier_rows
 from adaponder.evaluation.scoring import ScoringOptions, default_length, score
 from adaponder.evaluation.text import Text, Windows, open_text, open_vocabulary
@@ -133,14 +133,10 @@ def policies(subject: Subject) -> dict[str, Any]:
 def dial(subject: Subject) -> dict[str, Any]:
     """Measures the loss of one checkpoint on held-out text, tuned to mean depths from 1 to K."""
     lab = _lab(subject)
-    rows = list(frontier_rows(lab, budgets_between(lab.iterations, 0.25)))
-    own = lab.trained(lab.own_depth())
-    return {"rows": [_point(row) for row in rows if row.loss is not None], "own": _point(own)}
-
-
-def _point(row: Measurement) -> dict[str, Any]:
-    kept = ("policy", "budget", "setting", "depth", "loss", "mflops", "flops_ratio", "active")
-    return {name: getattr(row, name) for name in kept}
+    rows = [row for row in frontier_rows(lab, budgets_between(lab.iterations, 0.25)) if row.loss is not None]
+    fields = ("policy", "budget", "setting", "depth", "loss", "mflops", "flops_ratio", "active")
+    *points, own = ({name: getattr(row, name) for name in fields} for row in [*rows, lab.trained(lab.own_depth())])
+    return {"rows": points, "own": own}
 
 
 def _lab(subject: Subject) -> Lab:

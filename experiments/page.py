@@ -72,12 +72,14 @@ def results_page(evidence: Evidence) -> str:
 def tables_page(evidence: Evidence, records: Path) -> str:
     """Returns the text of ``experiments/tables.md``; ``records`` is the folder of the records."""
     claims, apart = evidence.claims, records_apart(evidence, records)
+    # Settings with two seeds or more on the main corpus whose noise is not pooled.
+    left_out = [name for name in evidence.pools[""]["stable"][1] if len(evidence.points(name)) > 1]
     parts = {
         "our claims": _statements(_judged(evidence), ours=True),
         "questions": _questions(evidence),
         "noise": tables.noise_table(evidence),
         "one depth": f"{100 * ONE_DEPTH:g} %",
-        "left out": _left_out(evidence),
+        "left out": "; ".join(sorted(map(evidence.title, left_out))) or "none",
         "analyses": tables.analyses_table(evidence),
         "learning rates": tables.lr_table(evidence),
         **{name: tables.settings_table(evidence, **table) for name, table in claims["tables"].items()},
@@ -123,12 +125,6 @@ def _filled(template: str, parts: Mapping[str, str | Sequence[str]]) -> str:
 
 def _is_ours(statement: Statement) -> bool:
     return statement["where"].startswith(("not in the paper", "what Table 1"))
-
-
-def _left_out(evidence: Evidence) -> str:
-    """Lists the settings with two seeds or more on the main corpus whose noise is not pooled."""
-    names = [name for name in evidence.pools[""]["stable"][1] if len(evidence.points(name)) > 1]
-    return "; ".join(sorted(map(evidence.title, names))) or "none"
 
 
 def _in_short(judged: Sequence[Judged]) -> list[str]:

@@ -39,7 +39,6 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
 
 
 def prose(*sentences: str) -> list[str]:
-    """Wraps a paragraph."""
     return textwrap.wrap(" ".join(sentences), 120, break_long_words=False, break_on_hyphens=False)
 
 
