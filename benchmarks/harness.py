@@ -270,7 +270,7 @@ class Run:
         show: Callable[[list[Row]], object],
         compare: Callable[[list[Row]], object] = lambda rows: None,
     ) -> list[Row]:
-        """Returns a row per variant; ``compare`` fills in ratios of the rows so far, ``show`` prints them at the end."""
+        """Returns a row per variant; ``compare`` fills in ratios of rows so far, ``show`` prints them at the end."""
         rows: list[Row] = []
         try:
             for variant in variants:

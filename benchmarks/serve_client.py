@@ -185,7 +185,7 @@ async def send_all(
 
 
 async def _send(client: Any, request: Any, answer: Answer, began: float, timeout: float) -> None:
-    """Sends one request and fills in its answer; one that takes longer than ``timeout`` seconds has failed."""
+    """Sends one request and fills in its answer; after ``timeout`` seconds it has failed."""
     import httpx
 
     answer.sent = time.perf_counter() - began

@@ -149,7 +149,7 @@ def stand_in_model() -> AdaPonderForCausalLM:
 
 
 def stand_in_worker(lanes: int, tick: float):
-    """Builds a worker whose engine generates ``lanes`` tokens every ``tick`` seconds; its tokenizer knows Python."""
+    """Builds a worker whose engine generates ``lanes`` tokens every ``tick`` seconds; its tokenizer fits Python."""
     from adaponder.serving.served import Served
     from adaponder.serving.worker import Worker
 

@@ -242,8 +242,7 @@ def training_step(
 ) -> Callable[[], None]:
     """Builds the variant's model and returns a training step (of stage 2), which puts its loss into ``losses``.
 
-    ``depths``, ``int64[batch, sequence]``, forces the depths of AdaPonder; without it its gates decide, all open at
-    first.
+    ``depths``, ``int64[batch, sequence]``, forces AdaPonder's depths; without it its gates decide, all open at first.
     """
     settings, model, draws = recipe.train, variant.build(recipe, device), models.batches(recipe, batch, device)
     optimizer = build_optimizer(model, settings)
@@ -392,7 +391,7 @@ def prefill(options: StepOptions) -> dict[str, Any]:
 
 
 def prefill_step(recipe: Recipe, variant: Variant, depths: Tensor, device: torch.device) -> Callable[[], object]:
-    """Builds the variant's model and returns its forward over the next batch, to the last position's logits."""
+    """Builds the variant's model; returns a function that computes the last logits of the next batch."""
     draws, model = models.batches(recipe, len(depths), device), variant.build(recipe, device).eval()
     if variant.method == PLAIN:
 

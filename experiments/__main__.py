@@ -159,7 +159,7 @@ def _train(setup: Setup, selected: Sequence[Experiment], minutes: float | None, 
 
 
 def _data_hash(folder: Path, queue: Queue) -> str:
-    """Returns the hash of the prepared data in ``folder``; prints a notice if the queue's is another."""
+    """Returns the hash of the prepared data in ``folder``; prints a notice if it is not the queue's."""
     from adaponder.data import Shards
 
     if not (folder / "manifest.json").is_file():

@@ -265,7 +265,7 @@ class Evidence:
         return estimate(over, self.noise(name, *curve) if depth is None else None)
 
     def _on_curve(self, curve: Sequence[str], seed: Any, x: float, of: str) -> float | None:
-        """Interpolates a seed's loss where column ``of`` is ``x``; ``None`` if a neighbour lacks the seed."""
+        """Interpolates a seed's loss on the curve where ``of`` is ``x``; ``None`` if a neighbour lacks the seed."""
         models = pd.concat([self.points(name) for name in curve])
         ends = sorted(models[of])
         around = [end for end in ends if end <= x][-1:] + [end for end in ends if end >= x][:1]

@@ -238,7 +238,7 @@ def _unaffordable(evidence: Evidence, test: Test) -> _Found:
 def _by_seed(
     evidence: Evidence, name: str, measurement: str, number: Callable[[Mapping[str, Any]], float | None]
 ) -> pd.Series:
-    """Returns ``number(result)`` of a measurement by seed; NaN where it is ``None``."""
+    """Applies ``number`` to the measurement's result of each seed; ``None`` becomes NaN."""
     return pd.Series(
         {seed: number(result) for seed, result in evidence.measured(name, measurement).items()}, dtype=float
     )

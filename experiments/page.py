@@ -104,7 +104,7 @@ def tables_within(evidence: Evidence, root: Path) -> dict[Path, list[str]]:
 
 
 def with_table(path: Path, table: Sequence[str]) -> str:
-    """Returns the text of a page with the table between its marks replaced."""
+    """Returns the text of a page with ``table`` in place of the text between ``BEGIN`` and ``END``."""
     before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

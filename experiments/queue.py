@@ -130,7 +130,7 @@ class Experiment:
     def resolved(self, data: Path | str | None = None, runs: Path | None = None) -> Recipe:
         """Returns the recipe with all changes of the run; ``data`` replaces the recipe's data source.
 
-        The backbone of a run with a source is the source's final model in ``runs``, or without ``runs`` ``from LABEL``.
+        The backbone of a run with a source is its final model in the folder ``runs``; without ``runs``, ``from LABEL``.
         """
         changes = [*self.changes, f"train.seed={self.seed}", *([] if data is None else [f"data.source={data}"])]
         if self.source is not None:

@@ -63,7 +63,7 @@ class Setup:
         return self.runs / experiment.label / "metrics.jsonl"
 
     def steps_taken(self, experiment: Experiment) -> int:
-        """Returns the steps that a run has logged; 0 before the first, and while it trains the run it continues."""
+        """Returns the number of steps that a run has logged; 0 before the first, and while its source is trained."""
         try:
             return json.loads(self.metrics(experiment).read_text().splitlines()[-1])["step"] + 1
         except (OSError, IndexError, ValueError, KeyError):

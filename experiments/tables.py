@@ -136,7 +136,10 @@ def settings_table(evidence: Evidence, rows: Sequence[str], columns: Sequence[st
 
 
 def leaderboard(evidence: Evidence, tracks: Sequence[float] = (1.6, 2.7)) -> list[str]:
-    """Returns the entries that have run, by loss, ranked below each limit of inference FLOPs over vanilla's."""
+    """Returns a table of the entries that have run, lowest loss first, with their rank in each track.
+
+    A track is a limit of the inference FLOPs, as a multiple of vanilla's.
+    """
     rows, ranks = [], Counter[float]()
     names = [name for name in evidence.claims["leaderboard"] if not evidence.points(name).empty]
     for name in sorted(names, key=lambda name: evidence.mean(name, "loss")):
