@@ -13,7 +13,7 @@ from adaponder.terminal import quiet_libraries
 
 
 def program(name: str, about: str) -> typer.Typer:
-    """Returns an app without commands."""
+    """Returns the app of ``python -m NAME`` without commands; ``about`` is its help."""
     look: dict[str, Any] = {"no_args_is_help": True, "add_completion": False, "pretty_exceptions_enable": False}
     return typer.Typer(name=f"python -m {name}", help=about, rich_markup_mode="rich", **look)
 

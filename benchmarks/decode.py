@@ -34,6 +34,7 @@ class DecodeCase:
     """One measurement of ``side`` on a shape or checkpoint: ``lanes`` sequences at a time, ``context`` tokens in each.
 
     Attributes:
+        side: what decodes: one of ``IN_ENGINE``, ``PORTABLE``, ``HF`` and ``HF_BATCH``.
         depth: forced mean depth; ``None``: the model decides.
         kind: ``steady``: every lane decodes. ``memory``: many requests share a KV cache with rows for ``lanes``
             sequences of full depth. ``end to end``: prompts are included.

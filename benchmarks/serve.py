@@ -261,7 +261,7 @@ _RATES = {
 
 
 def panels(rows: Sequence[Row], *, most: float) -> dict[str, Any]:
-    """Returns panels for :func:`harness.draw`: tokens/s and latencies by offered load, and the most tokens/s."""
+    """Returns panels for :func:`harness.draw`: tokens/s (``most`` is the maximum) and latencies by offered load."""
     offered = [row["offered_tokens_per_second"] for row in rows]
     answered = zip(offered, [row["tokens_per_second"] for row in rows], strict=True)
     speeds = {"answered": list(answered), "offered": list(zip(offered, offered, strict=True))}

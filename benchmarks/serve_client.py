@@ -35,8 +35,8 @@ _ADDRESS = re.compile(r"https?://(?:\[[0-9a-fA-F:]+\]|[\w.-]+):\d+")
 class ServerLoad:
     """The requests of a load: prompts of ``context`` random tokens below ``vocabulary``, ``new`` tokens to generate.
 
-    ``streams`` are under way at once where the server's maximum is measured; requests arrive for ``seconds`` at each
-    rate. ``settings`` are further fields of a request's body, such as ``{"adaponder": {"policy": "fixed:2"}}``.
+    The server's maximum is measured with ``streams`` requests at once, each rate with requests that arrive for
+    ``seconds``. ``settings`` are further fields of a request's body, such as ``{"adaponder": {"policy": "fixed:2"}}``.
     """
 
     model: str
@@ -72,7 +72,7 @@ class Answer:
 
     Attributes:
         status: the HTTP status; 0 without an answer.
-        arrivals: when text came, and how many tokens each time.
+        arrivals: (seconds, tokens) of each piece of text.
         tokens, mean_depth: from ``usage`` of the answer.
         error: why the answer is not complete, in one line.
         served_by: the header ``x-served-by`` (the server's process), if there is one.
@@ -93,7 +93,7 @@ class Answer:
         return self.status == 200 and self.error is None
 
     def scaled(self) -> list[tuple[float, float]]:
-        """Returns arrivals with counts scaled to sum to ``tokens``: a chunk is a complete character, not a token."""
+        """Returns (seconds, tokens) of arrivals, scaled to sum to ``tokens``: a piece of text is not always a token."""
         counted = sum(count for _, count in self.arrivals)
         share = self.tokens / counted if counted and self.tokens else 1.0
         return [(when, count * share) for when, count in self.arrivals]

@@ -334,8 +334,8 @@ def search(time_batch: Callable[[int, bool], Timing | None], *, start: int) -> t
 
     The batch doubles until it no longer fits, then bisects: the answer and the next multiple have both been tried.
     ``time_batch(batch, keep_graphs)`` times a batch, or returns ``None`` if it does not fit. The second trial of a
-    compiled variant compiles for a variable batch size, so that later trials keep the graphs. Run is the second step,
-    the first that has the optimizer's moments from its beginning.
+    compiled variant compiles for a variable batch size, so that later trials keep the graphs. A trial takes
+    two steps, since only the second begins with the optimizer's moments in memory.
     """
     timings: dict[int, Timing | None] = {}
     below, above = 0, 0  # nothing has failed yet: above is 0

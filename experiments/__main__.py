@@ -35,7 +35,7 @@ class QueueOptions:
     data: Annotated[Path | None, typer.Option(metavar="DIR", help="Prepared main corpus; default: the queue's.")] = None
 
     def setup(self, runs: Path = Path(), device: str = "cpu", commit: str = "") -> Setup:
-        """Reads the queue, and the hash of the data if it is not the queue's."""
+        """Reads the queue; ``--data`` replaces the folder and the hash of its main corpus."""
         from experiments.runner import Setup
 
         queue = read_queue(self.queue)

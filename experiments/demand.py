@@ -83,7 +83,7 @@ def rank_correlation(by_depth: Sequence[Sequence[int]], needed: Needed) -> float
 
 
 class Aims(NamedTuple):
-    """Rank correlation of depth and needed depth; accuracy lost to full depth; mean of depth minus needed depth."""
+    """Rank correlation ``rho`` of depth and needed depth, accuracy ``lost`` to full depth, and ``spare`` iterations."""
 
     rho: float | None
     lost: float
@@ -91,7 +91,7 @@ class Aims(NamedTuple):
 
 
 def aims(model: Subject, needed: Needed) -> Aims:
-    """Computes a model's figures over all questions; ``spare`` over those whose needed depth is known."""
+    """Computes a model's figures over questions; ``spare`` is depth minus needed depth, where that is known."""
     result, questions = model.result, model.result["questions"]
     lost = np.average(model.full, weights=questions) - np.average(result["accuracy"], weights=questions)
     over = [(depth - need, n) for depth, need, n in zip(result["depth"], needed, questions, strict=True) if need]

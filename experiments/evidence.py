@@ -106,8 +106,7 @@ class Evidence:
     """The queue, all records and the content of ``claims.yaml``; methods take a setting's name, or its alias there.
 
     ``noise_of`` selects the noise that gives confidence intervals: ``stable`` (pooled over settings that do not
-    collapse to one depth), ``all`` (pooled over all settings), or ``pair`` (the spread over the seeds of each compared
-    pair).
+    collapse to one depth), ``all`` (pooled over all settings), or ``pair`` (each compared pair by itself).
     """
 
     queue: Queue

@@ -18,7 +18,7 @@ from experiments.demand import figure_points as demand_points
 from experiments.evidence import Evidence
 from experiments.tables import learning_rates
 
-# The metadata of a PNG that holds the fingerprint of its points.
+# The field of PNG metadata that holds the fingerprint of the points.
 _POINTS = "Description"
 # Characters of a line of the legend: three columns must fit on the page.
 _WIDEST = 40
@@ -106,7 +106,7 @@ def draw_line(line: Mapping[str, Spot], others: Mapping[str, Spot], label: str, 
 
 
 def step_points(evidence: Evidence) -> tuple[Any, ...]:
-    """Returns the arguments of :func:`draw_steps`; every spot is one seed."""
+    """Returns the arguments of :func:`draw_steps`, with a point per seed and step."""
     results = list(evidence.measured(_ANALYSED, "steps").values())
     if not results:
         return ()

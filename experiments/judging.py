@@ -105,7 +105,7 @@ def _saved(evidence: Evidence, test: Test) -> _Found:
 
 
 def _below_curve(evidence: Evidence, test: Test) -> _Found:
-    """Tests whether a setting, turned to ``depth`` if given, has a loss below the lines between other settings."""
+    """Tests whether a setting, turned to ``depth`` if given, has a loss more than ``by`` below a curve."""
     of, curve, depth = test.get("of", "depth"), test.get("against", evidence.claims["curve"]), test.get("depth")
     line = f"the lines between {'; '.join(map(evidence.title, curve))}," if "against" in test else "the curve"
     name, at = test[kind_of(test)], "" if depth is None else f" at {depth:g}"

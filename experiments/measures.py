@@ -172,7 +172,7 @@ def _scored(subject: Subject, how: ScoringOptions) -> dict[str, float]:
 
 
 def demand(subject: Subject) -> dict[str, Any]:
-    """Measures accuracy and depth on puzzles by needed depth; see :mod:`adaponder.analysis.demand`."""
+    """Measures accuracy and depth on puzzles by need; see :mod:`adaponder.analysis.demand`."""
     found = measure_demand(subject.model, subject.text(), batch_size=_BATCH)
     return found.as_dict() | {"least_depth": found.least_depth()}
 

@@ -156,7 +156,7 @@ class AveragingTrainer(Trainer):
 def train_run(experiment: Experiment, data: Path | None, runs: Path, device: str) -> tuple[AveragingTrainer, Path]:
     """Trains a run from its first step; returns its trainer and the folder of its final model.
 
-    The run that it continues is trained first if ``runs`` does not hold its final model.
+    Its source, if any, is trained first if ``runs`` does not hold the final model of the source.
     """
     if experiment.source is not None and not (runs / experiment.source.label / "final").is_dir():
         train_run(experiment.source, data, runs, device)

@@ -36,7 +36,7 @@ _SPEED = ("global_batch", "micro_batch", "dtype", "execution", "compile", "memor
 class Setup:
     """The queue, folders, device and commit that all runs of one command share.
 
-    ``data`` is the main corpus of ``--data``, which ``queue`` then has in place of that of the file at ``path``.
+    ``path`` is the queue's file; ``data``, from ``--data``, replaces the main corpus of that file in ``queue``.
     """
 
     path: Path

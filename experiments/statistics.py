@@ -37,7 +37,7 @@ class Noise(NamedTuple):
 
 
 def two_way(losses: pd.DataFrame) -> Noise | None:
-    """Fits ``loss = setting + seed + noise`` by least squares; ``None`` if too few runs are left for the noise.
+    """Fits ``loss = setting + seed + noise`` by least squares; ``None`` with too few degrees of freedom for the noise.
 
     ``losses`` has a row per setting and a column per seed; missing runs are NaN. Settings with one seed are ignored.
     """
@@ -122,8 +122,7 @@ def seeds_for_equality(noise: Noise, margin: float = MARGIN) -> int:
 def lower(difference: Estimate | None) -> str:
     """Returns the verdict on "the first is lower than the second", from first minus second.
 
-    It holds where the whole interval lies below 0, and does not where the whole interval lies above. One seed resolves
-    nothing.
+    It holds if the whole interval lies below 0, and does not if it lies above. One seed leaves it unresolved.
     """
     if difference is None:
         return NOT_RUN
