@@ -325,7 +325,7 @@ def words_of(name: str) -> list[str]:
 
 
 def select(items: Sequence[Item], only: Sequence[str] | None, always: str | None = None) -> list[Item]:
-    """Returns the items whose name contains a word of ``only`` or has the part ``always``, between colons and commas."""
+    """Returns the items whose name contains a word of ``only`` or, between colons and commas, equals ``always``."""
     names = {item: str(getattr(item, "name", item)) for item in items}
     for word in only or ():
         if not any(word in name for name in names.values()):

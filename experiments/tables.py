@@ -260,11 +260,8 @@ def _speed(result: Mapping[str, Any]) -> Rows:
 
 def _tasks(result: Mapping[str, Any]) -> Rows:
     return [
-        {
-            "set": task["task"],
-            "items": f"{task['items']:,}",
-            "accuracy": _number(task["metrics"]["acc"]["value"], ".3f"),
-        }
+        {"set": task["task"], "items": f"{task['items']:,}"}
+        | {"accuracy": _number(task["metrics"]["acc"]["value"], ".3f")}
         for task in result["tasks"]
     ]
 
