@@ -9,13 +9,8 @@ app = program(
     "Records (hardware, versions, commit, figures) go to benchmarks/records/. One test of each kernel runs first; if "
     "one fails, nothing is measured.",
 )
-for name, run in {
-    "train": steps.train,
-    "prefill": steps.prefill,
-    "decode": decode.run,
-    "serve": serve.run,
-    "ops": ops.run,
-}.items():
+commands = {"train": steps.train, "prefill": steps.prefill, "decode": decode.run, "serve": serve.run, "ops": ops.run}
+for name, run in commands.items():
     add_command(app, name, run)
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def work(case: str, device_name: str) -> None:
-    """Builds a case with the tree's package, then times as many steps as each line of standard input requests."""
+    """Builds a case with the tree's package; for each number on standard input, times so many steps."""
     import torch
 
     device = torch.device(device_name)
@@ -101,7 +101,7 @@ def _decode(shape: str, lanes: int, device: Any) -> Callable[[], float]:
 
 
 def start(tree: Path, case: str, device: str) -> subprocess.Popen[str]:
-    """Starts the worker of one tree: its package, and this benchmark."""
+    """Starts the process that measures the package of one tree with this benchmark."""
     command = [sys.executable, str(HERE), "--work", case, "--device", device]
     paths = os.pathsep.join(map(str, (tree / "src", HERE.parents[1])))
     how: dict[str, Any] = {"env": os.environ | {"PYTHONPATH": paths}, "cwd": tree, "text": True}
@@ -109,7 +109,7 @@ def start(tree: Path, case: str, device: str) -> subprocess.Popen[str]:
 
 
 def ask(worker: subprocess.Popen[str], request: str = "") -> Any:
-    """Sends a request, if any, and returns the worker's next answer."""
+    """Sends a request, if any, to a worker (:func:`work`) and returns its next answer."""
     assert worker.stdin is not None
     assert worker.stdout is not None
     worker.stdin.write(request)

@@ -34,6 +34,7 @@ class DecodeCase:
     """One measurement of ``side`` on a shape or checkpoint: ``lanes`` sequences at a time, ``context`` tokens in each.
 
     Attributes:
+        side: what decodes: one of ``IN_ENGINE``, ``PORTABLE``, ``HF`` and ``HF_BATCH``.
         depth: forced mean depth; ``None``: the model decides.
         kind: ``steady``: every lane decodes. ``memory``: many requests share a KV cache with rows for ``lanes``
             sequences of full depth. ``end to end``: prompts are included.
@@ -50,7 +51,6 @@ class DecodeCase:
 
     @property
     def name(self) -> str:
-        """Returns the name that tables and records show."""
         depth = "" if self.side in PLAIN_SIDES else ", own depth" if self.depth is None else f", depth {self.depth:g}"
         kind = "" if self.kind == STEADY else f", {self.kind}"
         lanes = "one stream" if self.lanes == 1 else f"{self.lanes} lanes"
@@ -133,7 +133,7 @@ def cases(
     """Returns all cases of each shape; neighbours use the same model.
 
     The engine runs with every number of lanes and every context at full depth, and with every depth at the middle
-    context. Other sides run with one stream and with many lanes: 64, or the nearest number there is.
+    context. Other sides run with the fewest lanes and with the number of lanes that is nearest to 64.
     """
     result: list[DecodeCase] = []
     many = min(lanes, key=lambda count: abs(count - 64))

@@ -28,7 +28,7 @@ from benchmarks.harness import Row, forget, measure, spread
 from benchmarks.models import build, build_stock, draw_depths, mean_depth, shape_config
 from benchmarks.serve_client import Answer, percentiles
 
-# New tokens of a side outside the engine; the slow one makes fewer.
+# New tokens of a side outside the engine; fewer for the slow one.
 _NEW = {PORTABLE: 12, HF: 48, HF_BATCH: 48}
 # Seconds until every lane must decode.
 _LONGEST_WAIT = 120.0
@@ -50,8 +50,8 @@ def as_row(
 ) -> Row:
     """Returns the measured fields of a record's row, from the tokens/s in each timed part.
 
-    ``shares`` are those of the timed tokens of depth 1, 2, …; ``first`` and ``between`` are the seconds from a request
-    to its first token, and from a token to the next of its sequence.
+    ``shares`` are the shares of timed tokens with depth 1, 2, …; ``first`` has the seconds from a request to its first
+    token, ``between`` those from a token to the next of its sequence.
     """
     row = {"tokens_per_second": statistics.median(rates), "spread": spread(rates), "rates": list(rates)}
     row |= {"mean_depth": mean_depth(shares), "resident_lanes": resident_lanes, "peak_bytes": peak_bytes}
@@ -77,8 +77,8 @@ def open_checkpoint(checkpoint: str, data: str, dtype: str, device: torch.device
 class Sides:
     """Measures cases one after the other; a model stays in memory until a case needs another one.
 
-    ``copy_rate`` is in bytes per second; ``opened`` is measured instead of a shape, and prompts are cut from its text;
-    ``warmup`` parts of ``part`` tokens per lane come before the ``repeats`` timed ones.
+    ``copy_rate`` is in bytes per second. ``opened``, a checkpoint and its text, replaces the case's shape and random
+    prompts. ``warmup`` untimed parts and ``repeats`` timed ones generate ``part`` tokens per lane each.
     """
 
     device: torch.device
@@ -168,7 +168,7 @@ class Sides:
 
 
 def _continuous(model: Any, prompts: list[list[int]], *, new: int, device: torch.device) -> Row:
-    """Times Hugging Face's continuous batching with its prompts, since it does not report when a token came."""
+    """Times Hugging Face's continuous batching, prefill included, since it does not report when a token came."""
     settings = GenerationConfig(max_new_tokens=new, do_sample=True, eos_token_id=-1, pad_token_id=0)
     outputs: dict[Any, Any] = {}
 
@@ -185,7 +185,7 @@ def _continuous(model: Any, prompts: list[list[int]], *, new: int, device: torch
 
 @dataclass
 class DecodeLoad:
-    """Submits the requests of a case and records when their tokens arrive, and how many of each depth.
+    """Submits the requests of a case; records when their tokens arrive, and the number of tokens of each depth.
 
     Prompts are cut from the token ids ``prompts``, or random. ``ended`` counts finished requests, ``total`` tokens.
     """
@@ -346,7 +346,7 @@ def idle_share(load: DecodeLoad, seconds: float, launches: int = 4) -> float | N
 
 
 def through_memory(load: DecodeLoad) -> Row:
-    """Runs more requests than the KV cache holds and times the middle three fifths of their tokens."""
+    """Runs more requests than the KV cache holds; times the tokens between one fifth and four fifths of all."""
     engine, case = load.engine, load.case
     # Lengths from half to one and a half times, so that sequences do not begin and end together.
     lengths = [max(1, case.new // 2 + case.new * (index % 9) // 8) for index in range(6 * case.lanes)]
@@ -382,11 +382,12 @@ def end_to_end(load: DecodeLoad, *, rounds: int = 2) -> Row:
 def tick_bytes(
     config: AdaPonderConfig, shares: Sequence[float], *, lanes: float, context: float, dtype: torch.dtype
 ) -> dict[str, float]:
-    """Returns the bytes of a tick over one row of each of ``lanes`` sequences, whose tokens have ``shares`` of depths.
+    """Returns the bytes that a tick reads and writes, by kind; ``shares[d - 1]`` is the share of tokens with depth d.
 
-    A tick reads every weight of the body once, the head if a row mixes the vocabulary or ends a token, the embedding
-    table if a row continues and the method mixes its rows, and the gate of each iteration of a row. Each row reads the
-    keys and values before it and writes its own. Activations and indices are left out: thousandths.
+    A tick has one row in each of ``lanes`` sequences. It reads every weight of the body once, the head if a row mixes
+    the vocabulary or ends a token, the embedding table if a row continues and the method mixes its rows, and the gate
+    of each iteration of a row. Each row reads the keys and values before it and writes its own. Activations and
+    indices, some thousandths, are left out.
     """
     method, shape, width = method_class(config.method), shape_of(config), dtype.itemsize
     slots = method.slots_per_token(config.iterations)

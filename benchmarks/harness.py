@@ -49,7 +49,7 @@ class Timing:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Returns (maximum - minimum) / median; a smaller difference between variants means nothing."""
+    """Returns (maximum - minimum) / median; differences between variants that are smaller mean nothing."""
     return (max(values) - min(values)) / statistics.median(values)
 
 
@@ -270,7 +270,7 @@ class Run:
         show: Callable[[list[Row]], object],
         compare: Callable[[list[Row]], object] = lambda rows: None,
     ) -> list[Row]:
-        """Returns a row per variant; ``compare`` fills in ratios between rows, ``show`` prints those there are."""
+        """Returns a row per variant; ``compare`` fills in ratios of rows so far, ``show`` prints them at the end."""
         rows: list[Row] = []
         try:
             for variant in variants:
@@ -325,7 +325,7 @@ def words_of(name: str) -> list[str]:
 
 
 def select(items: Sequence[Item], only: Sequence[str] | None, always: str | None = None) -> list[Item]:
-    """Returns the items whose name contains a word of ``only`` or has ``always`` as a part."""
+    """Returns the items whose name contains a word of ``only`` or, between colons and commas, equals ``always``."""
     names = {item: str(getattr(item, "name", item)) for item in items}
     for word in only or ():
         if not any(word in name for name in names.values()):

@@ -46,7 +46,7 @@ def vocabulary_of(recipe: Recipe) -> int:
 
 
 def build_ours(recipe: Recipe, method: str, device: torch.device = CPU) -> AdaPonderForCausalLM:
-    """Builds the recipe's model with that method, in training mode, initialised on ``device``."""
+    """Builds the recipe's model with ``method`` (``plain`` as our ``ponder``), in training mode."""
     method = "ponder" if method == PLAIN else method
     with device:
         return build_model(replace(recipe, model=replace(recipe.model, method=method)), vocabulary_of(recipe))
@@ -76,7 +76,7 @@ def batches(recipe: Recipe, batch: int, device: torch.device) -> Iterator[tuple[
 
 
 def choose_depths(keep: Sequence[float], recipe: Recipe, batch: int) -> Tensor:
-    """Returns the depth of each token, ``[batch, sequence]``; raises if the shares are impossible."""
+    """Returns :func:`depths_of` the recipe; raises unless ``keep`` has one share per iteration, falling from 1."""
     text, iterations = "--keep " + ",".join(f"{share:g}" for share in keep), config_of(recipe, METHOD).iterations
     if len(keep) != iterations:
         raise InputError(f"{text} must have {iterations} shares, one per iteration of the recipe")
@@ -86,7 +86,7 @@ def choose_depths(keep: Sequence[float], recipe: Recipe, batch: int) -> Tensor:
 
 
 def depths_of(keep: Sequence[float], batch: int, sequence: int, *, seed: int) -> Tensor:
-    """Returns random depths ``[batch, sequence]``; iteration i reads a share ``keep[i]`` of each sequence's tokens."""
+    """Returns random depths, ``int64[batch, sequence]``; iteration i computes a share ``keep[i]`` of each sequence."""
     generator = torch.Generator().manual_seed(seed)
     rank = torch.rand(batch, sequence, generator=generator).argsort(dim=1).argsort(dim=1)
     return sum(((rank < round(share * sequence)).long() for share in keep), torch.zeros_like(rank))
@@ -94,9 +94,9 @@ def depths_of(keep: Sequence[float], batch: int, sequence: int, *, seed: int) ->
 
 @torch.no_grad()
 def check_executions(recipe: Recipe, depths: Tensor, device: torch.device) -> float:
-    """Returns the largest difference of dense and compact final hidden states, relative to the largest state.
+    """Returns how far final hidden states differ between dense and compact execution, relative to the largest state.
 
-    Raises if rounding does not explain it.
+    Raises if rounding does not explain the difference.
     """
     console.print("comparing dense and compact execution …")
     forget(device)
@@ -165,7 +165,7 @@ def build_stock(config: AdaPonderConfig, *, device: torch.device, dtype: torch.d
         return AutoModelForCausalLM.from_config(config.backbone_config, dtype=dtype).eval()
 
 
-# Shares of the tokens of depth 1, 2, 3, 4, by their mean depth.
+# Shares of tokens with depth 1, 2, 3, 4, by mean depth.
 SHARES = {
     4.0: (0.0, 0.0, 0.0, 1.0),
     3.7: (0.0, 0.1, 0.1, 0.8),
@@ -176,7 +176,7 @@ SHARES = {
 
 
 def shares_of(mean: float) -> tuple[float, ...]:
-    """Returns the shares of depths 1 … 4 with this mean, interpolated between entries of :data:`SHARES`."""
+    """Returns shares of depths 1 … 4 with the mean depth ``mean``, interpolated between entries of :data:`SHARES`."""
     low, high = max(known for known in SHARES if known <= mean), min(known for known in SHARES if known >= mean)
     weight = (mean - low) / (high - low) if high > low else 0.0
     return tuple((1 - weight) * a + weight * b for a, b in zip(SHARES[low], SHARES[high], strict=True))

@@ -35,7 +35,7 @@ _COLUMNS = {
 
 
 class Size(NamedTuple):
-    """The size of an operation over the vocabulary."""
+    """The number of tokens, the hidden size and the vocabulary size of an operation."""
 
     tokens: int
     hidden: int
@@ -61,7 +61,7 @@ class OpCase:
 
     @property
     def graphs(self) -> OpCase:
-        """Returns the case itself: no two cases share compiled graphs."""
+        """Returns the key of the compiled graphs: the case itself, since no two cases share any."""
         return self
 
     @property
@@ -113,7 +113,7 @@ def run(
 
 
 def cases(sizes: Sequence[Size]) -> list[OpCase]:
-    """Returns all cases: each operation at each size, plain, ours, and torch's loss if this torch has one."""
+    """Returns each operation at each size: plain, ours, and torch's loss if this torch has it."""
     ways = {EXPECTATION: [PLAIN, OURS, KEPT], LOSS: [PLAIN, OURS, *([TORCH] if torch_has_it() else [])]}
     return [
         OpCase(op, size, way, backward)
@@ -131,9 +131,9 @@ def torch_has_it() -> bool:
 def work_of(op: str, size: Size, *, backward: bool) -> tuple[int, int]:
     """Returns the least possible work: FLOPs of matrix products, and bytes of operands and results.
 
-    A product of tokens x d with d x vocabulary is 2 n d V FLOPs. The expectation needs two (logits, mixture) and its
-    backward four (into probabilities, table, hidden states, head); the loss one, and its backward two. Every operand is
-    read once and every result written once, as training holds them, in float32; targets take 8 bytes each.
+    A product of tokens x d with d x vocabulary is 2 n d V FLOPs. The expectation takes two (logits, mixture), and its
+    backward four (for probabilities, table, hidden states, head); the loss takes one, and its backward two. Every
+    operand is read once and every result written once, in float32 as in training; targets take 8 bytes each.
     """
     n, d, v = size
     if op == EXPECTATION:  # hidden states, head and table in, mixture out; the other way round in backward

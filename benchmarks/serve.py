@@ -189,7 +189,7 @@ def all_at_once(
 ) -> Row:
     """Starts every stream at once and measures tokens/s while all of them run; the first repetition is a warm-up.
 
-    ``alone`` is the engine's speed without the server.
+    ``alone`` is the tokens/s of the engine without the server.
     """
     console.print(f"{what}: {load.streams} streams at once …")
     rates: list[float] = []
@@ -212,12 +212,12 @@ def against_engine(speed: float, alone: float | None) -> Row:
 
 
 def usual_rates(burst: Row, load: ServerLoad) -> list[float]:
-    """Returns request rates at the usual shares of the server's maximum."""
+    """Returns the requests per second that load the server with ``USUAL_SHARES`` of its maximum (``burst``)."""
     return [share * burst["server_tokens_per_second"] / load.new for share in USUAL_SHARES]
 
 
 def at_rates(url: str, load: ServerLoad, rates: Sequence[float], *, key: str | None) -> Iterator[Row]:
-    """Yields the summary of each rate, in requests per second."""
+    """Yields the summary of a load at each rate, in requests per second."""
     for step, rate in enumerate(rates):
         console.print(f"{rate:.3g} requests per second for {load.seconds:g} s …")
         due = serve_client.poisson_times(rate, load.seconds, seed=load.seed * 7919 + step)
@@ -261,7 +261,7 @@ _RATES = {
 
 
 def panels(rows: Sequence[Row], *, most: float) -> dict[str, Any]:
-    """Returns panels for :func:`harness.draw`: tokens/s and latencies by offered load, and the maximum ``most``."""
+    """Returns panels for :func:`harness.draw`: tokens/s (``most`` is the maximum) and latencies by offered load."""
     offered = [row["offered_tokens_per_second"] for row in rows]
     answered = zip(offered, [row["tokens_per_second"] for row in rows], strict=True)
     speeds = {"answered": list(answered), "offered": list(zip(offered, offered, strict=True))}

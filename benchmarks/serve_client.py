@@ -35,8 +35,8 @@ _ADDRESS = re.compile(r"https?://(?:\[[0-9a-fA-F:]+\]|[\w.-]+):\d+")
 class ServerLoad:
     """The requests of a load: prompts of ``context`` random tokens below ``vocabulary``, ``new`` tokens to generate.
 
-    ``streams`` are under way at once where the server's maximum is measured; requests arrive for ``seconds`` at each
-    rate. ``settings`` are further fields of a request's body, such as ``{"adaponder": {"policy": "fixed:2"}}``.
+    The server's maximum is measured with ``streams`` requests at once, each rate with requests that arrive for
+    ``seconds``. ``settings`` are further fields of a request's body, such as ``{"adaponder": {"policy": "fixed:2"}}``.
     """
 
     model: str
@@ -59,7 +59,7 @@ class ServerLoad:
 
 
 def poisson_times(rate: float, seconds: float, *, seed: int) -> list[float]:
-    """Returns times from 0 to ``seconds`` at which requests are due: ``rate`` per second, independent gaps."""
+    """Returns random times in [0, ``seconds``) at which requests are due: ``rate`` per second, independent gaps."""
     draw, now, times = random.Random(seed), 0.0, []
     while (now := now + draw.expovariate(rate)) < seconds:
         times.append(now)
@@ -72,10 +72,10 @@ class Answer:
 
     Attributes:
         status: the HTTP status; 0 without an answer.
-        arrivals: when text came, and how many tokens each time.
-        tokens, mean_depth: as stated in ``usage``.
+        arrivals: (seconds, tokens) of each piece of text.
+        tokens, mean_depth: from ``usage`` of the answer.
         error: why the answer is not complete, in one line.
-        served_by: the header ``x-served-by``, where a server tells its processes apart.
+        served_by: the header ``x-served-by`` (the server's process), if there is one.
     """
 
     due: float
@@ -93,13 +93,13 @@ class Answer:
         return self.status == 200 and self.error is None
 
     def scaled(self) -> list[tuple[float, float]]:
-        """Returns arrivals with counts scaled to sum to ``tokens``: a chunk is a complete character, not a token."""
+        """Returns (seconds, tokens) of arrivals, scaled to sum to ``tokens``: a piece of text is not always a token."""
         counted = sum(count for _, count in self.arrivals)
         share = self.tokens / counted if counted and self.tokens else 1.0
         return [(when, count * share) for when, count in self.arrivals]
 
     def gaps(self, since: float = 0.0) -> list[float]:
-        """Returns the seconds per token after ``since``; tokens of one arrival share the time before it."""
+        """Returns the seconds per token of arrivals after ``since``; tokens that arrive together share a gap."""
         gaps: list[float] = []
         for (before, _), (now, count) in pairwise(self.scaled()):
             if before >= since:
@@ -116,7 +116,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
 def summary(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
     """Summarises a load of ``seconds``: tokens/s of its second half, latencies in seconds, failures, mean depth.
 
-    The time to the first token counts from when the request was due: falling behind is not flattered.
+    The time to the first token counts from when the request was due, even if the client sent it late.
     """
     done = [answer for answer in answers if answer.works]
     within = sum(count for answer in done for when, count in answer.scaled() if seconds / 2 < when <= seconds)
@@ -185,7 +185,7 @@ async def send_all(
 
 
 async def _send(client: Any, request: Any, answer: Answer, began: float, timeout: float) -> None:
-    """Sends one request and fills in its answer; one that takes longer than ``timeout`` seconds has failed."""
+    """Sends one request and fills in its answer; after ``timeout`` seconds it has failed."""
     import httpx
 
     answer.sent = time.perf_counter() - began
@@ -284,7 +284,7 @@ def started(
 ) -> Iterator[ServerProcess]:
     """Context manager that runs ``python ARGUMENTS``, a server that must print its address in ``patience`` seconds.
 
-    Ends it with SIGTERM, and kills it if it still runs after ``ending`` seconds.
+    On exit the server gets SIGTERM, and is killed if it still runs after ``ending`` seconds.
     """
     with tempfile.NamedTemporaryFile() as log:
         command, variables = [sys.executable, *arguments], child_environment() | dict(environment or {})

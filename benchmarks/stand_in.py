@@ -36,10 +36,10 @@ _COUNTS += ("prefix_tokens_reused", "drafted", "accepted")
 
 
 class SleepingEngine:
-    """Implements the part of :class:`adaponder.inference.Engine` that a server uses; a page is a resident sequence.
+    """Implements the part of :class:`adaponder.inference.Engine` that a server uses, with ticks that only sleep.
 
-    Each tick sleeps ``tick`` seconds and gives each of the first ``lanes`` samples one token; a prompt takes one tick.
-    ``model`` validates requests and is never run.
+    A tick takes ``tick`` seconds and gives each of the first ``lanes`` samples one token; a prompt takes one tick.
+    Statistics count a page per resident sequence. ``model`` validates requests and is never run.
     """
 
     def __init__(self, model: AdaPonderForCausalLM, *, lanes: int = 64, tick: float = 0.008) -> None:
@@ -149,7 +149,7 @@ def stand_in_model() -> AdaPonderForCausalLM:
 
 
 def stand_in_worker(lanes: int, tick: float):
-    """Builds a worker whose engine generates ``lanes`` tokens every ``tick`` seconds; its tokenizer knows Python."""
+    """Builds a worker whose engine generates ``lanes`` tokens every ``tick`` seconds; its tokenizer fits Python."""
     from adaponder.serving.served import Served
     from adaponder.serving.worker import Worker
 

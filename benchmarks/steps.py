@@ -80,7 +80,7 @@ class StepOptions(Common):
 
     @cached_property
     def depths(self) -> Tensor | None:
-        """Returns the forced depth of each token, ``[batch, sequence]``; ``None`` if no token halts."""
+        """Returns the forced depths, ``int64[batch, sequence]``; ``None`` without ``--keep``."""
         return models.choose_depths(self.shares, self.recipe, self.sequences) if self.shares else None
 
     @property
@@ -112,7 +112,7 @@ class Variant:
     """One implementation of a training step or a prefill by ``plain``, ``ponder`` or ``adaponder``.
 
     Attributes:
-        by: what is compiled at once, one ``layer`` or a whole ``pass`` (``plain`` as a whole); ``None``: nothing.
+        by: the unit of compilation: ``layer`` or ``pass`` (``plain`` is compiled as a whole); ``None``: eager.
         checkpointing: keeps the activations of one pass at a time and recomputes the others.
         memory_budget: the share of a compiled pass's activations that is kept; the rest is recomputed.
         keep_logits: keeps the vocabulary's logits of every iteration for backward.
@@ -155,7 +155,7 @@ class Variant:
         return model
 
     def depths_read(self, recipe: Recipe, depths: Tensor | None) -> Tensor:
-        """Returns how many iterations compute each token: ``depths`` in compact execution, else all of them."""
+        """Returns the number of iterations that compute each token: ``depths`` in compact execution, else K."""
         if depths is not None and self.execution == "compact":
             return depths
         shape = (1, recipe.data.sequence) if depths is None else depths.shape
@@ -216,7 +216,7 @@ def train(
 def train_variants(
     recipe: Recipe, device: torch.device, *, compiles: bool = True, halting: bool = False
 ) -> list[Variant]:
-    """Returns the variants that are compared, the plain versions first, those that share graphs together.
+    """Returns the variants to compare: plain versions first, and variants that share compiled graphs side by side.
 
     With ``halting``, compact execution is compared with dense; without, options that save time or memory.
     """
@@ -240,9 +240,9 @@ def training_step(
     losses: list[Tensor],
     depths: Tensor | None = None,
 ) -> Callable[[], None]:
-    """Builds the variant's model and returns its training step of stage 2, which leaves its loss in ``losses``.
+    """Builds the variant's model and returns a training step (of stage 2), which puts its loss into ``losses``.
 
-    AdaPonder's tokens have ``depths [batch, sequence]``, or without them those of its gates, which start open.
+    ``depths``, ``int64[batch, sequence]``, forces AdaPonder's depths; without it its gates decide, all open at first.
     """
     settings, model, draws = recipe.train, variant.build(recipe, device), models.batches(recipe, batch, device)
     optimizer = build_optimizer(model, settings)
@@ -265,7 +265,7 @@ def training_step(
 
 
 def flops_per_token(recipe: Recipe, variant: Variant, depths: Tensor | None = None) -> float:
-    """Returns the matrix FLOPs of a training step per token: three times the forward's, without recomputation."""
+    """Returns the FLOPs of matrix products in a training step per token: three times those of the forward."""
     read = variant.depths_read(recipe, depths)
     return 3 * cost_of(read, models.config_of(recipe, variant.method), every_gate=True).flops / read.numel()
 
@@ -334,8 +334,8 @@ def search(time_batch: Callable[[int, bool], Timing | None], *, start: int) -> t
 
     The batch doubles until it no longer fits, then bisects: the answer and the next multiple have both been tried.
     ``time_batch(batch, keep_graphs)`` times a batch, or returns ``None`` if it does not fit. The second trial of a
-    compiled variant compiles for a variable batch size, so that later trials keep the graphs. Run is the second step,
-    the first that has the optimizer's moments from its beginning.
+    compiled variant compiles for a variable batch size, so that later trials keep the graphs. A trial takes
+    two steps, since only the second begins with the optimizer's moments in memory.
     """
     timings: dict[int, Timing | None] = {}
     below, above = 0, 0  # nothing has failed yet: above is 0
@@ -391,7 +391,7 @@ def prefill(options: StepOptions) -> dict[str, Any]:
 
 
 def prefill_step(recipe: Recipe, variant: Variant, depths: Tensor, device: torch.device) -> Callable[[], object]:
-    """Builds the variant's model and returns its forward over the next batch, to the last position's logits."""
+    """Builds the variant's model; returns a function that computes the last logits of the next batch."""
     draws, model = models.batches(recipe, len(depths), device), variant.build(recipe, device).eval()
     if variant.method == PLAIN:
 

@@ -35,7 +35,7 @@ class QueueOptions:
     data: Annotated[Path | None, typer.Option(metavar="DIR", help="Prepared main corpus; default: the queue's.")] = None
 
     def setup(self, runs: Path = Path(), device: str = "cpu", commit: str = "") -> Setup:
-        """Reads the queue, and the hash of the data if it is not the queue's."""
+        """Reads the queue; ``--data`` replaces the folder and the hash of its main corpus."""
         from experiments.runner import Setup
 
         queue = read_queue(self.queue)
@@ -159,7 +159,7 @@ def _train(setup: Setup, selected: Sequence[Experiment], minutes: float | None, 
 
 
 def _data_hash(folder: Path, queue: Queue) -> str:
-    """Returns the hash of the prepared data in ``folder``; prints a notice if the queue's is another."""
+    """Returns the hash of the prepared data in ``folder``; prints a notice if it is not the queue's."""
     from adaponder.data import Shards
 
     if not (folder / "manifest.json").is_file():

@@ -28,7 +28,7 @@ from adaponder.files import replace_file, sha256_of
 from adaponder.terminal import console
 
 LOCK = Path(__file__).with_name("corpus.lock")
-# Characters of JSON per file: compressed about 10 MB, so that each file can be carried by itself.
+# Bytes of JSON per file: compressed about 10 MB, so that each file can be carried by itself.
 _SHARD = 60_000_000
 
 # Licences of Python source that is taken, by their SPDX names.
@@ -136,9 +136,9 @@ def source_files(wheel: Path) -> list[tuple[PurePosixPath, bytes]]:
 def collect(
     packages: Iterable[tuple[str, Iterable[tuple[PurePosixPath, bytes]]]],
 ) -> tuple[list[dict[str, str]], Counter[str]]:
-    """Returns one document per source file of named packages that is taken, and why how many files are left out.
+    """Returns one document per source file that is taken, and the number of files left out for each reason.
 
-    A text is a near copy if most of its long lines are in earlier texts.
+    ``packages`` yields names with files. A text is a near copy if most of its long lines are in earlier texts.
     """
     documents, skipped, seen = [], Counter[str](), set[int]()
     for package, (path, content) in ((package, file) for package, files in packages for file in files):
@@ -165,7 +165,7 @@ def contents_of(documents: Sequence[dict[str, str]]) -> str:
 
 
 def shards(documents: Sequence[dict[str, str]], size: int = _SHARD) -> list[bytes]:
-    """Joins documents to JSON lines of about ``size`` bytes each."""
+    """Joins documents into JSON Lines shards of about ``size`` bytes each."""
     parts = [bytearray()]
     for document in documents:
         if len(parts[-1]) >= size:

@@ -1,4 +1,7 @@
-"""Depth on demand: accuracy and depth by need, of separately trained depths and of models that halt."""
+"""Depth on demand: accuracy and depth of models with fixed depths and of models that halt, by need.
+
+Need is the number of hops that a question takes; the needed depth is the smallest fixed depth that solves it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from experiments.statistics import estimate, within
 from experiments.tables import markdown
 
 CLAIM, MEASURE = "hops", "demand"
-# Other forms of the puzzle, whose tables follow.
+# Claims on other forms of the puzzle, whose tables follow.
 OTHERS = ("hops-ends", "hops-capitals")
 # A need counts as solved from this share of right answers on. This and the three aims were fixed beforehand.
 SOLVED = 0.95
@@ -51,27 +54,27 @@ def subjects(evidence: Evidence, claim: str = CLAIM) -> list[Subject]:
 
 
 def mean_accuracy(models: Iterable[Subject]) -> pd.DataFrame:
-    """Returns accuracy by need at full depth: a row per (K, setting), the mean over its seeds."""
+    """Returns accuracy by need at full depth: a row per (K, setting), averaged over seeds."""
     rows = {(model.iterations, model.title, model.seed): model.full for model in models}
     index = pd.MultiIndex.from_tuples(rows, names=["K", "title", "seed"])
     return pd.DataFrame([*rows.values()], index).groupby(["K", "title"], sort=False).agg("mean")
 
 
 def fixed_depths(models: Sequence[Subject]) -> dict[int, list[float]]:
-    """Returns accuracy by need for each separately trained K: the seed mean of the best method at that need."""
+    """Returns ``{K: accuracy by need}`` of models that do not halt: at each need, the best method's mean over seeds."""
     fixed = [model for model in models if not model.halts]
     return mean_accuracy(fixed).groupby(level=0).max().T.to_dict("list") if fixed else {}
 
 
 def needed_depths(models: Sequence[Subject]) -> list[int | None]:
-    """Returns the smallest separately trained K that solves each need."""
+    """Returns the needed depth of each need; ``None`` if no fixed depth solves it."""
     fixed = fixed_depths(models)
     needs = range(len(models[0].result["needs"]) if models else 0)
     return [next((k for k in fixed if fixed[k][i] >= SOLVED), None) for i in needs]
 
 
 def rank_correlation(by_depth: Sequence[Sequence[int]], needed: Needed) -> float | None:
-    """Returns Spearman's correlation of needed depth and depth over questions; ``None`` without spread."""
+    """Returns Spearman's correlation between depth and needed depth over questions; ``None`` if one is constant."""
     rows = zip(needed, by_depth, strict=True)
     cells = [(need, depth, n) for need, counts in rows if need is not None for depth, n in enumerate(counts, 1)]
     questions = np.repeat([cell[:2] for cell in cells], [cell[2] for cell in cells], axis=0) if cells else []
@@ -80,7 +83,7 @@ def rank_correlation(by_depth: Sequence[Sequence[int]], needed: Needed) -> float
 
 
 class Aims(NamedTuple):
-    """Measures of a model that halts: rank correlation, accuracy lost to full depth, iterations over need."""
+    """Rank correlation ``rho`` of depth and needed depth, accuracy ``lost`` to full depth, and ``spare`` iterations."""
 
     rho: float | None
     lost: float
@@ -88,7 +91,7 @@ class Aims(NamedTuple):
 
 
 def aims(model: Subject, needed: Needed) -> Aims:
-    """Computes a model's measures over all questions; iterations over need only where the needed depth is known."""
+    """Computes a model's figures over questions; ``spare`` is depth minus needed depth, where that is known."""
     result, questions = model.result, model.result["questions"]
     lost = np.average(model.full, weights=questions) - np.average(result["accuracy"], weights=questions)
     over = [(depth - need, n) for depth, need, n in zip(result["depth"], needed, questions, strict=True) if need]
@@ -103,7 +106,7 @@ def best_of(halting: Sequence[Subject], needed: Needed) -> Subject | None:
 
 
 def section(evidence: Evidence, command: str) -> list[str]:
-    """Returns the tables of the puzzles and of their other forms."""
+    """Returns the lines of the page: tables of the claim ``hops``, then of each claim in ``OTHERS``."""
     lines = tables(subjects(evidence)) or ["Not run yet."]
     for claim in OTHERS:
         if other := tables(subjects(evidence, claim)):
@@ -112,7 +115,7 @@ def section(evidence: Evidence, command: str) -> list[str]:
 
 
 def tables(models: Sequence[Subject]) -> list[str]:
-    """Returns the tables of fixed depths and of models that halt, with verdicts; empty without fixed depths."""
+    """Returns tables of fixed depths and of models that halt, with verdicts; no lines without fixed depths."""
     fixed, halting = [model for model in models if not model.halts], [model for model in models if model.halts]
     if not fixed:
         return []

@@ -1,4 +1,4 @@
-"""Tabulates the queue's runs from their records: losses, depths and costs by setting and seed; reads the claims."""
+"""Tabulates the losses, depths and costs of the queue's runs from their records; reads ``claims.yaml``."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from experiments.queue import Corpus, Experiment, Queue
 from experiments.records import record_of, records_of
 from experiments.statistics import Estimate, Noise, at_depth, estimate, two_way
 
-# How far a measured depth may lie from the depth that a dial is compared at: budgets are 0.25 apart.
+# The dial is compared at a depth if a measured depth is this near: measured budgets are 0.25 apart.
 _NEAR = 0.15
-# Windows that a cost is the mean of: enough for four digits.
+# Sequences over which a cost is averaged: enough for four digits.
 _WINDOWS = 16
 # A setting's noise is not pooled if in some seed more than this share of its tokens has one depth, unless all of them
 # have in every seed (a fixed depth). The rule was fixed on 2026-11-19, after the runs on the mixed corpus.
@@ -42,7 +42,7 @@ def _changes(experiment: Experiment) -> tuple[str, ...]:
 
 @cache
 def model_of(recipe: str, changes: tuple[str, ...]) -> tuple[AdaPonderConfig, Shape, int]:
-    """Returns the config of a recipe's model, its shape and the length of a window."""
+    """Returns the config of a recipe's model, its shape and the tokens per sequence."""
     loaded = load_recipe(recipe, changes)
     config = config_of(loaded)
     assert config is not None  # a backbone by its shape, not by the name of a checkpoint
@@ -50,10 +50,10 @@ def model_of(recipe: str, changes: tuple[str, ...]) -> tuple[AdaPonderConfig, Sh
 
 
 def costs(experiment: Experiment, shares: Sequence[float]) -> dict[str, float]:
-    """Returns the compute of a run whose tokens have these shares of depths.
+    """Returns the compute of a run; ``shares[d - 1]`` is the share of tokens with depth d.
 
-    ``mflops`` of one token at inference, halted tokens skipped; ``ratio`` of it to the plain decoder of the same shape;
-    ``training``: PFLOP of the whole training: dense, forward and backward, nothing computed twice.
+    ``mflops``: MFLOP per token at inference, which skips halted tokens; ``ratio``: the same over the plain decoder's;
+    ``training``: PFLOP of the whole dense training, forward and backward, without recomputation.
     """
     mflops, ratio, training = _costs(experiment.recipe, _changes(experiment), tuple(round(x, 4) for x in shares))
     return {"mflops": mflops, "ratio": ratio, "training": training * experiment.tokens / 1e9}
@@ -79,9 +79,8 @@ def _costs(recipe: str, changes: tuple[str, ...], shares: tuple[float, ...]) -> 
 def row_of(experiment: Experiment, record: Mapping[str, Any], corpus: Corpus) -> dict[str, Any]:
     """Returns a row of :attr:`Evidence.runs`.
 
-    ``loss`` is what the run is judged by, ``shares`` those of the validation tokens by depth 1 … K. ``gates_closed`` is
-    the share of (token, gate) pairs in which the gate is closed or was not reached, ``most`` that of the most frequent
-    depth among tokens.
+    ``loss`` is the one that ``corpus.loss`` selects; ``shares`` are the shares of validation tokens with depth 1 … K,
+    and ``most`` is the largest. ``gates_closed`` is the share of (token, gate) pairs with a closed or unreached gate.
     """
     last = record["validation"][-1]
     shares = tuple(after - before for before, after in pairwise([0.0, *last["validation_halted"], 1.0]))
@@ -104,10 +103,10 @@ def row_of(experiment: Experiment, record: Mapping[str, Any], corpus: Corpus) ->
 
 @dataclass(frozen=True)
 class Evidence:
-    """All records by the setting and the seed of the queue's runs, and the content of ``claims.yaml``.
+    """The queue, all records and the content of ``claims.yaml``; methods take a setting's name, or its alias there.
 
-    Methods take the name of a setting, or its alias in the claims. ``noise_of`` says which noise intervals rest on:
-    ``stable`` (pooled over settings that do not collapse), ``all`` (pooled over all), or ``pair`` (of each pair alone).
+    ``noise_of`` selects the noise that gives confidence intervals: ``stable`` (pooled over settings that do not
+    collapse to one depth), ``all`` (pooled over all settings), or ``pair`` (each compared pair by itself).
     """
 
     queue: Queue
@@ -117,12 +116,12 @@ class Evidence:
 
     @cached_property
     def settings(self) -> dict[str, Experiment]:
-        """Maps each setting's name to one of its runs."""
+        """Maps each setting's name to its first run in the queue."""
         return {run.setting: run for run in reversed(self.queue.experiments)}
 
     @cached_property
     def runs(self) -> pd.DataFrame:
-        """Returns one row per record that belongs to a run, first runs of a seed first; see :func:`row_of`."""
+        """Returns one row per record of a setting (:func:`row_of`); repetitions come after the first run of a seed."""
         seeds, rows = sorted({run.seed for run in self.queue.experiments}), []
         for run in self.settings.values():
             corpus = self.queue.corpora[run.corpus]
@@ -132,54 +131,53 @@ class Evidence:
 
     @cached_property
     def _first(self) -> dict[str, pd.DataFrame]:
-        """Returns by setting the first run of each seed, indexed by seed."""
+        """Maps each setting to its rows of :attr:`runs`, indexed by seed, without repetitions."""
         first = self.runs.drop_duplicates(["setting", "seed"]).set_index("seed")
         return {str(setting): runs for setting, runs in first.groupby("setting")}
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """Maps each alias to a setting; of several settings, to the one with the lowest loss on the half ``choose``."""
+        """Maps each alias to a setting; an alias of several settings, to the best of them."""
         return {
             alias: self._best(setting) if isinstance(setting, list) else setting
             for alias, setting in self.claims["runs"].items()
         }
 
     def _best(self, settings: Sequence[str]) -> str:
-        """Returns the best setting by its seed 0, or the first if none has run."""
+        """Returns the setting whose seed 0 has the lowest loss on the half ``choose``; the first if none has run."""
         first = {name: self._first[name].record.get(0) for name in settings if name in self._first}
         known = {name: record["final"]["choose"] for name, record in first.items() if record and "final" in record}
         return min(known, key=lambda name: known[name]) if known else settings[0]
 
     def setting(self, name: str) -> str:
-        """Returns the setting of an alias; raises if the queue has no such run."""
+        """Returns the setting that ``name`` names or is an alias of; raises if the queue does not have it."""
         setting = self.aliases.get(name, name)
         if setting not in self.settings:
             raise InputError(f"{setting}: no run of the queue is called so; python -m experiments list shows them")
         return setting
 
     def run(self, name: str) -> Experiment:
-        """Returns one of the runs of a setting."""
+        """Returns the setting's first run in the queue, whether or not it has a record."""
         return self.settings[self.setting(name)]
 
     def parameters(self, name: str) -> Parameters:
-        """Returns the parameters of a setting's model."""
         config, shape, _ = model_of(self.run(name).recipe, _changes(self.run(name)))
         return parameters_of(config, shape=shape)
 
     def points(self, name: str) -> pd.DataFrame:
-        """Returns the first run of each seed of a setting, indexed by seed."""
+        """Returns the setting's rows of :attr:`runs`, indexed by seed, without repetitions."""
         setting = self.setting(name)
         return self._first[setting] if setting in self._first else self.runs.iloc[:0].set_index("seed")
 
     def values(self, name: str, of: str = "loss") -> pd.Series:
-        """Returns one number per seed, a column of :attr:`runs`."""
+        """Returns the column ``of`` of :meth:`points`."""
         return self.points(name).loc[:, of].astype(float)
 
     def mean(self, name: str, of: str) -> float:
         return float(self.values(name, of).mean())
 
     def noise(self, *names: str, pooled: str | None = None) -> Noise | None:
-        """Returns the noise of a run on the corpus of these settings; ``None`` where it cannot be pooled."""
+        """Returns the noise of one run, pooled over these settings' corpus; ``None`` if theirs is not pooled."""
         corpora = {self.settings[self.setting(name)].corpus for name in names}
         noise_of = pooled or self.noise_of
         if noise_of == "pair" or len(corpora) != 1:
@@ -189,7 +187,7 @@ class Evidence:
 
     @cached_property
     def pools(self) -> dict[str, dict[str, tuple[Noise | None, set[str]]]]:
-        """Returns by corpus and by ``noise_of`` the noise, and the settings that it leaves out; see ``ONE_DEPTH``."""
+        """Returns ``{corpus: {noise_of: (noise, settings left out of the pool)}}``; see ``ONE_DEPTH``."""
         pools = {}
         for corpus in self.queue.corpora:
             first = self.runs[self.runs.corpus == corpus].drop_duplicates(["setting", "seed"])
@@ -200,7 +198,7 @@ class Evidence:
         return pools
 
     def minus(self, first: str, second: str, of: str = "loss") -> Estimate | None:
-        """Estimates the difference of two settings over the seeds that both have."""
+        """Estimates the column ``of`` of the first setting minus that of the second, over their common seeds."""
         noise = self.noise(first, second) if of == "loss" else None
         return estimate(self.values(first, of) - self.values(second, of), noise)
 
@@ -215,7 +213,7 @@ class Evidence:
         return {run.label for run in self.queue.experiments} - waiting
 
     def title(self, name: str) -> str:
-        """Returns the title of an alias or recipe, with the changed fields, except the learning rate."""
+        """Returns a setting in words: its title in the claims, or else its recipe and changes without learning rate."""
         titles = self.claims["titles"]
         return titles[name] if name in titles else self._in_words(self.settings[self.aliases.get(name, name)])
 
@@ -233,18 +231,18 @@ class Evidence:
         return ", ".join(words)
 
     def _with(self, name: str, measurement: str) -> pd.DataFrame:
-        """Returns the first run of each seed that has a measurement whole, with it as the column ``result``."""
+        """Returns, indexed by seed, the first run that completed ``measurement``, whose result is a column."""
         runs = self.runs[self.runs.setting == self.setting(name)]
         results = runs.record.map(lambda record: record.get("measured", {}).get(measurement, {"missing": ""}))
         runs = runs.assign(result=results).loc[results.map(lambda result: "missing" not in result).astype(bool)]
         return runs.drop_duplicates("seed").set_index("seed").sort_index()
 
     def measured(self, name: str, measurement: str) -> dict[int, Mapping[str, Any]]:
-        """Returns a measurement by seed, where it was made, from the first run that has it whole."""
+        """Returns ``{seed: result}`` of a measurement, from the first run of each seed that completed it."""
         return dict(self._with(name, measurement).result.items())
 
     def rerun_differences(self, names: Sequence[str], weights: str) -> list[float]:
-        """Returns the difference between the first two runs of seed 0 of each setting, on all documents."""
+        """Returns, for each setting with two runs of seed 0, the second's loss minus the first's, on all documents."""
         runs = [self.runs[(self.runs.setting == self.setting(name)) & (self.runs.seed == 0)] for name in names]
         losses = [[record[weights]["loss"] for record in pair.record[:2]] for pair in runs if len(pair) > 1]
         return [second - first for first, second in losses]
@@ -252,11 +250,11 @@ class Evidence:
     def over_curve(
         self, name: str, curve: Sequence[str], of: str = "depth", depth: float | None = None
     ) -> Estimate | None:
-        """Estimates the loss minus the curve of separately trained models at equal ``depth``, ``mflops`` or ``ratio``.
+        """Estimates a setting's loss minus the loss of ``curve`` at equal ``of``: ``depth``, ``mflops`` or ``ratio``.
 
-        With ``depth`` the loss is that of the checkpoint turned to this mean depth. A seed counts where the curve's
-        models on both sides have it. The error is that of a difference of two runs, since a point on a line has less
-        noise; that of the dial, whose thresholds add their own, is of the seeds themselves.
+        With ``depth`` the dial turns the checkpoints to this mean depth. A seed counts if the neighbouring models of
+        the curve have run with it. The standard error is that of a difference of two runs (a point on a line has less
+        noise); with ``depth``, that of the spread over seeds, since the dial adds noise of its own.
         """
         points = self.points(name)
         spots = dict(zip(points.index, zip(points[of], points.loss, strict=True), strict=True))
@@ -266,7 +264,7 @@ class Evidence:
         return estimate(over, self.noise(name, *curve) if depth is None else None)
 
     def _on_curve(self, curve: Sequence[str], seed: Any, x: float, of: str) -> float | None:
-        """Interpolates the curve's loss at ``x`` for this seed; ``None`` if a neighbour lacks the seed."""
+        """Interpolates a seed's loss on the curve where ``of`` is ``x``; ``None`` if a neighbour lacks the seed."""
         models = pd.concat([self.points(name) for name in curve])
         ends = sorted(models[of])
         around = [end for end in ends if end <= x][-1:] + [end for end in ends if end >= x][:1]
@@ -275,10 +273,10 @@ class Evidence:
         return at_depth(line, x) if around and set(around) <= {end for end, _ in line} else None
 
     def dialled(self, name: str) -> dict[int, list[tuple[float, float, float]]]:
-        """Returns by seed (mean depth, FLOPs ratio, loss) of one checkpoint turned by the dial.
+        """Returns by seed (mean depth, FLOPs ratio, loss) of the checkpoint at each depth to which the dial turned it.
 
-        The dial is turned on a part of the validation's text; losses are that checkpoint's validation loss plus how far
-        the dial is from its own depths there.
+        The dial is measured on a part of the validation text. Its losses are shifted so that the checkpoint without the
+        dial has the loss of :attr:`runs`.
         """
         turned = {}
         for seed, run in self._with(name, "dial").iterrows():
@@ -288,9 +286,9 @@ class Evidence:
         return turned
 
     def _turned(self, name: str, depth: float, of: str) -> dict[int, tuple[float, float]]:
-        """Returns by seed ``of`` and the loss of the checkpoint turned to ``depth``, where the dial came near it.
+        """Returns by seed (``of``, loss) of the checkpoint turned to ``depth``; only seeds whose dial came near it.
 
-        Some jump: no threshold gives PonderNet a mean between one and two iterations.
+        Some depths are out of reach: no threshold gives PonderNet a mean between one and two iterations.
         """
         spots = {}
         for seed, turned in self.dialled(name).items():

@@ -18,7 +18,7 @@ from experiments.demand import figure_points as demand_points
 from experiments.evidence import Evidence
 from experiments.tables import learning_rates
 
-# The metadata of a PNG that holds the fingerprint of its points.
+# The field of PNG metadata that holds the fingerprint of the points.
 _POINTS = "Description"
 # Characters of a line of the legend: three columns must fit on the page.
 _WIDEST = 40
@@ -29,7 +29,7 @@ Spot = tuple[float, float, float]
 
 
 def rate_points(evidence: Evidence) -> tuple[Any, ...]:
-    """Returns the loss of seed 0 by learning rate, for each setting."""
+    """Returns the argument of :func:`draw_rates`: the loss of seed 0 by learning rate, for each setting."""
     curves = {
         title: [(rate, float(run.loss)) for rate, run in sorted(tried.items()) if run is not None]
         for title, tried in learning_rates(evidence).items()
@@ -38,9 +38,9 @@ def rate_points(evidence: Evidence) -> tuple[Any, ...]:
 
 
 def draw_rates(curves: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
-    """Draws loss against learning rate, one line per setting, its best rate ringed; what is far above is left out.
+    """Draws loss against learning rate, a line per setting, its best rate ringed; losses far above are cut off.
 
-    Settings whose names begin alike (up to the first comma) share a colour, and have markers and lines of their own.
+    Settings whose names begin alike (up to the first comma) share a colour and differ in markers and line styles.
     """
     with house() as theme:
         figure = new_figure(width=PAGE, height=4.0)
@@ -66,7 +66,7 @@ def draw_rates(curves: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
 
 
 def _spots(evidence: Evidence, names: Sequence[str], of: str) -> dict[str, Spot]:
-    """Returns by title (mean of a column, loss minus vanilla's, half of its interval)."""
+    """Returns ``{title: (mean of a column, loss minus vanilla's, half the width of its interval)}``."""
     vanilla, spots = evidence.claims["line"][0], {}
     for name in names:
         if (gap := evidence.minus(name, vanilla)) is not None:
@@ -76,20 +76,20 @@ def _spots(evidence: Evidence, names: Sequence[str], of: str) -> dict[str, Spot]
 
 
 def cost_points(evidence: Evidence) -> tuple[Any, ...]:
-    """Returns the plain models, and the methods of Table 1 that are held against them, at their FLOPs."""
+    """Returns the spots of plain decoders and of the methods of Table 1 by FLOPs, and the label of the axis."""
     line, methods = evidence.claims["line"], evidence.claims["tables"]["table 1"]["rows"]
     others = [name for name in methods if name not in line]
     return _spots(evidence, line, "mflops"), _spots(evidence, others, "mflops"), "MFLOP per token at inference"
 
 
 def frontier_points(evidence: Evidence) -> tuple[Any, ...]:
-    """Returns the models of the curve of separately trained depths, and those held against it, at their iterations."""
+    """Returns the spots of the curve and of the settings compared with it by iterations, and the label of the axis."""
     curve, others = evidence.claims["curve"], evidence.claims["frontier"]
     return _spots(evidence, curve, "depth"), _spots(evidence, others, "depth"), "mean iterations per token"
 
 
 def draw_line(line: Mapping[str, Spot], others: Mapping[str, Spot], label: str, highest: float = 0.04) -> Figure:
-    """Draws the loss minus vanilla's; ``line`` is joined, and what lies above ``highest`` is left out."""
+    """Draws the loss minus vanilla's: the spots of ``line`` joined, and the ``others`` that are below ``highest``."""
     with house() as theme:
         figure = new_figure(width=PAGE, height=3.2 + 0.06 * len(others))
         axes = figure.subplots()
@@ -106,7 +106,7 @@ def draw_line(line: Mapping[str, Spot], others: Mapping[str, Spot], label: str, 
 
 
 def step_points(evidence: Evidence) -> tuple[Any, ...]:
-    """Returns (step, loss) of each seed for each way of measuring, and the share of the tokens by step."""
+    """Returns the arguments of :func:`draw_steps`, with a point per seed and step."""
     results = list(evidence.measured(_ANALYSED, "steps").values())
     if not results:
         return ()
@@ -137,7 +137,7 @@ def draw_steps(spots: Mapping[str, Sequence[tuple[int, float]]], shares: Mapping
 
 
 def policy_points(evidence: Evidence) -> tuple[Any, ...]:
-    """Returns each policy's loss minus the learned gate's, one value per seed, without oracles."""
+    """Returns the argument of :func:`draw_policies`, one value per seed, without oracles."""
     gaps: dict[str, list[float]] = {}
     for result in evidence.measured(_ANALYSED, "policies").values():
         losses = {name: policy["loss"] for name, policy in result["compared"].items() if policy["loss"] is not None}
@@ -195,7 +195,7 @@ def draw_demand(
 
 
 class Drawing(NamedTuple):
-    """A figure: the function from the records to its points (empty without any), and the one that draws these."""
+    """A figure: the function that returns its points (empty without records), and the function that draws them."""
 
     points: Callable[[Evidence], tuple[Any, ...]]
     draw: Callable[..., Figure]
@@ -223,7 +223,7 @@ def fingerprint(points: Any) -> str:
 
 
 def save(figure: Figure, path: Path, points: Any) -> None:
-    """Writes a PNG that names the points it shows."""
+    """Writes a PNG whose metadata has the fingerprint of its points."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with house():
         figure.savefig(path, dpi=150, metadata={"Software": None, _POINTS: fingerprint(points)})

@@ -27,7 +27,7 @@ class Finding(NamedTuple):
 
 
 def find(evidence: Evidence, test: Test) -> Finding:
-    """Runs one test."""
+    """Returns the verdict of one test in ``claims.yaml``, and its numbers."""
     return Finding(*KINDS[kind_of(test)](evidence, test))
 
 
@@ -83,7 +83,7 @@ def _equal(evidence: Evidence, test: Test) -> _Found:
 
 
 def _steadier(evidence: Evidence, test: Test) -> _Found:
-    """Tests whether reruns of the first runs differ at most half as much as those of the second (root mean square)."""
+    """Tests whether repeated runs of the first settings differ (RMS) at most half as much as those of the second."""
     groups = test["steadier"]
     differences = [
         evidence.rerun_differences(names, weights)
@@ -105,7 +105,7 @@ def _saved(evidence: Evidence, test: Test) -> _Found:
 
 
 def _below_curve(evidence: Evidence, test: Test) -> _Found:
-    """Tests the loss, or at a ``depth`` that of the dial, against the lines between other runs."""
+    """Tests whether a setting, turned to ``depth`` if given, has a loss more than ``by`` below a curve."""
     of, curve, depth = test.get("of", "depth"), test.get("against", evidence.claims["curve"]), test.get("depth")
     line = f"the lines between {'; '.join(map(evidence.title, curve))}," if "against" in test else "the curve"
     name, at = test[kind_of(test)], "" if depth is None else f" at {depth:g}"
@@ -128,9 +128,9 @@ def _collapse(evidence: Evidence, test: Test) -> _Found:
 
 
 def _same_order(evidence: Evidence, test: Test) -> _Found:
-    """Tests whether runs that differ by more than ``by`` keep their order after half of the training.
+    """Tests whether settings that differ by more than ``by`` had the same order after half of the training.
 
-    A pair counts for a verdict where both of its differences are told from 0.
+    A pair is unresolved unless the intervals of both of its differences exclude 0.
     """
     turned, seeds, verdicts = [], 3, []
     for (first, first_half), (second, second_half) in itertools.combinations(test["same_order"], 2):
@@ -196,7 +196,7 @@ def _gap(evidence: Evidence, test: Test) -> _Found:
 
 
 def _faster(evidence: Evidence, test: Test) -> _Found:
-    """Compares speeds, measured only where a run had the device to itself."""
+    """Compares tokens per second, which only runs that had the device to themselves have measured."""
     at = test["at"]
     first, second = (
         _by_seed(evidence, name, "speed", lambda result: result[at]["tokens_per_second"]) for name in test["faster"]
@@ -229,7 +229,7 @@ def _right(evidence: Evidence, test: Test) -> _Found:
 
 
 def _unaffordable(evidence: Evidence, test: Test) -> _Found:
-    """States the runs that a test would need: given, or those of two settings that differ by ``effect``."""
+    """States how many runs a test would need: ``runs``, or those that show that two settings differ by ``effect``."""
     noise = evidence.noise(evidence.claims["curve"][0], pooled="stable")
     runs = test.get("runs") or (2 * statistics.seeds_for(test["effect"], noise) if noise else None)
     return statistics.UNAFFORDABLE, f"{test['unaffordable']}: {runs or 'unknown'} runs"
@@ -238,14 +238,14 @@ def _unaffordable(evidence: Evidence, test: Test) -> _Found:
 def _by_seed(
     evidence: Evidence, name: str, measurement: str, number: Callable[[Mapping[str, Any]], float | None]
 ) -> pd.Series:
-    """Returns a number of a measurement by seed; NaN where it is ``None``."""
+    """Applies ``number`` to the measurement's result of each seed; ``None`` becomes NaN."""
     return pd.Series(
         {seed: number(result) for seed, result in evidence.measured(name, measurement).items()}, dtype=float
     )
 
 
 def _downstream(result: Mapping[str, Any]) -> float:
-    """Returns the mean accuracy over the sets."""
+    """Returns the mean accuracy over the downstream tasks."""
     return fmean(task["metrics"]["acc"]["value"] for task in result["tasks"])
 
 

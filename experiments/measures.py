@@ -1,7 +1,6 @@
 """Named measurements on a trained model, for the analysis claims of the queue.
 
-A measurement is plain data that goes into the run's record. One that cannot be made says why under ``missing`` and the
-run keeps its record: its training is worth more.
+The record of a run holds their results as plain data; a measurement that fails has its error there, under ``missing``.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from adaponder.conversion.open import load
 from adaponder.devices import autocast
 from adaponder.errors import InputError, in_one_line
 from adaponder.evaluation.lab.halves import halve
-from adaponder.evaluation.lab.lab import LEARNED, Lab, Measurement, budgets_between
+from adaponder.evaluation.lab.lab import LEARNED, Lab, budgets_between
 from adaponder.evaluation.lab.lab import frontier as frontier_rows
 from adaponder.evaluation.scoring import ScoringOptions, default_length, score
 from adaponder.evaluation.text import Text, Windows, open_text, open_vocabulary
@@ -30,14 +29,14 @@ from adaponder.terminal import console
 from experiments.records import Measure
 from experiments.statistics import at_depth
 
-# Validation tokens of a measurement; those that tune and test halve them.
+# Validation tokens of a measurement; a measurement that tunes a policy does so on half, and tests on the other.
 _TOKENS = 262_144
 _BATCH = 32
 # Budgets around a model's own depth, between which losses are interpolated.
 _AROUND = (-0.15, 0.0, 0.15)
 # Downstream sets, as ``adaponder eval --task-data`` reads them, and where they are looked for.
 _TASKS, _TASK_DATA = ("lambada_openai", "hellaswag", "arc_easy", "sciq"), Path("data/tasks")
-# Sequences that decode at a time, and tokens of each prompt and of each answer, at most.
+# At most: sequences that decode at a time; tokens of each prompt, and of each answer.
 _LANES, _NEW = 64, 128
 # Measurements that need the device for themselves.
 TIMED = ("speed",)
@@ -51,7 +50,7 @@ class Subject(NamedTuple):
     data: Path
 
     def text(self) -> Text:
-        """Opens the first validation tokens."""
+        """Opens the first ``_TOKENS`` validation tokens."""
         vocabulary = open_vocabulary(str(self.folder))
         return open_text(str(self.data), vocabulary, whose=str(self.folder), max_tokens=_TOKENS)
 
@@ -60,9 +59,9 @@ class Subject(NamedTuple):
 
 
 def measuring(names: Sequence[str], *, device: str, dtype: str = "float32") -> Measure | None:
-    """Returns a function that opens a final model and makes the named measurements; ``None`` without names.
+    """Returns a function that loads a final model and makes the named measurements; ``None`` without names.
 
-    They compute as the run's validation did, whose ``train.dtype`` is ``dtype``.
+    ``dtype`` is the run's ``train.dtype``, so that measurements compute as its validation did.
     """
     if unknown := set(names) - set(MEASURES):
         raise InputError(f"measure {sorted(unknown)[0]}: no such measurement; there are {', '.join(MEASURES)}")
@@ -85,9 +84,9 @@ def measuring(names: Sequence[str], *, device: str, dtype: str = "float32") -> M
 
 
 def steps(subject: Subject) -> dict[str, Any]:
-    """Measures loss by halting iteration, and of the same tokens at forced depths.
+    """Measures the loss of the tokens that halt at each iteration, as they halted and with all tokens at one depth.
 
-    The first is endogenous: a token's depth decides its loss too. At one forced depth all tokens are compared alike.
+    A token's depth changes its own loss, so that only losses at equal depth tell which tokens are harder.
     """
     how: dict[str, Any] = {"checkpoint": str(subject.folder), "data": "", "batch_size": _BATCH}
     trace = make_trace(subject.model, subject.text(), subject.windows(), **how).scored
@@ -111,8 +110,8 @@ def steps(subject: Subject) -> dict[str, Any]:
 def policies(subject: Subject) -> dict[str, Any]:
     """Measures each policy's loss at the depth of the learned gate on held-out text.
 
-    Each is tuned around that depth on one half of the text and measured on the other; its loss is then interpolated
-    to the learned gate's realised depth, so that no policy is given more iterations than another.
+    Each policy is tuned around that depth on one half of the text and measured on the other; its loss is then
+    interpolated to the learned gate's measured depth, so that no policy is given more iterations than another.
     """
     lab = _lab(subject)
     lab.budgets((), own := lab.own_depth())  # raises where every policy is the same
@@ -132,16 +131,12 @@ def policies(subject: Subject) -> dict[str, Any]:
 
 
 def dial(subject: Subject) -> dict[str, Any]:
-    """Measures the loss of one checkpoint on held-out text, turned to every mean depth from 1 to K."""
+    """Measures the loss of one checkpoint on held-out text, tuned to mean depths from 1 to K."""
     lab = _lab(subject)
-    rows = list(frontier_rows(lab, budgets_between(lab.iterations, 0.25)))
-    own = lab.trained(lab.own_depth())
-    return {"rows": [_point(row) for row in rows if row.loss is not None], "own": _point(own)}
-
-
-def _point(row: Measurement) -> dict[str, Any]:
-    kept = ("policy", "budget", "setting", "depth", "loss", "mflops", "flops_ratio", "active")
-    return {name: getattr(row, name) for name in kept}
+    rows = [row for row in frontier_rows(lab, budgets_between(lab.iterations, 0.25)) if row.loss is not None]
+    fields = ("policy", "budget", "setting", "depth", "loss", "mflops", "flops_ratio", "active")
+    *points, own = ({name: getattr(row, name) for name in fields} for row in [*rows, lab.trained(lab.own_depth())])
+    return {"rows": points, "own": own}
 
 
 def _lab(subject: Subject) -> Lab:
@@ -150,9 +145,9 @@ def _lab(subject: Subject) -> Lab:
 
 
 def reuse(subject: Subject) -> dict[str, Any]:
-    """Measures the loss if a halted token keeps keys, values and state, keys and values alone, or nothing.
+    """Measures the loss if halted tokens keep keys, values and state; keys and values; or nothing.
 
-    Only the first skips work: it is what inference does, whatever the model was trained with.
+    Only the first saves work: inference does so, however the model was trained.
     """
     config = subject.model.config
     trained, found = config.reuse, {}
@@ -166,7 +161,7 @@ def reuse(subject: Subject) -> dict[str, Any]:
 
 
 def rules(subject: Subject) -> dict[str, Any]:
-    """Measures the loss under the causal rule of generation and under training's, which may see later tokens."""
+    """Measures the loss under generation's causal halting rule and under training's, which may see later tokens."""
     training = ScoringOptions(policy=subject.model.method.training_policy(1.0))
     return {"causal": _scored(subject, ScoringOptions()), "training": _scored(subject, training)}
 
@@ -177,7 +172,7 @@ def _scored(subject: Subject, how: ScoringOptions) -> dict[str, float]:
 
 
 def demand(subject: Subject) -> dict[str, Any]:
-    """Measures accuracy and depth on puzzles by needed depth; see :mod:`adaponder.analysis.demand`."""
+    """Measures accuracy and depth on puzzles by need; see :mod:`adaponder.analysis.demand`."""
     found = measure_demand(subject.model, subject.text(), batch_size=_BATCH)
     return found.as_dict() | {"least_depth": found.least_depth()}
 

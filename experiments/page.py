@@ -30,7 +30,7 @@ Judged = tuple[Statement, tuple[str, list[Finding]]]
 
 
 def write(experiments: Path) -> None:
-    """Writes ``tables.md`` in the folder ``experiments``, and beside it ``docs`` and ``README.md``."""
+    """Writes the results page, the figures and all tables of the checkout that holds the folder ``experiments``."""
     from experiments import figures
 
     root, evidence = experiments.parent, read_evidence(experiments)
@@ -72,12 +72,14 @@ def results_page(evidence: Evidence) -> str:
 def tables_page(evidence: Evidence, records: Path) -> str:
     """Returns the text of ``experiments/tables.md``; ``records`` is the folder of the records."""
     claims, apart = evidence.claims, records_apart(evidence, records)
+    # Settings with two seeds or more on the main corpus whose noise is not pooled.
+    left_out = [name for name in evidence.pools[""]["stable"][1] if len(evidence.points(name)) > 1]
     parts = {
         "our claims": _statements(_judged(evidence), ours=True),
         "questions": _questions(evidence),
         "noise": tables.noise_table(evidence),
         "one depth": f"{100 * ONE_DEPTH:g} %",
-        "left out": _left_out(evidence),
+        "left out": "; ".join(sorted(map(evidence.title, left_out))) or "none",
         "analyses": tables.analyses_table(evidence),
         "learning rates": tables.lr_table(evidence),
         **{name: tables.settings_table(evidence, **table) for name, table in claims["tables"].items()},
@@ -96,13 +98,13 @@ def _judged(evidence: Evidence) -> list[Judged]:
 
 
 def tables_within(evidence: Evidence, root: Path) -> dict[Path, list[str]]:
-    """Returns the tables that stand between two marks of pages written by hand: README's, and the leaderboard."""
+    """Returns the tables of pages that are otherwise written by hand: README's, and the leaderboard."""
     readme = tables.settings_table(evidence, **evidence.claims["tables"]["readme"])
     return {root / "README.md": readme, root / "experiments" / "README.md": tables.leaderboard(evidence)}
 
 
 def with_table(path: Path, table: Sequence[str]) -> str:
-    """Returns the text of a page with the table between its marks replaced."""
+    """Returns the text of a page with ``table`` in place of the text between ``BEGIN`` and ``END``."""
     before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -122,14 +124,7 @@ def _filled(template: str, parts: Mapping[str, str | Sequence[str]]) -> str:
 
 
 def _is_ours(statement: Statement) -> bool:
-    """Returns whether a statement is ours rather than the paper's."""
     return statement["where"].startswith(("not in the paper", "what Table 1"))
-
-
-def _left_out(evidence: Evidence) -> str:
-    """Lists the settings with two seeds or more on the main corpus whose noise is not pooled."""
-    names = [name for name in evidence.pools[""]["stable"][1] if len(evidence.points(name)) > 1]
-    return "; ".join(sorted(map(evidence.title, names))) or "none"
 
 
 def _in_short(judged: Sequence[Judged]) -> list[str]:
@@ -182,7 +177,7 @@ def _questions(evidence: Evidence) -> list[str]:
 
 
 def _claims(evidence: Evidence) -> list[str]:
-    """Returns tables of all claims without their own section."""
+    """Returns the tables of all claims that have no section of their own."""
     lines, waiting = [], []
     for claim, says in evidence.queue.claims.items():
         if claim in _OWN_SECTION:
@@ -196,7 +191,7 @@ def _claims(evidence: Evidence) -> list[str]:
 
 
 def records_apart(evidence: Evidence, folder: Path) -> dict[str, str]:
-    """Returns why each record that belongs to no run of the queue is not compared."""
+    """Returns ``{file: reason}`` of the records that belong to no run of the queue."""
     used = {record["file"] for record in evidence.runs.record}
     known = {record["file"]: record for record in evidence.records}
     hashes = {corpus.hash for corpus in evidence.queue.corpora.values()}

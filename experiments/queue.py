@@ -30,9 +30,9 @@ _FREE = {
 
 
 def identity(recipe: Mapping[str, Any]) -> str:
-    """Hashes what a resolved recipe computes: fields that differ from ``defaults.yaml``, without names and logging.
+    """Hashes the fields that decide what a resolved recipe computes, where they differ from ``defaults.yaml``.
 
-    Those defaults are frozen: a field that is removed from the package or added later changes no identity.
+    That file stays as it is, so that fields which the package adds or removes later change no existing hash.
     """
     model = dict(recipe["model"])
     if isinstance(model["backbone"], Mapping):
@@ -56,12 +56,12 @@ def _embedding_scale(model: Mapping[str, Any]) -> float:
 
 @functools.cache
 def frozen_defaults() -> Mapping[str, Mapping[str, Any]]:
-    """Reads the default of each field, by section."""
+    """Returns ``{section: {field: default}}`` from ``defaults.yaml``."""
     return read_yaml(Path(__file__).with_name("defaults.yaml"), InputError)
 
 
 def _plain(value: Any) -> Any:
-    """Converts integers to floats, so that 1 equals 1.0."""
+    """Converts integers to floats, so that 1 and 1.0 give the same hash."""
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return float(value) if type(value) is int else value
@@ -74,9 +74,9 @@ class Corpus:
     Attributes:
         name: empty for the queue's main corpus.
         folder: output of ``adaponder prepare``; ``None`` keeps the recipe's own ``data.source``.
-        hash: the data hash of its records; ``None``: records are matched by the corpus name instead.
-        loss: ``final`` or ``averaged``: runs are judged by these weights on the half ``report`` of the validation
-            documents; ``None``: by their last validation, pooled over documents.
+        hash: the data hash that a record must have; ``None``: the record must name the corpus instead.
+        loss: ``final`` or ``averaged``: a run's loss is that of these weights on the half ``report`` of the validation
+            documents; ``None``: its last validation loss, over all documents.
     """
 
     name: str
@@ -98,8 +98,8 @@ class Experiment:
     Attributes:
         measures: names of measurements on the trained model (``measures.py``).
         corpus: the name of its corpus; empty for the queue's main one.
-        source: the run, of the same seed, whose final model this one continues.
-        again: how many earlier runs of the same recipe, seed and data there must be; 0 for an ordinary run.
+        source: the run with the same seed whose final model this run continues, if any.
+        again: the number of earlier runs with the same recipe, seed and data; 0 for the first run.
     """
 
     claim: str
@@ -113,7 +113,7 @@ class Experiment:
 
     @cached_property
     def setting(self) -> str:
-        """Returns the label without the seed, equal for runs that are compared seed by seed."""
+        """Returns the name of the setting: recipe, changed fields, source and corpus, without the seed."""
         words = [Path(self.recipe).stem if self.recipe.endswith(".yaml") else self.recipe]
         for change in self.changes:  # train.lr=0.004 becomes lr-0.004
             field, _, value = change.replace('"', "").partition("=")
@@ -124,13 +124,13 @@ class Experiment:
 
     @property
     def label(self) -> str:
-        """Returns the name of the run, its folder and files, such as ``mini-ponder-k2-lr-0.004-seed-1``."""
+        """Returns the name of the run and its folder, such as ``mini-ponder-k2-lr-0.004-seed-1``."""
         return f"{self.setting}-seed-{self.seed}" + (f"-again-{self.again}" if self.again else "")
 
     def resolved(self, data: Path | str | None = None, runs: Path | None = None) -> Recipe:
-        """Resolves the recipe, on the shards in ``data``, continuing a run in the folder ``runs``.
+        """Returns the recipe with all changes of the run; ``data`` replaces the recipe's data source.
 
-        Without ``runs`` the backbone of a run that continues another is ``from`` and the label of the other.
+        The backbone of a run with a source is its final model in the folder ``runs``; without ``runs``, ``from LABEL``.
         """
         changes = [*self.changes, f"train.seed={self.seed}", *([] if data is None else [f"data.source={data}"])]
         if self.source is not None:
@@ -140,12 +140,12 @@ class Experiment:
 
     @property
     def shaped(self) -> Recipe:
-        """Returns the recipe with the backbone's shape, also where the run continues another; seeds share it."""
+        """Returns the recipe without seed and source: its backbone is a shape, not a trained model."""
         return _load(self.recipe, self.changes)
 
     @cached_property
     def identity(self) -> str:
-        """Returns the hash of what this run computes, equal for equal runs."""
+        """Returns the hash (:func:`identity`) of the recipe with the seed and the source of this run."""
         continued = () if self.source is None else ('model.backbone="from"',)
         values = _load(self.recipe, (*self.changes, *continued)).as_dict()
         values["train"]["seed"] = self.seed
@@ -155,7 +155,7 @@ class Experiment:
 
     @property
     def tokens(self) -> int:
-        """Returns the number of training tokens, without those of the run that it continues."""
+        """Returns the number of training tokens, without those of the source."""
         train = self.shaped.train
         return train.steps * train.global_batch * self.shaped.data.sequence
 
@@ -171,10 +171,10 @@ def _load(recipe: str, changes: tuple[str, ...]) -> Recipe:
 
 @dataclass(frozen=True)
 class Queue:
-    """The queue's file: the sentence of each claim, all runs, most useful first, and prepared text by name.
+    """The content of ``queue.yaml``: the sentence of each claim, all runs (most useful first), and the corpora by name.
 
-    ``seconds`` has the device seconds to ``start`` a run, and per ``iteration`` of 3,000 steps, on ``hardware``; for
-    runs of which none alike was timed.
+    ``seconds`` estimates runs when no similar run was timed: on ``hardware``, ``start`` seconds before the first step,
+    and ``iteration`` seconds for 3,000 steps with one iteration per token.
     """
 
     claims: Mapping[str, str]
@@ -187,14 +187,14 @@ class Queue:
         return self.corpora[""]
 
     def of_claim(self, claim: str, seeds: Sequence[int] = ()) -> list[Experiment]:
-        """Returns the runs of one claim; with ``seeds``, each of its settings with those seeds."""
+        """Returns the runs of one claim; ``seeds`` replace the queue's seeds."""
         if claim not in self.claims:
             raise InputError(f"{claim}: no such claim; choose one of {', '.join(self.claims)}")
         selected = [run for run in self.experiments if run.claim == claim]
         return list(dict.fromkeys(run.with_seed(seed) for seed in seeds for run in selected)) if seeds else selected
 
     def measures_of(self, experiment: Experiment) -> tuple[str, ...]:
-        """Returns the measurements of all claims on this run, which is trained once for all of them."""
+        """Returns the measurements that any claim makes on this run, which is trained once for all claims."""
         same = [run for run in self.experiments if run.label == experiment.label]
         return tuple(dict.fromkeys(name for run in [experiment, *same] for name in run.measures))
 
@@ -228,9 +228,9 @@ _FIELDS = {"claim", "recipe", "set", "each", "seeds", "measure", "corpus", "from
 def _experiments(
     entries: Sequence[Mapping[str, Any]], claims: Mapping[str, str], corpora: Mapping[str, Corpus]
 ) -> Iterator[Experiment]:
-    """Expands entries: a recipe with ``set`` changes, for ``each`` value of further fields, and for each seed.
+    """Yields the runs of each entry: ``recipe`` changed by ``set``, for all combinations of ``each`` and all ``seeds``.
 
-    ``from`` has the ``recipe`` and ``set`` of the run that is continued; ``times: 2`` trains the same run twice.
+    ``from`` has the ``recipe`` and ``set`` of the source; ``times: 2`` trains the same run twice.
     """
     for entry in entries:
         source = entry.get("from")

@@ -41,7 +41,7 @@ _BATCH = 16
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """Reads the records of runs in ``folder``, with ``identity`` and ``file``; not those older than the queue."""
+    """Reads the records of runs in ``folder`` and adds ``identity`` and ``file``; skips those older than the queue."""
     wanted = {"recipe", "validation", "data", "embedding_scale", "shared_device_with"}
     every = [(path.name, read_json(path, InputError)) for path in sorted(folder.glob("*.json"))]
     runs = [(name, record) for name, record in every if wanted <= record.keys()]
@@ -49,7 +49,7 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def records_of(experiment: Experiment, records: Sequence[Mapping[str, Any]], corpus: Corpus) -> list[Mapping[str, Any]]:
-    """Returns the records of this recipe, seed and data, the first run first."""
+    """Returns the records with the recipe, seed and data of this run, in the order of training."""
     wanted = experiment.identity
     same = [record for record in records if record["identity"] == wanted and corpus.trained(record)]
     return sorted(same, key=lambda record: record.get("again", 0))
@@ -65,8 +65,8 @@ def record_of(experiment: Experiment, records: Sequence[Mapping[str, Any]], corp
 def carry_out(experiment: Experiment, setup: Setup, *, beside: int, measure: Measure | None = None) -> Path:
     """Trains one run and writes its record; returns the record's path.
 
-    The record is written before ``measure`` is called, and again after each measurement, so that a run that is cut
-    keeps what it has. ``beside`` other runs share the device.
+    The record is written before ``measure`` is called, and again after each measurement, so that an interrupted run
+    keeps the results so far. ``beside`` is the number of other runs that share the device.
     """
     corpus, records = setup.queue.corpora[experiment.corpus], setup.records
     folder = None if corpus.folder is None else Path(corpus.folder)
@@ -156,7 +156,7 @@ class AveragingTrainer(Trainer):
 def train_run(experiment: Experiment, data: Path | None, runs: Path, device: str) -> tuple[AveragingTrainer, Path]:
     """Trains a run from its first step; returns its trainer and the folder of its final model.
 
-    The run that it continues is trained first if ``runs`` does not hold its final model.
+    Its source, if any, is trained first if ``runs`` does not hold the final model of the source.
     """
     if experiment.source is not None and not (runs / experiment.source.label / "final").is_dir():
         train_run(experiment.source, data, runs, device)
@@ -179,22 +179,22 @@ def _documents(trainer: AveragingTrainer) -> dict[str, Any]:
         for name, parameter in trainer.model.named_parameters():
             parameter.copy_(trainer.averaged[name])  # the final weights are in the run's folder
     averaged = measure_documents(trainer)
-    averaged["documents"].pop("hash")  # as above
+    averaged["documents"].pop("hash")  # the same as of the final weights
     return {"final": final, "averaged": {"steps": trainer.averaged_steps} | averaged}
 
 
 def half_of(document_hash: int) -> str:
-    """Returns ``choose`` (for learning rates and variants) or ``report``, by the last bit of a document's hash.
+    """Returns the half of a document: ``choose`` (for choosing learning rates and variants) or ``report``.
 
-    The first bits decide whether it is a validation document at all, so the last one is independent of that.
+    The half is the last bit of the hash, independent of the first bits, which select the validation documents.
     """
     return "report" if document_hash & 1 else "choose"
 
 
 def measure_documents(trainer: Trainer) -> dict[str, Any]:
-    """Scores the whole validation split; returns nats, predicted tokens and mean depth of each document by its hash.
+    """Scores the whole validation split; returns the hash, nats, predicted tokens and mean depth of each document.
 
-    Also the loss (nats per token) of all documents and of each half (see :func:`half_of`).
+    Also returns the loss (nats per token) of all documents and of each half (see :func:`half_of`).
     """
     recipe, shards = trainer.recipe, trainer.sampler.shards
     text = open_text(str(shards.folder), open_vocabulary(str(shards.folder / "tokenizer.json")), whose="the run")

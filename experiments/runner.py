@@ -36,7 +36,7 @@ _SPEED = ("global_batch", "micro_batch", "dtype", "execution", "compile", "memor
 class Setup:
     """The queue, folders, device and commit that all runs of one command share.
 
-    ``queue`` has the corpora of the command; ``data`` is the main one where it is not the file's own.
+    ``path`` is the queue's file; ``data``, from ``--data``, replaces the main corpus of that file in ``queue``.
     """
 
     path: Path
@@ -48,7 +48,7 @@ class Setup:
     data: Path | None = None
 
     def record_of(self, experiment: Experiment, known: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-        """Returns the run's record among ``known`` ones."""
+        """Returns the run's record among the ``known`` records, if any."""
         return record_of(experiment, known, self.queue.corpora[experiment.corpus])
 
     def command(self, experiment: Experiment, beside: int) -> list[str]:
@@ -63,7 +63,7 @@ class Setup:
         return self.runs / experiment.label / "metrics.jsonl"
 
     def steps_taken(self, experiment: Experiment) -> int:
-        """Returns the steps that a run has logged; 0 before the first, and while it trains the run it continues."""
+        """Returns the number of steps that a run has logged; 0 before the first, and while its source is trained."""
         try:
             return json.loads(self.metrics(experiment).read_text().splitlines()[-1])["step"] + 1
         except (OSError, IndexError, ValueError, KeyError):
@@ -193,9 +193,9 @@ def seconds_alone(
 def device_seconds(
     experiment: Experiment, queue: Queue, records: Sequence[Mapping[str, Any]], hardware: str
 ) -> float | None:
-    """Estimates the seconds of a run and the one that it continues, alone on the device; ``None`` if unknown.
+    """Estimates the seconds of a run and of its source, alone on the device; ``None`` if unknown.
 
-    From runs of the same model there, or by the queue's figures.
+    The estimate comes from records of the same model on ``hardware``, else from the queue's ``seconds``.
     """
     before = 0.0 if experiment.source is None else device_seconds(experiment.source, queue, records, hardware)
     if before is None:
@@ -222,7 +222,7 @@ def _speed_key(recipe: Mapping[str, Any]) -> str:
 
 
 def wall_seconds(work: float, queue: Queue) -> float:
-    """Returns the time until runs that share the device are all done, one of them yet to start.
+    """Estimates the seconds until runs that share the device are all done, with one of them yet to start.
 
     ``work`` is the sum of the seconds that each still needs alone.
     """

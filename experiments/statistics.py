@@ -26,18 +26,18 @@ VERDICTS = (HOLDS, FAILS, UNRESOLVED, UNTESTABLE, UNAFFORDABLE, NOT_RUN)
 
 
 class Noise(NamedTuple):
-    """The residual standard deviation of one run, and its degrees of freedom."""
+    """The standard deviation of a run's loss around the effects of its setting and seed, and its degrees of freedom."""
 
     deviation: float
     freedom: int
 
     def error(self, seeds: int, runs: float = 2.0) -> float:
-        """Returns the standard error of a sum or difference of ``runs`` runs, as a mean over seeds."""
+        """Returns the standard error of a mean over ``seeds`` of a difference (or sum) of ``runs`` runs."""
         return self.deviation * math.sqrt(runs / seeds)
 
 
 def two_way(losses: pd.DataFrame) -> Noise | None:
-    """Fits ``loss = setting + seed + noise`` by least squares; ``None`` if too few runs are left for the noise.
+    """Fits ``loss = setting + seed + noise`` by least squares; ``None`` with too few degrees of freedom for the noise.
 
     ``losses`` has a row per setting and a column per seed; missing runs are NaN. Settings with one seed are ignored.
     """
@@ -53,7 +53,7 @@ def two_way(losses: pd.DataFrame) -> Noise | None:
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds: its standard error, the degrees of freedom of that, and one value per seed."""
+    """A mean over seeds, its standard error, the error's degrees of freedom, and the value of each seed."""
 
     mean: float
     error: float
@@ -77,7 +77,7 @@ class Estimate(NamedTuple):
 def estimate(values: Mapping[int, float] | pd.Series, noise: Noise | None = None) -> Estimate | None:
     """Returns the mean of ``values``, one difference per seed; ``None`` without values.
 
-    Its error is that of ``noise``; without it, that of the values themselves.
+    The standard error comes from ``noise``; without it, from the spread of ``values``.
     """
     series = pd.Series(values, dtype=float).dropna().sort_index()
     if series.empty:
@@ -100,7 +100,7 @@ def detectable(error: float, freedom: int) -> float:
 
 
 def power_of_equality(error: float, freedom: int, margin: float = MARGIN) -> float:
-    """Returns the probability that the interval of two equal settings lies within the margin."""
+    """Returns the probability that the interval of the difference of equal settings lies within the margin."""
     from scipy.stats import t
 
     if not freedom:
@@ -109,12 +109,12 @@ def power_of_equality(error: float, freedom: int, margin: float = MARGIN) -> flo
 
 
 def seeds_for(effect: float, noise: Noise) -> int:
-    """Returns the seeds with which a difference of ``effect`` is found with probability ``POWER``."""
+    """Returns the number of seeds that finds a difference of ``effect`` with probability ``POWER``."""
     return math.ceil((detectable(noise.error(1), noise.freedom) / effect) ** 2)
 
 
 def seeds_for_equality(noise: Noise, margin: float = MARGIN) -> int:
-    """Returns the seeds with which two equal settings are found equal with probability ``POWER``."""
+    """Returns the number of seeds that finds two equal settings equal with probability ``POWER``."""
     reach = t_quantile(noise.freedom) + t_quantile(noise.freedom, (1 + POWER) / 2)
     return math.ceil((reach * noise.error(1) / margin) ** 2)
 
@@ -122,8 +122,7 @@ def seeds_for_equality(noise: Noise, margin: float = MARGIN) -> int:
 def lower(difference: Estimate | None) -> str:
     """Returns the verdict on "the first is lower than the second", from first minus second.
 
-    It holds where the whole interval lies below 0, and does not where the whole interval lies above. One seed resolves
-    nothing.
+    It holds if the whole interval lies below 0, and does not if it lies above. One seed leaves it unresolved.
     """
     if difference is None:
         return NOT_RUN
@@ -152,9 +151,9 @@ def within(value: Estimate | None, low: float, high: float) -> str:
 
 
 def equal(difference: Estimate | None, margin: float = MARGIN) -> str:
-    """Returns the verdict on "the two are equal".
+    """Returns the verdict on "the two are equal": the interval lies within the margin.
 
-    The difference's interval must lie inside the margin, where that of equal settings lies with probability ``POWER``.
+    It is unresolved if the interval of equal settings would do so with a probability below ``POWER``.
     """
     verdict = within(difference, -margin, margin)
     if verdict != HOLDS or difference is None:
@@ -163,10 +162,10 @@ def equal(difference: Estimate | None, margin: float = MARGIN) -> str:
 
 
 def often(cases: Mapping[int, bool], *, least: int = 3) -> str:
-    """Returns the verdict on "this happens frequently", from whether it did with each seed.
+    """Returns the verdict on "this happens frequently"; ``cases`` says for each seed whether it happened.
 
-    With ``least`` seeds or more it holds if it did in at least half of them, and does not if the exact interval of the
-    share lies below one half.
+    With ``least`` seeds or more it holds if it happened in at least half of them, and does not if the exact interval of
+    the share lies below one half.
     """
     if not cases:
         return NOT_RUN
@@ -193,7 +192,7 @@ def all_of(verdicts: Sequence[str]) -> str:
 def at_depth(points: Iterable[tuple[float, float]], depth: float, *, beyond: float = 0.05) -> float | None:
     """Interpolates the value at ``depth`` between neighbouring ``(depth, value)`` points.
 
-    Up to ``beyond`` outside of the points the outermost line goes on; further out there is none.
+    Extrapolates by at most ``beyond``; returns ``None`` for a depth further outside.
     """
     known = sorted(dict(points).items())
     if not known or not known[0][0] - beyond <= depth <= known[-1][0] + beyond:

@@ -39,7 +39,6 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
 
 
 def prose(*sentences: str) -> list[str]:
-    """Wraps a paragraph."""
     return textwrap.wrap(" ".join(sentences), 120, break_long_words=False, break_on_hyphens=False)
 
 
@@ -50,7 +49,7 @@ def rate_of(experiment: Experiment) -> float | None:
 
 
 def speed(points: pd.DataFrame) -> str:
-    """Returns training tokens per second of runs that had the device to themselves."""
+    """Formats the median training tokens per second of runs that had the device to themselves."""
     alone = [record["tokens_per_second"] for record in points.record if not record["shared_device_with"]]
     return f"{pd.Series(alone).median():,.0f}" if alone else "shared"
 
@@ -64,7 +63,7 @@ def _by_seed(values: Iterable[float], form: str) -> str:
 
 
 def _shares(points: pd.DataFrame) -> str:
-    """Formats percent of tokens by depth of each seed; a mean over seeds would describe no model."""
+    """Formats for each seed the percentages of tokens by depth; a mean over seeds would describe no model."""
     by_seed = ["/".join(f"{100 * share:.0f}" for share in shares) for shares in points.shares]
     return ", ".join(by_seed) if len(points.shares.iloc[0]) > 1 else NONE
 
@@ -74,7 +73,7 @@ def _mean(of: str, form: str) -> Cell:
 
 
 def _relative(of: str, name_of: Callable[[Mapping[str, Any]], str], form: Callable[[float], str]) -> Cell:
-    """Returns a cell with a mean relative to that of another setting."""
+    """Returns a cell: a setting's mean of column ``of`` over that of the setting ``name_of(claims)``."""
     return lambda e, name, points: form(points[of].to_numpy().mean() / e.mean(name_of(e.claims), of))
 
 
@@ -90,7 +89,7 @@ def _saved(share: float) -> str:
     return f"{100 * (1 - share):.1f} %"
 
 
-# A cell of a setting: its text from the evidence, the name, and the first runs by seed.
+# Formats a cell from the evidence, a setting's name and its :meth:`Evidence.points`.
 Cell = Callable[[Evidence, str, pd.DataFrame], str]
 CELLS: Mapping[str, Cell] = {
     "lr": lambda evidence, name, points: _number(rate_of(evidence.run(name)), "g"),
@@ -120,7 +119,7 @@ CELLS: Mapping[str, Cell] = {
 
 
 def settings_table(evidence: Evidence, rows: Sequence[str], columns: Sequence[str]) -> list[str]:
-    """Returns one row per setting; a column is one of ``CELLS``, or ``minus NAME``: the loss minus that of ``NAME``."""
+    """Returns a row per setting; a column is one of ``CELLS``, or ``minus NAME``: the loss minus that of ``NAME``."""
 
     def cell(name: str, column: str, points: pd.DataFrame) -> str:
         if points.empty:
@@ -137,7 +136,10 @@ def settings_table(evidence: Evidence, rows: Sequence[str], columns: Sequence[st
 
 
 def leaderboard(evidence: Evidence, tracks: Sequence[float] = (1.6, 2.7)) -> list[str]:
-    """Returns the entries that have run, best first, with their rank in each track: at most so many vanilla FLOPs."""
+    """Returns a table of the entries that have run, lowest loss first, with their rank in each track.
+
+    A track is a limit of the inference FLOPs, as a multiple of vanilla's.
+    """
     rows, ranks = [], Counter[float]()
     names = [name for name in evidence.claims["leaderboard"] if not evidence.points(name).empty]
     for name in sorted(names, key=lambda name: evidence.mean(name, "loss")):
@@ -149,21 +151,12 @@ def leaderboard(evidence: Evidence, tracks: Sequence[float] = (1.6, 2.7)) -> lis
         source = [record["date"], f"`{record['commit'][:12]}`", f"[record](records/{record['file']})"]
         places = [str(ranks[track]) if track in allowed else NONE for track in tracks]
         rows.append([*places, evidence.title(name), *cells, *source, evidence.claims["leaderboard"][name]])
-    head = [
-        *(f"at {track:g}x" for track in tracks),
-        "entry",
-        "loss",
-        "seeds",
-        "x vanilla",
-        "parameters",
-        "date",
-        "commit",
-    ]
-    return markdown([*head, "record", "what was new"], rows)
+    head = [*(f"at {track:g}x" for track in tracks), "entry", "loss", "seeds", "x vanilla", "parameters", "date"]
+    return markdown([*head, "commit", "record", "what was new"], rows)
 
 
 def claim_table(evidence: Evidence, claim: str) -> list[str]:
-    """Returns every setting of a claim that has run; empty without any."""
+    """Returns a table with a row per setting of the claim that has run; no lines if none has."""
     names = dict.fromkeys(run.setting for run in evidence.queue.of_claim(claim) if evidence.has_all(run))
     columns = ["lr", "seeds", "loss by seed", "iterations by seed", "% of tokens at depth 1/…/K by seed"]
     if claim in evidence.claims["against"]:
@@ -172,7 +165,7 @@ def claim_table(evidence: Evidence, claim: str) -> list[str]:
 
 
 def learning_rates(evidence: Evidence) -> dict[str, dict[float, pd.Series | None]]:
-    """Returns by setting without its rate the run of seed 0 of each rate in the queue; ``None`` if it has not run."""
+    """Returns ``{title: {learning rate: row of seed 0}}`` of the claim ``lr``; a run without a record is ``None``."""
     tried: dict[str, dict[float, pd.Series | None]] = {}
     for run in evidence.queue.of_claim("lr"):
         if (rate := rate_of(run)) is not None:
@@ -182,7 +175,7 @@ def learning_rates(evidence: Evidence) -> dict[str, dict[float, pd.Series | None
 
 
 def lr_table(evidence: Evidence) -> list[str]:
-    """Returns the loss of seed 0 by learning rate, the best of each row bold, with mean depths where tokens halt."""
+    """Returns a table of losses of seed 0 by learning rate, the best bold, with mean depths where tokens halt."""
     tried = learning_rates(evidence)
     rates, rows = sorted({rate for by_rate in tried.values() for rate in by_rate}), []
     for title, by_rate in tried.items():
@@ -197,7 +190,7 @@ def lr_table(evidence: Evidence) -> list[str]:
 
 
 def dial_table(evidence: Evidence, depths: Sequence[float] = (1.25, 1.5, 2.0, 2.5, 3.0, 3.5)) -> list[str]:
-    """Returns dialled checkpoints minus the curve at equal iterations and at equal FLOPs; empty without any."""
+    """Returns the loss of checkpoints turned to ``depths`` by the dial, minus the curve's; no lines without any."""
     curve, rows = evidence.claims["curve"], []
     for name in evidence.claims["dials"]:
         for depth in depths:
@@ -235,7 +228,7 @@ def _steps(result: Mapping[str, Any]) -> Rows:
 
 
 def _policies(result: Mapping[str, Any]) -> Rows:
-    """Returns one row per loss: with one gate several policies halt the same tokens."""
+    """Returns one row per (loss, causal), for all its policies: with one gate several halt the same tokens."""
     learned = result["compared"]["learned gate"]["loss"]
     alike: dict[tuple[float | None, bool], list[str]] = {}
     for name, policy in result["compared"].items():
@@ -267,11 +260,8 @@ def _speed(result: Mapping[str, Any]) -> Rows:
 
 def _tasks(result: Mapping[str, Any]) -> Rows:
     return [
-        {
-            "set": task["task"],
-            "items": f"{task['items']:,}",
-            "accuracy": _number(task["metrics"]["acc"]["value"], ".3f"),
-        }
+        {"set": task["task"], "items": f"{task['items']:,}"}
+        | {"accuracy": _number(task["metrics"]["acc"]["value"], ".3f")}
         for task in result["tasks"]
     ]
 
@@ -286,7 +276,7 @@ _MEASURED: Mapping[str, Callable[[Mapping[str, Any]], Rows]] = {
 
 
 def noise_table(evidence: Evidence) -> list[str]:
-    """Returns the noise of each corpus with and without the settings left out, and what three seeds can resolve."""
+    """Returns the noise of each corpus, without and with settings that collapse, and what three seeds can resolve."""
     rows, seeds = [], 3
     for corpus in evidence.queue.corpora:
         for pool, what in (("stable", "without settings that collapse"), ("all", "with them")):
@@ -302,7 +292,7 @@ def noise_table(evidence: Evidence) -> list[str]:
 
 
 def analyses_table(evidence: Evidence) -> list[str]:
-    """Returns the number of statements by verdict, and those that change, for each way to find the noise."""
+    """Counts statements by verdict for each ``noise_of``, and lists those whose verdict changes."""
     rows, before = [], []
     for noise_of, what in (
         ("stable", "pooled, without settings that collapse (used here)"),
@@ -319,7 +309,7 @@ def analyses_table(evidence: Evidence) -> list[str]:
 
 
 def reruns(evidence: Evidence) -> list[str]:
-    """Returns runs that were trained more than once with one seed, and their largest difference."""
+    """Returns a table of runs that were trained more than once, with the largest difference of their losses."""
     rows = []
     for (setting, seed), losses in evidence.runs.groupby(["setting", "seed"], sort=False).loss:
         if len(losses) > 1:
