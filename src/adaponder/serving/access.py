@@ -54,6 +54,8 @@ _FORM = """<!doctype html>
 """
 # Delay of the answer to a wrong key, to slow down guessing.
 _WRONG_SECONDS = 0.2
+# How much of a refused body is still read, and for how long.
+_DISCARDED_BYTES, _DISCARD_SECONDS = 1 << 22, 1.0
 
 
 def route_path(scope: Scope) -> str:
@@ -199,7 +201,11 @@ class BodyLimits:
                 raise ApiError(415, message, code="unsupported_media_type", headers=_CLOSE)
             body = await read_body(receive, headers, self.limits)
         except ApiError as problem:
-            await problem.response()(scope, receive, send)
+            response = problem.response()
+            await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+            await send({"type": "http.response.body", "body": response.body, "more_body": True})
+            await _discard_body(receive)
+            await send({"type": "http.response.body"})
             return
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -207,6 +213,18 @@ class BodyLimits:
             return messages.pop() if messages else await receive()
 
         await self.app(scope, replay, send)
+
+
+async def _discard_body(receive: Receive) -> None:
+    """Discards the rest of a refused body, within limits of its own.
+
+    Closing a connection with unread data resets it, and the client may lose the response.
+    """
+    room = _DISCARDED_BYTES
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_SECONDS):
+            while room > 0 and (message := await receive()).get("more_body", False):
+                room -= len(message["body"])
 
 
 async def read_body(receive: Receive, headers: Headers, limits: Limits) -> bytes:

@@ -11,7 +11,7 @@ import pytest
 
 from adaponder.errors import AdaPonderError
 from adaponder.serving.settings import Limits, Settings
-from serving_support import TEMPLATE, serving, tiny_served
+from serving_support import TEMPLATE, connect, request_bytes, serving, tiny_served
 from support import POSITIONS, VOCABULARY
 
 LIMITS = Limits(body_bytes=1 << 18, body_seconds=0.5, header_seconds=0.5, waiting=2, n=4, best_of=4, prompts=3)
@@ -144,6 +144,17 @@ def test_the_last_of_two_equal_names_counts(server):
 def test_long_body_is_413_before_it_is_read(server):
     assert server.post("/v1/completions", {"model": "tiny", "prompt": "a" * (1 << 18)}).status_code == 413
     assert post_bytes(server, (b" " * (1 << 14) for _ in range(64))).status_code == 413
+
+
+def test_a_client_that_still_writes_a_refused_body_gets_the_answer(server):
+    """A connection that is closed with unread data is reset, and its answer may be lost."""
+    request = request_bytes(BASE | {"prompt": "a" * (1 << 18)})
+    with connect(server) as connection:
+        for start in range(0, len(request), 1 << 16):
+            connection.sendall(request[start : start + (1 << 16)])
+            time.sleep(0.05)
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 413")
 
 
 def test_other_content_types_are_415(server):
