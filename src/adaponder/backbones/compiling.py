@@ -38,7 +38,7 @@ def compiled(function: Callable[..., Any], memory_budget: float, options: dict[s
 
 
 class Layers:
-    """A decoder's layers, of which each class has one compiled forward."""
+    """A decoder's layers; all layers of a class share one compiled forward."""
 
     def __init__(self, body: nn.Module, windows: Sequence[int | None], memory_budget: float, options: dict[str, Any]):
         self.layers = decoder_layers(body, len(windows))

@@ -71,7 +71,7 @@ class Backbone:
 
         There is one graph for first iterations, one for iterations that reuse rows and one for packed rows. Packed rows
         run uncompiled if attention has windows, documents or dropout. Passes over a ledger always run uncompiled.
-        ``memory_budget`` is the share of a pass's activations to keep; the compiler recomputes the cheapest others.
+        ``memory_budget`` is the share of a pass's activations to keep; the cheapest others are recomputed in backward.
         """
         if by not in ("layer", "pass"):
             raise ConfigError(f"by={by!r} must be layer or pass, the unit that is compiled")
@@ -236,7 +236,7 @@ class Backbone:
         return PassOutput(hidden, streams[0] if streams else hidden, answers.rows())
 
     def _keeping_stream(self, streams: list[Tensor]) -> AbstractContextManager[None]:
-        """Context manager that records the residual stream: the final norm's input or, without one, the last output.
+        """Context manager that records the residual stream: the final norm's input or else the last layer's output.
 
         If there is a final norm with an unknown name, the result is wrong, and :meth:`verify` refuses the decoder.
         """

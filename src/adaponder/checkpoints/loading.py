@@ -1,4 +1,4 @@
-"""Finding and checking checkpoints: loading never executes code and never guesses a key."""
+"""Finds and checks checkpoints: loading never executes code and never guesses a key."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 def _hint(path: Path) -> str:
-    """Returns a hint if ``path`` is or nearly is the name of a checkpoint of the package or of a folder beside it."""
+    """Returns a hint if ``path`` names a packaged checkpoint, or resembles the name of one or of a sibling folder."""
     name = str(path)
     if name in NAMES:
         return f"; the checkpoint that comes with adaponder is {full_name(name)}"

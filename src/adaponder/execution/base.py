@@ -207,7 +207,7 @@ class Execution(Rows):
 
     @abstractmethod
     def _map(self, function: Callable[[Tensor], Tensor], grid: Tensor, *, all_real: bool) -> Tensor:
-        """Returns ``function(grid)`` for active tokens, or all real ones if ``all_real``; 0 or undefined elsewhere."""
+        """Returns ``function(grid)`` for active tokens, or all real ones if ``all_real``; others: 0 or undefined."""
 
     @abstractmethod
     def _rows(self, grid: Tensor) -> Tensor:
@@ -215,4 +215,4 @@ class Execution(Rows):
 
     @abstractmethod
     def _grid(self, rows: Tensor) -> Tensor:
-        """Scatters a bool per entry of :meth:`_rows` to a mask ``[batch, time]``, false elsewhere."""
+        """Scatters a bool per row of :meth:`_rows` to a mask ``[batch, time]``, false for all other tokens."""

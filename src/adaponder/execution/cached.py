@@ -71,7 +71,7 @@ class Cached(Sparse):
             )
 
     def _read_packed(self, x: Tensor, index: Tensor, sequences: Tensor, stored: Tensor) -> PassOutput:
-        """Runs one pass over the rows at ``index`` in one lane; where the mask ``stored`` is true, stores them."""
+        """Runs one pass over the rows at ``index`` in one lane; stores the rows where the mask ``stored`` is true."""
         ledger, time = self.ledger, x.shape[1]
         stored_index = stored.nonzero().squeeze(1)
         sequence, slot = index[stored_index] // time, self.past + index[stored_index] % time

@@ -104,12 +104,12 @@ class Ledger(Cache):
         self.slot_depth = torch.cat([self.slot_depth, depth], 1)
 
     def carry_over(self, past: int, iteration: int) -> None:
-        """Lets slots from ``past`` on use, at ``iteration``, the rows that they used at the iteration before."""
+        """Copies the row numbers of ``iteration - 1`` to ``iteration`` for all slots from ``past`` on."""
         table, _ = self._books()
         table[:, past:, iteration] = table[:, past:, iteration - 1]
 
     def write(self, sequence: Tensor, slot: Tensor, sequences: Tensor, iteration: int) -> Tensor:
-        """Enters the row numbers of tokens (``sequence``, ``slot``), which a pass will append in this order.
+        """Enters the numbers of the rows that a pass will append for tokens (``sequence``, ``slot``), in this order.
 
         Returns the row of each slot of ``sequences`` at this iteration, ``[sequences, slots]``; -1 for none.
         """

@@ -195,7 +195,7 @@ def _as_grid(value: Tensor, ids: Tensor, name: str) -> Tensor:
 
 
 def _restarts(position: Tensor) -> Tensor | None:
-    """Returns document ids ``[batch, time]``: a new id where positions do not grow by 1; ``None`` if all always do."""
+    """Returns document ids ``[batch, time]``: a new id where positions do not grow by 1; ``None`` if they always do."""
     breaks = position.diff(dim=1, prepend=position[:, :1] - 1) != 1
     return breaks.cumsum(1) if is_exporting() or bool(breaks.any()) else None
 

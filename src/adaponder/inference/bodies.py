@@ -171,7 +171,7 @@ class FusedBody(Body):
         return Pass(row_norm(stream, self.norm), stream)
 
     def _layer(self, number: int, x: Tensor, decode: TurnedRows, prefill: TurnedRows | None, pools: Pools) -> Tensor:
-        """Returns the residual stream ``[n, d]`` after layer ``number``, given that before it, ``x``."""
+        """Runs layer ``number`` on the residual stream ``x [n, d]``; returns the new residual stream."""
         layer = self.layers[number]
         if self.parallel:
             qkv, inner = normed_linears(x, (layer.qkv, layer.up))
@@ -199,7 +199,7 @@ class FusedBody(Body):
         return decode, (prefill, Turn(position[alone:], self.cos, self.sin))
 
     def _attend(self, number: int, qkv: Tensor, decode: TurnedRows, prefill: TurnedRows | None, pools: Pools) -> Tensor:
-        """Rotates queries and keys, writes keys and values to the pools, returns attention's ``[n, heads * size]``."""
+        """Rotates queries and keys, writes keys and values to the pools; returns attention, ``[n, heads * size]``."""
         layer, keys, values = self.layers[number], pools.keys[number], pools.values[number]
         options: dict[str, Any] = {"window": self.windows[number], "scale": layer.scale}
         (rows, turn), mixed = decode, []

@@ -104,7 +104,7 @@ class KVRows:
     Attributes:
         shared: spans of the prompt from the prefix cache or another sample; their pages are referenced.
         prefill, decode: the sequence's own rows, of prefilled tokens and of decoded tokens.
-        in_flight: decode rows beyond ``decode.used`` that launches still to be processed may use.
+        in_flight: decode rows beyond ``decode.used`` that unprocessed launches may use.
     """
 
     def __init__(self, page_size: int):

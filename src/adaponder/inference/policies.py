@@ -30,7 +30,7 @@ class LanePolicies:
     """Holds the policy, seed, forced depths and last iteration of every lane.
 
     Attributes:
-        errors: the exception raised by a lane's policy, by lane; its rows halt until the lane is set or cleared.
+        errors: exceptions raised by policies, by lane; the rows of such a lane halt until it is set or cleared.
     """
 
     def __init__(self, lanes: int, slots: int, iterations: int, device: torch.device | str = "cpu"):
@@ -47,9 +47,9 @@ class LanePolicies:
         self._class_numbers: dict[type[Policy], int] = {}
 
     def set(self, lane: int, policy: Policy, seed: int, depths: Mapping[int, int], last: int) -> None:
-        """Sets the policy of a lane; of a :class:`ForcedDepths` policy, the lane gets the depths of sequence 0.
+        """Sets the policy of a lane; a :class:`ForcedDepths` policy gives the lane the depths of its sequence 0.
 
-        ``depths`` maps slots to depths that override the policy (0 does not); ``last`` is the last allowed iteration.
+        ``depths`` maps slots to depths that override the policy (0: none); ``last`` is the last allowed iteration.
         """
         self.clear(lane)
         forced: dict[int, int] = {}
@@ -97,7 +97,7 @@ class LanePolicies:
         return self.classes(), bool(self._forcing), bool(self._callables), ForcedDepths in self._classes.values()
 
     def __call__(self, rows: PolicyInput) -> Tensor:
-        """Returns a bool per row: whether its token continues by the policy of its lane, ``rows.sequence``.
+        """Returns a bool per row: whether its token continues under the policy of lane ``rows.sequence``.
 
         Uses the seed of the lane instead of ``rows.seed``. Results for inactive rows are undefined.
         """

@@ -152,7 +152,7 @@ def _check_pairs(name: str, values: Any, last_key: int, kind: type, minimum: flo
 
 
 def _check_ids(name: str, values: Any, vocabulary: int) -> list[int]:
-    """Returns token ids as Python integers; raises for anything but a list of them."""
+    """Returns token ids as Python integers; raises unless ``values`` is a list of token ids."""
     try:
         len(values)  # raises for iterators, and for tensors without an axis
         if isinstance(values, (str, bytes, Mapping)):

@@ -67,7 +67,7 @@ class Features(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """The log-probability of one token per row, ``[n]``, and the row's top tokens and theirs, ``[n, top]``."""
+    """Per row: log-probability of one token, ``[n]``; top tokens and their log-probabilities, ``[n, top]`` each."""
 
     log_probability: Tensor
     top_ids: Tensor
@@ -189,7 +189,7 @@ class Occurrences:
         self._output = torch.zeros(lanes, vocabulary, dtype=torch.int32, device=device)
 
     def set(self, lane: int, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Starts a lane with this prompt and the output generated so far."""
+        """Sets a lane's prompt tokens, and the counts of its output tokens generated so far."""
         for buffer, tokens in ((self._prompt, prompt), (self._output, output)):
             count = torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=buffer.shape[1])
             buffer[lane].copy_(count.to(buffer.dtype), non_blocking=True)
@@ -230,7 +230,7 @@ def prompt_log_probabilities(logits: Tensor, targets: Tensor, n: int) -> Scores:
 
 
 def likeliest(logits: Tensor, n: int) -> Tensor:
-    """Returns the ids ``[rows, min(n, V)]`` of each row's largest float32 or float64 logits; ties by lower id."""
+    """Returns the ids ``[rows, min(n, V)]`` of each row's largest float32 or float64 logits; ties: lower id first."""
     n = min(n, logits.shape[1])
     if logits.dtype == torch.float64:
         return logits.sort(dim=-1, descending=True, stable=True).indices[:, :n]

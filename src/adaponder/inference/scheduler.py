@@ -138,7 +138,7 @@ class Scheduler:
         self._free_lanes, self._paused = self._all_lanes(), False
 
     def record_depth(self, kind: Hashable, tokens: int, iterations: int) -> None:
-        """Updates the mean depth of a kind (policy, iterations) by ``tokens`` tokens with ``iterations`` in total."""
+        """Adds ``tokens`` tokens, which used ``iterations`` iterations in total, to the mean depth of ``kind``."""
         count, total = self._depths.pop(kind, (0, 0))
         self._depths[kind] = (count + tokens, total + iterations)  # now the last key; the first is dropped if full
         if len(self._depths) > _KINDS:
@@ -151,7 +151,7 @@ class Scheduler:
         return int(tokens * self.width * self.expected_depth(sequence)) + 2 * self.pages.size
 
     def expected_depth(self, sequence: Sequence) -> float:
-        """Estimates the passes per token: the forced mean, else the mean of its kind, or the maximum if unknown yet."""
+        """Estimates passes per token: the forced mean, else the mean of its kind; the maximum if too few tokens."""
         if sequence.submission.forced_mean is not None:
             return sequence.submission.forced_mean
         count, total = self._depths.get(sequence.submission.kind, (0, 0))
@@ -215,7 +215,7 @@ class Scheduler:
             self._rank_residents()
 
     def _next(self) -> Sequence | None:
-        """Returns the oldest ready sequence of the client with the fewest residents; on a tie, served longest ago."""
+        """Returns the oldest ready sequence of the client with fewest residents; on ties, that served longest ago."""
         residents = Counter(sequence.client for sequence in self.resident.values())
         first = (next(filter(_is_ready, queue), None) for queue in self.queues.values())
         ready = [sequence for sequence in first if sequence is not None]
@@ -286,7 +286,7 @@ class Scheduler:
         return True
 
     def _take_pages(self, count: int, sequence: Sequence) -> list[int] | None:
-        """Allocates pages, if needed from cached prefixes and preempted higher ranks; ``None`` if still too few."""
+        """Allocates pages, if needed by evicting prefixes and preempting higher ranks; ``None`` if still too few."""
         while not self.prefixes.make_room(count):
             behind = [other for other in self.resident.values() if other.rank > sequence.rank]
             if behind:
@@ -303,7 +303,7 @@ class Scheduler:
         return self.pages.take(count)
 
     def _schedule_prefill(self, plan: Plan) -> None:
-        """Divides prefill rows equally between clients; what those with short prompts leave is shared by the others."""
+        """Divides prefill rows equally between clients; rows that a client does not need are shared by the others."""
         clients: dict[str, list[Sequence]] = {}
         for sequence in sorted(self.resident.values(), key=_order):
             if sequence.state == PREFILLING:

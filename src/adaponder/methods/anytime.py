@@ -80,7 +80,7 @@ class Anytime(AdaPonder):
     gate_meaning = "foreseen: a later iteration helps"
 
     def training_policy(self, progress: float) -> Policy:
-        """Returns a policy of random halts, which grow during the warm-up from almost none to ``halt_prior``'s."""
+        """Returns a policy of random halts: almost none at first, as many as by ``halt_prior`` after the warm-up."""
         return RandomRates(min(1e6, self.config.halt_prior / max(progress, 1e-6))) if progress < 1 else self.halting
 
     @classmethod
@@ -135,7 +135,7 @@ class Reread(Anytime):
 
 @dataclass
 class EveryDepthLoss:
-    """The mean over targets of ``sum_i prior[i] / r_i * loss_i``, over the iterations ``i`` with the token active.
+    """The mean over targets of ``sum_i prior[i] / r_i * loss_i``, over iterations ``i`` in which the token is active.
 
     ``r_i`` is the expected share of tokens that reach iteration ``i`` if the policy halts at random, else 1. So this
     estimates ``sum_i prior[i] * E[loss_i]``, however a batch is split into micro-batches. Where gates halt the tokens

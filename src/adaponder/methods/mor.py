@@ -58,7 +58,7 @@ class MixtureOfRecursions(Method):
         return self.top_share() if training else RouterThreshold()
 
     def top_share(self, progress: float = 1.0) -> Policy:
-        """Returns the non-causal training policy: it keeps all tokens at ``progress`` 0, ``config.capacities`` at 1."""
+        """Returns the non-causal training policy: all tokens at progress 0, falling to ``config.capacities`` at 1."""
         ramp = 0.5 * (1.0 - math.cos(math.pi * min(1.0, max(0.0, progress))))
         capacities = self.config.capacities or []
         return Ranked(Shares(shares=tuple(1.0 - (1.0 - capacity) * ramp for capacity in capacities[1:])))
@@ -88,7 +88,7 @@ class MixtureOfRecursions(Method):
 
     @classmethod
     def complete(cls, config: Recurrence) -> None:
-        """Checks the capacities; if unset, sets those of the paper for K = 4 (mean depth 3.8), else 1 for each."""
+        """Checks the capacities; if unset, sets the paper's for K = 4 (mean depth 3.8), or all to 1 for any other K."""
         iterations, capacities = config.iterations, config.capacities
         if capacities is None:
             capacities = [1.0, 0.97, 0.93, 0.9] if iterations == 4 else [1.0] * iterations

@@ -12,7 +12,7 @@ CHUNK_ELEMENTS = 1 << 25
 
 
 def as_rows(hidden: Tensor, weight: Tensor, chunk: int | None, elements: int | None) -> tuple[Tensor, int]:
-    """Returns hidden states as rows ``[n, d]`` in the compute precision, and the rows per chunk: ``chunk`` if given."""
+    """Returns hidden states as rows ``[n, d]`` in the compute precision, and the rows per chunk, ``chunk`` if given."""
     rows = hidden.reshape(-1, hidden.shape[-1]).to(compute_dtype(hidden))
     if chunk is None:
         return rows, rows_per_chunk(rows.shape[0], weight.shape[0], elements or CHUNK_ELEMENTS)
@@ -22,7 +22,7 @@ def as_rows(hidden: Tensor, weight: Tensor, chunk: int | None, elements: int | N
 
 
 def rows_per_chunk(rows: int, vocabulary: int, elements: int) -> int:
-    """Returns the number of rows per chunk, for equal chunks of at most ``elements`` logits; if possible 128, 256, …"""
+    """Returns the rows per chunk, for equal chunks of at most ``elements`` logits; if possible a multiple of 128."""
     limit = max(1, elements // vocabulary)
     if rows <= limit or limit < 128:
         return limit

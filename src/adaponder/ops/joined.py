@@ -68,7 +68,7 @@ _JOIN_IN_PLACE = JoinInPlace()
 
 
 def settings(options: dict[str, Any]) -> dict[str, Any]:
-    """Adds this graph pass to ``torch.compile`` options, unless the backend or another such pass excludes it."""
+    """Adds this graph pass to ``torch.compile`` options, if the backend is Inductor and no such pass is set yet."""
     caller_options = {name.replace("-", "_") for name in options.get("options") or {}}
     taken = _SETTING in caller_options or getattr(torch._inductor.config, _SETTING) is not None
     if options.get("backend", "inductor") != "inductor" or taken:
@@ -81,7 +81,7 @@ def settings(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _turned_copy(cat: Any) -> Any | None:
-    """Returns the node that copies ``cat(three tensors, -1).transpose(1, 2)``, if there is only this use of ``cat``."""
+    """Returns the node that copies ``cat(three tensors, -1).transpose(1, 2)``, if ``cat`` has no other use."""
     parts, *dim = cat.args
     result = cat.meta["val"]
     if len(parts) != 3 or not dim or dim[0] not in (3, -1) or result.ndim != 4 or len(cat.users) != 1:
@@ -101,7 +101,7 @@ def _turned_copy(cat: Any) -> Any | None:
 
 
 def _turned(graph: Graph, node: Any, transpose: Any) -> Any:
-    """Adds to the graph the node ``transpose`` applied to ``node`` instead of its own input, and returns it."""
+    """Adds to the graph a copy of the node ``transpose`` whose input is ``node``, and returns the copy."""
     turned = graph.call_function(transpose.target, (node, *transpose.args[1:]))
     turned.meta["val"] = node.meta["val"].transpose(1, 2)
     return turned

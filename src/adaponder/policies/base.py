@@ -1,7 +1,7 @@
 """The base class of policies: after each iteration, a policy decides for each row whether its token continues.
 
-A policy can be written as one line of text, ``word:value[,value…]``, e.g. ``fixed:2`` or ``gate:0.1,0.2,0.3``; a
-schedule's calibrated thresholds follow an ``@``. ``--policy`` takes such a line and profiles store it.
+A policy can be written as one line of text, ``word:value[,value…]``, e.g. ``fixed:2`` or ``gate:0.1,0.2,0.3``; in
+a line of a ``Schedule``, thresholds follow an ``@``. ``--policy`` takes such a line and profiles store it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PolicyInput:
     branch on their values.
 
     Attributes:
-        iteration, seed: int64; the iteration that the row has just finished, from 0; the caller's seed.
+        iteration, seed: int64: the iteration that the row has just finished (from 0), and the caller's seed.
         gate: the model's signal to continue, in (0, 1): the learned gate's ``s``, a router's sigmoid, or the
             probability of no exit so far.
         hidden: final-normed hidden states.
@@ -150,7 +150,7 @@ class Policy(ABC):
             )
 
     def check_signal(self, signal: str, method: str, iterations: int) -> None:
-        """Raises if the policy needs another kind of ``gate`` than ``signal``, the kind of a model of ``method``."""
+        """Raises if the policy needs another kind of ``gate`` than ``signal``, which models of ``method`` provide."""
         if self.signal not in (None, signal):
             raise InputError(
                 f"policy={self.spelling}: it reads the signal of {self.signal}, and this model is {method} "
@@ -201,7 +201,7 @@ def registered_policies() -> tuple[type[Policy], ...]:
 
 
 def parse_policy(text: str, option: str = "--policy") -> Policy:
-    """Returns the policy that a line of text describes; errors mention ``option``, which the text was given to."""
+    """Returns the policy that a line of text describes; errors name ``option``, the source of the text."""
     word, _, numbers = text.partition(":")
     value, _, thresholds = numbers.partition("@")
     by_word = {word: kind for kind in registered_policies() for word in kind.words()}

@@ -21,7 +21,7 @@ _ROWS = 1024
 
 @dataclass(frozen=True)
 class MeasureThreshold(Policy):
-    """Continues while :meth:`measure` is at least (with ``at_most``: at most) ``threshold``, one or one per gate.
+    """Continues while :meth:`measure` is at least (with ``at_most``: at most) ``threshold``, a number or one per gate.
 
     Measures that compare two iterations (``reads_previous``) are undefined after iteration 0, where every token
     continues. ``logits_read`` is how many times a measure computes a token's logits.

@@ -180,7 +180,7 @@ def finite(value: float) -> float:
 
 
 def text_cost(served: Served, depths: Sequence[int], how: Request | Reading, *, logits: int) -> Cost:
-    """Returns the cost of a forward with these ``depths``, the policy of ``how``, and logits of ``logits`` tokens."""
+    """Returns the cost of a forward with these ``depths``, the policy of ``how``, and logits for ``logits`` tokens."""
     model = served.model
     meter = Meter(model.config, dtype=model.dtype, device=model.device, shape=served.shape)
     if depths:

@@ -58,7 +58,7 @@ class Places:
             del self.held[client]
 
     def missing(self, client: str, count: int, *, room: int, at_once: int) -> int:
-        """Returns how many places must become free before the client may take ``count``; 0 if it may now.
+        """Returns how many places must become free before the client may take ``count`` of them; 0: now.
 
         ``room`` is the queue's capacity. Any client may take places as long as at most ``at_once`` are then taken; a
         client that holds none may take any free ones. Otherwise one place must stay free for each eight that the client
@@ -73,14 +73,14 @@ class Places:
         return max(0, -free, math.ceil(excess / (_SHARE + 1)))
 
     def seconds(self, count: int) -> float:
-        """Estimates the seconds until ``count`` places become free, from the rate at which the latest ones did."""
+        """Estimates seconds until ``count`` places become free, from the rate at which places became free recently."""
         if not self._freed:
             return 0.0
         return count * (time.monotonic() - self._freed[0]) / max(1, len(self._freed) - 1)
 
 
 class Turns(Generic[_Item]):
-    """A queue of items that is served one client after the other, one item at each turn."""
+    """A queue in which clients take turns; each turn removes one item of one client."""
 
     def __init__(self):
         self._items: dict[str, deque[_Item]] = {}  # the client whose turn is next comes first
@@ -94,7 +94,7 @@ class Turns(Generic[_Item]):
         items.insert(len(items) if place is None else place, item)
 
     def take(self, skipped: Collection[str] = ()) -> tuple[str, _Item] | None:
-        """Removes and returns (client, its next item), passing over ``skipped`` clients; ``None`` if no other waits."""
+        """Removes and returns (client, its next item), except of ``skipped`` clients; ``None`` if no other waits."""
         client = next((client for client in self._items if client not in skipped), None)
         if client is None:
             return None

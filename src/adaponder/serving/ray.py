@@ -196,7 +196,7 @@ def _import_ray() -> tuple[Any, Any]:
 def _require_token() -> None:
     """Makes Ray's processes require a random token, since anyone who reaches their ports could run code.
 
-    Sets ``RAY_AUTH_…`` variables; does nothing if Ray is already imported, since it has read them then.
+    Sets ``RAY_AUTH_…`` variables; does nothing if Ray is already imported, since Ray reads them at import.
     """
     if "ray" not in sys.modules and os.environ.get("RAY_AUTH_MODE") is None:
         os.environ["RAY_AUTH_MODE"] = "token"

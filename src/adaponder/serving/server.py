@@ -207,7 +207,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_message_complete()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Logs nothing, where uvicorn advises to install its websockets: there is no route for them."""
+        """Suppresses uvicorn's advice to install a WebSocket library; this server has no WebSocket routes."""
 
     def pause_writing(self) -> None:
         super().pause_writing()

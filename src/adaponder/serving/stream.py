@@ -108,7 +108,7 @@ class Run:
 class Answer(Response):
     """A response that is sent while it is generated; content queued in the meantime is sent as one chunk.
 
-    The status is sent with the first content, so a request that fails before has the status of its error.
+    The status is sent with the first content, so a request that fails earlier has the status of its error.
 
     Attributes:
         cancel: called when the response ends, to cancel unfinished work.

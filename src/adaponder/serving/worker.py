@@ -133,7 +133,7 @@ class Worker:
     def job(self, parts: Generator[None, None, _Result], client: str = "") -> asyncio.Future[_Result]:
         """Schedules a generator on the engine's thread and returns a future for its result.
 
-        At each ``yield`` engine steps and other jobs may run; there the job ends if its future has been cancelled.
+        At each ``yield``, engine steps and other jobs may run; a job whose future is cancelled ends there.
         """
         self._refuse_if_gone()
         done: Future[_Result] = Future()

@@ -6,7 +6,7 @@
 
 ``torch.py`` calls torch's attention for each sequence with an explicit mask and supports every case. ``triton.py`` has
 three kernels (CUDA with 160 KiB of shared memory, bf16 and fp16, head size up to 128, causal, grouped heads). No mask
-is stored, and no key after the last visible slot is read. A compiled pass makes one opaque custom call without windows,
+is stored, and no key after the last visible slot is read. A compiled pass calls a custom op, which takes no windows,
 packed documents or dropout; passes that need those are not compiled.
 """
 
@@ -37,7 +37,7 @@ def compact_attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Computes attention by the Triton kernels if they support the case, else by torch; under compile, a custom op."""
+    """Computes attention by the Triton kernels if they support the case, else by torch; a custom op if compiling."""
     true_scale = query.shape[-1] ** -0.5 if scale is None else scale
     if is_compiling():
         if dropout or window is not None or rows.query.document is not None:

@@ -60,7 +60,7 @@ def begin_rows(books: Books, lane: Tensor, *, width: int, vanishes: bool) -> Beg
 
 
 def book_rows(index: Tensor, lane: Tensor, slot: Tensor, iteration: Tensor, row: Tensor, *, vanishes: bool) -> None:
-    """Enters pool rows ``row [n]`` into the index at their own and all later iterations (law 3).
+    """Enters pool rows ``row [n]`` into the index at iterations ``iteration [n]`` and all later ones (law 3).
 
     With ``vanishes`` (halted tokens cannot be attended to), later iterations get -1 instead.
     """
@@ -151,7 +151,7 @@ class WindowRows(NamedTuple):
     """The rows that a tick computes with draft windows; int64 ``[n]`` each.
 
     Attributes:
-        lane: lane of each row; the unused last lane for window entries without a token or with a halted one.
+        lane: lane of each row; the unused last lane if the window entry has no token or a halted one.
         seat: index of the token's entry in tensors of all lanes: ``lane * window + place % window``.
         begun: the tokens, places, iterations and pool rows.
         entries: indices of the rows in the flattened ``[lanes of the tick, window]``; ``None``: all entries in order.
@@ -233,7 +233,7 @@ def end_windows(
 
 
 def _standing(windows: DraftWindows, lane: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns for each window entry of these lanes, ``[n, window]``: its place, and whether it has an active token."""
+    """Returns (place, whether the token is active) of each window entry of these lanes, ``[n, window]`` each."""
     front, column = windows.front[lane][:, None], torch.arange(windows.size, device=lane.device)
     place = front + (column - front) % windows.size
     return place, (place < windows.stop[lane][:, None]) & ~windows.halted[lane]

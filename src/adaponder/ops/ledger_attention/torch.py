@@ -42,7 +42,7 @@ class LedgerRows(NamedTuple):
 
     Attributes:
         index: int32 ``[lanes, iterations, slots]``, the pool row that an iteration reads for a slot; -1 for none.
-        lane, slot, iteration: int64 ``[n]``, those of each row.
+        lane, slot, iteration: int64 ``[n]``, one entry per row.
         row: int64 ``[n]``, the pool row of each row's own keys and values.
         alone: number of single-query rows, which come first; the others are in cohorts.
         cohorts: the cohorts, in order.
@@ -169,7 +169,7 @@ def _seen(ids: Tensor, slot: Tensor, window: int | None) -> Tensor:
 def _alone(
     query: Tensor, keys: Tensor, values: Tensor, rows: LedgerRows, part: slice, window: int | None, scale: float | None
 ) -> Tensor:
-    """Attends from single-query rows in one call with batch = rows, heads = key heads, queries = their query heads."""
+    """Computes single-query rows in one call: batch = rows, heads = key heads, queries = query heads of a key head."""
     ids = rows.index[rows.lane[part], rows.iteration[part], : rows.reach]
     seen = _seen(ids, rows.slot[part], window)
     # Unseen slots read the query's own row: an unwritten row may hold NaN, and NaN times zero is NaN.
@@ -190,7 +190,7 @@ def _together(
     window: int | None,
     scale: float | None,
 ) -> Tensor:
-    """Attends from the rows of a cohort, which share keys; in the call, the key heads are the batch."""
+    """Computes attention of a cohort's rows, which share keys, in one call whose batch is the key heads."""
     ids = rows.index[cohort.lane, cohort.iteration, : cohort.last_slot + 1]
     seen = _seen(ids, rows.slot[cohort.start : cohort.stop], window)
     ids = torch.where(ids >= 0, ids, rows.row[cohort.start])

@@ -171,7 +171,7 @@ def _alone(
 
 
 def splits_for(programs: int, processors: int, reach: int) -> int:
-    """Returns the number of splits per row: as many as run at once on the GPU, at most one per ``LEAST`` keys."""
+    """Returns the number of splits per row: as many as the GPU runs at once, at most one per ``LEAST`` keys."""
     return max(1, min(min(processors, MOST_PROGRAMS) // programs, -(-reach // LEAST), MOST_SPLITS))
 
 

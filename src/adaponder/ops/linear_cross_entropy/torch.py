@@ -165,8 +165,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 class _LinearCrossEntropySum(torch.autograd.Function):
     """Computes the gradients in forward, from each chunk's logits, and saves only them.
 
-    Sums over chunks stay in float32 until backward multiplies them by the upstream gradient, so each is rounded once.
-    Unlike in autograd, the gradient of the logits is rounded before that multiplication: bf16 and fp16 lose a little.
+    Sums over chunks stay in float32; backward multiplies them by the upstream gradient and rounds each product once.
+    In bf16 and fp16, the logits' gradients are rounded before that multiplication: slightly less precise than autograd.
     """
 
     @staticmethod

@@ -15,14 +15,14 @@ from adaponder.ops.linear_cross_entropy.torch import IGNORE, Pointwise
 
 
 def losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns ``logsumexp(z) - z[target]`` of each row in float32; 0 for ignored targets, NaN if out of range."""
+    """Returns ``logsumexp(z) - z[target]`` of each row in float32; 0 for ignored targets, NaN for invalid ones."""
     out = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     launch_rows(_losses_kernel, logits, targets, out, IGNORE)
     return out
 
 
 def slopes_(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
-    """Overwrites each row of logits with its gradient, ``(softmax(z) - onehot(target)) * grad``, and returns them."""
+    """Overwrites each row of logits with its gradient, ``(softmax(z) - onehot(target)) * grad``; returns the tensor."""
     # An expanded gradient (of a sum) has stride 0, but the kernel assumes stride 1.
     launch_rows(_slopes_kernel, logits, targets, grad.contiguous(), IGNORE)
     return logits

@@ -31,7 +31,7 @@ def counter_on(device: torch.device) -> Tensor:
 
 
 def stacked_gates(stacked: StackedGates, hidden: Tensor, iteration: Tensor, *, counter: Tensor | None = None) -> Tensor:
-    """Returns the gate logit of each row of ``hidden [n, d]``, by the gate of its iteration (or else the last gate).
+    """Returns the gate logit of each row of ``hidden [n, d]``, by gate ``iteration`` or, if beyond, the last gate.
 
     Only the kernel uses ``counter``.
     """

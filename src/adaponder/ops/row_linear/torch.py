@@ -67,7 +67,7 @@ def row_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """Returns ``activation(linear(norm(x)))`` of each piece, ``[n, piece.outputs]``; may be views of one tensor."""
+    """Returns ``activation(linear(norm(x)))`` of each piece, ``[n, piece.outputs]``; results may share memory."""
     normed: dict[Norm | None, Tensor] = {None: x}
     results = []
     for linears, norm, activation in pieces:
@@ -86,7 +86,7 @@ def gated_linear(x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation:
 
 
 def residual_linears(residual: Tensor, terms: Sequence[Term]) -> Tensor:
-    """Returns ``residual`` plus the terms; adds them from last to first, then the residual, as GPT-NeoX does."""
+    """Returns ``residual`` plus the terms; adds the terms from last to first, then the residual, as GPT-NeoX does."""
     total: Tensor | None = None
     for x, linear in reversed(terms):
         product = functional.linear(x, *linear)

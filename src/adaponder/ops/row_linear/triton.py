@@ -40,7 +40,7 @@ class Cut(NamedTuple):
 
 
 def few_cut(inputs: int, outputs: int) -> Cut:
-    """Returns the tile config measured fastest on an H200 for up to ``FEW`` rows; sizes are sums over the layers."""
+    """Returns the tile config measured fastest on an H200 for up to ``FEW`` rows; arguments are sums over layers."""
     if inputs <= 512:
         return Cut(8, 2) if outputs > 16384 else Cut(4, 1)
     if inputs <= 1024:
@@ -173,7 +173,7 @@ def gated_linear(x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation:
 
 
 def residual_linears(residual: Tensor, terms: Sequence[Term]) -> Tensor:
-    """Equals :func:`adaponder.ops.row_linear.torch.residual_linears`; the kernels (up to ``SOME`` rows) round once."""
+    """Equals :func:`adaponder.ops.row_linear.torch.residual_linears`; up to ``SOME`` rows, only the sum is rounded."""
     rows, size = residual.shape
     fits = all(_plain(term.x, [term.linear]) for term in terms) and residual.stride(-1) == 1
     if rows > SOME or not 1 <= len(terms) <= 2 or not fits:
@@ -218,7 +218,7 @@ def _padded(rows: int) -> int:
 
 
 def _normed(x: Tensor, norms: Sequence[Norm | None]) -> list[Tensor]:
-    """Returns ``x`` after each norm (``None``: unchanged); equal norms run once, two of one kind in one kernel."""
+    """Applies each norm to ``x`` (``None``: none); computes equal norms once, and two of one type in one kernel."""
     distinct = list(dict.fromkeys(norm for norm in norms if norm is not None))
     done: dict[Norm | None, Tensor] = {None: x.contiguous()}  # kernels receive one stride for all inputs
     kinds = {(norm.eps, norm.centred, norm.bias is None) for norm in distinct}
@@ -251,7 +251,7 @@ def _side_by_side(x: Tensor, linears: Sequence[Linear]) -> Tensor:
 
 
 def _many_residual(residual: Tensor, terms: Sequence[Term]) -> Tensor:
-    """Computes :func:`residual_linears` by the matrix library, for many rows; fuses sums into products if possible."""
+    """Computes :func:`residual_linears` by the matrix library, for many rows; fuses additions into products (addmm)."""
     if not terms:
         return residual
     *rest, (x, linear) = terms
