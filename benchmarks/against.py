@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def work(case: str, device_name: str) -> None:
-    """Builds a case with the tree's package; for each number on standard input, times so many steps."""
+    """Builds a case with the tree's package; for each number on standard input, times that many steps."""
     import torch
 
     device = torch.device(device_name)
@@ -148,7 +148,7 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the result there.")] = None,
     work_case: Annotated[str | None, typer.Option("--work", hidden=True)] = None,
 ) -> None:
-    """Time this tree against another one, in turns."""
+    """Compare the speed of this checkout with that of another one; the two are timed in turns."""
     if work_case is not None:
         work(work_case, device)
         return

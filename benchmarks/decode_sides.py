@@ -387,7 +387,7 @@ def tick_bytes(
     A tick has one row in each of ``lanes`` sequences. It reads every weight of the body once, the head if a row mixes
     the vocabulary or ends a token, the embedding table if a row continues and the method mixes its rows, and the gate
     of each iteration of a row. Each row reads the keys and values before it and writes its own. Activations and
-    indices, some thousandths, are left out.
+    indices, some thousandths of all bytes, are left out.
     """
     method, shape, width = method_class(config.method), shape_of(config), dtype.itemsize
     slots = method.slots_per_token(config.iterations)

@@ -49,7 +49,7 @@ class Timing:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Returns (maximum - minimum) / median; differences between variants that are smaller mean nothing."""
+    """Returns (maximum - minimum) / median; smaller differences between variants are noise."""
     return (max(values) - min(values)) / statistics.median(values)
 
 
@@ -325,7 +325,7 @@ def words_of(name: str) -> list[str]:
 
 
 def select(items: Sequence[Item], only: Sequence[str] | None, always: str | None = None) -> list[Item]:
-    """Returns the items whose name contains a word of ``only`` or, between colons and commas, equals ``always``."""
+    """Returns items with a word of ``only`` in the name, or ``always`` between colons and commas; by default all."""
     names = {item: str(getattr(item, "name", item)) for item in items}
     for word in only or ():
         if not any(word in name for name in names.values()):

@@ -48,7 +48,7 @@ def device_name(device: torch.device) -> str:
 
 
 def commit_of(stated: str | None, *, required: bool, paths: Sequence[str] = MEASURED) -> str:
-    """Returns ``stated``, or the checkout's commit, marked ``-dirty`` if ``paths`` have changed since."""
+    """Returns ``stated``; if it is unset, the checkout's commit, with ``-dirty`` if ``paths`` have changed since."""
     if stated is not None:
         return stated
     try:

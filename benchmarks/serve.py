@@ -1,4 +1,4 @@
-"""Measures a server under load: all streams at once, then requests at rising rates, beside its engine alone."""
+"""Measures a server with all streams at once, then with rising request rates; compares it with its engine alone."""
 
 from __future__ import annotations
 

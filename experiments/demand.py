@@ -83,7 +83,7 @@ def rank_correlation(by_depth: Sequence[Sequence[int]], needed: Needed) -> float
 
 
 class Aims(NamedTuple):
-    """Rank correlation ``rho`` of depth and needed depth, accuracy ``lost`` to full depth, and ``spare`` iterations."""
+    """Rank correlation ``rho`` of depth and needed depth, accuracy ``lost`` by halting, and ``spare`` iterations."""
 
     rho: float | None
     lost: float
@@ -115,7 +115,7 @@ def section(evidence: Evidence, command: str) -> list[str]:
 
 
 def tables(models: Sequence[Subject]) -> list[str]:
-    """Returns tables of fixed depths and of models that halt, with verdicts; no lines without fixed depths."""
+    """Returns Markdown lines: tables of the models that never halt and that halt, then verdicts; [] if all halt."""
     fixed, halting = [model for model in models if not model.halts], [model for model in models if model.halts]
     if not fixed:
         return []

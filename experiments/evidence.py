@@ -177,7 +177,7 @@ class Evidence:
         return float(self.values(name, of).mean())
 
     def noise(self, *names: str, pooled: str | None = None) -> Noise | None:
-        """Returns the noise of one run, pooled over these settings' corpus; ``None`` if theirs is not pooled."""
+        """Returns the noise of one run, pooled over the corpus of the settings ``names``; ``None`` if no pool fits."""
         corpora = {self.settings[self.setting(name)].corpus for name in names}
         noise_of = pooled or self.noise_of
         if noise_of == "pair" or len(corpora) != 1:
@@ -231,7 +231,7 @@ class Evidence:
         return ", ".join(words)
 
     def _with(self, name: str, measurement: str) -> pd.DataFrame:
-        """Returns, indexed by seed, the first run that completed ``measurement``, whose result is a column."""
+        """Returns each seed's first run that completed ``measurement``, with the column ``result``; indexed by seed."""
         runs = self.runs[self.runs.setting == self.setting(name)]
         results = runs.record.map(lambda record: record.get("measured", {}).get(measurement, {"missing": ""}))
         runs = runs.assign(result=results).loc[results.map(lambda result: "missing" not in result).astype(bool)]
@@ -264,7 +264,7 @@ class Evidence:
         return estimate(over, self.noise(name, *curve) if depth is None else None)
 
     def _on_curve(self, curve: Sequence[str], seed: Any, x: float, of: str) -> float | None:
-        """Interpolates a seed's loss on the curve where ``of`` is ``x``; ``None`` if a neighbour lacks the seed."""
+        """Interpolates a seed's loss on the curve at ``of = x``; ``None`` if a neighbour lacks the seed."""
         models = pd.concat([self.points(name) for name in curve])
         ends = sorted(models[of])
         around = [end for end in ends if end <= x][-1:] + [end for end in ends if end >= x][:1]

@@ -223,14 +223,14 @@ def fingerprint(points: Any) -> str:
 
 
 def save(figure: Figure, path: Path, points: Any) -> None:
-    """Writes a PNG whose metadata has the fingerprint of its points."""
+    """Writes a PNG and stores the fingerprint of its ``points`` in its metadata."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with house():
         figure.savefig(path, dpi=150, metadata={"Software": None, _POINTS: fingerprint(points)})
 
 
 def shown_by(path: Path) -> str | None:
-    """Reads the fingerprint of the points from a PNG."""
+    """Returns the fingerprint that :func:`save` stored in the metadata of a PNG; ``None`` if there is none."""
     from PIL import Image
 
     with Image.open(path) as image:

@@ -86,7 +86,7 @@ def measuring(names: Sequence[str], *, device: str, dtype: str = "float32") -> M
 def steps(subject: Subject) -> dict[str, Any]:
     """Measures the loss of the tokens that halt at each iteration, as they halted and with all tokens at one depth.
 
-    A token's depth changes its own loss, so that only losses at equal depth tell which tokens are harder.
+    A token's depth changes its own loss, so only losses at equal depth show which tokens are harder.
     """
     how: dict[str, Any] = {"checkpoint": str(subject.folder), "data": "", "batch_size": _BATCH}
     trace = make_trace(subject.model, subject.text(), subject.windows(), **how).scored
@@ -145,9 +145,9 @@ def _lab(subject: Subject) -> Lab:
 
 
 def reuse(subject: Subject) -> dict[str, Any]:
-    """Measures the loss if halted tokens keep keys, values and state; keys and values; or nothing.
+    """Measures the loss if halted tokens keep keys, values and state; only keys and values; or nothing.
 
-    Only the first saves work: inference does so, however the model was trained.
+    Only the first saves work; inference uses it, however the model was trained.
     """
     config = subject.model.config
     trained, found = config.reuse, {}

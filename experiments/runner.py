@@ -193,9 +193,9 @@ def seconds_alone(
 def device_seconds(
     experiment: Experiment, queue: Queue, records: Sequence[Mapping[str, Any]], hardware: str
 ) -> float | None:
-    """Estimates the seconds of a run and of its source, alone on the device; ``None`` if unknown.
+    """Estimates the seconds to train a run, and before it its source, with no other run on the device.
 
-    The estimate comes from records of the same model on ``hardware``, else from the queue's ``seconds``.
+    Uses records of runs with equal :func:`_speed_key`, else ``queue.seconds``; ``None`` if neither is for ``hardware``.
     """
     before = 0.0 if experiment.source is None else device_seconds(experiment.source, queue, records, hardware)
     if before is None:

@@ -32,7 +32,7 @@ class Noise(NamedTuple):
     freedom: int
 
     def error(self, seeds: int, runs: float = 2.0) -> float:
-        """Returns the standard error of a mean over ``seeds`` of a difference (or sum) of ``runs`` runs."""
+        """Returns the standard error of the mean, over ``seeds`` seeds, of a difference (or sum) of ``runs`` runs."""
         return self.deviation * math.sqrt(runs / seeds)
 
 
@@ -109,12 +109,12 @@ def power_of_equality(error: float, freedom: int, margin: float = MARGIN) -> flo
 
 
 def seeds_for(effect: float, noise: Noise) -> int:
-    """Returns the number of seeds that finds a difference of ``effect`` with probability ``POWER``."""
+    """Returns the number of seeds that detects a difference of ``effect`` with probability ``POWER``."""
     return math.ceil((detectable(noise.error(1), noise.freedom) / effect) ** 2)
 
 
 def seeds_for_equality(noise: Noise, margin: float = MARGIN) -> int:
-    """Returns the number of seeds that finds two equal settings equal with probability ``POWER``."""
+    """Returns the number of seeds that shows two equal settings to be equal with probability ``POWER``."""
     reach = t_quantile(noise.freedom) + t_quantile(noise.freedom, (1 + POWER) / 2)
     return math.ceil((reach * noise.error(1) / margin) ** 2)
 
@@ -139,7 +139,7 @@ def higher(difference: Estimate | None) -> str:
 def within(value: Estimate | None, low: float, high: float) -> str:
     """Returns the verdict on "the value lies between ``low`` and ``high``".
 
-    It holds where the whole interval lies inside, and does not where the whole interval lies outside.
+    It holds if the whole interval lies inside, and fails if the whole interval lies outside.
     """
     if value is None:
         return NOT_RUN
@@ -153,7 +153,7 @@ def within(value: Estimate | None, low: float, high: float) -> str:
 def equal(difference: Estimate | None, margin: float = MARGIN) -> str:
     """Returns the verdict on "the two are equal": the interval lies within the margin.
 
-    It is unresolved if the interval of equal settings would do so with a probability below ``POWER``.
+    It is unresolved if even truly equal settings would pass this test with a probability below ``POWER``.
     """
     verdict = within(difference, -margin, margin)
     if verdict != HOLDS or difference is None:

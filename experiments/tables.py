@@ -228,7 +228,7 @@ def _steps(result: Mapping[str, Any]) -> Rows:
 
 
 def _policies(result: Mapping[str, Any]) -> Rows:
-    """Returns one row per (loss, causal), for all its policies: with one gate several halt the same tokens."""
+    """Returns a row per (loss, causal), which names all its policies: with one gate, several halt the same tokens."""
     learned = result["compared"]["learned gate"]["loss"]
     alike: dict[tuple[float | None, bool], list[str]] = {}
     for name, policy in result["compared"].items():

@@ -63,7 +63,7 @@ def is_our_auto_map(auto_map: Any) -> bool:
 
 
 def _of_backbone(name: str) -> Any:
-    """Returns a property for the field ``name`` of the backbone's config; its value is ``None`` if there is none."""
+    """Returns a property that gets and sets field ``name`` of the backbone's config; ``None`` if it is missing."""
     return property(
         lambda config: getattr(config.backbone_config, name, None),
         lambda config, value: setattr(config.backbone_config, name, value),

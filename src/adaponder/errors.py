@@ -79,7 +79,7 @@ def in_one_line(problem: BaseException) -> str:
 
 
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Returns ``text`` without its middle if it is too long: it begins with what is wrong and ends with the cure."""
+    """Cuts the middle out of a ``text`` that is too long: errors begin with the fault and end with the cure."""
     first = most * 2 // 3
     return text if len(text) <= most else f"{text[:first]} … {text[first + 3 - most :]}"
 

@@ -159,7 +159,7 @@ class Titled:
     def _least_width(self, index: int, most: int) -> int:
         """Returns the minimum width of a column: its widest cell, but at least the longest word of its heading.
 
-        Cells count with at most half of ``most``, the table's width (all of it if there is one column), then wrap.
+        A cell counts as at most half the table's width ``most`` (all of it if there is one column); longer cells wrap.
         """
         cells = max((cell_len(row[index]) for row in self.rows), default=0)
         word = max((cell_len(word) for word in self.columns[index].split()), default=0)

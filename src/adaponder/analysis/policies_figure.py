@@ -105,7 +105,7 @@ def _look(causal: bool, theme: Theme) -> dict[str, Any]:
 
 
 def _hide_unused(panels: Iterable[Axes], count: int, columns: int) -> None:
-    """Hides the panels beyond ``count`` and labels the x axis of the lowest visible ones."""
+    """Hides all panels but the first ``count`` and labels the x axis of the lowest visible ones."""
     for index, axes in enumerate(panels):
         axes.set_visible(index < count)
         axes.tick_params(labelbottom=index + columns >= count)

@@ -32,7 +32,7 @@ FIGURES, TABLES = "figures", "tables"
 
 @dataclass(frozen=True)
 class Report:
-    """The figures written, why others were left out, and whether ``excerpts`` of tokens in context are shown."""
+    """The figures written, why others were left out, and whether ``excerpts`` (tokens in context) are shown."""
 
     numbers: Numbers
     drawn: list[Plate]

@@ -75,7 +75,7 @@ def _point(group: Sequence[Mapping[str, Any]]) -> Point:
     speeds = [record["tokens_per_second"] for record in done if record["tokens_per_second"] is not None]
 
     def known(key: str) -> Any:
-        """Returns a value that all runs of the setting share, preferably of a finished run."""
+        """Returns the field ``key``, which is the same in all runs of the setting; ``None`` if no run has it."""
         return next((record[key] for record in [*done, *group] if record.get(key) is not None), None)
 
     def spread(key: str) -> Spread | None:
@@ -156,7 +156,7 @@ def _is_number(value: Any) -> bool:
 def sensitivity(records: Sequence[Mapping[str, Any]]) -> Figure:
     """Draws the paper's sensitivity figure: validation loss against each setting, requested and realised depth.
 
-    Means over seeds; bars are one standard deviation. Runs that failed or have not ended are counted below, not drawn.
+    Means over seeds; bars are one standard deviation. Runs that failed or have not ended are only counted, in a remark.
     """
     settings = points(records)
     done = [point for point in settings if point.loss]

@@ -77,7 +77,7 @@ def depth_colours(deepest: int) -> list[tuple[float, float, float]]:
 
 
 def density_map(theme: Theme) -> LinearSegmentedColormap:
-    """Returns a colour map from the page's background to a colour that stands for no depth."""
+    """Returns a colour map from the page's background to a colour that no depth has."""
     return LinearSegmentedColormap.from_list("adaponder", [theme.paper, PALETTE[0 if theme == LIGHT else 3]])
 
 

@@ -274,7 +274,7 @@ def continue_prompts(
 def _cost(
     model: AdaPonderForCausalLM, depths: list[int], prompt: int, shape: Shape, **rule: Any
 ) -> tuple[Spent, Spent]:
-    """Returns the costs of the prompt and of the tokens after the prompt; ``rule`` is passed to :meth:`Meter.add`."""
+    """Returns the costs of the prompt and of the tokens after it; ``rule``: further arguments of :meth:`Meter.add`."""
     import torch
 
     from adaponder.evaluation.meter import Meter

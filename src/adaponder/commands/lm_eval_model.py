@@ -84,7 +84,7 @@ class AdaPonderLM(HarnessLM):
 
 
 def _device(requested: str | None) -> str:
-    """Returns the requested device; lm-eval's default ``cuda:0`` and ours are the CPU where there is no GPU."""
+    """Returns the device to use; without a GPU, lm-eval's default ``cuda:0`` and our default ``None`` mean the CPU."""
     if torch.cuda.is_available():
         return requested or "cuda"
     if requested == "cuda:0":

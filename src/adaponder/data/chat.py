@@ -182,7 +182,7 @@ class ConversationEncoder:
         self.end_id = end_id
 
     def __call__(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, list[int]]:
-        """Returns (ids with a final end token, first token and length of each learned span as one flat list).
+        """Returns the ids, ending in the end token, and [start, length, …] of the token spans that count in the loss.
 
         ``spans`` are the assistant's turns as character ranges (first, last + 1).
         """
@@ -218,6 +218,6 @@ class ConversationEncoder:
 
 
 def _runs(flags: np.ndarray) -> list[int]:
-    """Returns the first index and the length of each run of true entries, as one flat list."""
+    """Returns a flat list [start, length, …] of the runs of true entries."""
     edges = np.flatnonzero(np.diff(flags.astype(np.int8), prepend=0, append=0))
     return np.stack([edges[::2], edges[1::2] - edges[::2]], 1).ravel().tolist()

@@ -113,7 +113,7 @@ class Encoder:
             parts[index].append(np.array(piece.ids, self.dtype))
 
     def _accepted(self, tokens: np.ndarray, origin: str) -> np.ndarray:
-        """Returns the tokens of a tokenized input without a final end token. Raises for ids outside the vocabulary."""
+        """Removes the end token from the end of a tokenized input, if any. Raises for ids outside the vocabulary."""
         if self.vocab_size > 2 ** (8 * tokens.itemsize):
             raise InputError(
                 f"{origin}: {tokens.dtype.name} cannot hold the {self.vocab_size} ids of the tokenizer: "
@@ -131,7 +131,7 @@ class Encoder:
 def hash_and_size(content: str | np.ndarray) -> tuple[int, int]:
     """Returns the hash of a document's UTF-8 text or little-endian uint32 tokens, and the number of bytes hashed.
 
-    The hash is the first 8 bytes, big-endian, of the SHA-256. Pieces avoid a UTF-8 copy of the whole text.
+    The hash is the first 8 bytes, big-endian, of the SHA-256. Hashing in pieces avoids a UTF-8 copy of all text.
     """
     digest, size = hashlib.sha256(), 0
     for start in range(0, len(content), PIECE):

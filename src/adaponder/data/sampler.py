@@ -30,7 +30,7 @@ class Batch(NamedTuple):
 
 
 def read_windows(shards: Shards, windows: np.ndarray, *, sequence: int, stride: int | None = None) -> Batch:
-    """Reads the windows numbered ``windows``: window n starts at token ``n * stride``. ``None``: disjoint windows."""
+    """Reads ``windows`` by number: n starts at token ``n * stride``. Without ``stride`` they are disjoint."""
     starts = windows * (stride or sequence + 1)
     tokens = shards.read_blocks(starts, sequence + 1)
     documents = shards.number_blocks(starts, sequence + 1)

@@ -168,7 +168,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 def _part(argument: str, name: str, path: Path, reader: Callable[..., Iterator[Any]], *files: Path) -> InputPart:
-    """Returns a part that is read from ``files``, or from ``path`` alone. Its size is that of the last file.
+    """Returns a part that is read from ``files``, or from ``path`` alone. Its size is the size of its last file.
 
     ``reader`` yields documents, or records if it is ``readers.jsonl`` or ``readers.table``.
     """

@@ -339,7 +339,7 @@ def agreement(
 
 
 def _untouched(flipped: np.ndarray, windows: Windows) -> np.ndarray:
-    """Returns ``bool[predictions]``: false if the prediction, or an earlier one in its window, has a flipped depth."""
+    """Returns ``bool[predictions]``: false if a prediction, or an earlier one in its window, has a flipped depth."""
     index = np.arange(len(flipped))
     latest = np.maximum.accumulate(np.where(flipped, index, -1))
     start = index // windows.length * windows.length if windows.stride is None else index - windows.length + 1

@@ -55,7 +55,7 @@ class Summary:
 def summarise(
     text: Text, nll: np.ndarray, depth: np.ndarray, *, documents: np.ndarray | None = None, seed: int = 0
 ) -> Summary:
-    """Summarises the scores of ``text``, or of its documents at which ``documents``, ``bool[documents]``, is true."""
+    """Summarises the scores of a text, or of the documents selected by ``documents``, a mask with a bool for each."""
     if documents is None:
         documents = np.ones(len(text.starts), bool)
     here = documents[text.document]

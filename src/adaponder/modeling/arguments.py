@@ -51,7 +51,7 @@ class RunTime:
 
 
 def refuse_foreign(kwargs: dict[str, Any]) -> None:
-    """Raises on arguments of ``forward`` that this model does not have."""
+    """Raises if ``kwargs`` sets arguments that this model's ``forward`` does not take."""
     given = {key for key, value in kwargs.items() if value is not None and value is not False}
     if "output_attentions" in given:
         raise InputError("output_attentions: attention weights are not kept; hooks on backbone layers can see them")

@@ -348,7 +348,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         return Cached(*batch, **options, ledger=self.new_ledger(iterations) if ledger is None else ledger)
 
     def _warn_of_objective(self) -> None:
-        """Warns, once, that gates are being trained without the term that teaches them to close."""
+        """Warns once if gates are trained without an objective, whose ponder term would teach them to close."""
         trains = self.method.has_ponder_term and torch.is_grad_enabled()
         if not trains or self._warned_of_objective or torch.compiler.is_compiling():
             return

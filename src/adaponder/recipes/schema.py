@@ -307,7 +307,7 @@ class Recipe:
     def as_dict(self) -> dict[str, Any]:
         """Returns the recipe as plain data; for training from scratch, an unset embedding scale gets its default value.
 
-        So a change of that default changes the hash and the records of a run.
+        So if that default is changed, the hash and the records of a run change too.
         """
         values = dataclasses.asdict(self)
         if self.model.embedding_scale is None and not isinstance(self.model.backbone, str):

@@ -85,7 +85,7 @@ def _refuse_unknown(backbone: dict[str, Any]) -> None:
 
 
 def _from_checkpoint(name: str, settings: dict[str, Any]) -> AdaPonderForCausalLM:
-    """Returns a model with the recipe's ``settings`` and a checkpoint's weights (of another method: the backbone's)."""
+    """Returns a model with a recipe's ``settings`` and a checkpoint's weights (if methods differ: its backbone's)."""
     opened = open_checkpoint(name, dtype="float32")
     model = opened.model
     if not isinstance(model, AdaPonderForCausalLM) or opened.recurrence["method"] != settings["method"]:

@@ -1,10 +1,10 @@
 """Steers the ponder loss towards a mean depth (beyond the paper, which sets weight and k by hand).
 
 The mean depth equals the target if ``(K - target) / (K - 1)`` of the tokens close their first gate and the others close
-none. These are ``(K - target) / (K - 1)**2`` of all gates: the initial k. From step ``ponder_full`` on, one number, the
-pressure ``u``, scales both ``k = initial k * exp(u)`` and ``weight = ponder_weight * exp(u)``. It integrates the error
-of the mean depth, with one exception: gates need many steps to fall below tau and hardly ever rise again, so u does not
-rise while the depth expected from the gates' probabilities is already below the target.
+none. These are ``(K - target) / (K - 1)**2`` of all gates: the initial k. From step ``ponder_full`` on, one number,
+called the pressure ``u``, scales ``k = initial k * exp(u)`` and ``weight = ponder_weight * exp(u)``. It integrates the
+error of the mean depth, with one exception: gates need many steps to fall below tau and hardly ever rise again, so
+``u`` does not rise while the depth expected from the gates' probabilities is already below the target.
 
 The controller can only close gates. Where cross-entropy alone closes them, the mean depth ends below the target.
 """
@@ -30,14 +30,14 @@ _LARGEST = math.log(32.0)
 
 @dataclass
 class DepthController:
-    """Updates the pressure ``u`` every ``every`` steps, by ``gain`` times the mean depth's error divided by K - 1."""
+    """Adds ``gain * (mean depth - target) / (K - 1)`` to the pressure ``u`` every ``every`` steps, from ``start``."""
 
     target: float  # the mean depth to reach
     iterations: int  # K
     start: int  # the first step that it changes
     gain: float
     every: int
-    pressure: float = 0.0  # u
+    pressure: float = 0.0  # u: the log of the factor by which the ponder weight and k are multiplied
     # This process's sums since the last update: number of tokens, their depths, and their expected depths if each gate
     # is the probability of continuing.
     sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.double))

@@ -164,7 +164,7 @@ class Trainer:
     def _clip(self, largest: float) -> Tensor:
         """Clips the gradients to norm ``largest`` and returns their norm before clipping.
 
-        Methods with ``gates_apart`` clip gates and backbone separately and return the norm of the backbone.
+        Methods with ``gates_apart`` clip gates and backbone separately; the returned norm is that of the backbone.
         """
         gates = list(self.model.method.parameters())
         if not self.model.method.gates_apart or not gates:

@@ -52,7 +52,7 @@ def learning_rate_factor(train: TrainRecipe, step: int) -> float:
 
 
 def _steps(warmup: float, train: TrainRecipe) -> int:
-    """Returns the number of warm-up steps. A value below 1 is a share of all steps."""
+    """Returns the number of warm-up steps. ``warmup`` below 1 is a share of all steps."""
     return round(warmup * train.steps) if warmup < 1 else int(warmup)
 
 

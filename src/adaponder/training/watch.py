@@ -55,7 +55,7 @@ class Tally:
         self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def count(self, output: AdaPonderOutput, micro_steps: int, iterations: int) -> None:
-        """Adds the output of one micro-step of a step that has ``micro_steps`` of them."""
+        """Adds the output of one of a step's ``micro_steps`` micro-steps."""
         assert output.loss is not None
         assert output.depth is not None
         for name, value in {"loss": output.loss, **(output.terms or {})}.items():
@@ -167,7 +167,7 @@ class DepthCounts:
         self.sums[training] = counts if before is None else before.to(counts.device) + counts
 
     def take(self, *, training: bool) -> dict[str, float]:
-        """Returns mean ``depth`` and ``halted_1 … halted_{K-1}``, the shares of tokens of at most that depth.
+        """Returns mean ``depth`` and ``halted_1 … halted_{K-1}``, the shares of tokens with depth at most 1 … K-1.
 
         Resets the counts; empty if no token was counted since the last call.
         """

@@ -257,7 +257,7 @@ class ForgoneGain(Plate):
 
     Attributes:
         groups: for each depth d below K, the mean gain from d of the tokens that halted at d.
-        random: the same mean over all tokens; as many tokens drawn at random differ from it by ``band`` at most (95 %).
+        random: the mean gain from d of all tokens; the mean of as many random ones is within ``band`` of it (95 %).
         halted: the gain of each token from its own depth, the mean over the text.
         chance: (mean, low, high) of ``halted`` if depths are permuted within each document; 95 % interval.
     """

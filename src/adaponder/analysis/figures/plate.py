@@ -59,7 +59,7 @@ class Plate(ABC):
 
 
 def facts_of(kind: Kind) -> type[Method]:
-    """Returns the class of the traced method, or the base class where it is not registered in this process."""
+    """Returns the class of the traced method, or the base class if it is not registered in this process."""
     return method_class(kind.method) if kind.method in method_names() else Method
 
 

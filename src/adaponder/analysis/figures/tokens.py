@@ -25,7 +25,7 @@ PASSAGE = 320
 
 
 class TokenGrid(Plate):
-    """Shows which iterations of consecutive tokens were computed; ``after`` is the legend of skipped iterations."""
+    """Shows which iterations of consecutive tokens were computed; ``after`` is what the legend calls skipped ones."""
 
     name = "grid"
     title = "Computed or reused, token by token"

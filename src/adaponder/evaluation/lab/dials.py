@@ -39,7 +39,7 @@ class Rule(NamedTuple):
         name: label in tables and legends.
         policy: builds the policy from a threshold, which is in ``unit``.
         signal: computes the signal of each row; large where the token should continue.
-        ceiling: whether the policy continues while its measure is at most the threshold; ``signal`` is its negative.
+        ceiling: whether the policy continues while its measure is at most the threshold; ``signal`` is then negated.
         shallowest: the smallest mean depth; 2 for policies that compare two iterations.
     """
 
@@ -243,7 +243,7 @@ def _bisect(low: float, high: float, too_low: Callable[[float], bool], steps: in
 
 
 def priced_depths(nll: np.ndarray, price: float) -> np.ndarray:
-    """Equals ``argmin over d of nll[d - 1] + price * (d - 1)``, the smallest such d."""
+    """Equals ``argmin over d of nll[d - 1] + price * (d - 1)``; of equal minima, the smallest d."""
     return 1 + (nll + price * np.arange(nll.shape[1])).argmin(1)
 
 
@@ -331,7 +331,7 @@ def tune(dial: Dial, budget: float, measure: Callable[[Setting], Scores], *, ite
 
 
 def _between(low: tuple[float, float], high: tuple[float, float], budget: float) -> float:
-    """Returns the aim where the line through two (aim, measured depth) points meets the budget, in its inner 90 %."""
+    """Interpolates the aim for ``budget`` between two (aim, measured depth) points, 5 to 95 % of the way."""
     width = high[0] - low[0]
     rise = high[1] - low[1]
     fraction = (budget - low[1]) / rise if rise > 0 else 0.5

@@ -119,7 +119,7 @@ class Lab:
         return dials.tune(dial, budget, measure, iterations=self.iterations)
 
     def held_out(self, tuned: Tuned, learned: Scores | None = None) -> tuple[Measurement, Scores | None]:
-        """Measures a tuned setting on the held-out half; ``learned``: the learned gate's scores, to compare with.
+        """Measures a tuned setting on the held-out half, compared with ``learned``, the learned gate's scores, if any.
 
         A setting that was never scored on the tuning half is not measured; its scores are ``None``.
         """
