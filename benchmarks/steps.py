@@ -333,9 +333,8 @@ def search(time_batch: Callable[[int, bool], Timing | None], *, start: int) -> t
     """Returns the largest multiple of ``start`` that fits into memory, and its timing; 0 if not even ``start`` fits.
 
     The batch doubles until it no longer fits, then bisects: the answer and the next multiple have both been tried.
-    ``time_batch(batch, keep_graphs)`` times a batch, or returns ``None`` if it does not fit. The second trial of a
-    compiled variant compiles for a variable batch size, so that later trials keep the graphs. Run is the second step,
-    the first that has the optimizer's moments from its beginning.
+    ``time_batch(batch, keep_graphs)`` times the second step of a batch, or returns ``None`` if it does not fit. The
+    second trial of a compiled variant compiles for a variable batch size, so that later trials keep the graphs.
     """
     timings: dict[int, Timing | None] = {}
     below, above = 0, 0  # nothing has failed yet: above is 0

@@ -120,10 +120,9 @@ def seeds_for_equality(noise: Noise, margin: float = MARGIN) -> int:
 
 
 def lower(difference: Estimate | None) -> str:
-    """Returns the verdict on "the first is lower than the second", from first minus second.
+    """Returns the verdict on "the first is lower than the second": the whole interval of first minus second decides.
 
-    It holds where the whole interval lies below 0, and does not where the whole interval lies above. One seed resolves
-    nothing.
+    One seed resolves nothing.
     """
     if difference is None:
         return NOT_RUN
@@ -138,10 +137,7 @@ def higher(difference: Estimate | None) -> str:
 
 
 def within(value: Estimate | None, low: float, high: float) -> str:
-    """Returns the verdict on "the value lies between ``low`` and ``high``".
-
-    It holds where the whole interval lies inside, and does not where the whole interval lies outside.
-    """
+    """Returns the verdict on "the value lies between ``low`` and ``high``": the whole interval decides."""
     if value is None:
         return NOT_RUN
     if len(value.values) < 2:
