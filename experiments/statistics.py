@@ -120,7 +120,7 @@ def seeds_for_equality(noise: Noise, margin: float = MARGIN) -> int:
 
 
 def lower(difference: Estimate | None) -> str:
-    """Returns the verdict on "the first is lower than the second", from first minus second.
+    """Returns the verdict on "the first is lower than the second": the whole interval of first minus second decides.
 
     It holds if the whole interval lies below 0, and does not if it lies above. One seed leaves it unresolved.
     """
