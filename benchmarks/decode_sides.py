@@ -290,7 +290,7 @@ def steady_length(case: DecodeCase, *, warmup: int, repeats: int, part: int) -> 
 
 
 def steady(load: DecodeLoad, *, warmup: int, repeats: int, part: int) -> Row:
-    """Times ``repeats`` parts in which every lane decodes, each of at least ``part`` tokens per lane."""
+    """Times ``repeats`` intervals with all lanes decoding, each of ``part`` tokens per lane on average."""
     engine, case = load.engine, load.case
     # A launch's answers come while the next one runs, and bring several tokens of each lane.
     new = min(engine.tokens - case.context, steady_length(case, warmup=warmup, repeats=repeats, part=part))
@@ -346,7 +346,7 @@ def idle_share(load: DecodeLoad, seconds: float, launches: int = 4) -> float | N
 
 
 def through_memory(load: DecodeLoad) -> Row:
-    """Runs more requests than the KV cache holds; times the tokens between one fifth and four fifths of all."""
+    """Runs more requests than the KV cache holds; times the middle three fifths of their tokens."""
     engine, case = load.engine, load.case
     # Lengths from half to one and a half times, so that sequences do not begin and end together.
     lengths = [max(1, case.new // 2 + case.new * (index % 9) // 8) for index in range(6 * case.lanes)]

@@ -36,7 +36,7 @@ ONE_DEPTH = 0.95
 
 
 def _changes(experiment: Experiment) -> tuple[str, ...]:
-    """Returns the changes that decide the model; runs that differ in training alone share them."""
+    """Returns the recipe overrides that affect the model, which are all but those of ``train.*`` fields."""
     return tuple(change for change in experiment.changes if not change.startswith("train."))
 
 

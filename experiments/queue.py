@@ -155,7 +155,7 @@ class Experiment:
 
     @property
     def tokens(self) -> int:
-        """Returns the number of training tokens, without those of the source."""
+        """Returns the number of training tokens, without those of the run that this one continues."""
         train = self.shaped.train
         return train.steps * train.global_batch * self.shaped.data.sequence
 

@@ -165,7 +165,7 @@ def claim_table(evidence: Evidence, claim: str) -> list[str]:
 
 
 def learning_rates(evidence: Evidence) -> dict[str, dict[float, pd.Series | None]]:
-    """Returns ``{title: {learning rate: row of seed 0}}`` of the claim ``lr``; a run without a record is ``None``."""
+    """Returns ``{setting's title: {learning rate: metrics of seed 0, None if not run}}`` of the learning-rate claim."""
     tried: dict[str, dict[float, pd.Series | None]] = {}
     for run in evidence.queue.of_claim("lr"):
         if (rate := rate_of(run)) is not None:

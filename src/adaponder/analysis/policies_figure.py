@@ -35,7 +35,7 @@ def flat(rows: Sequence[Entry]) -> pd.DataFrame:
 
 
 def loss_against_compute(rows: Sequence[Entry]) -> Figure:
-    """Draws held-out loss over the budgets, against mean depth and against FLOPs: a panel for each policy.
+    """Draws held-out loss at each budget, over mean depth and over FLOPs, in one panel per policy.
 
     A panel shows its policy and the learned gate, with the others faintly behind. The oracle, far below all of them,
     is given in words: drawn, it would flatten the other differences.

@@ -86,7 +86,7 @@ def assess(recipe: Recipe, trainer: Trainer) -> dict[str, Any]:
 
 
 def beside(trained: Path) -> list[dict[str, Any]]:
-    """Shows a text by the shipped checkpoint, and compares the loss of ``trained`` with its loss on held-out text."""
+    """Prints a text by the shipped checkpoint; compares its loss on held-out text with that of ``trained``."""
     from adaponder.evaluation.scoring import ScoringOptions
 
     sample = full_name(SAMPLE)

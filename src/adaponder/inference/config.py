@@ -160,7 +160,7 @@ def eos_ids(model: AdaPonderForCausalLM) -> frozenset[int]:
 def _window(config: EngineConfig, method: str, width: int, passes: int) -> int:
     """Returns the number of tokens in a draft window; 1 without drafting.
 
-    A window of more than ``passes`` tokens would never be full, because its first token halts within ``passes`` ticks.
+    A window gains one token per tick and loses its first within ``passes`` ticks, so a larger one would never be full.
     """
     drafts = config.drafts
     if drafts is None:

@@ -1,7 +1,8 @@
 """Steers the ponder loss towards a mean depth (beyond the paper, which sets weight and k by hand).
 
-The mean depth equals the target if ``(K - target) / (K - 1)`` of the tokens close their first gate and the others close
-none. These are ``(K - target) / (K - 1)**2`` of all gates: the initial k. From step ``ponder_full`` on, one number,
+The ponder loss is the mean of the lowest share k of all gates. The mean depth equals the target if a share
+``(K - target) / (K - 1)`` of tokens halts at the first gate and the others never halt; the initial k is the share of
+gates that this closes, ``(K - target) / (K - 1)**2``. From step ``ponder_full`` on, one number,
 called the pressure ``u``, scales ``k = initial k * exp(u)`` and ``weight = ponder_weight * exp(u)``. It integrates the
 error of the mean depth, with one exception: gates need many steps to fall below tau and hardly ever rise again, so
 ``u`` does not rise while the depth expected from the gates' probabilities is already below the target.

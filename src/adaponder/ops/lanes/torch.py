@@ -77,7 +77,7 @@ def end_rows(
     """Advances each lane to its token's next iteration where ``active``, else to iteration 0 of the sampled token.
 
     Writes for each lane into ``log[tick]``: :data:`GOES_ON` if the token continues, else the id ``sampled``, or
-    :data:`NOT_A_NUMBER` if sampling was ``invalid``. The place stays below ``max_tokens``.
+    :data:`NOT_A_NUMBER` if sampling was ``invalid``. A token's index stays below ``max_tokens``.
     """
     books.token.index_copy_(0, lane, torch.where(active, begun.token, sampled))
     books.place.index_copy_(0, lane, torch.where(active, begun.place, (begun.place + 1).clamp(max=max_tokens - 1)))

@@ -217,7 +217,7 @@ def block_of(cohorts: tuple[Cohort, ...]) -> int:
 
 
 def tiles_of(cohorts: tuple[Cohort, ...], block: int) -> list[tuple[int, int, int, int]]:
-    """Lists (first row, end of the cohort, lane, iteration) of each tile; the last tiles, which take longest, first."""
+    """Lists (first row, end of the cohort, lane, iteration) of each tile, the longest-running first."""
     tiles = [
         (first, cohort.stop, cohort.lane, cohort.iteration)
         for cohort in cohorts

@@ -173,7 +173,7 @@ def gated_linear(x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation:
 
 
 def residual_linears(residual: Tensor, terms: Sequence[Term]) -> Tensor:
-    """Equals :func:`adaponder.ops.row_linear.torch.residual_linears`; up to ``SOME`` rows, only the sum is rounded."""
+    """Equals :func:`adaponder.ops.row_linear.torch.residual_linears`; for few rows, rounds only the final sum."""
     rows, size = residual.shape
     fits = all(_plain(term.x, [term.linear]) for term in terms) and residual.stride(-1) == 1
     if rows > SOME or not 1 <= len(terms) <= 2 or not fits:
