@@ -4,7 +4,7 @@ import difflib
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 # The longest message of an error: names and tensors from elsewhere may be of any length and number.
@@ -55,10 +55,13 @@ def is_panic(problem: BaseException) -> bool:
 def panics_as_errors(what: str) -> Iterator[None]:
     """Context manager that raises a native library's panic, which is no ``Exception``, as an :class:`InputError`.
 
-    In the main thread, the backtrace that the library prints is dropped.
+    Drops the backtrace that the library prints to standard error, if no other thread could be writing there.
     """
-    stderr = os.dup(2) if threading.current_thread() is threading.main_thread() else None
+    stderr = None
     try:
+        if threading.active_count() == 1:
+            with suppress(OSError):  # standard error is closed
+                stderr = os.dup(2)
         if stderr is not None:
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), 2)

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from adaponder.errors import InputError, panics_as_errors
 from adaponder.fields import REQUEST_FIELDS
 from adaponder.inference.request import Request, check_request
 from adaponder.policies import choose_policy
@@ -27,8 +28,12 @@ def check_model(name: str | None, served: Served) -> None:
 
 
 def tokens_of(text: str, served: Served, special: bool) -> list[int]:
-    """Returns the token ids of a text; ``special`` adds the tokenizer's special tokens."""
-    return list(served.tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
+    """Returns the token ids of a text; ``special`` adds the tokenizer's special tokens. Raises 400 if it panics."""
+    try:
+        with panics_as_errors("prompt: the tokenizer cannot encode it"):
+            return list(served.tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
+    except InputError as problem:
+        raise ApiError(400, str(problem), param="prompt") from None
 
 
 async def encode_prompt(

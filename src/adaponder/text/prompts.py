@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import signal
@@ -10,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,10 @@ Message = dict[str, str]
 
 
 class TemplateRenderer:
-    """Renders chat templates in a subprocess, started when first needed and again after a template exceeded a limit."""
+    """Renders chat templates in a subprocess, started when first needed and again after a template exceeded a limit.
+
+    The subprocess ends when its standard input is closed, which the end of this process does.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,9 +51,12 @@ class TemplateRenderer:
         return answer["text"]
 
     def _ended(self, process: subprocess.Popen[str]) -> dict[str, str]:
-        """Returns why the process has ended."""
+        """Closes the pipes of the ended process and returns why it has ended."""
         self._process = None
-        if (status := process.wait()) == -signal.SIGPROF:
+        with suppress(OSError), process:  # of a broken pipe, with the rest of the request in its buffer
+            pass
+        status = process.wait()
+        if status == -signal.SIGPROF:
             return {"limit": "1 s of processor time"}
         return {"error": f"its process ended with status {status}"}
 
@@ -60,7 +66,6 @@ class TemplateRenderer:
             command = [sys.executable, "-P", str(Path(__file__).with_name("renderer.py"))]
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
             self._process, self._owner = subprocess.Popen(command, text=True, encoding="utf-8", **pipes), os.getpid()
-            atexit.register(self._process.kill)
         return self._process
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import Regex, pre_tokenizers
 
 from adaponder.serving.settings import Limits, Settings
 from serving_support import TEMPLATE, serving, tiny_served
@@ -69,3 +70,15 @@ def test_max_tokens_defaults_to_the_room(rows, most, tokens):
             refused = chat(server, "the cat " * 5)
             assert refused.status_code == 400
             assert "more rows" in refused.json()["error"]["message"]
+
+
+def test_a_panic_of_the_tokenizer_is_an_error_in_json():
+    served = tiny_served()
+    served.tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a+)+$"), "isolated")
+    prompt, completion = "a" * 40 + "b", {"model": "tiny", "max_tokens": 1}
+    with serving(served) as server:
+        routes = [("/v1/completions", completion, 1), ("/tokenize", {}, 1), ("/v1/completions", completion, 30)]
+        for route, fields, length in routes:
+            response = server.post(route, {**fields, "prompt": prompt * length})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt"), response.text
+        assert server.post("/v1/completions", {**completion, "prompt": "b"}).status_code == 200

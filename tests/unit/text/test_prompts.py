@@ -1,5 +1,7 @@
 """Tests prompts: templates render as in transformers, within limits, and a tokenizer's panic is an error."""
 
+import os
+
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -45,6 +47,16 @@ def test_a_template_beyond_a_limit_is_an_error_in_one_line_and_the_next_one_rend
         chat_text("messages", tokenizer(template), MESSAGES)
     assert "\n" not in str(refusal.value)
     assert chat_text("messages", tokenizer("{{ messages[0].role }}"), MESSAGES) == "user"
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files by Linux's /proc")
+def test_a_template_beyond_a_limit_leaves_no_file_open():
+    chat_text("messages", tokenizer(GOOD), MESSAGES)
+    opened = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(InputError, match="processor time"):
+        chat_text("messages", tokenizer(LOOP), MESSAGES)
+    chat_text("messages", tokenizer(GOOD), MESSAGES)
+    assert len(os.listdir("/proc/self/fd")) == opened
 
 
 def test_no_process_is_started_where_no_template_is_rendered(monkeypatch):
