@@ -1,1 +1,1 @@
-"""Operations, one folder each; every implementation has the signature of the plain PyTorch one."""
+"""Operations, one folder each; every implementation has the signature of the plain PyTorch version."""

@@ -12,7 +12,7 @@ CHUNK_ELEMENTS = 1 << 25
 
 
 def as_rows(hidden: Tensor, weight: Tensor, chunk: int | None, elements: int | None) -> tuple[Tensor, int]:
-    """Returns hidden states as rows ``[n, d]`` in the compute precision, and the rows per chunk, ``chunk`` if given."""
+    """Returns (hidden states as rows ``[n, d]`` in the compute precision, rows per chunk: ``chunk`` or the default)."""
     rows = hidden.reshape(-1, hidden.shape[-1]).to(compute_dtype(hidden))
     if chunk is None:
         return rows, rows_per_chunk(rows.shape[0], weight.shape[0], elements or CHUNK_ELEMENTS)
@@ -45,7 +45,7 @@ def sums_of(needs_grad: tuple[bool, ...], dtype: torch.dtype, *inputs: Tensor | 
 
 
 def add_slopes(weight: Tensor | None, bias: Tensor | None, slope: Tensor, rows: Tensor) -> None:
-    """Adds a chunk's gradients of weight and bias to their sums (in place), given ``slope = dL / d logits``."""
+    """Adds a chunk's gradients to the sums ``weight`` and ``bias`` in place, given ``slope = dL / d logits``."""
     if weight is not None:
         add_product_(weight, slope.t(), rows)
     if bias is not None:

@@ -46,7 +46,7 @@ def has_kernels(like: Tensor, *_: object, **__: object) -> bool:
 
 
 def runs_fused(like: Tensor, *_: object, **__: object) -> bool:
-    """Returns whether an operation with matrix products runs its Triton kernels: if it computes in bf16 or fp16.
+    """Returns whether an operation with matrix products runs its Triton kernels: on CUDA, in bf16 and fp16.
 
     Under ``torch.compile`` this is false: the compiler traces and fuses the torch version.
     """

@@ -2,8 +2,8 @@
 
 GPT-NeoX splits one product in three, so backward concatenates three gradients. Inductor fuses the operations that
 compute them into the concatenation, where every element evaluates all three, and then copies the result into the
-layout that the product's own gradient reads. This pass transposes each gradient first and computes it into its slice
-of the result: a step is about 5 % shorter (``benchmarks/records/tuning-h200.json``, runs 10 and 11).
+layout that the product's own gradient reads. This graph pass transposes each gradient first and computes it into its
+slice of the result: a step is about 5 % shorter (``benchmarks/records/tuning-h200.json``, runs 10 and 11).
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def visible(query: Places, key: Places, *, window: int | None) -> Tensor:
     """Returns the boolean attention mask ``[lanes, 1, queries, keys]``.
 
     Every query sees its own slot, so that the softmax of a padded or absent token is not empty, which would give NaN;
-    its result is never read.
+    the result for such a token is never read.
     """
     query_slot, key_slot = query.slot[..., :, None], key.slot[..., None, :]
     mask = key_slot <= query_slot

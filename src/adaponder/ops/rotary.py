@@ -43,7 +43,7 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 
 def use(stock: PreTrainedModel) -> None:
-    """Replaces the decoder family's rotary function by :func:`rotary` while compiling, if both give equal results."""
+    """Makes the decoder family's rotary function call :func:`rotary` while compiling, if both give equal results."""
     family: Any = sys.modules[type(stock.base_model).__module__]
     original = getattr(family, NAME, None)
     if original is None or hasattr(original, "parts"):

@@ -168,8 +168,8 @@ def begin_windows(
 ) -> WindowRows:
     """Enters the next pool rows of these lanes' windows into the index and returns them; a token has ``passes`` rows.
 
-    With ``every``, all window entries get a row, else only live ones (a token that has not halted), at least one.
-    By default false on a CPU and true elsewhere, where selecting live entries would synchronise with the host.
+    With ``every``, all window entries get a row, else only entries with a token that has not halted, at least one.
+    By default false on a CPU and true elsewhere, where selecting entries would synchronise with the host.
     """
     every = lane.device.type != "cpu" if every is None else every
     books.tick.add_(1)

@@ -104,7 +104,7 @@ def _ponder_kernel(embedding, expected, active, probability, out, size, BLOCK: t
 def _book(
     index, lane, iteration, place, row, slots, VANISHES: tl.constexpr, ITERATIONS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Enters a pool row into the index at its iteration and every later one (law 3); -1 later if it vanishes."""
+    """Enters a pool row into the index at its iteration and all later ones (law 3), which get -1 if ``VANISHES``."""
     number = tl.arange(0, BLOCK)
     shown = tl.where(number == iteration, row, -1) if VANISHES else tl.full((BLOCK,), 0, tl.int64) + row
     at = index + (lane * ITERATIONS + number) * slots + place

@@ -18,7 +18,7 @@ MOST_SPLITS, MOST_PROGRAMS = 32, 256
 
 
 class Cohort(NamedTuple):
-    """Rows ``start`` to ``stop`` of a pass, which share a lane and an iteration and have ascending slots."""
+    """Rows ``start`` to ``stop`` of a pass; they share a lane and an iteration, and slots ascend to ``last_slot``."""
 
     start: int
     stop: int
@@ -48,7 +48,7 @@ class LedgerRows(NamedTuple):
         cohorts: the cohorts, in order.
         longest: upper bound of ``slot + 1`` over the single-query rows; ``None``: all slots of the index.
         tiles: used instead of ``cohorts`` by captured kernels, which read tiles from memory; must cover all cohort
-            rows, even padding rows, which see nothing (slot -1).
+            rows, even padding rows, which attend to nothing (slot -1).
     """
 
     index: Tensor

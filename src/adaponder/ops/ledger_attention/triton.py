@@ -104,7 +104,7 @@ def _entry(projection: Projection, turn: Turn) -> tuple[Tensor | None, ...]:
 
 
 def _entry_options(projection: Projection) -> dict[str, Any]:
-    """Returns the kernels' constants: norm epsilon, rotary size, head stride, offset of keys, distance key to value."""
+    """Returns the kernels' constants: norm epsilon, rotary size, head stride, offset of keys, of values from keys."""
     heads, key_heads, size = projection[:3]
     step, first, following = (3, 1, 1) if projection.packed else (1, heads, key_heads)
     layout = {"STEP": step * size, "FIRST": first * size, "NEXT": following * size}

@@ -49,7 +49,7 @@ def _losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _slopes(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
-    """Returns ``grad`` times d loss / d logits, softmax - one-hot; zeros for ignored targets."""
+    """Returns ``grad`` times d loss / d logits (softmax minus one-hot); zeros for ignored targets."""
     slope = widened(logits).softmax(-1)
     hit = targets.clamp_min(0)[:, None]
     slope.scatter_add_(1, hit, torch.full_like(hit, -1, dtype=slope.dtype))

@@ -62,7 +62,7 @@ def _part_kernel(
     SHIFT0: tl.constexpr, FACTOR0: tl.constexpr, SHIFT1: tl.constexpr, FACTOR1: tl.constexpr, SHIFT2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Finds the token with the highest noisy logit in a part of the vocabulary; NaN if a logit is NaN or ``inf``."""
+    """Finds the highest noisy logit and its token in a part of the vocabulary; NaN if a logit is NaN or ``inf``."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.load(lanes + row)
     heat = tl.load(temperature + lane * temperature_stride)

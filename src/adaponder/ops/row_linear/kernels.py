@@ -303,7 +303,7 @@ def some_residual_kernel(
     INPUTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, TERMS: tl.constexpr,
     SPLITS: tl.constexpr, BIASED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """Adds one or two linear layers to a residual; ``SPLITS`` programs split the inputs, the last adds their sums."""
+    """Adds one or two linear layers to a residual; ``SPLITS`` programs split the inputs, the last sums the results."""
     allow_next(DEPENDENT)
     wait_for_previous(DEPENDENT)
     block, split = tl.program_id(0), tl.program_id(1)

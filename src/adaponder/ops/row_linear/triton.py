@@ -40,7 +40,7 @@ class Cut(NamedTuple):
 
 
 def few_cut(inputs: int, outputs: int) -> Cut:
-    """Returns the tile config measured fastest on an H200 for up to ``FEW`` rows; arguments are sums over layers."""
+    """Returns the tile config measured fastest on an H200 for up to ``FEW`` rows; sizes are sums over fused layers."""
     if inputs <= 512:
         return Cut(8, 2) if outputs > 16384 else Cut(4, 1)
     if inputs <= 1024:

@@ -5,8 +5,8 @@ Computes a chunk of tokens at a time, so that the logits of all tokens never exi
 dz^T h``. ``<p, dp>`` equals ``<y, g>``, which would save a reduction, but ``y`` is rounded, and where one token is
 nearly certain the two large terms would not cancel.
 
-Backward recomputes the logits. ``keep_logits`` stores them instead: six matrix products rather than seven, for ``2 n
-V`` bytes in bf16 and the same bits. With ``top_k``, ``p`` is the softmax of the k largest logits (torch version only).
+Backward recomputes the logits. ``keep_logits`` stores them instead, in ``2 n V`` bytes in bf16: six matrix products
+rather than seven, equal results. With ``top_k``, ``p`` is the softmax of the k largest logits (torch version only).
 Times and memory: ``benchmarks/records/ops-h200.json``.
 """
 

@@ -28,7 +28,7 @@ def softmax_(logits: Tensor, keep: bool = False) -> Tensor:
 def slopes_(logits: Tensor, grad_probability: Tensor, keep: bool = False) -> tuple[Tensor, Tensor]:
     """Returns p, in place of the logits unless ``keep`` is true, and ``dz = p * (dp - <p, dp>)``, in place of dp.
 
-    Logits saved for backward need ``keep``: backward may run twice, and autograd cannot see that a kernel overwrites.
+    Logits saved for backward need ``keep``: backward may run twice, and autograd cannot see a kernel overwrite them.
     """
     probability = torch.empty_like(logits) if keep else logits
     strides = probability.stride(0), grad_probability.stride(0)
