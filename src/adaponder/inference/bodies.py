@@ -104,7 +104,7 @@ TurnedRows = tuple[LedgerRows, Turn]
 
 
 class FusedBody(Body):
-    """GPT-NeoX in three kernels per layer, the Llama family in five, on the parameters of the stock modules.
+    """Runs a GPT-NeoX layer in three kernels, a Llama-family layer in five, on the parameters of the stock modules.
 
     Weights are not copied, so in-place changes take effect. If a parameter is replaced by another tensor (a merged
     adapter, a module moved to another device), a new body must be built.

@@ -84,7 +84,7 @@ class EngineShape:
 
     @classmethod
     def of(cls, config: EngineConfig, model: AdaPonderForCausalLM) -> EngineShape:
-        """Resolves an engine's options for a model; raises :class:`InputError` if they do not fit it."""
+        """Resolves an engine's options for a model; raises :class:`InputError` if they do not fit the model."""
         on_gpu = model.device.type == "cuda"
         iterations, top_k = model.most_iterations(config.max_iterations), config.expectation_top_k
         width, passes = model.method.slots_per_token(iterations), model.method.passes(iterations)
@@ -109,7 +109,7 @@ class EngineShape:
         return 2 * self.burst * self.width
 
     def default_rows(self, model: AdaPonderForCausalLM, body: Body) -> int:
-        """Returns the pool rows for full lanes, but at most 90 % of a GPU's free memory, or 1 GiB on other devices."""
+        """Returns how many pool rows full lanes need, but at most 90 % of a GPU's free memory (elsewhere 1 GiB)."""
         needed = self.lanes * (self.tokens * self.width * self.passes + 2 * PAGE) + 3 * PAGE + self.rows_in_flight
         free = 1 << 30
         if model.device.type == "cuda":
@@ -160,7 +160,7 @@ def eos_ids(model: AdaPonderForCausalLM) -> frozenset[int]:
 def _window(config: EngineConfig, method: str, width: int, passes: int) -> int:
     """Returns the number of tokens in a draft window; 1 without drafting.
 
-    A window gains one token per tick and loses its first within ``passes`` ticks, so a larger one would never be full.
+    A window gains one token per tick, and its first token leaves within ``passes`` ticks, so it never has more tokens.
     """
     drafts = config.drafts
     if drafts is None:

@@ -169,7 +169,7 @@ class Engine:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Locks the engine (reentrant, for callbacks), with the model's device current; raises in a second thread."""
+        """Context manager that locks the engine (reentrant) and sets the current device; raises in a second thread."""
         if not self._lock.acquire(blocking=False):
             raise EvaluationError("engine: another thread is using it; let one thread submit and step")
         device = self.model.device

@@ -16,7 +16,7 @@ from adaponder.inference.tick import Extras, TickRunner, pad_lanes, to_host
 from adaponder.ops.ledger_attention import LedgerRows, Tiles, by_kernels
 
 _SHORT, _SEVERAL = 4, 8
-_SPARE_TILES = 64  # beyond those of a single cohort of all rows
+_SPARE_TILES = 64  # in addition to the tiles of a single cohort of all rows
 
 
 def pad_context(slots: int, limit: int) -> int:
@@ -55,7 +55,7 @@ class Graphs:
 
 
 class TickGraph:
-    """A CUDA graph of one tick and one of several, which read lanes and tick number from buffers on the device."""
+    """CUDA graphs of one tick and of several ticks, which read lanes and tick number from buffers on the device."""
 
     def __init__(self, owner: Graphs, size: int, features: Features, context: int):
         runner = owner.runner

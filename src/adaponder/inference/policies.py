@@ -115,7 +115,7 @@ class LanePolicies:
         return continues
 
     def _apply_classes(self, rows: PolicyInput, classes: Sequence[type[Policy]]) -> Tensor:
-        """Returns which rows continue by the built-in policies; False for rows of lanes with another policy."""
+        """Returns which rows continue under the built-in policies; False for rows of lanes with another policy."""
         if not classes:
             return torch.zeros_like(rows.active)
         numbers = self._numbers[rows.sequence, rows.iteration]
@@ -149,7 +149,7 @@ class LanePolicies:
 
 
 def prefix_key(policy: Policy, seed: int) -> tuple[Any, ...] | None:
-    """Returns a key that is equal only for policies and seeds with equal decisions, or ``None`` if there is none.
+    """Returns a key that is equal only for policies and seeds with equal decisions, or ``None`` if none is known.
 
     A user's callable, or a policy with fields other than numbers and strings, has no key: its prefixes are not shared.
     """
@@ -171,7 +171,7 @@ def runs_on_host(policy: Policy) -> bool:
 
 
 def _is_built_in(policy: Policy) -> bool:
-    """Returns whether this is a row-by-row policy of this package with at most ``_FIELDS`` fields, all numeric."""
+    """Returns whether a policy is a row-by-row policy of this package with at most ``_FIELDS`` fields, all numeric."""
     kind = type(policy)
     if not kind.__module__.startswith("adaponder.policies.") or not kind.row_by_row:
         return False

@@ -17,7 +17,7 @@ Entry = tuple[int, int]
 
 
 class Postprocessor:
-    """Updates the host's view of each sequence, finishes sequences, and counts what was computed.
+    """Updates the host's view of each sequence, finishes sequences, and counts ticks, rows and tokens.
 
     ``counts["drafted"]`` is the number of tokens started as drafts, ``counts["accepted"]`` the number accepted.
     """

@@ -29,7 +29,7 @@ class Request(Sampling):
         prompt: token ids, at least one.
         logit_bias: values added to the logits of these token ids.
         stop_ids: token ids that end the completion, beside the model's end-of-text ids.
-        policy: the halting policy; ``None`` takes the method's own, with the threshold ``tau`` if set.
+        policy: the halting policy; ``None`` takes the method's default policy, with the threshold ``tau`` if set.
         depths: the forced depth of each slot, as a list from slot 0 or a mapping; 0, or no entry, forces nothing. Only
             the policy's decision is replaced: gates and expected embeddings are still computed.
         salt: only requests with equal salts share the rows of a common prefix.
@@ -103,7 +103,7 @@ def policy_of(request: Request, model: AdaPonderForCausalLM) -> Policy:
 
 
 def forced_depths(request: Request) -> dict[int, int]:
-    """Returns the forced depths, by slot."""
+    """Returns the request's forced depths by slot, without entries of 0."""
     if request.depths is None:
         return {}
     pairs = request.depths.items() if isinstance(request.depths, Mapping) else enumerate(request.depths)

@@ -23,7 +23,7 @@ from adaponder.inference.tick import Extras, TickRunner, to_host
 from adaponder.modeling import AdaPonderForCausalLM
 
 # Multiply-adds of a matrix product per CPU thread, which take about 100 microseconds. Threads that share a product wait
-# for the slowest one: little compared with this, but longer than the whole product of a small model.
+# for the slowest thread: not long compared with that time, but longer than the whole product of a small model takes.
 PER_THREAD = 1_000_000
 # Matrix products per layer (attention in and out, MLP up and down), and after the layers (head, expectation).
 _LAYER_PRODUCTS, _HEAD_PRODUCTS = 4, 2

@@ -2,7 +2,7 @@
 
 Logits pass through, in this order: logit bias, and a ban of stop ids until ``min_new_tokens``; repetition, presence and
 frequency penalties; temperature; top-k; top-p among the tokens that top-k kept; min-p. Tokens that tie with the least
-likely kept one are kept too. A token is drawn by Gumbel noise, a counter-based hash of (seed, sample, position, token
+likely kept token are kept too. A token is drawn by Gumbel noise, a counter-based hash of (seed, sample, position, token
 id). Greedy rows take the smallest id among the likeliest tokens. Log-probabilities are of the unmodified distribution.
 
 The settings of all lanes are device tensors that never move, shapes depend only on the number of rows and on
@@ -216,7 +216,7 @@ class Occurrences:
 
 
 def score(logits: Tensor, tokens: Tensor, top: int) -> Scores:
-    """Returns log-probabilities of ``tokens [n]`` and of the ``top`` likeliest, under ``logits [n, V]``."""
+    """Returns log-probabilities of ``tokens [n]`` and of each row's ``top`` likeliest ids, from ``logits [n, V]``."""
     wide = widened(logits)
     normaliser = wide.logsumexp(-1, keepdim=True)
     ids = likeliest(wide, top)

@@ -55,18 +55,19 @@ class Plan:
 class Scheduler:
     """Assigns lanes, pages and the rows of a tick to sequences; independent of the device.
 
-    Clients share them fairly. A resident is a sequence that has a lane; the n-th oldest resident of a client has rank
-    n - 1, and whatever runs short goes to the lowest rank:
+    Clients share lanes, pages and rows fairly. A resident is a sequence that has a lane; the n-th oldest resident of a
+    client has rank n - 1, and lower ranks come first:
 
-    - The next sequence to be admitted is the oldest of the client with the fewest residents; of several such clients,
-      of the one served longest ago. If it lacks a lane or rows, it preempts residents whose rank is above its own.
+    - The next sequence to be admitted is the oldest of the client with the fewest residents; if clients tie, of the
+      client served longest ago. If it lacks a lane or rows, it preempts residents whose rank is above its own.
     - If pages run short, the resident of the highest rank is preempted.
-    - The prefill rows of a tick are divided equally; what a client does not need goes to the others.
+    - The prefill rows of a tick are divided equally; rows that a client does not need go to the others.
 
-    So a client with fewer than ``lanes // clients`` residents waits for no lane, and if its sequence needs no more than
-    ``chunk // clients`` prefill rows per tick, it takes as many ticks as alone, however many requests others queued.
-    Only a sequence whose rows do not fit beside the oldest resident of each other client waits for these, and later
-    sequences for it. The sequences of a client are served in order of arrival; a client alone gets everything.
+    So a client with fewer than ``lanes // clients`` residents waits for no lane, and a sequence that needs at most
+    ``chunk // clients`` prefill rows per tick takes as many ticks as if its client were alone, however many requests
+    other clients have queued. The exception is a sequence whose rows do not fit beside the oldest resident of each
+    other client: it waits for these residents, and later sequences wait for it. The sequences of a client are served in
+    order of arrival; a client alone gets everything.
 
     Attributes:
         queues: the waiting sequences of each client that has waiting or resident ones, in order of arrival.
@@ -89,7 +90,7 @@ class Scheduler:
         return list(range(self.shape.lanes - 1, -1, -1))
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Queues sequences of one client; a new client is served before the one that was served last."""
+        """Queues sequences of one client; a new client is served before the client that was served last."""
         client = sequences[0].client
         self.queues.setdefault(client, deque()).extend(sequences)
         self._turns.setdefault(client, self._turn - 1)
@@ -151,14 +152,14 @@ class Scheduler:
         return int(tokens * self.width * self.expected_depth(sequence)) + 2 * self.pages.size
 
     def expected_depth(self, sequence: Sequence) -> float:
-        """Estimates passes per token: the forced mean, else the mean of its kind; the maximum if too few tokens."""
+        """Estimates passes per token: the forced mean, else the mean measured for its kind, at first the maximum."""
         if sequence.submission.forced_mean is not None:
             return sequence.submission.forced_mean
         count, total = self._depths.get(sequence.submission.kind, (0, 0))
         return total / count if count >= _ENOUGH else float(sequence.passes)
 
     def schedule(self) -> Plan:
-        """Returns the next launch; an empty plan must not be launched."""
+        """Returns the plan of the next launch; an empty plan must not be launched."""
         plan = Plan()
         self._admit()
         self._schedule_decode(plan)
@@ -215,7 +216,7 @@ class Scheduler:
             self._rank_residents()
 
     def _next(self) -> Sequence | None:
-        """Returns the oldest ready sequence of the client with fewest residents; on ties, that served longest ago."""
+        """Returns the oldest ready sequence of the client with fewest residents (ties: client served longest ago)."""
         residents = Counter(sequence.client for sequence in self.resident.values())
         first = (next(filter(_is_ready, queue), None) for queue in self.queues.values())
         ready = [sequence for sequence in first if sequence is not None]
@@ -286,7 +287,7 @@ class Scheduler:
         return True
 
     def _take_pages(self, count: int, sequence: Sequence) -> list[int] | None:
-        """Allocates pages, if needed by evicting prefixes and preempting higher ranks; ``None`` if still too few."""
+        """Allocates pages; if too few are free, evicts prefixes, then preempts higher ranks; ``None`` if that fails."""
         while not self.prefixes.make_room(count):
             behind = [other for other in self.resident.values() if other.rank > sequence.rank]
             if behind:

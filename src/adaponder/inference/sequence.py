@@ -51,7 +51,7 @@ class Submission:
 
 @dataclass(eq=False)
 class Chunk:
-    """Prompt tokens of a sequence that are prefilled together, one iteration per pass; halted ones are removed.
+    """Prompt tokens of a sequence that are prefilled together, one iteration per pass; halted tokens are removed.
 
     Attributes:
         tokens: the index of each active token in its sequence, ascending.
@@ -73,13 +73,13 @@ class Chunk:
         return self.iteration if self.in_flight else self.iteration - 1
 
     def hidden(self, zeros: Tensor) -> Tensor:
-        """Returns the hidden states of the chunk's tokens; if none are stored, ``zeros [1, …]`` expanded to them."""
+        """Returns the hidden states of the chunk's tokens; if none are stored, ``zeros [1, …]`` repeated per token."""
         if self.state is None or self.state.hidden is None:
             return zeros.expand(len(self.tokens), -1, -1)
         return self.state.hidden
 
     def keep(self, numbers: list[int]) -> None:
-        """Removes the tokens of the chunk whose index in ``tokens`` is not in ``numbers``."""
+        """Keeps only the chunk's tokens at the indices ``numbers`` of ``tokens``."""
         if self.state is not None and 0 < len(numbers) < len(self.tokens):
             index = torch.tensor(numbers).to(self.state.input.device, non_blocking=True)
             self.state = select_state(self.state, index)
@@ -133,7 +133,7 @@ class Sequence:
         self.reset()
 
     def reset(self) -> None:
-        """Returns to the state before prefill; the caller must have released the pages."""
+        """Resets the sequence to its state before prefill; the caller must have released the pages."""
         self.kv = KVRows(self.submission.page_size)
         self.chunks: list[Chunk] = []
         self.num_scheduled = 0

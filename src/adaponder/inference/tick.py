@@ -94,7 +94,7 @@ class TickRunner:
     ) -> tuple[Extras, list[ChunkOutput]]:
         """Runs one tick of these lanes and one iteration of these chunks; writes the lanes' tokens into ``log``.
 
-        ``context`` is an upper bound on the slots of the lanes; ``body``, if given, replaces the runner's own.
+        ``context`` is an upper bound on the slots of the lanes; ``body``, if given, replaces the runner's body.
         """
         lanes, reads_previous = self.lanes, self.policies.reads_previous()
         inputs, cohorts, ids = [], (), lane[:0]
@@ -124,7 +124,7 @@ class TickRunner:
     def _chunk_input(
         self, chunks: Sequence[Chunk], num_decode: int, reads_previous: bool
     ) -> tuple[TickColumns, Tensor, tuple[Cohort, ...]]:
-        """Returns the columns of the chunks' rows, token ids of the first rows (iteration 0), and cohorts."""
+        """Returns the columns of the chunks' rows, the token ids of rows at iteration 0, and the cohorts."""
         width, counts = self.width, [len(chunk.tokens) for chunk in chunks]
         new_ids = [chunk.sequence.tokens[index] for chunk in chunks if chunk.state is None for index in chunk.tokens]
         of_chunks = [(chunk.sequence.lane_number, chunk.iteration, chunk.sequence.passes - 1) for chunk in chunks]
