@@ -68,7 +68,7 @@ class Control:
 
 
 class Rows(ABC):
-    """The rows that a method advances. Each may be at a different iteration.
+    """The rows that a method advances; each row may be at a different iteration.
 
     Attributes:
         backbone: embedding table, head and final norm.
@@ -87,7 +87,7 @@ class Rows(ABC):
 
     @abstractmethod
     def gate(self, gates: Sequence[nn.Module] | nn.ModuleList, values: Tensor) -> Tensor:
-        """Returns each row's gate logit, by ``gates[i]`` after iteration ``i``; the last gate serves all later ones."""
+        """Returns each row's gate logit, computed by ``gates[i]`` after iteration ``i``, or by the last gate."""
 
     @abstractmethod
     def decide(self, gate: Tensor, hidden: Tensor) -> None:
@@ -207,7 +207,7 @@ class Execution(Rows):
 
     @abstractmethod
     def _map(self, function: Callable[[Tensor], Tensor], grid: Tensor, *, all_real: bool) -> Tensor:
-        """Returns ``function(grid)`` for active tokens, or all real ones if ``all_real``; others: 0 or undefined."""
+        """Returns ``function(grid)`` for active tokens, or all real tokens; other entries are 0 or undefined."""
 
     @abstractmethod
     def _rows(self, grid: Tensor) -> Tensor:

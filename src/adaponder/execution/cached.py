@@ -20,7 +20,7 @@ class Cached(Sparse):
     """Computes rows without padding and stores them in a ledger.
 
     If all sequences have equally many rows to compute, a pass is one batch ``[sequences, count]`` (a rectangle). If
-    not, rows are packed into one batch entry (a lane) or, if attention cannot pack, each count has its rectangle.
+    not, rows are packed into one batch entry (a lane) or, if attention cannot pack, computed in a rectangle per count.
     """
 
     def __init__(self, *args: Any, ledger: Ledger, **options: Any):
@@ -45,7 +45,7 @@ class Cached(Sparse):
             hidden.append(output.hidden.flatten(0, 1))
             stream.append(output.stream.flatten(0, 1))
         if not indices:
-            return Pass(x, x)  # as in Packed
+            return Pass(x, x)  # undefined, as in Packed
 
         def grid(parts: list[Tensor]) -> Tensor:
             rows = torch.cat(parts)

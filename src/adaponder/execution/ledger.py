@@ -109,7 +109,7 @@ class Ledger(Cache):
         table[:, past:, iteration] = table[:, past:, iteration - 1]
 
     def write(self, sequence: Tensor, slot: Tensor, sequences: Tensor, iteration: int) -> Tensor:
-        """Enters the numbers of the rows that a pass will append for tokens (``sequence``, ``slot``), in this order.
+        """Enters the rows that a pass will append for tokens (``sequence``, ``slot``), in this order, into the table.
 
         Returns the row of each slot of ``sequences`` at this iteration, ``[sequences, slots]``; -1 for none.
         """

@@ -38,7 +38,7 @@ class Tokens:
 
     @property
     def last_slot(self) -> int:
-        """The last slot, an upper bound on positions derived from it; read without a device synchronisation."""
+        """The index of the last slot, an upper bound on derived positions; needs no device synchronisation."""
         return self.past + self.slot.shape[1] - 1
 
     @property
@@ -127,8 +127,8 @@ def arrange_tokens(
     """Builds the :class:`Tokens` of a forward from its arguments.
 
     Without ``position_ids``, positions count real tokens, so left padding changes nothing. Packed documents are given
-    as ``document_ids`` or, as in Hugging Face, as ``position_ids`` that restart (without mask or cached tokens). A
-    cache for them is refused; in Hugging Face, documents would silently attend to each other.
+    as ``document_ids`` or, as in Hugging Face, as ``position_ids`` that restart (without mask or cached tokens). Packed
+    documents with a cache are refused; in Hugging Face, they would silently attend to each other.
     """
     batch, time = input_ids.shape
     past = 0 if ledger is None else ledger.get_seq_length()
