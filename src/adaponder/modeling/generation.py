@@ -31,7 +31,7 @@ _CHECKED = (
 
 
 def generating(model: Any) -> RunTime | None:
-    """Returns the settings of the ``generate`` call that this model is in; ``None`` outside of ``generate``."""
+    """Returns the settings of the ``generate`` call that this model is running; ``None`` outside of ``generate``."""
     current = _GENERATING.get()
     return RunTime(**current[1]) if current is not None and current[0] is model else None
 
@@ -41,7 +41,7 @@ def check_generation(
 ) -> None:
     """Raises on prompts and settings that ``generate`` cannot use; ``positions`` is the backbone's limit.
 
-    ``settings`` are the generation config's, overridden by the keyword arguments.
+    ``settings`` are the values of the generation config, overridden by the keyword arguments.
     """
     embedded = settings.get("inputs_embeds")
     if embedded is None and input_ids is None and settings.get("bos_token_id") is not None:
@@ -149,7 +149,7 @@ class LedgerGenerationMixin(GenerationMixin):
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any):
-        """Runs Hugging Face's ``generate`` in every mode that needs no other cache.
+        """Runs Hugging Face's ``generate`` in every mode that works with a ledger as its cache.
 
         See :meth:`forward` for ``policy``, ``max_iterations`` and ``seed``. The depths of all tokens that were read are
         in ``past_key_values.depth`` of the result.

@@ -1,4 +1,4 @@
-"""The Hugging Face model: one forward, in the order in which it happens."""
+"""The Hugging Face model; ``forward`` can be read from top to bottom in the order of execution."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             targets: labels that are already shifted: the token that each token should predict.
             past_key_values: the :class:`Ledger` of an earlier forward, to continue from.
             use_cache: return a ledger to continue from.
-            logits_to_keep: only the last n positions' logits (or those at the given indices); 0 keeps all.
+            logits_to_keep: return logits of the last n positions only, or of the given indices; 0 keeps all.
             inputs_embeds: ``[batch, time, hidden]`` instead of ids, as ``get_input_embeddings()`` computes them.
             document_ids: ids of documents packed into a sequence: attention stays within equal ids, positions restart.
             policy: decides depths instead of the method's default policy.
