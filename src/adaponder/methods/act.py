@@ -25,7 +25,7 @@ class AdaptiveComputationTime(Method):
     ``h_1 + … + h_n >= 1 - epsilon`` (``exit_threshold``), or at K; ``p_n = h_n`` before, and the last iteration gets
     the remainder, ``p_N = R = 1 - (h_1 + … + h_{N-1})``. Tokens halt in training too.
 
-    ``t_n`` is a vector for each iteration but the first, learned from 0 on (the Universal Transformer has a sinusoid).
+    ``t_n`` is a learned vector per iteration but the first, initially 0 (the Universal Transformer has a sinusoid).
     If another policy halts a token later, the states after ``N`` have weight 0.
     """
 

@@ -93,7 +93,7 @@ class PonderLoss:
     """Cross-entropy plus ``weight`` times the mean of the smallest ``fraction`` of all gates (eq. 12 and 13).
 
     With ``pool="each"`` that mean is taken per iteration, then averaged. ``weight`` and ``fraction`` are the paper's
-    lambda and ``k_s``; see :func:`adaponder.halting.ponder_pool` for ``on`` and ``pool``, else :class:`Objective`.
+    lambda and ``k_s``; :func:`adaponder.halting.ponder_pool` explains ``on`` and ``pool``, :class:`Objective` the rest.
     """
 
     needs_states: ClassVar[bool] = False

@@ -37,9 +37,9 @@ class Anytime(AdaPonder):
 
     At full depth this is PonderLM. Training halts tokens at random (``halt_prior``), independently of the gates, and
     takes the loss after every iteration (``loss_prior``), so that the backbone learns to predict among halted tokens.
-    Gates read detached states and learn whether some later iteration lowers a token's loss by more than
-    ``lookahead_delta``; that loss trains only gates, and the other only the backbone. In a share ``gate_share`` of the
-    sequences the gates halt tokens, as at inference.
+    Gates learn, from detached states, whether some later iteration lowers a token's loss by more than
+    ``lookahead_delta``: the gates' loss trains only the gates, the prediction loss only the backbone. In a share
+    ``gate_share`` of the sequences the gates halt tokens, as at inference.
     """
 
     def __init__(self, config: Recurrence):
@@ -80,7 +80,7 @@ class Anytime(AdaPonder):
     gate_meaning = "foreseen: a later iteration helps"
 
     def training_policy(self, progress: float) -> Policy:
-        """Returns a policy of random halts: almost none at first, as many as by ``halt_prior`` after the warm-up."""
+        """Returns a policy of random halts, with almost none at progress 0; from progress 1 on, ``self.halting``."""
         return RandomRates(min(1e6, self.config.halt_prior / max(progress, 1e-6))) if progress < 1 else self.halting
 
     @classmethod
@@ -192,8 +192,8 @@ class LookaheadLoss:
     """The backbone's loss plus the binary cross-entropy of gates against labels, averaged over gates.
 
     The label of gate ``i`` is 1 if a later iteration lowers the token's loss by more than ``delta`` nats, else 0. Only
-    tokens at full depth are labelled, because the gains of a halted token are not all known; and only in sequences that
-    are halted at random, because gates would select which tokens reach full depth. Sequences are weighted equally.
+    tokens at full depth are labelled, because a halted token's later gains are unknown; and only in sequences that are
+    halted at random, because gates would select which tokens reach full depth. Sequences are weighted equally.
 
     Attributes:
         depths: the loss that trains the backbone.
@@ -248,7 +248,7 @@ def gains_ahead(losses: Tensor) -> Tensor:
 def mean_over_sequences(values: Tensor, mask: Tensor, mean_count: Callable[[Tensor], Tensor] = own_count) -> Tensor:
     """Averages ``values`` where ``mask`` is true, first per sequence, then over sequences; both are ``[batch, time]``.
 
-    Sequences without true entries do not count; ``mean_count`` averages the number of the others over processes.
+    Sequences without true entries are left out; ``mean_count`` averages the number of the rest over processes.
     """
     count = mask.sum(1)
     means = (values * mask).sum(1) / count.clamp_min(1)

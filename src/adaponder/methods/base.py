@@ -118,7 +118,7 @@ class Method(nn.Module, ABC):
         return False
 
     def reset_parameters(self, std: float) -> None:
-        """Initialises the method's own parameters."""
+        """Initialises the parameters that the method adds to the backbone."""
 
     def default_policy(self, *, training: bool) -> Policy:
         return self.full_depth
@@ -143,7 +143,7 @@ class Method(nn.Module, ABC):
 
     @classmethod
     def requested_depth(cls, config: Recurrence, closed_share: float) -> float | None:
-        """Returns the mean depth if the loss closes ``closed_share`` of the gates; ``None`` if it aims at no depth."""
+        """Returns the mean depth if the loss closes ``closed_share`` of the gates; ``None`` if it targets no depth."""
         return None if cls.halts else float(config.iterations)
 
     @classmethod

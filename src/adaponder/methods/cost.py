@@ -160,7 +160,7 @@ def per_depth(config: Recurrence, *, context: int = 0, shape: Shape | None = Non
 def training_flops(config: Recurrence, *, sequence: int, shape: Shape | None = None) -> float:
     """Returns the FLOPs per token of a training step at full depth, in windows of ``sequence`` tokens.
 
-    Backward counts as two forwards, the head once per hidden state that the loss scores; recomputation as nothing.
+    Backward counts as two forwards, and the head once per hidden state that the loss scores; recomputation is left out.
     """
     row = torch.full((1, sequence), config.iterations)
     cost = cost_of(row, config, shape=shape, every_gate=True)

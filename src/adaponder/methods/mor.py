@@ -58,7 +58,7 @@ class MixtureOfRecursions(Method):
         return self.top_share() if training else RouterThreshold()
 
     def top_share(self, progress: float = 1.0) -> Policy:
-        """Returns the non-causal training policy: all tokens at progress 0, falling to ``config.capacities`` at 1."""
+        """Returns the non-causal training policy; it keeps all tokens at progress 0, ``config.capacities`` at 1."""
         ramp = 0.5 * (1.0 - math.cos(math.pi * min(1.0, max(0.0, progress))))
         capacities = self.config.capacities or []
         return Ranked(Shares(shares=tuple(1.0 - (1.0 - capacity) * ramp for capacity in capacities[1:])))
@@ -104,7 +104,7 @@ class MixtureOfRecursions(Method):
 
 @dataclass
 class RouterLoss:
-    """Cross-entropy plus ``weight`` times the sum over routers of :func:`agreement` with the training selection.
+    """Cross-entropy plus ``weight`` times :func:`agreement` with the training selection, summed over routers.
 
     The term makes a router's logit positive for selected tokens and negative for others.
     """

@@ -87,7 +87,7 @@ class GeometricExitLoss:
     """The mean over targets of ``sum_n p_n loss_n + weight * KL(p || geometric(prior))``.
 
     The prior exits with probability ``prior`` after each iteration and, like ``p``, with certainty after the last.
-    ``expected_depth`` is reported as ``sum_n n p_n``, because the depth in training is always K.
+    The term ``expected_depth`` reports ``sum_n n p_n``, because the depth in training is always K.
     """
 
     needs_states: ClassVar[bool] = True
