@@ -78,7 +78,7 @@ def number_text(value: float | Sequence[float]) -> str:
 
 
 class Policy(ABC):
-    """Decides which tokens continue to the next iteration; how an update is weighted is decided by the method.
+    """Decides which tokens continue to the next iteration; the method decides how a token's update is weighted.
 
     A class with a ``word`` is registered when it is defined: ``--policy`` takes ``word:value`` and profiles store it.
 
@@ -90,7 +90,7 @@ class Policy(ABC):
         signal: the kind of ``gate`` that the policy needs (the ``signal`` of a method's class); ``None``: any.
         word: the policy's name in a line of text; empty if it cannot be written as a line.
         value_field: the field that the value of a line sets; empty if a line has no value.
-        per_gate: whether the value may have one number for each gate.
+        per_gate: whether the value may be a list with one number per gate.
     """
 
     causal: ClassVar[bool] = True
@@ -150,7 +150,7 @@ class Policy(ABC):
             )
 
     def check_signal(self, signal: str, method: str, iterations: int) -> None:
-        """Raises if the policy needs another kind of ``gate`` than ``signal``, which models of ``method`` provide."""
+        """Raises unless the policy accepts ``signal``, the kind of ``gate`` that models of ``method`` provide."""
         if self.signal not in (None, signal):
             raise InputError(
                 f"policy={self.spelling}: it reads the signal of {self.signal}, and this model is {method} "

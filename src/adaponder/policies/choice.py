@@ -1,4 +1,4 @@
-"""Chooses the policy of a command or request from a line, a gate threshold, a profile or a mean depth."""
+"""Chooses the policy of a command or request from a line of text, a gate threshold, a profile or a mean depth."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from adaponder.policies.base import Policy, PolicyInput
 from adaponder.policies.gate import LearnedGate
 from adaponder.policies.values import as_number, as_share, set_fields, unit_hash
 
-# Negative iteration numbers, for draws per token or per sequence: the rate of a token or sequence, whether a token has
-# its own rate, where a token exits, whether the gate decides in a sequence (this one also has a negative position).
+# Replace the iteration in hashes that are drawn once per token or sequence: its rate, whether a token has its own rate,
+# the exit of a token, whether the gate decides in a sequence (hashed with a negative position, so distinct from _EXIT).
 _RATE, _OWN_RATE, _EXIT, _BY_GATE = -1, -2, -3, -3
 
 

@@ -25,7 +25,7 @@ class Schedule(Policy):
     """Keeps the tokens with the highest gates, a prescribed share after each iteration.
 
     It decides causally and per token, by ``thresholds`` (see :func:`thresholds_for`); without thresholds only
-    :class:`Ranked` can use it. The ``value_field`` of a subclass sets its shares.
+    :class:`Ranked` can use it. Subclasses store their shares in the field that ``value_field`` names.
     """
 
     thresholds: tuple[float, ...] = ()

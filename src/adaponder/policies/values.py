@@ -12,10 +12,10 @@ from adaponder.errors import InputError, shown
 
 
 def at(value: float | Sequence[float] | Tensor, iteration: Tensor, dtype: torch.dtype) -> float | Tensor:
-    """Returns ``value[iteration]`` for each row, in ``dtype``; one number serves all, a tensor holds one per row.
+    """Returns each row's value: a list's entry at the row's iteration, or ``value`` itself (a number, or one per row).
 
-    Nothing is copied from the host, so a CUDA graph can capture it. Rows at an iteration without an entry get NaN, for
-    which all comparisons are false.
+    Copies nothing from the host, so a CUDA graph can capture the call. A row at an iteration beyond the list gets NaN,
+    with which every comparison is false.
     """
     if isinstance(value, Tensor):
         return value.to(dtype)
@@ -43,7 +43,7 @@ def sequence_seeds(seed: int, number: Tensor) -> Tensor:
 
 
 def scrambled(x: Tensor) -> Tensor:
-    """Applies two invertible rounds like splitmix64's (but both shift by 30) to int64, modulo 2**64."""
+    """Scrambles int64 numbers by two invertible rounds like splitmix64's (but both shift by 30), modulo 2**64."""
     for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
         x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * factor
     return x
