@@ -1,8 +1,8 @@
 """Defines an attention function for decoders that equals ``sdpa`` and also takes packed rows (:class:`Lane`).
 
 Hugging Face looks it up by name (``attn_implementation="adaponder"``). A plain causal pass gets no mask even while
-compiling, because a mask would double the work of attention. When compiling, queries are copied to a layout token by
-token, so that the next matrix product needs no copy of attention's output.
+compiling, because a mask would double the work of attention. When compiling, queries are copied to a token-major
+layout, so that the next matrix product needs no copy of attention's output.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ NAME = "adaponder"
 class Lane(NamedTuple):
     """Rows of several sequences packed into one batch entry; decoders receive it as the keyword argument ``lane``.
 
-    ``windows`` has each layer's window (after :meth:`of_layer`, one layer's). Each layer that receives the lane appends
-    to ``arrived``; the pass counts the entries, because a decoder that drops the keyword attends to wrong tokens.
+    ``windows`` has the window of each layer (after :meth:`of_layer`, of one layer). A layer that receives the lane
+    appends to ``arrived``; the pass counts these entries, because a decoder that drops the keyword attends wrongly.
     """
 
     rows: PackedRows

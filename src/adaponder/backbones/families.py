@@ -1,4 +1,4 @@
-"""Reads properties of a decoder off its config: why it cannot be a backbone, windows, rotary types, layers."""
+"""Returns properties of a decoder: why it cannot be a backbone, its sliding windows, rotary types and layers."""
 
 from __future__ import annotations
 

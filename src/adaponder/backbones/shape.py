@@ -103,9 +103,9 @@ def _refuse_uncounted(twin: PreTrainedModel) -> None:
 
 
 def _watch(twin: PreTrainedModel) -> tuple[Counter[nn.Module], DynamicCache]:
-    """Runs two tokens one after the other; returns the rows of each linear layer in the second run, and the cache.
+    """Runs two tokens, one after the other; returns each linear layer's row count in the second run, and the cache.
 
-    A layer computes 1 row, that of the new token, or 2 if it expands cached rows.
+    The count is 1 (the new token's row), or 2 if the layer also expands cached rows.
     """
     rows: Counter[nn.Module] = Counter()
 

@@ -33,7 +33,7 @@ class IterationView(Cache):
         super().__init__(layers=[])
         self.calls = [0] * layers
         self.written: list[KeysValues | None] = [None] * layers
-        self.single = False  # whether this view is of_layer's, with the rows of one layer
+        self.single = False  # whether of_layer made this view, which then has the rows of one layer
 
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
         raise NotImplementedError
@@ -68,7 +68,7 @@ class IterationView(Cache):
         self.calls[layer] += view.calls[0]
         self.written[layer] = view.written[0]
 
-    # The package builds all masks except that of a plain causal pass, for which the backbone reads these sizes.
+    # The package builds every mask except a plain causal pass's, for which the backbone reads these sizes.
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 

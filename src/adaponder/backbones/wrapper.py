@@ -71,7 +71,7 @@ class Backbone:
 
         There is one graph for first iterations, one for iterations that reuse rows and one for packed rows. Packed rows
         run uncompiled if attention has windows, documents or dropout. Passes over a ledger always run uncompiled.
-        ``memory_budget`` is the share of a pass's activations to keep; the cheapest others are recomputed in backward.
+        ``memory_budget`` is the share of a pass's activations to keep; backward recomputes the others, at least cost.
         """
         if by not in ("layer", "pass"):
             raise ConfigError(f"by={by!r} must be layer or pass, the unit that is compiled")
@@ -159,7 +159,7 @@ class Backbone:
     def expected_embedding(self, hidden: Tensor, *, scale: float, **options: Any) -> Tensor:
         """Computes ``softmax(logits(hidden)) @ (scale * table)`` (eq. 6 to 8).
 
-        ``options`` are those of :func:`adaponder.ops.vocab_expectation.torch.vocab_expectation`.
+        ``options`` are passed to :func:`adaponder.ops.vocab_expectation.torch.vocab_expectation`.
         """
         weight, bias = self.head()
         return vocab_expectation(hidden, weight, self.table(), bias=bias, **options) * scale
@@ -198,7 +198,7 @@ class Backbone:
         if lane is not None:
             if compiles and isinstance(lane, Lane):
                 _vary(x, position, lane, holding)
-            # Given any mask, the decoder does not build its own of rows by rows.
+            # A decoder that receives a mask does not build its own mask of rows x rows.
             nothing = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=x.device)
             mask = nothing if len(self.windows) == 1 else dict.fromkeys(self.windows, nothing)
         arguments = (x, position, mask, view, holding, stream, lane)
@@ -248,7 +248,7 @@ class Backbone:
         return _watching(layers[-1], lambda _, out: streams.append(out[0] if isinstance(out, tuple) else out))
 
     def mask(self, query: Places, key: Places, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-        """Returns the attention mask for this decoder, bool or additive; a dictionary if layers have several kinds."""
+        """Returns this decoder's attention mask, bool or additive; a mask per attention kind if its layers differ."""
         if read_whole(self.stock.config):
             raise BackboneError(
                 f"{self.stock.config.model_type} takes no explicit mask: it can only be read whole, without padding, "
