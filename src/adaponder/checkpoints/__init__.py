@@ -1,1 +1,1 @@
-"""A checkpoint folder on disk: read safely, verified by checksums, with one end token."""
+"""Checkpoint folders on disk: finds and loads them safely, verifies checksums, and aligns special tokens."""

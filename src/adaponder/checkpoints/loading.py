@@ -1,4 +1,4 @@
-"""Finds and checks checkpoints: loading never executes code and never guesses a key."""
+"""Finds and checks checkpoints: loading never executes code, and every key must match exactly."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _OF_A_TOKENIZER = tuple(pattern for pattern in NEEDED if pattern != "*.safetenso
 # A manifest may list these, but loading does not need them.
 NOT_NEEDED = ("README.md", "optimizer.safetensors")
 _NEGLIGIBLE = 2**24  # numbers: at most 64 MiB too much is allocated
-# The headers of a checkpoint of 100,000 tensors; each further tensor would take time to be read and refused.
+# Bytes of the headers of a checkpoint of 100,000 tensors; each further tensor would take time to be read and refused.
 _HEADERS = 12_000_000
-# Tensors of a checkpoint for each of its model: experts that are stored one by one are loaded as one tensor.
+# Most tensors of a checkpoint per tensor of its model: experts that are stored one by one are loaded as one tensor.
 _PER_TENSOR = 200
 # Errors that Hugging Face's loaders raise on impossible configs and files.
 _LOADER_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, ArithmeticError)
@@ -55,7 +55,7 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 def _hint(path: Path) -> str:
-    """Returns a hint if ``path`` names a packaged checkpoint, or resembles the name of one or of a sibling folder."""
+    """Returns a hint for an error: the packaged checkpoint called ``path``, or a similar packaged or sibling name."""
     name = str(path)
     if name in NAMES:
         return f"; the checkpoint that comes with adaponder is {full_name(name)}"
@@ -174,7 +174,7 @@ def _check_index(index: Path) -> None:
 
 
 def _header_bytes(path: Path) -> int:
-    """Returns the header size stated in a safetensors file's first 8 bytes; 0 if the file is shorter than that."""
+    """Returns the header size stated in a safetensors file's first 8 bytes; 0 if it exceeds the size of the file."""
     with open_plain(path) as file:
         stated = int.from_bytes(file.read(8), "little")
     return stated if stated <= path.stat().st_size else 0
@@ -223,7 +223,7 @@ def require_room(folder: Path, config: PreTrainedConfig) -> None:
 
 
 def require_finite(where: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Raises if a tensor contains NaN or infinity; the error names the first."""
+    """Raises if a tensor contains NaN or infinity; the error names the first such tensor."""
     if (tensor := first_not_finite(tensors)) is not None:
         content = tensor.holds if tensor.holds == "NaN" else f"{tensor.holds} (as {tensor.dtype})"
         raise CheckpointError(

@@ -27,7 +27,7 @@ _OLDER = 1
 
 
 def write_manifest(folder: Path, names: Iterable[str] | None = None, **facts: Any) -> None:
-    """Writes the manifest of the files ``names`` (``None``: all but hidden files); ``facts`` are added to it."""
+    """Writes the manifest of the files ``names`` (``None``: all but hidden files) with ``facts`` as further entries."""
     if names is None:
         names = [path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")]
     listed = sorted(set(names) - _APART)
@@ -127,7 +127,7 @@ def share_weights(folder: Path) -> None:
 
 
 def sealed(content: dict[str, Any]) -> str:
-    """Returns ``content`` as JSON with its own checksum at the end."""
+    """Returns ``content`` as JSON with a last entry ``checksum``, the checksum of the other entries."""
     return json.dumps(content | {"checksum": _checksum(content)}, indent=1) + "\n"
 
 

@@ -1,7 +1,7 @@
 """The checkpoints that come with the package: small, trained, and opened by name without a network.
 
 ``sample`` writes Python, ``sample-hops`` answers puzzles whose needed depth is known. A folder of that name in the
-working directory takes precedence; ``adaponder:NAME`` always means the package's.
+working directory takes precedence; ``adaponder:NAME`` always means the package's checkpoint.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Special tokens: config, generation config and tokenizer must name the same end and padding token and length."""
+"""Compares and aligns the end token, padding token and length of config, generation config and tokenizer."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _vocabulary(content: dict[str, Any]) -> dict[str, int]:
 def require_agreement(
     folder: Path, config: Mapping[str, Any] | None = None, generation: Mapping[str, Any] | None = None
 ) -> None:
-    """Raises if there are :func:`disagreements`; ``config`` is the backbone's; ``None``: from the folder."""
+    """Raises if there are :func:`disagreements`, which takes the same arguments."""
     if problems := disagreements(folder, config, generation):
         raise CheckpointError(
             f"{folder}: {'; '.join(problems)}; adaponder doctor {folder} --seal lets the tokenizer decide"
@@ -79,7 +79,10 @@ def require_agreement(
 def disagreements(
     folder: Path, config: Mapping[str, Any] | None = None, generation: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Returns descriptions of differences between config, generation config and tokenizer; ignores unset values."""
+    """Returns descriptions of differences between config, generation config and tokenizer; ignores unset values.
+
+    ``config`` is the config of the backbone; ``config`` and ``generation`` are read from ``folder`` if ``None``.
+    """
     tokens = read_special_tokens(folder)
     if tokens is None:
         return []
