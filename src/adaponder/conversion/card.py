@@ -26,7 +26,7 @@ LEAST_TRANSFORMERS = "5.17"
 
 
 def training_of(folder: Path) -> dict[str, Any] | None:
-    """Returns how the checkpoint in ``folder`` was trained, from its ``state.json``; ``None`` if none can be read.
+    """Returns how the checkpoint in ``folder`` was trained, from its ``state.json``; ``None`` if that is unreadable.
 
     Keys: recipe, data, tokenizer, steps, tokens, seed and validation; a value that is not recorded is ``None``.
     """
@@ -50,7 +50,7 @@ def training_of(folder: Path) -> dict[str, Any] | None:
 
 
 def _validation(folder: Path, step: int, tokens: int | None) -> dict[str, Any] | None:
-    """Returns loss and depth of the run's validation after ``step`` steps; ``tokens`` (its size) is copied."""
+    """Returns loss and depth of the run's validation after ``step`` steps, and its number of ``tokens`` as given."""
     path = next((path for run in folder.parents[:2] if (path := run / "metrics.jsonl").is_file()), None)
     for line in reversed(read_bytes(path).decode("utf-8", "replace").splitlines() if path else []):
         try:

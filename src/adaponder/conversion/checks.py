@@ -21,7 +21,10 @@ from adaponder.modeling import AdaPonderForCausalLM
 
 @dataclass(frozen=True)
 class Check:
-    """A comparison, mostly of logits relative to the largest; without a ``bound``, ``difference`` is only reported."""
+    """The result of a comparison: a difference, mostly of logits relative to the largest, and the allowed ``bound``.
+
+    Without a ``bound``, the difference is only reported.
+    """
 
     what: str
     difference: float
@@ -56,8 +59,8 @@ def compare_with_ponderlm(
 ) -> list[Check]:
     """Compares ``model`` with the released PonderLM, whose config fields are ``source``.
 
-    Logits after one iteration must agree to rounding. With the same K and method ponder or adaponder, so must logits at
-    full depth with all gates set to 1; and moving the gates from their initial value closer to 1 must bring the logits
+    Logits after one iteration must agree to rounding. If K is equal and the method is ponder or adaponder, logits at
+    full depth with all gates set to 1 must agree too; and with gates closer to 1 than initially, the logits must be
     closer. If an embedding scale differs, differences are only reported.
     """
 

@@ -64,7 +64,7 @@ def convert(
 ) -> Conversion:
     """Converts a checkpoint, checks that it computes what its source computes, and saves it with its tokenizer.
 
-    ``method="backbone"`` returns the plain stock decoder. Other options are fields of :class:`AdaPonderConfig`.
+    ``method="backbone"`` saves the plain stock decoder. Other options are fields of :class:`AdaPonderConfig`.
     Nothing is written unless every check holds.
     """
     out = Path(out)

@@ -57,8 +57,8 @@ def export(
 ) -> list[Check]:
     """Writes ``model``, with the tokenizer in ``source``, to the new or empty folder ``out``; returns the checks.
 
-    ``card`` returns the text of its README.md. Nothing is written unless the exported code computes what the package
-    computes; ``verify=False`` skips that comparison.
+    ``card`` returns the text of the folder's README.md. Nothing is written unless the exported code computes what the
+    package computes; ``verify=False`` skips that comparison.
     """
     require_empty(out)
     require_exportable(model.config, str(source))
@@ -80,7 +80,7 @@ def export(
 
 @torch.no_grad()
 def compare_with_package(folder: Path, model: AdaPonderForCausalLM) -> list[Check]:
-    """Compares the exported code, with the weights in ``folder``, with the package's ``model`` on the same tokens."""
+    """Compares the exported code, on the weights in ``folder``, with the package's ``model`` on the same tokens."""
     loaded: Any = exported.AdaPonderForCausalLM.from_pretrained(folder, dtype=model.dtype, output_loading_info=True)
     twin, info = loaded
     if wrong := {kind: keys for kind, keys in info.items() if keys and kind.endswith("_keys")}:
@@ -115,7 +115,7 @@ def require_name(name: str) -> None:
 def push(folder: Path, name: str, *, private: bool = False, api: HfApi | None = None) -> str:
     """Uploads every file of ``folder`` to the hub's repository ``name``, creating it if necessary.
 
-    Returns the address of the commit. The token is that of ``hf auth login`` or ``HF_TOKEN``.
+    Returns the URL of the commit. Authenticates by the token from ``hf auth login`` or ``HF_TOKEN``.
     """
     require_name(name)
     api = api or HfApi()

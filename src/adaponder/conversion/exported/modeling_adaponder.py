@@ -1,10 +1,10 @@
 """AdaPonderLM in one file: a Transformer reads each token again until the token's gate closes.
 
 Needs torch and transformers (5.17 or newer). Equations are those of *AdaPonderLM: Gated Pondering Language Models with
-Token-Wise Adaptive Depth*: one stock decoder makes ``K = config.iterations`` passes, ``i = 0 … K-1``. After each but
-the last a gate reads each token's hidden state; a token whose gate is below ``config.tau`` halts for good and keeps its
-keys, values and hidden state. The input of an active token gains the expected next embedding. Without gates
-(``method: ponder``) every token is read K times.
+Token-Wise Adaptive Depth*: one stock decoder makes ``K = config.iterations`` passes, ``i = 0 … K-1``. After each pass
+but the last, a gate reads each token's hidden state; a token whose gate is below ``config.tau`` halts for good and
+keeps its keys, values and hidden state. The expected next embedding is added to the input of an active token. Without
+gates (``method: ponder``) every token is read K times.
 
 ``_ponder`` is Algorithm 1. A halted token keeps its keys and values (eq. 10) in two equal ways: ``_read_all`` computes
 every token, for training, and ``_read_active`` computes active tokens only, with a cache.
@@ -59,7 +59,7 @@ class AdaPonderOutput(ModelOutput):
 
 @dataclass
 class AdaPonderModelOutput(ModelOutput):
-    """The output of ``AutoModel``'s forward; ``last_hidden_state`` is what the head would read."""
+    """The output of ``AutoModel``'s forward; ``last_hidden_state`` is the input of the head."""
 
     last_hidden_state: Tensor | None = None
     past_key_values: PonderCache | None = None
@@ -132,7 +132,7 @@ class PonderCache(Cache):
     def swap(self, layer: int, iteration: int, sequences: Tensor, slots: Tensor, new: tuple[Tensor, Tensor]) -> Any:
         """Writes ``new``, the rows of ``slots [n, count]`` in ``sequences [n]``; returns all rows of the sequences.
 
-        Both are (keys, values), ``[n, heads, slots, size]`` each, as ``iteration`` reads them.
+        ``new`` and the result are (keys, values), ``[n, heads, slots, size]`` each, as ``iteration`` reads them.
         """
         if layer not in self.rows:
             shape = (self.iterations, *self.real.shape)
@@ -168,7 +168,7 @@ class PonderCache(Cache):
 
 
 class OnePass(Cache):
-    """The cache of one pass; ``answer(layer, new)`` gets new (keys, values) and returns those to attend to."""
+    """The cache of one pass; ``answer(layer, new)`` maps new (keys, values) to the (keys, values) to attend to."""
 
     def __init__(self, answer: Callable[[int, tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]):
         super().__init__(layers=[])
@@ -195,7 +195,7 @@ def scattered(where: Tensor, rows: Tensor) -> Tensor:
 
 
 class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
-    """A stock decoder (``backbone``) that reads each token up to K times, and the gates that decide (``method``)."""
+    """A stock decoder (``backbone``) that reads each token up to K times, and its gates (``method``)."""
 
     config: AdaPonderConfig
     config_class = AdaPonderConfig
@@ -350,7 +350,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         mask = None if bool(tokens.real.all()) else self._mask(slots, tokens.real)
 
         def read(i: int, x: Tensor, active: Tensor) -> Tensor:
-            # Backward may run this pass again: what halted tokens keep is then still the same.
+            # Backward may run this pass again, when ``before`` has its results: rows of halted tokens are the same.
             def answer(layer: int, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
                 if i > 0:
                     (keys, values), (old_keys, old_values) = new, before[layer]
@@ -369,7 +369,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
     def _read_active(self, tokens: Tokens, cache: PonderCache) -> Read:
         """Returns a function that runs a pass over active tokens; keys and values of all others come from the cache.
 
-        Sequences with equally many active tokens are computed together: one pass when decoding, and for one sequence.
+        Sequences with equally many active tokens are computed together, so decoding takes one pass per iteration.
         """
         cache.extend(tokens.real)
 
