@@ -98,7 +98,7 @@ class _ConfigOnDemand:
 class _AfterImport(MetaPathFinder):
     """Import hook: registers :class:`_ConfigOnDemand` right after the module of the Auto classes has been executed.
 
-    It imports nothing at that moment, because transformers' modules and ours may be only partly imported.
+    The hook itself imports nothing, because transformers and this package may be only partly imported at that time.
     """
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:

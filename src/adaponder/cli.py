@@ -44,7 +44,7 @@ RENAMED = {("serve", "--tokens"): "--max-length", ("serve", "--max-tokens"): "--
 
 
 class _PlainFlags:
-    """Help without ``<bool>`` behind options that take no value."""
+    """Mixin for commands: their help shows no ``<bool>`` behind options that take no value."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)  # pyright: ignore[reportAttributeAccessIssue]
@@ -55,13 +55,13 @@ class _PlainFlags:
 
 
 class Group(_PlainFlags, TyperGroup):
-    """The commands."""
+    """The root command group, which contains every command."""
 
 
 class Command(_PlainFlags, TyperCommand):
     """A command that refuses empty options and numbers that are not finite or exceed 64 bits.
 
-    With ``--json -``, standard output holds the result alone.
+    With ``--json -``, only the JSON result goes to standard output.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -157,7 +157,7 @@ def before_any_command(
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """Prints a warning in one line, without the place in the code that raised it."""
+    """Prints a warning in one line, without the file name and line number of its source."""
     text = shortened(" ".join(str(message).split()))
     errors.print(line(("warning:", "bold yellow"), " ", text), soft_wrap=True)
 
@@ -197,7 +197,7 @@ def fail(message: str, code: int) -> int:
 
 
 def _misused(error: Exception) -> int:
-    """Prints a usage error and which ``--help`` to read; nothing for bare ``adaponder``, which has printed its help."""
+    """Prints a usage error and the ``--help`` to read (bare ``adaponder`` has already printed its help); returns 2."""
     context = getattr(error, "ctx", None)
     message = error.format_message().rstrip(".")
     if message and type(error).__name__ != "NoArgsIsHelpError":

@@ -45,7 +45,7 @@ OUR_AUTO_MAP = {
 # Limits above any real model; larger values would exhaust the memory before an error is raised.
 _LARGEST = {"vocab_size": 2**24, "num_hidden_layers": 4096, "num_attention_heads": 2**16, "hidden_size": 2**20}
 _LARGEST_SIZE = 2**31 - 1
-# Sizes of the backbone that a config shows too, and takes if they are those of backbone_config.
+# Sizes of the backbone that AdaPonderConfig also has as attributes; as arguments, they must equal backbone_config's.
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _SIZE = re.compile(r"(_size|_dim|_rank|_heads|_layers|max_position_embeddings)$|^(n|num)_")
 
@@ -63,7 +63,7 @@ def is_our_auto_map(auto_map: Any) -> bool:
 
 
 def _of_backbone(name: str) -> Any:
-    """Returns a property that gets and sets field ``name`` of the backbone's config; ``None`` if it is missing."""
+    """Returns a property that gets and sets field ``name`` of the backbone's config; a missing field is ``None``."""
     return property(
         lambda config: getattr(config.backbone_config, name, None),
         lambda config, value: setattr(config.backbone_config, name, value),
@@ -71,7 +71,7 @@ def _of_backbone(name: str) -> Any:
 
 
 class AdaPonderConfig(PreTrainedConfig, Recurrence):
-    """The backbone's own config plus the recurrence around it.
+    """The config of a model: the backbone's config and the settings of the recurrence around the backbone.
 
     Args:
         backbone_config: config of any Hugging Face decoder (object, or dict with ``model_type``).
@@ -113,7 +113,7 @@ class AdaPonderConfig(PreTrainedConfig, Recurrence):
         super().__post_init__(**kwargs)
 
     def check(self) -> None:
-        """Raises on values that no model can be built from; the model calls it again, before allocating anything."""
+        """Raises on settings that no model can be built from; the model's constructor calls it again."""
         check_fields(self, kind=Recurrence)
         if self.ponder_pool == "closed" and self.ponder_on == "logits":
             raise ConfigError(
@@ -192,7 +192,7 @@ def _refuse_unknown(kwargs: dict[str, Any], known: set[str]) -> None:
 
 
 def _check_sizes(backbone: dict[str, Any]) -> None:
-    """Refuses shapes that no decoder can have, before anything is allocated."""
+    """Raises on sizes that no decoder can have; called before memory is allocated for them."""
     for name, value in backbone.items():
         if name in _LARGEST or (name == "num_key_value_heads" and value is not None):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:

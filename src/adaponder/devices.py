@@ -19,7 +19,7 @@ WEIGHTS = ("int8", "fp8", "bfloat16", "float16")
 
 
 def as_device(name: str) -> torch.device:
-    """Returns the device of that name; raises if the name is unknown or this machine has no such GPU."""
+    """Returns the torch device ``name``; raises if the name is unknown or this machine has no such GPU."""
     import torch
 
     try:
@@ -34,7 +34,7 @@ def as_device(name: str) -> torch.device:
 
 
 def as_dtype(name: str) -> str | torch.dtype:
-    """Returns the torch dtype of that name; ``auto`` stays text, which Hugging Face's loaders read as "as saved"."""
+    """Returns the torch dtype ``name``; ``auto`` stays a string: Hugging Face's loaders then keep the saved dtype."""
     import torch
 
     if name not in DTYPES:
@@ -43,7 +43,7 @@ def as_dtype(name: str) -> str | torch.dtype:
 
 
 def hardware_name(device: torch.device | str) -> str:
-    """Returns a device's name for results and records: a GPU's own, else ``cpu``, ``mps``, …"""
+    """Returns a device's name for results and records: the GPU's model name, else ``cpu``, ``mps``, …"""
     import torch
 
     device = torch.device(device)

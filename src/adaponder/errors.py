@@ -39,7 +39,7 @@ class InputError(AdaPonderError):
 
 
 class TrainingError(AdaPonderError):
-    """A run that cannot start or must not go on."""
+    """A training run that cannot start or must stop."""
 
 
 class EvaluationError(AdaPonderError):
@@ -47,15 +47,15 @@ class EvaluationError(AdaPonderError):
 
 
 def is_panic(problem: BaseException) -> bool:
-    """Returns whether this is a panic of a native library written in Rust, such as tokenizers."""
+    """Returns whether ``problem`` is a panic of a native library written in Rust, such as tokenizers."""
     return type(problem).__name__ == "PanicException"
 
 
 @contextmanager
 def panics_as_errors(what: str) -> Iterator[None]:
-    """Context manager that raises a native library's panic, which is no ``Exception``, as an :class:`InputError`.
+    """Context manager that turns a native library's panic, which is no ``Exception``, into an :class:`InputError`.
 
-    Drops the backtrace that the library prints to standard error, if no other thread could be writing there.
+    Its message begins with ``what``. The library's backtrace on standard error is dropped if there is only one thread.
     """
     stderr = None
     try:
@@ -82,13 +82,13 @@ def in_one_line(problem: BaseException) -> str:
 
 
 def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Cuts the middle out of a ``text`` that is too long: errors begin with the fault and end with the cure."""
+    """Cuts a text to ``most`` characters by removing its middle: errors begin with the fault and end with the cure."""
     first = most * 2 // 3
     return text if len(text) <= most else f"{text[:first]} … {text[first + 3 - most :]}"
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """Returns the first names of a list, and the number of the others."""
+    """Returns the first ``most`` names, separated by commas, and the number of names left out."""
     return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
@@ -101,7 +101,7 @@ def shown(value: Any) -> str:
 
 
 def choice(value: Any, words: Sequence[str]) -> str:
-    """Returns ``one of a, b, …`` for an error about ``value``; more than three words get a spelling suggestion."""
+    """Returns ``one of a, b, …`` for an error about ``value``, with a spelling suggestion if more than three words."""
     hint = did_you_mean(value, words) if isinstance(value, str) and len(words) > 3 else ""
     return f"one of {', '.join(words)}{hint}"
 

@@ -1,4 +1,4 @@
-"""Every value that a user can set, stated once: name, type, default, range and meaning.
+"""Declares each value that a user can set, once: name, type, default, range and meaning.
 
 The engine's ``Request``, the config, recipes, command-line options and the server's bodies (so ``/openapi.json`` too)
 derive from the dataclasses here, so their ranges cannot disagree. Importing this module imports the standard library
@@ -25,7 +25,7 @@ PonderOn = Literal["probabilities", "logits"]
 
 LARGEST_INT = 2**63 - 1  # the largest integer in a command line or a JSON body
 
-# The bounds of a range, by the names of ``pydantic.Field``'s arguments: the comparison and its words in errors.
+# Maps a bound's name, as in ``pydantic.Field``, to its comparison and the comparison's words in errors.
 _BOUNDS: dict[str, tuple[Callable[[float, float], bool], str]] = {
     "ge": (operator.ge, "at least"),
     "gt": (operator.gt, "greater than"),
@@ -58,7 +58,7 @@ class Range:
 
 
 class Field(NamedTuple):
-    """A value that a user can set. ``choices`` returns the words allowed at present; ``why`` is appended to errors."""
+    """A value that a user can set. ``choices`` returns the words that are allowed; ``why`` is appended to errors."""
 
     name: str
     type: Any
@@ -95,7 +95,7 @@ def fields_of(kind: type) -> Mapping[str, Field]:
 
 
 def violation(field: Field, value: Any) -> str | None:
-    """Returns an error ``must be …`` for an invalid value of the field, or ``None`` for a valid one."""
+    """Returns the error text ``must be …`` if ``value`` is invalid for the field, or ``None`` if it is valid."""
     if fits(value, field.type, field):
         return None
     words = list(field.choices()) if field.choices else [str(word) for word in get_args(_literal(field.type))]
@@ -183,7 +183,7 @@ REMOVED: dict[str, tuple[Any, str]] = {}
 
 
 def is_removed(path: str, value: Any) -> bool:
-    """Returns whether ``section.field`` is a removed field; raises if ``value`` is not ``None`` or its last default."""
+    """Returns whether ``path`` names a removed field; raises if ``value`` is neither ``None`` nor its last default."""
     if path not in REMOVED:
         return False
     default, version = REMOVED[path]
@@ -198,7 +198,7 @@ def is_removed(path: str, value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a completion is sampled, where it ends, and what is returned with it: the base of the engine's ``Request``.
+    """The settings of a completion's sampling, end and optional outputs: the base class of the engine's ``Request``.
 
     ``adaponder generate`` and the server's request bodies take their ranges and help from these fields.
     """
