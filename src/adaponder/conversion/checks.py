@@ -60,8 +60,8 @@ def compare_with_ponderlm(
     """Compares ``model`` with the released PonderLM, whose config fields are ``source``.
 
     Logits after one iteration must agree to rounding. If K is equal and the method is ponder or adaponder, logits at
-    full depth with all gates set to 1 must agree too; and with gates closer to 1 than initially, the logits must be
-    closer. If an embedding scale differs, differences are only reported.
+    full depth with all gates set to 1 must agree too, and gates closer to 1 than initially must bring the logits closer
+    to PonderLM's. If an embedding scale differs, differences are only reported.
     """
 
     def released(steps: int) -> Tensor:

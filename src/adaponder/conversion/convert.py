@@ -154,7 +154,7 @@ def _to_backbone(opened: OpenedCheckpoint, ids: Tensor) -> tuple[PreTrainedModel
 
 
 def _tokens_of(text: str, folder: Path) -> Tensor:
-    """Tokenizes a text with the checkpoint's tokenizer, ``int64[1, tokens]``; at least two tokens."""
+    """Tokenizes a text with the checkpoint's tokenizer, ``int64[1, tokens]``; raises for fewer than two tokens."""
     if not has_tokenizer(folder):
         raise InputError(f"--text: {folder} has no tokenizer to read it with")
     ids = tokenizer_of(str(folder))(text, return_tensors="pt").input_ids

@@ -160,7 +160,7 @@ def eos_ids(model: AdaPonderForCausalLM) -> frozenset[int]:
 def _window(config: EngineConfig, method: str, width: int, passes: int) -> int:
     """Returns the number of tokens in a draft window; 1 without drafting.
 
-    A window gains one token per tick, and its first token leaves within ``passes`` ticks, so it never has more tokens.
+    A window gains a token per tick and its first token leaves within ``passes`` ticks: it has ``passes`` at most.
     """
     drafts = config.drafts
     if drafts is None:

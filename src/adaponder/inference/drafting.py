@@ -12,8 +12,8 @@ A token is always at least one iteration behind the token before it, unless the 
 same rows as without drafting and samples the same token: the noise depends on seed and position. No sequence takes more
 ticks than without drafting.
 
-Each position of a sequence has fixed rows on its pages, one per iteration. A token that replaces a dropped one
-overwrites its rows, so rows of dropped tokens are never read.
+Each position of a sequence has fixed rows on its pages, one per iteration. A token that replaces a dropped token
+overwrites the dropped token's rows, so these are never read.
 """
 
 from __future__ import annotations

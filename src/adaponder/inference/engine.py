@@ -35,7 +35,7 @@ class Engine:
 
     A tick is one pass of the backbone over one row of each decoding sequence, at any iteration, and over prefill
     chunks. A sequence whose token halts starts its next token in the next tick. See ``docs/design.md``, "The engine".
-    Only one thread at a time may use an engine; calls from a second one raise.
+    Only one thread at a time may use an engine; calls from a second thread raise.
 
     The model must be in evaluation mode and on its device. ``options`` are fields of :class:`EngineConfig`, which
     override ``config``: ``Engine(model, lanes=8)``.

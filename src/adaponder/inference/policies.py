@@ -1,4 +1,4 @@
-"""Applies each lane's own halting policy to its rows in a pass that many requests share.
+"""Applies the halting policy of each lane to the lane's rows in a pass that many requests share.
 
 Each built-in policy class in use is called once on all rows, with numeric fields replaced by tensors of one value per
 row; each row takes the decision of its lane's class. Shapes are static and the host never waits, so the call can be

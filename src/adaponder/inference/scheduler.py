@@ -70,7 +70,7 @@ class Scheduler:
     order of arrival; a client alone gets everything.
 
     Attributes:
-        queues: the waiting sequences of each client that has waiting or resident ones, in order of arrival.
+        queues: the waiting sequences of each client that has any waiting or resident, in order of arrival.
         preemptions, tokens_reused: numbers of preemptions, and of tokens whose rows came from the prefix cache.
         most_resident: the largest number of sequences that had a lane at a time.
     """
@@ -318,7 +318,7 @@ class Scheduler:
     def _prefill(self, sequences: list[Sequence], room: int, plan: Plan) -> int:
         """Schedules the next iteration of existing chunks, and new chunks while there is room; returns the room left.
 
-        A chunk never overtakes an earlier one of its sequence, whose rows it attends to.
+        A chunk never overtakes an earlier chunk of its sequence, because it attends to the earlier chunk's rows.
         """
         for sequence in sequences:
             if sequence.lane is None:

@@ -193,7 +193,7 @@ class LookaheadLoss:
 
     The label of gate ``i`` is 1 if a later iteration lowers the token's loss by more than ``delta`` nats, else 0. Only
     tokens at full depth are labelled, because a halted token's later gains are unknown; and only in sequences that are
-    halted at random, because gates would select which tokens reach full depth. Sequences are weighted equally.
+    halted at random: elsewhere the gates select which tokens reach full depth. Sequences are weighted equally.
 
     Attributes:
         depths: the loss that trains the backbone.

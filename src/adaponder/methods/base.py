@@ -174,7 +174,7 @@ class Method(nn.Module, ABC):
 
     @classmethod
     def reuse_rule(cls, config: Recurrence) -> str:
-        """Returns how tokens attend to halted ones: a value of ``config.reuse``, or ``absent`` if they cannot."""
+        """Returns how tokens attend to halted tokens: a value of ``config.reuse``, or ``absent`` if they cannot."""
         return "state"
 
     @classmethod

@@ -71,7 +71,7 @@ class Ouro(Method):
 
 @dataclass
 class ExpectedExitLoss:
-    """Loss of stage I: the expected loss under each token's exit distribution minus the weighted entropy of exits."""
+    """Loss of stage I: expected loss under each token's exit distribution minus ``entropy_weight`` times entropy."""
 
     needs_states: ClassVar[bool] = True
 

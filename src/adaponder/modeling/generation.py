@@ -78,7 +78,7 @@ def check_generation(
 
 
 def _real_tokens(ids: Tensor, settings: Mapping[str, Any]) -> Tensor:
-    """Counts the real tokens of each sequence by the mask or, without one, by the padding token (as Hugging Face)."""
+    """Counts each sequence's real tokens by the mask or, without a mask, by the padding token, like Hugging Face."""
     mask = settings.get("attention_mask")
     if mask is not None:
         if mask.ndim != 2 or mask.shape != ids.shape:

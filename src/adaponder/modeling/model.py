@@ -1,4 +1,4 @@
-"""The Hugging Face model; ``forward`` can be read from top to bottom in the order of execution."""
+"""Defines the Hugging Face models :class:`AdaPonderForCausalLM` and, for hidden states, :class:`AdaPonderModel`."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 class Places:
     """Slots ``[lanes, n]`` of queries or keys, and their order among real tokens, in which windows are measured.
 
-    ``present`` is false for keys that only their own slot may attend to (padding; halted tokens of ``mor``).
+    ``present`` is false for keys that only the query of the same slot attends to (padding; halted tokens of ``mor``).
     """
 
     slot: Tensor
@@ -63,7 +63,7 @@ def masked_attention() -> AbstractContextManager[object]:
 
 @contextmanager
 def _without_cudnn() -> Iterator[None]:
-    """Disables cuDNN attention in the whole process; the last of nested or concurrent contexts restores it."""
+    """Disables cuDNN attention in the whole process; the last nested or concurrent context to end restores it."""
     with _counting:
         if not _inside:
             _inside.append(torch.backends.cuda.cudnn_sdp_enabled())

@@ -116,7 +116,7 @@ class Policy(ABC):
 
     @abstractmethod
     def __call__(self, rows: PolicyInput) -> Tensor:
-        """Returns a bool per row: whether its token continues; ``check`` and ``check_batch`` were called before."""
+        """Returns a bool per row: whether its token continues; callers call ``check`` and ``check_batch`` before."""
 
     @property
     def fingerprint(self) -> str:

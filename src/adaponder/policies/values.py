@@ -52,8 +52,8 @@ def scrambled(x: Tensor) -> Tensor:
 def unit_hash(position: Tensor, seed: Tensor, iteration: Tensor) -> Tensor:
     """Returns a uniform number in [0, 1) per row, hashed from (seed, position, iteration) as splitmix64 does.
 
-    Seed and iteration are int64. Products wrap modulo 2**64, a multiple of 2**62, so the remainder modulo 2**62 equals
-    that of exact integer arithmetic.
+    Seed and iteration are int64. Products wrap modulo 2**64, a multiple of 2**62, so remainders modulo 2**62 are as in
+    exact integer arithmetic.
     """
     x = scrambled(position + ((seed * 0x9E3779B9 + iteration * 0x85EBCA6B) & ((1 << 62) - 1)))
     x = x ^ ((x >> 31) & 0x1FFFFFFFF)

@@ -7,7 +7,7 @@ embedding and writes keys and values into the pools; ``decode_attention`` is ``e
 rows in one kernel. For cohorts, a pass calls ``enter``, then ``ledger_attention`` with ``alone=0``.
 
 ``torch.py`` supports every case. The kernels (``kernels.py``, launched by ``triton.py``) need CUDA, pools in bf16 or
-fp16, and one size of keys and values up to 128.
+fp16, and keys and values of equal size, at most 128.
 """
 
 from torch import Tensor

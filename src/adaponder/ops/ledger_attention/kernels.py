@@ -76,7 +76,7 @@ def rows_of(ids, base, stride, SIZE: tl.constexpr):
 
 @triton.jit
 def _put(x, pool, row, stride, split, SIZE: tl.constexpr):
-    """Writes one head of a pool row; does nothing if ``row`` is -1, or in programs of other splits than the first."""
+    """Writes one head of a pool row, in programs of the first split only; does nothing if ``row`` is -1."""
     width = tl.where(split == 0, tl.where(row >= 0, SIZE, 0), 0)
     tl.store(pool + row * stride + across(SIZE), x, mask=across(SIZE) < width)
 

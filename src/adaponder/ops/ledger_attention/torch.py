@@ -138,7 +138,7 @@ def ledger_attention(
     """Computes ``softmax(q K^T * scale) V`` over the pool rows that the index holds for each query.
 
     A query at (lane, slot, iteration) attends to the slots up to its own, at most ``window`` of them, with
-    ``index[lane, iteration, slot] >= 0``; if there are none, its result is zeros. Its own row must already be in index
+    ``index[lane, iteration, slot] >= 0``; without any, its result is zeros. The query's row must already be in index
     and pools. All pool rows in the index up to a query's slot must be initialised; no others are read.
 
     Shapes: query ``[n, heads, size]``; keys ``[rows, key heads, size]``, where heads are a multiple of key heads;

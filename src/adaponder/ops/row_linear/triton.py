@@ -111,7 +111,7 @@ def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
 
 
 def _maps(x: Tensor, maps: Sequence[_Map]) -> Tensor:
-    """Returns the concatenated outputs of up to three layers, computed by the kernels."""
+    """Returns the concatenated outputs of up to three linear layers, computed by the kernels."""
     rows, inputs = x.shape
     sizes = [single.linear.weight.shape[0] for single in maps]
     result = torch.empty(rows, sum(sizes), dtype=x.dtype, device=x.device)
