@@ -198,7 +198,7 @@ def is_removed(path: str, value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """The settings of a completion's sampling, end and optional outputs: the base class of the engine's ``Request``.
+    """The settings of a completion: sampling, stopping, optional outputs; the base class of the engine's ``Request``.
 
     ``adaponder generate`` and the server's request bodies take their ranges and help from these fields.
     """

@@ -132,7 +132,7 @@ class Engine:
 
     @torch.no_grad()
     def warm_up(self) -> None:
-        """Captures the decode graphs (GPU only) that the sequences decoding now need until all of them finish."""
+        """Captures the decode graphs that the currently decoding sequences need until all have finished (GPU only)."""
         with self._exclusive():
             decoding = [sequence for sequence in self.scheduler.resident.values() if sequence.state == DECODING]
             if self.runner.graphs is not None and decoding and not self.runner.policies.callables():

@@ -30,7 +30,7 @@ class LanePolicies:
     """Holds the policy, seed, forced depths and last iteration of every lane.
 
     Attributes:
-        errors: exceptions raised by policies, by lane; the rows of such a lane halt until it is set or cleared.
+        errors: exceptions raised by policies, by lane; rows of such a lane halt until :meth:`set` or :meth:`clear`.
     """
 
     def __init__(self, lanes: int, slots: int, iterations: int, device: torch.device | str = "cpu"):
