@@ -81,7 +81,7 @@ def settings(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _turned_copy(cat: Any) -> Any | None:
-    """Returns the node that copies ``cat(3 tensors, -1).transpose(1, 2)``; ``None`` if ``cat`` is used elsewhere too."""
+    """Returns the node that copies ``cat(3 tensors, -1).transpose(1, 2)``, or ``None`` if ``cat`` has another use."""
     parts, *dim = cat.args
     result = cat.meta["val"]
     if len(parts) != 3 or not dim or dim[0] not in (3, -1) or result.ndim != 4 or len(cat.users) != 1:
