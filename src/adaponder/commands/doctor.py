@@ -42,7 +42,7 @@ def doctor(
 
 
 def check_installation() -> dict[str, Any]:
-    """Prints and returns versions, devices, kernels and FLOP checks; ``problems`` explains by name what is wrong."""
+    """Prints and returns versions, devices, kernels and FLOP checks; ``problems`` maps names to what is wrong."""
     import torch
     from packaging.version import Version
 

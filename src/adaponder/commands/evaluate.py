@@ -233,10 +233,8 @@ def scored(
     return Scoring(label, scores, summary, subject.model.config.table_scale)
 
 
-_Limit = Annotated[int | None, option("max_iterations", help="Read no token of it more often than this.")]
-_Narrow = Annotated[
-    str | None, opt("Narrower weights of it, as --weights of eval.", "NAME", check=shared.one_of(*WEIGHTS))
-]
+_Limit = Annotated[int | None, option("max_iterations", help="Read no token more often than this.")]
+_Narrow = Annotated[str | None, opt("Narrower weights, as --weights of eval.", "NAME", check=shared.one_of(*WEIGHTS))]
 
 
 @shared.command
