@@ -1,4 +1,4 @@
-"""The cost of forwards, computed from the depths of tokens, and a check of the formulas against torch's counter."""
+"""Computes the cost of forwards from the depths of tokens, and checks the formulas against torch's counter."""
 
 from __future__ import annotations
 

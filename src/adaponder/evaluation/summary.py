@@ -33,7 +33,7 @@ class Interval(NamedTuple):
 class Summary:
     """The mean loss over learned tokens, the mean depth over all tokens, and the number of learned tokens (``tokens``).
 
-    ``interval`` is that of the loss, ``None`` with too few documents. Texts with a learned mask or with tokens unknown
+    ``interval`` is the loss's, ``None`` with too few documents. Texts with a learned mask or with tokens unknown
     to the tokenizer have no bits per byte.
     """
 

@@ -77,7 +77,7 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """The score of each token, the first ``cached`` from an earlier text; the last token has no target for ``nll``."""
+    """The score of each token; the first ``cached`` were reused from an earlier text; the last has no target."""
 
     tokens: list[TokenScore]
     cached: int

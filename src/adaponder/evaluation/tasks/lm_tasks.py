@@ -158,7 +158,7 @@ def _from_files(manager: TaskManager, name: str, shots: int, data: TaskData, lim
 
 
 def _examples(name: str, config: dict[str, Any], data: TaskData, split: str) -> str | None:
-    """Returns the split of few-shot examples: map.yaml's; else lm-eval's, unless it is evaluated; else train.
+    """Returns the split of few-shot examples: map.yaml's; else lm-eval's, unless that one is evaluated; else train.
 
     Returns ``None`` for a task that defines its own examples.
     """
