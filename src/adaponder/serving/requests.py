@@ -16,7 +16,7 @@ from adaponder.serving.served import Served
 from adaponder.serving.settings import Client, Limits
 from adaponder.text import chat_text
 
-# Calls a function with its arguments, in a thread if the first argument says that it takes long.
+# Calls a function with its arguments; the first argument is the input's size, and large inputs use a thread.
 Convert = Callable[..., Awaitable[Any]]
 
 
