@@ -21,7 +21,7 @@ _SECTIONS = {"model": ModelRecipe, "data": DataRecipe, "train": TrainRecipe}
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Returns the recipe of that name or path, with ``section.field=value`` overrides. Unknown fields are errors.
+    """Returns the recipe with this name or path, with ``section.field=value`` overrides. Unknown fields are errors.
 
     A recipe that names a ``base`` states only the fields that differ from it.
     """
@@ -94,7 +94,7 @@ def _is_file(name: str) -> bool:
 
 
 def _with_bases(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Returns a recipe's YAML merged over its bases; ``above``: the recipes that led here, to detect cycles."""
+    """Returns a recipe's YAML merged over its bases; ``above``: the recipes that have it as a base."""
     if name in above:
         raise ConfigError(f"{name}: its bases run in a circle, {' → '.join((*above, name))}")
     values, recipe_name = _read(name)
