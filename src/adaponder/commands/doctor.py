@@ -113,7 +113,7 @@ def check_checkpoint(checkpoint: str, *, seal: bool = False) -> dict[str, Any]:
 
 
 def examine_checkpoint(folder: Path) -> dict[str, Any]:
-    """Returns the result of each check by name (``checks``), and the errors of the failed ones (``problems``)."""
+    """Returns the result of each check by name (``checks``), and the errors of failed checks (``problems``)."""
     checks: dict[str, str] = {}
     problems: dict[str, str] = {}
     for what, check in _CHECKS.items():

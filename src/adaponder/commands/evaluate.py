@@ -207,7 +207,7 @@ def own_label(subject: shared.Subject, how: ScoringOptions) -> str:
 
 
 def forced(subject: shared.Subject, depths: Sequence[int], how: ScoringOptions) -> dict[str, ScoringOptions]:
-    """Returns scoring options by label, for each of ``depths``: every token gets that depth."""
+    """Returns, by label, the options that give every token a fixed depth, for each of ``depths``."""
     from adaponder.policies import FixedDepth
 
     most = subject.model.config.iterations

@@ -20,7 +20,7 @@ from adaponder.terminal import errors
 
 @register_model("adaponder")
 class AdaPonderLM(HarnessLM):
-    """Serves ``--model adaponder --model_args pretrained=CKPT,…``; scores tasks as ``adaponder eval --tasks`` does.
+    """Implements ``--model adaponder --model_args pretrained=CKPT,…``; scores as ``adaponder eval --tasks`` does.
 
     Args:
         pretrained: a model folder, run folder, step folder or hub name; may be a plain decoder.

@@ -1,4 +1,4 @@
-"""adaponder puzzle: runs a checkpoint trained on hops puzzles on new puzzles, and colours words by depth."""
+"""adaponder puzzle: tests a checkpoint, trained on hops puzzles, on new ones, and colours words by depth."""
 
 from __future__ import annotations
 
