@@ -156,7 +156,7 @@ class Meter:
         """Adds the cost of a forward over tokens of these depths (see :func:`adaponder.methods.cost.cost_of`).
 
         ``dense`` execution skips no rows: FLOPs are counted at full depth, but ``iterations`` remains the mean depth.
-        FLOPs of logits that ``policy`` computes only to decide are added to those of the gates.
+        FLOPs of logits that ``policy`` computes only to decide are added to the FLOPs of the gates.
         """
         arguments: dict[str, Any] = {
             "shape": self.shape,

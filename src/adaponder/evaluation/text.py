@@ -111,7 +111,7 @@ class Text:
         return np.arange(self.predictions) - self.starts[self.document]
 
     def first(self, predictions: int) -> Text:
-        """Returns a text of the first ``predictions``; the last document may be truncated."""
+        """Returns the text of the first ``predictions`` predictions; the last document may be truncated."""
         if predictions >= self.predictions:
             return self
         count = int(np.searchsorted(self.starts, predictions, "left"))

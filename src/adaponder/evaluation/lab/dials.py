@@ -39,7 +39,7 @@ class Rule(NamedTuple):
         name: label in tables and legends.
         policy: builds the policy from a threshold, which is in ``unit``.
         signal: computes the signal of each row; large where the token should continue.
-        ceiling: whether the policy continues while its measure is at most the threshold; ``signal`` is its negative.
+        ceiling: whether the policy continues while a measure is at most the threshold; ``signal`` is minus the measure.
         shallowest: the smallest mean depth; 2 for policies that compare two iterations.
     """
 
@@ -331,7 +331,7 @@ def tune(dial: Dial, budget: float, measure: Callable[[Setting], Scores], *, ite
 
 
 def _between(low: tuple[float, float], high: tuple[float, float], budget: float) -> float:
-    """Interpolates the aim for ``budget`` between two (aim, measured depth) points, 5 to 95 % of the way."""
+    """Interpolates the aim for ``budget`` between two (aimed depth, measured depth) points, 5 to 95 % of the way."""
     width = high[0] - low[0]
     rise = high[1] - low[1]
     fraction = (budget - low[1]) / rise if rise > 0 else 0.5

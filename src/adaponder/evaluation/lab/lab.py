@@ -311,7 +311,7 @@ def check_rule(rule: str, budget: float) -> None:
 
 
 def ordered(ways: Sequence[Tuned], own_text: Text, *, seed: int = 0) -> list[Tuned]:
-    """Sorts candidates: significantly lower loss than ``ways[0]``, then ``ways[0]``, the others, missed budgets."""
+    """Sorts candidates: those with significantly less loss than ``ways[0]``, ``ways[0]``, others, missed budgets."""
     simplest = ways[0]
 
     def merit(way: Tuned) -> tuple[bool, int, float]:

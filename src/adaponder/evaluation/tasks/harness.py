@@ -144,7 +144,7 @@ class HarnessLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[Answer]:
-        """Scores ``(key, context, continuation)`` requests; those that differ only at the end share a row."""
+        """Scores ``(key, context, continuation)`` requests; requests equal up to the last token share a batch row."""
         texts: dict[tuple[int, ...], list[int]] = {}
         for index, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
@@ -275,7 +275,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def _meter(self) -> Meter:
-        """Returns the current task's meter; on first use, copies ``_blank``, whose model shape is already computed."""
+        """Returns the current task's meter: on first use a copy of ``_blank``, which knows the model's shape."""
         return self.meters.setdefault(self._task, copy.copy(self._blank))
 
     def _count_generation(self, depth: Tensor, width: int, lengths: list[int]) -> None:

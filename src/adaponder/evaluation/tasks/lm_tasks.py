@@ -243,7 +243,7 @@ def _blame_record(opened: OpenedTask, limit: int | None) -> None:
 
 
 def _metrics(task: Any, results: dict[str, Any], samples: list[dict[str, Any]]) -> Iterator[Metric]:
-    """Yields each metric with its closed-form standard error (lm-eval bootstraps that of perplexities)."""
+    """Yields each metric with its closed-form standard error (for perplexities, lm-eval itself bootstraps)."""
     for key, value in results.items():
         name, _, filtered = key.partition(",")
         if not filtered or name.endswith("_stderr") or not isinstance(value, (int, float)):
