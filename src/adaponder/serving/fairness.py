@@ -35,7 +35,7 @@ class Places:
     """Counts the places in a queue that clients hold; one place is capacity for one completion, score or text.
 
     Attributes:
-        held: number of places taken by each client; clients without any are removed, so that it cannot grow forever.
+        held: number of places taken by each client; clients without places are removed, so that it cannot grow forever.
     """
 
     def __init__(self):

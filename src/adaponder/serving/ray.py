@@ -1,6 +1,6 @@
 """Serves the same app in several processes or on several machines, as a deployment of Ray Serve.
 
-Each replica is a process with its own model, engine and app, which applies keys and limits and drains as without Ray.
+Each replica is a process with its own model, engine and app; keys, limits and draining work as without Ray.
 Ray's proxy listens, and sends each request to the less busy of two random replicas. It imports this module to call
 :func:`layers`, so Ray is imported inside functions only, and torch not at all.
 """

@@ -28,7 +28,7 @@ def check_model(name: str | None, served: Served) -> None:
 
 
 def tokens_of(text: str, served: Served, special: bool) -> list[int]:
-    """Returns the token ids of a text; ``special`` adds the tokenizer's special tokens. Raises 400 if it panics."""
+    """Returns a text's token ids, with special tokens if ``special``; raises 400 if the tokenizer fails."""
     try:
         with panics_as_errors("prompt: the tokenizer cannot encode it"):
             return list(served.tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
