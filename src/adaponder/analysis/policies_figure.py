@@ -80,7 +80,7 @@ def _kind(policy: str) -> str:
 
 
 def _draw_rule(axes: Axes, kind: str, rows: Sequence[Entry], field: str, theme: Theme) -> None:
-    """Draws one panel: the rule ``kind``, the learned gate, and the others faintly."""
+    """Draws one panel: the policy ``kind``, the learned gate, and all other policies faintly."""
     for name in dict.fromkeys(row["policy"] for row in rows):
         points = sorted((row for row in rows if row["policy"] == name), key=lambda row: row[field])
         causal = points[0]["causal"]

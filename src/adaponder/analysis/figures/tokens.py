@@ -25,7 +25,7 @@ PASSAGE = 320
 
 
 class TokenGrid(Plate):
-    """Shows which iterations of consecutive tokens were computed; ``after`` is the legend's label of the others."""
+    """Shows which iterations of consecutive tokens were computed; ``after`` is the legend's label of skipped rows."""
 
     name = "grid"
     title = "Computed or reused, token by token"
