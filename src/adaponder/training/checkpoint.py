@@ -182,7 +182,7 @@ class Saver:
         self.tokenizer_files = with_padding(shards.tokenizer_files(), model)
 
     def save(self, step: int, controller: DepthController | None, optimizer: torch.optim.Optimizer | None) -> Path:
-        """Writes a checkpoint that resumes at ``step``, and prunes; with ``optimizer=None``, writes the final model."""
+        """Writes the checkpoint of ``step`` and prunes others, or, with ``optimizer=None``, writes the final model."""
         folder = self.run / "final" if optimizer is None else step_folder(self.run, step)
         weights, moments = weights_of(self.model), optimizer and optimizer_state(optimizer)
         if (overflow := first_not_finite((weights | (moments or {})).items())) is not None:

@@ -329,8 +329,8 @@ def carry_out(
 ) -> Iterator[tuple[int, RunSummary]]:
     """Trains or resumes every run that is not finished and yields ``(index, summary)`` as each ends.
 
-    A failed run does not end the sweep, a stopped run does. Calls ``starting(index, summary, seconds left)``
-    before each run.
+    A failed run does not end the sweep, a stopped run does. Before each run,
+    calls ``starting(index, summary, seconds left)``.
     """
     rows, seconds = 0.0, 0.0  # rows computed by this sweep so far, and the time that they took
     waiting = [index for index, summary in enumerate(summaries) if summary.status == PENDING]

@@ -150,7 +150,7 @@ class DepthCounts:
                 self.last = counts
 
     def evaluated(self, batches: Any) -> None:
-        """Adds the last forward to the counts of the evaluation over ``batches``; drops those of an earlier one."""
+        """Adds the last forward to the evaluation over ``batches``; drops the counts of an earlier evaluation."""
         if batches is not self.batches:
             self.sums.pop(False, None)
         if self.last is not None:
