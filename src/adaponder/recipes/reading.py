@@ -104,7 +104,7 @@ def _with_bases(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Merges ``above`` over ``below``; replaces mappings with ``model_type`` or ``kind`` (backbone, origin) whole."""
+    """Merges ``above`` over ``below``; mappings with ``model_type`` or ``kind`` (backbone, origin) are not merged."""
     merged = dict(below)
     for key, value in above.items():
         whole = isinstance(value, dict) and ("model_type" in value or "kind" in value)
