@@ -17,7 +17,7 @@ from adaponder.training.watch import DepthCounts, collapse, member_of
 
 
 class PonderCallback(TrainerCallback):
-    """The two-stage objective: ``Trainer(…, callbacks=[PonderCallback(ponder_start=…, ponder_full=…)])``.
+    """Adds the two-stage objective: ``Trainer(…, callbacks=[PonderCallback(ponder_start=…, ponder_full=…)])``.
 
     Steps are the Trainer's updates, including resumed ones. Each process ranks its own gates, and a micro-batch is
     weighted by its share of the update's targets. During training the callback sets the model's

@@ -1,4 +1,4 @@
-"""Resumable work: finished parts are saved on disk, and the same command with the same settings continues from them."""
+"""Makes work resumable: saves finished parts on disk, so that a rerun with the same settings continues from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names and default embedding scales of the methods, without importing torch.
+"""Lists names and default embedding scales of the methods, without importing torch.
 
 Their classes are in :mod:`adaponder.methods`, under the same names.
 """
@@ -15,7 +15,7 @@ Scale = Literal["sqrt(d)", "sqrt(2.5 d)"]
 SCALES: dict[str, float] = {"sqrt(d)": 1.0, "sqrt(2.5 d)": 2.5}
 
 # The default embedding scale of a model trained from scratch: the same for all methods, vanilla included, so that they
-# can be compared; loop's is that of its release. It is here and not in the method's class, because the hash of a recipe
+# can be compared; loop has its release's. It is here and not in the method's class, because the hash of a recipe
 # contains it: `adaponder recipes` takes one second, and importing the classes and torch four more.
 _NAMES = ("adaponder", "ponder", "loop", "pause", "mor", "ouro", "act")
 _NAMES += ("pondernet", "anytime", "relay", "reread", "vanilla")

@@ -1,4 +1,4 @@
-"""Terminal output: a console, tables, progress bars, and text coloured by depth."""
+"""Defines terminal output: a console, tables, progress bars, and text coloured by depth."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""The one place where the version is written."""
+"""Holds the version, which is written in no other place."""
 
 __version__ = "0.1.0"

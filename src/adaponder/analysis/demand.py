@@ -24,8 +24,9 @@ class Demand(NamedTuple):
     Forced answers (the last of a document of hops) are left out, because one iteration predicts most of them.
 
     Attributes:
-        at_depth: share of right answers by the depth given to every token, 1 … K.
-        accuracy, depth: share of right answers, and mean depth of the answering token, under the model's own policy.
+        at_depth: by the depth given to every token, 1 … K: the share of right answers for each need.
+        accuracy, depth: for each need, share of right answers and mean depth of the answering token, at the model's own
+            policy.
         by_depth: for each need, the number of answering tokens with depth 1, 2, … K.
         rho: Spearman's correlation of need and depth (own policy) over questions; ``None`` if all have equal depth.
     """

@@ -1,4 +1,4 @@
-"""Figures of the policy lab, drawn without a model from the rows of ``policies.json`` or ``frontier.json``."""
+"""Draws figures of the policy lab from the rows of ``policies.json`` or ``frontier.json``, without a model."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def flat(rows: Sequence[Entry]) -> pd.DataFrame:
 def loss_against_compute(rows: Sequence[Entry]) -> Figure:
     """Draws held-out loss at each budget, over mean depth and over FLOPs, in one panel per policy.
 
-    A panel shows its policy and the learned gate, with the others faintly behind. The oracle, far below all of them,
-    is given in words: drawn, it would flatten the other differences.
+    A panel shows its policy and the learned gate, with the others faintly behind. The oracle's losses, far below all
+    others, are written as text: an axis that includes them would flatten the other differences.
     """
     tuned = [row for row in rows if row["budget"] is not None and row["loss"] is not None]
     shown, trained = [row for row in tuned if row["policy"] != ORACLE], [row for row in rows if row["budget"] is None]
@@ -80,7 +80,7 @@ def _kind(policy: str) -> str:
 
 
 def _draw_rule(axes: Axes, kind: str, rows: Sequence[Entry], field: str, theme: Theme) -> None:
-    """Draws one panel: the rule ``kind``, the learned gate, and the others faintly."""
+    """Draws one panel: the policy ``kind``, the learned gate, and all other policies faintly."""
     for name in dict.fromkeys(row["policy"] for row in rows):
         points = sorted((row for row in rows if row["policy"] == name), key=lambda row: row[field])
         causal = points[0]["causal"]
@@ -190,7 +190,7 @@ def keep_probability(rows: Sequence[Entry], budget: float) -> Figure:
         for axes, row in zip(panels, shown, strict=False):
             active = row["active"]
             iterations = range(1, len(active) + 1)
-            # One colour: the depth colours mean depths of tokens, and these are iterations.
+            # One colour, as the depth colours stand for depths of tokens, and these are iterations.
             bars = axes.bar(iterations, active, color=PALETTE[0], width=0.75)
             axes.bar_label(bars, [f"{share:.2f}".removeprefix("0") for share in active], fontsize=5.5, padding=1)
             # A long name takes two lines, so that it does not run into its neighbour.

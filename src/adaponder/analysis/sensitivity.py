@@ -1,4 +1,4 @@
-"""The figure of a sweep: loss against each setting and against requested and realised depth, drawn from its records.
+"""Draws the figure of a sweep from its records: loss against each setting and against requested and realised depth.
 
 ``sensitivity(json.loads(Path("sweep.json").read_text())["runs"])`` draws a sweep's figure again.
 """

@@ -1,4 +1,4 @@
-"""The style of all figures: readable without colour vision and in grey print, the same bytes when drawn again.
+"""Defines the style of all figures: readable without colour vision and in grey print, the same bytes when drawn again.
 
 Inside ``with house():`` (``house(dark=True)`` for a dark page) ``new_figure`` makes a figure; ``save`` writes it.
 """
@@ -30,7 +30,7 @@ _RAMP = colormaps["plasma"]
 
 
 class Theme(NamedTuple):
-    """Colours of a light or dark page; ``muted`` is for grids, guides and remarks."""
+    """Colours of a light or dark page; ``muted`` is for guides and remarks."""
 
     paper: str
     ink: str

@@ -1,4 +1,4 @@
-"""Statistics of a trace that figures share: means with counts and intervals, correlations, bins."""
+"""Computes statistics of a trace for several figures: means with counts and intervals, correlations, bins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trace of a text: a table with one row per prediction, from which all figures are drawn."""
+"""Makes, writes and reads traces: tables with one row per prediction of a text, from which all figures are drawn."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ class About(Kind):
 class Trace:
     """A trace: the table and its description.
 
-    Columns: ``token`` and ``target`` are texts of a token and of the one predicted from it; ``depth`` is the token's
+    Columns: ``token`` and ``target`` are texts of a token and of the next token; ``depth`` is the token's
     number of iterations and ``nll`` the loss of its prediction (nats). ``nll_i``, ``entropy_i`` and ``gate_i`` are the
-    values after iteration i (a halted token's no longer change); ``full_nll_i`` are losses when every token has full
+    values after iteration i (constant once the token has halted); ``full_nll_i`` are losses when every token has full
     depth, so ``full_nll_1`` is the loss at forced depth 1. ``count`` is the token's number of occurrences in
     this text, ``rank`` its rank by count (1: most frequent). ``learned`` is false where the target is not trained on
     (turns other than the assistant's, the given part of puzzles).
@@ -127,10 +127,10 @@ def kind_of(model: AdaPonderForCausalLM, how: ScoringOptions) -> Kind:
 
 
 def planned_scorings(model: AdaPonderForCausalLM, how: ScoringOptions) -> list[ScoringOptions]:
-    """Returns the options of the scorings of the whole text that make a trace.
+    """Returns the options of each scoring of the text that a trace needs.
 
-    A method that halts is scored with ``how`` and once more at full depth. One that never halts gives the loss of every
-    depth in one scoring, except where one pass does all iterations (pause): it is scored once for each depth.
+    A method that halts is scored with ``how`` and once more at full depth. A method that never halts gives the loss of
+    every depth in one scoring, except where one pass does all iterations (pause): it is scored once for each depth.
     """
     deepest = kind_of(model, how).deepest
     if model.method.halts:

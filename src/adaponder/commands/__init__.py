@@ -1,1 +1,1 @@
-"""The commands as typed functions: each does one job and shows the result; ``cli.py`` parses the command line."""
+"""Defines each command as a typed function that does one job and shows the result; ``cli.py`` parses the arguments."""

@@ -1,4 +1,4 @@
-"""adaponder analyze: writes a trace with a line per token of a text, and draws figures, tables and a report."""
+"""adaponder analyze: writes a trace with a row per token of a text, and draws figures, tables and a report."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def analyze(
         if count := int(text.unknown.sum()):
             whence += f", {counted(count, 'token')} unknown to the tokenizer"
         origin, size = {"checkpoint": checkpoint, "data": whence}, reading.batch_size
-        # What all portions of a trace must have in common.
+        # The settings that all portions of a trace must share.
         settings = origin | {
             "weights and text": fingerprint(subject.model, text),
             "policy": "the method's own" if how.policy is None else str(getattr(how.policy, "spelling", how.policy)),
@@ -78,7 +78,7 @@ def analyze(
             )
         out.mkdir(parents=True, exist_ok=True)
         write_trace(trace, out / NAME)
-    again = f"the trace is whole; adaponder analyze {shlex.quote(str(out))} draws its report"
+    again = f"the trace is complete; adaponder analyze {shlex.quote(str(out))} draws its report"
     with on_interrupt(again), counting("drawing", len(choose(trace.about, figures)[0])) as advance:
         report = write_report(trace, out, only=figures, advance=advance)
     if journal is not None:
@@ -89,7 +89,7 @@ def analyze(
 
 
 def _trace_of(name: str, data: str | None) -> Path | None:
-    """Returns the path of the trace to draw: file ``name`` or, without ``data``, that in folder ``name``, if any."""
+    """Returns the trace file to draw: ``name`` itself or, without ``data``, the trace in folder ``name``, if any."""
     from adaponder.analysis.trace import NAME
 
     path = Path(name)

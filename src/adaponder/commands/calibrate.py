@@ -29,11 +29,11 @@ def calibrate(
     *,
     data: Annotated[str | None, opt("As for eval: one half finds the thresholds, the other tests.", "TEXT")] = None,
     budget: Annotated[float | None, opt("The mean depth to reach.", "X", min=1)] = None,
-    name: Annotated[str | None, opt("Of the profile; default budget-N.", "NAME")] = None,
+    name: Annotated[str | None, opt("Name of the profile; default budget-N.", "NAME")] = None,
     rule: Annotated[
         str, opt(f"What is thresholded: {', '.join(RULES)}.", "NAME", check=shared.one_of(*RULES))
     ] = "gate",
-    frontier: Annotated[bool, opt("Loss at every budget from 1 to K.", flag="--frontier")] = False,
+    frontier: Annotated[bool, opt("Measure the loss at every budget from 1 to K.", flag="--frontier")] = False,
     step: Annotated[float, opt("Step between the frontier's budgets.", "X", check=shared.within("(0, inf)"))] = 0.25,
     replace: Annotated[bool, opt("Replace a profile of the same name.", flag="--replace")] = False,
     out: Annotated[Path | None, shared.folder("Table and figure of the frontier go here.")] = None,
@@ -127,17 +127,17 @@ HELD_OUT = ("depth held out", "95 % of depth", "loss held out", "95 % of loss", 
 
 
 def show(calibration: Calibration) -> None:
-    """Prints the measurements of each choice on both halves, and how far the chosen depth is from the budget."""
+    """Prints each candidate's measurements on both halves, and how far the chosen depth is from the budget."""
     rows = []
     for choice in calibration.choices:
         row = choice.row
         label = f"{row.policy} (chosen)" if choice.chosen else row.policy
         tuning = (number(row.tuning_depth, ".3f"), number(choice.tuning_loss, ".4f"))
         rows.append((label, row.setting, *tuning, *_held_out(row)))
-    columns = ("", "setting", "depth there", "loss there", *HELD_OUT)
+    columns = ("", "setting", "tuning depth", "tuning loss", *HELD_OUT)
     console.print(table(f"\nMean depth {calibration.budget:g}", columns, rows))
     if len(calibration.choices) > 1:
-        console.print("A tau per iteration is chosen where its loss there is told apart from one tau's.", style="dim")
+        console.print("A tau per iteration is chosen if its tuning loss is significantly below one tau's.", style="dim")
     chosen = calibration.chosen
     assert chosen.depth is not None  # calibrate measured it
     off = chosen.depth - calibration.budget
@@ -150,7 +150,7 @@ def show(calibration: Calibration) -> None:
 def show_frontier(rows: Sequence[Measurement]) -> None:
     """Prints one line per row: budget, policy, setting, and measurements on held-out text."""
     cells = [(number(row.budget, "g"), row.policy, setting_of(row), *_held_out(row)) for row in rows]
-    console.print(table("\nThe frontier, held out", ("budget", "by", "setting", *HELD_OUT), cells))
+    console.print(table("\nThe frontier, held out", ("budget", "policy", "setting", *HELD_OUT), cells))
 
 
 def _held_out(row: Measurement) -> tuple[str, ...]:
@@ -183,7 +183,7 @@ def list_profiles(checkpoint: str, *, json: Path | None = None) -> dict[str, Any
         rows.append((name, f"{about['budget']:g}", policy, *depth, Path(about["data"]).name))
     if rows:
         head = ("profile", "budget", "policy", "depth", "95 % of depth", "text")
-        console.print(table(f"Profiles of {checkpoint}, depth as held out", head, rows))
+        console.print(table(f"Profiles of {checkpoint}, depth on held-out text", head, rows))
     else:
         console.print(f"{checkpoint} has no profiles; adaponder calibrate makes them")
     write_json(json, {"checkpoint": checkpoint, "profiles": stored})

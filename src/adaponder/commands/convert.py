@@ -74,10 +74,10 @@ def convert(
 
 
 def show(conversion: Conversion) -> None:
-    """Prints what was converted, the checks of equality, and the losses on the text if there is one."""
+    """Prints what was converted, the checks of equality, and the losses on the text, if given."""
     source, out = (conversion.source, "bold"), (conversion.out, "bold")
     console.print(line(source, f" ({conversion.kind}) → ", out, f" ({conversion.method}, K = {conversion.iterations})"))
-    added = f", of which the method adds {conversion.added:,}" if conversion.added else ""
+    added = f", {conversion.added:,} of them added by the method" if conversion.added else ""
     console.print(f"{conversion.parameters:,} parameters{added}")
     for remark in conversion.remarks:
         console.print(f"so that config, generation config and tokenizer agree, {remark}", soft_wrap=True)
@@ -86,7 +86,7 @@ def show(conversion: Conversion) -> None:
     if conversion.checks:
         show_checks("Equality on random tokens", conversion.checks)
     else:
-        console.print("no equality to check: these options change the function the source was trained to be")
+        console.print("no equality to check: these options change the function that the source was trained to compute")
     if conversion.losses:
         rows = [(depth, f"{loss:.4f}") for depth, loss in enumerate(conversion.losses, 1)]
         console.print(table("Loss on the given text", ("read", "loss"), rows))

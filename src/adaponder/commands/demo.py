@@ -63,7 +63,7 @@ def demo(
 
 
 def assess(recipe: Recipe, trainer: Trainer) -> dict[str, Any]:
-    """Returns validation losses of the model, at its own and at fixed depths, and of a unigram and a uniform guess."""
+    """Returns validation losses of the model at its own and at fixed depths, and of unigram and uniform predictions."""
     import numpy as np
 
     from adaponder.policies import FixedDepth
@@ -86,7 +86,7 @@ def assess(recipe: Recipe, trainer: Trainer) -> dict[str, Any]:
 
 
 def beside(trained: Path) -> list[dict[str, Any]]:
-    """Prints a text by the shipped checkpoint; compares its loss on held-out text with that of ``trained``."""
+    """Prints text from the shipped checkpoint; compares the held-out losses of that checkpoint and of ``trained``."""
     from adaponder.evaluation.scoring import ScoringOptions
 
     sample = full_name(SAMPLE)
@@ -114,7 +114,7 @@ def _continued(checkpoint: str, **settings: Any) -> list[Generated]:
 
 
 def show_assessment(result: dict[str, Any], recipe: Recipe) -> None:
-    """Prints the result of :func:`assess`: a table of losses, and one of the share of tokens at each depth."""
+    """Prints the result of :func:`assess`: a table of losses, and a table of the share of tokens at each depth."""
     rows = [
         ("before training (uniform)", f"{result['uniform']:.3f}", ""),
         ("token frequencies alone", f"{result['unigram']:.3f}", ""),

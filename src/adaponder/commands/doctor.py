@@ -42,7 +42,7 @@ def doctor(
 
 
 def check_installation() -> dict[str, Any]:
-    """Prints and returns versions, devices, kernels and FLOP checks; ``problems`` explains by name what is wrong."""
+    """Prints and returns versions, devices, kernels and FLOP checks; ``problems`` maps names to what is wrong."""
     import torch
     from packaging.version import Version
 
@@ -113,7 +113,7 @@ def check_checkpoint(checkpoint: str, *, seal: bool = False) -> dict[str, Any]:
 
 
 def examine_checkpoint(folder: Path) -> dict[str, Any]:
-    """Returns the result of each check by name (``checks``), and the errors of the failed ones (``problems``)."""
+    """Returns the result of each check by name (``checks``), and the errors of failed checks (``problems``)."""
     checks: dict[str, str] = {}
     problems: dict[str, str] = {}
     for what, check in _CHECKS.items():

@@ -207,7 +207,7 @@ def own_label(subject: shared.Subject, how: ScoringOptions) -> str:
 
 
 def forced(subject: shared.Subject, depths: Sequence[int], how: ScoringOptions) -> dict[str, ScoringOptions]:
-    """Returns scoring options by label, for each of ``depths``: every token gets that depth."""
+    """Returns, by label, the options that give every token a fixed depth, for each of ``depths``."""
     from adaponder.policies import FixedDepth
 
     most = subject.model.config.iterations
@@ -233,10 +233,8 @@ def scored(
     return Scoring(label, scores, summary, subject.model.config.table_scale)
 
 
-_Limit = Annotated[int | None, option("max_iterations", help="Read no token of it more often than this.")]
-_Narrow = Annotated[
-    str | None, opt("Narrower weights of it, as --weights of eval.", "NAME", check=shared.one_of(*WEIGHTS))
-]
+_Limit = Annotated[int | None, option("max_iterations", help="Read no token more often than this.")]
+_Narrow = Annotated[str | None, opt("Narrower weights, as --weights of eval.", "NAME", check=shared.one_of(*WEIGHTS))]
 
 
 @shared.command

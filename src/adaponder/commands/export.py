@@ -19,12 +19,12 @@ def export(
     checkpoint: shared.Checkpoint,
     *,
     out: Annotated[Path, shared.folder("Where to write; must be new or empty.")],
-    data: Annotated[str | None, opt(f"Measure loss, depth and cost on it for the card. {shared.DATA}", "TEXT")] = None,
+    data: Annotated[str | None, opt(f"Measure loss, depth, cost on it for the card. {shared.DATA}", "TEXT")] = None,
     push: Annotated[
         str | None, opt("Also upload it to the hub as OWNER/MODEL; without, nothing is sent.", "NAME")
     ] = None,
     private: Annotated[bool, opt("Make the repository of --push private.", flag="--private")] = False,
-    license: Annotated[str | None, opt("Of the model, as the hub spells it: apache-2.0, mit, …", "ID")] = None,
+    license: Annotated[str | None, opt("License of the model, as the hub spells it: apache-2.0, mit, …", "ID")] = None,
     json: shared.Json = None,
     reading: shared.Reading,
     place: shared.Place,

@@ -13,7 +13,7 @@ def inspect(
     checkpoint: Checkpoint,
     *,
     context: Annotated[
-        int | None, opt("Tokens before the one counted; default 2048, or the backbone's positions.", "N", min=0)
+        int | None, opt("Tokens before the counted token; default 2047, or as many as the backbone allows.", "N", min=0)
     ] = None,
     json: Json = None,
 ) -> dict[str, Any]:

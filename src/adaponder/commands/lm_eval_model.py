@@ -1,4 +1,4 @@
-"""Registers the model ``adaponder`` with lm-eval when imported, and lets lm-eval's ``hf`` open our checkpoints.
+"""Registers the model ``adaponder`` with lm-eval when imported, and lets lm-eval's model ``hf`` open our checkpoints.
 
 ``python -m adaponder.lm_eval`` imports this first; releases of lm-eval that support entry points need no import.
 """
@@ -20,11 +20,11 @@ from adaponder.terminal import errors
 
 @register_model("adaponder")
 class AdaPonderLM(HarnessLM):
-    """``--model adaponder --model_args pretrained=CKPT,…``: the scores and depths of ``adaponder eval --tasks``.
+    """Implements ``--model adaponder --model_args pretrained=CKPT,…``; scores as ``adaponder eval --tasks`` does.
 
     Args:
-        pretrained: a model folder, a run folder, a step folder or a hub name; also of a plain decoder.
-        policy: the rule that decides depth, as ``adaponder eval --policy`` takes it; quote one that has commas.
+        pretrained: a model folder, run folder, step folder or hub name; may be a plain decoder.
+        policy: the rule that decides depth, as ``adaponder eval --policy`` takes it; quote a rule with commas.
         tau, profile: as the options of ``adaponder eval``, instead of ``policy``.
         max_iterations: maximum depth of each token.
         tokenizer: folder, hub name or ``tokenizer.json``; default: the checkpoint's own.
@@ -88,5 +88,5 @@ def _device(requested: str | None) -> str:
     if torch.cuda.is_available():
         return requested or "cuda"
     if requested == "cuda:0":
-        errors.print("no GPU is here: reading on the CPU", style="yellow")
+        errors.print("no GPU found: reading on the CPU", style="yellow")
     return "cpu" if requested in (None, "cuda:0") else requested

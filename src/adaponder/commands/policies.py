@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from adaponder.evaluation.lab.lab import Measurement
     from adaponder.evaluation.text import Text
 
-HEAD = ("policy", "causal", "tuned", "depth there", "depth held out", "loss", "to learned gate", "95 %", "MFLOP/token")
+HEAD = ("policy", "causal", "tuned", "tuning depth", "depth held out", "loss", "to learned gate", "95 %", "MFLOP/token")
 RESULT = "policies.json"
 
 
@@ -93,9 +93,9 @@ def halved(subject: shared.Subject, data: str, reading: shared.Reading) -> tuple
     text, windows = reading.text(subject, data), reading.windows(subject)
     halves = halve(text, windows)
     count = len(halves.held_out.own_text.starts)
-    intervals = f"95 %, {halves.drawn} drawn again"
+    intervals = f"95 %, {halves.drawn} resampled"
     if count < FEW:
-        intervals = f"left out, {counted(count, halves.drawn.removesuffix('s'))} being too few to draw again"
+        intervals = f"left out, {counted(count, halves.drawn.removesuffix('s'))} being too few to resample"
     facts = subject.facts() | {
         "iterations": subject.model.config.iterations,
         "data": data,
@@ -132,8 +132,8 @@ def described(result: dict[str, Any]) -> str:
 
 
 FOOTNOTES = (
-    "to learned gate: loss minus the learned gate's at the same budget, paired; * told apart from it. Held-out depths "
-    "differ a little: look at both.\n"
+    "to learned gate: loss minus the learned gate's at the same budget, paired; * significant at 95 %. Held-out "
+    "depths differ a little: compare both.\n"
     "ranked: the lowest gates of each window are pruned, as in section 5.2 of the paper. Not causal: looks at later "
     "tokens (the oracle at the target itself), cannot generate.\n"
     "KL, hidden-state change and similarity compare two iterations: every token is read at least twice.\n"
@@ -172,7 +172,7 @@ def save(result: dict[str, Any], out: Path) -> None:
 
     write_rows(result, out / RESULT)
     again = shlex.quote(str(out / RESULT))
-    with on_interrupt(f"the result is whole; adaponder policies {again} draws its figures"):
+    with on_interrupt(f"the result is complete; adaponder policies {again} draws its figures"):
         draw(result, out)
 
 

@@ -1,4 +1,4 @@
-"""adaponder puzzle: runs a checkpoint that was trained on hops on new puzzles, and colours their words by depth."""
+"""adaponder puzzle: tests a checkpoint, trained on hops puzzles, on new ones, and colours words by depth."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def hops_of(folder: Path) -> Hops:
     """Returns the settings of the hops puzzles that a checkpoint was trained on, or the defaults if they are unknown.
 
     The settings are in the checkpoint's state or in the manifest of its data. Raises if they name only another kind
-    of puzzle, whose tokens would not show the mistake.
+    of puzzle: its tokens are the same, so nothing else would reveal the mistake.
     """
     from adaponder.data.manifest import MANIFEST, Manifest
     from adaponder.data.puzzles import Hops, is_generated, settings_of

@@ -33,18 +33,18 @@ _KEYS = (
 _STALL = "Cut off a client that reads nothing for this long."
 _DRAIN = "At the end, wait this long for requests under way."
 _WAITING = "Completions that may wait for a lane; beyond it, 429."
-_TOKENS = "Tokens of a completion; default: as far as the positions reach."
+_TOKENS = "Most tokens of a completion; default: as far as the positions reach."
 _LONGEST = "Longest sequence; default: as far as the backbone's positions reach."
-_DRAFTS = "Tokens begun before it is certain that they follow; see generate."
-_HOST = "Where to listen; any but this machine's own needs a key or --no-auth."
+_DRAFTS = "Draft at most N tokens ahead, as --drafts of generate."
+_HOST = "Address to listen on; all but loopback addresses need a key or --no-auth."
 _PROXY = "Proxy (address or network) whose X-Forwarded-For names clients; may be repeated."
 _START = "Time in which a replica must open its engine, and later answer a health check."
-_ROWS = "Rows of keys and values; default: what memory allows, at most what is used."
+_ROWS = "Rows of the KV cache; default: what memory allows, at most what is used."
 
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions:
-    """Options for limits of requests, the fields of :class:`adaponder.serving.settings.Limits`."""
+    """Options for the limits of requests; their names are the fields of :class:`adaponder.serving.settings.Limits`."""
 
     waiting: Annotated[int, _limit(_WAITING, "N", min=0, flag="--max-waiting")] = 512
     max_tokens: Annotated[int | None, _limit(_TOKENS, "N", min=1, flag="--max-new-tokens")] = None
@@ -70,12 +70,12 @@ def serve(
     checkpoint: shared.Checkpoint,
     *,
     host: Annotated[str, opt(_HOST, "ADDRESS")] = "127.0.0.1",
-    port: Annotated[int, opt("0: any that is free.", "N", min=0, max=65535)] = 8000,
+    port: Annotated[int, opt("Port to listen on; 0: any free port.", "N", min=0, max=65535)] = 8000,
     name: Annotated[str | None, opt("What requests call the model; default: the checkpoint's own.", "NAME")] = None,
     api_key_file: Annotated[Path | None, opt(_KEYS, "FILE")] = None,
-    no_auth: Annotated[bool, opt("Listen elsewhere than on this machine without any key.", flag="--no-auth")] = False,
-    allow_host: Annotated[list[str] | None, opt("A name of this server for clients; may be repeated.", "NAME")] = None,
-    allow_origin: Annotated[list[str] | None, opt("A page elsewhere that may call; may be repeated.", "URL")] = None,
+    no_auth: Annotated[bool, opt("Accept requests from other machines without a key.", flag="--no-auth")] = False,
+    allow_host: Annotated[list[str] | None, opt("Host name that clients may use; may be repeated.", "NAME")] = None,
+    allow_origin: Annotated[list[str] | None, opt("Origin whose pages may call; may be repeated.", "URL")] = None,
     trusted_proxy: Annotated[list[str] | None, opt(_PROXY, "ADDRESS")] = None,
     limits: LimitOptions,
     engine: EngineOptions,
@@ -83,7 +83,7 @@ def serve(
     ray: Annotated[bool, _ray("Run on Ray Serve (extra scale), --replicas times.", flag="--ray")] = False,
     replicas: Annotated[int, _ray("Servers side by side.", "N", min=1, max=10000)] = 1,
     max_replicas: Annotated[int | None, _ray("Grow to this many servers under load.", "N", min=1, max=10000)] = None,
-    ray_address: Annotated[str | None, _ray("Of a running cluster; default: a new one.", "ADDRESS")] = None,
+    ray_address: Annotated[str | None, _ray("Address of a running cluster; default: a new one.", "ADDRESS")] = None,
     ray_start: Annotated[float, _ray(_START, "SECONDS", check=shared.within("(0, 86400]"))] = 30.0,
     opening: shared.NarrowOpening,
 ) -> None:
@@ -96,7 +96,7 @@ def serve(
     [dim]adaponder serve runs/demo --host 0.0.0.0 --api-key-file keys.txt --allow-host models.example.org[/]
     """
     try:
-        import fastapi  # noqa: F401  (only whether it is there)
+        import fastapi  # noqa: F401  (checks that it is installed)
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as problem:
@@ -198,7 +198,7 @@ def open_worker(
 
 
 def default_name(checkpoint: str) -> str:
-    """Returns the default name of the model in requests: that of the run, the folder or the hub repository."""
+    """Returns the default name of the model in requests: the name of the run, the folder or the hub repository."""
     parts = [part for part in Path(checkpoint).absolute().parts if part not in ("final", "checkpoints")]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", parts[-1]).strip("-.")[:128] or "model"
 

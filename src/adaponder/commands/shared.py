@@ -106,7 +106,7 @@ def listed(flag: str, text: str | Sequence[Any] | None, kind: type = int, interv
 
 
 def refuse(beside: str, **options: object) -> None:
-    """Raises if any of ``options`` is set: they have no effect together with ``beside``."""
+    """Raises if any of ``options`` is set: they have no effect together with the option ``beside``."""
     if unused := [name for name, value in options.items() if value not in (None, ()) and value is not False]:
         raise InputError(f"--{unused[0].replace('_', '-')} has no effect with {beside}: leave it out")
 
@@ -187,7 +187,7 @@ Device = Annotated[str, opt("cpu, cuda, cuda:1, …", "NAME", panel=_MODEL)]
 Dtype = Annotated[str, opt(_DTYPES, "NAME", check=one_of(*DTYPES), panel=_MODEL)]
 Seed = Annotated[int, opt("Seed of everything random.", "N", min=0, panel=_MODEL)]
 
-_SPLIT = "Of a prepared folder: train or validation."
+_SPLIT = "Split of a prepared folder: train or validation."
 _WINDOW = "Tokens per window; default: the backbone's positions, at most 2048."
 _STRIDE = "Slide windows by this many tokens; default: disjoint windows."
 _ACROSS = "Whether tokens attend to earlier documents."
@@ -265,7 +265,7 @@ class Depth:
     max_iterations: Annotated[int | None, option("max_iterations", rich_help_panel=_DEPTH)] = None
 
     def choose(self, model: AdaPonderForCausalLM, folder: Path, side: str = "") -> Policy | None:
-        """Returns the policy, or ``None`` for the method's own; raises if more than one option names a policy.
+        """Returns the policy, ``None`` for the method's default; raises if more than one option names a policy.
 
         ``side`` (``-a`` or ``-b`` of ``compare``) is appended to the names of options in errors.
         """

@@ -69,7 +69,7 @@ def run_sweep(
     json: Path | None = None,
     quiet: bool = False,
 ) -> SweepEnd:
-    """Trains the unfinished runs of a sweep, without progress if ``quiet``; then shows, draws and writes all runs."""
+    """Trains the unfinished runs of a sweep (no progress bars if ``quiet``); then shows, draws and writes all runs."""
     from adaponder.training.build import config_of
     from adaponder.training.sweep import FAILED, PENDING, STOPPED, carry_out, examine, pending, plan
 
@@ -84,7 +84,7 @@ def run_sweep(
         write_json(json, result)
         return SweepEnd(result, 0)
     _make(folder, default=out is None)
-    with console.status("checking every run, and preparing the data where it is not yet"):
+    with console.status("checking every run, and preparing data where needed"):
         summaries = examine(runs, out=folder, device=device)
     versions = {"adaponder": __version__} | {name: version(name) for name in ("torch", "transformers")}
     settings |= {"device": hardware_name(device), "versions": versions}
@@ -126,7 +126,7 @@ def _make(folder: Path, *, default: bool) -> None:
 def show_plan(
     name: str, runs: Sequence[PlannedRun], summaries: Sequence[RunSummary], folder: Path, device: str
 ) -> None:
-    """Prints the runs and, to start runs on any machine, the command that trains each in its folder of the sweep."""
+    """Prints the runs and, for use on any machine, the command that trains each run in its folder of the sweep."""
     rows = [(r.name, r.seed, r.steps, number(r.requested_depth, ".2f"), r.fingerprint) for r in summaries]
     console.print(table(f"{len(runs)} runs of {name}", ("run", "seed", "steps", "requested depth", "recipe"), rows))
     console.print_whole(f"\nmkdir -p {shlex.quote(str(folder))}")
@@ -143,7 +143,7 @@ def show(name: str, summaries: Sequence[RunSummary]) -> None:
 
     averaged = points([dataclasses.asdict(summary) for summary in summaries])
     axes = list(averaged[0].fields)
-    # A field's last name is enough where only one axis has it.
+    # The last part of a field's name is enough where only one axis ends in it.
     lasts = [axis.rpartition(".")[2] for axis in axes]
     heads = [last if lasts.count(last) == 1 else axis for axis, last in zip(axes, lasts, strict=True)] or ["recipe"]
     columns = (*heads, "emb. scale", "loss", "requested", "realised", "halted", "tok/s", "runs")
@@ -186,7 +186,7 @@ def _ended(summary: RunSummary) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Returns seconds, minutes or hours, whichever reads best."""
+    """Formats a duration in seconds, minutes or hours."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -95,7 +95,7 @@ def plan(tasks: Sequence[str], fewshot: Sequence[int], suite: Suite | None) -> t
 def scored(
     harness: Any, tasks: list[str], fewshot: list[int], data: TaskData | None, *, limit: int | None, seed: int
 ) -> Iterator[TaskScore]:
-    """Opens all tasks, so that a missing file is an error at once; then yields the score of each at each shot count."""
+    """Opens all tasks first, so that a missing file raises at once; then yields each task's score per shot count."""
     from adaponder.evaluation.tasks.lm_tasks import find_tasks, open_task, run_task
 
     with console.status("looking up tasks …"):

@@ -1,4 +1,4 @@
-"""Text to tokens, tokens to shards, shards to batches: each step can be stopped, repeated and checked."""
+"""Turns text into tokens, tokens into shards, shards into batches; each step can be stopped, repeated and checked."""
 
 from adaponder.data.manifest import DataError, Manifest
 from adaponder.data.sampler import Batch, Sampler, read_windows

@@ -177,7 +177,7 @@ def encode_in_order(
 
 @contextlib.contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Defers Ctrl-C until the block ends. Processes started in the block inherit this and ignore Ctrl-C."""
+    """Defers Ctrl-C until the block ends. Processes started in the block inherit the blocked signal."""
     resource_tracker.ensure_running()  # starting it later would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

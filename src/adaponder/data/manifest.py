@@ -1,4 +1,4 @@
-"""``manifest.json``: counts and checksums of a prepared folder. Its last line is a checksum of the file itself."""
+"""Reads and checks ``manifest.json``: counts and checksums of a prepared folder. Its last line is its own checksum."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _LARGEST = 2**48
 
 
 class DataError(AdaPonderError):
-    """Data that is truncated, mismatched, too small or invalid."""
+    """Raised for data that is truncated, mismatched, too small or invalid."""
 
 
 def dtype_of(vocab_size: int) -> str:
@@ -123,7 +123,7 @@ class Manifest:
             if chance and not self.total(split, "documents"):
                 documents = sum(self.total(name, "documents") for name in SPLITS)
                 remarks.append(
-                    f"no document was assigned to {split}: each of {documents:,} is with probability {chance:g}; "
+                    f"no document was assigned to {split}: each of {documents:,} had probability {chance:g}; "
                     f"add documents, or use a {change} --validation"
                 )
         return remarks

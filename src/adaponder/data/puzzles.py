@@ -3,7 +3,7 @@
 ``hops`` and ``mano`` are inputs of ``adaponder prepare``; ``hops:seed=1,most=3`` changes settings. A document depends
 only on the settings and its number. All documents of a puzzle have ``length`` tokens; their tokenizer is ``symbols``.
 With ``data.sequence`` = ``length`` - 1 a training window is one document. Only the answers are learned, like the
-assistant's turns of a conversation; with ``answers=0`` every token is.
+assistant's turns of a conversation; with ``answers=0`` every token is learned.
 
 **Hops**: a document is a list of steps ``x y .``, then ``|``, then questions ``x y``, where y is the end of the chain
 that starts at x. In ``a b . c d . b e . | a e c d`` the first question takes two hops, the second takes one. Each
@@ -75,8 +75,8 @@ def words_of(ids: np.ndarray) -> list[str]:
 class Question(NamedTuple):
     """A question of a document.
 
-    ``place`` is the index of the answer in the document's words, ``needed`` the question's number of hops or height of
-    its tree, ``forced`` whether elimination gives the answer, because earlier questions cover all other chains.
+    ``place`` is the index of the answer in the document's words, ``needed`` the question's number of hops or the
+    height of its tree, ``forced`` whether elimination gives the answer, as earlier questions cover all other chains.
     """
 
     place: int
@@ -160,7 +160,7 @@ def shuffled(entries: Sequence[Entry], draw: Draw) -> list[Entry]:
 
 
 def _hops_questions(words: Sequence[str]) -> Iterator[Question]:
-    """Follows the chain of each question hop by hop. Skips letters that lead nowhere or into a cycle."""
+    """Yields the questions of a hops document, except those whose letter leads nowhere or into a cycle."""
     bar = words.index(BAR)
     leads = {words[place]: words[place + 1] for place in range(0, bar - 2, 3) if words[place + 2] == STOP}
     unasked = set(leads) - set(leads.values())
@@ -225,7 +225,7 @@ class Mano:
 
 
 def _mano_questions(words: Sequence[str]) -> Iterator[Question]:
-    """Evaluates the trees of a document in order. Stops at the first word that does not belong to a question."""
+    """Yields the questions of a mano document in order, up to the first word that does not belong to a question."""
     if not words or not words[0].isdecimal() or int(words[0]) < 2:
         return
     start, modulus = 1, int(words[0])
@@ -306,7 +306,7 @@ def version(argument: str) -> str:
 
 
 def questions(words: Sequence[str]) -> Iterator[Question]:
-    """Yields the questions of one document with the right answers, which may differ from those in the text."""
+    """Yields the questions of one document with the right answers; those in the text may be wrong."""
     return _hops_questions(words) if BAR in words else _mano_questions(words)
 
 

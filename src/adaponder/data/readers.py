@@ -354,7 +354,7 @@ def _megatron_index(index: Path, data: Path) -> tuple[np.dtype, np.ndarray, np.n
 
 
 def puzzle(part: InputPart, counts: Counts) -> Iterator[Document]:
-    """Yields the documents of a puzzle (see :mod:`adaponder.data.puzzles`). Their size is not known beforehand."""
+    """Yields the documents of a puzzle (see :mod:`adaponder.data.puzzles`). Their number of bytes is unknown."""
     name, settings = part.argument.partition(":")[0], puzzles.settings_of(part.argument)
     for words in puzzles.documents(settings):
         learned = None

@@ -30,7 +30,7 @@ class Batch(NamedTuple):
 
 
 def read_windows(shards: Shards, windows: np.ndarray, *, sequence: int, stride: int | None = None) -> Batch:
-    """Reads ``windows`` by number: n starts at token ``n * stride``. Without ``stride`` they are disjoint."""
+    """Reads ``windows`` by number: window n starts at token ``n * stride``; without ``stride`` windows are disjoint."""
     starts = windows * (stride or sequence + 1)
     tokens = shards.read_blocks(starts, sequence + 1)
     documents = shards.number_blocks(starts, sequence + 1)
@@ -44,7 +44,7 @@ class Sampler:
     Each epoch visits every window once, in a different order; a batch may span two epochs.
 
     Attributes:
-        windows: number of windows of an epoch, disjoint blocks of ``sequence + 1`` tokens; the rest is never read.
+        windows: number of windows of an epoch, disjoint blocks of ``sequence + 1`` tokens; a remainder is never read.
     """
 
     def __init__(self, shards: Shards, *, sequence: int, global_batch: int, seed: int):

@@ -1,8 +1,8 @@
 """Finds and reads the documents of the inputs, in an order that depends on names and contents alone.
 
-Invalid UTF-8 and lone surrogates become U+FFFD; empty documents are skipped. A file with NUL near its start, or with
-little UTF-8 there, is binary: an error if it was named, skipped in a folder, as are hidden files, pipes, devices and
-links to folders or to nothing. All of this is counted. A file that cannot be read is an error.
+Invalid UTF-8 and lone surrogates become U+FFFD; empty documents are skipped. A binary file, with NUL or little valid
+UTF-8 near its start, is an error if the user named it. In a folder it is skipped, like hidden files, pipes, devices,
+and links to folders or to nothing. All of this is counted. A file that cannot be read is an error.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def documents(inputs: Sequence[str], *, counts: Counts | None = None) -> Iterato
     """Yields the documents of ``inputs``, in order: files, folders, ``stdlib``, puzzles, ``hf:NAME[:CONFIG][:SPLIT]``.
 
     ``.jsonl`` and ``.parquet`` hold records with ``text`` and optionally ``source``; any other file is one document.
-    Text and records may be compressed (``.gz``, ``.xz``, ``.bz2``, ``.zst``). A folder is walked in sorted order; one
-    that ``datasets`` saved is read as that dataset. Puzzles: see :mod:`adaponder.data.puzzles`.
+    Text and records may be compressed (``.gz``, ``.xz``, ``.bz2``, ``.zst``). A folder is walked in sorted order; a
+    folder that ``datasets`` saved is read as a dataset. Puzzles: see :mod:`adaponder.data.puzzles`.
     """
     counts = counts or Counts()
     for document in read(find(inputs, counts), counts):

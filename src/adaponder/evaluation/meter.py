@@ -1,4 +1,4 @@
-"""The cost of forwards, computed from the depths of tokens, and a check of the formulas against torch's counter."""
+"""Computes the cost of forwards from the depths of tokens, and checks the formulas against torch's counter."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Meter:
         """Adds the cost of a forward over tokens of these depths (see :func:`adaponder.methods.cost.cost_of`).
 
         ``dense`` execution skips no rows: FLOPs are counted at full depth, but ``iterations`` remains the mean depth.
-        FLOPs of logits that ``policy`` computes only to decide are added to those of the gates.
+        FLOPs of logits that ``policy`` computes only to decide are added to the FLOPs of the gates.
         """
         arguments: dict[str, Any] = {
             "shape": self.shape,

@@ -1,4 +1,4 @@
-"""Summaries of scores: loss, perplexity, bits per byte, and bootstrap intervals over documents.
+"""Computes summaries of scores: loss, perplexity, bits per byte, and bootstrap intervals over documents.
 
 Intervals resample documents, because tokens of one document are correlated and different documents hardly are.
 """
@@ -33,7 +33,7 @@ class Interval(NamedTuple):
 class Summary:
     """The mean loss over learned tokens, the mean depth over all tokens, and the number of learned tokens (``tokens``).
 
-    ``interval`` is that of the loss, ``None`` with too few documents. Texts with a learned mask or with tokens unknown
+    ``interval`` is around the loss, ``None`` with too few documents. Texts with a learned mask or with tokens unknown
     to the tokenizer have no bits per byte.
     """
 

@@ -1,4 +1,4 @@
-"""The text of an evaluation and the windows in which it is scored; every token of every document is predicted once.
+"""Reads the text of an evaluation and cuts it into windows; every token of every document is predicted once.
 
 The stream is an end token, followed by the documents, each closed by an end token. Prediction ``p`` has input
 ``stream[p]`` and target ``stream[p + 1]``, and belongs to the document of its target. So a document's first token is
@@ -111,7 +111,7 @@ class Text:
         return np.arange(self.predictions) - self.starts[self.document]
 
     def first(self, predictions: int) -> Text:
-        """Returns a text of the first ``predictions``; the last document may be truncated."""
+        """Returns the text of the first ``predictions`` predictions; the last document may be truncated."""
         if predictions >= self.predictions:
             return self
         count = int(np.searchsorted(self.starts, predictions, "left"))
@@ -128,7 +128,7 @@ def open_text(
 ) -> Text:
     """Opens ``data`` as tokens of ``vocabulary``, ``max_tokens`` at most; ``whose`` names the checkpoint in errors.
 
-    ``data`` is a folder made by ``adaponder prepare`` (of which ``split`` is read), or any input of ``prepare``: a text
+    ``data`` is a folder made by ``adaponder prepare`` (its ``split`` is read), or any input of ``prepare``: a text
     file, a folder of text files, ``.jsonl`` (all of these also compressed), ``.parquet``, ``stdlib``, ``hf:NAME``.
     """
     if os.path.isfile(Path(data) / MANIFEST):

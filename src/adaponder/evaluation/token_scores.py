@@ -77,7 +77,7 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """The score of each token, the first ``cached`` from an earlier text; the last token has no target for ``nll``."""
+    """The score of each token; the first ``cached`` were reused from an earlier text; the last has no target."""
 
     tokens: list[TokenScore]
     cached: int
@@ -268,7 +268,7 @@ def _common(left: list[int], right: list[int]) -> int:
 
 
 def _forced(rule: Policy, depths: Mapping[int, int], slots: int, device: torch.device) -> Any:
-    """Returns a callable policy that forces the depths of the slots in ``depths`` and applies ``rule`` to others."""
+    """Returns a callable policy that forces the depths of the slots in ``depths`` and applies ``rule`` elsewhere."""
     forced = torch.tensor([depths.get(slot, 0) for slot in range(slots)], device=device)
 
     def decide(rows: PolicyInput) -> Tensor:

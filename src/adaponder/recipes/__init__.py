@@ -1,4 +1,4 @@
-"""Recipes: one complete training run as data, in YAML files that ship in the folders here or are a user's own."""
+"""Reads recipes: each is one complete training run as data, in a YAML file of this package or of the user."""
 
 from adaponder.recipes.reading import base_of, load_recipe, recipe_names, stated_in
 from adaponder.recipes.schema import FREE_TRAIN, DataRecipe, ModelRecipe, Recipe, TrainRecipe

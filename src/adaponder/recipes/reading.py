@@ -21,7 +21,7 @@ _SECTIONS = {"model": ModelRecipe, "data": DataRecipe, "train": TrainRecipe}
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Returns the recipe of that name or path, with ``section.field=value`` overrides. Unknown fields are errors.
+    """Returns the recipe with this name or path, with ``section.field=value`` overrides. Unknown fields are errors.
 
     A recipe that names a ``base`` states only the fields that differ from it.
     """
@@ -94,7 +94,7 @@ def _is_file(name: str) -> bool:
 
 
 def _with_bases(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Returns a recipe's YAML merged over its bases; ``above``: the recipes that led here, to detect cycles."""
+    """Returns a recipe's YAML merged over its bases; ``above``: the recipes that have it as a base."""
     if name in above:
         raise ConfigError(f"{name}: its bases run in a circle, {' → '.join((*above, name))}")
     values, recipe_name = _read(name)
@@ -104,7 +104,7 @@ def _with_bases(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Merges ``above`` over ``below``; replaces mappings with ``model_type`` or ``kind`` (backbone, origin) whole."""
+    """Merges ``above`` over ``below``; mappings with ``model_type`` or ``kind`` (backbone, origin) are not merged."""
     merged = dict(below)
     for key, value in above.items():
         whole = isinstance(value, dict) and ("model_type" in value or "kind" in value)

@@ -1,4 +1,4 @@
-"""A recipe is one complete training run as data: model, data, schedule, seed. Its hash names the run."""
+"""Defines a recipe: one complete training run as data (model, data, schedule, seed). Its hash names the run."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ModelRecipe(OpenRecurrence):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Keyword arguments of ``AdaPonderConfig`` for the recurrence fields that are set."""
+        """Returns the keyword arguments of ``AdaPonderConfig`` for the recurrence fields that are set."""
         values = {item.name: getattr(self, item.name) for item in fields(OpenRecurrence)}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -104,7 +104,7 @@ class DataRecipe:
 
 @dataclass(frozen=True)
 class TrainRecipe:
-    """How the model is trained. Steps count optimizer updates."""
+    """How the model is trained; a step is one update by the optimizer."""
 
     steps: int = setting(MISSING, "updates in all", "[1, 1_000_000_000]")
     global_batch: int = setting(
@@ -316,7 +316,7 @@ class Recipe:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all fields that affect the result, without the name, the description and the logging interval.
+        """Returns a hash of all fields that affect the result, without name, description and logging interval.
 
         Unset fields (``None``) are left out, and removed fields are included with their last default, so that neither
         adding nor removing a field changes the hash of older runs.

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible HTTP server, and a page that shows depth, over one engine."""
+"""Serves one engine at OpenAI-compatible HTTP routes, with a page that shows depth."""

@@ -1,4 +1,4 @@
-"""Decides which requests reach the routes: checks Host, Origin and API key, then type, size and time of the body.
+"""Decides which requests reach the routes: checks Host, Origin and API key, then the body's type, size and speed.
 
 Without a valid key only ``/health`` and the login form are served. Paths are read from the ASGI scope, like the router
 does, never from a URL that is built from headers.
@@ -54,7 +54,7 @@ _FORM = """<!doctype html>
 """
 # Delay of the answer to a wrong key, to slow down guessing.
 _WRONG_SECONDS = 0.2
-# How much of a refused body is still read, and for how long.
+# Most bytes of a refused body that are still read, and the time for reading them.
 _DISCARDED_BYTES, _DISCARD_SECONDS = 1 << 22, 1.0
 
 
@@ -185,7 +185,7 @@ def _form(status: int, message: str) -> HTMLResponse:
 
 
 class BodyLimits:
-    """An ASGI layer that reads the whole JSON body of a POST to one of ``paths``; refuses too long or slow bodies."""
+    """An ASGI layer that reads the whole JSON body of a POST to one of ``paths``; refuses long or slow bodies."""
 
     def __init__(self, app: ASGIApp, paths: Collection[str], limits: Limits):
         self.app, self.paths, self.limits = app, paths, limits
@@ -216,7 +216,7 @@ class BodyLimits:
 
 
 async def _discard_body(receive: Receive) -> None:
-    """Discards the rest of a refused body, within limits of its own.
+    """Discards the rest of a refused body, up to a fixed number of bytes and seconds.
 
     Closing a connection with unread data resets it, and the client may lose the response.
     """

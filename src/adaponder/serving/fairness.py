@@ -19,7 +19,7 @@ from adaponder.errors import EvaluationError, in_one_line
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
-# A client that has items in a queue already must leave room for one more for each eight that it then has.
+# A client with items in a queue must leave one place free for every eight items that it would then have.
 _SHARE = 8
 # Number of latest finished items, from whose times the time until the next one finishes is estimated.
 _MEASURED = 64
@@ -35,7 +35,7 @@ class Places:
     """Counts the places in a queue that clients hold; one place is capacity for one completion, score or text.
 
     Attributes:
-        held: number of places taken by each client; clients without any are removed, so that it cannot grow forever.
+        held: number of places taken by each client; clients without places are removed, so that it cannot grow forever.
     """
 
     def __init__(self):
@@ -58,11 +58,11 @@ class Places:
             del self.held[client]
 
     def missing(self, client: str, count: int, *, room: int, at_once: int) -> int:
-        """Returns how many places must become free before the client may take ``count`` of them; 0: now.
+        """Returns how many places must become free before the client may take ``count`` places; 0 if it may now.
 
         ``room`` is the queue's capacity. Any client may take places as long as at most ``at_once`` are then taken; a
-        client that holds none may take any free ones. Otherwise one place must stay free for each eight that the client
-        then holds: a client alone gets eight ninths of the capacity, and several get equal shares.
+        client that holds none may take any free places. Otherwise one place must stay free for each eight that the
+        client then holds: a single client gets eight ninths of the capacity, and several get equal shares.
         """
         free = room - self.total - count
         if room - free <= at_once:
@@ -89,12 +89,12 @@ class Turns(Generic[_Item]):
         return bool(self._items)
 
     def put(self, client: str, item: _Item, place: int | None = None) -> None:
-        """Adds an item behind the client's others, or at index ``place`` among them."""
+        """Adds an item behind the client's other items, or at index ``place`` among them."""
         items = self._items.setdefault(client, deque())
         items.insert(len(items) if place is None else place, item)
 
     def take(self, skipped: Collection[str] = ()) -> tuple[str, _Item] | None:
-        """Removes and returns (client, its next item), except of ``skipped`` clients; ``None`` if no other waits."""
+        """Removes and returns the next (client, item) of a client not in ``skipped``; ``None`` if there is none."""
         client = next((client for client in self._items if client not in skipped), None)
         if client is None:
             return None

@@ -47,7 +47,7 @@ class Metrics:
 
 
 class _EngineMetrics(Collector):
-    """Reads the engine's counts when the metrics are collected."""
+    """Reads the engine's statistics whenever Prometheus collects the metrics."""
 
     def __init__(self, worker: Worker, lanes: int):
         self.worker, self.lanes = worker, lanes
@@ -62,7 +62,7 @@ class _EngineMetrics(Collector):
             ("jobs", "Texts that are scored or wait to be.", worker.jobs),
             ("texts_running", "Texts that are being tokenised or converted otherwise.", len(worker.texts.running)),
             ("texts", "Texts that are being converted or wait to be.", worker.texts.places.total),
-            ("rows", "Rows that the pools hold.", counts.get("pages", 0) * PAGE),
+            ("rows", "Rows that fit in the KV cache.", counts.get("pages", 0) * PAGE),
             ("rows_in_use", "Rows on pages in use, cached prefixes included.", counts.get("pages_held", 0) * PAGE),
             ("ready", "Whether requests are accepted.", int(worker.state == "ready")),
         ):

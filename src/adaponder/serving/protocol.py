@@ -62,7 +62,7 @@ class Generation(DepthControl):
 
     @property
     def lists_tokens(self) -> bool:
-        """Whether the answer lists tokens under ``adaponder.tokens``."""
+        """Returns whether the answer lists tokens under ``adaponder.tokens``."""
         return self.depth or self.gates or self.iteration_top > 0
 
 
@@ -73,7 +73,7 @@ class StreamOptions(JsonBody):
 
 
 class GenerationBody(JsonBody):
-    """Fields that completions and chats have in common: OpenAI's, and those that vLLM has beside them."""
+    """Fields common to completions and chats: OpenAI's, and the additional fields of vLLM."""
 
     model: str
     frequency_penalty: Annotated[float | None, body_field("frequency_penalty")] = None
@@ -106,7 +106,7 @@ class GenerationBody(JsonBody):
 
     @property
     def samples(self) -> int:
-        """Number of completions generated for each prompt; the ``n`` best are returned."""
+        """Returns the number of completions to generate for each prompt; the answer has the ``n`` best."""
         return getattr(self, "best_of", None) or self.n or 1
 
     @property
@@ -119,7 +119,7 @@ class GenerationBody(JsonBody):
 
 
 class CompletionBody(GenerationBody):
-    """``POST /v1/completions``."""
+    """The body of ``POST /v1/completions``."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
     best_of: int | None = None
@@ -129,7 +129,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def top(self) -> int | None:
-        """Number of likeliest tokens to list with each log-probability; ``None``: no log-probabilities."""
+        """Returns the number of likeliest tokens to list with each log-probability; ``None``: no log-probabilities."""
         return self.logprobs
 
 
@@ -157,7 +157,7 @@ class ChatMessage(JsonBody):
 
 
 class ChatBody(GenerationBody):
-    """``POST /v1/chat/completions``."""
+    """The body of ``POST /v1/chat/completions``."""
 
     messages: list[ChatMessage]
     logprobs: bool | None = None
@@ -175,25 +175,25 @@ class ChatBody(GenerationBody):
 
     @property
     def top(self) -> int | None:
-        """Number of likeliest tokens to list with each log-probability; ``None``: no log-probabilities."""
+        """Returns the number of likeliest tokens to list with each log-probability; ``None``: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class TokenizeBody(JsonBody):
-    """``POST /tokenize``."""
+    """The body of ``POST /tokenize``."""
 
     prompt: str
     add_special_tokens: bool = True
 
 
 class DetokenizeBody(JsonBody):
-    """``POST /detokenize``."""
+    """The body of ``POST /detokenize``."""
 
     tokens: list[int]
 
 
 class ScoreBody(JsonBody):
-    """``POST /score``."""
+    """The body of ``POST /score``."""
 
     prompt: str | list[int]
     model: str | None = None
@@ -288,7 +288,7 @@ def _limited(body: type[_Body], **fields: Any) -> type[_Body]:
 
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-# Names in a body of those fields of an engine request that are called differently there.
+# Names in a body of the engine request's fields, where the two names differ.
 _FIELDS = {name: f"adaponder.{name}" for name in Generation.model_fields.keys() - GenerationBody.model_fields.keys()}
 _FIELDS |= {"max_new_tokens": "max_tokens", "log_probabilities": "logprobs", "samples": "n"}
 _FIELDS |= {"min_new_tokens": "min_tokens", "stop_ids": "stop_token_ids"}
@@ -317,7 +317,7 @@ class ErrorAnswer(BaseModel):
 
 
 class ApiError(Exception):
-    """An error that is sent to the client: ``param``: the field that caused it, ``code``: a machine-readable name."""
+    """An error to send to the client; ``param`` is the field that caused it, ``code`` a machine-readable name."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: Any = None

@@ -1,6 +1,6 @@
 """Serves the same app in several processes or on several machines, as a deployment of Ray Serve.
 
-Each replica is a process with its own model, engine and app, which applies keys and limits and drains as without Ray.
+Each replica is a process with its own model, engine and app; keys, limits and draining work as without Ray.
 Ray's proxy listens, and sends each request to the less busy of two random replicas. It imports this module to call
 :func:`layers`, so Ray is imported inside functions only, and torch not at all.
 """
@@ -90,7 +90,7 @@ class _StoppedError(Exception):
 
 
 def run(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) -> None:
-    """Deploys, prints the address, and serves until SIGTERM or Ctrl-C.
+    """Deploys the app, prints its address, and serves until SIGTERM or Ctrl-C.
 
     ``make`` builds the app in each replica, so it must be picklable.
     """
@@ -296,7 +296,7 @@ class ProxyGuard:
         await send({"type": "http.response.body", "body": _UNAVAILABLE})
 
     async def _try(self, scope: Scope, body: list[Message], receive: Receive, send: Send) -> bool:
-        """Forwards a request once; returns whether our app answered. ``body`` keeps its messages for another try."""
+        """Forwards a request once; returns whether our app answered. ``body`` collects its messages for a retry."""
         waiting, begun, answered = list(body), False, True
 
         async def receive_again() -> Message:

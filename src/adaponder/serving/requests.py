@@ -16,7 +16,7 @@ from adaponder.serving.served import Served
 from adaponder.serving.settings import Client, Limits
 from adaponder.text import chat_text
 
-# Calls a function with its arguments, in a thread if the first argument says that it takes long.
+# Calls a function with its arguments; the first argument is the input's size, and large inputs use a thread.
 Convert = Callable[..., Awaitable[Any]]
 
 
@@ -28,7 +28,7 @@ def check_model(name: str | None, served: Served) -> None:
 
 
 def tokens_of(text: str, served: Served, special: bool) -> list[int]:
-    """Returns the token ids of a text; ``special`` adds the tokenizer's special tokens. Raises 400 if it panics."""
+    """Returns a text's token ids, with special tokens if ``special``; raises 400 if the tokenizer fails."""
     try:
         with panics_as_errors("prompt: the tokenizer cannot encode it"):
             return list(served.tokenizer(text, add_special_tokens=special, verbose=False).input_ids)

@@ -154,7 +154,7 @@ def _generate(
     max_tokens: int,
     echoed: Sequence[list[str]] = (),
 ) -> Response:
-    """Runs the prompts and returns the ``n`` best completions of each, whole or as a stream."""
+    """Runs the prompts and returns the ``n`` best completions of each, in one body or as a stream."""
     served, limits, client = context.served, context.limits, http.scope[CLIENT]
     requests = engine_requests(body, prompts, served, limits, max_tokens=max_tokens, client=client)
     writer = AnswerWriter(served, body, hidden=max_tokens == 0, echoed=echoed)

@@ -20,7 +20,7 @@ SHORTEST_KEY = 16
 _COUNT, _SECONDS, _SAMPLES = "[1, 1e12]", "[0.001, 1e12]", f"[1, {MOST_SAMPLES}]"
 _KEY = re.compile(r"[\x21-\x7e]+")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
-# Without it addresses could be found from their hashes in /metrics.
+# Without this secret, addresses could be found from their hashes in /metrics.
 _SECRET = secrets.token_bytes(16)
 _ORIGIN = re.compile(r"https?://[a-z0-9.\[\]:-]{1,255}")
 
@@ -136,7 +136,7 @@ class Access:
         return next(iter([key for key in self.keys if hmac.compare_digest(key.cookie.encode(), value)]), None)
 
     def client_of(self, address: str, forwarded: Sequence[str]) -> Client:
-        """Returns the client at the address of a connection, without a key.
+        """Identifies a client without a key by the address of its connection.
 
         If that is a trusted proxy, the client is the last address in ``X-Forwarded-For`` that is no trusted proxy. IPv6
         addresses are grouped by /64, since a client usually has a whole /64 network.
@@ -173,7 +173,7 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of an app; ``lanes``: the number of sequences that the engine runs at the same time."""
+    """Settings of the app; ``lanes`` is the number of sequences that the engine runs at the same time."""
 
     lanes: int = 64
     limits: Limits = field(default_factory=Limits)

@@ -100,7 +100,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs and its engine has not failed for good."""
+        """Returns whether the thread runs and its engine has not failed for good."""
         return self._thread is not None and self._thread.is_alive() and self.state != "broken"
 
     @property
@@ -176,7 +176,7 @@ class Worker:
     def _take(
         self, step: dict[Ticket, list[Event]], counts: Mapping[str, int], clients: Mapping[str, tuple[int, int]]
     ) -> None:
-        """Calls the sinks of one step's events and updates the counts; runs in the event loop."""
+        """Calls the sinks with one step's events and updates the statistics; runs in the event loop."""
         self._room.release()
         self.counts, self.clients = counts, clients
         for ticket, events in step.items():

@@ -1,4 +1,4 @@
-"""Text in, text out, over an engine of token ids: encodes prompts, finds stop strings, gives each token its text."""
+"""Runs an engine of token ids with text in and out: encodes prompts, finds stop strings, gives each token its text."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Writing:
 
     @property
     def depths(self) -> list[int]:
-        """Depths of prompt and generated tokens, in order; 0 for the last generated token, which is never read."""
+        """Returns the depths of prompt and generated tokens; 0 for the last generated token, which is never read."""
         # Token.depth is the depth of the preceding token, whose last row predicted this one.
         after = [token.depth for token in self.tokens[1:]] + [0] * bool(self.tokens)
         return self.prompt_depths + after
@@ -109,7 +109,7 @@ class TextEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether any text is unfinished."""
+        """Returns whether any text is unfinished."""
         return bool(self._writings)
 
     def submit(self, prompt: str | Sequence[int], *, stops: Sequence[str] = (), **settings: Any) -> list[Writing]:
@@ -146,7 +146,7 @@ class TextEngine:
     def finish(self, on_event: Callable[[TextEvent], object], *, until: Callable[[], bool] = lambda: False) -> None:
         """Steps until every text is finished; cancels all requests once ``until`` returns true or a request fails.
 
-        Raises the first error of a request when all have ended.
+        Raises the first error of a request once all requests have ended.
         """
         errors: list[str] = []
         while self.busy:

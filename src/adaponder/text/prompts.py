@@ -23,7 +23,7 @@ Message = dict[str, str]
 class TemplateRenderer:
     """Renders chat templates in a subprocess, started when first needed and again after a template exceeded a limit.
 
-    The subprocess ends when its standard input is closed, which the end of this process does.
+    The subprocess ends when its standard input is closed, at the latest when this process ends.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Renders chat templates in a process of its own: a template is a program of the checkpoint, and may run without end.
 
 The process is started by its path (:class:`adaponder.text.prompts.TemplateRenderer`) and does not import the package.
-It reads one request per line and writes one answer per line. A template that uses more processor time than allowed is
-ended by the kernel, together with the process.
+It reads one request per line and writes one answer per line. If a template uses more processor time than
+allowed, the kernel ends the process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Decodes a sequence while it is generated: whole characters, up to a stop string.
 
 The text of a token depends on its neighbours: a character may take several tokens, and with some vocabularies the
-first word loses its leading space. So each token is decoded together with the few before it; joined, the pieces are the
-decoded text of all tokens.
+first word loses its leading space. So each token is decoded together with the few tokens before it; the joined pieces
+are the decoded text of all tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Detokenizer:
 
     @property
     def waiting(self) -> int:
-        """Number of trailing tokens that have no text yet because their character is unfinished."""
+        """Returns the number of trailing tokens that have no text yet because their character is unfinished."""
         return len(self._ids) - self._returned
 
     def add(self, token: int) -> str:
@@ -149,7 +149,7 @@ class TextStream:
 
     @property
     def settled(self) -> int:
-        """Number of tokens, from the first, whose text is final: neither incomplete nor held back."""
+        """Returns the number of tokens, from the first, whose text is final: neither incomplete nor held back."""
         if self.stop is not None:
             return self._tokens
         complete = self._tokens - self._decoder.waiting

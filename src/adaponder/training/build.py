@@ -46,7 +46,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def scratch_config(recipe: Recipe, vocabulary: int) -> AdaPonderConfig:
-    """Returns a new model's config. Unless the recipe sets it, vocab_size is ``vocabulary`` rounded up to n * 128."""
+    """Returns a new model's config. By default, vocab_size is ``vocabulary`` rounded up to a multiple of 128."""
     if not isinstance(recipe.model.backbone, dict):
         raise ConfigError("model.backbone must be a mapping with model_type, or a checkpoint")
     backbone = {"vocab_size": -(-vocabulary // 128) * 128} | recipe.model.backbone
@@ -85,7 +85,7 @@ def _refuse_unknown(backbone: dict[str, Any]) -> None:
 
 
 def _from_checkpoint(name: str, settings: dict[str, Any]) -> AdaPonderForCausalLM:
-    """Returns a model with a recipe's ``settings`` and a checkpoint's weights (if methods differ: its backbone's)."""
+    """Returns a model with a recipe's ``settings`` and a checkpoint's weights (the backbone's if methods differ)."""
     opened = open_checkpoint(name, dtype="float32")
     model = opened.model
     if not isinstance(model, AdaPonderForCausalLM) or opened.recurrence["method"] != settings["method"]:

@@ -1,4 +1,4 @@
-"""Checkpoint folders: a run killed at any time leaves its last complete checkpoint whole.
+"""Writes, verifies and loads checkpoints; a run killed at any time leaves its last complete checkpoint intact.
 
 A checkpoint is written under another name, flushed to disk, sealed with a manifest of sizes and checksums, and renamed.
 A folder without a matching manifest is not a checkpoint. Tensors are finite; files are safetensors, JSON or text.
@@ -122,7 +122,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Loads the moments saved in ``folder`` into ``optimizer``. Raises if one is missing."""
+    """Loads the moments saved in ``folder`` into ``optimizer``. Raises if a moment is missing."""
     saved = load_file(folder / OPTIMIZER)
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
@@ -175,14 +175,14 @@ def restore_random_state(states: dict[str, Tensor], device: torch.device) -> Non
 
 
 class Saver:
-    """Saves ``model`` to the run folder. All processes gather tensors, and the leading one writes."""
+    """Saves ``model`` to the run folder. All processes gather tensors, and the leading process writes."""
 
     def __init__(self, recipe: Recipe, run: Path, world: World, model: AdaPonderForCausalLM, shards: Shards):
         self.recipe, self.run, self.world, self.model, self.shards = recipe, run, world, model, shards
         self.tokenizer_files = with_padding(shards.tokenizer_files(), model)
 
     def save(self, step: int, controller: DepthController | None, optimizer: torch.optim.Optimizer | None) -> Path:
-        """Writes a checkpoint that resumes at ``step``, and prunes; with ``optimizer=None``, writes the final model."""
+        """Writes the checkpoint of ``step`` and prunes others, or, with ``optimizer=None``, writes the final model."""
         folder = self.run / "final" if optimizer is None else step_folder(self.run, step)
         weights, moments = weights_of(self.model), optimizer and optimizer_state(optimizer)
         if (overflow := first_not_finite((weights | (moments or {})).items())) is not None:

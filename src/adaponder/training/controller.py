@@ -35,7 +35,7 @@ class DepthController:
 
     target: float  # the mean depth to reach
     iterations: int  # K
-    start: int  # the first step that it changes
+    start: int  # the first step that the controller changes
     gain: float
     every: int
     pressure: float = 0.0  # u: the log of the factor by which the ponder weight and k are multiplied
@@ -73,7 +73,7 @@ class DepthController:
         self.sums = torch.zeros_like(self.sums)
 
     def state(self, sums: Tensor) -> dict[str, Any]:
-        """Returns the state for a checkpoint; ``sums`` are those of all processes."""
+        """Returns the state for a checkpoint; ``sums`` are added over all processes."""
         return {"pressure": self.pressure, "seen": sums.tolist()}
 
 

@@ -53,7 +53,7 @@ def shards_folder(recipe: Recipe, data: Path, world: World) -> Path:
 
 
 def require_own_tokenizer(recipe: Recipe, shards: Shards) -> None:
-    """Raises if the data was tokenized with a different tokenizer than that of the checkpoint to train from."""
+    """Raises if the data was tokenized with another tokenizer than the checkpoint to train from has."""
     name = recipe.model.backbone
     if isinstance(name, str) and os.path.isfile(path := fetch(name) / "tokenizer.json"):
         shards.require_tokenizer(tokenizer_hash(read_tokenizer(path)), name)

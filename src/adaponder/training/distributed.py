@@ -51,7 +51,7 @@ class World:
         return [tensor.to(values.device) for tensor in gathered]
 
     def any(self, flag: bool) -> bool:
-        """Returns, in every process, whether ``flag`` is true in at least one."""
+        """Returns, in every process, whether ``flag`` is true in at least one process."""
         return flag if self.size == 1 else bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
 
     def wait(self) -> None:
@@ -61,7 +61,7 @@ class World:
 
 @contextmanager
 def join(device: str) -> Iterator[World]:
-    """Joins the process group that ``torchrun`` describes in the environment. Without it, the world has one process."""
+    """Joins the process group that ``torchrun`` describes in the environment; without it there is one process."""
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     target = as_device(device)
     if target.type == "cuda":

@@ -65,7 +65,7 @@ def merged(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def trains(name: str, train: TrainRecipe, *, backbone_trains: bool) -> bool:
-    """Returns whether the parameter ``name`` is trained: gates, backbone or both may be frozen, or LoRA be used."""
+    """Returns whether the parameter ``name`` is trained: gates or backbone may be frozen; LoRA trains adapters only."""
     if name.startswith("method."):
         return not train.freeze_gates
     return backbone_trains and (train.lora_rank is None or _is_adapter(name))

@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a run continues from. Refuses one that was trained with other settings."""
+"""Finds the checkpoint that a run continues from; refuses a checkpoint that was trained with other settings."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _warn(label: str, text: str) -> None:
 
 
 def _print_start(start: Start, changes: list[str], *, states: int, world: World) -> None:
-    """Prints where an exact resume continues, and in what the run may differ from the earlier one."""
+    """Prints where an exact resume continues, and how the run may differ from the earlier run."""
     console.print(f"resuming at step {start.step} from {start.folder}", soft_wrap=True)
     if changes:
         _warn("it was trained with", f"other settings: {'; '.join(changes)}")
@@ -100,7 +100,7 @@ def _print_start(start: Start, changes: list[str], *, states: int, world: World)
 
 
 def is_finished(recipe: Recipe, out: Path, world: World, *, weights_only: bool, allow_changes: bool) -> bool:
-    """Returns whether ``out`` holds the whole final model of ``recipe``, so that nothing is left to train.
+    """Returns whether ``out`` holds the complete final model of ``recipe``, so that nothing is left to train.
 
     Raises and lists the differences if the final model has another recipe (more steps, say); with ``allow_changes``, or
     if the final model is damaged, returns false: the run continues from its newest checkpoint.

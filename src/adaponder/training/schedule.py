@@ -1,4 +1,4 @@
-"""Schedules: learning rate, objective, policy and trained parameters as functions of the step, and the optimizer."""
+"""Computes the learning rate, objective, policy and trained parameters of a step, and builds the optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sweeps: plans a recipe with several settings, trains the runs one after another, and summarizes each.
+"""Plans the runs of a recipe with several settings, trains them one after another, and summarizes each run.
 
 Each run has its own folder and resumes where it stopped; finished runs are not trained again.
 """
@@ -176,7 +176,7 @@ def _as_override(value: Any) -> str:
 class RunSummary:
     """Summary of one run, a line of the sweep's table. Unknown values are ``None``.
 
-    Loss, mean depth and shares of tokens halted are those of the last validation, the speed is the median of the log.
+    Loss, mean depth and shares of tokens halted are from the last validation, the speed is the median of the log.
     """
 
     name: str
@@ -312,7 +312,7 @@ def _examine(run: PlannedRun, folder: Path, prepared: Path) -> RunSummary:
 
 
 def rows_left(run: PlannedRun, summary: RunSummary) -> float:
-    """Returns the rows (tokens times K) that a run has still to compute; its time is about proportional to that."""
+    """Returns the rows (tokens times K) that a run has still to compute; its time is about proportional to them."""
     per_step = run.recipe.train.global_batch * run.recipe.data.sequence * (summary.iterations or 1)
     return float((summary.steps - summary.step) * per_step)
 
@@ -329,8 +329,8 @@ def carry_out(
 ) -> Iterator[tuple[int, RunSummary]]:
     """Trains or resumes every run that is not finished and yields ``(index, summary)`` as each ends.
 
-    After a failed run the next one starts; a stopped run is the last. Calls ``starting(index, summary, seconds left)``
-    before each run.
+    A failed run does not end the sweep, a stopped run does. Before each run,
+    calls ``starting(index, summary, seconds left)``.
     """
     rows, seconds = 0.0, 0.0  # rows computed by this sweep so far, and the time that they took
     waiting = [index for index, summary in enumerate(summaries) if summary.status == PENDING]

@@ -83,7 +83,7 @@ class Tally:
 def utilisation(
     tokens_per_second: float, config: AdaPonderConfig, *, shape: Shape, sequence: int, world: World
 ) -> dict[str, float]:
-    """Returns ``{"mfu": …}``, the model's FLOPs per second divided by the device's peak; empty if that is unknown."""
+    """Returns ``{"mfu": …}``, the model's FLOPs per second over the device's peak; empty if the peak is unknown."""
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
     peak = next((rate for key, rate in _PEAK.items() if key in name), None)
     if peak is None:
@@ -150,7 +150,7 @@ class DepthCounts:
                 self.last = counts
 
     def evaluated(self, batches: Any) -> None:
-        """Adds the last forward to the counts of the evaluation over ``batches``; drops those of earlier ones."""
+        """Adds the last forward to the evaluation over ``batches``; drops the counts of an earlier evaluation."""
         if batches is not self.batches:
             self.sums.pop(False, None)
         if self.last is not None:

@@ -1,4 +1,4 @@
-"""Every figure of the report, in its order; each is a pure function of a trace."""
+"""Lists every figure of the report, in its order; each is a pure function of a trace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES: tuple[str, ...] = (*(plate.name for plate in PLATES), EXCERPTS)
 
 
 def choose(kind: Kind, only: Sequence[str] = ()) -> tuple[list[type[Plate]], dict[str, str]]:
-    """Returns the figures to draw, and by name why others cannot be drawn; raises if one named in ``only`` cannot."""
+    """Returns the figures to draw and, by name, why others cannot be drawn; raises if these are named in ``only``."""
     if unknown := [name for name in only if name not in NAMES]:
         raise InputError(f"--only {unknown[0]}: unknown figure; choose from {', '.join(NAMES)}")
     plates = [plate for plate in PLATES if not only or plate.name in only]

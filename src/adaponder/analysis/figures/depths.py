@@ -1,4 +1,4 @@
-"""Figures of depth: tokens active in each iteration, values of the gates, and which tokens get more depth."""
+"""Draws figures of depth: tokens active in each iteration, values of the gates, and which tokens get more depth."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ActiveTokens(Plate):
     def draw(self, theme: Theme) -> Figure:
         figure = new_figure(width=PAGE, height=2.2)
         axes = figure.subplots()
-        # One colour: the depth colours mean depths of tokens, and these are iterations.
+        # One colour, as the depth colours stand for depths of tokens, and these are iterations.
         bars = axes.bar(self.iterations, 100 * self.shares, width=0.7, color=PALETTE[0])
         axes.bar_label(bars, [percent(share) for share in self.shares], padding=2)
         iteration_axis(axes, self.iterations)
@@ -247,7 +247,7 @@ def _significance(rho: tables.Correlation) -> str:
 class DepthByPlace(Plate):
     """Shows mean depth by frequency of the token, by position in document and window, and by source.
 
-    Each entry of ``curves`` has the mean values and the depths of its bins; ``sources`` has names and depths.
+    Each entry of ``curves`` is (mean value of each bin, mean depths of the bins); ``sources`` is (names, mean depths).
     """
 
     name = "depth"

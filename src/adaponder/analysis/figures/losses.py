@@ -1,4 +1,4 @@
-"""Figures of losses: by depth, by iteration, and what halting gave up."""
+"""Draws figures of losses: by depth, by iteration, and the loss that halted tokens could still have gained."""
 
 from __future__ import annotations
 
@@ -257,8 +257,8 @@ class ForgoneGain(Plate):
 
     Attributes:
         groups: for each depth d below K, the mean gain from d of the tokens that halted at d.
-        random: the mean gain from d of all tokens; the mean of as many random ones is within ``band`` of it (95 %).
-        halted: the gain of each token from its own depth, the mean over the text.
+        random: the mean gain from d of all tokens; 95 % of means over as many random tokens are within ``band`` of it.
+        halted: mean over the text of each token's gain from its own depth.
         chance: (mean, low, high) of ``halted`` if depths are permuted within each document; 95 % interval.
     """
 

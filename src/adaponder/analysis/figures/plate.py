@@ -1,4 +1,4 @@
-"""The base class of a figure of the report, and what figures share: number formats, axes, bars."""
+"""Defines the base class of the report's figures, and the number formats, axes and bars that they share."""
 
 from __future__ import annotations
 

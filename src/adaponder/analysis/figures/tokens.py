@@ -1,4 +1,4 @@
-"""Tokens in context: the grid of computed and reused rows (the paper's Figure 1), and excerpts coloured by depth."""
+"""Shows tokens in context: a grid of computed and reused rows (the paper's Figure 1), excerpts coloured by depth."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PASSAGE = 320
 
 
 class TokenGrid(Plate):
-    """Shows which iterations of consecutive tokens were computed; ``after`` is what the legend calls skipped ones."""
+    """Shows which iterations of consecutive tokens were computed; ``after`` is the legend's label of skipped rows."""
 
     name = "grid"
     title = "Computed or reused, token by token"

@@ -1,1 +1,1 @@
-"""The policy lab: policies compared at equal cost, thresholds calibrated, profiles stored."""
+"""Compares policies at equal mean depth, calibrates thresholds, and stores them as profiles."""

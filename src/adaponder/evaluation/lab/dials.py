@@ -1,4 +1,4 @@
-"""Dials: a policy with a free threshold, set to a mean depth by quantiles of signals recorded at full depth.
+"""Tunes a policy's free threshold to a mean depth, by quantiles of signals recorded at full depth.
 
 Mean depth is the mean of ``1 + [signal 0 >= threshold] + [signals 0 and 1 >= threshold] + …``, so the threshold for a
 depth is an order statistic of the signals' running minima. Halting changes what later tokens attend to, so scoring
@@ -39,7 +39,7 @@ class Rule(NamedTuple):
         name: label in tables and legends.
         policy: builds the policy from a threshold, which is in ``unit``.
         signal: computes the signal of each row; large where the token should continue.
-        ceiling: whether the policy continues while its measure is at most the threshold; ``signal`` is then negated.
+        ceiling: whether the policy continues while a measure is at most the threshold; ``signal`` is minus the measure.
         shallowest: the smallest mean depth; 2 for policies that compare two iterations.
     """
 
@@ -161,13 +161,13 @@ class Dial:
 
 
 def threshold_dial(full: FullDepth, word: str, name: str | None = None) -> Dial:
-    """Returns the dial of ``RULES[word]``, under its own name unless ``name`` is given."""
+    """Returns the dial of ``RULES[word]``, named after the rule unless ``name`` is given."""
     rule, signal = RULES[word], full.signals[word]
 
     def at(depth: float) -> Setting:
         threshold = threshold_at(signal, depth)
         if word == "random":
-            # Tokens continue where their hash is below ``keep``: the highest kept hash plus its resolution.
+            # Tokens continue if their hash is below ``keep``: the highest hash that continues, plus the resolution.
             keep = min(1.0, max(0.0, 2.0**-24 - threshold))
             return Setting(f"keep {keep:.4f}", policies.Random(keep))
         threshold = -threshold if rule.ceiling else max(rule.lowest, threshold)
@@ -187,7 +187,7 @@ def uniform_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
 
 
 def geometric_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
-    """Returns the dial with shares ``r, r^2, …`` of tokens active from iteration 2 on; ``r`` gives the depth."""
+    """Returns the dial with shares ``r, r^2, …`` of tokens active from iteration 2 on; the depth sets ``r``."""
     powers = np.arange(1, full.iterations)
 
     def at(depth: float) -> Setting:
@@ -281,8 +281,8 @@ def scaled_shares(shape: tuple[float, ...], total: float) -> tuple[float, ...]:
 class Tuned(NamedTuple):
     """A dial that was set to a budget by ``runs`` scorings of the tuning half.
 
-    ``scores`` are those of the tuning half at ``setting``; ``None`` if the budget is below the smallest possible depth.
-    ``missed`` says why the budget was not reached; ``None`` if it was.
+    ``scores`` are the tuning half's scores at ``setting``; ``None`` if the budget is below the smallest possible depth.
+    ``missed`` is the reason why the budget was not reached; ``None`` if it was.
     """
 
     dial: Dial
@@ -331,7 +331,7 @@ def tune(dial: Dial, budget: float, measure: Callable[[Setting], Scores], *, ite
 
 
 def _between(low: tuple[float, float], high: tuple[float, float], budget: float) -> float:
-    """Interpolates the aim for ``budget`` between two (aim, measured depth) points, 5 to 95 % of the way."""
+    """Interpolates the aim for ``budget`` between two (aimed depth, measured depth) points, 5 to 95 % of the way."""
     width = high[0] - low[0]
     rise = high[1] - low[1]
     fraction = (budget - low[1]) / rise if rise > 0 else 0.5

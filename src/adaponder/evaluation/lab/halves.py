@@ -132,7 +132,7 @@ def _every_other(text: Text, windows: Windows, offset: int) -> Half:
 
 
 def _selected(text: Text, mask: np.ndarray, starts: np.ndarray, documents: np.ndarray, utf8_bytes: np.ndarray) -> Text:
-    """Returns the text of the predictions in ``mask``; document i begins at ``starts[i]`` and was ``documents[i]``."""
+    """Returns the text of the predictions in ``mask``; document i begins at ``starts[i]``, from ``documents[i]``."""
     return replace(
         text,
         stream=np.concatenate([text.stream[:1], text.stream[1:][mask]]),

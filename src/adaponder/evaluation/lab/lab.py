@@ -251,7 +251,7 @@ _PROPOSALS, _SAMPLE = 2, 20_000
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to meet a budget: its held-out measurement, and its loss on the tuning half, which decides the choice."""
+    """One candidate for a budget: its measurement on the held-out half, and its loss on the tuning half."""
 
     row: Measurement
     tuning_loss: float | None
@@ -263,7 +263,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A budget and the ways that were tried to meet it, the chosen way first."""
+    """A budget and the candidates that were tuned to it, the chosen candidate first."""
 
     budget: float
     choices: tuple[Choice, ...]
@@ -277,7 +277,7 @@ class Calibration:
 
 
 def calibrate(lab: Lab, budget: float, *, rule: str = "gate") -> Calibration:
-    """Tunes the ways to meet ``budget``, chooses one on the tuning half, and measures each on the held-out half."""
+    """Tunes candidates to ``budget``, chooses one by its tuning loss, and measures each on the held-out half."""
     ways = meet(lab, budget, rule=rule)
     if ways[0].missed is not None:
         raise InputError(f"--budget {budget:g}: {rule} cannot meet it on this text ({ways[0].missed})")
@@ -289,7 +289,7 @@ def calibrate(lab: Lab, budget: float, *, rule: str = "gate") -> Calibration:
 
 
 def meet(lab: Lab, budget: float, *, rule: str = "gate") -> list[Tuned]:
-    """Returns the ways to meet ``budget`` on the tuning half, best first (see :func:`ordered`)."""
+    """Returns all candidates, each tuned to ``budget`` on the tuning half, best first (see :func:`ordered`)."""
     check_budget(budget, lab.iterations, "--budget")
     check_rule(rule, budget)
     full = lab.full_depth
@@ -311,7 +311,7 @@ def check_rule(rule: str, budget: float) -> None:
 
 
 def ordered(ways: Sequence[Tuned], own_text: Text, *, seed: int = 0) -> list[Tuned]:
-    """Sorts ways: those with significantly less loss than ``ways[0]``, then ``ways[0]``, others, missed budgets."""
+    """Sorts candidates: those with significantly less loss than ``ways[0]``, ``ways[0]``, others, missed budgets."""
     simplest = ways[0]
 
     def merit(way: Tuned) -> tuple[bool, int, float]:
@@ -327,7 +327,7 @@ def ordered(ways: Sequence[Tuned], own_text: Text, *, seed: int = 0) -> list[Tun
 
 
 def propose(full: FullDepth, budget: float) -> list[tuple[float, ...]]:
-    """Proposes shares of tokens active at iteration 2 … K that cost ``budget`` and have the lowest expected loss.
+    """Proposes shares of tokens active at iteration 2 … K with mean depth ``budget`` and the lowest expected loss.
 
     The expected loss of a token that halts after d iterations is its loss after d iterations at full depth. From
     several starts, hill climbing moves depth between iterations while the expected loss falls. Shares close to those
@@ -376,7 +376,7 @@ def _moves(shares: tuple[float, ...], step: float) -> Iterator[tuple[float, ...]
 
 
 def frontier(lab: Lab, budgets: Sequence[float], *, journal: Journal | None = None) -> Iterator[Measurement]:
-    """Yields a measurement of the best way (:func:`meet`) for each budget, then of each fixed depth.
+    """Yields a measurement of the best candidate of :func:`meet` for each budget, then of each fixed depth.
 
     Measurements that ``journal`` holds are not repeated; others are saved in it.
     """

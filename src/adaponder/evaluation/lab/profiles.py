@@ -1,4 +1,4 @@
-"""Profiles: policies calibrated for a budget, stored by name beside the weights, and rejected for any other weights.
+"""Stores policies calibrated for a budget by name beside the weights, and rejects them for any other weights.
 
 ``profiles.json`` is not in the checkpoint's manifest and contains its own checksum, so a truncated or edited file is
 rejected. It is written under another name and renamed, so it is never half written.
@@ -60,7 +60,7 @@ def _is_profile(profile: Any) -> bool:
 
 
 def store(folder: Path, name: str, profile: dict[str, Any]) -> Path:
-    """Adds or replaces one profile; ``profile["policy"]`` is a line for :func:`parse_policy`."""
+    """Adds or replaces one profile, whose ``policy`` is a line for :func:`parse_policy`; returns the file's path."""
     check_name(name)
     parse_policy(profile["policy"])
     path = folder / FILE

@@ -1,1 +1,1 @@
-"""Tasks of lm-evaluation-harness: their records, the model interface, and the scores."""
+"""Runs tasks of lm-evaluation-harness: reads their records, implements the model interface, collects the scores."""

@@ -1,4 +1,4 @@
-"""lm-eval's model interface for a checkpoint; an answer does not depend on batch size or request order.
+"""Implements lm-eval's model interface for a checkpoint; answers do not depend on batch size or request order.
 
 Requests are encoded, truncated and scored as by lm-eval's own ``hf`` model, so a vanilla checkpoint gets the same score
 for each item. Depth is adaptive, halted tokens are skipped, and the cost is counted per task.
@@ -41,7 +41,7 @@ Counting = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 
 class HarnessLM(TemplateLM):
-    """lm-eval's model interface for a checkpoint: log-likelihood, rolling log-likelihood, generation.
+    """Implements lm-eval's model interface for a checkpoint: log-likelihood, rolling log-likelihood, generation.
 
     Args:
         model: in evaluation mode, on its device.
@@ -144,7 +144,7 @@ class HarnessLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[Answer]:
-        """Scores ``(key, context, continuation)`` requests; those equal but for the last token share a batch row."""
+        """Scores ``(key, context, continuation)`` requests; requests equal up to the last token share a batch row."""
         texts: dict[tuple[int, ...], list[int]] = {}
         for index, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
@@ -169,7 +169,7 @@ class HarnessLM(TemplateLM):
 
     @torch.no_grad()
     def _score(self, texts: Sequence[Sequence[int]], rows: list[int], continuations: list[list[int]]) -> list[Answer]:
-        """Returns the log-likelihood of each ``continuations[i]`` in ``texts[rows[i]]``, and whether it is greedy."""
+        """Returns the log-likelihood of ``continuations[i]`` in ``texts[rows[i]]``, and whether it is the argmax."""
         ids, mask = self._padded(texts)
         scored = [0] * len(texts)
         for row, continuation in zip(rows, continuations, strict=True):
@@ -275,7 +275,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def _meter(self) -> Meter:
-        """Returns the current task's meter; on first use, copies ``_blank``, whose model shape is already computed."""
+        """Returns the current task's meter: on first use a copy of ``_blank``, which knows the model's shape."""
         return self.meters.setdefault(self._task, copy.copy(self._blank))
 
     def _count_generation(self, depth: Tensor, width: int, lengths: list[int]) -> None:

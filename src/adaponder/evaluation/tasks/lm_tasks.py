@@ -158,7 +158,7 @@ def _from_files(manager: TaskManager, name: str, shots: int, data: TaskData, lim
 
 
 def _examples(name: str, config: dict[str, Any], data: TaskData, split: str) -> str | None:
-    """Returns the split of few-shot examples: map.yaml's; else lm-eval's, unless it is evaluated; else train.
+    """Returns the split of few-shot examples: map.yaml's; else lm-eval's, unless that one is evaluated; else train.
 
     Returns ``None`` for a task that defines its own examples.
     """
@@ -243,7 +243,7 @@ def _blame_record(opened: OpenedTask, limit: int | None) -> None:
 
 
 def _metrics(task: Any, results: dict[str, Any], samples: list[dict[str, Any]]) -> Iterator[Metric]:
-    """Yields each metric with its closed-form standard error (lm-eval bootstraps that of perplexities)."""
+    """Yields each metric with its closed-form standard error (for perplexities, lm-eval itself bootstraps)."""
     for key, value in results.items():
         name, _, filtered = key.partition(",")
         if not filtered or name.endswith("_stderr") or not isinstance(value, (int, float)):

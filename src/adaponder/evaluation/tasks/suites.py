@@ -1,4 +1,4 @@
-"""Suites: published benchmark tables (tasks, shots, metric) with their scores, for comparison.
+"""Defines suites: published benchmark tables (tasks, shots, metric) with their scores, for comparison.
 
 The paper's table is "Zero-shot and five-shot performance (accuracy, %) on downstream tasks". Its metric is inferred to
 be lm-eval's ``acc`` for every task: the caption says accuracy, and 40.4 for Pythia-1.4B on HellaSwag is the model's

@@ -46,7 +46,7 @@ FIELDS = {
 
 
 class TaskData:
-    """The task data of a folder, or of a ``map.yaml``; see the top of this module."""
+    """Finds and reads the task data of a folder or a ``map.yaml``; see the top of this module."""
 
     def __init__(self, path: Path):
         self.folder, map_file = (path.parent, path) if path.is_file() else (path, path / "map.yaml")
@@ -64,7 +64,7 @@ class TaskData:
         return next((path for path in self._candidates(task, split) if path.is_file()), None)
 
     def fewshot(self, task: str) -> str | None:
-        """Returns the split of few-shot examples in map.yaml; ``None`` if it names none."""
+        """Returns the split that map.yaml names for few-shot examples; ``None`` if it names none."""
         return self._map.get(task, {}).get("fewshot")
 
     def looked_for(self, task: str, split: str) -> str:
