@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -65,8 +64,6 @@ _AT = {
     "nll_at_depth_1": "every token at depth 1",
     "nll_at_full_depth": "every token at full depth",
 }
-# The accuracy of guessing: one of four answers; a last word out of the whole vocabulary.
-_CHANCE = {"hellaswag": 0.25, "arc_easy": 0.25, "sciq": 0.25, "lambada_openai": 0.0}
 _Found = tuple[str, str]
 
 
@@ -205,29 +202,6 @@ def _faster(evidence: Evidence, test: Test) -> _Found:
     return statistics.lower(slower), f"{at}, time of {over}, less one: {shown(slower, percent=True)}"
 
 
-def _above_chance(evidence: Evidence, test: Test) -> _Found:
-    name = test["above_chance"]
-    scores = _by_seed(evidence, name, "tasks", _downstream)
-    if scores.empty:
-        runs = evidence.runs[evidence.runs.setting == evidence.setting(name)]
-        tried = [record.get("measured", {}).get("tasks") for record in runs.record]
-        why = next((result["missing"] for result in tried if result is not None), None)
-        return NOT_RUN, NONE if why is None else f"could not be measured: {why}"
-    chance = _by_seed(evidence, name, "tasks", lambda result: fmean(_CHANCE[task["task"]] for task in result["tasks"]))
-    over = estimate(scores - chance)
-    verdict = statistics.higher(over)
-    words = f"{evidence.title(name)}, mean accuracy minus guessing: {shown(over, percent=True)}"
-    return UNTESTABLE if verdict == FAILS else verdict, words
-
-
-def _right(evidence: Evidence, test: Test) -> _Found:
-    first, second = (_by_seed(evidence, name, "tasks", _downstream) for name in test["right"])
-    difference = estimate(first - second)
-    equal = statistics.equal(difference, test["within"]) if "within" in test else None
-    words = f"{_versus(evidence, test['right'])} in mean accuracy: {shown(difference, percent=True)}"
-    return equal or statistics.higher(difference), words
-
-
 def _unaffordable(evidence: Evidence, test: Test) -> _Found:
     """States how many runs a test would need: ``runs``, or those that show that two settings differ by ``effect``."""
     noise = evidence.noise(evidence.claims["curve"][0], pooled="stable")
@@ -244,11 +218,6 @@ def _by_seed(
     )
 
 
-def _downstream(result: Mapping[str, Any]) -> float:
-    """Returns the mean accuracy over the downstream tasks."""
-    return fmean(task["metrics"]["acc"]["value"] for task in result["tasks"])
-
-
 KINDS: Mapping[str, Callable[[Evidence, Test], _Found]] = {
     "lower": _lower,
     "equal": _equal,
@@ -263,8 +232,6 @@ KINDS: Mapping[str, Callable[[Evidence, Test], _Found]] = {
     "easier": _easier,
     "gap": _gap,
     "faster": _faster,
-    "above_chance": _above_chance,
-    "right": _right,
     "untestable": lambda evidence, test: (UNTESTABLE, test["untestable"]),
     "unaffordable": _unaffordable,
 }
