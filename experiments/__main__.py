@@ -28,14 +28,14 @@ JsonOption = Annotated[Path | None, typer.Option(metavar="PATH", help="Write the
 
 @dataclass(frozen=True)
 class QueueOptions:
-    """Options of the commands that show runs."""
+    """Options of all commands that read the queue."""
 
     queue: Annotated[Path, typer.Option(metavar="YAML", help="The queue of runs.")] = QUEUE
     records: Annotated[Path | None, typer.Option(metavar="DIR", help="Records; default: beside the queue.")] = None
     data: Annotated[Path | None, typer.Option(metavar="DIR", help="Prepared main corpus; default: the queue's.")] = None
 
     def setup(self, runs: Path = Path(), device: str = "cpu", commit: str = "") -> Setup:
-        """Reads the queue; ``--data`` replaces the folder and the hash of its main corpus."""
+        """Reads the queue; ``--data`` replaces the folder and the hash of the main corpus."""
         from experiments.runner import Setup
 
         queue = read_queue(self.queue)
@@ -65,7 +65,7 @@ class TrainOptions(QueueOptions):
 def list_runs(options: QueueOptions, claim: OneClaim = None, seeds: SeedsOption = "", json: JsonOption = None) -> None:
     """Shows runs, their states and their results."""
     if seeds and claim is None:
-        raise InputError("--seeds needs a claim: the queue has its own seeds")
+        raise InputError("--seeds needs a claim, whose seeds it replaces")
     setup = options.setup()
     _show(setup, setup.queue.of_claim(claim, _numbers(seeds)) if claim else setup.queue.experiments, json)
 
@@ -95,7 +95,7 @@ def run(
     seeds: SeedsOption = "",
     beside: Annotated[int, typer.Option(min=0, hidden=True)] = 0,
 ) -> None:
-    """Trains one run in this process and writes its record, with what any claim measures on it."""
+    """Trains one run in this process and writes its record, with the measurements of all claims."""
     from experiments.measures import TIMED, measuring
     from experiments.records import carry_out
 
@@ -137,7 +137,7 @@ app.command()(corpus)
 
 
 def _train(setup: Setup, selected: Sequence[Experiment], minutes: float | None, jobs: int, json: Path | None) -> None:
-    """Trains those of the selected runs that have no record, shows all of them, and exits with the exit code."""
+    """Trains the selected runs that have no record, shows all selected runs, and exits with the exit code."""
     from experiments.measures import TIMED
     from experiments.runner import work_through
 
@@ -159,7 +159,7 @@ def _train(setup: Setup, selected: Sequence[Experiment], minutes: float | None, 
 
 
 def _data_hash(folder: Path, queue: Queue) -> str:
-    """Returns the hash of the prepared data in ``folder``; prints a notice if it is not the queue's."""
+    """Returns the hash of the prepared data in ``folder``; prints a notice if the queue's main corpus has another."""
     from adaponder.data import Shards
 
     if not (folder / "manifest.json").is_file():
@@ -179,16 +179,15 @@ def _numbers(text: str) -> list[int]:
 
 
 def _show(setup: Setup, selected: Sequence[Experiment], json: Path | None) -> None:
-    """Prints one table per claim: its runs, whether each is done, and its loss and depth."""
+    """Prints a table per claim with the state, loss and depth of each run, and writes the runs as JSON."""
     from experiments.records import read_records
 
     known, entries = read_records(setup.records), []
     for name in dict.fromkeys(experiment.claim for experiment in selected):
         rows = []
         for run in (run for run in selected if run.claim == name):
-            record, state = setup.record_of(run, known), "waiting"
+            record, state, figures = setup.record_of(run, known), "waiting", ("—", "—", "—")
             entry: dict[str, Any] = {"claim": name, "recipe": run.recipe, "set": list(run.changes)}
-            figures = ("—", "—", "—")
             if record is not None:
                 last, state = record["validation"][-1], "done"
                 entry |= {"record": record["file"]} | last

@@ -4,7 +4,7 @@
     adaponder prepare data/open --tokenizer train-bpe:16384 --out data/open-16384
 
 ``corpus.lock`` is a requirements file for pip with one pure-Python wheel per line: name, version, sha256, and as a
-comment its licence. Its first lines hold the number of documents and the hash of all texts, which a build must reach.
+comment its licence. A comment at the top holds the number of documents and the hash of all texts of a right build.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from adaponder.files import replace_file, sha256_of
 from adaponder.terminal import console
 
 LOCK = Path(__file__).with_name("corpus.lock")
-# Bytes of JSON per file: compressed about 10 MB, so that each file can be carried by itself.
+# Bytes of JSON per file, about 10 MB compressed.
 _SHARD = 60_000_000
 
-# Licences of Python source that is taken, by their SPDX names.
+# SPDX names of the licences under which Python source is taken.
 SOURCE_LICENCES = frozenset(
     {"Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "0BSD", "MIT", "PSF-2.0", "Python-2.0", "BSD", "PSF"}
 )
-# Permissive licences of compiled parts; a package may have them beside one of the above, not alone.
+# Permissive licences of compiled parts, allowed only beside a licence in ``SOURCE_LICENCES``.
 _BESIDE = frozenset({"Apache-2.0 WITH LLVM-exception", "BSL-1.0", "Zlib", "CC0-1.0"})
-# Folders of tests and of vendored code, which has other licences.
+# Folders of tests, and of vendored code, whose licence may be another than the package's.
 _LEFT_OUT = {
     *("test", "tests", "testing", "_test", "_testing", "test_data", "testdata", "conftest", "__pycache__"),
     *("_vendor", "vendor", "_vendored", "vendored", "vendored_packages", "third_party"),
@@ -47,12 +47,12 @@ _COPYLEFT = re.compile(r"\b[AL]?GPL|(General|Mozilla|Eclipse) Public Licen|\bMPL
 _GENERATED = re.compile(r"auto(matically)?[- ]?generated|generated (by|from)|do not edit", re.IGNORECASE)
 _LITERAL = re.compile(r"""^[\[({]*\s*(['"(\[{]|-?\d|0x)[^=]*[,\])}]+$""")
 _SHORTEST, _LONGEST, _LONGEST_LINE = 200, 400_000, 400
-# Lines of this many characters identify a text; a near copy shares more than this part of them with earlier texts.
+# Least characters of a line that identifies a text; a near copy has more than this share of such lines from others.
 _TELLING, _SEEN_SHARE = 20, 0.6
 
 
 class Wheel(NamedTuple):
-    """One line of the lock file."""
+    """A wheel as a line of the lock file describes it."""
 
     name: str
     version: str
@@ -61,19 +61,18 @@ class Wheel(NamedTuple):
     filename: str
 
 
-_LINE = re.compile(
-    r"(?P<name>[\w.-]+)==(?P<version>\S+) --hash=sha256:(?P<sha256>[0-9a-f]{64})  # (?P<licence>.+); (?P<filename>\S+)"
-)
+# The fields of ``Wheel`` in a line of the lock file.
+_LINE = re.compile(r"([\w.-]+)==(\S+) --hash=sha256:([0-9a-f]{64})  # (.+); (\S+)")
 _TOTALS = re.compile(r"^# documents: (\d+), contents: ([0-9a-f]{64})$", re.MULTILINE)
 
 
 def read_lock(path: Path = LOCK) -> tuple[list[Wheel], tuple[int, str]]:
-    """Reads the wheels of a lock file, and the number of documents and the hash of all texts that they must give."""
+    """Reads a lock file: its wheels, and the number of documents and the hash of all texts that a build must give."""
     text, wheels = path.read_text(encoding="utf-8"), []
     for line in (line for line in text.splitlines() if line.strip() and not line.startswith("#")):
         if (match := _LINE.fullmatch(line)) is None:
             raise InputError(f"{path}: cannot read the line {line!r}")
-        wheels.append(wheel := Wheel(**match.groupdict()))
+        wheels.append(wheel := Wheel(*match.groups()))
         if not is_permissive(wheel.licence):
             raise InputError(f"{path}: {wheel.name} has licence {wheel.licence}, which is not a permissive one")
     if (totals := _TOTALS.search(text)) is None:
@@ -82,7 +81,7 @@ def read_lock(path: Path = LOCK) -> tuple[list[Wheel], tuple[int, str]]:
 
 
 def download(lock: Path, wheels: Sequence[Wheel], folder: Path) -> None:
-    """Fetches the wheels that ``folder`` lacks with pip, from the index that pip is configured for, and checks all."""
+    """Downloads missing wheels into ``folder`` with pip from its configured index; checks the sha256 of all wheels."""
     if any(not (folder / wheel.filename).is_file() for wheel in wheels):
         folder.mkdir(parents=True, exist_ok=True)
         words = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
@@ -100,7 +99,7 @@ def download(lock: Path, wheels: Sequence[Wheel], folder: Path) -> None:
 
 
 def is_permissive(licence: str) -> bool:
-    """Returns whether an SPDX expression permits taking Python source: all parts of an AND, or one part of an OR."""
+    """Returns whether an SPDX expression permits using Python source: every part of an AND, or one part of an OR."""
     for choice in re.split(r"\s+OR\s+", licence.strip()):
         parts = re.split(r"\s+AND\s+", choice.strip("() "))
         if all(part in SOURCE_LICENCES | _BESIDE for part in parts) and SOURCE_LICENCES & set(parts):
@@ -109,7 +108,7 @@ def is_permissive(licence: str) -> bool:
 
 
 def why_not(path: PurePosixPath, text: str) -> str:
-    """Returns why a source file is left out, in a few words; empty if it is taken."""
+    """Returns the reason for leaving a source file out; empty if it is taken."""
     lines = text.splitlines()
     if _LEFT_OUT & set(path.parts) or re.match(r"test_|conftest", path.name) or path.stem.endswith("_test"):
         return "tests and vendored code"
@@ -127,7 +126,7 @@ def why_not(path: PurePosixPath, text: str) -> str:
 
 
 def source_files(wheel: Path) -> list[tuple[PurePosixPath, bytes]]:
-    """Returns the Python files of a wheel by path, in order of their names."""
+    """Returns (path, content) of the Python files in a wheel, sorted by path."""
     with zipfile.ZipFile(wheel) as archive:
         names = sorted(name for name in archive.namelist() if name.endswith(".py"))
         return [(PurePosixPath(name), archive.read(name)) for name in names]
@@ -136,9 +135,9 @@ def source_files(wheel: Path) -> list[tuple[PurePosixPath, bytes]]:
 def collect(
     packages: Iterable[tuple[str, Iterable[tuple[PurePosixPath, bytes]]]],
 ) -> tuple[list[dict[str, str]], Counter[str]]:
-    """Returns one document per source file that is taken, and the number of files left out for each reason.
+    """Returns a document per source file that is taken, and the number of files left out for each reason.
 
-    ``packages`` yields names with files. A text is a near copy if most of its long lines are in earlier texts.
+    ``packages`` yields (name, files). A text is a near copy if most of its long lines are in earlier texts.
     """
     documents, skipped, seen = [], Counter[str](), set[int]()
     for package, (path, content) in ((package, file) for package, files in packages for file in files):
@@ -159,7 +158,7 @@ def collect(
 
 
 def contents_of(documents: Sequence[dict[str, str]]) -> str:
-    """Returns a hash of all texts in their order."""
+    """Returns a hash of the texts of all documents in order."""
     digests = (hashlib.sha256(document["text"].encode()).digest() for document in documents)
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
@@ -177,7 +176,7 @@ def shards(documents: Sequence[dict[str, str]], size: int = _SHARD) -> list[byte
 def build(out: Path, *, lock: Path = LOCK, wheels: Path | None = None) -> None:
     """Downloads and checks the locked wheels, and writes ``corpus-NN.jsonl.xz`` into ``out``.
 
-    Raises if the texts are not those of the lock file.
+    Raises if the number of documents or the hash of the texts differs from the lock file.
     """
     (locked, (count, contents)), folder = read_lock(lock), wheels or out / "wheels"
     download(lock, locked, folder)

@@ -1,6 +1,6 @@
-"""Depth on demand: accuracy and depth of models with fixed depths and of models that halt, by need.
+"""Compares models of fixed depth and models that halt on puzzles, by the number of hops that a question needs.
 
-Need is the number of hops that a question takes; the needed depth is the smallest fixed depth that solves it.
+Need: the number of hops. Needed depth: the smallest fixed depth that solves the questions of a need.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from experiments.statistics import estimate, within
 from experiments.tables import markdown
 
 CLAIM, MEASURE = "hops", "demand"
-# Claims on other forms of the puzzle, whose tables follow.
+# Claims on other forms of the puzzle; their tables follow those of ``CLAIM``.
 OTHERS = ("hops-ends", "hops-capitals")
-# A need counts as solved from this share of right answers on. This and the three aims were fixed beforehand.
+# The least share of right answers with which a need is solved. This and the three aims were fixed before the runs.
 SOLVED = 0.95
 _RHO, _POINT, _SPARE = 0.9, 0.01, 0.25
 Needed = Sequence[int | None]
 
 
 class Subject(NamedTuple):
-    """One model of the claim and what was measured on it (see :class:`adaponder.analysis.demand.Demand`)."""
+    """A model of the claim; ``result`` holds the fields of :class:`adaponder.analysis.demand.Demand`."""
 
     title: str
     seed: int
@@ -38,43 +38,42 @@ class Subject(NamedTuple):
 
     @property
     def full(self) -> Sequence[float]:
-        """Returns accuracy by need with every token read K times."""
+        """Returns the accuracy by need if no token halts before depth K."""
         return self.result["at_depth"][str(self.iterations)]
 
 
 def subjects(evidence: Evidence, claim: str = CLAIM) -> list[Subject]:
-    """Returns every measured model of the claim, in the order of the queue."""
+    """Returns the models of the claim that have been measured, in the order of the queue."""
     models = []
-    for run in dict.fromkeys(evidence.queue.of_claim(claim)):
+    for run in evidence.queue.of_claim(claim):
         if (result := evidence.measured(run.setting, MEASURE).get(run.seed)) is not None:
-            model = run.shaped.model
-            halts = method_class(model.method).halts
-            models.append(Subject(evidence.title(run.setting), run.seed, model.iterations, halts, result))
+            halts = method_class(run.shaped.model.method).halts
+            models.append(Subject(evidence.title(run.setting), run.seed, run.shaped.model.iterations, halts, result))
     return models
 
 
 def mean_accuracy(models: Iterable[Subject]) -> pd.DataFrame:
-    """Returns accuracy by need at full depth: a row per (K, setting), averaged over seeds."""
+    """Returns the accuracy at full depth, averaged over seeds: a row per (K, title), a column per need."""
     rows = {(model.iterations, model.title, model.seed): model.full for model in models}
     index = pd.MultiIndex.from_tuples(rows, names=["K", "title", "seed"])
     return pd.DataFrame([*rows.values()], index).groupby(["K", "title"], sort=False).agg("mean")
 
 
 def fixed_depths(models: Sequence[Subject]) -> dict[int, list[float]]:
-    """Returns ``{K: accuracy by need}`` of models that do not halt: at each need, the best method's mean over seeds."""
+    """Returns ``{K: accuracy by need}`` of models that do not halt; with several methods, the best one at each need."""
     fixed = [model for model in models if not model.halts]
     return mean_accuracy(fixed).groupby(level=0).max().T.to_dict("list") if fixed else {}
 
 
 def needed_depths(models: Sequence[Subject]) -> list[int | None]:
-    """Returns the needed depth of each need; ``None`` if no fixed depth solves it."""
+    """Returns the needed depth of each need; ``None`` where no fixed depth solves the need."""
     fixed = fixed_depths(models)
     needs = range(len(models[0].result["needs"]) if models else 0)
     return [next((k for k in fixed if fixed[k][i] >= SOLVED), None) for i in needs]
 
 
 def rank_correlation(by_depth: Sequence[Sequence[int]], needed: Needed) -> float | None:
-    """Returns Spearman's correlation between depth and needed depth over questions; ``None`` if one is constant."""
+    """Returns Spearman's correlation of depth and needed depth over questions; ``None`` if either is constant."""
     rows = zip(needed, by_depth, strict=True)
     cells = [(need, depth, n) for need, counts in rows if need is not None for depth, n in enumerate(counts, 1)]
     questions = np.repeat([cell[:2] for cell in cells], [cell[2] for cell in cells], axis=0) if cells else []
@@ -83,7 +82,7 @@ def rank_correlation(by_depth: Sequence[Sequence[int]], needed: Needed) -> float
 
 
 class Aims(NamedTuple):
-    """Rank correlation ``rho`` of depth and needed depth, accuracy ``lost`` by halting, and ``spare`` iterations."""
+    """The rank correlation of depth and needed depth, the accuracy lost by halting, and depth minus needed depth."""
 
     rho: float | None
     lost: float
@@ -91,7 +90,7 @@ class Aims(NamedTuple):
 
 
 def aims(model: Subject, needed: Needed) -> Aims:
-    """Computes a model's figures over questions; ``spare`` is depth minus needed depth, where that is known."""
+    """Computes a model's :class:`Aims` over all questions; ``spare`` over those whose needed depth is known."""
     result, questions = model.result, model.result["questions"]
     lost = np.average(model.full, weights=questions) - np.average(result["accuracy"], weights=questions)
     over = [(depth - need, n) for depth, need, n in zip(result["depth"], needed, questions, strict=True) if need]
@@ -100,13 +99,13 @@ def aims(model: Subject, needed: Needed) -> Aims:
 
 
 def best_of(halting: Sequence[Subject], needed: Needed) -> Subject | None:
-    """Returns the run with the best rank correlation among those that solve every need at full depth."""
+    """Returns the model with the best rank correlation among those that solve every need at full depth."""
     solved = (model for model in halting if min(model.full) >= SOLVED)
     return max(solved, key=lambda model: aims(model, needed).rho or 0.0, default=None)
 
 
 def section(evidence: Evidence, command: str) -> list[str]:
-    """Returns the lines of the page: tables of the claim ``hops``, then of each claim in ``OTHERS``."""
+    """Returns the tables of ``CLAIM``, then of each claim in ``OTHERS`` under its sentence and its command."""
     lines = tables(subjects(evidence)) or ["Not run yet."]
     for claim in OTHERS:
         if other := tables(subjects(evidence, claim)):
@@ -115,7 +114,7 @@ def section(evidence: Evidence, command: str) -> list[str]:
 
 
 def tables(models: Sequence[Subject]) -> list[str]:
-    """Returns Markdown lines: tables of the models that never halt and that halt, then verdicts; [] if all halt."""
+    """Returns a table of models of fixed depth, a table of models that halt, and the verdicts; [] if all halt."""
     fixed, halting = [model for model in models if not model.halts], [model for model in models if model.halts]
     if not fixed:
         return []
@@ -166,7 +165,7 @@ def _verdicts(models: Sequence[Subject], halting: Sequence[Subject], needed: Nee
 
 
 def figure_points(evidence: Evidence) -> tuple[Any, ...]:
-    """Returns the figure's points: accuracy by need of each fixed depth and of the best model that halts."""
+    """Returns the arguments of :func:`experiments.figures.draw_demand`; none without a model that halts and solves."""
     models = subjects(evidence)
     best = best_of([model for model in models if model.halts], needed_depths(models))
     fixed = fixed_depths(models)

@@ -1,4 +1,4 @@
-"""Tabulates the losses, depths and costs of the queue's runs from their records; reads ``claims.yaml``."""
+"""Tabulates the losses, depths and costs of the queue's runs from their records, and reads ``claims.yaml``."""
 
 from __future__ import annotations
 
@@ -26,24 +26,19 @@ from experiments.queue import Corpus, Experiment, Queue
 from experiments.records import record_of, records_of
 from experiments.statistics import Estimate, Noise, at_depth, estimate, two_way
 
-# The dial is compared at a depth if a measured depth is this near: measured budgets are 0.25 apart.
+# A checkpoint is compared at a depth if the dial reached a mean depth this near to it: its budgets are 0.25 apart.
 _NEAR = 0.15
-# Sequences over which a cost is averaged: enough for four digits.
+# Sequences over which the cost per token is averaged: enough for four digits.
 _WINDOWS = 16
-# A setting's noise is not pooled if in some seed more than this share of its tokens has one depth, unless all of them
-# have in every seed (a fixed depth). The rule was fixed on 2026-11-19, after the runs on the mixed corpus.
+# A setting has collapsed if in some seed more than this share of the tokens has one depth, unless in every seed all
+# tokens have (a fixed depth). The rule was fixed on 2026-11-19, after the runs on the mixed corpus.
 ONE_DEPTH = 0.95
 
 
-def _changes(experiment: Experiment) -> tuple[str, ...]:
-    """Returns the recipe overrides that affect the model, which are all but those of ``train.*`` fields."""
-    return tuple(change for change in experiment.changes if not change.startswith("train."))
-
-
 @cache
-def model_of(recipe: str, changes: tuple[str, ...]) -> tuple[AdaPonderConfig, Shape, int]:
-    """Returns the config of a recipe's model, its shape and the tokens per sequence."""
-    loaded = load_recipe(recipe, changes)
+def _model(recipe: str, changes: tuple[str, ...]) -> tuple[AdaPonderConfig, Shape, int]:
+    """Returns the config and the shape of a recipe's model, and the number of tokens per sequence."""
+    loaded = load_recipe(recipe, [change for change in changes if not change.startswith("train.")])
     config = config_of(loaded)
     assert config is not None  # a backbone by its shape, not by the name of a checkpoint
     return config, shape_of(config), loaded.data.sequence
@@ -52,35 +47,35 @@ def model_of(recipe: str, changes: tuple[str, ...]) -> tuple[AdaPonderConfig, Sh
 def costs(experiment: Experiment, shares: Sequence[float]) -> dict[str, float]:
     """Returns the compute of a run; ``shares[d - 1]`` is the share of tokens with depth d.
 
-    ``mflops``: MFLOP per token at inference, which skips halted tokens; ``ratio``: the same over the plain decoder's;
-    ``training``: PFLOP of the whole dense training, forward and backward, without recomputation.
+    ``mflops``: MFLOP per token at inference, which skips halted tokens; ``ratio``: those MFLOP divided by the plain
+    decoder's; ``training``: PFLOP of the dense training, forward and backward, without recomputation.
     """
-    mflops, ratio, training = _costs(experiment.recipe, _changes(experiment), tuple(round(x, 4) for x in shares))
+    mflops, ratio, training = _costs(experiment.recipe, experiment.changes, tuple(round(x, 4) for x in shares))
     return {"mflops": mflops, "ratio": ratio, "training": training * experiment.tokens / 1e9}
 
 
 @cache
 def _costs(recipe: str, changes: tuple[str, ...], shares: tuple[float, ...]) -> tuple[float, float, float]:
     """Returns (MFLOP per token, ratio to the plain decoder, MFLOP per token of a training step)."""
-    config, shape, length = model_of(recipe, changes)
-    # Depths in these shares, spread evenly over the windows: a multiple of the golden ratio visits all parts alike.
+    config, shape, length = _model(recipe, changes)
+    # Depths with these shares at positions that multiples of the golden ratio spread evenly over the windows.
     place = torch.arange(_WINDOWS * length, dtype=torch.float64) * 0.6180339887498949 % 1.0
     bounds = itertools.accumulate(shares[:-1])
     depths = sum(((place >= bound).long() for bound in bounds), torch.ones(len(place), dtype=torch.long))
     skipping = cost_of(depths.view(_WINDOWS, length), config, shape=shape)
     training = training_flops(config, sequence=length, shape=shape)
     if config.exit_threshold == 1.0 and not config.exit_prior_weight:
-        # Exits stay closed: the loss needs the logits of the last iteration alone.
+        # Exits are never taken: the loss needs only the logits of the last iteration.
         scored = method_class(config.method).states_scored(config.iterations)
         training -= 3 * (scored - 1) * 2 * shape.vocabulary * shape.hidden
     return skipping.flops / len(depths) / 1e6, skipping.ratio, training / 1e6
 
 
 def row_of(experiment: Experiment, record: Mapping[str, Any], corpus: Corpus) -> dict[str, Any]:
-    """Returns a row of :attr:`Evidence.runs`.
+    """Returns a record's row of :attr:`Evidence.runs`.
 
-    ``loss`` is the one that ``corpus.loss`` selects; ``shares`` are the shares of validation tokens with depth 1 … K,
-    and ``most`` is the largest. ``gates_closed`` is the share of (token, gate) pairs with a closed or unreached gate.
+    ``loss`` is the validation loss that ``corpus.loss`` selects; ``shares`` are the shares of validation tokens with
+    depth 1 … K, ``most`` the largest of them. ``gates_closed``: closed or unreached gates, as a share of all.
     """
     last = record["validation"][-1]
     shares = tuple(after - before for before, after in pairwise([0.0, *last["validation_halted"], 1.0]))
@@ -103,10 +98,10 @@ def row_of(experiment: Experiment, record: Mapping[str, Any], corpus: Corpus) ->
 
 @dataclass(frozen=True)
 class Evidence:
-    """The queue, all records and the content of ``claims.yaml``; methods take a setting's name, or its alias there.
+    """The queue, all records and the content of ``claims.yaml``; methods take the name of a setting or an alias.
 
-    ``noise_of`` selects the noise that gives confidence intervals: ``stable`` (pooled over settings that do not
-    collapse to one depth), ``all`` (pooled over all settings), or ``pair`` (each compared pair by itself).
+    ``noise_of`` selects the runs whose noise gives confidence intervals: ``stable`` (all settings of the corpus that
+    have not collapsed), ``all`` (all settings of the corpus), or ``pair`` (only the two compared settings).
     """
 
     queue: Queue
@@ -116,28 +111,27 @@ class Evidence:
 
     @cached_property
     def settings(self) -> dict[str, Experiment]:
-        """Maps each setting's name to its first run in the queue."""
+        """Maps the name of each setting to its first run in the queue."""
         return {run.setting: run for run in reversed(self.queue.experiments)}
 
     @cached_property
     def runs(self) -> pd.DataFrame:
-        """Returns one row per record of a setting (:func:`row_of`); repetitions come after the first run of a seed."""
-        seeds, rows = sorted({run.seed for run in self.queue.experiments}), []
-        for run in self.settings.values():
-            corpus = self.queue.corpora[run.corpus]
-            for one in map(run.with_seed, seeds):
-                rows += [row_of(one, record, corpus) for record in records_of(one, self.records, corpus)]
-        return pd.DataFrame(rows)
+        """Returns one row (:func:`row_of`) per record of a run in the queue, reruns after the first run of a seed."""
+        seeds = sorted({run.seed for run in self.queue.experiments})
+        every = [run.with_seed(seed) for run in self.settings.values() for seed in seeds]
+        corpora = self.queue.corpora
+        found = ((run, record) for run in every for record in records_of(run, self.records, corpora[run.corpus]))
+        return pd.DataFrame([row_of(run, record, corpora[run.corpus]) for run, record in found])
 
     @cached_property
     def _first(self) -> dict[str, pd.DataFrame]:
-        """Maps each setting to its rows of :attr:`runs`, indexed by seed, without repetitions."""
+        """Maps each setting to its rows of :attr:`runs`, indexed by seed, without reruns."""
         first = self.runs.drop_duplicates(["setting", "seed"]).set_index("seed")
         return {str(setting): runs for setting, runs in first.groupby("setting")}
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """Maps each alias to a setting; an alias of several settings, to the best of them."""
+        """Maps each alias to a setting; an alias of several settings to the best one (:meth:`_best`)."""
         return {
             alias: self._best(setting) if isinstance(setting, list) else setting
             for alias, setting in self.claims["runs"].items()
@@ -150,7 +144,7 @@ class Evidence:
         return min(known, key=lambda name: known[name]) if known else settings[0]
 
     def setting(self, name: str) -> str:
-        """Returns the setting that ``name`` names or is an alias of; raises if the queue does not have it."""
+        """Returns the name of a setting, given its name or an alias; raises if the queue has no such setting."""
         setting = self.aliases.get(name, name)
         if setting not in self.settings:
             raise InputError(f"{setting}: no run of the queue is called so; python -m experiments list shows them")
@@ -161,11 +155,11 @@ class Evidence:
         return self.settings[self.setting(name)]
 
     def parameters(self, name: str) -> Parameters:
-        config, shape, _ = model_of(self.run(name).recipe, _changes(self.run(name)))
+        config, shape, _ = _model(self.run(name).recipe, self.run(name).changes)
         return parameters_of(config, shape=shape)
 
     def points(self, name: str) -> pd.DataFrame:
-        """Returns the setting's rows of :attr:`runs`, indexed by seed, without repetitions."""
+        """Returns the setting's rows of :attr:`runs`, indexed by seed, without reruns."""
         setting = self.setting(name)
         return self._first[setting] if setting in self._first else self.runs.iloc[:0].set_index("seed")
 
@@ -177,7 +171,7 @@ class Evidence:
         return float(self.values(name, of).mean())
 
     def noise(self, *names: str, pooled: str | None = None) -> Noise | None:
-        """Returns the noise of one run, pooled over the corpus of the settings ``names``; ``None`` if no pool fits."""
+        """Returns the noise of the settings' corpus; ``None`` if they have several or are left out of its pool."""
         corpora = {self.settings[self.setting(name)].corpus for name in names}
         noise_of = pooled or self.noise_of
         if noise_of == "pair" or len(corpora) != 1:
@@ -187,7 +181,7 @@ class Evidence:
 
     @cached_property
     def pools(self) -> dict[str, dict[str, tuple[Noise | None, set[str]]]]:
-        """Returns ``{corpus: {noise_of: (noise, settings left out of the pool)}}``; see ``ONE_DEPTH``."""
+        """Returns ``{corpus: {noise_of: (noise, collapsed settings, which it leaves out)}}``; see ``ONE_DEPTH``."""
         pools = {}
         for corpus in self.queue.corpora:
             first = self.runs[self.runs.corpus == corpus].drop_duplicates(["setting", "seed"])
@@ -198,12 +192,12 @@ class Evidence:
         return pools
 
     def minus(self, first: str, second: str, of: str = "loss") -> Estimate | None:
-        """Estimates the column ``of`` of the first setting minus that of the second, over their common seeds."""
+        """Estimates the first setting's column ``of`` minus the second's, over their common seeds."""
         noise = self.noise(first, second) if of == "loss" else None
         return estimate(self.values(first, of) - self.values(second, of), noise)
 
     def has_all(self, experiment: Experiment) -> bool:
-        """Returns whether the run has a record with all measurements of its claim."""
+        """Returns whether the run has a record that holds all measurements of the run's claim."""
         return record_of(experiment, self.records, self.queue.corpora[experiment.corpus]) is not None
 
     @cached_property
@@ -213,7 +207,7 @@ class Evidence:
         return {run.label for run in self.queue.experiments} - waiting
 
     def title(self, name: str) -> str:
-        """Returns a setting in words: its title in the claims, or else its recipe and changes without learning rate."""
+        """Returns a setting's title in the claims, or else its recipe and its changes except the learning rate."""
         titles = self.claims["titles"]
         return titles[name] if name in titles else self._in_words(self.settings[self.aliases.get(name, name)])
 
@@ -231,7 +225,7 @@ class Evidence:
         return ", ".join(words)
 
     def _with(self, name: str, measurement: str) -> pd.DataFrame:
-        """Returns each seed's first run that completed ``measurement``, with the column ``result``; indexed by seed."""
+        """Returns the first run of each seed that completed ``measurement``, by seed, with the column ``result``."""
         runs = self.runs[self.runs.setting == self.setting(name)]
         results = runs.record.map(lambda record: record.get("measured", {}).get(measurement, {"missing": ""}))
         runs = runs.assign(result=results).loc[results.map(lambda result: "missing" not in result).astype(bool)]
@@ -242,7 +236,7 @@ class Evidence:
         return dict(self._with(name, measurement).result.items())
 
     def rerun_differences(self, names: Sequence[str], weights: str) -> list[float]:
-        """Returns, for each setting with two runs of seed 0, the second's loss minus the first's, on all documents."""
+        """Returns rerun minus first run, in loss with ``weights`` (``final``, ``averaged``), of seed 0 by setting."""
         runs = [self.runs[(self.runs.setting == self.setting(name)) & (self.runs.seed == 0)] for name in names]
         losses = [[record[weights]["loss"] for record in pair.record[:2]] for pair in runs if len(pair) > 1]
         return [second - first for first, second in losses]
@@ -252,9 +246,9 @@ class Evidence:
     ) -> Estimate | None:
         """Estimates a setting's loss minus the loss of ``curve`` at equal ``of``: ``depth``, ``mflops`` or ``ratio``.
 
-        With ``depth`` the dial turns the checkpoints to this mean depth. A seed counts if the neighbouring models of
-        the curve have run with it. The standard error is that of a difference of two runs (a point on a line has less
-        noise); with ``depth``, that of the spread over seeds, since the dial adds noise of its own.
+        With ``depth``, the dial first tunes the checkpoints to this mean depth. Seeds that a neighbouring model on the
+        curve lacks are left out. The standard error is that of a difference of two runs (a point on a line has less
+        noise); with ``depth``, it comes from the spread over seeds, because the dial adds noise.
         """
         points = self.points(name)
         spots = dict(zip(points.index, zip(points[of], points.loss, strict=True), strict=True))
@@ -264,19 +258,19 @@ class Evidence:
         return estimate(over, self.noise(name, *curve) if depth is None else None)
 
     def _on_curve(self, curve: Sequence[str], seed: Any, x: float, of: str) -> float | None:
-        """Interpolates a seed's loss on the curve at ``of = x``; ``None`` if a neighbour lacks the seed."""
+        """Interpolates a seed's loss on the curve at ``of = x``; ``None`` if a neighbouring model lacks the seed."""
         models = pd.concat([self.points(name) for name in curve])
-        ends = sorted(models[of])
-        around = [end for end in ends if end <= x][-1:] + [end for end in ends if end >= x][:1]
-        own = models[models.index == seed]
-        line = list(zip(own[of], own.loss, strict=True))
-        return at_depth(line, x) if around and set(around) <= {end for end, _ in line} else None
+        below, above = models[of][models[of] <= x], models[of][models[of] >= x]
+        neighbours = {*below.nlargest(1), *above.nsmallest(1)}
+        same_seed = models[models.index == seed]
+        line = list(zip(same_seed[of], same_seed.loss, strict=True))
+        return at_depth(line, x) if neighbours and neighbours <= {*same_seed[of]} else None
 
     def dialled(self, name: str) -> dict[int, list[tuple[float, float, float]]]:
-        """Returns by seed (mean depth, FLOPs ratio, loss) of the checkpoint at each depth to which the dial turned it.
+        """Returns by seed the (mean depth, FLOPs ratio, loss) of the checkpoint at each budget of the dial.
 
-        The dial is measured on a part of the validation text. Its losses are shifted so that the checkpoint without the
-        dial has the loss of :attr:`runs`.
+        The dial is measured on a part of the validation text: losses are shifted by the difference, without the dial,
+        between the loss in :attr:`runs` and the loss on that part.
         """
         turned = {}
         for seed, run in self._with(name, "dial").iterrows():
@@ -286,7 +280,7 @@ class Evidence:
         return turned
 
     def _turned(self, name: str, depth: float, of: str) -> dict[int, tuple[float, float]]:
-        """Returns by seed (``of``, loss) of the checkpoint turned to ``depth``; only seeds whose dial came near it.
+        """Returns by seed (``of``, loss) of the checkpoint tuned to ``depth``; only of seeds whose dial came near it.
 
         Some depths are out of reach: no threshold gives PonderNet a mean between one and two iterations.
         """
@@ -305,7 +299,7 @@ _STATEMENT = {"claim", "where", "says", "paper", "fixed", "tests"}
 
 
 def read_claims(path: Path) -> Mapping[str, Any]:
-    """Reads ``claims.yaml``: the statements of the paper and ours, their tests, and the rows of the tables."""
+    """Reads ``claims.yaml`` (statements with their tests, rows of tables); raises if it is incomplete."""
     claims = read_yaml(path, InputError)
     problems = [f"{field} is missing" for field in sorted(_FIELDS - claims.keys())]
     for statement in claims.get("statements", ()):

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
@@ -18,29 +18,27 @@ from experiments.demand import figure_points as demand_points
 from experiments.evidence import Evidence
 from experiments.tables import learning_rates
 
-# The field of PNG metadata that holds the fingerprint of the points.
-_POINTS = "Description"
+# The field of PNG metadata that holds the fingerprint of the drawn points.
+POINTS = "Description"
 # Characters of a line of the legend: three columns must fit on the page.
 _WIDEST = 40
-# The run whose traces and policies are drawn.
+# The alias of the setting whose losses by step and by policy are drawn.
 _ANALYSED = "ada"
 _WAYS = {"nll": "as it came out", "nll_at_depth_1": "every token at depth 1", "nll_at_full_depth": "at full depth"}
 Spot = tuple[float, float, float]
 
 
 def rate_points(evidence: Evidence) -> tuple[Any, ...]:
-    """Returns the argument of :func:`draw_rates`: the loss of seed 0 by learning rate, for each setting."""
-    curves = {
-        title: [(rate, float(run.loss)) for rate, run in sorted(tried.items()) if run is not None]
-        for title, tried in learning_rates(evidence).items()
-    }
+    """Returns the argument of :func:`draw_rates`: ``{title: [(learning rate, loss of seed 0)]}``."""
+    tried = {title: sorted(by_rate.items()) for title, by_rate in learning_rates(evidence).items()}
+    curves = {title: [(x, float(run.loss)) for x, run in runs if run is not None] for title, runs in tried.items()}
     return ({title: points for title, points in curves.items() if points},)
 
 
 def draw_rates(curves: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
-    """Draws loss against learning rate, a line per setting, its best rate ringed; losses far above are cut off.
+    """Draws loss against learning rate with a line per setting and a ring at its best rate; high losses are cut off.
 
-    Settings whose names begin alike (up to the first comma) share a colour and differ in markers and line styles.
+    Settings whose names are equal up to the first comma share a colour and differ in markers and line styles.
     """
     with house() as theme:
         figure = new_figure(width=PAGE, height=4.0)
@@ -66,7 +64,7 @@ def draw_rates(curves: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
 
 
 def _spots(evidence: Evidence, names: Sequence[str], of: str) -> dict[str, Spot]:
-    """Returns ``{title: (mean of a column, loss minus vanilla's, half the width of its interval)}``."""
+    """Returns ``{title: (mean of the column of, loss minus vanilla's, half the width of that interval)}``."""
     vanilla, spots = evidence.claims["line"][0], {}
     for name in names:
         if (gap := evidence.minus(name, vanilla)) is not None:
@@ -76,20 +74,20 @@ def _spots(evidence: Evidence, names: Sequence[str], of: str) -> dict[str, Spot]
 
 
 def cost_points(evidence: Evidence) -> tuple[Any, ...]:
-    """Returns the spots of plain decoders and of the methods of Table 1 by FLOPs, and the label of the axis."""
+    """Returns the arguments of :func:`draw_line`: vanilla models and the methods of Table 1 by inference FLOPs."""
     line, methods = evidence.claims["line"], evidence.claims["tables"]["table 1"]["rows"]
     others = [name for name in methods if name not in line]
     return _spots(evidence, line, "mflops"), _spots(evidence, others, "mflops"), "MFLOP per token at inference"
 
 
 def frontier_points(evidence: Evidence) -> tuple[Any, ...]:
-    """Returns the spots of the curve and of the settings compared with it by iterations, and the label of the axis."""
+    """Returns the arguments of :func:`draw_line`: the curve and the settings compared with it by mean iterations."""
     curve, others = evidence.claims["curve"], evidence.claims["frontier"]
     return _spots(evidence, curve, "depth"), _spots(evidence, others, "depth"), "mean iterations per token"
 
 
 def draw_line(line: Mapping[str, Spot], others: Mapping[str, Spot], label: str, highest: float = 0.04) -> Figure:
-    """Draws the loss minus vanilla's: the spots of ``line`` joined, and the ``others`` that are below ``highest``."""
+    """Draws losses minus vanilla's: ``line`` as a line, and as separate points the ``others`` below ``highest``."""
     with house() as theme:
         figure = new_figure(width=PAGE, height=3.2 + 0.06 * len(others))
         axes = figure.subplots()
@@ -106,9 +104,8 @@ def draw_line(line: Mapping[str, Spot], others: Mapping[str, Spot], label: str, 
 
 
 def step_points(evidence: Evidence) -> tuple[Any, ...]:
-    """Returns the arguments of :func:`draw_steps`, with a point per seed and step."""
-    results = list(evidence.measured(_ANALYSED, "steps").values())
-    if not results:
+    """Returns the arguments of :func:`draw_steps`, with a point per seed and step; empty without measurements."""
+    if not (results := list(evidence.measured(_ANALYSED, "steps").values())):
         return ()
     spots = {
         name: [(i, loss) for result in results for i, loss in enumerate(result[way], 1) if loss is not None]
@@ -119,7 +116,7 @@ def step_points(evidence: Evidence) -> tuple[Any, ...]:
 
 
 def draw_steps(spots: Mapping[str, Sequence[tuple[int, float]]], shares: Mapping[int, float]) -> Figure:
-    """Draws the mean loss by halting step, one point per seed, with the ``shares`` of tokens by step below."""
+    """Draws the mean loss by halting step, a point per seed; tick labels show the ``shares`` of tokens by step."""
     with house():
         figure = new_figure(width=PAGE, height=3.0)
         axes = figure.subplots()
@@ -137,7 +134,7 @@ def draw_steps(spots: Mapping[str, Sequence[tuple[int, float]]], shares: Mapping
 
 
 def policy_points(evidence: Evidence) -> tuple[Any, ...]:
-    """Returns the argument of :func:`draw_policies`, one value per seed, without oracles."""
+    """Returns the argument of :func:`draw_policies`, ``{policy: [value per seed]}``, without oracle policies."""
     gaps: dict[str, list[float]] = {}
     for result in evidence.measured(_ANALYSED, "policies").values():
         losses = {name: policy["loss"] for name, policy in result["compared"].items() if policy["loss"] is not None}
@@ -147,7 +144,7 @@ def policy_points(evidence: Evidence) -> tuple[Any, ...]:
 
 
 def draw_policies(gaps: Mapping[str, Sequence[float]]) -> Figure:
-    """Draws each policy's loss minus the learned gate's at equal depth: one point per seed, a bar at the mean."""
+    """Draws the loss of each policy minus the learned gate's at equal depth: a point per seed, a bar at the mean."""
     with house() as theme:
         ordered = sorted(gaps, key=lambda name: -fmean(gaps[name]))
         figure = new_figure(width=PAGE, height=0.9 + 0.22 * len(ordered))
@@ -168,9 +165,9 @@ def draw_demand(
     accuracy: Sequence[float],
     by_depth: Sequence[Sequence[int]],
 ) -> Figure:
-    """Draws right answers by need, for each ``fixed`` K and the model ``name``, and that model's depths by need.
+    """Draws the right answers of each ``fixed`` K and of the model ``name`` by number of hops, and that model's depths.
 
-    ``by_depth`` counts questions: a row per need, a column per depth.
+    ``by_depth`` holds the model's numbers of questions: a row per number of hops (``needs``), a column per depth.
     """
     with house() as theme:
         figure = new_figure(width=PAGE, height=3.0)
@@ -194,44 +191,29 @@ def draw_demand(
     return figure
 
 
-class Drawing(NamedTuple):
-    """A figure: the function that returns its points (empty without records), and the function that draws them."""
-
-    points: Callable[[Evidence], tuple[Any, ...]]
-    draw: Callable[..., Figure]
-
-
-FIGURES = {
-    "loss-against-flops": Drawing(cost_points, draw_line),
-    "loss-by-learning-rate": Drawing(rate_points, draw_rates),
-    "loss-against-iterations": Drawing(frontier_points, draw_line),
-    "loss-by-halting-step": Drawing(step_points, draw_steps),
-    "policies-at-equal-depth": Drawing(policy_points, draw_policies),
-    "depth-on-demand": Drawing(demand_points, draw_demand),
+# Two functions for each figure: the first returns the arguments of the second (none without records), which draws.
+FIGURES: Mapping[str, tuple[Callable[[Evidence], tuple[Any, ...]], Callable[..., Figure]]] = {
+    "loss-against-flops": (cost_points, draw_line),
+    "loss-by-learning-rate": (rate_points, draw_rates),
+    "loss-against-iterations": (frontier_points, draw_line),
+    "loss-by-halting-step": (step_points, draw_steps),
+    "policies-at-equal-depth": (policy_points, draw_policies),
+    "depth-on-demand": (demand_points, draw_demand),
 }
 
 
 def all_points(evidence: Evidence) -> dict[str, tuple[Any, ...]]:
-    """Returns the points of each figure by name; figures without measurements are left out."""
-    points = {name: drawing.points(evidence) for name, drawing in FIGURES.items()}
-    return {name: values for name, values in points.items() if values}
+    """Maps the name of each figure that can be drawn to the arguments of its drawing function."""
+    return {name: values for name, (points, _) in FIGURES.items() if (values := points(evidence))}
 
 
 def fingerprint(points: Any) -> str:
-    """Returns a hash of the points that a figure shows."""
+    """Returns a hash of the arguments of a drawing function."""
     return hashlib.sha256(json.dumps(points, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def save(figure: Figure, path: Path, points: Any) -> None:
-    """Writes a PNG and stores the fingerprint of its ``points`` in its metadata."""
+    """Writes a PNG that holds the fingerprint of its ``points`` in its metadata."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with house():
-        figure.savefig(path, dpi=150, metadata={"Software": None, _POINTS: fingerprint(points)})
-
-
-def shown_by(path: Path) -> str | None:
-    """Returns the fingerprint that :func:`save` stored in the metadata of a PNG; ``None`` if there is none."""
-    from PIL import Image
-
-    with Image.open(path) as image:
-        return image.info.get(_POINTS)
+        figure.savefig(path, dpi=150, metadata={"Software": None, POINTS: fingerprint(points)})

@@ -1,11 +1,10 @@
-"""Judges the claims by the records: one function for every kind of test in ``experiments/claims.yaml``."""
+"""Judges the claims by the records, with one function for each kind of test in ``experiments/claims.yaml``."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -20,25 +19,25 @@ NONE = "–"
 
 
 class Finding(NamedTuple):
-    """The result of a test: its verdict, and its numbers as text."""
+    """The verdict of a test, and the numbers behind it as text."""
 
     verdict: str
     words: str
 
 
 def find(evidence: Evidence, test: Test) -> Finding:
-    """Returns the verdict of one test in ``claims.yaml``, and its numbers."""
+    """Judges one test of ``claims.yaml``."""
     return Finding(*KINDS[kind_of(test)](evidence, test))
 
 
 def judge(evidence: Evidence, tests: Sequence[Test]) -> tuple[str, list[Finding]]:
-    """Returns the verdict on all tests together, and each test's finding."""
+    """Returns the combined verdict of ``tests``, and the finding of each."""
     findings = [find(evidence, test) for test in tests]
     return statistics.all_of([finding.verdict for finding in findings]), findings
 
 
 def kind_of(test: Test) -> str:
-    """Returns the kind of a test; raises unless it has exactly one that is known."""
+    """Returns the kind of a test (a key of ``KINDS``); raises unless the test has exactly one."""
     kinds = [kind for kind in KINDS if kind in test]
     if len(kinds) != 1:
         raise InputError(f"claims.yaml: {dict(test)}: a test has one of {', '.join(KINDS)}")
@@ -46,7 +45,7 @@ def kind_of(test: Test) -> str:
 
 
 def shown(value: Estimate | None, *, digits: int = 4, percent: bool = False, seeds: bool = True) -> str:
-    """Formats a difference with its interval and, if wanted, its seeds."""
+    """Formats an estimate with its interval and, with ``seeds``, the list of its seeds."""
     if value is None:
         return NONE
 
@@ -65,8 +64,6 @@ _AT = {
     "nll_at_depth_1": "every token at depth 1",
     "nll_at_full_depth": "every token at full depth",
 }
-# The accuracy of guessing: one of four answers; a last word out of the whole vocabulary.
-_CHANCE = {"hellaswag": 0.25, "arc_easy": 0.25, "sciq": 0.25, "lambada_openai": 0.0}
 _Found = tuple[str, str]
 
 
@@ -83,7 +80,7 @@ def _equal(evidence: Evidence, test: Test) -> _Found:
 
 
 def _steadier(evidence: Evidence, test: Test) -> _Found:
-    """Tests whether repeated runs of the first settings differ (RMS) at most half as much as those of the second."""
+    """Tests whether reruns in the first group of settings differ (RMS) at most half as much as in the second."""
     groups = test["steadier"]
     differences = [
         evidence.rerun_differences(names, weights)
@@ -105,7 +102,7 @@ def _saved(evidence: Evidence, test: Test) -> _Found:
 
 
 def _below_curve(evidence: Evidence, test: Test) -> _Found:
-    """Tests whether a setting, turned to ``depth`` if given, has a loss more than ``by`` below a curve."""
+    """Tests whether a setting's loss, tuned by the dial to ``depth`` if given, is more than ``by`` below a curve."""
     of, curve, depth = test.get("of", "depth"), test.get("against", evidence.claims["curve"]), test.get("depth")
     line = f"the lines between {'; '.join(map(evidence.title, curve))}," if "against" in test else "the curve"
     name, at = test[kind_of(test)], "" if depth is None else f" at {depth:g}"
@@ -128,9 +125,9 @@ def _collapse(evidence: Evidence, test: Test) -> _Found:
 
 
 def _same_order(evidence: Evidence, test: Test) -> _Found:
-    """Tests whether settings that differ by more than ``by`` had the same order after half of the training.
+    """Tests whether pairs of settings with losses more than ``by`` apart had the same order after half of the steps.
 
-    A pair is unresolved unless the intervals of both of its differences exclude 0.
+    A pair is unresolved unless the intervals of its differences, after all and after half of the steps, exclude 0.
     """
     turned, seeds, verdicts = [], 3, []
     for (first, first_half), (second, second_half) in itertools.combinations(test["same_order"], 2):
@@ -152,10 +149,9 @@ def _same_order(evidence: Evidence, test: Test) -> _Found:
 
 
 def _policy(evidence: Evidence, test: Test) -> _Found:
+    compared = {seed: result["compared"] for seed, result in evidence.measured(test["run"], "policies").items()}
     first, second = (
-        _by_seed(
-            evidence, test["run"], "policies", lambda result, name=name: result["compared"].get(name, {}).get("loss")
-        )
+        pd.Series({seed: losses.get(name, {}).get("loss") for seed, losses in compared.items()}, dtype=float)
         for name in test["policy"]
     )
     difference = estimate(first - second)
@@ -166,7 +162,7 @@ def _check_mark(evidence: Evidence, test: Test) -> _Found:
     by_seed = {seed: result["nll"] for seed, result in evidence.measured(test["check_mark"], "steps").items()}
     if not by_seed:
         return NOT_RUN, NONE
-    # Without tokens that halt at every step there is no curve to have a shape.
+    # If no token halts at some step, the curve has a gap there and no shape can be judged.
     complete = {seed: losses for seed, losses in by_seed.items() if None not in losses}
     cases = {seed: min(losses) == losses[1] and max(losses) == losses[-1] for seed, losses in complete.items()}
     listed = "; ".join(
@@ -196,7 +192,7 @@ def _gap(evidence: Evidence, test: Test) -> _Found:
 
 
 def _faster(evidence: Evidence, test: Test) -> _Found:
-    """Compares tokens per second, which only runs that had the device to themselves have measured."""
+    """Compares tokens per second, which are measured only in runs that do not share the device."""
     at = test["at"]
     first, second = (
         _by_seed(evidence, name, "speed", lambda result: result[at]["tokens_per_second"]) for name in test["faster"]
@@ -205,31 +201,8 @@ def _faster(evidence: Evidence, test: Test) -> _Found:
     return statistics.lower(slower), f"{at}, time of {over}, less one: {shown(slower, percent=True)}"
 
 
-def _above_chance(evidence: Evidence, test: Test) -> _Found:
-    name = test["above_chance"]
-    scores = _by_seed(evidence, name, "tasks", _downstream)
-    if scores.empty:
-        runs = evidence.runs[evidence.runs.setting == evidence.setting(name)]
-        tried = [record.get("measured", {}).get("tasks") for record in runs.record]
-        why = next((result["missing"] for result in tried if result is not None), None)
-        return NOT_RUN, NONE if why is None else f"could not be measured: {why}"
-    chance = _by_seed(evidence, name, "tasks", lambda result: fmean(_CHANCE[task["task"]] for task in result["tasks"]))
-    over = estimate(scores - chance)
-    verdict = statistics.higher(over)
-    words = f"{evidence.title(name)}, mean accuracy minus guessing: {shown(over, percent=True)}"
-    return UNTESTABLE if verdict == FAILS else verdict, words
-
-
-def _right(evidence: Evidence, test: Test) -> _Found:
-    first, second = (_by_seed(evidence, name, "tasks", _downstream) for name in test["right"])
-    difference = estimate(first - second)
-    equal = statistics.equal(difference, test["within"]) if "within" in test else None
-    words = f"{_versus(evidence, test['right'])} in mean accuracy: {shown(difference, percent=True)}"
-    return equal or statistics.higher(difference), words
-
-
 def _unaffordable(evidence: Evidence, test: Test) -> _Found:
-    """States how many runs a test would need: ``runs``, or those that show that two settings differ by ``effect``."""
+    """Returns the number of runs that a test would need: ``runs``, or as many as detect an ``effect`` of this size."""
     noise = evidence.noise(evidence.claims["curve"][0], pooled="stable")
     runs = test.get("runs") or (2 * statistics.seeds_for(test["effect"], noise) if noise else None)
     return statistics.UNAFFORDABLE, f"{test['unaffordable']}: {runs or 'unknown'} runs"
@@ -238,15 +211,9 @@ def _unaffordable(evidence: Evidence, test: Test) -> _Found:
 def _by_seed(
     evidence: Evidence, name: str, measurement: str, number: Callable[[Mapping[str, Any]], float | None]
 ) -> pd.Series:
-    """Applies ``number`` to the measurement's result of each seed; ``None`` becomes NaN."""
-    return pd.Series(
-        {seed: number(result) for seed, result in evidence.measured(name, measurement).items()}, dtype=float
-    )
-
-
-def _downstream(result: Mapping[str, Any]) -> float:
-    """Returns the mean accuracy over the downstream tasks."""
-    return fmean(task["metrics"]["acc"]["value"] for task in result["tasks"])
+    """Applies ``number`` to the result of a measurement in each seed; ``None`` becomes NaN."""
+    results = evidence.measured(name, measurement)
+    return pd.Series({seed: number(result) for seed, result in results.items()}, dtype=float)
 
 
 KINDS: Mapping[str, Callable[[Evidence, Test], _Found]] = {
@@ -263,8 +230,6 @@ KINDS: Mapping[str, Callable[[Evidence, Test], _Found]] = {
     "easier": _easier,
     "gap": _gap,
     "faster": _faster,
-    "above_chance": _above_chance,
-    "right": _right,
     "untestable": lambda evidence, test: (UNTESTABLE, test["untestable"]),
     "unaffordable": _unaffordable,
 }

@@ -1,13 +1,12 @@
-"""Named measurements on a trained model, for the analysis claims of the queue.
+"""Measurements on a trained model, which runs of the queue name under ``measure``.
 
-The record of a run holds their results as plain data; a measurement that fails has its error there, under ``missing``.
+A run's record holds each result as plain data; if a measurement fails, the record holds its error under ``missing``.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,21 +28,19 @@ from adaponder.terminal import console
 from experiments.records import Measure
 from experiments.statistics import at_depth
 
-# Validation tokens of a measurement; a measurement that tunes a policy does so on half, and tests on the other.
+# Validation tokens of a measurement; a policy is tuned on one half of them and measured on the other.
 _TOKENS = 262_144
 _BATCH = 32
-# Budgets around a model's own depth, between which losses are interpolated.
+# Mean depths, relative to that of the learned gate, between which losses are interpolated.
 _AROUND = (-0.15, 0.0, 0.15)
-# Downstream sets, as ``adaponder eval --task-data`` reads them, and where they are looked for.
-_TASKS, _TASK_DATA = ("lambada_openai", "hellaswag", "arc_easy", "sciq"), Path("data/tasks")
-# At most: sequences that decode at a time; tokens of each prompt, and of each answer.
+# Upper limits: sequences that decode in parallel; tokens of a prompt, and of its completion.
 _LANES, _NEW = 64, 128
-# Measurements that need the device for themselves.
+# Measurements of time, which need a device that no other run shares.
 TIMED = ("speed",)
 
 
 class Subject(NamedTuple):
-    """A trained model in its folder, and the prepared data that it is measured on."""
+    """A trained model, its folder, and the folder of the prepared data that it is measured on."""
 
     model: AdaPonderForCausalLM
     folder: Path
@@ -51,17 +48,17 @@ class Subject(NamedTuple):
 
     def text(self) -> Text:
         """Opens the first ``_TOKENS`` validation tokens."""
-        vocabulary = open_vocabulary(str(self.folder))
-        return open_text(str(self.data), vocabulary, whose=str(self.folder), max_tokens=_TOKENS)
+        folder = str(self.folder)
+        return open_text(str(self.data), open_vocabulary(folder), whose=folder, max_tokens=_TOKENS)
 
     def windows(self) -> Windows:
         return Windows(default_length(self.model))
 
 
 def measuring(names: Sequence[str], *, device: str, dtype: str = "float32") -> Measure | None:
-    """Returns a function that loads a final model and makes the named measurements; ``None`` without names.
+    """Returns a function that loads a final model and yields the named measurements; ``None`` without names.
 
-    ``dtype`` is the run's ``train.dtype``, so that measurements compute as its validation did.
+    ``dtype`` is the run's ``train.dtype``, so that measurements have the precision of the run's validation losses.
     """
     if unknown := set(names) - set(MEASURES):
         raise InputError(f"measure {sorted(unknown)[0]}: no such measurement; there are {', '.join(MEASURES)}")
@@ -76,7 +73,7 @@ def measuring(names: Sequence[str], *, device: str, dtype: str = "float32") -> M
             try:
                 with autocast(dtype, subject.model.device):
                     result = MEASURES[name](subject)
-            except Exception as error:  # whatever it is, the others are made
+            except Exception as error:  # of any kind: the other measurements follow
                 result = {"missing": in_one_line(error)}
             yield name, result | {"seconds": round(time.perf_counter() - began, 1)}
 
@@ -84,9 +81,9 @@ def measuring(names: Sequence[str], *, device: str, dtype: str = "float32") -> M
 
 
 def steps(subject: Subject) -> dict[str, Any]:
-    """Measures the loss of the tokens that halt at each iteration, as they halted and with all tokens at one depth.
+    """Measures the mean loss of the tokens that halt at each iteration, and their losses at depth 1 and at full depth.
 
-    A token's depth changes its own loss, so only losses at equal depth show which tokens are harder.
+    A token's depth changes its loss, so only losses at equal depth show which tokens are harder.
     """
     how: dict[str, Any] = {"checkpoint": str(subject.folder), "data": "", "batch_size": _BATCH}
     trace = make_trace(subject.model, subject.text(), subject.windows(), **how).scored
@@ -108,22 +105,22 @@ def steps(subject: Subject) -> dict[str, Any]:
 
 
 def policies(subject: Subject) -> dict[str, Any]:
-    """Measures each policy's loss at the depth of the learned gate on held-out text.
+    """Measures the loss of each halting policy at the mean depth of the learned gate.
 
-    Each policy is tuned around that depth on one half of the text and measured on the other; its loss is then
-    interpolated to the learned gate's measured depth, so that no policy is given more iterations than another.
+    A policy is tuned to depths around that one on half of the text and measured on the other half; its loss is then
+    interpolated to the depth that the learned gate has there.
     """
     lab = _lab(subject)
-    lab.budgets((), own := lab.own_depth())  # raises where every policy is the same
-    budgets = [budget for step in _AROUND if 1.0 < (budget := own + step) < lab.iterations]
+    lab.budgets((), untuned := lab.own_depth())  # raises where every policy is the same
+    budgets = [budget for step in _AROUND if 1.0 < (budget := untuned + step) < lab.iterations]
     rows = list(lab.compare(budgets))
-    learned = next(row for row in rows if row.policy == LEARNED and row.budget == own)
+    learned = next(row for row in rows if row.policy == LEARNED and row.budget == untuned)
     compared = {}
     for name in dict.fromkeys(row.policy for row in rows):
         points = [(row.depth, row.loss) for row in rows if row.policy == name]
         reached = [(depth, loss) for depth, loss in points if depth is not None and loss is not None]
         compared[name] = {
-            "loss": at_depth(reached, learned.depth or own),
+            "loss": at_depth(reached, learned.depth or untuned),
             "points": reached,
             "causal": next(row.causal for row in rows if row.policy == name),
         }
@@ -131,37 +128,37 @@ def policies(subject: Subject) -> dict[str, Any]:
 
 
 def dial(subject: Subject) -> dict[str, Any]:
-    """Measures the loss of one checkpoint on held-out text, tuned to mean depths from 1 to K."""
+    """Measures the loss of one checkpoint with its gates tuned to mean depths from 1 to K, and as it was trained."""
     lab = _lab(subject)
     rows = [row for row in frontier_rows(lab, budgets_between(lab.iterations, 0.25)) if row.loss is not None]
     fields = ("policy", "budget", "setting", "depth", "loss", "mflops", "flops_ratio", "active")
-    *points, own = ({name: getattr(row, name) for name in fields} for row in [*rows, lab.trained(lab.own_depth())])
-    return {"rows": points, "own": own}
+    *tuned, trained = ({name: getattr(row, name) for name in fields} for row in [*rows, lab.trained(lab.own_depth())])
+    return {"rows": tuned, "own": trained}
 
 
 def _lab(subject: Subject) -> Lab:
-    halves = halve(subject.text(), subject.windows())
-    return Lab(subject.model, halves, batch_size=_BATCH)
+    return Lab(subject.model, halve(subject.text(), subject.windows()), batch_size=_BATCH)
 
 
 def reuse(subject: Subject) -> dict[str, Any]:
-    """Measures the loss if halted tokens keep keys, values and state; only keys and values; or nothing.
+    """Measures the loss under each rule of reuse for halted tokens: keys, values and state; keys and values; nothing.
 
-    Only the first saves work; inference uses it, however the model was trained.
+    Only the first saves work; inference uses it, however the model was trained. ``gap`` is its loss minus the loss
+    under the rule that the model was trained with.
     """
-    config = subject.model.config
-    trained, found = config.reuse, {}
+    config, scored = subject.model.config, {}
+    trained = config.reuse
     try:
         for rule in ("state", "kv", "none"):
             config.reuse = rule
-            found[rule] = _scored(subject, ScoringOptions(execution="dense"))
+            scored[rule] = _scored(subject, ScoringOptions(execution="dense"))
     finally:
         config.reuse = trained
-    return {"trained": trained, "as": found, "gap": found["state"]["loss"] - found[trained]["loss"]}
+    return {"trained": trained, "as": scored, "gap": scored["state"]["loss"] - scored[trained]["loss"]}
 
 
 def rules(subject: Subject) -> dict[str, Any]:
-    """Measures the loss under generation's causal halting rule and under training's, which may see later tokens."""
+    """Measures the loss under generation's causal halting rule and under training's, which may use later tokens."""
     training = ScoringOptions(policy=subject.model.method.training_policy(1.0))
     return {"causal": _scored(subject, ScoringOptions()), "training": _scored(subject, training)}
 
@@ -172,13 +169,13 @@ def _scored(subject: Subject, how: ScoringOptions) -> dict[str, float]:
 
 
 def demand(subject: Subject) -> dict[str, Any]:
-    """Measures accuracy and depth on puzzles by need; see :mod:`adaponder.analysis.demand`."""
-    found = measure_demand(subject.model, subject.text(), batch_size=_BATCH)
-    return found.as_dict() | {"least_depth": found.least_depth()}
+    """Measures accuracy and mean depth on puzzles by the number of hops; see :mod:`adaponder.analysis.demand`."""
+    by_need = measure_demand(subject.model, subject.text(), batch_size=_BATCH)
+    return by_need.as_dict() | {"least_depth": by_need.least_depth()}
 
 
 def speed(subject: Subject) -> dict[str, Any]:
-    """Measures tokens per second in bfloat16 at the model's own depths: prefill, and decoding in the engine."""
+    """Measures tokens per second of prefill and of decoding in the engine; rounds the weights to bfloat16 on a GPU."""
     text, windows = subject.text(), subject.windows()
     model = subject.model.eval()
     if model.device.type == "cuda":
@@ -204,28 +201,7 @@ def speed(subject: Subject) -> dict[str, Any]:
     }
 
 
-def tasks(subject: Subject) -> dict[str, Any]:
-    """Measures zero-shot accuracy on the downstream sets in ``data/tasks``."""
-    if find_spec("lm_eval") is None:
-        raise InputError("lm-eval is not installed: pip install 'adaponder[eval]'")
-    if not _TASK_DATA.is_dir():
-        raise InputError(f"{_TASK_DATA}: there are no downstream sets; see adaponder eval --task-data")
-    from adaponder.commands import tasks as command
-
-    there = [name for name in _TASKS if (_TASK_DATA / name).is_dir()]
-    device = str(subject.model.device)
-    result = command.run_tasks(str(subject.folder), there, task_data=_TASK_DATA, device=device)
-    return {"tasks": result["tasks"]}
-
-
-# In this order: the quick ones first, and speed, which rounds the weights, last.
+# In the order of measuring: quick measurements first, and speed, which rounds the weights, last.
 MEASURES: Mapping[str, Callable[[Subject], dict[str, Any]]] = {
-    "steps": steps,
-    "reuse": reuse,
-    "rules": rules,
-    "demand": demand,
-    "dial": dial,
-    "policies": policies,
-    "tasks": tasks,
-    "speed": speed,
+    function.__name__: function for function in (steps, reuse, rules, demand, dial, policies, speed)
 }

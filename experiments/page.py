@@ -1,8 +1,9 @@
-"""Writes the results page, its tables, its figures and README's table: templates filled from the records alone."""
+"""Writes the results page, its tables and figures, and README's table from templates, records and claims."""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,27 +18,26 @@ from experiments.judging import NONE, Finding, find, judge
 from experiments.queue import read_queue
 from experiments.records import read_records
 from experiments.statistics import FAILS, HOLDS, MARGIN, NOT_RUN, POWER, VERDICTS
-from experiments.tables import markdown, prose
+from experiments.tables import markdown
 
 BEGIN, END = "<!-- made by python -m experiments results -->", "<!-- end -->"
-# Claims whose runs have sections of their own.
+# Claims whose runs fill separate sections of the template.
 _OWN_SECTION = ("lr", "table1", "frontier", demand.CLAIM, *demand.OTHERS)
 _FRONTIER = ("iterations", "x vanilla", "loss by seed", "minus the curve at equal iterations")
 _FRONTIER += ("minus the curve at equal FLOPs",)
 Statement = Mapping[str, Any]
-# A statement, its verdict, and the findings of its tests.
+# A statement, the verdict on it, and the findings of its tests.
 Judged = tuple[Statement, tuple[str, list[Finding]]]
 
 
 def write(experiments: Path) -> None:
-    """Writes the results page, the figures and all tables of the checkout that holds the folder ``experiments``."""
+    """Writes all pages, tables and figures into the checkout that contains the folder ``experiments``."""
     from experiments import figures
 
     root, evidence = experiments.parent, read_evidence(experiments)
     pages = {path: with_table(path, lines) for path, lines in tables_within(evidence, root).items()}
-    points = figures.all_points(evidence)
-    for name, values in points.items():
-        figures.save(figures.FIGURES[name].draw(*values), root / "docs" / "figures" / f"{name}.png", values)
+    for name, values in (points := figures.all_points(evidence)).items():
+        figures.save(figures.FIGURES[name][1](*values), root / "docs" / "figures" / f"{name}.png", values)
     pages[root / "docs" / "results.md"] = results_page(evidence)
     pages[experiments / "tables.md"] = tables_page(evidence, experiments / "records")
     for path, text in pages.items():
@@ -46,7 +46,7 @@ def write(experiments: Path) -> None:
 
 
 def read_evidence(experiments: Path) -> Evidence:
-    """Reads queue, records and claims in the folder ``experiments``."""
+    """Reads the queue, the records and the claims from the folder ``experiments``."""
     claims = read_claims(experiments / "claims.yaml")
     return Evidence(read_queue(experiments / "queue.yaml"), read_records(experiments / "records"), claims)
 
@@ -98,7 +98,7 @@ def _judged(evidence: Evidence) -> list[Judged]:
 
 
 def tables_within(evidence: Evidence, root: Path) -> dict[Path, list[str]]:
-    """Returns the tables of pages that are otherwise written by hand: README's, and the leaderboard."""
+    """Maps pages that are otherwise written by hand to their generated table: README's, and the leaderboard."""
     readme = tables.settings_table(evidence, **evidence.claims["tables"]["readme"])
     return {root / "README.md": readme, root / "experiments" / "README.md": tables.leaderboard(evidence)}
 
@@ -113,7 +113,7 @@ def with_table(path: Path, table: Sequence[str]) -> str:
 
 
 def _filled(template: str, parts: Mapping[str, str | Sequence[str]]) -> str:
-    """Replaces each ``{{name}}`` of a template by its part: text, or lines."""
+    """Reads a template and replaces each ``{{name}}`` by ``parts[name]``: text, or lines."""
     text = Path(__file__).with_name(template).read_text(encoding="utf-8")
 
     def part(match: re.Match[str]) -> str:
@@ -128,7 +128,7 @@ def _is_ours(statement: Statement) -> bool:
 
 
 def _in_short(judged: Sequence[Judged]) -> list[str]:
-    """Counts the verdicts, and lists the statements that hold and those that do not, without their numbers."""
+    """Counts the statements by verdict, and lists those that hold and those that fail."""
     lines: list[str] = []
     for title, ours in (("The paper's claims", False), ("Ours", True)):
         counts = Counter(verdict for statement, (verdict, _) in judged if _is_ours(statement) == ours)
@@ -142,7 +142,7 @@ def _in_short(judged: Sequence[Judged]) -> list[str]:
 
 
 def _statements(judged: Sequence[Judged], *, ours: bool) -> list[str]:
-    """Returns a row per statement, numbered as in ``claims.yaml``."""
+    """Returns a table of the paper's statements, or of ``ours``, numbered by their order in ``claims.yaml``."""
     rows = []
     for number, (statement, (verdict, findings)) in enumerate(judged, 1):
         if _is_ours(statement) != ours:
@@ -160,11 +160,11 @@ def _statements(judged: Sequence[Judged], *, ours: bool) -> list[str]:
 
 
 def _questions(evidence: Evidence) -> list[str]:
-    """Returns every question with its answer, table or tests."""
+    """Returns the questions to the paper, each with its answer, table and test results."""
     lines: list[str] = []
     for question in evidence.claims["questions"]:
         lines += ["", f"**{question['asks']}**", ""]
-        lines += [*prose(question["answer"]), ""] if "answer" in question else []
+        lines += [*textwrap.wrap(question.get("answer", ""), 120, break_on_hyphens=False), ""]
         if "show" in question:
             show = question["show"]
             lines += tables.noise_table(evidence) if show == "noise" else tables.settings_table(evidence, **show)
@@ -177,7 +177,7 @@ def _questions(evidence: Evidence) -> list[str]:
 
 
 def _claims(evidence: Evidence) -> list[str]:
-    """Returns the tables of all claims that have no section of their own."""
+    """Returns the tables of all claims outside ``_OWN_SECTION``, then the claims without any run that is done."""
     lines, waiting = [], []
     for claim, says in evidence.queue.claims.items():
         if claim in _OWN_SECTION:
@@ -191,19 +191,16 @@ def _claims(evidence: Evidence) -> list[str]:
 
 
 def records_apart(evidence: Evidence, folder: Path) -> dict[str, str]:
-    """Returns ``{file: reason}`` of the records that belong to no run of the queue."""
+    """Maps each record file in ``folder`` that belongs to no run of the queue to the reason."""
     used = {record["file"] for record in evidence.runs.record}
-    known = {record["file"]: record for record in evidence.records}
+    data = {record["file"]: record["data"] for record in evidence.records}
     hashes = {corpus.hash for corpus in evidence.queue.corpora.values()}
     why = {}
-    for path in sorted(folder.glob("*.json")):
-        if path.name in used:
-            continue
-        if path.name not in known:
+    for path in (path for path in sorted(folder.glob("*.json")) if path.name not in used):
+        if path.name not in data:
             named = read_json(path, InputError).get("data")
             why[path.name] = "from before there was a queue" if isinstance(named, str) else "no single run of the queue"
-        elif known[path.name]["data"] not in hashes:
-            why[path.name] = f"other data: hash `{known[path.name]['data']}`"
         else:
-            why[path.name] = "the queue has no such run"
+            other = data[path.name] not in hashes
+            why[path.name] = f"other data: hash `{data[path.name]}`" if other else "the queue has no such run"
     return why

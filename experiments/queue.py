@@ -1,4 +1,4 @@
-"""The queue of experiments (``experiments/queue.yaml``): which runs each claim needs, most useful first.
+"""Reads the queue of experiments (``experiments/queue.yaml``): the runs of each claim, most useful first.
 
 The queue holds no state: a run is done when a record of the same recipe, seed and data exists.
 """
@@ -21,7 +21,7 @@ from adaponder.errors import ConfigError, InputError
 from adaponder.files import read_yaml
 from adaponder.recipes import Recipe, load_recipe
 
-# Fields that decide nothing: where the data is (records hold its hash), logging, saving, how a number is computed.
+# Fields that do not change the trained weights: folder of the data (records hold its hash), logging, saving, compiling.
 _FREE = {
     "model": (),
     "data": ("source", "tokenizer", "validation"),
@@ -30,9 +30,9 @@ _FREE = {
 
 
 def identity(recipe: Mapping[str, Any]) -> str:
-    """Hashes the fields that decide what a resolved recipe computes, where they differ from ``defaults.yaml``.
+    """Hashes the fields of a resolved recipe that affect the trained weights and differ from ``defaults.yaml``.
 
-    That file stays as it is, so that fields which the package adds or removes later change no existing hash.
+    That file keeps all fields, so that a field which the package adds or removes later changes no existing hash.
     """
     model = dict(recipe["model"])
     if isinstance(model["backbone"], Mapping):
@@ -46,7 +46,7 @@ def identity(recipe: Mapping[str, Any]) -> str:
 
 
 def _embedding_scale(model: Mapping[str, Any]) -> float:
-    """Returns the factor of the embeddings as a number; recipes may write ``sqrt(d)`` or nothing."""
+    """Returns the factor of the embeddings as a number; a recipe may have ``sqrt(d)`` or no value."""
     stated = model.get("embedding_scale")
     if stated and not isinstance(stated, str):
         return float(stated)
@@ -56,7 +56,7 @@ def _embedding_scale(model: Mapping[str, Any]) -> float:
 
 @functools.cache
 def frozen_defaults() -> Mapping[str, Mapping[str, Any]]:
-    """Returns ``{section: {field: default}}`` from ``defaults.yaml``."""
+    """Reads ``{section: {field: default}}`` from ``defaults.yaml``."""
     return read_yaml(Path(__file__).with_name("defaults.yaml"), InputError)
 
 
@@ -69,14 +69,14 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Prepared text that runs are trained on; ``prepare`` is the command that makes it.
+    """Prepared text for training; ``prepare`` is the command that makes it, ``says`` describes it.
 
     Attributes:
         name: empty for the queue's main corpus.
-        folder: output of ``adaponder prepare``; ``None`` keeps the recipe's own ``data.source``.
-        hash: the data hash that a record must have; ``None``: the record must name the corpus instead.
-        loss: ``final`` or ``averaged``: a run's loss is that of these weights on the half ``report`` of the validation
-            documents; ``None``: its last validation loss, over all documents.
+        folder: output of ``adaponder prepare``; ``None`` keeps ``data.source`` of the recipe.
+        hash: the data hash of all records on this corpus; ``None``: those records have its name instead.
+        loss: weights (``final`` or ``averaged``) whose loss on the half ``report`` of the validation documents is the
+            loss of a run; ``None``: the last validation loss, over all documents.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Corpus:
     loss: str | None = None
 
     def trained(self, record: Mapping[str, Any]) -> bool:
-        """Returns whether a record's run was trained on this corpus."""
+        """Returns whether the run of a record was trained on this corpus."""
         return record["data"] == self.hash if self.hash else record.get("corpus") == self.name
 
 
@@ -97,9 +97,9 @@ class Experiment:
 
     Attributes:
         measures: names of measurements on the trained model (``measures.py``).
-        corpus: the name of its corpus; empty for the queue's main one.
+        corpus: name of the corpus; empty for the queue's main corpus.
         source: the run with the same seed whose final model this run continues, if any.
-        again: the number of earlier runs with the same recipe, seed and data; 0 for the first run.
+        again: number of earlier runs with the same recipe, seed and data.
     """
 
     claim: str
@@ -113,7 +113,7 @@ class Experiment:
 
     @cached_property
     def setting(self) -> str:
-        """Returns the name of the setting: recipe, changed fields, source and corpus, without the seed."""
+        """Returns the name of the setting, from recipe, changed fields, source and corpus."""
         words = [Path(self.recipe).stem if self.recipe.endswith(".yaml") else self.recipe]
         for change in self.changes:  # train.lr=0.004 becomes lr-0.004
             field, _, value = change.replace('"', "").partition("=")
@@ -128,9 +128,9 @@ class Experiment:
         return f"{self.setting}-seed-{self.seed}" + (f"-again-{self.again}" if self.again else "")
 
     def resolved(self, data: Path | str | None = None, runs: Path | None = None) -> Recipe:
-        """Returns the recipe with all changes of the run; ``data`` replaces the recipe's data source.
+        """Returns the recipe with all changes of the run; ``data`` replaces ``data.source`` of the recipe.
 
-        The backbone of a run with a source is its final model in the folder ``runs``; without ``runs``, ``from LABEL``.
+        If the run has a source, the backbone is the source's final model in ``runs``; without ``runs``, ``from LABEL``.
         """
         changes = [*self.changes, f"train.seed={self.seed}", *([] if data is None else [f"data.source={data}"])]
         if self.source is not None:
@@ -140,7 +140,7 @@ class Experiment:
 
     @property
     def shaped(self) -> Recipe:
-        """Returns the recipe without seed and source: its backbone is a shape, not a trained model."""
+        """Returns the recipe without seed and source; its backbone is a shape, not a trained model."""
         return _load(self.recipe, self.changes)
 
     @cached_property
@@ -155,7 +155,7 @@ class Experiment:
 
     @property
     def tokens(self) -> int:
-        """Returns the number of training tokens, without those of the run that this one continues."""
+        """Returns the number of training tokens, without the training tokens of the source."""
         train = self.shaped.train
         return train.steps * train.global_batch * self.shaped.data.sequence
 
@@ -171,9 +171,9 @@ def _load(recipe: str, changes: tuple[str, ...]) -> Recipe:
 
 @dataclass(frozen=True)
 class Queue:
-    """The content of ``queue.yaml``: the sentence of each claim, all runs (most useful first), and the corpora by name.
+    """The content of ``queue.yaml``: sentences of claims, runs (most useful first) and corpora, by name.
 
-    ``seconds`` estimates runs when no similar run was timed: on ``hardware``, ``start`` seconds before the first step,
+    ``seconds`` estimates runs before a similar run was timed: on ``hardware``, ``start`` seconds before the first step,
     and ``iteration`` seconds for 3,000 steps with one iteration per token.
     """
 
@@ -194,13 +194,13 @@ class Queue:
         return list(dict.fromkeys(run.with_seed(seed) for seed in seeds for run in selected)) if seeds else selected
 
     def measures_of(self, experiment: Experiment) -> tuple[str, ...]:
-        """Returns the measurements that any claim makes on this run, which is trained once for all claims."""
+        """Returns the measurements of all claims on this run, which is trained once for all of them."""
         same = [run for run in self.experiments if run.label == experiment.label]
         return tuple(dict.fromkeys(name for run in [experiment, *same] for name in run.measures))
 
 
 def read_queue(path: Path) -> Queue:
-    """Reads the queue in a YAML file and checks every recipe and change."""
+    """Reads a queue from a YAML file; raises if a field, recipe or change is wrong."""
     if not path.exists():
         raise InputError(f"--queue {path}: there is no such file; a checkout has experiments/queue.yaml")
     raw = read_yaml(path, InputError)
@@ -230,7 +230,7 @@ def _experiments(
 ) -> Iterator[Experiment]:
     """Yields the runs of each entry: ``recipe`` changed by ``set``, for all combinations of ``each`` and all ``seeds``.
 
-    ``from`` has the ``recipe`` and ``set`` of the source; ``times: 2`` trains the same run twice.
+    ``from`` has the ``recipe`` and ``set`` of the source; ``times: 2`` yields the run and one rerun.
     """
     for entry in entries:
         source = entry.get("from")

@@ -1,4 +1,4 @@
-"""Trains a run and writes its record: recipe, versions, data, losses of every validation document, measurements."""
+"""Trains a run and writes its record: recipe, versions, data, losses of all validation documents, measurements."""
 
 from __future__ import annotations
 
@@ -29,44 +29,44 @@ from experiments.queue import Corpus, Experiment, identity
 if TYPE_CHECKING:
     from experiments.runner import Setup
 
-# Maps the final model's folder and the prepared data to named measurements, one after another.
+# Yields (name, result) of each measurement on the model in the first folder with the prepared data in the second.
 Measure = Callable[[Path, Path], Iterator[tuple[str, dict[str, Any]]]]
 
-# Log lines that a record holds, for curves.
+# About so many log lines go into a record, for curves.
 _LINES = 60
 # The share of a run's steps, at its end, over which weights are averaged.
 _AVERAGED = 0.1
-# Windows that are scored at once.
+# Windows per batch of validation.
 _BATCH = 16
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """Reads the records of runs in ``folder`` and adds ``identity`` and ``file``; skips those older than the queue."""
+    """Reads the records of runs in ``folder``, without those older than the queue; adds ``identity`` and ``file``."""
     wanted = {"recipe", "validation", "data", "embedding_scale", "shared_device_with"}
-    every = [(path.name, read_json(path, InputError)) for path in sorted(folder.glob("*.json"))]
-    runs = [(name, record) for name, record in every if wanted <= record.keys()]
-    return [record | {"identity": identity(record["recipe"]), "file": name} for name, record in runs]
+    paths = sorted(folder.glob("*.json"))
+    every: list[dict[str, Any]] = [read_json(path, InputError) | {"file": path.name} for path in paths]
+    return [record | {"identity": identity(record["recipe"])} for record in every if wanted <= record.keys()]
 
 
 def records_of(experiment: Experiment, records: Sequence[Mapping[str, Any]], corpus: Corpus) -> list[Mapping[str, Any]]:
-    """Returns the records with the recipe, seed and data of this run, in the order of training."""
+    """Returns the records with the recipe, seed and data of a run, in the order of training."""
     wanted = experiment.identity
     same = [record for record in records if record["identity"] == wanted and corpus.trained(record)]
     return sorted(same, key=lambda record: record.get("again", 0))
 
 
 def record_of(experiment: Experiment, records: Sequence[Mapping[str, Any]], corpus: Corpus) -> Mapping[str, Any] | None:
-    """Returns the record of this run if there is one that holds all of the run's measurements."""
+    """Returns the record of a run that holds all measurements of the run; ``None`` if there is none."""
     same, wanted = records_of(experiment, records, corpus), set(experiment.measures)
     measured = [record for record in same if wanted <= record.get("measured", {}).keys()]
     return next(iter(measured[experiment.again :]), None)
 
 
 def carry_out(experiment: Experiment, setup: Setup, *, beside: int, measure: Measure | None = None) -> Path:
-    """Trains one run and writes its record; returns the record's path.
+    """Trains one run and writes its record; returns the path of the record.
 
-    The record is written before ``measure`` is called, and again after each measurement, so that an interrupted run
-    keeps the results so far. ``beside`` is the number of other runs that share the device.
+    The record is written before ``measure`` is called and again after each measurement, so that an interruption loses
+    only the current measurement. ``beside`` is the number of other runs that share the device.
     """
     corpus, records = setup.queue.corpora[experiment.corpus], setup.records
     folder = None if corpus.folder is None else Path(corpus.folder)
@@ -75,7 +75,7 @@ def carry_out(experiment: Experiment, setup: Setup, *, beside: int, measure: Mea
     record |= {"corpus": corpus.name} | _documents(trainer) | {"measured": {}}
     name = identity(record["recipe"])
     records.mkdir(parents=True, exist_ok=True)
-    # Two trainings of one run may end in the same second: neither may take the name of the other's record.
+    # Two trainings of one run may end at the same time: the lock keeps their records from taking the same name.
     descriptor = os.open(records, os.O_RDONLY)
     try:
         lock(descriptor, wait=True)
@@ -93,7 +93,7 @@ def carry_out(experiment: Experiment, setup: Setup, *, beside: int, measure: Mea
 
 
 def _write(path: Path, record: Mapping[str, Any]) -> None:
-    """Writes a record as indented JSON with each list of numbers on one line."""
+    """Writes a record as indented JSON, with each list of plain values on one line."""
     text = json.dumps(record, indent=1, allow_nan=False)
     text = re.sub(r"\[[^\[\]{}]+\]", lambda match: re.sub(r"\n\s*", "", match[0]).replace(",", ", "), text)
     write_whole(path, (text + "\n").encode())
@@ -102,7 +102,7 @@ def _write(path: Path, record: Mapping[str, Any]) -> None:
 def _training_record(
     experiment: Experiment, trainer: AveragingTrainer, out: Path, setup: Setup, beside: int
 ) -> dict[str, Any]:
-    """Returns the fields of a record that describe the training."""
+    """Returns the fields of a record that describe the training and its losses."""
     recipe, device = trainer.recipe, setup.device
     resolved = recipe.as_dict()
     if experiment.source is not None:
@@ -134,7 +134,7 @@ def _training_record(
 
 
 class AveragingTrainer(Trainer):
-    """A trainer that also keeps the mean of the weights over the last tenth of its steps."""
+    """A trainer that averages the weights over the last tenth of its steps."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -156,7 +156,7 @@ class AveragingTrainer(Trainer):
 def train_run(experiment: Experiment, data: Path | None, runs: Path, device: str) -> tuple[AveragingTrainer, Path]:
     """Trains a run from its first step; returns its trainer and the folder of its final model.
 
-    Its source, if any, is trained first if ``runs`` does not hold the final model of the source.
+    The run that it continues is trained first, unless ``runs`` holds the final model of that run.
     """
     if experiment.source is not None and not (runs / experiment.source.label / "final").is_dir():
         train_run(experiment.source, data, runs, device)
@@ -171,7 +171,7 @@ def train_run(experiment: Experiment, data: Path | None, runs: Path, device: str
 
 
 def _documents(trainer: AveragingTrainer) -> dict[str, Any]:
-    """Measures every validation document with the final weights and with the averaged ones; nothing for puzzles."""
+    """Measures all validation documents with the final and with the averaged weights; returns {} for puzzles."""
     if trainer.validation is None or trainer.sampler.shards.manifest.puzzles:
         return {}
     final = measure_documents(trainer)
@@ -179,22 +179,23 @@ def _documents(trainer: AveragingTrainer) -> dict[str, Any]:
         for name, parameter in trainer.model.named_parameters():
             parameter.copy_(trainer.averaged[name])  # the final weights are in the run's folder
     averaged = measure_documents(trainer)
-    averaged["documents"].pop("hash")  # the same as of the final weights
+    averaged["documents"].pop("hash")  # ``final`` holds the same hashes
     return {"final": final, "averaged": {"steps": trainer.averaged_steps} | averaged}
 
 
 def half_of(document_hash: int) -> str:
-    """Returns the half of a document: ``choose`` (for choosing learning rates and variants) or ``report``.
+    """Returns a validation document's half: ``choose`` (for choosing rates and variants) or ``report`` (for losses).
 
-    The half is the last bit of the hash, independent of the first bits, which select the validation documents.
+    The last bit of the hash decides; it is independent of the first bits, which select the validation documents.
     """
     return "report" if document_hash & 1 else "choose"
 
 
 def measure_documents(trainer: Trainer) -> dict[str, Any]:
-    """Scores the whole validation split; returns the hash, nats, predicted tokens and mean depth of each document.
+    """Scores all validation documents.
 
-    Also returns the loss (nats per token) of all documents and of each half (see :func:`half_of`).
+    Returns the loss (nats per token) over all of them and over each half (:func:`half_of`), the mean depth, and by
+    document the hash, the summed loss (nats), the number of predicted tokens and the mean depth.
     """
     recipe, shards = trainer.recipe, trainer.sampler.shards
     text = open_text(str(shards.folder), open_vocabulary(str(shards.folder / "tokenizer.json")), whose="the run")

@@ -1,4 +1,4 @@
-"""Trains runs of the queue, several at a time, each in its own process; a run that has a record is skipped."""
+"""Trains runs of the queue in processes, several at a time, and skips runs that have a record."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from benchmarks import ROOT, child_environment
 from experiments.queue import Experiment, Queue, identity
 from experiments.records import read_records, record_of
 
-# Seconds between two looks at the processes, and between two progress lines.
+# Seconds between two polls of the processes, and between two progress lines.
 _POLL, _PROGRESS = 0.5, 30.0
-# Runs may take this much longer than estimated.
+# The factor by which estimated seconds are increased, for safety.
 _MARGIN = 1.1
-# The tokens of 3,000 steps of 32 x 1,024, for which the queue states the seconds of an iteration.
+# Tokens of 3,000 steps of 32 x 1,024, to which the queue's ``seconds.iteration`` refers.
 _TIMED_TOKENS = 3000 * 32 * 1024
 # Fields of train that, with the model and the data, decide a run's speed.
 _SPEED = ("global_batch", "micro_batch", "dtype", "execution", "compile", "memory_budget", "gradient_checkpointing")
@@ -36,7 +36,7 @@ _SPEED = ("global_batch", "micro_batch", "dtype", "execution", "compile", "memor
 class Setup:
     """The queue, folders, device and commit that all runs of one command share.
 
-    ``path`` is the queue's file; ``data``, from ``--data``, replaces the main corpus of that file in ``queue``.
+    ``path`` is the queue's file; ``data`` is the value of ``--data``, with which ``queue`` differs from that file.
     """
 
     path: Path
@@ -48,11 +48,11 @@ class Setup:
     data: Path | None = None
 
     def record_of(self, experiment: Experiment, known: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-        """Returns the run's record among the ``known`` records, if any."""
+        """Returns the run's record among the ``known`` ones; ``None`` if it has no complete record."""
         return record_of(experiment, known, self.queue.corpora[experiment.corpus])
 
     def command(self, experiment: Experiment, beside: int) -> list[str]:
-        """Returns the command line of the process that trains one run beside ``beside`` others."""
+        """Returns the command line that trains a run while ``beside`` other runs share the device."""
         options = {"queue": self.path, "runs": self.runs, "records": self.records, "device": self.device}
         options |= {"commit": self.commit, "beside": beside, "seeds": experiment.seed}
         options |= {} if self.data is None else {"data": self.data}
@@ -63,7 +63,7 @@ class Setup:
         return self.runs / experiment.label / "metrics.jsonl"
 
     def steps_taken(self, experiment: Experiment) -> int:
-        """Returns the number of steps that a run has logged; 0 before the first, and while its source is trained."""
+        """Returns the number of steps that a run has logged; 0 while the run that it continues is trained."""
         try:
             return json.loads(self.metrics(experiment).read_text().splitlines()[-1])["step"] + 1
         except (OSError, IndexError, ValueError, KeyError):
@@ -71,7 +71,7 @@ class Setup:
 
 
 class Running(NamedTuple):
-    """A run that has been started: its process and the file with its output."""
+    """A started run, its process, and the file that receives its output."""
 
     experiment: Experiment
     process: subprocess.Popen[bytes]
@@ -79,13 +79,13 @@ class Running(NamedTuple):
 
 
 def work_through(chosen: Sequence[Experiment], setup: Setup, *, minutes: float | None, jobs: int) -> int:
-    """Trains ``jobs`` runs at a time until no run is left that fits into the time; returns the exit code.
+    """Trains the ``chosen`` runs without a record, ``jobs`` at a time, as long as one fits into ``minutes``.
 
-    0 if every run succeeded, 1 if one failed, 130 if interrupted.
+    Returns the exit code: 0 if every run succeeded, 1 if a run failed, 130 if interrupted.
     """
     begin = time.monotonic()
     known = read_records(setup.records)
-    # A run may serve several claims under one label: it is trained once, if one of them lacks its record.
+    # A label in several claims is trained once, if its records lack a measurement of any of them.
     labels = {experiment.label: experiment for experiment in reversed(chosen)}
     unserved = {run.label for run in chosen if setup.record_of(run, known) is None}
     waiting = [experiment for experiment in list(labels.values())[::-1] if experiment.label in unserved]
@@ -103,13 +103,13 @@ def work_through(chosen: Sequence[Experiment], setup: Setup, *, minutes: float |
         return wall_seconds(work + seconds[new], setup.queue)
 
     try:
-        # As Ctrl-C, so that child processes end too.
+        # SIGTERM is handled as Ctrl-C, so that child processes end too.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         while True:
             for ended in [run for run in running if run.process.poll() is not None]:
                 running.remove(ended)
-                failed += _report(ended)
-            # The first run that ends in time; a shorter one goes first where a longer one cannot finish.
+                failed += _failed(ended)
+            # The first run that ends in time: a shorter run goes before a longer one that cannot finish.
             while len(running) < jobs and (fitting := [run for run in waiting if until_done(run) <= left()]):
                 waiting.remove(fitting[0])
                 running.append(start(fitting[0], setup, beside=jobs - 1))
@@ -135,9 +135,9 @@ def work_through(chosen: Sequence[Experiment], setup: Setup, *, minutes: float |
 
 
 def start(experiment: Experiment, setup: Setup, *, beside: int) -> Running:
-    """Starts one run in its own process."""
+    """Starts a process that trains one run."""
     log = setup.runs / f"{experiment.label}.log"
-    setup.metrics(experiment).unlink(missing_ok=True)  # left by an earlier attempt, whose steps do not count
+    setup.metrics(experiment).unlink(missing_ok=True)  # of an earlier attempt
     with log.open("wb") as out:
         command, environment = setup.command(experiment, beside), child_environment(ROOT)
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
@@ -145,19 +145,18 @@ def start(experiment: Experiment, setup: Setup, *, beside: int) -> Running:
     return Running(experiment, process, log)
 
 
-def _report(ended: Running) -> bool:
-    """Prints how a run ended; returns whether it failed."""
-    failed = ended.process.returncode != 0
-    if failed:
-        last = ended.log.read_text(errors="replace").strip().splitlines()[-1:]
-        errors.print(line((f"{ended.experiment.label} failed: ", "bold red"), *last), soft_wrap=True)
-    else:
+def _failed(ended: Running) -> bool:
+    """Returns whether a run that has ended failed, and prints it."""
+    if ended.process.returncode == 0:
         console.print(line((ended.experiment.label, "bold"), " is done"), soft_wrap=True)
-    return failed
+        return False
+    last = ended.log.read_text(errors="replace").strip().splitlines()[-1:]
+    errors.print(line((f"{ended.experiment.label} failed: ", "bold red"), *last), soft_wrap=True)
+    return True
 
 
 def _stop(running: Sequence[Running]) -> None:
-    """Ends processes with SIGTERM, and after 10 seconds with SIGKILL."""
+    """Ends the processes of runs with SIGTERM, and after 10 seconds with SIGKILL."""
     for run in running:
         run.process.send_signal(signal.SIGTERM)
     for run in running:
@@ -178,7 +177,7 @@ def _progress(running: Sequence[Running], setup: Setup, waiting: int, left: floa
 def seconds_alone(
     setup: Setup, waiting: Sequence[Experiment], known: Sequence[Mapping[str, Any]]
 ) -> dict[Experiment, float]:
-    """Returns the seconds that each run takes alone on the device; raises if one cannot be estimated."""
+    """Estimates the seconds of each waiting run if no other shares the device; raises if one cannot be estimated."""
     hardware, estimates = hardware_name(setup.device), {}
     for run in waiting:
         if (seconds := device_seconds(run, setup.queue, known, hardware)) is None:
@@ -193,9 +192,10 @@ def seconds_alone(
 def device_seconds(
     experiment: Experiment, queue: Queue, records: Sequence[Mapping[str, Any]], hardware: str
 ) -> float | None:
-    """Estimates the seconds to train a run, and before it its source, with no other run on the device.
+    """Estimates the seconds to train a run, and the run that it continues, with no other run on the device.
 
-    Uses records of runs with equal :func:`_speed_key`, else ``queue.seconds``; ``None`` if neither is for ``hardware``.
+    Takes the speed from records with an equal :func:`_speed_key`, else from ``queue.seconds``; ``None`` if neither was
+    timed on ``hardware``.
     """
     before = 0.0 if experiment.source is None else device_seconds(experiment.source, queue, records, hardware)
     if before is None:
@@ -216,19 +216,19 @@ def device_seconds(
 
 
 def _speed_key(recipe: Mapping[str, Any]) -> str:
-    """Returns a key that is equal for runs with the same model, batch and execution, hence the same speed."""
+    """Returns a key of a recipe's model, batch and execution: runs with equal keys are equally fast."""
     train = {key: recipe["train"][key] for key in _SPEED if key in recipe["train"]}
     return identity({"model": recipe["model"] | {"embedding_scale": 1.0}, "data": recipe["data"], "train": train})
 
 
 def wall_seconds(work: float, queue: Queue) -> float:
-    """Estimates the seconds until runs that share the device are all done, with one of them yet to start.
+    """Estimates the seconds until all runs that share the device end, of which one has not started yet.
 
-    ``work`` is the sum of the seconds that each still needs alone.
+    ``work`` is the sum of the seconds that each of them would still need alone.
     """
     return queue.seconds["start"] + _MARGIN * work
 
 
 def undone(experiment: Experiment, setup: Setup) -> float:
-    """Returns the share of a run's steps that are still to be taken."""
+    """Returns the share of a run's steps that remain."""
     return 1 - setup.steps_taken(experiment) / experiment.shaped.train.steps

@@ -1,4 +1,4 @@
-"""Differences over seeds with 95 % t intervals, their noise from a two-way model, power, and the verdicts."""
+"""Estimates differences over seeds with 95 % t intervals, noise by a two-way model and power, and gives verdicts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-# Nats within which two losses count as equal; committed after seed 0 (2026-11-17), before the other seeds.
+# Nats within which two losses are equal; fixed on 2026-11-17, after seed 0 and before the other seeds.
 MARGIN = 0.005
-# The probability with which a test must find what it claims to test.
+# The probability with which a test must detect a true effect.
 POWER = 0.8
-# Degrees of freedom below which noise is not pooled.
+# Fewer residual degrees of freedom than these give no estimate of the noise.
 _FEWEST = 6
 
 HOLDS = "holds"
@@ -26,18 +26,18 @@ VERDICTS = (HOLDS, FAILS, UNRESOLVED, UNTESTABLE, UNAFFORDABLE, NOT_RUN)
 
 
 class Noise(NamedTuple):
-    """The standard deviation of a run's loss around the effects of its setting and seed, and its degrees of freedom."""
+    """The residual standard deviation of a run's loss (nats) in the two-way model, and its degrees of freedom."""
 
     deviation: float
     freedom: int
 
-    def error(self, seeds: int, runs: float = 2.0) -> float:
-        """Returns the standard error of the mean, over ``seeds`` seeds, of a difference (or sum) of ``runs`` runs."""
-        return self.deviation * math.sqrt(runs / seeds)
+    def error(self, seeds: int) -> float:
+        """Returns the standard error of a mean over ``seeds`` of the difference between two runs."""
+        return self.deviation * math.sqrt(2 / seeds)
 
 
 def two_way(losses: pd.DataFrame) -> Noise | None:
-    """Fits ``loss = setting + seed + noise`` by least squares; ``None`` with too few degrees of freedom for the noise.
+    """Fits ``loss = setting + seed + noise`` by least squares; ``None`` below ``_FEWEST`` degrees of freedom.
 
     ``losses`` has a row per setting and a column per seed; missing runs are NaN. Settings with one seed are ignored.
     """
@@ -53,7 +53,7 @@ def two_way(losses: pd.DataFrame) -> Noise | None:
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds, its standard error, the error's degrees of freedom, and the value of each seed."""
+    """A mean over seeds, its standard error and the degrees of freedom of that error, and ``{seed: value}``."""
 
     mean: float
     error: float
@@ -62,7 +62,7 @@ class Estimate(NamedTuple):
 
     @property
     def half(self) -> float:
-        """Returns half the width of the 95 % interval; infinite where the noise is unknown."""
+        """Returns half the width of the 95 % interval; infinite for one seed without pooled noise."""
         return t_quantile(self.freedom) * self.error if self.freedom else math.inf
 
     @property
@@ -75,9 +75,9 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Mapping[int, float] | pd.Series, noise: Noise | None = None) -> Estimate | None:
-    """Returns the mean of ``values``, one difference per seed; ``None`` without values.
+    """Estimates the mean of ``values``, one difference per seed; ``None`` without values.
 
-    The standard error comes from ``noise``; without it, from the spread of ``values``.
+    The standard error comes from ``noise``, or if that is ``None``, from the spread of ``values``.
     """
     series = pd.Series(values, dtype=float).dropna().sort_index()
     if series.empty:
@@ -88,19 +88,19 @@ def estimate(values: Mapping[int, float] | pd.Series, noise: Noise | None = None
 
 
 def t_quantile(freedom: float, probability: float = 0.975) -> float:
-    """Returns the t with ``P(T <= t) = probability`` for Student's T."""
+    """Returns the quantile of Student's t distribution at ``probability``."""
     from scipy.stats import t  # here, since the GPU machine trains runs without scipy
 
     return float(t.ppf(probability, freedom))
 
 
 def detectable(error: float, freedom: int) -> float:
-    """Returns the smallest true difference whose interval excludes 0 with the probability ``POWER``."""
+    """Returns the smallest true difference that an interval tells from 0 with probability ``POWER``."""
     return (t_quantile(freedom) + t_quantile(freedom, POWER)) * error
 
 
 def power_of_equality(error: float, freedom: int, margin: float = MARGIN) -> float:
-    """Returns the probability that the interval of the difference of equal settings lies within the margin."""
+    """Returns the probability that, for two equal settings, the interval of their difference is within the margin."""
     from scipy.stats import t
 
     if not freedom:
@@ -109,20 +109,20 @@ def power_of_equality(error: float, freedom: int, margin: float = MARGIN) -> flo
 
 
 def seeds_for(effect: float, noise: Noise) -> int:
-    """Returns the number of seeds that detects a difference of ``effect`` with probability ``POWER``."""
+    """Returns the number of seeds needed to detect a difference of ``effect`` with probability ``POWER``."""
     return math.ceil((detectable(noise.error(1), noise.freedom) / effect) ** 2)
 
 
 def seeds_for_equality(noise: Noise, margin: float = MARGIN) -> int:
-    """Returns the number of seeds that shows two equal settings to be equal with probability ``POWER``."""
+    """Returns the number of seeds needed to show that two equal settings are equal, with probability ``POWER``."""
     reach = t_quantile(noise.freedom) + t_quantile(noise.freedom, (1 + POWER) / 2)
     return math.ceil((reach * noise.error(1) / margin) ** 2)
 
 
 def lower(difference: Estimate | None) -> str:
-    """Returns the verdict on "the first is lower than the second": the whole interval of first minus second decides.
+    """Judges "the first is lower than the second" by the interval of first minus second.
 
-    It holds if the whole interval lies below 0, and does not if it lies above. One seed leaves it unresolved.
+    ``HOLDS`` if the whole interval lies below 0, ``FAILS`` if it lies above 0; else, or with one seed, ``UNRESOLVED``.
     """
     if difference is None:
         return NOT_RUN
@@ -132,14 +132,14 @@ def lower(difference: Estimate | None) -> str:
 
 
 def higher(difference: Estimate | None) -> str:
-    """Returns the verdict on "the first is higher than the second", from first minus second."""
+    """Judges "the first is higher than the second" by the interval of first minus second."""
     return lower(difference and difference._replace(mean=-difference.mean))
 
 
 def within(value: Estimate | None, low: float, high: float) -> str:
-    """Returns the verdict on "the value lies between ``low`` and ``high``".
+    """Judges "the value lies between ``low`` and ``high``".
 
-    It holds if the whole interval lies inside, and fails if the whole interval lies outside.
+    ``HOLDS`` if the whole interval lies inside, ``FAILS`` if the whole interval lies outside.
     """
     if value is None:
         return NOT_RUN
@@ -151,9 +151,9 @@ def within(value: Estimate | None, low: float, high: float) -> str:
 
 
 def equal(difference: Estimate | None, margin: float = MARGIN) -> str:
-    """Returns the verdict on "the two are equal": the interval lies within the margin.
+    """Judges "the two are equal": the interval of their difference lies within the margin.
 
-    It is unresolved if even truly equal settings would pass this test with a probability below ``POWER``.
+    ``UNRESOLVED`` if two equal settings would pass this test with a probability below ``POWER``.
     """
     verdict = within(difference, -margin, margin)
     if verdict != HOLDS or difference is None:
@@ -162,9 +162,9 @@ def equal(difference: Estimate | None, margin: float = MARGIN) -> str:
 
 
 def often(cases: Mapping[int, bool], *, least: int = 3) -> str:
-    """Returns the verdict on "this happens frequently"; ``cases`` says for each seed whether it happened.
+    """Judges "this happens frequently" by ``cases``, which maps each seed to whether it happened.
 
-    With ``least`` seeds or more it holds if it happened in at least half of them, and does not if the exact interval of
+    With at least ``least`` seeds: ``HOLDS`` if it happened in half of them or more, ``FAILS`` if the exact interval of
     the share lies below one half.
     """
     if not cases:
@@ -176,7 +176,7 @@ def often(cases: Mapping[int, bool], *, least: int = 3) -> str:
 
 
 def exact_interval(count: int, total: int) -> tuple[float, float]:
-    """Returns the exact (Clopper-Pearson) 95 % interval of a share that was seen ``count`` times in ``total``."""
+    """Returns the exact (Clopper-Pearson) 95 % interval of a probability, after ``count`` cases in ``total``."""
     from scipy.stats import beta
 
     low = float(beta.ppf(0.025, count, total - count + 1)) if count else 0.0
@@ -184,13 +184,13 @@ def exact_interval(count: int, total: int) -> tuple[float, float]:
 
 
 def all_of(verdicts: Sequence[str]) -> str:
-    """Combines verdicts: fails if one fails, holds only if all hold."""
+    """Combines verdicts: ``HOLDS`` if all hold, else ``FAILS`` if a test fails, else another verdict among them."""
     order = (FAILS, UNTESTABLE, UNAFFORDABLE, NOT_RUN, UNRESOLVED)
     return next((verdict for verdict in order if verdict in verdicts), HOLDS)
 
 
 def at_depth(points: Iterable[tuple[float, float]], depth: float, *, beyond: float = 0.05) -> float | None:
-    """Interpolates the value at ``depth`` between neighbouring ``(depth, value)`` points.
+    """Interpolates linearly between neighbouring ``(depth, value)`` points.
 
     Extrapolates by at most ``beyond``; returns ``None`` for a depth further outside.
     """

@@ -1,10 +1,8 @@
-"""The tables of the results page, as lines of Markdown made from the records."""
+"""Formats the tables of the results page as lines of Markdown."""
 
 from __future__ import annotations
 
-import json
 import math
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -30,26 +28,23 @@ from experiments.statistics import (
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
-    """Formats a Markdown table; a bar inside a cell is escaped."""
+    """Formats a Markdown table; no lines without rows. A bar inside a cell is escaped."""
 
     def line(cells: Sequence[Any]) -> str:
         return f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |"
 
-    return [line(head), "|" + "---|" * len(head), *map(line, rows)]
-
-
-def prose(*sentences: str) -> list[str]:
-    return textwrap.wrap(" ".join(sentences), 120, break_long_words=False, break_on_hyphens=False)
+    lines = [*map(line, rows)]
+    return [line(head), "|" + "---|" * len(head), *lines] if lines else []
 
 
 def rate_of(experiment: Experiment) -> float | None:
-    """Returns the learning rate that a run sets, if any."""
-    rates = [change.partition("=")[2] for change in experiment.changes if change.startswith("train.lr=")]
-    return float(json.loads(rates[0])) if rates else None
+    """Returns the learning rate that the queue sets for a run; ``None`` if it leaves the recipe's."""
+    rates = [float(change.partition("=")[2]) for change in experiment.changes if change.startswith("train.lr=")]
+    return rates[0] if rates else None
 
 
 def speed(points: pd.DataFrame) -> str:
-    """Formats the median training tokens per second of runs that had the device to themselves."""
+    """Formats the median training tokens per second of the runs that did not share the device."""
     alone = [record["tokens_per_second"] for record in points.record if not record["shared_device_with"]]
     return f"{pd.Series(alone).median():,.0f}" if alone else "shared"
 
@@ -63,18 +58,18 @@ def _by_seed(values: Iterable[float], form: str) -> str:
 
 
 def _shares(points: pd.DataFrame) -> str:
-    """Formats for each seed the percentages of tokens by depth; a mean over seeds would describe no model."""
+    """Formats the percentages of tokens at depth 1/…/K, one group per seed; a mean over seeds would hide collapses."""
     by_seed = ["/".join(f"{100 * share:.0f}" for share in shares) for shares in points.shares]
     return ", ".join(by_seed) if len(points.shares.iloc[0]) > 1 else NONE
 
 
 def _mean(of: str, form: str) -> Cell:
-    return lambda evidence, name, points: _number(points[of].to_numpy().mean(), form)
+    return lambda e, name, points: _number(points[of].to_numpy().mean(), form)
 
 
-def _relative(of: str, name_of: Callable[[Mapping[str, Any]], str], form: Callable[[float], str]) -> Cell:
-    """Returns a cell: a setting's mean of column ``of`` over that of the setting ``name_of(claims)``."""
-    return lambda e, name, points: form(points[of].to_numpy().mean() / e.mean(name_of(e.claims), of))
+def _relative(of: str, base: Callable[[Mapping[str, Any]], str], form: Callable[[float], str]) -> Cell:
+    """Formats a setting's mean of column ``of`` divided by that of the setting ``base(claims)``."""
+    return lambda e, name, points: form(points[of].to_numpy().mean() / e.mean(base(e.claims), of))
 
 
 def _over_curve(of: str) -> Cell:
@@ -92,34 +87,34 @@ def _saved(share: float) -> str:
 # Formats a cell from the evidence, a setting's name and its :meth:`Evidence.points`.
 Cell = Callable[[Evidence, str, pd.DataFrame], str]
 CELLS: Mapping[str, Cell] = {
-    "lr": lambda evidence, name, points: _number(rate_of(evidence.run(name)), "g"),
-    "seeds": lambda evidence, name, points: ", ".join(map(str, points.index)),
-    "loss by seed": lambda evidence, name, points: _by_seed(points.loss, ".4f"),
+    "lr": lambda e, name, points: _number(rate_of(e.run(name)), "g"),
+    "seeds": lambda e, name, points: ", ".join(map(str, points.index)),
+    "loss by seed": lambda e, name, points: _by_seed(points.loss, ".4f"),
     "loss": _mean("loss", ".4f"),
     "passes": _mean("depth", ".2f"),
     "inference FLOPs": lambda e, name, points: f"{CELLS['x vanilla'](e, name, points)}x",
-    "PPL": lambda evidence, name, points: f"{math.exp(points.loss.mean()):.2f}",
+    "PPL": lambda e, name, points: f"{math.exp(points.loss.mean()):.2f}",
     "iterations": _mean("depth", ".2f"),
-    "iterations by seed": lambda evidence, name, points: _by_seed(points.depth, ".2f"),
+    "iterations by seed": lambda e, name, points: _by_seed(points.depth, ".2f"),
     "iterations saved": _relative("depth", lambda claims: claims["full"], _saved),
     "FLOPs saved": _relative("mflops", lambda claims: claims["full"], _saved),
     "tokens halted early": _mean("halted", ".1%"),
     "gates closed": _mean("gates_closed", ".1%"),
-    "% of tokens at depth 1/…/K by seed": lambda evidence, name, points: _shares(points),
+    "% of tokens at depth 1/…/K by seed": lambda e, name, points: _shares(points),
     "99 % of tokens at one depth, in seeds": lambda e, name, points: f"{sum(points.most > 0.99)} of {len(points)}",
     "MFLOP/token": _mean("mflops", ".1f"),
     "x vanilla": _relative("mflops", lambda claims: claims["curve"][0], "{:.2f}".format),
     "training PFLOP": _mean("training", ".1f"),
     "parameters": lambda e, name, points: f"{e.parameters(name).total / 1e6:.2f}M",
     "of them added": lambda e, name, points: f"{e.parameters(name).added:,}",
-    "tokens/s": lambda evidence, name, points: speed(points),
+    "tokens/s": lambda e, name, points: speed(points),
     "minus the curve at equal iterations": _over_curve("depth"),
     "minus the curve at equal FLOPs": _over_curve("mflops"),
 }
 
 
 def settings_table(evidence: Evidence, rows: Sequence[str], columns: Sequence[str]) -> list[str]:
-    """Returns a row per setting; a column is one of ``CELLS``, or ``minus NAME``: the loss minus that of ``NAME``."""
+    """Returns a table with a row per setting; columns are keys of ``CELLS``, or ``minus NAME``: loss minus NAME's."""
 
     def cell(name: str, column: str, points: pd.DataFrame) -> str:
         if points.empty:
@@ -136,9 +131,9 @@ def settings_table(evidence: Evidence, rows: Sequence[str], columns: Sequence[st
 
 
 def leaderboard(evidence: Evidence, tracks: Sequence[float] = (1.6, 2.7)) -> list[str]:
-    """Returns a table of the entries that have run, lowest loss first, with their rank in each track.
+    """Returns the leaderboard's entries that have run, lowest loss first, with their rank in each track.
 
-    A track is a limit of the inference FLOPs, as a multiple of vanilla's.
+    A track is the highest permitted ratio of inference FLOPs to vanilla's.
     """
     rows, ranks = [], Counter[float]()
     names = [name for name in evidence.claims["leaderboard"] if not evidence.points(name).empty]
@@ -156,16 +151,16 @@ def leaderboard(evidence: Evidence, tracks: Sequence[float] = (1.6, 2.7)) -> lis
 
 
 def claim_table(evidence: Evidence, claim: str) -> list[str]:
-    """Returns a table with a row per setting of the claim that has run; no lines if none has."""
+    """Returns a table with a row per setting of the claim that has run; no lines if no setting has."""
     names = dict.fromkeys(run.setting for run in evidence.queue.of_claim(claim) if evidence.has_all(run))
     columns = ["lr", "seeds", "loss by seed", "iterations by seed", "% of tokens at depth 1/…/K by seed"]
     if claim in evidence.claims["against"]:
         columns += [f"minus {evidence.claims['against'][claim]}", "99 % of tokens at one depth, in seeds"]
-    return settings_table(evidence, list(names), columns) if names else []
+    return settings_table(evidence, list(names), columns)
 
 
 def learning_rates(evidence: Evidence) -> dict[str, dict[float, pd.Series | None]]:
-    """Returns ``{setting's title: {learning rate: metrics of seed 0, None if not run}}`` of the learning-rate claim."""
+    """Maps titles of the claim ``lr`` to ``{learning rate: seed 0's row of Evidence.runs, None if not run}``."""
     tried: dict[str, dict[float, pd.Series | None]] = {}
     for run in evidence.queue.of_claim("lr"):
         if (rate := rate_of(run)) is not None:
@@ -175,7 +170,7 @@ def learning_rates(evidence: Evidence) -> dict[str, dict[float, pd.Series | None
 
 
 def lr_table(evidence: Evidence) -> list[str]:
-    """Returns a table of losses of seed 0 by learning rate, the best bold, with mean depths where tokens halt."""
+    """Returns the losses of seed 0 by learning rate, the lowest in bold; with the mean depth if tokens halt."""
     tried = learning_rates(evidence)
     rates, rows = sorted({rate for by_rate in tried.values() for rate in by_rate}), []
     for title, by_rate in tried.items():
@@ -190,18 +185,18 @@ def lr_table(evidence: Evidence) -> list[str]:
 
 
 def dial_table(evidence: Evidence, depths: Sequence[float] = (1.25, 1.5, 2.0, 2.5, 3.0, 3.5)) -> list[str]:
-    """Returns the loss of checkpoints turned to ``depths`` by the dial, minus the curve's; no lines without any."""
+    """Returns the losses of checkpoints that the dial tunes to mean ``depths``, minus the curve's losses there."""
     curve, rows = evidence.claims["curve"], []
     for name in evidence.claims["dials"]:
         for depth in depths:
             over = [evidence.over_curve(name, curve, of, depth) for of in ("depth", "ratio")]
             rows += [[evidence.title(name), f"{depth:g}", *map(shown, over)]] if any(over) else []
     head = ["turned by the dial", "to iterations", "minus the curve at equal iterations", "at equal FLOPs"]
-    return markdown(head, rows) if rows else []
+    return markdown(head, rows)
 
 
 def measured_tables(evidence: Evidence, claim: str) -> list[str]:
-    """Returns tables of a claim's measurements, one row per setting and seed."""
+    """Returns a table for each kind of measurement of a claim, with rows for every setting and seed."""
     lines: list[str] = []
     experiments = evidence.queue.of_claim(claim)
     for name in dict.fromkeys(name for run in experiments for name in run.measures if name in _MEASURED):
@@ -228,7 +223,7 @@ def _steps(result: Mapping[str, Any]) -> Rows:
 
 
 def _policies(result: Mapping[str, Any]) -> Rows:
-    """Returns a row per (loss, causal), which names all its policies: with one gate, several halt the same tokens."""
+    """Returns a row per (loss, causal): if the model has one gate, several policies halt the same tokens."""
     learned = result["compared"]["learned gate"]["loss"]
     alike: dict[tuple[float | None, bool], list[str]] = {}
     for name, policy in result["compared"].items():
@@ -248,35 +243,17 @@ def _reuse(result: Mapping[str, Any]) -> Rows:
 
 def _speed(result: Mapping[str, Any]) -> Rows:
     stages = {"prefill": result["prefill"], f"decode, {result['decode']['lanes']} lanes,": result["decode"]}
-    forms = {"tokens/s": ("tokens_per_second", ",.0f"), "iterations": ("depth", ".2f")}
-    return [
-        {
-            f"{stage} {what}": format(value[name], form)
-            for stage, value in stages.items()
-            for what, (name, form) in forms.items()
-        }
-    ]
+    row: dict[str, str] = {}
+    for name, stage in stages.items():
+        row |= {f"{name} tokens/s": f"{stage['tokens_per_second']:,.0f}", f"{name} iterations": f"{stage['depth']:.2f}"}
+    return [row]
 
 
-def _tasks(result: Mapping[str, Any]) -> Rows:
-    return [
-        {"set": task["task"], "items": f"{task['items']:,}"}
-        | {"accuracy": _number(task["metrics"]["acc"]["value"], ".3f")}
-        for task in result["tasks"]
-    ]
-
-
-_MEASURED: Mapping[str, Callable[[Mapping[str, Any]], Rows]] = {
-    "steps": _steps,
-    "policies": _policies,
-    "reuse": _reuse,
-    "speed": _speed,
-    "tasks": _tasks,
-}
+_MEASURED = {"steps": _steps, "policies": _policies, "reuse": _reuse, "speed": _speed}
 
 
 def noise_table(evidence: Evidence) -> list[str]:
-    """Returns the noise of each corpus, without and with settings that collapse, and what three seeds can resolve."""
+    """Returns the noise of each corpus, without and with settings that collapse, and the power of three seeds."""
     rows, seeds = [], 3
     for corpus in evidence.queue.corpora:
         for pool, what in (("stable", "without settings that collapse"), ("all", "with them")):
@@ -288,11 +265,11 @@ def noise_table(evidence: Evidence) -> list[str]:
                 rows.append([f"{corpus or 'mixed'}, {what}", *cells, str(seeds_for(0.003, noise))])
     head = ["corpus", "residual deviation", "degrees of freedom", f"difference found with probability {POWER:g}"]
     head += [f"power of “equal within {MARGIN:g}”", "seeds that equality needs", "seeds that 0.003 needs"]
-    return markdown(head, rows) if rows else []
+    return markdown(head, rows)
 
 
 def analyses_table(evidence: Evidence) -> list[str]:
-    """Counts statements by verdict for each ``noise_of``, and lists those whose verdict changes."""
+    """Counts statements by verdict for each ``Evidence.noise_of``, and lists the statements whose verdicts change."""
     rows, before = [], []
     for noise_of, what in (
         ("stable", "pooled, without settings that collapse (used here)"),
@@ -315,4 +292,4 @@ def reruns(evidence: Evidence) -> list[str]:
         if len(losses) > 1:
             largest = f"{losses.max() - losses.min():.4f}"
             rows.append([evidence.title(setting), str(seed), _by_seed(losses, ".4f"), largest])
-    return markdown(["", "seed", "losses", "largest difference"], rows) if rows else []
+    return markdown(["", "seed", "losses", "largest difference"], rows)

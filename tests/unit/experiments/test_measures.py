@@ -21,9 +21,9 @@ def test_an_unknown_measurement_is_refused_and_one_that_cannot_be_made_says_why(
     with pytest.raises(InputError, match="no such measurement; there are steps"):
         measuring(["nothing"], device="cpu")
     assert measuring([], device="cpu") is None
-    made = measured(tmp_path, "policies", "tasks", method="ponder")
+    made = measured(tmp_path, "policies", "reuse", method="ponder")
     assert "every token the same depth" in made["policies"]["missing"]
-    assert "missing" in made["tasks"]
+    assert made["reuse"]["trained"] == "state", "the others follow"
 
 
 def test_policies_are_compared_at_one_depth_and_the_dial_reaches_from_one_to_all(tmp_path, monkeypatch):
@@ -66,7 +66,7 @@ def test_speed_is_of_every_token_asked_for(tmp_path):
     decode = measured(tmp_path, "speed", method="ponder")["speed"]["decode"]
     assert decode["depth"] == K
     assert decode["tokens_per_second"] > 0
-    assert set(MEASURES) == {"steps", "policies", "dial", "reuse", "rules", "demand", "speed", "tasks"}
+    assert set(MEASURES) == {"steps", "policies", "dial", "reuse", "rules", "demand", "speed"}
 
 
 def test_steps_are_measured_in_the_run_s_precision_where_the_package_is_not_installed(tmp_path, monkeypatch):
