@@ -183,7 +183,7 @@ def test_the_table_is_written_three_times_and_the_figure_comes_from_the_json_alo
         assert float(row["validation_loss"]) == entry["validation_loss"]
         assert [float(row[f"validation_halted_{i}"]) for i in (1, 2)] == entry["validation_halted"]
         assert entry["tokens_per_second"] > 0
-    with matplotlib.rc_context({"font.size": 30.0}):  # a user's settings must not change it
+    with matplotlib.rc_context({"axes.labelpad": 30.0}):  # a setting of the user that the style does not name
         drawn = save(sensitivity(result["runs"]), tmp_path / "again-0.1")
     assert [path.name for path in drawn] == ["again-0.1.png", "again-0.1.svg"]
     assert all(path.read_bytes() == (swept / f"sensitivity{path.suffix}").read_bytes() for path in drawn)
