@@ -136,7 +136,7 @@ def test_a_list_is_refused_for_any_number_in_it(tiny, field):
 
 
 @pytest.mark.parametrize("field", fields_of(bool, Literal, str))
-def test_what_is_no_choice_or_no_name_is_refused(tiny, field):
+def test_a_value_that_is_no_choice_or_no_name_is_refused(tiny, field):
     names = ("true", "'  '", '"a\\0b"', "null") if field in fields_of(str) else ("lots", "-1", "1.5")
     for value in (".nan", "5", "[a]", "{a: 1}", "''", *names):
         assert field in refusal(tiny, f"{field}={value}")
@@ -185,7 +185,7 @@ def test_only_what_may_be_left_open_is_nothing(tiny):
         (["model.embedding_scale=sqrt(e)"], "model.embedding_scale"),
     ],
 )
-def test_fields_that_are_none_and_values_that_do_not_go_together_are_refused_by_name(tiny, overrides, names):
+def test_unknown_fields_and_values_that_contradict_each_other_are_refused_by_name(tiny, overrides, names):
     assert names in refusal(tiny, *overrides)
 
 
