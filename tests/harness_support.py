@@ -1,7 +1,5 @@
 """What the tests of lm-eval share: tiny task records, a tokenizer trained on them, and tiny models that can read it."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

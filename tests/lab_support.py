@@ -1,7 +1,5 @@
 """A text of random tokens and a tiny model with gates of many opinions: enough to tune on in a second."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

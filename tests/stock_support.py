@@ -1,7 +1,5 @@
 """A tiny stock checkpoint with a tokenizer, as any on the hub."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Made-up traces: every prediction invented, with a known story, so that figures can be judged without a model."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 

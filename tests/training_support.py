@@ -1,7 +1,5 @@
 """A corpus and a recipe small enough to train in a test."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A tokenizer of few tokens for the tiny models, whose vocabulary has 61."""
 
-from __future__ import annotations
-
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

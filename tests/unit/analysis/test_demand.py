@@ -138,19 +138,18 @@ def test_the_measure_of_reproduce_goes_into_a_record(model, data, tmp_path):
     assert made["least_depth"] == [None] * 4
 
 
-@pytest.mark.parametrize(("field", "short"), [("max_position_embeddings", 2), ("vocab_size", 0)])
-def test_a_model_that_cannot_hold_a_document_or_its_words_is_refused(data, field, short):
-    reader = Reader()
-    setattr(reader.config, field, PUZZLES[data.name].length - short if short else END_ID)
-    with pytest.raises(InputError, match="--window" if short else "vocabulary"):
-        measure_demand(reader, opened(data))
+def test_a_model_that_cannot_hold_a_document_or_its_words_is_refused(data):
+    length = PUZZLES[data.name].length
+    for field, size, says in (("max_position_embeddings", length - 2, "--window"), ("vocab_size", END_ID, "vocabular")):
+        reader = Reader()
+        setattr(reader.config, field, size)
+        with pytest.raises(InputError, match=says):
+            measure_demand(reader, opened(data))
 
 
 def test_other_text_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("some text, and not a puzzle " * 20)
-    prepare([str(tmp_path / "a.txt")], out=tmp_path / "bpe", tokenizer="train-bpe:300", validation=0)
-    with pytest.raises(InputError, match="symbols"):
-        measure_demand(Reader(), opened(tmp_path / "bpe", split="train"))
-    prepare([str(tmp_path / "a.txt")], out=tmp_path / "words", tokenizer="symbols", validation=0)
-    with pytest.raises(InputError, match="asks nothing"):
-        measure_demand(Reader(), opened(tmp_path / "words", split="train"))
+    for tokenizer, says in (("train-bpe:300", "symbols"), ("symbols", "asks nothing")):
+        prepare([str(tmp_path / "a.txt")], out=tmp_path / says, tokenizer=tokenizer, validation=0)
+        with pytest.raises(InputError, match=says):
+            measure_demand(Reader(), opened(tmp_path / says, split="train"))

@@ -1,9 +1,7 @@
-"""The figure shows the records and nothing else, in a style that survives grey print and a second drawing."""
+"""The figure of a sweep shows the records and nothing else, in colours that differ in grey print too."""
 
-import json
 import statistics
 
-import matplotlib
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
@@ -96,7 +94,6 @@ def test_the_figure_shows_the_records_against_each_knob_and_both_depths(grid):
         assert drawn(realised)[index] == (pytest.approx([4 - 3 * k * w for w in WEIGHTS]), losses)
     assert requested.get_xlim() == realised.get_xlim()
     assert "λ" in knob.get_xlabel()
-    assert "nats per token" in knob.get_ylabel()
     assert "requested" in requested.get_xlabel()
     assert "realised" in realised.get_xlabel()
 
@@ -136,14 +133,6 @@ def test_sweeps_of_words_of_many_sizes_and_of_seeds_alone_are_drawn():
     assert high - low == pytest.approx(0.002), "tiny differences are not blown up"
     unasked = [record(2.0, k_max=k) | {"requested_depth": None} for k in SHARES]
     assert [panel.get_xlabel() for panel in sensitivity(unasked).axes][1:] == ["mean iterations, realised"]
-
-
-def test_a_figure_drawn_again_from_json_has_the_same_bytes(grid, tmp_path):
-    first = style.save(sensitivity(grid), tmp_path / "first-0.1")
-    with matplotlib.rc_context({"font.size": 30.0}):  # somebody's own settings must not show
-        second = style.save(sensitivity(json.loads(json.dumps(grid))), tmp_path / "second-0.1")
-    assert [path.name for path in first] == ["first-0.1.png", "first-0.1.svg"]
-    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
 
 
 @pytest.mark.parametrize("count", [6, 12])

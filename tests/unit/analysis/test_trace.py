@@ -6,12 +6,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 from tokenizers import Tokenizer, models
 
 import lab_support
 from adaponder.analysis.trace import Trace, columns_of, make_trace, planned_scorings, read_trace, write_trace
-from adaponder.errors import EvaluationError, InputError
+from adaponder.errors import InputError
 from adaponder.evaluation import scoring
 from adaponder.evaluation.scoring import ScoringOptions, score
 from adaponder.evaluation.text import Text, Vocabulary, Windows
@@ -126,8 +125,6 @@ def test_what_is_written_is_what_is_read(tmp_path):
     assert again.about == trace.about
     for column in trace.frame:
         assert trace.frame[column].tolist() == again.frame[column].tolist(), column
-    assert [path.name for path in tmp_path.iterdir()] == ["trace.parquet"]
-    assert pq.ParquetFile(tmp_path / "trace.parquet").metadata.row_group(0).column(0).compression == "ZSTD"
 
 
 @pytest.mark.parametrize(
@@ -156,11 +153,3 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path):
         pq.write_table(table.replace_schema_metadata(metadata), path)
         with pytest.raises(InputError, match=word):
             read_trace(path)
-
-
-def test_a_model_that_overflowed_is_told_so():
-    model = tiny("ponder")
-    with torch.no_grad():
-        next(iter(model.backbone.parameters())).fill_(float("nan"))
-    with pytest.raises(EvaluationError, match="prediction 0"):
-        traced(model)

@@ -1,7 +1,5 @@
 """The checkpoints that come with the package: whole, small, opened by name without a network, as their cards say."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -63,19 +61,19 @@ def test_the_text_of_a_sample_is_its_own_and_other_names_are_refused(tmp_path, m
 def test_the_card_says_what_the_record_says_and_the_recipe_is_the_one_it_was_trained_by():
     record, card = json.loads(RECORD.read_text()), (SAMPLE / "README.md").read_text()
     own = record["measured"]["held_out"][0]
+    shares = [count / own["tokens"] for count in own["tokens_by_depth"]]
     for fact in (
         f"{own['loss']:.4f} nats per token",
         f"{own['bits_per_byte']:.4f} bits per byte",
         f"{own['tokens']:,} tokens",
         f"| mean depth there | {own['depth']:.3f} |",
+        " · ".join(f"{i}: {share:.2%}" for i, share in enumerate(shares, 1)),
         f"{record['parameters']:,}",
         f"`{record['data']}`",
         record["hardware"],
         RECORD.name,
     ):
         assert fact in card, fact
-    shares = [count / own["tokens"] for count in own["tokens_by_depth"]]
-    assert " · ".join(f"{i}: {share:.2%}" for i, share in enumerate(shares, 1)) in card
     recipe = load_recipe("sample/python")
     assert identity(recipe.as_dict()) == identity(record["recipe"])
     assert record["data"] == read_queue(ROOT / "experiments" / "queue.yaml").corpora["python"].hash

@@ -1,7 +1,5 @@
 """What is released: the source archive builds the wheel; what is installed from that is whole and opens the sample."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -75,8 +73,6 @@ def test_a_wheel_is_small_and_has_every_file_of_the_package_and_works_when_insta
         for name in tracked("src/adaponder"):
             assert archive.read(name.removeprefix("src/")) == (ROOT / name).read_bytes(), name
         about = archive.read(f"adaponder-{__version__}.dist-info/METADATA").decode()
-    assert "Requires-Python: >=3.11" in about
-    assert "License-Expression: Apache-2.0" in about
     assert "Language models that think longer on hard tokens" in about  # the README
     assert f"Project-URL: Changelog, {REPOSITORY}/blob/HEAD/CHANGELOG.md" in about
     targets = re.findall(r"\]\(([^)]+)\)", about)

@@ -171,7 +171,7 @@ def test_nothing_is_left_behind_when_a_conversion_fails(tmp_path, monkeypatch):
 
 
 def test_a_file_that_cannot_grow_is_one_line_and_nothing_is_left(tmp_path, source):
-    """A real limit of the kernel: safetensors makes an error of its own of it."""
+    """The kernel's limit on file sizes is set, because safetensors raises an error of its own for it."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
     try:

@@ -180,13 +180,9 @@ def test_backbones_and_settings_that_it_does_not_compute_are_refused(model, says
     assert not type("Mine", (AdaPonder,), {}).can_be_exported(), "what computes something else is not exported"
 
 
-def test_a_model_without_a_tokenizer_is_refused(tmp_path):
+def test_nothing_is_written_without_a_tokenizer_or_if_the_file_computes_something_else(run, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="has no tokenizer"):
         exporting.export(reader(), tmp_path, tmp_path / "out", card=lambda: "")
-    assert not (tmp_path / "out").exists()
-
-
-def test_nothing_is_written_if_the_file_computes_something_else(run, tmp_path, monkeypatch):
     wrong = modeling_adaponder.AdaPonderForCausalLM.expected_embedding
     monkeypatch.setattr(
         modeling_adaponder.AdaPonderForCausalLM, "expected_embedding", lambda self, hidden: 1.01 * wrong(self, hidden)
@@ -212,11 +208,8 @@ def test_the_package_opens_it_by_its_own_classes_and_runs_none_of_its_code(expor
     assert torch.equal(model(ids()).logits, reader()(ids()).logits)
     assert not canary.exists()
     assert not (tmp_path / "modules").exists()
-
-
-def test_what_the_package_saves_again_asks_for_no_code(exported, tmp_path):
-    load(str(exported))[0].save_pretrained(tmp_path)
-    assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())
+    model.save_pretrained(tmp_path / "again")
+    assert "auto_map" not in json.loads((tmp_path / "again" / "config.json").read_text()), "it asks for no code"
 
 
 def test_the_auto_map_of_a_hub_repository_is_ours_and_no_other_is():
@@ -249,7 +242,7 @@ def hub(monkeypatch) -> Mock:
     return client
 
 
-def test_the_command_pushes_every_file_as_it_is_and_only_when_asked(run, tmp_path, hub):
+def test_the_command_pushes_every_file_only_when_asked_and_a_hub_that_refuses_changes_nothing(run, tmp_path, hub):
     command.export(checkpoint=str(run), out=tmp_path / "kept")
     assert not hub.mock_calls
     result = command.export(checkpoint=str(run), out=tmp_path / "sent", push="me/river", private=True)
@@ -259,13 +252,10 @@ def test_the_command_pushes_every_file_as_it_is_and_only_when_asked(run, tmp_pat
     card = hub.files["README.md"].decode()
     assert 'from_pretrained("me/river", trust_remote_code=True)' in card
     assert yaml.safe_load(card.split("---")[1])["pipeline_tag"] == "text-generation"
-
-
-def test_a_hub_that_refuses_leaves_the_folder_and_says_the_cure(exported, hub):
     hub.create_repo.side_effect = LocalTokenNotFoundError("not yours")
     with pytest.raises(AdaPonderError, match="--push me/river"):
-        exporting.push(exported, "me/river")
-    assert (exported / "model.safetensors").exists()
+        exporting.push(tmp_path / "kept", "me/river")
+    assert (tmp_path / "kept" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("name", ["river", "a/b/c", "me/ri ver", "../river", "me/river--x"])

@@ -167,27 +167,25 @@ def test_every_mistake_is_noticed(mistake):
 
 @torch.no_grad()
 def test_a_cache_cropped_to_nothing_begins_anew_with_any_batch(twin):
-    text = ids(3, 12)
     for remove in (-4, -99):
-        cache = twin(text[:1, :4], use_cache=True).past_key_values
+        cache = twin(TEXT[:1, :4], use_cache=True).past_key_values
         cache.crop(remove)
         assert cache.get_seq_length() == 0
         assert cache.rows == {}
-        found = twin(text, past_key_values=cache, use_cache=True)
-        torch.testing.assert_close(found.logits, twin(text, use_cache=True).logits)
+        found = twin(TEXT, past_key_values=cache, use_cache=True)
+        torch.testing.assert_close(found.logits, twin(TEXT, use_cache=True).logits)
 
 
 @torch.no_grad()
 def test_what_is_cropped_of_a_cache_was_never_there_and_only_so_many_tokens_can_be(twin):
-    text = ids(3, 12)
-    cache = twin(text[:, :9], use_cache=True).past_key_values
+    cache = twin(TEXT[:, :9], use_cache=True).past_key_values
     cache.crop(0)
     cache.crop(-4)
     with pytest.raises(ValueError, match="negative"):
         cache.crop(2)
     assert cache.get_seq_length() == 5
-    found = twin(text[:, 5:], past_key_values=cache)
-    torch.testing.assert_close(found.logits, twin(text).logits[:, 5:])
+    found = twin(TEXT[:, 5:], past_key_values=cache)
+    torch.testing.assert_close(found.logits, twin(TEXT).logits[:, 5:])
 
 
 @torch.no_grad()
@@ -203,23 +201,21 @@ def test_a_first_piece_of_padding_alone_changes_nothing(twin):
 @pytest.mark.parametrize("modules", ["all-linear", ["embed_in"], ["embed_out", "lm_head"]])
 def test_merged_adapters_on_any_module_compute_what_they_did_before(twin, modules):
     torch.manual_seed(0)
-    text = ids(3, 12)
-    plain = twin(text).logits
+    plain = twin(TEXT).logits
     adapted = get_peft_model(twin, LoraConfig(r=4, target_modules=modules, init_lora_weights=False)).eval()
-    expected = adapted(text)
+    expected = adapted(TEXT)
     assert (expected.logits - plain).abs().max() > 1e-3
-    found = adapted.merge_and_unload()(text)
+    found = adapted.merge_and_unload()(TEXT)
     torch.testing.assert_close(found.logits, expected.logits)
     torch.testing.assert_close(found.gates, expected.gates)
 
 
 @torch.no_grad()
 def test_offloaded_weights_compute_what_they_did_before(twin):
-    text = ids(3, 12)
-    expected = twin(text).logits
+    expected = twin(TEXT).logits
     cpu_offload(twin, execution_device=torch.device("cpu"))
     assert twin.get_input_embeddings().weight.device.type == "meta"
-    torch.testing.assert_close(twin(text).logits, expected)
+    torch.testing.assert_close(twin(TEXT).logits, expected)
 
 
 @torch.no_grad()

@@ -25,6 +25,9 @@ def pair(request):
 
 
 def test_layers_are_quantised_and_nothing_else(pair):
+    for weights in ("int4", "bfloat16"):  # a CPU is faster in float32
+        with pytest.raises(InputError, match=f"--weights {weights}"):
+            narrow(pair[0], weights)
     wide, narrowed = pair
     inside = {name for name, module in wide.named_modules() if ".layers." in name and type(module) is torch.nn.Linear}
     assert inside == {name for name, module in narrowed.named_modules() if isinstance(module, NarrowLinear)}
@@ -121,13 +124,6 @@ def test_a_quantised_model_is_not_saved(pair, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_had_is_refused_by_name():
-    with pytest.raises(InputError, match="--weights int4"):
-        narrow(tiny(), "int4")
-    with pytest.raises(InputError, match="--weights bfloat16"):
-        narrow(tiny(), "bfloat16")
-
-
 def test_eval_says_what_narrower_weights_change(tmp_path, capsys):
     evaluate.evaluate("sample", data="sample", max_tokens=64, weights="int8", json=tmp_path / "out.json")
     found = json.loads((tmp_path / "out.json").read_text())["weights"]
@@ -137,5 +133,4 @@ def test_eval_says_what_narrower_weights_change(tmp_path, capsys):
     assert 0 < abs(found["difference"]["mean"]) < 0.05
     assert 0 <= found["other_depth"] < 0.2
     shown = " ".join(capsys.readouterr().out.split())
-    assert "its own depths, int8 weights" in shown
     assert f"int8 weights: {found['difference']['mean']:+.4f} nats per token" in shown

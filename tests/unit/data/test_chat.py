@@ -168,8 +168,7 @@ def _marking(tmp_path: Path, *, ending: str = "", after: str = "") -> Path:
     "learned", [[0, 10**6], [0], [2, 3, 1, 1]], ids=["beyond its document", "no pair", "not in order"]
 )
 def test_a_table_of_learned_parts_that_is_wrong_is_refused(shards, tmp_path, learned):
-    out = tmp_path / "copy"
-    shutil.copytree(shards.folder, out)
+    out = Path(shutil.copytree(shards.folder, tmp_path / "copy"))
     path = out / "train" / "docs-00000.parquet"
     table = pq.read_table(path)
     rows = table.column("learned").to_pylist()

@@ -15,7 +15,7 @@ from adaponder.errors import InputError
 
 @pytest.mark.parametrize("learned", [None, ((0, 1),)], ids=["text", "conversation"])
 def test_text_that_the_tokenizer_cannot_encode_is_an_error_in_one_line(learned):
-    """A word that has no id, and no token for what is unknown; the library raises a bare Exception."""
+    """The vocabulary has no id for the word and no unknown token; the library raises a bare Exception."""
     knows_one = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "known": 1}))
     encoder = Encoder(knows_one.to_str(), end_id=0, vocab_size=2, dtype="uint16", validation=0.0)
     with pytest.raises(InputError, match="--tokenizer") as refused:

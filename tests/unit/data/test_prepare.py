@@ -76,12 +76,6 @@ def test_any_number_of_workers_gives_the_same_bytes(prepared, corpus, tokenizer,
     assert contents(tmp_path / "out") == contents(prepared)
 
 
-def test_empty_inputs_are_refused_with_several_workers_too(tokenizer, tmp_path):
-    (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(DataError, match="empty"):
-        prepare([str(tmp_path / "empty.txt")], out=tmp_path / "out", tokenizer=str(tokenizer), workers=2)
-
-
 @pytest.mark.parametrize(
     ("share", "remark"), [(0.0, None), (1e-9, "assigned to validation"), (1 - 2**-50, "assigned to train")]
 )
@@ -93,10 +87,13 @@ def test_repaired_documents_and_an_empty_split_are_remarked(tokenizer, tmp_path,
     assert remarks[1:] == [] if remark is None else remark in remarks[1]
 
 
-def test_a_workers_refusal_is_the_commands(tmp_path, tokenizer):
+def test_what_one_worker_refuses_several_refuse_too(tmp_path, tokenizer):
+    (tmp_path / "nothing.txt").write_text("")
     write_megatron(tmp_path / "m", [[1, 2], [3, 999]])
-    with pytest.raises(InputError, match=r"m\.bin, document 1: token id 999 at 1 "):
-        prepare([str(tmp_path / "m.bin")], out=tmp_path / "out", tokenizer=str(tokenizer), workers=2)
+    refused = {"nothing.txt": (DataError, "empty"), "m.bin": (InputError, r"m\.bin, document 1: token id 999 at 1 ")}
+    for name, (error, says) in refused.items():
+        with pytest.raises(error, match=says):
+            prepare([str(tmp_path / name)], out=tmp_path / f"{name} out", tokenizer=str(tokenizer), workers=2)
 
 
 def test_a_worker_that_dies_is_reported_and_the_others_end(corpus, tokenizer, tmp_path, monkeypatch):

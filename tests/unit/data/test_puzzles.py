@@ -113,7 +113,7 @@ def test_plain_interpretation_answers_every_question(name):
 
 
 def test_steps_stand_in_the_order_in_which_they_are_taken():
-    """So no step can be joined with the next before a question asks for it: what follows is not written yet."""
+    """A model cannot join a step with the next while it reads the first: the next is written later."""
     mixed = 0
     for words in documents(settings_of(SMALL["hops"])):
         place = {words[at]: at for at in range(0, words.index("|"), 3)}

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -127,12 +126,10 @@ def test_settings_out_of_range_are_refused_by_name(shards, options, error, field
         Sampler(shards, **{"sequence": 4, "global_batch": 1, "seed": 0} | options)
 
 
-def test_a_part_or_a_split_that_does_not_exist_is_refused(shards, tmp_path):
+def test_a_part_or_a_split_that_does_not_exist_is_refused(shards):
     sampler = Sampler(shards, sequence=4, global_batch=4, seed=0)
     for step, first, count in ((-1, 0, 1), (0, 3, 2), (0, -1, 1)):
         with pytest.raises(InputError, match="step"):
             sampler.part(step, first, count)
     with pytest.raises(DataError, match="'test'"):
         Shards.open(shards.folder, "test")
-    with pytest.raises(DataError, match="manifest"):
-        Shards.open(Path(tmp_path))

@@ -141,7 +141,9 @@ def test_an_unreadable_folder_is_an_error_not_a_gap(tmp_path, monkeypatch):
     refused(tmp_path, InputError, "closed")
 
 
-def test_an_input_that_cannot_be_read_as_text_is_named(tmp_path):
+def test_an_input_that_cannot_be_read_as_text_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    refused("hf:wiki", InputError, "pip install datasets")
     for name in ("a.tar.gz", "a.zip", "a.tgz", "a.parquet.gz", "a.TAR", "a.arrow"):
         (tmp_path / name).write_bytes(gzip.compress(b"x"))
         refused(tmp_path / name, InputError, re.escape(name))
@@ -202,11 +204,6 @@ def test_a_saved_dataset_with_a_bad_list_is_refused_by_name(tmp_path, state, nam
     (tmp_path / "secret.arrow").write_bytes(b"secret")
     (tmp_path / "set" / "state.json").write_text(state)
     refused(tmp_path / "set", DataError, named)
-
-
-def test_a_hub_dataset_needs_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    refused("hf:wiki", InputError, "pip install datasets")
 
 
 @pytest.mark.parametrize(

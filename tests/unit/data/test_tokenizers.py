@@ -76,7 +76,7 @@ def test_a_tokenizer_is_trained_on_so_many_bytes_and_no_more_documents():
 
 
 def test_ctrl_c_ends_the_training_of_a_tokenizer(ctrl_c):
-    """The library, busy with merges, hears nothing; whoever waits for it does, and the texts end."""
+    """The library ignores the signal while it merges; the thread that waits for it raises, and no more texts come."""
     begun, ended = threading.Event(), threading.Event()
 
     def work(still_wanted) -> None:

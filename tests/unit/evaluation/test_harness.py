@@ -38,17 +38,14 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def vanilla(tmp_path_factory):
+def models(tmp_path_factory):
+    """One stock checkpoint, opened by this package and by lm-eval."""
     folder = tmp_path_factory.mktemp("vanilla")
     stock().save_pretrained(folder)
     words().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def theirs(vanilla):
     with quiet():
-        return HFLM(pretrained=str(vanilla), device="cpu", dtype="float64", batch_size=3)
+        theirs = HFLM(pretrained=str(folder), device="cpu", dtype="float64", batch_size=3)
+    return load(str(folder), dtype="float64")[0], theirs
 
 
 def opened(manager, name, data):
@@ -59,8 +56,8 @@ def opened(manager, name, data):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_scores_equal_those_of_lm_evals_own_model_item_by_item(name, manager, data, vanilla, theirs):
-    model, _ = load(str(vanilla), dtype="float64")
+def test_scores_equal_those_of_lm_evals_own_model_item_by_item(name, manager, data, models):
+    model, theirs = models
     with quiet():
         result = run_task(HarnessLM(model, words(), batch_size=2), opened(manager, name, data))
         task = opened(manager, name, data).task

@@ -1,7 +1,5 @@
 """A text scored from a kept beginning equals one uncached forward over the whole of it, whatever was scored before."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

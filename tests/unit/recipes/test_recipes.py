@@ -1,4 +1,4 @@
-"""Every recipe that ships builds the model it says, on the schedule it says; a slip of the pen is an error."""
+"""Recipes: those that ship build the models they describe, each value has its source, and runs follow them."""
 
 import os
 import re
@@ -13,6 +13,7 @@ import torch
 import adaponder
 from adaponder import halting
 from adaponder.config import AdaPonderConfig
+from adaponder.data import Manifest
 from adaponder.errors import ConfigError
 from adaponder.fields import Recurrence, fields_of
 from adaponder.methods import method_class
@@ -20,9 +21,11 @@ from adaponder.methods.cost import parameters_of
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import FREE_TRAIN, Recipe, TrainRecipe, load_recipe, recipe_names
 from adaponder.registry import SCALES, scale_of
-from adaponder.training.build import config_of
+from adaponder.training.build import build_model, config_of
+from adaponder.training.run import train
 from adaponder.training.schedule import build_optimizer
-from support import METHODS, tiny
+from support import METHODS, ids, stock, tiny
+from training_support import corpus, weights
 
 PYTHIA = {"70m": 70_426_624, "410m": 405_334_016}
 FROM_SCRATCH = [name for name in recipe_names() if isinstance(load_recipe(name).model.backbone, dict)]
@@ -86,10 +89,11 @@ def as_number(value: Any, hidden_size: int | None) -> Any:
 
 
 @pytest.mark.parametrize("name", PAPER)
-def test_every_source_says_what_the_recipe_resolves_to(name):
+def test_every_field_that_decides_a_papers_run_has_a_source_that_says_what_it_resolves_to(name):
     recipe = load_recipe(name)
     config, shape = config_of(recipe), recipe.model.backbone
     for key, source in recipe.provenance.items():
+        assert source.note or source.kind == "stated", f"{key}: what is not stated says why"
         if key == "model.backbone" and isinstance(shape, dict):
             continue  # held by the count of its parameters, above
         if key.startswith("model.backbone.") and isinstance(shape, str):
@@ -99,11 +103,6 @@ def test_every_source_says_what_the_recipe_resolves_to(name):
         said = as_number(source.value, shape["hidden_size"] if isinstance(shape, dict) else None)
         assert found == said, f"{key}: {source}"
         assert type(found) is type(said) or isinstance(found, float), key
-
-
-@pytest.mark.parametrize("name", PAPER)
-def test_every_field_that_decides_a_papers_run_has_a_source(name):
-    recipe = load_recipe(name)
     needed = {
         f"{section}.{key}"
         for section, values in recipe.as_dict().items()
@@ -113,8 +112,6 @@ def test_every_field_that_decides_a_papers_run_has_a_source(name):
     }
     assert needed <= set(recipe.provenance)
     assert {"code.gate_activation", "code.adam_epsilon"} <= set(recipe.provenance)
-    for key, source in recipe.provenance.items():
-        assert source.note or source.kind == "stated", f"{key}: what is not stated says why"
 
 
 def test_recipes_that_are_compared_have_one_embedding_scale():
@@ -150,22 +147,68 @@ def test_whoever_says_when_gates_begin_is_heard():
         load_recipe("mini/adaponder", ["train.gate_start=-1"])
 
 
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ("train.stpes=3", "did you mean train.steps"),
-        ("trian.steps=3", "trian"),
-        ("steps=3", "section.field=value"),
-        ("train.steps", "section.field=value"),
-        ("train.betas=[0.9]", "2 numbers"),
-        ("data.sequence.x=3", "sequence is not a section"),
-    ],
-)
-def test_a_slip_of_the_pen_is_an_error_that_names_the_field(override, says):
-    with pytest.raises(ConfigError, match=says):
-        load_recipe("cpu/demo", [override])
-    with pytest.raises(ConfigError, match="did you mean cpu/demo"):
-        load_recipe("cpu/dmo")
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    return corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    model = tiny("adaponder", iterations=3, dtype=torch.float32, tau=0.5, initial_multiplier=2.0)
+    folder = tmp_path_factory.mktemp("checkpoint") / "ada"
+    model.save_pretrained(folder)
+    return model, folder
+
+
+def goes_on(folder: Path, *overrides: str):
+    open_fields = [f"model.{name}=null" for name in ("iterations", "gate_bias")]
+    return build_model(load_recipe("cpu/demo", [f"model.backbone={folder}", *open_fields, *overrides]), 28)
+
+
+def test_a_checkpoint_of_the_same_method_goes_on_as_the_recipe_says(checkpoint):
+    model, folder = checkpoint
+    same = goes_on(folder, "model.gate_bias=1.0", "model.iterations=3")  # where gates began is past
+    assert (same.config.tau, same.config.initial_multiplier, same.config.gate_bias) == (0.5, 2.0, 4.0)
+    asked = ("model.tau=0.25", "model.reuse=kv", "model.embedding_scale=sqrt(d)", "train.ponder_on=logits")
+    changed = goes_on(folder, *asked)
+    assert (changed.config.tau, changed.config.reuse, changed.config.ponder_on) == (0.25, "kv", "logits")
+    assert (changed.config.embedding_scale, changed.config.initial_multiplier) == (4.0, 2.0)
+    for built in (same, changed):
+        found = built.state_dict()
+        assert found.keys() == model.state_dict().keys()
+        assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+        assert built.training
+
+
+@pytest.mark.parametrize("override", ["model.iterations=4", "model.gate_width=2", "model.shared_gate=True"])
+def test_a_setting_that_trained_gates_cannot_follow_is_refused_by_name(checkpoint, override):
+    name, value = override.split("=")
+    with pytest.raises(ConfigError, match=f"{re.escape(name)}={value}.*another shape"):
+        goes_on(checkpoint[1], override)
+
+
+CONVERTED = {"convert/pythia-160m": "gpt_neox", "convert/llama-3.2-1b": "llama", "convert/qwen2.5-0.5b": "qwen2"}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_plain_checkpoint_is_converted_and_trained_on_in_one_command(name, shards, tmp_path):
+    plain, size = stock(CONVERTED[name], dtype=torch.float32), Manifest.load(shards).vocab_size
+    plain.resize_token_embeddings(max(size, plain.config.vocab_size))
+    plain.save_pretrained(tmp_path / "plain")
+    short = ("data.sequence=16", "train.steps=4", "train.global_batch=4", "train.micro_batch=2", "train.compile=false")
+    stages = ("train.gate_start=1", "train.ponder_start=2", "train.ponder_full=3")
+    stages += ("train.eval_tokens=128", "train.lr=1e-3")
+    recipe = load_recipe(name, [f"model.backbone={tmp_path / 'plain'}", f"data.source={shards}", *short, *stages])
+    begun = build_model(recipe, size).eval()
+    with torch.no_grad():
+        once, before = begun(ids(), max_iterations=1).logits, plain.eval()(ids()).logits
+    torch.testing.assert_close(once, before, rtol=1e-5, atol=1e-5)  # read once, it is what it was
+    assert (begun.config.iterations, begun.config.embedding_scale, begun.config.gate_bias) == (3, 1.0, 4.0)
+    train(recipe, out=tmp_path / "run", quiet=True)
+    before, after = begun.state_dict(), weights(tmp_path / "run" / "final")
+    moved = [key for key, value in after.items() if not torch.equal(value, before[key])]
+    assert any("layers.0" in key for key in moved)
+    assert any("gates" in key for key in moved)
 
 
 def test_reading_a_recipe_imports_no_torch():

@@ -10,7 +10,7 @@ from adaponder.training.controller import DepthController
 @pytest.mark.parametrize("target", [1.5, 2.5, 3.5])
 @pytest.mark.parametrize("effect", [0.4, 1.0, 2.5])
 def test_a_controller_brings_slow_gates_to_the_target(target, effect):
-    """The plant: k closes ``effect`` times what it should; promises follow in some turns, halting in many more."""
+    """The simulated gates close ``effect`` times what k asks; their means follow within a few turns, depth later."""
     controller = DepthController(target=target, iterations=4, start=0, gain=0.5, every=1)
     depth = promised = 4.0
     for step in range(600):

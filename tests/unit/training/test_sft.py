@@ -1,4 +1,4 @@
-"""Under TRL's ``SFTTrainer`` and with peft's adapters: the model's own loss, what is masked, and what merging gives."""
+"""Under TRL's ``SFTTrainer`` and with peft's adapters: the model's own loss, packed rows, and merged adapters."""
 
 import logging
 
@@ -8,9 +8,9 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import SFTConfig, SFTTrainer
 
-from adaponder import AdaPonderForCausalLM, Engine, FixedDepth, Request
+from adaponder import Engine, FixedDepth, Request
 from adaponder.conversion.open import load
 from adaponder.errors import BackboneError, CheckpointError, InputError
 from adaponder.halting import bottom_k_mean, ponder_fraction
@@ -18,10 +18,7 @@ from adaponder.integrations import PonderCallback, PonderSFTTrainer
 from support import VOCABULARY, ids, tiny
 
 SCHEDULE = {"ponder_start": 1, "ponder_full": 2, "ponder_weight": 0.5, "k_max": 0.4, "gate_start": 0}
-TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'user' %}w2 {{ message.content }} w3 {% else %}"
-    "{% generation %}{{ message.content }} w0 {% endgeneration %}{% endif %}{% endfor %}"
-)
+TEMPLATE = "{% for message in messages %}{{ message.content }} w0 {% endfor %}"
 LAYERS = {"gpt_neox": ["query_key_value", "dense_h_to_4h"], "llama": ["q_proj", "down_proj"]}
 
 
@@ -102,53 +99,16 @@ def test_the_loss_is_the_model_s_own_with_the_ponder_term_and_adapters_alone_tra
     assert all(name.startswith("method.") or any(one in name for one in LAYERS["gpt_neox"]) for name in moved)
 
 
-def test_prompts_are_masked_and_packed_conversations_do_not_see_each_other(words, tmp_path):
-    seen = []
-
-    def watch(module, args, kwargs, output):
-        seen.append((kwargs, output))
-
-    for data, how in ((pairs(), {}), (chats(), {"assistant_only_loss": True}), (chats(), {"packing": True})):
-        model = tiny(dtype=torch.float32)
-        model.register_forward_hook(watch, with_kwargs=True)
-        run = trainer(model, words, tmp_path, data=data, max_steps=1, gradient_accumulation_steps=1, **how)
-        run.train()
-    (paired, _), (chatted, _), (packed, output) = seen
-    assert (paired["labels"] == -100).sum() > (paired["attention_mask"] == 0).sum()
-    for row, labels in zip(chatted["input_ids"], chatted["labels"], strict=True):
-        first = row.tolist().index(3) + 1  # w3 ends the question
-        assert (labels[:first] == -100).all()
-        assert (labels[first : first + 7] == row[first : first + 7]).all()
+def test_packed_conversations_do_not_see_each_other(words, tmp_path):
+    model, seen = tiny(dtype=torch.float32), []
+    model.register_forward_hook(lambda module, args, kwargs, output: seen.append((kwargs, output)), with_kwargs=True)
+    trainer(model, words, tmp_path, data=chats(), max_steps=1, gradient_accumulation_steps=1, packing=True).train()
+    ((packed, output),) = seen
     starts = (packed["position_ids"][0] == 0).nonzero().flatten().tolist()
     assert len(starts) > 1
     second = slice(starts[1], starts[2] if starts[2:] else None)
     alone = tiny(dtype=torch.float32)(packed["input_ids"][:, second], policy=FixedDepth(3))  # as stage 1 reads
     torch.testing.assert_close(output.logits[:, second], alone.logits, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings", "data", "options"),
-    [
-        (DPOTrainer, DPOConfig, {"prompt": "w2", "chosen": " w4", "rejected": " w6"}, {}),
-        (
-            GRPOTrainer,
-            GRPOConfig,
-            {"prompt": "w2"},
-            {"reward_funcs": lambda completions, **_: [1.0] * 2},
-        ),
-    ],
-    ids=["dpo", "grpo"],
-)
-def test_preference_and_reward_trainers_are_refused_by_name(words, tmp_path, kind, settings, data, options):
-    tiny(dtype=torch.float32).save_pretrained(tmp_path / "model")
-    args = settings(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], max_steps=1, per_device_train_batch_size=2,
-        disable_tqdm=True, **({"num_generations": 2, "max_completion_length": 2} if kind is GRPOTrainer else {}),
-    )  # fmt: skip
-    model = AdaPonderForCausalLM.from_pretrained(tmp_path / "model")
-    run = kind(model=model, args=args, train_dataset=Dataset.from_list([data] * 4), processing_class=words, **options)
-    with pytest.raises(AttributeError, match=rf"{kind.__name__}.* not supported.*PonderSFTTrainer"):
-        run.train()
 
 
 def test_trl_s_own_trainer_would_drop_the_ponder_term_and_is_refused(words, tmp_path):
@@ -220,7 +180,7 @@ def _greedy(model, prompt: torch.Tensor) -> list[int]:
 
 @pytest.mark.parametrize(("module", "place"), [("embed_in", "embedding"), ("lm_head", "head")])
 def test_adapters_on_what_is_mixed_are_refused_by_their_whole_name(module, place):
-    """peft calls them Embedding and Linear, as what they adapt."""
+    """peft's adapters have the class names of the modules they wrap, so the error names the class with its module."""
     adapted = get_peft_model(tiny(), LoraConfig(r=4, target_modules=[module]))
     with pytest.raises(BackboneError, match=rf"^peft\.tuners\.lora\.layer\.\w+.*{place}"):
         adapted(input_ids=ids())
