@@ -28,6 +28,7 @@ from benchmarks.harness import Row, forget, measure, spread
 from benchmarks.models import build, draw_depths, mean_depth, shape_config
 from benchmarks.serve_client import Answer, percentiles
 
+Numbers = Sequence[float]
 # New tokens of a side outside the engine; fewer for the slow one.
 _NEW = {PORTABLE: 12, HF: 48, HF_BATCH: 48}
 # Seconds until every lane must decode.
@@ -39,14 +40,7 @@ _UNKNOWN = ("limit_tokens_per_second", "limit_share", "resident_lanes", "waiting
 _UNKNOWN += ("idle_share", "accepted_share")
 
 
-def as_row(
-    rates: Sequence[float],
-    *,
-    shares: Sequence[float] = (1.0,),
-    first: Sequence[float] = (),
-    between: Sequence[float] = (),
-    **more: Any,
-) -> Row:
+def as_row(rates: Numbers, *, shares: Numbers = (1.0,), first: Numbers = (), between: Numbers = (), **more: Any) -> Row:
     """Returns the measured fields of a record's row, from the tokens/s in each timed interval.
 
     ``shares`` are the shares of timed tokens with depth 1, 2, …; ``first`` has the seconds from a request to its first
@@ -367,16 +361,19 @@ def tick_bytes(
     reach = [sum(shares[i:]) for i in range(len(shares))]  # the share of tokens that iteration i reads
     depth = sum(reach)
     table = shape.vocabulary * shape.hidden * width
-    continues = _any((depth - 1) / depth, lanes)
-    asked = method.gates_asked(config.iterations)
-    gates = sum(_any(share / depth, lanes) for share in reach[:asked])
+
+    def any_of(share: float) -> float:
+        """Returns the probability that at least one row has a property that a ``share`` of rows has."""
+        return 1 - (1 - min(1.0, share)) ** lanes
+
+    gates = sum(any_of(share / depth) for share in reach[: method.gates_asked(config.iterations)])
     tied = bool(getattr(config.backbone_config, "tie_word_embeddings", False))
     # A window hides what is further away.
     seen = sum(min(context, window or context) for window in shape.windows) / shape.layers
     return {
         "body": shape.body * width,
-        "head": table * (1.0 if method.mixes_vocabulary else _any(1 / depth, lanes)),
-        "table": table * continues if method.mixes_vocabulary and not tied else 0.0,
+        "head": table * (1.0 if method.mixes_vocabulary else any_of(1 / depth)),
+        "table": table * any_of((depth - 1) / depth) if method.mixes_vocabulary and not tied else 0.0,
         "gates": gates * method.gate_flops(config) / 2 * width,
         "rows": lanes * slots * (seen + 1) * shape.kv * width,
     }
@@ -386,8 +383,3 @@ def limit(config: AdaPonderConfig, shares: Sequence[float], *, lanes: float, cop
     """Returns the tokens/s of decoding if a tick took only the time to copy its bytes at ``copy_rate``."""
     depth = 1.0 if method_class(config.method).slots_per_token(config.iterations) > 1 else mean_depth(shares)
     return copy_rate * lanes / depth / sum(tick_bytes(config, shares, lanes=lanes, **how).values())
-
-
-def _any(share: float, lanes: float) -> float:
-    """Returns the probability that at least one of ``lanes`` rows has a property that a ``share`` of rows has."""
-    return 1 - (1 - min(1.0, share)) ** lanes

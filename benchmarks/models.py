@@ -114,12 +114,10 @@ def check_executions(recipe: Recipe, depths: Tensor, device: torch.device) -> fl
         if not torch.equal(output.depth.cpu(), depths):
             raise EvaluationError(f"{execution} execution did not use the forced depths: nothing is timed")
         states.append(iterations[-1].hidden)
-    error = relative_difference(*states)
-    bound = rounding_bound(product_dtype(recipe.train.dtype, device))
+    error, bound = relative_difference(*states), rounding_bound(product_dtype(recipe.train.dtype, device))
     if not error <= bound:
-        raise EvaluationError(
-            f"dense and compact hidden states differ by {error:.1e} (rounding explains {bound:.1e}): nothing is timed"
-        )
+        wrong = f"dense and compact hidden states differ by {error:.1e} (rounding explains {bound:.1e})"
+        raise EvaluationError(f"{wrong}: nothing is timed")
     return error
 
 

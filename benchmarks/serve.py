@@ -99,10 +99,7 @@ def run(options: ServeOptions) -> dict[str, Any]:
     return record
 
 
-Tables = tuple[list[Row], list[Row]]
-
-
-def _load_server(options: ServeOptions, rates: Sequence[float]) -> Tables:
+def _load_server(options: ServeOptions, rates: Sequence[float]) -> tuple[list[Row], list[Row]]:
     """Measures the checkpoint's server, or a running one; returns the rows of all streams at once and of each rate."""
     with ExitStack() as stack:
         server, alone, url, key = None, None, str(options.url), os.environ.get(KEY)
@@ -119,7 +116,9 @@ def _load_server(options: ServeOptions, rates: Sequence[float]) -> Tables:
         return [burst], [row | {"server_rss": server and server.rss()} for row in at_rates(load, rates, burst)]
 
 
-def _load_stand_ins(options: ServeOptions, stand_ins: Sequence[Sequence[float]], rates: Sequence[float]) -> Tables:
+def _load_stand_ins(
+    options: ServeOptions, stand_ins: Sequence[Sequence[float]], rates: Sequence[float]
+) -> tuple[list[Row], list[Row]]:
     """Measures each stand-in alone and through the server, and the first one also at rising rates."""
     from benchmarks.stand_in import SleepingEngine, engine_rate, stand_in_model
 

@@ -199,9 +199,8 @@ async def _send(client: Any, request: Any, answer: Answer, began: float, timeout
 
     answer.sent = time.perf_counter() - began
     try:
-        async with asyncio.timeout(timeout):
-            async with aclosing(await client.send(request, stream=True)) as response:
-                await _receive(response, answer, began)
+        async with asyncio.timeout(timeout), aclosing(await client.send(request, stream=True)) as response:
+            await _receive(response, answer, began)
     except TimeoutError:
         answer.error = f"no answer within {timeout:g} s"
     except (httpx.ConnectError, OSError) as problem:
@@ -213,11 +212,10 @@ async def _send(client: Any, request: Any, answer: Answer, began: float, timeout
 
 async def _receive(response: Any, answer: Answer, began: float) -> None:
     """Reads a streamed response to its end and records when its tokens arrive."""
-    answer.status, answer.served_by = response.status_code, response.headers.get("x-served-by")
+    answer.status, answer.served_by, buffer = response.status_code, response.headers.get("x-served-by"), b""
     if response.status_code != 200:
         answer.error = f"status {response.status_code}: {(await response.aread())[:120].decode('utf-8', 'replace')}"
         return
-    buffer = b""
     async for data in response.aiter_bytes():
         *events, buffer = (buffer + data).split(b"\n\n")
         tokens = sum(_tokens_of(json.loads(event[6:]), answer) for event in events if event.startswith(b"data: {"))
@@ -243,12 +241,10 @@ def get_json(url: str, path: str, key: str | None = None, *, patience: float = 0
     """Returns the JSON at a path; tries again for ``patience`` seconds while the status is 503 (not ready)."""
     import httpx
 
-    headers, until = {"authorization": f"Bearer {key}"} if key else {}, time.monotonic() + patience
+    address, until = f"{url.rstrip('/')}{path}", time.monotonic() + patience
+    how: dict[str, Any] = {"headers": {"authorization": f"Bearer {key}"} if key else {}, "trust_env": False}
     try:
-        while True:
-            response = httpx.get(f"{url.rstrip('/')}{path}", headers=headers, timeout=30.0, trust_env=False)
-            if response.status_code != 503 or time.monotonic() > until:
-                break
+        while (response := httpx.get(address, timeout=30.0, **how)).status_code == 503 and time.monotonic() < until:
             time.sleep(0.05)
     except (httpx.HTTPError, OSError) as problem:
         raise EvaluationError(f"no server answers at {url} ({type(problem).__name__})") from None
@@ -357,13 +353,11 @@ def main() -> None:
     if sys.argv[1:2] == ["echo"]:
         asyncio.run(echo(float(sys.argv[2])))
         return
-    plan = json.load(sys.stdin)
-    running = send_all(plan["url"], plan["bodies"], plan["due"], key=plan["key"], timeout=plan["timeout"])
     try:
         from uvloop import run
     except ImportError:
         from asyncio import run
-    json.dump([asdict(answer) for answer in run(running)], sys.stdout)
+    json.dump([asdict(answer) for answer in run(send_all(**json.load(sys.stdin)))], sys.stdout)
 
 
 if __name__ == "__main__":
