@@ -3,7 +3,7 @@
     python benchmarks/against.py OTHER --device cuda --case train-70m --case decode-410m-64
 
 OTHER is a checkout of another commit. Two processes build the same model, one with the package of each tree, and warm
-up. Then they take turns, a few steps each. What counts is the median of the ratios of neighbouring turns.
+up. Then they take turns, a few steps each. The result is the median of the ratios of neighbouring turns.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def work(case: str, device_name: str) -> None:
-    """Builds a case with the tree's package; for each number on standard input, times that many steps."""
+    """Builds a case; for each number on standard input, runs that many steps and prints the seconds of each."""
     import torch
 
     device = torch.device(device_name)
@@ -50,31 +50,22 @@ def work(case: str, device_name: str) -> None:
 
 def _step(recipe: str, batch: int, device: Any, execution: str | None = None) -> Callable[[], float]:
     """Returns a function that times a training step; with ``execution``, a prefill in which half of the tokens halt."""
-    import torch
-
     from adaponder.recipes import load_recipe
-    from benchmarks import models, steps
+    from benchmarks import harness, models, steps
 
     loaded = load_recipe(recipe)
     variant = steps.Variant(models.METHOD, "layer" if device.type == "cuda" else None, execution)
     if execution is None:
-        compute: Callable[[], Any] = steps.training_step(loaded, variant, batch, device, [])
+        compute: Callable[[], Any] = steps.training_step(loaded, variant, batch, device)
     else:
         halves = [1.0] + [0.5] * (models.config_of(loaded, models.METHOD).iterations - 1)
         compute = steps.prefill_step(loaded, variant, models.choose_depths(halves, loaded, batch), device)
 
-    def step() -> float:
-        began = time.perf_counter()
-        compute()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - began
-
-    return step
+    return lambda: harness.measure(compute, device, warmup=0, repeats=1).median
 
 
 def _decode(shape: str, lanes: int, device: Any) -> Callable[[], float]:
-    """Returns a function that times eight decoded tokens per lane at full depth and replaces finished requests."""
+    """Returns a function that decodes eight tokens per lane at full depth and returns the seconds per token."""
     import torch
 
     from adaponder.inference import Engine, Request
@@ -90,6 +81,7 @@ def _decode(shape: str, lanes: int, device: Any) -> Callable[[], float]:
     def step() -> float:
         began, tokens = time.perf_counter(), 0
         while tokens < 8 * lanes:
+            # Finished requests are replaced, and the step begins again.
             while engine.statistics["waiting"] + engine.statistics["resident"] < lanes:
                 engine.submit(request)
                 engine.step()
@@ -100,38 +92,30 @@ def _decode(shape: str, lanes: int, device: Any) -> Callable[[], float]:
     return step
 
 
-def start(tree: Path, case: str, device: str) -> subprocess.Popen[str]:
-    """Starts the process that measures the package of one tree with this benchmark."""
-    command = [sys.executable, str(HERE), "--work", case, "--device", device]
-    paths = os.pathsep.join(map(str, (tree / "src", HERE.parents[1])))
-    how: dict[str, Any] = {"env": os.environ | {"PYTHONPATH": paths}, "cwd": tree, "text": True}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **how)
-
-
-def ask(worker: subprocess.Popen[str], request: str = "") -> Any:
-    """Sends a request, if any, to a worker (:func:`work`) and returns its next answer."""
-    assert worker.stdin is not None
-    assert worker.stdout is not None
-    worker.stdin.write(request)
-    worker.stdin.flush()
-    line = worker.stdout.readline()
-    if not line:
-        raise SystemExit(f"a worker ended with {worker.wait()}: see its message above")
-    return json.loads(line)
-
-
 def compare(other: Path, case: str, *, device: str, rounds: int, steps: int) -> dict[str, Any]:
     """Returns the median seconds of a step in both trees, and the median ratio of their turns.
 
     A ratio below 1 means that this tree is faster. The tree that goes first changes from round to round.
     """
-    workers = [start(tree, case, device) for tree in (HERE.parents[1], other)]
+    workers, turns = [], ([], [])
+    for tree in (HERE.parents[1], other):
+        command = [sys.executable, str(HERE), "--work", case, "--device", device]
+        paths = os.pathsep.join(map(str, (tree / "src", HERE.parents[1])))
+        how: dict[str, Any] = {"env": os.environ | {"PYTHONPATH": paths}, "cwd": tree, "text": True}
+        workers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **how))
+
+    def answer_of(worker: Any, request: str = "") -> Any:
+        worker.stdin.write(request)
+        worker.stdin.flush()
+        if not (line := worker.stdout.readline()):
+            raise SystemExit(f"a worker ended with {worker.wait()}: see its message above")
+        return json.loads(line)
+
     for worker in workers:
-        ask(worker)  # until it is ready
-    turns: list[list[float]] = [[], []]
+        answer_of(worker)  # until it is ready
     for index in range(rounds):
         for which in (0, 1) if index % 2 else (1, 0):
-            turns[which].append(statistics.median(ask(workers[which], f"{steps}\n")))
+            turns[which].append(statistics.median(answer_of(workers[which], f"{steps}\n")))
     for worker in workers:
         worker.communicate()
     ratios = [here / there for here, there in zip(*turns, strict=True)]

@@ -13,13 +13,13 @@ from adaponder.terminal import quiet_libraries
 
 
 def program(name: str, about: str) -> typer.Typer:
-    """Returns the app of ``python -m NAME`` without commands; ``about`` is its help."""
+    """Returns an app without commands for ``python -m NAME``; ``about`` is its help text."""
     look: dict[str, Any] = {"no_args_is_help": True, "add_completion": False, "pretty_exceptions_enable": False}
     return typer.Typer(name=f"python -m {name}", help=about, rich_markup_mode="rich", **look)
 
 
 def add_command(app: typer.Typer, name: str, run: Callable[..., Any]) -> None:
-    """Registers ``run``; its options are the fields of the first parameter's class, and the other parameters."""
+    """Registers ``run``: the fields of its first parameter's class, and its other parameters, become options."""
     first, *others = inspect.signature(run).parameters.values()
     kind: Any = get_type_hints(run)[first.name]
     fields = inspect.signature(kind).parameters

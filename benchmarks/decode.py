@@ -6,7 +6,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from typer import Option
@@ -14,7 +14,7 @@ from typer import Option
 from adaponder.errors import AdaPonderError, InputError, in_one_line
 from adaponder.terminal import console
 from benchmarks import harness
-from benchmarks.harness import Common, Row, Run, milliseconds, number, ratio
+from benchmarks.harness import Common, Precision, Row, Run, number, ratio
 from benchmarks.models import ITERATIONS, SHAPES, SHARES, shares_of
 
 # Sides in the engine: our method, the same with drafted tokens, and the plain decoder.
@@ -31,10 +31,11 @@ ON_CPU: dict[str, Any] = {"lanes": (1, 4), "contexts": (8, 16), "new": 8}
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """One measurement of ``side`` on a shape or checkpoint: ``lanes`` sequences at a time, ``context`` tokens in each.
+    """A measurement of decoding, with ``lanes`` sequences at a time and prompts of ``context`` tokens.
 
     Attributes:
-        side: what decodes: one of ``IN_ENGINE``, ``PORTABLE``, ``HF`` and ``HF_BATCH``.
+        side: the implementation that decodes: one of ``IN_ENGINE``, ``PORTABLE``, ``HF`` and ``HF_BATCH``.
+        shape: a name in :data:`SHAPES`, or a checkpoint.
         depth: forced mean depth; ``None``: the model decides.
         kind: ``steady``: every lane decodes. ``memory``: many requests share a KV cache with rows for ``lanes``
             sequences of full depth. ``end to end``: prompts are included.
@@ -58,7 +59,7 @@ class DecodeCase:
 
     @property
     def shares(self) -> tuple[float, ...] | None:
-        """Returns the share of tokens that is forced to each depth; ``None`` if the model decides."""
+        """Returns the share of tokens that is forced to each depth; ``None`` if no depth is forced."""
         return None if self.depth is None or self.side in PLAIN_SIDES else shares_of(self.depth)
 
 
@@ -75,8 +76,10 @@ def run(
     depths: Annotated[str | None, Option(metavar="4,2", help="Forced mean depths, 1 to 4.")] = None,
     tokens: Annotated[int, Option(metavar="N", min=1, help="New tokens of each lane per repetition.")] = 16,
     subset: Annotated[bool, Option("--subset", help="Only the rows that aims are stated for.")] = False,
-    scenario: Annotated[str | None, Option(metavar="NAME", help="ouro: Ouro-1.4B's shape, 1,024 in, 128 out.")] = None,
-    dtype: Annotated[str | None, Option(metavar="NAME", help="bfloat16 (GPU), float16 or float32 (CPU).")] = None,
+    scenario: Annotated[
+        Literal["ouro"] | None, Option(metavar="NAME", help="ouro: Ouro-1.4B's shape, 1,024 in, 128 out.")
+    ] = None,
+    dtype: Annotated[Precision | None, Option(metavar="NAME", help="bfloat16 (GPU), float16 or float32 (CPU).")] = None,
 ) -> dict[str, Any]:
     """Time decoding in the engine, beside generate and Hugging Face: by lanes, context length and depth.
 
@@ -87,10 +90,9 @@ def run(
     from benchmarks.decode_sides import Sides, open_checkpoint
 
     device = options.target
-    dtype = harness.precision(dtype, device)
-    harness.one_of("--scenario", scenario or "ouro", ["ouro"])
-    for name in shape or ():
-        harness.one_of("--shape", name, SHAPES)
+    precision = harness.precision(dtype, device)
+    if unknown := set(shape or ()) - set(SHAPES):
+        raise InputError(f"--shape {unknown.pop()} must be one of {', '.join(SHAPES)}")
     counts = harness.numbers("--lanes", lanes, int, 1, 4096)
     lengths = harness.numbers("--contexts", contexts, int, 1, 2**20)
     means = harness.numbers("--depths", depths, float, 1, ITERATIONS)
@@ -103,24 +105,28 @@ def run(
     usual = ON_GPU if device.type == "cuda" else ON_CPU
     sizes: dict[str, Any] = usual | {"lanes": counts or usual["lanes"], "contexts": lengths or usual["contexts"]}
     if scenario is not None:
-        name, every = f"decode-{scenario}", served("ouro-1.4b", counts or (1, 32, 128), lengths[0] if lengths else 1024)
+        name, every = f"decode-{scenario}", served("ouro-1.4b", counts or (1, 32, 128), (lengths or [1024])[0])
     elif checkpoint is not None:
         name = "decode-checkpoint"
-        where = list(itertools.product(sizes["lanes"], sizes["contexts"]))
-        every = [DecodeCase(side, checkpoint, *at, None) for side in (ENGINE, DRAFTING) for at in where]
+        where = itertools.product((ENGINE, DRAFTING), (checkpoint,), sizes["lanes"], sizes["contexts"], (None,))
+        every = list(itertools.starmap(DecodeCase, where))
     else:
         shapes = shape or (["70m", "410m"] if device.type == "cuda" else ["tiny"])
         name = "-".join(["decode", *shapes, *(["subset"] if subset else [])])
         every = subset_cases(shapes) if subset else cases(shapes, means or tuple(SHARES), **sizes)
     selected = harness.select(every, options.only)
-    opened = None if checkpoint is None or data is None else open_checkpoint(checkpoint, data, dtype, device)
-    settings = {"dtype": dtype, "tokens": tokens, "subset": subset, "scenario": scenario, "checkpoint": checkpoint}
+    opened = None if checkpoint is None or data is None else open_checkpoint(checkpoint, data, precision, device)
+    settings = {"dtype": precision, "tokens": tokens, "subset": subset, "scenario": scenario, "checkpoint": checkpoint}
     forced = {case.depth for case in selected if case.depth is not None}
     settings |= {"shares": {f"{depth:g}": shares_of(depth) for depth in sorted(forced)}}
     bench = Run(options, name, settings)
     rate, steps = bench.hardware["copy_bytes"], options.how_often | {"part": tokens}
-    sides = Sides(device, getattr(torch, dtype), options.seed or 0, rate, opened, **steps)
-    rows = bench.measure_all(selected, lambda case: row_of(case, sides.measure), compare=compare, show=show)
+    sides = Sides(device, getattr(torch, precision), options.seed or 0, rate, steps, opened)
+    about: dict[str, Any] = {"title": lambda row: f"\n{row['shape']}: decoding", "columns": COLUMNS}
+    rows = bench.measure_all(selected, lambda case: row_of(case, sides.measure), compare=compare, **about)
+    for row in rows:
+        if not row["works"]:
+            console.print(f"{row['name']}: {row['problem']}", style="yellow")
     record = bench.finish()
     if any(row["works"] for row in rows):
         bench.draw(panels(rows, bench.hardware["device"]))
@@ -135,43 +141,47 @@ def cases(
     The engine runs with every number of lanes and every context at full depth, and with every depth at the middle
     context. Other sides run with the fewest lanes and with the number of lanes that is nearest to 64.
     """
+    many, short, middle = (
+        min(lanes, key=lambda count: abs(count - 64)),
+        min(contexts),
+        sorted(contexts)[len(contexts) // 2],
+    )
+    full, low = max(depths), 2.0 if 2.0 in depths else min(depths)
     result: list[DecodeCase] = []
-    many = min(lanes, key=lambda count: abs(count - 64))
-    middle, full = sorted(contexts)[len(contexts) // 2], max(depths)
-    low = 2.0 if 2.0 in depths else min(depths)
     for shape in shapes:
-        for count in lanes:
-            result += [DecodeCase(ENGINE, shape, count, context, full) for context in contexts]
-            result += [DecodeCase(ENGINE, shape, count, middle, depth) for depth in depths if count == many]
+        result += [DecodeCase(ENGINE, shape, count, context, full) for count in lanes for context in contexts]
+        result += [DecodeCase(ENGINE, shape, many, middle, depth) for depth in depths]
         result += [DecodeCase(ENGINE, shape, max(2, many // 2), middle, depth, MEMORY, new) for depth in (full, low)]
-        result.append(DecodeCase(DRAFTING, shape, min(lanes), min(contexts), full))
-        result += _other_sides(shape, (min(lanes), many), min(contexts), full)
-        result.append(DecodeCase(HF_BATCH, shape, many, min(contexts), 1.0, WHOLE, new))
+        result.append(DecodeCase(DRAFTING, shape, min(lanes), short, full))
+        result += _other_sides(shape, (min(lanes), many), short, full, new)
     return list(dict.fromkeys(result))
 
 
-def _other_sides(shape: str, lanes: Sequence[int], context: int, full: float) -> list[DecodeCase]:
+def _other_sides(shape: str, lanes: tuple[int, int], context: int, full: float, new: int) -> list[DecodeCase]:
+    """Returns cases of the plain decoder, of ``generate`` at depth ``full``, and of Hugging Face's decoders."""
     depths = {VANILLA: 1.0, PORTABLE: full, HF: 1.0}
-    return [DecodeCase(side, shape, count, context, depth) for side, depth in depths.items() for count in lanes]
+    steady = [DecodeCase(side, shape, count, context, depth) for side, depth in depths.items() for count in lanes]
+    return [*steady, DecodeCase(HF_BATCH, shape, lanes[1], context, 1.0, WHOLE, new)]
 
 
 def subset_cases(shapes: Sequence[str]) -> list[DecodeCase]:
     """Returns the cases that the project has targets for; they take a few minutes."""
-    result = [DecodeCase(side, shape, 1, 128) for shape in shapes for side in (ENGINE, DRAFTING)]
     last = shapes[-1]
-    result += [DecodeCase(ENGINE, last, 64, 512, depth) for depth in (4.0, 3.7, 2.0)]
-    result += [DecodeCase(ENGINE, last, 32, 512, depth, MEMORY) for depth in (4.0, 2.0)]
-    result += _other_sides(last, (1, 64), 128, float(ITERATIONS))
-    return [*result, DecodeCase(HF_BATCH, last, 64, 128, 1.0, WHOLE)]
+    return [
+        *(DecodeCase(side, shape, 1, 128) for shape in shapes for side in (ENGINE, DRAFTING)),
+        *(DecodeCase(ENGINE, last, 64, 512, depth) for depth in (4.0, 3.7, 2.0)),
+        *(DecodeCase(ENGINE, last, 32, 512, depth, MEMORY) for depth in (4.0, 2.0)),
+        *_other_sides(last, (1, 64), 128, float(ITERATIONS), DecodeCase.new),
+    ]
 
 
-def served(shape: str, lanes: Sequence[int] = (1, 32, 128), context: int = 1024, new: int = 128) -> list[DecodeCase]:
+def served(shape: str, lanes: Sequence[int] = (1, 32, 128), context: int = 1024) -> list[DecodeCase]:
     """Returns end-to-end cases at full depth, one for each number of concurrent requests in ``lanes``."""
-    return [DecodeCase(ENGINE, shape, count, context, float(ITERATIONS), WHOLE, new) for count in lanes]
+    return [DecodeCase(ENGINE, shape, count, context, kind=WHOLE) for count in lanes]
 
 
 def row_of(case: DecodeCase, measure: Callable[[DecodeCase], Row]) -> Row:
-    """Returns a record's row; a case that fails becomes a row with its ``problem``."""
+    """Returns the record's row of a case; if ``measure`` fails, the row has the error message as ``problem``."""
     row: Row = {"name": case.name, **asdict(case)}
     try:
         return row | {"works": True, "problem": None} | measure(case)
@@ -181,7 +191,7 @@ def row_of(case: DecodeCase, measure: Callable[[DecodeCase], Row]) -> Row:
 
 
 def compare(rows: Sequence[Row]) -> None:
-    """Fills in ``times_engine``: tokens/s relative to the same lanes of the engine at full depth without drafting."""
+    """Sets ``times_engine``: tokens/s relative to the engine at full depth, without drafting, with as many lanes."""
     speeds = {row["name"]: row.get("tokens_per_second") for row in rows}
     for row in rows:
         case = DecodeCase(**{name: row[name] for name in DecodeCase.__dataclass_fields__})
@@ -209,23 +219,14 @@ COLUMNS = {
     "spread": harness.SPREAD,
     "x engine": number("times_engine", ".2f"),
     "of limit": number("limit_share", ".1%"),
-    "first ms": milliseconds("first_token_seconds", "p50", ",.2f"),
-    "between ms": milliseconds("between_tokens_seconds", "p50", ",.2f"),
-    "p99": milliseconds("between_tokens_seconds", "p99", ",.2f"),
+    "first ms": number("first_token_seconds.p50", ",.2f", 1e3),
+    "between ms": number("between_tokens_seconds.p50", ",.2f", 1e3),
+    "p99": number("between_tokens_seconds.p99", ",.2f", 1e3),
     "resident": number("resident_lanes", ".1f"),
     "waiting": number("waiting_requests", ",.0f"),
     "peak GiB": harness.PEAK,
     "idle": number("idle_share", ".1%"),
 }
-
-
-def show(rows: Sequence[Row]) -> None:
-    """Prints a table for each shape, and the error of each row that failed."""
-    for shape in dict.fromkeys(row["shape"] for row in rows):
-        harness.print_table(f"\n{shape}: decoding", COLUMNS, [row for row in rows if row["shape"] == shape])
-    for row in rows:
-        if not row["works"]:
-            console.print(f"{row['name']}: {row['problem']}", style="yellow")
 
 
 def panels(rows: Sequence[Row], device: str) -> dict[str, Any]:

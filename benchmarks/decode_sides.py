@@ -25,9 +25,10 @@ from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import ForcedDepths
 from benchmarks.decode import DRAFTING, HF, HF_BATCH, IN_ENGINE, MEMORY, PLAIN_SIDES, PORTABLE, STEADY, DecodeCase
 from benchmarks.harness import Row, forget, measure, spread
-from benchmarks.models import build, build_stock, draw_depths, mean_depth, shape_config
+from benchmarks.models import build, draw_depths, mean_depth, shape_config
 from benchmarks.serve_client import Answer, percentiles
 
+Numbers = Sequence[float]
 # New tokens of a side outside the engine; fewer for the slow one.
 _NEW = {PORTABLE: 12, HF: 48, HF_BATCH: 48}
 # Seconds until every lane must decode.
@@ -35,35 +36,27 @@ _LONGEST_WAIT = 120.0
 # Cycles, about 20 ms, for which the device waits before a launch that is timed alone.
 _AHEAD = 40_000_000
 # Fields of a row that a side may not know.
-_UNKNOWN = ("limit_tokens_per_second", "limit_share", "waiting_requests", "kv_rows", "idle_share", "accepted_share")
+_UNKNOWN = ("limit_tokens_per_second", "limit_share", "resident_lanes", "waiting_requests", "kv_rows", "peak_bytes")
+_UNKNOWN += ("idle_share", "accepted_share")
 
 
-def as_row(
-    rates: Sequence[float],
-    *,
-    resident_lanes: float,
-    peak_bytes: int | None = None,
-    shares: Sequence[float] = (1.0,),
-    first: Sequence[float] = (),
-    between: Sequence[float] = (),
-    **more: Any,
-) -> Row:
-    """Returns the measured fields of a record's row, from the tokens/s in each timed part.
+def as_row(rates: Numbers, *, shares: Numbers = (1.0,), first: Numbers = (), between: Numbers = (), **more: Any) -> Row:
+    """Returns the measured fields of a record's row, from the tokens/s in each timed interval.
 
     ``shares`` are the shares of timed tokens with depth 1, 2, …; ``first`` has the seconds from a request to its first
     token, ``between`` those from a token to the next of its sequence.
     """
     row = {"tokens_per_second": statistics.median(rates), "spread": spread(rates), "rates": list(rates)}
-    row |= {"mean_depth": mean_depth(shares), "resident_lanes": resident_lanes, "peak_bytes": peak_bytes}
+    row |= {"mean_depth": mean_depth(shares)} | dict.fromkeys(_UNKNOWN)
     row |= {"first_token_seconds": percentiles(first), "between_tokens_seconds": percentiles(between)}
-    return row | dict.fromkeys(_UNKNOWN) | more
+    return row | more
 
 
 Opened = tuple[AdaPonderForCausalLM, Sequence[int]]
 
 
 def open_checkpoint(checkpoint: str, data: str, dtype: str, device: torch.device) -> Opened:
-    """Loads a checkpoint and the token ids that its prompts are cut from."""
+    """Loads a checkpoint, and the token ids of the text from which prompts are cut."""
     from adaponder.checkpoints.shipped import data_of
     from adaponder.conversion.open import load
     from adaponder.evaluation.text import open_text, open_vocabulary
@@ -75,20 +68,18 @@ def open_checkpoint(checkpoint: str, data: str, dtype: str, device: torch.device
 
 @dataclass
 class Sides:
-    """Measures cases one after the other; a model stays in memory until a case needs another one.
+    """Measures cases one after the other; a model stays in memory until a case needs another model.
 
-    ``copy_rate`` is in bytes per second. ``opened``, a checkpoint and its text, replaces the case's shape and random
-    prompts. ``warmup`` untimed parts and ``repeats`` timed ones generate ``part`` tokens per lane each.
+    ``steps`` are the keyword arguments of :func:`steady`. ``opened``, a checkpoint and the token ids of a text,
+    replaces the case's shape and random prompts. ``copy_rate`` is in bytes per second.
     """
 
     device: torch.device
     dtype: torch.dtype
     seed: int
     copy_rate: float
+    steps: dict[str, int]
     opened: Opened | None = None
-    warmup: int = 3
-    repeats: int = 10
-    part: int = 16
     _kept: tuple[Any, Any] = field(init=False, default=(None, None))
 
     def measure(self, case: DecodeCase) -> Row:
@@ -109,15 +100,16 @@ class Sides:
         return self.opened[0].config if self.opened else shape_config(case.shape, vanilla=case.side in PLAIN_SIDES)
 
     def _model(self, case: DecodeCase) -> Any:
-        """Returns the case's model; frees the previous one if it differs."""
+        """Returns the case's model; frees the previous model if it differs."""
         if self.opened is not None:
             return self.opened[0]
-        make = build_stock if case.side in (HF, HF_BATCH) else build
-        key = make, case.shape, case.side in PLAIN_SIDES
+        stock = case.side in (HF, HF_BATCH)
+        key = stock, case.shape, case.side in PLAIN_SIDES
         if self._kept[0] != key:
             self._kept = None, None
             forget(self.device)
-            self._kept = key, make(self._config(case), device=self.device, dtype=self.dtype, seed=self.seed)
+            model = build(self._config(case), device=self.device, dtype=self.dtype, seed=self.seed, stock=stock)
+            self._kept = key, model
         return self._kept[1]
 
     def _in_engine(self, case: DecodeCase) -> tuple[Row, Sequence[float], float]:
@@ -125,8 +117,9 @@ class Sides:
         model, prompts = self._model(case), self.opened and self.opened[1]
         forget(self.device)
         most, iterations = model.config.max_position_embeddings, model.config.iterations
-        steps = {"warmup": self.warmup, "repeats": self.repeats, "part": self.part}
-        new = {STEADY: steady_length(case, **steps), MEMORY: 2 * case.new}.get(case.kind, case.new)
+        # Enough for a sequence to decode until the last timed interval ends.
+        long = (self.steps["warmup"] + self.steps["repeats"] + 2) * self.steps["part"] + 64
+        new = {STEADY: long + case.lanes * case.context // 4096, MEMORY: 2 * case.new}.get(case.kind, case.new)
         settings: dict[str, Any] = {"lanes": case.lanes, "tokens": min(case.context + new, most or 2**31)}
         if case.kind == MEMORY:
             # Rows for `lanes` sequences of full depth and average length, and lanes enough for shallower ones.
@@ -134,21 +127,29 @@ class Sides:
         engine = Engine(model, **settings, drafts=iterations - 1 if case.side == DRAFTING else 0)
         # The first load captures graphs and compiles kernels.
         first, load = (DecodeLoad(engine, case, self.seed + more, prompts) for more in (1, 0))
-        warm_up, timed = {
-            STEADY: (first_tokens, partial(steady, **steps)),
-            MEMORY: (through_memory, through_memory),
-        }.get(case.kind, (partial(end_to_end, rounds=1), end_to_end))
-        first.run(warm_up)
-        row = load.run(timed)
-        return row, load.shares(), case.context + load.total / max(1, len(load.arrived)) / 2
+        timed = {STEADY: partial(steady, **self.steps), MEMORY: through_memory}.get(case.kind, end_to_end)
+        first.run({STEADY: DecodeLoad.settle, MEMORY: through_memory}.get(case.kind, partial(end_to_end, rounds=1)))
+        return load.run(timed), load.shares(), case.context + load.total / max(1, len(load.arrived)) / 2
 
     def _outside(self, case: DecodeCase) -> tuple[Row, Sequence[float], float]:
-        """Measures a side outside of the engine, from the first new token to the last; see :meth:`_in_engine`."""
+        """Measures a case without the engine, from the first new token to the last; returns as :meth:`_in_engine`."""
         new, model = _NEW[case.side], self._model(case)
         generator = torch.Generator().manual_seed(self.seed)
         ids = torch.randint(self._config(case).vocab_size, (case.lanes, case.context), generator=generator)
         if case.side == HF_BATCH:
-            return _continuous(model, ids.tolist(), new=new, device=self.device), (1.0,), 0.0
+            # With the prefill, since it does not report when a token came.
+            settings = GenerationConfig(max_new_tokens=new, do_sample=True, eos_token_id=-1, pad_token_id=0)
+            how: dict[str, Any] = {"inputs": ids.tolist(), "generation_config": settings, "progress_bar": False}
+            outputs: list[Any] = []
+
+            def generate_all() -> None:
+                outputs[:] = model.generate_batch(**how).values()
+
+            seconds = measure(generate_all, self.device, warmup=1, repeats=1).median
+            tokens = sum(len(output.generated_tokens) for output in outputs)
+            if not tokens:
+                raise RuntimeError("generate_batch made no token")
+            return as_row([tokens / seconds], resident_lanes=case.lanes), (1.0,), 0.0
         ids = ids.to(self.device)
         fixed: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": True, "pad_token_id": 0}
         if case.shares is not None:
@@ -167,27 +168,12 @@ class Sides:
         return row, shares, case.context + new / 2
 
 
-def _continuous(model: Any, prompts: list[list[int]], *, new: int, device: torch.device) -> Row:
-    """Times Hugging Face's continuous batching, prefill included, since it does not report when a token came."""
-    settings = GenerationConfig(max_new_tokens=new, do_sample=True, eos_token_id=-1, pad_token_id=0)
-    outputs: dict[Any, Any] = {}
-
-    def run() -> None:
-        outputs.clear()
-        outputs.update(model.generate_batch(inputs=prompts, generation_config=settings, progress_bar=False))
-
-    seconds = measure(run, device, warmup=1, repeats=1).median
-    tokens = sum(len(output.generated_tokens) for output in outputs.values())
-    if not tokens:
-        raise RuntimeError("generate_batch made no token")
-    return as_row([tokens / seconds], resident_lanes=len(prompts))
-
-
 @dataclass
 class DecodeLoad:
     """Submits the requests of a case; records when their tokens arrive, and the number of tokens of each depth.
 
-    Prompts are cut from the token ids ``prompts``, or random. ``ended`` counts finished requests, ``total`` tokens.
+    Prompts are cut from the token ids ``prompts``, or random. ``ended`` is the number of finished requests, ``total``
+    the number of tokens, ``resident`` the number of busy lanes after each timed step.
     """
 
     engine: Engine
@@ -196,6 +182,7 @@ class DecodeLoad:
     prompts: Sequence[int] | None = None
     answers: dict[int, Answer] = field(default_factory=dict)
     depths: Counter[int] = field(default_factory=Counter)
+    resident: list[int] = field(default_factory=list)
     ended: int = 0
     total: int = 0
 
@@ -212,7 +199,7 @@ class DecodeLoad:
                 self.engine.step()
 
     def submit(self, new: int) -> None:
-        """Submits another request that generates ``new`` tokens."""
+        """Submits a request that generates ``new`` tokens."""
         count, context, shares = len(self.answers), self.case.context, self.case.shares
         draw = random.Random(self.seed * 1_000_003 + count)
         if self.prompts is None:
@@ -221,12 +208,11 @@ class DecodeLoad:
             start = draw.randrange(max(1, len(self.prompts) - context))
             prompt = list(self.prompts[start : start + context])
         depths = None if shares is None else draw_depths(shares, context + new - 1, seed=draw.randrange(2**31))
-        settings: dict[str, Any] = {"max_new_tokens": new, "ignore_eos": True, "seed": count, "depths": depths}
-        request = self.engine.submit(Request(prompt=prompt, **settings))
-        self.answers[request] = Answer(due=time.perf_counter())
+        request = Request(prompt=prompt, max_new_tokens=new, ignore_eos=True, seed=count, depths=depths)
+        self.answers[self.engine.submit(request)] = Answer(due=time.perf_counter())
 
-    def step(self) -> None:
-        """Runs one step of the engine and records its tokens."""
+    def step(self, *, timed: bool = False) -> None:
+        """Runs one step of the engine and records its tokens and, if it is timed, the number of busy lanes."""
         events = self.engine.step()
         now = time.perf_counter()
         tokens = Counter(event.request for event in events if event.token is not None)
@@ -238,13 +224,16 @@ class DecodeLoad:
         for request, count in tokens.items():
             self.answers[request].arrivals.append((now, count))
         self.total += tokens.total()
+        self.resident += [self.engine.statistics["resident"]] if timed else []
 
     @property
     def arrived(self) -> list[Answer]:
         return [answer for answer in self.answers.values() if answer.arrivals]
 
-    def settle(self) -> None:
-        """Steps until every lane decodes, or no further request can be admitted."""
+    def settle(self, new: int = 64) -> None:
+        """Submits a request of up to ``new`` tokens per lane; steps until all decode or no more can be admitted."""
+        for _ in range(self.case.lanes):
+            self.submit(min(self.engine.tokens - self.case.context, new))
         began = time.perf_counter()
         while len(arrived := self.arrived) < self.case.lanes:
             self.step()
@@ -261,15 +250,15 @@ class DecodeLoad:
         depths = range(1, max(self.depths, default=1) + 1)
         return [self.depths[depth] / max(1, self.depths.total()) for depth in depths]
 
-    def row(self, rates: Sequence[float], resident: Sequence[int], *, since: float) -> Row:
-        """Returns the measured fields of the case's row; ``resident`` is the number of busy lanes in each step."""
+    def row(self, rates: Sequence[float], *, since: float) -> Row:
+        """Returns the measured fields of the case's row, from the tokens/s of each interval after ``since``."""
         counts, device = self.engine.statistics, self.engine.model.device
         return as_row(
             rates,
             shares=self.shares(),
             first=[answer.arrivals[0][0] - answer.due for answer in self.arrived],
             between=[gap for answer in self.arrived for gap in answer.gaps(since)],
-            resident_lanes=sum(resident) / max(1, len(resident)),
+            resident_lanes=sum(self.resident) / max(1, len(self.resident)),
             waiting_requests=counts["waiting"],
             kv_rows=counts["pages_held"] * self.engine.pages.size,
             peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
@@ -277,51 +266,34 @@ class DecodeLoad:
         )
 
 
-def first_tokens(load: DecodeLoad) -> None:
-    """Generates a few tokens in every lane, untimed."""
-    for _ in range(load.case.lanes):
-        load.submit(min(load.engine.tokens - load.case.context, 64))
-    load.settle()
-
-
-def steady_length(case: DecodeCase, *, warmup: int, repeats: int, part: int) -> int:
-    """Returns how many tokens a sequence needs to keep decoding until the last timed part ends."""
-    return (warmup + repeats + 2) * part + 64 + case.lanes * case.context // 4096
-
-
 def steady(load: DecodeLoad, *, warmup: int, repeats: int, part: int) -> Row:
     """Times ``repeats`` intervals with all lanes decoding, each of ``part`` tokens per lane on average."""
-    engine, case = load.engine, load.case
-    # A launch's answers come while the next one runs, and bring several tokens of each lane.
-    new = min(engine.tokens - case.context, steady_length(case, warmup=warmup, repeats=repeats, part=part))
-    for _ in range(case.lanes):
-        load.submit(new)
-    load.settle()
+    engine = load.engine
+    load.settle(engine.tokens)
     engine.warm_up()
-    lanes = len(load.arrived)
-    target = load.total + warmup * part * lanes
+    interval = part * len(load.arrived)
+    target = load.total + warmup * interval
     while load.total < target:
         load.step()
     load.depths.clear()
     began, ticks = time.perf_counter(), engine.statistics["ticks"]
-    rates, resident = [], []
+    rates = []
     while len(rates) < repeats and not load.ended:
         tokens, since = load.total, time.perf_counter()
-        while load.total - tokens < part * lanes and engine.busy and not load.ended:
-            load.step()
-            resident.append(engine.statistics["resident"])
+        while load.total - tokens < interval and engine.busy and not load.ended:
+            load.step(timed=True)
         if not load.ended:
             rates.append((load.total - tokens) / (time.perf_counter() - since))
     if not rates:
-        raise RuntimeError(f"--tokens {part} is too large: a sequence ended before a part was timed")
+        raise RuntimeError(f"--tokens {part} is too large: a sequence ended before an interval was timed")
     seconds = (time.perf_counter() - began) / max(1, engine.statistics["ticks"] - ticks)
-    return load.row(rates, resident, since=began) | {"idle_share": idle_share(load, seconds)}
+    return load.row(rates, since=began) | {"idle_share": idle_share(load, seconds)}
 
 
 def idle_share(load: DecodeLoad, seconds: float, launches: int = 4) -> float | None:
     """Returns the share of a tick's ``seconds`` in which the GPU was idle; ``None`` without a GPU.
 
-    Times a few more launches on the device alone, which waits before each until the host has queued the whole launch.
+    Times a few more launches with events on the GPU, which waits before each until the host has queued the launch.
     """
     engine = load.engine
     if engine.model.device.type != "cuda" or not engine.busy:
@@ -347,36 +319,31 @@ def idle_share(load: DecodeLoad, seconds: float, launches: int = 4) -> float | N
 
 def through_memory(load: DecodeLoad) -> Row:
     """Runs more requests than the KV cache holds; times the middle three fifths of their tokens."""
-    engine, case = load.engine, load.case
+    case, marks = load.case, []
     # Lengths from half to one and a half times, so that sequences do not begin and end together.
     lengths = [max(1, case.new // 2 + case.new * (index % 9) // 8) for index in range(6 * case.lanes)]
     for length in lengths:
         load.submit(length)
-    marks, resident = [], []
-    while engine.busy and load.total < 0.8 * sum(lengths):
-        load.step()
+    while load.engine.busy and load.total < 0.8 * sum(lengths):
+        load.step(timed=bool(marks))
         if load.total >= 0.2 * sum(lengths):
             marks.append((time.perf_counter(), load.total))
-            resident.append(engine.statistics["resident"])
-    # Three parts of about equal time show how steady it was.
-    parts = [marks[round(third * (len(marks) - 1) / 3)] for third in range(4)] if len(marks) > 3 else []
-    if not parts:
+    if len(marks) <= 3:
         raise RuntimeError("too few steps to time: use more lanes")
-    rates = [(after[1] - before[1]) / (after[0] - before[0]) for before, after in pairwise(parts)]
-    return load.row(rates, resident, since=marks[0][0])
+    # Three intervals of about equal time show how steady the speed was.
+    bounds = [marks[round(third * (len(marks) - 1) / 3)] for third in range(4)]
+    rates = [(after[1] - before[1]) / (after[0] - before[0]) for before, after in pairwise(bounds)]
+    return load.row(rates, since=marks[0][0])
 
 
 def end_to_end(load: DecodeLoad, *, rounds: int = 2) -> Row:
     """Keeps ``lanes`` requests running until ``rounds * lanes`` have finished; times all their new tokens."""
-    case, began, resident = load.case, time.perf_counter(), []
-    for _ in range(case.lanes):
-        load.submit(case.new)
+    case, began = load.case, time.perf_counter()
     while load.ended < rounds * case.lanes:
-        load.step()
-        resident.append(load.engine.statistics["resident"])
         while len(load.answers) < min(rounds * case.lanes, load.ended + case.lanes):
             load.submit(case.new)
-    return load.row([load.total / (time.perf_counter() - began)], resident, since=began)
+        load.step(timed=True)
+    return load.row([load.total / (time.perf_counter() - began)], since=began)
 
 
 def tick_bytes(
@@ -394,27 +361,25 @@ def tick_bytes(
     reach = [sum(shares[i:]) for i in range(len(shares))]  # the share of tokens that iteration i reads
     depth = sum(reach)
     table = shape.vocabulary * shape.hidden * width
-    continues = _any((depth - 1) / depth, lanes)
-    asked = method.gates_asked(config.iterations)
-    gates = sum(_any(share / depth, lanes) for share in reach[:asked])
+
+    def any_of(share: float) -> float:
+        """Returns the probability that at least one row has a property that a ``share`` of rows has."""
+        return 1 - (1 - min(1.0, share)) ** lanes
+
+    gates = sum(any_of(share / depth) for share in reach[: method.gates_asked(config.iterations)])
     tied = bool(getattr(config.backbone_config, "tie_word_embeddings", False))
     # A window hides what is further away.
     seen = sum(min(context, window or context) for window in shape.windows) / shape.layers
     return {
         "body": shape.body * width,
-        "head": table * (1.0 if method.mixes_vocabulary else _any(1 / depth, lanes)),
-        "table": table * continues if method.mixes_vocabulary and not tied else 0.0,
+        "head": table * (1.0 if method.mixes_vocabulary else any_of(1 / depth)),
+        "table": table * any_of((depth - 1) / depth) if method.mixes_vocabulary and not tied else 0.0,
         "gates": gates * method.gate_flops(config) / 2 * width,
         "rows": lanes * slots * (seen + 1) * shape.kv * width,
     }
 
 
 def limit(config: AdaPonderConfig, shares: Sequence[float], *, lanes: float, copy_rate: float, **how: Any) -> float:
-    """Returns the tokens/s if a tick took only the time to copy its bytes at ``copy_rate``."""
+    """Returns the tokens/s of decoding if a tick took only the time to copy its bytes at ``copy_rate``."""
     depth = 1.0 if method_class(config.method).slots_per_token(config.iterations) > 1 else mean_depth(shares)
     return copy_rate * lanes / depth / sum(tick_bytes(config, shares, lanes=lanes, **how).values())
-
-
-def _any(share: float, lanes: float) -> float:
-    """Returns the probability that at least one of ``lanes`` rows has a property that a ``share`` of rows has."""
-    return 1 - (1 - min(1.0, share)) ** lanes

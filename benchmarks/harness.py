@@ -10,9 +10,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from typer import Option
@@ -26,7 +26,11 @@ from benchmarks.record import commit_of, provenance
 Item = TypeVar("Item")
 Number = TypeVar("Number", int, float)
 SEVERAL = "; may be repeated."
+Precision = Literal["bfloat16", "float16", "float32"]
 Row = dict[str, Any]
+Cell = Callable[[Row], str]
+Columns = Mapping[str, Cell]
+Compare = Callable[[list[Row]], object]
 _NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 # Left out of file names.
 _COMMON = {"paper", "cpu", "adaponder", "nvidia", "geforce", "amd", "instinct"}
@@ -42,10 +46,6 @@ class Timing:
     @property
     def median(self) -> float:
         return statistics.median(self.seconds)
-
-    @property
-    def spread(self) -> float:
-        return spread(self.seconds)
 
 
 def spread(values: Sequence[float]) -> float:
@@ -75,22 +75,23 @@ def measure(step: Callable[[], object], device: torch.device, *, warmup: int, re
     return Timing(seconds, torch.cuda.max_memory_allocated(device))
 
 
-def if_it_fits(measure_one: Callable[[], Item]) -> Item | None:
-    """Returns what ``measure_one`` returns, or ``None`` if memory does not suffice."""
+def if_it_fits(compute: Callable[[], Item]) -> Item | None:
+    """Returns the result of ``compute``, or ``None`` if memory does not suffice."""
     try:
-        return measure_one()
+        return compute()
+    except (torch.OutOfMemoryError, MemoryError):
+        return None
     except Exception as error:
         # Libraries below torch report a lack of memory only in their message.
-        lacks_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if not lacks_memory and not any(sign in str(error) for sign in _NO_MEMORY):
-            raise
-    return None
+        if any(sign in str(error) for sign in _NO_MEMORY):
+            return None
+        raise
 
 
 def forget(device: torch.device, *, graphs: bool = True) -> None:
     """Frees the memory of earlier measurements and, with ``graphs``, drops compiled graphs.
 
-    The compiler counts the graphs of all models: past its limit it would run the next one uncompiled.
+    The compiler counts the graphs of all models: past its limit it would run the next model uncompiled.
     """
     if graphs:
         torch.compiler.reset()
@@ -127,28 +128,23 @@ def ratio(above: float | None, below: float | None) -> float | None:
     return None if above is None or not below else above / below
 
 
-def add_ratios(rows: Iterable[Row], base: Row, **fields: str) -> None:
-    """Sets ``row[name] = row[field] / base[field]`` for each ``name=field``; ``None`` where a value is missing."""
+def add_ratios(rows: Sequence[Row], base: str, **fields: str) -> None:
+    """Sets ``row[name]``, for each ``name=field``, to ``row[field]`` divided by that field of the variant ``base``."""
+    base_row = next((row for row in rows if row["variant"] == base), {})
     for row in rows:
-        for name, field in fields.items():
-            row[name] = ratio(row[field], base.get(field))
+        row |= {name: ratio(row[field], base_row.get(field)) for name, field in fields.items()}
 
 
 def check_kernels(device: torch.device) -> None:
     """Runs a test of each kernel on this device; raises with the end of pytest's output if one fails."""
-    # A process either compiles kernels or interprets them.
-    code, output = run_tests({} if device.type == "cuda" else {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
-    if code != 0:
-        tail = "\n".join(output.rstrip().splitlines()[-30:])
-        raise EvaluationError(f"{tail}\nthe kernels' tests fail (see above): nothing is measured")
-
-
-def run_tests(environment: dict[str, str]) -> tuple[int, str]:
-    """Runs the tests marked ``kernel_check`` with the checkout's sources; returns their exit code and output."""
     arguments = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "kernel_check", "tests/unit/ops"]
-    how: dict[str, Any] = {"cwd": ROOT, "env": child_environment() | environment, "timeout": 300, "text": True}
+    # A process either compiles kernels or interprets them.
+    more = {} if device.type == "cuda" else {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    how: dict[str, Any] = {"cwd": ROOT, "env": child_environment() | more, "timeout": 300, "text": True}
     done = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, **how)
-    return done.returncode, done.stdout
+    if done.returncode != 0:
+        tail = "\n".join(done.stdout.rstrip().splitlines()[-30:])
+        raise EvaluationError(f"{tail}\nthe kernels' tests fail (see above): nothing is measured")
 
 
 @dataclass(frozen=True)
@@ -199,15 +195,8 @@ def numbers(
     return values
 
 
-def one_of(option: str, value: str, names: Iterable[str]) -> None:
-    """Raises unless ``value`` is one of ``names``."""
-    if value not in names:
-        raise InputError(f"{option} {value} must be one of {', '.join(names)}")
-
-
 def precision(dtype: str | None, device: torch.device) -> str:
-    """Returns ``--dtype`` after checking it; the default is bfloat16 on a GPU and float32 on a CPU."""
-    one_of("--dtype", dtype or "float32", ("bfloat16", "float16", "float32"))
+    """Returns ``--dtype``; the default is bfloat16 on a GPU and float32 on a CPU."""
     return dtype or ("bfloat16" if device.type == "cuda" else "float32")
 
 
@@ -215,7 +204,7 @@ class Run:
     """A running benchmark and its record so far."""
 
     def __init__(self, options: Recorded, name: str, settings: dict[str, Any], **facts: Any):
-        """Checks the kernels where they are timed, measures the device's rates and begins the record ``name``."""
+        """Checks the kernels if they are timed, measures the device's rates and begins the record ``name``."""
         self.options, device = options, options.target
         self.path = record_path(name, device) if options.record else None
         commit = commit_of(options.commit, required=options.record)
@@ -267,10 +256,14 @@ class Run:
         variants: Iterable[Any],
         measure_one: Callable[[Any], Row],
         *,
-        show: Callable[[list[Row]], object],
-        compare: Callable[[list[Row]], object] = lambda rows: None,
+        compare: Compare,
+        title: Cell,
+        columns: Columns,
     ) -> list[Row]:
-        """Returns a row per variant; ``compare`` fills in ratios of rows so far, ``show`` prints them at the end."""
+        """Returns a row per variant, after ``compare`` has filled in ratios to other rows.
+
+        At the end or when interrupted, prints consecutive rows with equal ``title`` in a table with these ``columns``.
+        """
         rows: list[Row] = []
         try:
             for variant in variants:
@@ -280,13 +273,12 @@ class Run:
                 self.keep(rows=rows)
         except KeyboardInterrupt:
             name = "standard output" if self.options.json == STDOUT else self.options.json
-            console.print(
-                "interrupted: no record is written" + (f"; {name} has the rows so far" if rows and name else "")
-            )
+            kept = f"; {name} has the rows so far" if rows and name else ""
+            console.print(f"interrupted: no record is written{kept}")
             raise
         finally:
-            if rows:
-                show(rows)
+            for heading, group in groupby(rows, title):
+                print_table(heading, columns, group)
         return rows
 
     def time_all(
@@ -294,20 +286,21 @@ class Run:
         variants: Sequence[Any],
         prepare: Callable[[Any], Callable[[], object]],
         report: Callable[[Any, float | None], Row],
-        **after: Callable[[list[Row]], object],
+        **after: Any,
     ) -> list[Row]:
         """Times the step that ``prepare`` builds for each variant; ``after`` is passed to :meth:`measure_all`.
 
         ``report`` returns further fields of the row from the median seconds, which are ``None`` if memory did not
         suffice. Consecutive variants with equal ``graphs`` share compiled graphs.
         """
-        shares_graphs = {after: before.graphs == after.graphs for before, after in pairwise(variants)}
+        graphs = {variant: getattr(variant, "graphs", variant) for variant in variants}
+        shares_graphs = {after: graphs[before] == graphs[after] for before, after in pairwise(variants)}
 
         def measure_one(variant: Any) -> Row:
             how: dict[str, Any] = {"keep_graphs": shares_graphs.get(variant, False), **self.options.how_often}
             timing = time_step(lambda: prepare(variant), self.options.target, **how)
             fields: Row = {"fits": timing is not None, "spread": None, "seconds": [], "peak_bytes": None}
-            fields |= {} if timing is None else {"spread": timing.spread, **vars(timing)}
+            fields |= {} if timing is None else {"spread": spread(timing.seconds), **vars(timing)}
             return report(variant, timing and timing.median) | fields
 
         return self.measure_all(variants, measure_one, **after)
@@ -324,17 +317,14 @@ def words_of(name: str) -> list[str]:
     return [word for word in re.split(r"[^a-z0-9.]+", name.lower()) if word and word not in _COMMON]
 
 
-def select(items: Sequence[Item], only: Sequence[str] | None, always: str | None = None) -> list[Item]:
-    """Returns items with a word of ``only`` in the name, or ``always`` between colons and commas; by default all."""
-    names = {item: str(getattr(item, "name", item)) for item in items}
+def select(items: Sequence[Any], only: Sequence[str] | None, always: str | None = None) -> list[Any]:
+    """Returns the items whose name contains a word of ``only``, or ``always`` between commas; all without ``only``."""
+    names = {item: item.name for item in items}
     for word in only or ():
         if not any(word in name for name in names.values()):
             raise InputError(f"--only {word} matches none of the names: {'; '.join(names.values())}")
-
-    def is_selected(name: str) -> bool:
-        return not only or any(word in name for word in only) or always in re.split("[:,] ", name)
-
-    return [item for item, name in names.items() if is_selected(name)]
+    selected = {name for name in names.values() for word in only or [""] if word in name}
+    return [item for item, name in names.items() if name in selected or always in re.split("[:,] ", name)]
 
 
 def draw(path: Path, panels: Mapping[str, tuple[dict[str, Any], Mapping[str, Sequence[Any]]]]) -> list[Path]:
@@ -352,31 +342,30 @@ def draw(path: Path, panels: Mapping[str, tuple[dict[str, Any], Mapping[str, Seq
         return list(save(figure, path))
 
 
-def print_table(title: str, columns: Mapping[str, Callable[[Row], str]], rows: Sequence[Row]) -> None:
+def print_table(title: str, columns: Columns, rows: Iterable[Row]) -> None:
     """Prints rows under a title; ``columns`` maps each heading to the function that formats its cell."""
-    cells = [[cell(row) for cell in columns.values()] for row in rows]
-    console.print(table(title, [heading.strip() for heading in columns], cells))
+    console.print(table(title, list(columns), [[cell(row) for cell in columns.values()] for row in rows]))
 
 
-def number(name: str, form: str, scale: float = 1.0) -> Callable[[Row], str]:
-    """Returns a function that formats ``row[name] * scale``, or a dash if the value is missing."""
+def number(path: str, form: str, scale: float = 1.0) -> Cell:
+    """Returns a function that formats a row's field times ``scale``, or a dash if the value is missing.
+
+    ``path`` is the field's name; ``first_token.p50`` is the field ``p50`` of the dictionary ``first_token``.
+    """
 
     def cell(row: Row) -> str:
-        value = row.get(name)
+        value: Any = row
+        for name in path.split("."):
+            value = (value or {}).get(name)
         return "–" if value is None else format(value * scale, form)
 
     return cell
 
 
-def milliseconds(name: str, share: str, form: str) -> Callable[[Row], str]:
-    """Returns a function that formats the percentile ``share`` of ``row[name]`` in milliseconds."""
-    return lambda row: number(share, form, 1e3)(row.get(name) or {})
-
-
 SPREAD, PEAK = number("spread", ".1%"), number("peak_bytes", ".1f", 2**-30)
 
 
-def speed(name: str, form: str, scale: float = 1.0) -> Callable[[Row], str]:
+def speed(name: str, form: str, scale: float = 1.0) -> Cell:
     """Formats as :func:`number`, with "out of memory" for a variant that did not fit."""
     cell = number(name, form, scale)
     return lambda row: cell(row) if row["fits"] else "out of memory"

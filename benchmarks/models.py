@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from adaponder.backbones.wrapper import relative_difference, rounding_bound
 from adaponder.config import AdaPonderConfig
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def vocabulary_of(recipe: Recipe) -> int:
-    """Returns the vocabulary size that the recipe states, or that of the tokenizer it trains."""
+    """Returns the vocabulary size that the recipe states, or the vocabulary size of the tokenizer that it trains."""
     if not isinstance(recipe.model.backbone, dict):
         raise InputError(f"--recipe {recipe.name} continues a checkpoint: choose one with a shape in model.backbone")
     stated = recipe.model.backbone.get("vocab_size")
@@ -46,7 +46,7 @@ def vocabulary_of(recipe: Recipe) -> int:
 
 
 def build_ours(recipe: Recipe, method: str, device: torch.device = CPU) -> AdaPonderForCausalLM:
-    """Builds the recipe's model with ``method`` (``plain`` as our ``ponder``), in training mode."""
+    """Builds the recipe's model with ``method``, in training mode; for ``plain``, builds our ``ponder``."""
     method = "ponder" if method == PLAIN else method
     with device:
         return build_model(replace(recipe, model=replace(recipe.model, method=method)), vocabulary_of(recipe))
@@ -76,7 +76,7 @@ def batches(recipe: Recipe, batch: int, device: torch.device) -> Iterator[tuple[
 
 
 def choose_depths(keep: Sequence[float], recipe: Recipe, batch: int) -> Tensor:
-    """Returns :func:`depths_of` the recipe; raises unless ``keep`` has one share per iteration, falling from 1."""
+    """Returns random depths (:func:`depths_of`); raises unless ``keep`` falls from 1, with a share per iteration."""
     text, iterations = "--keep " + ",".join(f"{share:g}" for share in keep), config_of(recipe, METHOD).iterations
     if len(keep) != iterations:
         raise InputError(f"{text} must have {iterations} shares, one per iteration of the recipe")
@@ -114,12 +114,10 @@ def check_executions(recipe: Recipe, depths: Tensor, device: torch.device) -> fl
         if not torch.equal(output.depth.cpu(), depths):
             raise EvaluationError(f"{execution} execution did not use the forced depths: nothing is timed")
         states.append(iterations[-1].hidden)
-    error = relative_difference(*states)
-    bound = rounding_bound(product_dtype(recipe.train.dtype, device))
+    error, bound = relative_difference(*states), rounding_bound(product_dtype(recipe.train.dtype, device))
     if not error <= bound:
-        raise EvaluationError(
-            f"dense and compact hidden states differ by {error:.1e} (rounding explains {bound:.1e}): nothing is timed"
-        )
+        wrong = f"dense and compact hidden states differ by {error:.1e} (rounding explains {bound:.1e})"
+        raise EvaluationError(f"{wrong}: nothing is timed")
     return error
 
 
@@ -143,26 +141,20 @@ SHAPES = {
 }
 
 
-def shape_config(name: str, *, vanilla: bool = False) -> AdaPonderConfig:
-    """Returns the config of a shape with its method, or with ``vanilla`` of the plain decoder."""
+def shape_config(name: str, *, vanilla: bool = False, **sizes: int) -> AdaPonderConfig:
+    """Returns the config of a shape with its method, or the plain decoder's; ``sizes`` change the backbone's config."""
     method, backbone = SHAPES[name]
-    return AdaPonderConfig(backbone_config=backbone, method="vanilla" if vanilla else method, iterations=ITERATIONS)
+    method = "vanilla" if vanilla else method
+    return AdaPonderConfig(backbone_config=backbone | sizes, method=method, iterations=ITERATIONS)
 
 
-def build(config: AdaPonderConfig, *, device: torch.device, dtype: torch.dtype, seed: int) -> AdaPonderForCausalLM:
-    """Builds a model with random weights."""
+def build(config: AdaPonderConfig, *, device: torch.device, dtype: torch.dtype, seed: int, stock: bool = False) -> Any:
+    """Builds a model with random weights, or with ``stock`` Hugging Face's decoder of the same shape."""
     torch.manual_seed(seed)
     with device:
-        model = AdaPonderForCausalLM(config)
-    nn.Module.to(model, dtype)
-    return model.eval()
-
-
-def build_stock(config: AdaPonderConfig, *, device: torch.device, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    """Builds Hugging Face's decoder of the same shape."""
-    torch.manual_seed(seed)
-    with device:
-        return AutoModelForCausalLM.from_config(config.backbone_config, dtype=dtype).eval()
+        if stock:
+            return AutoModelForCausalLM.from_config(config.backbone_config, dtype=dtype).eval()
+        return nn.Module.to(AdaPonderForCausalLM(config), dtype).eval()
 
 
 # Shares of tokens with depth 1, 2, 3, 4, by mean depth.
@@ -177,9 +169,9 @@ SHARES = {
 
 def shares_of(mean: float) -> tuple[float, ...]:
     """Returns shares of depths 1 … 4 with the mean depth ``mean``, interpolated between entries of :data:`SHARES`."""
-    low, high = max(known for known in SHARES if known <= mean), min(known for known in SHARES if known >= mean)
-    weight = (mean - low) / (high - low) if high > low else 0.0
-    return tuple((1 - weight) * a + weight * b for a, b in zip(SHARES[low], SHARES[high], strict=True))
+    means = sorted(SHARES)
+    by_depth = zip(*(SHARES[known] for known in means), strict=True)
+    return tuple(float(np.interp(mean, means, shares)) for shares in by_depth)
 
 
 def mean_depth(shares: Sequence[float]) -> float:
@@ -189,7 +181,5 @@ def mean_depth(shares: Sequence[float]) -> float:
 
 def draw_depths(shares: Sequence[float], count: int, *, seed: int) -> list[int]:
     """Returns ``count`` shuffled depths in exactly these shares, up to rounding."""
-    bounds = [round(sum(shares[:depth]) / sum(shares) * count) for depth in range(len(shares) + 1)]
-    depths = [depth + 1 for depth in range(len(shares)) for _ in range(bounds[depth + 1] - bounds[depth])]
-    random.Random(seed).shuffle(depths)
-    return depths
+    keep = [sum(shares[depth:]) for depth in range(len(shares))]
+    return depths_of(keep, 1, count, seed=seed)[0].tolist()

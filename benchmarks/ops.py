@@ -16,7 +16,7 @@ from adaponder.ops.linear_cross_entropy import linear_cross_entropy_sum, plain_l
 from adaponder.ops.vocab_expectation import plain_vocab_expectation, vocab_expectation
 from adaponder.terminal import console
 from benchmarks import harness
-from benchmarks.harness import Common, Row, Run, number, ratio, speed
+from benchmarks.harness import Common, Precision, Row, Run, number, ratio, speed
 
 EXPECTATION, LOSS = "vocab_expectation", "linear_cross_entropy"
 OPERATIONS = (EXPECTATION, LOSS)
@@ -35,7 +35,7 @@ _COLUMNS = {
 
 
 class Size(NamedTuple):
-    """The number of tokens, the hidden size and the vocabulary size of an operation."""
+    """An operation's number of tokens, hidden size and vocabulary size."""
 
     tokens: int
     hidden: int
@@ -60,11 +60,6 @@ class OpCase:
     backward: bool
 
     @property
-    def graphs(self) -> OpCase:
-        """Returns the key of the compiled graphs: the case itself, since no two cases share any."""
-        return self
-
-    @property
     def name(self) -> str:
         return f"{self.op}: {self.implementation}, {'with backward' if self.backward else 'forward'}"
 
@@ -75,18 +70,18 @@ def run(
     size: Annotated[
         list[str] | None, Option(metavar="TOKENS,D,VOCABULARY", help=f"Such as 65536,512,50304{harness.SEVERAL}")
     ] = None,
-    dtype: Annotated[str | None, Option(metavar="NAME", help="bfloat16 (default on a GPU) or float32.")] = None,
+    dtype: Annotated[Precision | None, Option(metavar="NAME", help="bfloat16 (default on a GPU) or float32.")] = None,
 ) -> dict[str, Any]:
     """Time the operations over the vocabulary by themselves, against the device's own matmul and copy.
 
     [dim]python -m benchmarks ops --device cuda --size 65536,512,50304[/]
     """
     device = options.target
-    dtype = harness.precision(dtype, device)
+    precision = harness.precision(dtype, device)
     sizes = [Size(*harness.numbers("--size", text, int, 1, 2**40, count=3)) for text in size or ()]
     sizes = sizes or (ON_GPU if device.type == "cuda" else ON_CPU)
     selected = harness.select(cases(sizes), options.only, always=PLAIN)
-    bench = Run(options, "ops", {"sizes": [list(size) for size in sizes], "dtype": dtype})
+    bench = Run(options, "ops", {"sizes": [list(size) for size in sizes], "dtype": precision})
     if not torch_has_it():
         console.print(f"torch {torch.__version__} has no linear_cross_entropy: no row for it")
 
@@ -97,18 +92,12 @@ def run(
         row |= {"matmul_share": ratio(ratio(flops, median), bench.hardware["matmul_flops"])}
         return row | {"copy_share": ratio(ratio(moved, median), bench.hardware["copy_bytes"])}
 
-    def show(rows: list[Row]) -> None:
-        for op, size in dict.fromkeys(map(_work_key, rows)):
-            group = [row for row in rows if _work_key(row) == (op, size)]
-            harness.print_table(f"\n{op}: {size}, {dtype}", _COLUMNS, group)
-
-    bench.time_all(
-        selected,
-        lambda case: operation(case, device=device, dtype=getattr(torch, dtype), seed=options.seed or 0),
-        report,
-        compare=compare_with_plain,
-        show=show,
-    )
+    prepare = partial(operation, device=device, dtype=getattr(torch, precision), seed=options.seed or 0)
+    about: dict[str, Any] = {
+        "title": lambda row: "\n{}: {}, {}".format(*_work_key(row), precision),
+        "columns": _COLUMNS,
+    }
+    bench.time_all(selected, prepare, report, compare=compare_with_plain, **about)
     return bench.finish()
 
 
@@ -151,17 +140,25 @@ def operation(case: OpCase, *, device: torch.device, dtype: torch.dtype, seed: i
         return torch.randn(shape, generator=generator, device=device, dtype=_HELD)
 
     n, d, v = case.size
-    leaves = [draw(n, d), draw(v, d) * 0.02, *([draw(v, d) * 0.02] if case.op == EXPECTATION else [])]
-    for leaf in leaves:
-        leaf.requires_grad_(case.backward)
+    leaves, grad = [draw(n, d), draw(v, d) * 0.02], None
+    compute: Callable[..., Tensor]
     if case.op == EXPECTATION:
-        grad = draw(n, d)
+        leaves, grad = [*leaves, draw(v, d) * 0.02], draw(n, d)
         compute = plain_vocab_expectation
         if case.implementation != PLAIN:
             compute = partial(vocab_expectation, keep_logits=case.implementation == KEPT)
     else:
-        targets = torch.randint(v, (n,), generator=generator, device=device)
-        compute, grad = _loss(case.implementation, targets, dtype), None
+        targets, every = torch.randint(v, (n,), generator=generator, device=device), torch.ones(n, device=device)
+        compute = {
+            PLAIN: lambda hidden, weight: plain_linear_cross_entropy(hidden, weight, targets).mean(),
+            OURS: lambda hidden, weight: linear_cross_entropy_sum(hidden, weight, targets, every) / n,
+            # Its chunks ignore autocast, so operands are cast here.
+            TORCH: lambda hidden, weight: nn.functional.linear_cross_entropy(
+                hidden.to(dtype), weight.to(dtype), targets, options=nn.LinearCrossEntropyOptions()
+            ),
+        }[case.implementation]
+    for leaf in leaves:
+        leaf.requires_grad_(case.backward)
 
     def step() -> Sequence[Tensor]:
         with torch.set_grad_enabled(case.backward):
@@ -172,27 +169,15 @@ def operation(case: OpCase, *, device: torch.device, dtype: torch.dtype, seed: i
     return step
 
 
-def _loss(implementation: str, targets: Tensor, dtype: torch.dtype) -> Callable[..., Tensor]:
-    if implementation == TORCH:
-        options = nn.LinearCrossEntropyOptions()
-        # Its chunks ignore autocast, so operands are cast here.
-        return lambda hidden, weight: nn.functional.linear_cross_entropy(
-            hidden.to(dtype), weight.to(dtype), targets, options=options
-        )
-    if implementation == PLAIN:
-        return lambda hidden, weight: plain_linear_cross_entropy(hidden, weight, targets).mean()
-    every = torch.ones(targets.shape, device=targets.device)
-    return lambda hidden, weight: linear_cross_entropy_sum(hidden, weight, targets, every) / len(targets)
-
-
 def compare_with_plain(rows: list[Row]) -> None:
     """Fills in each row's speed and memory relative to the plain version of the same operation and size."""
     plain = {(_work_key(row), row["backward"]): row for row in rows if row["implementation"] == PLAIN}
     for row in rows:
         base = plain.get((_work_key(row), row["backward"]), {})
-        harness.add_ratios([row], base, memory_of_plain="peak_bytes")
+        row["memory_of_plain"] = ratio(row["peak_bytes"], base.get("peak_bytes"))
         row["times_plain"] = ratio(base.get("milliseconds"), row["milliseconds"])
 
 
 def _work_key(row: Row) -> tuple[str, Size]:
+    """Returns the operation of a row and its size."""
     return row["op"], Size(row["tokens"], row["hidden"], row["vocabulary"])

@@ -19,13 +19,13 @@ from benchmarks import ROOT
 MEASURED = ("src", "benchmarks/plain.py")
 
 
-def provenance(device: torch.device | str, *, commit: str, packages: Sequence[str] = ()) -> dict[str, Any]:
+def provenance(device: torch.device | str, *, commit: str) -> dict[str, Any]:
     """Returns the fields that every record begins with: date, commit, hardware and versions."""
     return {
         "date": datetime.date.today().isoformat(),
         "commit": commit,
         "hardware": device_name(torch.device(device)),
-        "versions": versions(*packages),
+        "versions": versions(),
     }
 
 
@@ -48,7 +48,7 @@ def device_name(device: torch.device) -> str:
 
 
 def commit_of(stated: str | None, *, required: bool, paths: Sequence[str] = MEASURED) -> str:
-    """Returns ``stated``; if it is unset, the checkout's commit, with ``-dirty`` if ``paths`` have changed since."""
+    """Returns ``stated`` or, if it is ``None``, the checkout's commit, with ``-dirty`` if ``paths`` have changed."""
     if stated is not None:
         return stated
     try:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
-import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -14,16 +12,15 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from adaponder.devices import DTYPES
+from adaponder.devices import DTYPES, as_dtype
 from adaponder.errors import EvaluationError, InputError
 from adaponder.policies import parse_policy
 from adaponder.terminal import console
-from benchmarks import harness, serve_client
-from benchmarks.harness import SEVERAL, Recorded, Row, Run, milliseconds, number, print_table
+from benchmarks import harness
+from benchmarks.harness import SEVERAL, Recorded, Row, Run, number, print_table
 from benchmarks.record import versions
-from benchmarks.serve_client import Answer, ServerLoad, ServerProcess, get, run_client, started, summary
+from benchmarks.serve_client import KEY, PERCENTILES, ServerLoad, get_json, poisson_times, started, steady_rate, summary
 
-KEY = "ADAPONDER_API_KEY"
 PACKAGES = ("fastapi", "starlette", "uvicorn", "httptools", "uvloop", "httpx")
 # Shares of the server's maximum at which it is loaded where no rates are given.
 USUAL_SHARES = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.25)
@@ -52,16 +49,20 @@ class ServeOptions(Recorded):
 
     @property
     def kind(self) -> str:
+        """Returns the kind of server, which is part of the record's name."""
         return "stand-in" if self.stand_in else "checkpoint" if self.checkpoint is not None else "url"
 
-    def load(self, url: str, key: str | None, streams: int | None = None) -> ServerLoad:
-        """Returns the load for the model that the server at ``url`` serves."""
-        about = served_model(url, key)
-        facts = about.get("adaponder") or {}
+    def load(self, url: str, key: str | None = None, **sizes: Any) -> ServerLoad:
+        """Returns the load for the model that the server at ``url`` serves; ``sizes`` replace fields of the load."""
+        try:
+            model = get_json(url, "/v1/models", key)["data"][0]
+        except (LookupError, TypeError):
+            raise EvaluationError(f"{url}/v1/models is not a list of models") from None
+        facts = model.get("adaponder") or {}
         extension = {"ignore_eos": True} | ({} if self.policy is None else {"policy": self.policy})
-        how: dict[str, Any] = {name: getattr(self, name) for name in ("context", "new", "seconds", "timeout")}
-        how |= {"settings": {"adaponder": extension} if facts else {}, "streams": streams or self.streams}
-        return ServerLoad(about["id"], int(facts.get("vocabulary", 256)), **how, seed=self.seed or 0)
+        fields = {name: getattr(self, name) for name in ("context", "new", "streams", "seconds", "timeout")} | sizes
+        fields |= {"seed": self.seed or 0, "settings": {"adaponder": extension} if facts else {}}
+        return ServerLoad(model["id"], int(facts.get("vocabulary", 256)), **fields, url=url, key=key)
 
 
 def run(options: ServeOptions) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def run(options: ServeOptions) -> dict[str, Any]:
 
     [dim]python -m benchmarks serve --stand-in 64,8 --stand-in 256,8[/]
     """
-    harness.one_of("--dtype", options.dtype, DTYPES)
+    as_dtype(options.dtype)
     stand_ins = [harness.numbers("--stand-in", text, float, 0.05, 10_000, count=2) for text in options.stand_in or ()]
     rates = harness.numbers("--rates", options.rates, float, 0.001, 100_000)
     if (options.checkpoint is not None) + (options.url is not None) + bool(options.stand_in) != 1:
@@ -87,17 +88,7 @@ def run(options: ServeOptions) -> dict[str, Any]:
     bench = Run(options, f"serve-{options.kind}", settings, versions=versions(*PACKAGES))
     bench.hardware["cores"] = os.cpu_count()
     bench.keep(client_tokens_per_second=client_limit())
-    if options.stand_in:
-        bursts, rows = _load_stand_ins(options, stand_ins, rates)
-    elif options.checkpoint is not None:
-        alone = _engine_alone(options)
-        arguments = ["-m", "adaponder", "serve", options.checkpoint, "--port", "0", "--device", options.device]
-        arguments += ["--dtype", options.dtype, "--lanes", str(options.streams)]
-        with started(arguments, patience=600.0) as server:
-            wait_until_ready(server.url, None, patience=600.0)
-            bursts, rows = _load_server(options, rates, server, alone=alone)
-    else:
-        bursts, rows = _load_server(options, rates, str(options.url), os.environ.get(KEY))
+    bursts, rows = _load_stand_ins(options, stand_ins, rates) if stand_ins else _load_server(options, rates)
     bench.keep(all_at_once=bursts, rates=rows)
     limit = bench.metrics["client_tokens_per_second"]
     console.print(f"the client takes up to {limit:,.0f} tokens/s from an idle server")
@@ -108,40 +99,44 @@ def run(options: ServeOptions) -> dict[str, Any]:
     return record
 
 
-Tables = tuple[list[Row], list[Row]]
+def _load_server(options: ServeOptions, rates: Sequence[float]) -> tuple[list[Row], list[Row]]:
+    """Measures the checkpoint's server, or a running one; returns the rows of all streams at once and of each rate."""
+    with ExitStack() as stack:
+        server, alone, url, key = None, None, str(options.url), os.environ.get(KEY)
+        if options.checkpoint is not None:
+            alone = _engine_alone(options)
+            arguments = ["-m", "adaponder", "serve", options.checkpoint, "--port", "0", "--device", options.device]
+            arguments += ["--dtype", options.dtype, "--lanes", str(options.streams)]
+            server = stack.enter_context(started(arguments, patience=600.0))
+            url, key = server.url, None
+            get_json(url, "/ready", patience=600.0)  # it listens before its engine is loaded
+        load = options.load(url, key)
+        burst = all_at_once(load, repeats=options.repeats, what=options.kind)
+        burst |= against_engine(burst["server_tokens_per_second"], alone)
+        return [burst], [row | {"server_rss": server and server.rss()} for row in at_rates(load, rates, burst)]
 
 
-def _load_server(
-    options: ServeOptions, rates: Sequence[float], server: ServerProcess | str, key: str | None = None, **how: Any
-) -> Tables:
-    """Measures all streams at once, then rising rates; returns the rows of both tables."""
-    url = server if isinstance(server, str) else server.url
-    load = options.load(url, key)
-    burst = all_at_once(url, load, key=key, repeats=options.repeats, what=options.kind, **how)
-    rows = at_rates(url, load, rates or usual_rates(burst, load), key=key)
-    return [burst], [row | {"server_rss": None if isinstance(server, str) else server.rss()} for row in rows]
-
-
-def _load_stand_ins(options: ServeOptions, stand_ins: Sequence[Sequence[float]], rates: Sequence[float]) -> Tables:
+def _load_stand_ins(
+    options: ServeOptions, stand_ins: Sequence[Sequence[float]], rates: Sequence[float]
+) -> tuple[list[Row], list[Row]]:
     """Measures each stand-in alone and through the server, and the first one also at rising rates."""
     from benchmarks.stand_in import SleepingEngine, engine_rate, stand_in_model
 
     bursts, rows, model = [], [], stand_in_model()
     for lanes, tick in ((int(lanes), tick) for lanes, tick in stand_ins):
         with started(["-m", "benchmarks.stand_in", str(lanes), str(tick)]) as server:
-            load = options.load(server.url, None, streams=lanes)
+            load = options.load(server.url, streams=lanes)
             engine, bodies = SleepingEngine(model, lanes=lanes, tick=tick / 1e3), load.bodies(lanes, part=0)
             # Half of the engine's repetitions before and half after, so that both meet the same machine.
             speeds, before = [engine_rate(engine, bodies) for _ in range(2)], server.cpu_seconds()
-            what = f"{lanes} tokens per {tick:g} ms"
-            row = all_at_once(server.url, load, key=None, repeats=options.repeats, what=what)
+            burst = all_at_once(load, repeats=options.repeats, what=f"{lanes} tokens per {tick:g} ms")
             after = server.cpu_seconds()
             speeds += [engine_rate(engine, bodies) for _ in range(2)]
-            row |= against_engine(row["server_tokens_per_second"], median(speeds))
-            row |= {"lanes": lanes, "tick_ms": tick, "engine_repetitions": speeds}
-            row["cpu_us_per_token"] = 1e6 * (after - before) / (lanes * load.new * (options.repeats + 1))
-            bursts.append(row)
-            rows = rows or list(at_rates(server.url, load, rates or usual_rates(row, load), key=None))
+            burst |= against_engine(burst["server_tokens_per_second"], median(speeds))
+            burst |= {"lanes": lanes, "tick_ms": tick, "engine_repetitions": speeds}
+            burst["cpu_us_per_token"] = 1e6 * (after - before) / (lanes * load.new * (options.repeats + 1))
+            bursts.append(burst)
+            rows = rows or list(at_rates(load, rates, burst))
     return bursts, rows
 
 
@@ -154,92 +149,56 @@ def _engine_alone(options: ServeOptions) -> float:
     model, _ = load(str(options.checkpoint), dtype=options.dtype, device=options.device)
     engine = Engine(model.eval(), lanes=options.streams)
     prompts = ServerLoad("alone", model.config.vocab_size, options.context, options.new, seed=options.seed or 0)
-    how: dict[str, Any] = {"temperature": 0.0}
-    how |= {} if options.policy is None else {"policy": parse_policy(options.policy)}
-    parts = range(options.repeats + 1)
-    rates = [engine_rate(engine, prompts.bodies(options.streams, part=part), **how) for part in parts]
+    policy = {} if options.policy is None else {"policy": parse_policy(options.policy)}
+    bodies = [prompts.bodies(options.streams, part=part) for part in range(options.repeats + 1)]
+    rates = [engine_rate(engine, part, temperature=0.0, **policy) for part in bodies]
     del engine, model
     harness.forget(options.target)
     return median(rates[1:])  # the first is a warm-up
 
 
-def served_model(url: str, key: str | None, *, timeout: float = 30.0) -> dict[str, Any]:
-    """Returns the server's model, as ``GET /v1/models`` describes it."""
-    status, body = get(url, "/v1/models", key, timeout)
-    if status != 200:
-        cure = f"; give its key in {KEY}" if status in (401, 403) else ""
-        raise EvaluationError(f"{url}/v1/models returned status {status}{cure}")
-    try:
-        return json.loads(body)["data"][0]
-    except (ValueError, LookupError, TypeError):
-        raise EvaluationError(f"{url}/v1/models is not a list of models") from None
-
-
-def wait_until_ready(url: str, key: str | None, *, patience: float) -> None:
-    """Waits until the server accepts requests: it listens before its engine is loaded."""
-    until = time.monotonic() + patience
-    while (status := get(url, "/ready", key, 30.0)[0]) != 200:
-        if time.monotonic() > until:
-            raise EvaluationError(f"{url}/ready still returns status {status} after {patience:g} s")
-        time.sleep(0.05)
-
-
-def all_at_once(
-    url: str, load: ServerLoad, *, key: str | None, repeats: int, what: str, alone: float | None = None
-) -> Row:
-    """Starts every stream at once and measures tokens/s while all of them run; the first repetition is a warm-up.
-
-    ``alone`` is the tokens/s of the engine without the server.
-    """
+def all_at_once(load: ServerLoad, *, repeats: int, what: str) -> Row:
+    """Starts every stream at once and measures tokens/s while all of them run; the first repetition is a warm-up."""
     console.print(f"{what}: {load.streams} streams at once …")
     rates: list[float] = []
     last: Row = {}
     for part in range(repeats + 1):
-        answers = _send(url, load, [0.0] * load.streams, part, key)
+        answers = load.send([0.0] * load.streams, part=part)
         last = summary(answers, max((answer.ended for answer in answers), default=0.0))
         if last["answered"] != load.streams:
             why = next(iter(last["failures"]), "status 429: its queue is full")
             raise EvaluationError(f"{load.streams - last['answered']} of {load.streams} streams failed: {why}")
-        rates += [serve_client.steady_rate(answers)] if part else []
-    row = {"what": what, "streams": load.streams} | against_engine(median(rates), alone) | {"repetitions": rates}
-    return row | {name: last[name] for name in ("first_token", "between_tokens", "tokens", "mean_depth")}
+        rates.append(steady_rate(answers))
+    row = {"what": what, "streams": load.streams, "server_tokens_per_second": median(rates[1:])}
+    row |= {name: last[name] for name in ("first_token", "between_tokens", "tokens", "mean_depth")}
+    return row | {"repetitions": rates[1:]}
 
 
 def against_engine(speed: float, alone: float | None) -> Row:
-    """Returns both speeds and ``overhead``, the share of the engine's tokens/s that the server loses."""
-    overhead = 1.0 - speed / alone if alone else None
-    return {"engine_tokens_per_second": alone, "server_tokens_per_second": speed, "overhead": overhead}
+    """Returns the engine's tokens/s without the server, and ``overhead``, the share that the server loses."""
+    return {"engine_tokens_per_second": alone, "overhead": 1.0 - speed / alone if alone else None}
 
 
-def usual_rates(burst: Row, load: ServerLoad) -> list[float]:
-    """Returns the requests per second that load the server with ``USUAL_SHARES`` of its maximum (``burst``)."""
-    return [share * burst["server_tokens_per_second"] / load.new for share in USUAL_SHARES]
+def at_rates(load: ServerLoad, rates: Sequence[float], burst: Row) -> Iterator[Row]:
+    """Yields the summary of a load at each rate, in requests per second; by default at ``USUAL_SHARES`` of the maximum.
 
-
-def at_rates(url: str, load: ServerLoad, rates: Sequence[float], *, key: str | None) -> Iterator[Row]:
-    """Yields the summary of a load at each rate, in requests per second."""
-    for step, rate in enumerate(rates):
+    ``burst`` is the row of all streams at once, whose tokens/s are the server's maximum.
+    """
+    usual = [share * burst["server_tokens_per_second"] / load.new for share in USUAL_SHARES]
+    for step, rate in enumerate(rates or usual):
         console.print(f"{rate:.3g} requests per second for {load.seconds:g} s …")
-        due = serve_client.poisson_times(rate, load.seconds, seed=load.seed * 7919 + step)
-        answers = _send(url, load, due, 100 + step, key)
+        due = poisson_times(rate, load.seconds, seed=load.seed * 7919 + step)
+        answers = load.send(due, part=100 + step)
         yield {"rate": rate, "offered_tokens_per_second": rate * load.new} | summary(answers, load.seconds)
 
 
-def _send(url: str, load: ServerLoad, due: Sequence[float], part: int, key: str | None) -> list[Answer]:
-    return run_client(url, load.bodies(len(due), part=part), due, key=key, timeout=load.timeout)
-
-
 def client_limit() -> float:
-    """Returns the tokens/s that the client reads from a server that only echoes."""
+    """Returns the tokens/s that the client reads from a server that only sends prepared events."""
     with started(["-m", "benchmarks.serve_client", "echo", "0"]) as server:
-        load = ServerLoad("echo", 100, context=1, new=_CLIENT_TOKENS)
-        answers = _send(server.url, load, [0.0] * _CLIENT_STREAMS, 0, None)
+        load = ServerLoad("echo", 100, context=1, new=_CLIENT_TOKENS, url=server.url)
+        answers = load.send([0.0] * _CLIENT_STREAMS, part=0)
     seconds = max(answer.ended for answer in answers) - min(answer.sent for answer in answers)
     return sum(answer.tokens for answer in answers) / seconds
-
-
-def _latencies(title: str, name: str, shares: Sequence[str]) -> dict[str, Any]:
-    return {f"{title} ms {share}": milliseconds(name, share, ",.1f") for share in shares}
 
 
 _BURST = {
@@ -248,14 +207,14 @@ _BURST = {
     "engine tokens/s": number("engine_tokens_per_second", ",.0f"),
     "through the server": number("server_tokens_per_second", ",.0f"),
     "overhead": number("overhead", ".1%"),
-    **_latencies("between", "between_tokens", ("p50", "p99")),
+    **{f"between ms {share}": number(f"between_tokens.{share}", ",.1f", 1e3) for share in ("p50", "p99")},
 }
 _RATES = {
     "requests/s": number("rate", ".3g"),
     "tokens/s": number("tokens_per_second", ",.0f"),
     **{name: number(name, ",.0f") for name in ("answered", "refused", "failed")},
-    **_latencies("first", "first_token", ("p50", "p95", "p99")),
-    **_latencies("between", "between_tokens", ("p50", "p95", "p99")),
+    **{f"first ms {share}": number(f"first_token.{share}", ",.1f", 1e3) for share in PERCENTILES},
+    **{f"between ms {share}": number(f"between_tokens.{share}", ",.1f", 1e3) for share in PERCENTILES},
     "depth": number("mean_depth", ".2f"),
 }
 
@@ -269,8 +228,13 @@ def panels(rows: Sequence[Row], *, most: float) -> dict[str, Any]:
     axes: dict[str, Any] = {"xlabel": "offered tokens/s", "xlim": (0, None), "ylim": (0, None)}
     drawn: dict[str, Any] = {"through the server": (axes | {"ylabel": "tokens/s"}, speeds)}
     for name, title in {"first_token": "to the first token", "between_tokens": "between tokens"}.items():
-        points: dict[str, list[tuple[float, float]]] = {share: [] for share in ("p50", "p95", "p99")}
-        for share, (rate, row) in itertools.product(points, zip(offered, rows, strict=True)):
-            points[share] += [(rate, 1e3 * row[name][share])] if row[name][share] else []
-        drawn[title] = (axes | {"ylabel": "ms"}, points)
+        drawn[title] = (
+            axes | {"ylabel": "ms"},
+            {
+                share: [
+                    (load, 1e3 * row[name][share]) for load, row in zip(offered, rows, strict=True) if row[name][share]
+                ]
+                for share in PERCENTILES
+            },
+        )
     return drawn

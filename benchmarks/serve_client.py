@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +28,8 @@ import numpy as np
 from adaponder.errors import EvaluationError, InputError
 from benchmarks import child_environment
 
+KEY = "ADAPONDER_API_KEY"
+PERCENTILES = ("p50", "p95", "p99")
 _ADDRESS = re.compile(r"https?://(?:\[[0-9a-fA-F:]+\]|[\w.-]+):\d+")
 
 
@@ -36,7 +38,8 @@ class ServerLoad:
     """The requests of a load: prompts of ``context`` random tokens below ``vocabulary``, ``new`` tokens to generate.
 
     The server's maximum is measured with ``streams`` requests at once, each rate with requests that arrive for
-    ``seconds``. ``settings`` are further fields of a request's body, such as ``{"adaponder": {"policy": "fixed:2"}}``.
+    ``seconds``; a request that takes more than ``timeout`` seconds has failed. ``settings`` are further fields of a
+    request's body, such as ``{"adaponder": {"policy": "fixed:2"}}``.
     """
 
     model: str
@@ -48,6 +51,8 @@ class ServerLoad:
     seconds: float = 10.0
     timeout: float = 120.0
     seed: int = 0
+    url: str = ""
+    key: str | None = None
 
     def bodies(self, count: int, *, part: int) -> list[dict[str, Any]]:
         """Returns the bodies of streaming completions; no two parts of a measurement share a prompt."""
@@ -56,6 +61,10 @@ class ServerLoad:
         draws = [random.Random(self.seed * 1_000_003 + part * 100_003 + index) for index in range(count)]
         prompts = ([draw.randrange(1, self.vocabulary) for _ in range(self.context)] for draw in draws)
         return [common | {"prompt": prompt} for prompt in prompts]
+
+    def send(self, due: Sequence[float], *, part: int) -> list[Answer]:
+        """Sends a request at each time of ``due``, in seconds, and returns their answers."""
+        return run_client(self.url, self.bodies(len(due), part=part), due, key=self.key, timeout=self.timeout)
 
 
 def poisson_times(rate: float, seconds: float, *, seed: int) -> list[float]:
@@ -110,7 +119,7 @@ class Answer:
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
     """Returns the 50th, 95th and 99th percentile, by the nearest-rank method."""
     quantiles = np.percentile(values, (50, 95, 99), method="inverted_cdf").tolist() if values else [None] * 3
-    return dict(zip(("p50", "p95", "p99"), quantiles, strict=True))
+    return dict(zip(PERCENTILES, quantiles, strict=True))
 
 
 def summary(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
@@ -185,17 +194,13 @@ async def send_all(
 
 
 async def _send(client: Any, request: Any, answer: Answer, began: float, timeout: float) -> None:
-    """Sends one request and fills in its answer; after ``timeout`` seconds it has failed."""
+    """Sends one request and fills in its answer; a request that takes more than ``timeout`` seconds has failed."""
     import httpx
 
     answer.sent = time.perf_counter() - began
     try:
-        async with asyncio.timeout(timeout):
-            response = await client.send(request, stream=True)
-            try:
-                await _receive(response, answer, began)
-            finally:
-                await response.aclose()
+        async with asyncio.timeout(timeout), aclosing(await client.send(request, stream=True)) as response:
+            await _receive(response, answer, began)
     except TimeoutError:
         answer.error = f"no answer within {timeout:g} s"
     except (httpx.ConnectError, OSError) as problem:
@@ -207,11 +212,10 @@ async def _send(client: Any, request: Any, answer: Answer, began: float, timeout
 
 async def _receive(response: Any, answer: Answer, began: float) -> None:
     """Reads a streamed response to its end and records when its tokens arrive."""
-    answer.status, answer.served_by = response.status_code, response.headers.get("x-served-by")
+    answer.status, answer.served_by, buffer = response.status_code, response.headers.get("x-served-by"), b""
     if response.status_code != 200:
         answer.error = f"status {response.status_code}: {(await response.aread())[:120].decode('utf-8', 'replace')}"
         return
-    buffer = b""
     async for data in response.aiter_bytes():
         *events, buffer = (buffer + data).split(b"\n\n")
         tokens = sum(_tokens_of(json.loads(event[6:]), answer) for event in events if event.startswith(b"data: {"))
@@ -233,18 +237,26 @@ def _tokens_of(chunk: dict[str, Any], answer: Answer) -> int:
     return sum(len(tokens) if tokens else bool(option.get("text")) for option, tokens in details)
 
 
-def get(url: str, path: str, key: str | None, timeout: float) -> tuple[int, bytes]:
-    """Returns the status and the body of a GET."""
+def get_json(url: str, path: str, key: str | None = None, *, patience: float = 0.0) -> Any:
+    """Returns the JSON at a path; tries again for ``patience`` seconds while the status is 503 (not ready)."""
     import httpx
 
-    headers = {"authorization": f"Bearer {key}"} if key else {}
+    address, until = f"{url.rstrip('/')}{path}", time.monotonic() + patience
+    how: dict[str, Any] = {"headers": {"authorization": f"Bearer {key}"} if key else {}, "trust_env": False}
     try:
-        response = httpx.get(f"{url.rstrip('/')}{path}", headers=headers, timeout=timeout, trust_env=False)
+        while (response := httpx.get(address, timeout=30.0, **how)).status_code == 503 and time.monotonic() < until:
+            time.sleep(0.05)
     except (httpx.HTTPError, OSError) as problem:
         raise EvaluationError(f"no server answers at {url} ({type(problem).__name__})") from None
     except httpx.InvalidURL:
         raise InputError(f"--url {url} must be http://HOST:PORT") from None
-    return response.status_code, response.content
+    if response.status_code != 200:
+        cure = f"; give its key in {KEY}" if response.status_code in (401, 403) else ""
+        raise EvaluationError(f"{url}{path} returned status {response.status_code}{cure}")
+    try:
+        return response.json()
+    except ValueError:
+        raise EvaluationError(f"{url}{path} is not JSON") from None
 
 
 @dataclass
@@ -260,31 +272,29 @@ class ServerProcess:
         """Returns the last lines that the server printed."""
         return self.log.read_text(errors="replace").splitlines()[-40:]
 
-    def rss(self) -> int:
-        """Returns the resident memory of the process in bytes."""
-        return self._process().memory_info().rss
-
-    def cpu_seconds(self) -> float:
-        """Returns the CPU time of the process in seconds."""
-        return sum(self._process().cpu_times()[:2])
-
-    def _process(self) -> Any:
+    @property
+    def usage(self) -> Any:
+        """Returns psutil's view of the process."""
         import psutil  # here, since benchmarks of training run without it
 
         return psutil.Process(self.process.pid)
 
+    def rss(self) -> int:
+        """Returns the resident memory of the process in bytes."""
+        return self.usage.memory_info().rss
+
+    def cpu_seconds(self) -> float:
+        """Returns the CPU time of the process in seconds."""
+        return sum(self.usage.cpu_times()[:2])
+
 
 @contextmanager
 def started(
-    arguments: Sequence[str],
-    *,
-    patience: float = 120.0,
-    environment: Mapping[str, str] | None = None,
-    ending: float = 30.0,
+    arguments: Sequence[str], *, patience: float = 120.0, environment: Mapping[str, str] | None = None
 ) -> Iterator[ServerProcess]:
     """Context manager that runs ``python ARGUMENTS``, a server that must print its address in ``patience`` seconds.
 
-    On exit the server gets SIGTERM, and is killed if it still runs after ``ending`` seconds.
+    On exit the server gets SIGTERM, and is killed if it still runs after 30 seconds.
     """
     with tempfile.NamedTemporaryFile() as log:
         command, variables = [sys.executable, *arguments], child_environment() | dict(environment or {})
@@ -301,7 +311,7 @@ def started(
         finally:
             process.terminate()
             try:
-                process.wait(ending)
+                process.wait(30.0)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -339,17 +349,15 @@ async def echo(tick: float) -> None:
 
 
 def main() -> None:
-    """Serves the echo, or reads a plan, runs it and writes the answers."""
+    """Serves prepared events, or reads a plan, sends its requests and writes the answers."""
     if sys.argv[1:2] == ["echo"]:
         asyncio.run(echo(float(sys.argv[2])))
         return
-    plan = json.load(sys.stdin)
-    running = send_all(plan["url"], plan["bodies"], plan["due"], key=plan["key"], timeout=plan["timeout"])
     try:
         from uvloop import run
     except ImportError:
         from asyncio import run
-    json.dump([asdict(answer) for answer in run(running)], sys.stdout)
+    json.dump([asdict(answer) for answer in run(send_all(**json.load(sys.stdin)))], sys.stdout)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from adaponder.config import AdaPonderConfig
 from adaponder.data.tokenizers import END, train_bpe
 from adaponder.errors import InputError
 from adaponder.inference.config import eos_ids, max_tokens
@@ -25,9 +24,10 @@ from adaponder.inference.engine import Engine
 from adaponder.inference.outputs import Completion, Event, FinishReason, Token
 from adaponder.inference.request import Request, check_request
 from adaponder.modeling import AdaPonderForCausalLM
-from benchmarks.models import ITERATIONS, SHAPES, build
+from benchmarks.models import build, shape_config
 from benchmarks.serve_client import Answer, steady_rate
 
+Callback = Callable[[Event], None]
 VOCABULARY = 768
 # Below it, a byte-level tokenizer has single bytes, which are no complete characters.
 FIRST_WORD = 257
@@ -46,23 +46,20 @@ class SleepingEngine:
         self.model, self.config = model, model.config
         self.lanes, self.tick = lanes, tick
         self.tokens, self.iterations, self.eos_ids = max_tokens(model, None), model.config.iterations, eos_ids(model)
-        # Unfinished samples by (request, sample), in the order in which they came.
-        self._samples: dict[tuple[int, int], Completion] = {}
-        self._callbacks: dict[int, Callable[[Event], None]] = {}
-        self._events: list[Event] = []
-        self._numbers = itertools.count()
-        self._counts = Counter[str]()
+        self.longest_request = self.tokens + 1
         self.clients: dict[str, tuple[int, int]] = {}  # not counted
+        # Unfinished samples by (request, sample), in the order in which they came, and the callback of each.
+        self._samples: dict[tuple[int, int], tuple[Completion, Callback | None]] = {}
+        self._events: list[tuple[Event, Callback | None]] = []
+        self._numbers, self._counts = itertools.count(), Counter[str]()
 
-    def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> int:
+    def submit(self, request: Request, on_event: Callback | None = None) -> int:
         check_request(request, self.model, positions=self.tokens, iterations=self.iterations, eos_ids=self.eos_ids)
         if request.prompt_log_probabilities is not None or request.log_probabilities is not None:
             raise InputError("log_probabilities: the stand-in has no distribution; leave them out")
         number = next(self._numbers)
         for sample in range(request.samples):
-            self._samples[number, sample] = Completion(request=request, sample=sample, prompt=list(request.prompt))
-        if on_event is not None:
-            self._callbacks[number] = on_event
+            self._samples[number, sample] = Completion(request, sample, list(request.prompt)), on_event
         return number
 
     def cancel(self, number: int, sample: int | None = None) -> None:
@@ -73,31 +70,22 @@ class SleepingEngine:
     def busy(self) -> bool:
         return bool(self._samples or self._events)
 
-    @property
-    def longest_request(self) -> int:
-        return self.tokens + 1
-
     def step(self) -> list[Event]:
-        resident = self._resident()
+        resident = list(itertools.islice(self._samples, self.lanes))
         self._counts["most_resident"] = max(self._counts["most_resident"], len(resident))
         self._counts["ticks"] += bool(resident)
         time.sleep(self.tick if resident else 0.0)
         for key in resident:
             self._advance(key)
         events, self._events = self._events, []
-        for event in events:
-            if event.request in self._callbacks:
-                self._callbacks[event.request](event)
-            if event.completion is not None and not any(number == event.request for number, _ in self._samples):
-                self._callbacks.pop(event.request, None)
-        return events
-
-    def _resident(self) -> list[tuple[int, int]]:
-        return list(itertools.islice(self._samples, self.lanes))
+        for event, on_event in events:
+            if on_event is not None:
+                on_event(event)
+        return [event for event, _ in events]
 
     def _advance(self, key: tuple[int, int]) -> None:
         """Reads a sample's prompt, or generates its next token."""
-        completion = self._samples[key]
+        completion, on_event = self._samples[key]
         request, position = completion.request, len(completion.tokens)
         if not completion.prompt_depths:
             completion.prompt_depths = [self.iterations] * len(completion.prompt)
@@ -105,24 +93,24 @@ class SleepingEngine:
         # A whole word, which depends on prompt, seed, sample and position alone.
         mixed = (sum(completion.prompt) + int(request.seed) + completion.sample) * 7919 + position * 104_729
         word = FIRST_WORD + mixed % (self.config.vocab_size - FIRST_WORD)
-        token = Token(id=word, depth=1 + position % self.iterations)
-        completion.tokens.append(token)
+        completion.tokens.append(token := Token(id=word, depth=1 + position % self.iterations))
         self._counts["tokens"] += 1
-        self._events.append(Event(*key, token=token))
-        if token.id in request.stop_ids:
-            completion.stop_id = token.id
+        self._events.append((Event(*key, token=token), on_event))
+        if word in request.stop_ids:
+            completion.stop_id = word
             self._end(key, "stop")
         elif len(completion.tokens) >= request.max_new_tokens:
             self._end(key, "length")
 
     def _end(self, key: tuple[int, int], reason: FinishReason) -> None:
-        completion = self._samples.pop(key)
+        """Removes a sample and queues its last event."""
+        completion, on_event = self._samples.pop(key)
         completion.finish_reason = reason
-        self._events.append(Event(*key, completion=completion))
+        self._events.append((Event(*key, completion=completion), on_event))
 
     @property
     def statistics(self) -> dict[str, int]:
-        resident, tokens = len(self._resident()), self._counts["tokens"]
+        resident, tokens = min(len(self._samples), self.lanes), self._counts["tokens"]
         counts = {"rows": tokens, "tokens": tokens, "waiting": len(self._samples) - resident, "resident": resident}
         return dict.fromkeys(_COUNTS, 0) | counts | self._counts | {"pages": self.lanes, "pages_held": resident}
 
@@ -142,14 +130,12 @@ def engine_rate(engine: Engine | SleepingEngine, bodies: Sequence[dict[str, Any]
 
 def stand_in_model() -> AdaPonderForCausalLM:
     """Builds the tiny model that validates requests."""
-    method, backbone = SHAPES["tiny"]
-    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 4096}
-    config = AdaPonderConfig(backbone_config=backbone | sizes, method=method, iterations=ITERATIONS)
+    config = shape_config("tiny", vocab_size=VOCABULARY, max_position_embeddings=4096)
     return build(config, device=torch.device("cpu"), dtype=torch.float32, seed=0)
 
 
 def stand_in_worker(lanes: int, tick: float):
-    """Builds a worker whose engine generates ``lanes`` tokens every ``tick`` seconds; its tokenizer fits Python."""
+    """Builds a worker whose engine generates ``lanes`` tokens every ``tick`` seconds, and a tokenizer for Python."""
     from adaponder.serving.served import Served
     from adaponder.serving.worker import Worker
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Annotated, Any
@@ -84,6 +85,11 @@ class StepOptions(Common):
         return models.choose_depths(self.shares, self.recipe, self.sequences) if self.shares else None
 
     @property
+    def by(self) -> str | None:
+        """Returns the unit of compilation of our compiled variants; ``None`` with ``--no-compile``."""
+        return self.recipe.train.compile_by if self.compiles else None
+
+    @property
     def dtype(self) -> str:
         return str(product_dtype(self.recipe.train.dtype, self.target)).removeprefix("torch.")
 
@@ -135,11 +141,9 @@ class Variant:
         if self.method == PLAIN:
             return PLAIN if self.by is None else COMPILED_PLAIN
         words = [self.method, {None: "eager", "layer": "compiled"}.get(self.by, f"compiled by {self.by}")]
-        words += [f"memory budget {self.memory_budget:g}"] if self.memory_budget != 1 else []
-        words += ["checkpointed"] if self.checkpointing else []
-        words += ["logits kept"] if self.keep_logits else []
-        words += [self.execution] if self.execution is not None else []
-        return ", ".join(words)
+        words += [f"memory budget {self.memory_budget:g}" if self.memory_budget != 1 else ""]
+        words += ["checkpointed" * self.checkpointing, "logits kept" * self.keep_logits, self.execution or ""]
+        return ", ".join(filter(None, words))
 
     def build(self, recipe: Recipe, device: torch.device) -> Any:
         """Builds the variant's model on ``device``, in training mode."""
@@ -180,69 +184,68 @@ def train(
     if largest and options.target.type != "cuda":
         raise InputError(f"--largest needs a GPU, not --device {options.device}: only a GPU reports full memory")
     recipe, depths, device = options.recipe, options.depths, options.target
-    selected = train_variants(recipe, device, compiles=options.compiles, halting=depths is not None)
-    selected = harness.select(selected, options.only, always=PLAIN)
+    variants = train_variants(options.by, device, halting=depths is not None)
+    selected = harness.select(variants, options.only, always=PLAIN)
     bench = options.begin("train" if depths is None else "train-halting")
-    if depths is not None:
-        bench.keep(compact_over_dense_by_flops=promised_over_dense(recipe, depths))
-    losses: dict[str, list[Tensor]] = {variant.name: [] for variant in selected}
+    losses: dict[str, Tensor] = {}
+
+    def prepare(variant: Variant) -> Callable[[], None]:
+        step = training_step(recipe, variant, options.sequences, device, depths)
+        return lambda: losses.update({variant.name: step()})
 
     def report(variant: Variant, median: float | None) -> Row:
         rate = ratio(options.sequences * recipe.data.sequence, median)
         flops = rate and rate * flops_per_token(recipe, variant, depths)
         row = {"variant": variant.name, "batch": options.sequences, "tokens_per_second": rate}
-        row |= {"loss": None if rate is None else float(losses[variant.name][0])}
+        row |= {"loss": None if rate is None else float(losses[variant.name])}
         return row | {"matmul_share": ratio(flops, bench.hardware["matmul_flops"])}
 
     rows = bench.time_all(
         selected,
-        lambda variant: training_step(recipe, variant, options.sequences, device, losses[variant.name], depths),
+        prepare,
         report,
         compare=compare_with_plain,
-        show=lambda rows: harness.print_table(options.title("a training step"), _TRAIN_COLUMNS, rows),
+        title=lambda row: options.title("a training step"),
+        columns=_TRAIN_COLUMNS,
     )
-    ratios = ratios_of(dict(zip(selected, rows, strict=True)))
+    best = Variant(METHOD, options.by, None if depths is None else "dense")
+    ponder, compact = Variant("ponder", options.by), replace(best, execution="compact")
+    speeds = {row["variant"]: row["tokens_per_second"] for row in rows}
+    ratios = {"adaponder_over_ponder": ratio(speeds.get(best.name), speeds.get(ponder.name))}
+    if depths is not None:
+        flops = [flops_per_token(recipe, variant, depths) for variant in (best, compact)]
+        ratios["compact_over_dense"] = ratio(speeds.get(compact.name), speeds.get(best.name))
+        ratios["compact_over_dense_by_flops"] = flops[0] / flops[1]
     bench.keep(**ratios)
     for name, times in ratios.items():
         if times is not None:
             console.print(f"{name.replace('_', ' ')}: {times:.3f} times the tokens/s, both run the same way")
-    if depths is not None:
-        console.print(f"by FLOPs alone: {bench.metrics['compact_over_dense_by_flops']:.3f}")
     if largest:
         bench.keep(largest_batch=search_all(options))
     return bench.finish()
 
 
-def train_variants(
-    recipe: Recipe, device: torch.device, *, compiles: bool = True, halting: bool = False
-) -> list[Variant]:
+def train_variants(by: str | None, device: torch.device, *, halting: bool = False) -> list[Variant]:
     """Returns the variants to compare: plain versions first, and variants that share compiled graphs side by side.
 
-    With ``halting``, compact execution is compared with dense; without, options that save time or memory.
+    ``by`` is the unit of compilation; ``None``: no variant is compiled. With ``halting``, compact execution is compared
+    with dense; without, options that save time or memory.
     """
-    by = recipe.train.compile_by if compiles else None
-    plain = [Variant(PLAIN, None), *([Variant(PLAIN)] if compiles else [])]
+    plain = [Variant(PLAIN, None), *([Variant(PLAIN)] if by else [])]
     ponder, best = (Variant(method, by) for method in ("ponder", METHOD))
     if halting:
         return [*plain, ponder, *(replace(best, execution=execution) for execution in ("dense", "compact"))]
-    ours = [Variant(METHOD, None)] if compiles else []
+    ours = [Variant(METHOD, None)] if by else []
     ours += [ponder, best, replace(best, keep_logits=True), replace(best, checkpointing=True)]
-    if compiles and device.type == "cuda":
-        ours.append(replace(best, memory_budget=0.5))
-    return [*plain, *ours]
+    return [*plain, *ours, *([replace(best, memory_budget=0.5)] if by and device.type == "cuda" else [])]
 
 
 def training_step(
-    recipe: Recipe,
-    variant: Variant,
-    batch: int,
-    device: torch.device,
-    losses: list[Tensor],
-    depths: Tensor | None = None,
-) -> Callable[[], None]:
-    """Builds the variant's model and returns a training step (of stage 2), which puts its loss into ``losses``.
+    recipe: Recipe, variant: Variant, batch: int, device: torch.device, depths: Tensor | None = None
+) -> Callable[[], Tensor]:
+    """Builds the variant's model and returns a function that runs a training step of stage 2 and returns its loss.
 
-    ``depths``, ``int64[batch, sequence]``, forces AdaPonder's depths; without it its gates decide, all open at first.
+    ``depths``, ``int64[batch, sequence]``, forces AdaPonder's depths; without it the gates decide, all open at first.
     """
     settings, model, draws = recipe.train, variant.build(recipe, device), models.batches(recipe, batch, device)
     optimizer = build_optimizer(model, settings)
@@ -251,7 +254,7 @@ def training_step(
     if depths is not None and variant.method == METHOD:
         how["policy"] = ForcedDepths(depths.to(device))
 
-    def step() -> None:
+    def step() -> Tensor:
         ids, targets = next(draws)
         with autocast(settings.dtype, device):
             loss = model(ids, targets) if variant.method == PLAIN else model(ids, targets=targets, **how).loss
@@ -259,7 +262,7 @@ def training_step(
         nn.utils.clip_grad_norm_(model.parameters(), settings.clip or float("inf"))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses[:] = [loss.detach()]
+        return loss.detach()
 
     return step
 
@@ -270,55 +273,30 @@ def flops_per_token(recipe: Recipe, variant: Variant, depths: Tensor | None = No
     return 3 * cost_of(read, models.config_of(recipe, variant.method), every_gate=True).flops / read.numel()
 
 
-def promised_over_dense(recipe: Recipe, depths: Tensor) -> float:
-    """Returns how much faster compact execution would be than dense if every FLOP took the same time."""
-    ways = (Variant(METHOD, execution=way) for way in ("dense", "compact"))
-    dense, compact = (flops_per_token(recipe, variant, depths) for variant in ways)
-    return dense / compact
-
-
 def compare_with_plain(rows: list[Row]) -> None:
     """Fills in each row's speed and memory relative to both plain versions, eager and compiled."""
-    named = {row["variant"]: row for row in rows}
-    eager, compiled = named.get(PLAIN, {}), named.get(COMPILED_PLAIN, {})
-    harness.add_ratios(rows, eager, times_plain="tokens_per_second", memory_of_plain="peak_bytes")
+    harness.add_ratios(rows, PLAIN, times_plain="tokens_per_second", memory_of_plain="peak_bytes")
     fields = {"times_compiled_plain": "tokens_per_second", "memory_of_compiled_plain": "peak_bytes"}
-    harness.add_ratios(rows, compiled, **fields)
-
-
-def ratios_of(rows: Mapping[Variant, Row]) -> dict[str, float | None]:
-    """Returns AdaPonder's tokens/s over PonderLM's, both dense and run the same way; ``None`` where a row is missing.
-
-    Where tokens halt, the tokens/s of compact over dense execution are returned too.
-    """
-    speeds = {variant: row["tokens_per_second"] for variant, row in rows.items()}
-    ponder = next((variant for variant in speeds if variant.method == "ponder"), Variant("ponder"))
-    dense = (speeds.get(replace(ponder, method=METHOD, execution=execution)) for execution in (None, "dense"))
-    ratios = {"adaponder_over_ponder": ratio(next(filter(None, dense), None), speeds.get(ponder))}
-    by_execution = {variant.execution: speed for variant, speed in speeds.items() if variant.execution}
-    if by_execution:
-        ratios["compact_over_dense"] = ratio(by_execution.get("compact"), by_execution.get("dense"))
-    return ratios
+    harness.add_ratios(rows, COMPILED_PLAIN, **fields)
 
 
 def search_all(options: StepOptions) -> list[Row]:
     """Returns and prints the largest batch that fits: of the plain version, and of ours with checkpointing."""
     recipe, device = options.recipe, options.target
-    ways = (None, recipe.train.compile_by) if options.compiles else (None,)
     rows: list[Row] = []
-    for variant in (Variant(PLAIN, None), *(Variant(METHOD, by, checkpointing=True) for by in ways)):
+    ours = [Variant(METHOD, by, checkpointing=True) for by in dict.fromkeys((None, options.by))]
+    for variant in (Variant(PLAIN, None), *ours):
         console.print(f"searching the largest batch of {variant.name} …")
 
         def time_batch(batch: int, keep_graphs: bool, variant: Variant = variant) -> Timing | None:
-            how: dict[str, Any] = {"warmup": 1, "repeats": 1, "keep_graphs": keep_graphs}
-            timing = harness.time_step(lambda: training_step(recipe, variant, batch, device, []), device, **how)
+            step = partial(training_step, recipe, variant, batch, device)
+            timing = harness.time_step(step, device, warmup=1, repeats=1, keep_graphs=keep_graphs)
             console.print(f"  {batch:,} sequences: {'does not fit' if timing is None else 'fits'}")
             return timing
 
         batch, timing = search(time_batch, start=options.sequences)
-        rate = ratio(batch * recipe.data.sequence, timing and timing.median)
-        peak = timing and timing.peak_bytes
-        rows.append({"variant": variant.name, "batch": batch, "tokens_per_second": rate, "peak_bytes": peak})
+        row = {"variant": variant.name, "batch": batch, "peak_bytes": timing and timing.peak_bytes}
+        rows.append(row | {"tokens_per_second": ratio(batch * recipe.data.sequence, timing and timing.median)})
     columns = {
         "variant": lambda row: row["variant"],
         "sequences": lambda row: f"{row['batch']:,}" if row["batch"] else f"not even {options.sequences}",
@@ -361,31 +339,32 @@ def prefill(options: StepOptions) -> dict[str, Any]:
         halves = ",.5" * (models.config_of(recipe, METHOD).iterations - 1)
         options = replace(options, keep=f"1{halves}")
     depths: Any = options.depths  # there are shares, so there are depths
-    ways = (None, recipe.train.compile_by) if options.compiles else (None,)
-    variants = [Variant(METHOD, by, execution) for by in ways for execution in ("dense", "compact")]
-    selected = harness.select([Variant(PLAIN, None), *variants], options.only, always=PLAIN)
+    ways = itertools.product((METHOD,), dict.fromkeys((None, options.by)), ("dense", "compact"))
+    variants = [Variant(PLAIN, None), *itertools.starmap(Variant, ways)]
+    selected = harness.select(variants, options.only, always=PLAIN)
     bench = options.begin("prefill")
 
+    def flops_of(variant: Variant) -> float:
+        config = models.config_of(recipe, variant.method)
+        return cost_of(variant.depths_read(recipe, depths), config, logits=len(depths)).flops
+
     def report(variant: Variant, median: float | None) -> Row:
-        read, config = variant.depths_read(recipe, depths), models.config_of(recipe, variant.method)
-        flops = cost_of(read, config, logits=len(depths)).flops
-        row = {"variant": variant.name, "median_seconds": median, "flops": flops}
+        row = {"variant": variant.name, "median_seconds": median, "flops": flops_of(variant)}
+        row |= {"times_promised": flops_of(Variant(METHOD, None, "dense")) / row["flops"]}
         return row | {"tokens_per_second": ratio(depths.numel(), median)}
 
     def compare(rows: list[Row]) -> None:
-        named = {row["variant"]: row for row in rows}
-        dense, compiled = (named.get(Variant(METHOD, by, "dense").name, {}) for by in (None, recipe.train.compile_by))
+        dense, compiled = (Variant(METHOD, by, "dense").name for by in (None, recipe.train.compile_by))
         harness.add_ratios(rows, dense, times_dense="tokens_per_second")
         harness.add_ratios(rows, compiled, times_compiled="tokens_per_second")
-        for row in rows:
-            row["times_promised"] = ratio(dense.get("flops"), row["flops"])
 
     bench.time_all(
         selected,
         lambda variant: prefill_step(recipe, variant, depths, options.target),
         report,
         compare=compare,
-        show=lambda rows: harness.print_table(options.title("a prefill"), _PREFILL_COLUMNS, rows),
+        title=lambda row: options.title("a prefill"),
+        columns=_PREFILL_COLUMNS,
     )
     return bench.finish()
 

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,7 +45,8 @@ def test_only_a_lack_of_memory_is_a_row_without_figures(monkeypatch, tmp_path, e
 
 
 def test_a_failing_kernel_refuses(monkeypatch, tmp_path):
-    monkeypatch.setattr(harness, "run_tests", lambda environment: (1, "…\nFAILED test_kernels.py::test_it"))
+    failed = SimpleNamespace(returncode=1, stdout="…\nFAILED test_kernels.py::test_it")
+    monkeypatch.setattr(harness.subprocess, "run", lambda command, **how: failed)
     result = invoke("ops", "--commit", "abc", "--json", str(tmp_path / "out.json"))
     assert isinstance(result.exception, EvaluationError), "exits with 1"
     assert "FAILED test_kernels.py::test_it" in str(result.exception)
@@ -53,12 +55,14 @@ def test_a_failing_kernel_refuses(monkeypatch, tmp_path):
 
 
 def test_kernels_are_interpreted_on_a_cpu_and_compiled_on_a_gpu(monkeypatch, tmp_path):
-    ran = []
-    monkeypatch.setattr(harness, "run_tests", lambda environment: (ran.append(environment), (0, "passed"))[1])
-    found = measured("ops", "--no-record", "--warmup=0", "--repeats=1", "--size=4,4,8", folder=tmp_path)
+    ran, passed = [], SimpleNamespace(returncode=0, stdout="passed")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(harness.subprocess, "run", lambda command, env, **how: (ran.append(env), passed)[1])
+    found = measured("ops", *SMALL[1:], "--no-record", folder=tmp_path)
     assert found["tested"] is True
     harness.check_kernels(torch.device("cuda"))
-    assert ran == [{"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}, {}]
+    assert [environment.get("TRITON_INTERPRET") for environment in ran] == ["1", None]
+    assert ran[0]["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_every_kernel_has_a_test_that_runs_before_a_benchmark():
@@ -163,7 +167,7 @@ def test_what_is_timed_computes_the_same(op, backward):
         ("prefill --keep 1,.5,.6", "--keep 1,0.5,0.6"),
         ("prefill --keep all", "--keep all"),
         ("ops --size 4,4", "--size 4,4"),
-        ("ops --dtype int3", "--dtype int3"),
+        ("ops --dtype int3", "--dtype"),
         ("train --recipe paper/adaponder-2.8b-from-ponder", "--recipe paper/adaponder-2.8b-from-ponder"),
         ("decode --scenario=ouro --subset", "--scenario ouro"),
         ("decode --checkpoint=x", "--checkpoint"),
@@ -172,7 +176,7 @@ def test_what_is_timed_computes_the_same(op, backward):
         ("decode --only=nothing", "--only nothing"),
         ("decode --shape=huge", "--shape huge"),
         ("decode --depths=5", "--depths 5"),
-        ("decode --dtype int3", "--dtype int3"),
+        ("decode --dtype int3", "--dtype"),
         ("serve", "CKPT"),
         ("serve runs/x --url http://127.0.0.1:1", "CKPT"),
         ("serve --stand-in 64", "--stand-in 64"),
@@ -187,8 +191,8 @@ def test_wrong_options_are_named(line, option):
     name, *rest = line.split()
     shape = SET if name in ("train", "prefill") and "--recipe" not in rest else []
     result = invoke(name, *rest, "--no-record", *([] if name == "serve" else ["--trust"]), *shape)
-    assert isinstance(result.exception, InputError), result.output
-    assert option in str(result.exception)
+    assert isinstance(result.exception, InputError) or result.exit_code == 2, result.output
+    assert option in (str(result.exception) if isinstance(result.exception, InputError) else result.output)
 
 
 def test_commands_in_documents_and_help_are_ones_that_the_command_line_takes():

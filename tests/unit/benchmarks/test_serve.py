@@ -10,7 +10,7 @@ import pytest
 from adaponder.errors import EvaluationError, InputError
 from adaponder.inference import Engine, Request
 from adaponder.serving.settings import Access, Key, Settings
-from benchmarks import harness, serve
+from benchmarks import harness, serve, serve_client
 from benchmarks.serve import ServeOptions, all_at_once
 from benchmarks.serve_client import Answer, ServerLoad, poisson_times, send_all, started, steady_rate, summary
 from benchmarks.stand_in import SleepingEngine, stand_in_model, stand_in_worker
@@ -114,7 +114,7 @@ def test_a_full_queue_is_no_failure_and_a_server_that_is_silent_or_absent_is():
     # The script waits before the next of its parts.
     assert answers_of(b"|" * 100, timeout=0.2)[0].error == "no answer within 0.2 s"
     with pytest.raises(EvaluationError, match="no connection"):
-        all_at_once("http://127.0.0.1:9", replace(LOAD, streams=1), key=None, repeats=1, what="nobody")
+        all_at_once(replace(LOAD, streams=1, url="http://127.0.0.1:9"), repeats=1, what="nobody")
 
 
 def test_tokens_that_come_together_share_the_time_before_them():
@@ -164,7 +164,7 @@ def server():
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(serve, "client_limit", lambda: 50_000.0)
-    monkeypatch.setattr(serve, "run_client", client)
+    monkeypatch.setattr(serve_client, "run_client", client)
 
 
 def test_a_running_server_is_loaded_at_rates_that_rise(server, quick, monkeypatch, tmp_path):

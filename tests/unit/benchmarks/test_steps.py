@@ -10,7 +10,7 @@ from adaponder.errors import EvaluationError, InputError
 from adaponder.recipes import load_recipe
 from bench_support import QUICK, SET, TINY, invoke, measured, tiny_recipe
 from benchmarks import models, steps
-from benchmarks.harness import Timing, measure
+from benchmarks.harness import Timing, measure, spread
 from benchmarks.steps import StepOptions, Variant
 
 CPU = torch.device("cpu")
@@ -102,17 +102,18 @@ def test_ratios_are_to_both_plain_versions():
     steps.compare_with_plain(rows)
     assert (rows[2]["times_plain"], rows[2]["memory_of_plain"]) == (3.0, 0.25)
     assert (rows[2]["times_compiled_plain"], rows[2]["memory_of_compiled_plain"]) == (1.5, 0.5)
-    assert Timing([1.0, 2.0, 4.0], None).spread == 1.5
+    assert spread([1.0, 2.0, 4.0]) == 1.5
 
 
 def test_variants_have_names_of_their_own(monkeypatch):
-    on_gpu = steps.train_variants(tiny_recipe(), torch.device("cuda"))
+    on_gpu = steps.train_variants("layer", torch.device("cuda"))
     names = [variant.name for variant in on_gpu]
     assert len(set(names)) == len(names)
     assert names[:3] == ["plain", "plain, compiled", "adaponder, eager"]
     assert [variant.memory_budget for variant in on_gpu if variant.memory_budget != 1] == [0.5]
-    assert all(variant.memory_budget == 1 for variant in steps.train_variants(tiny_recipe(), CPU))
-    by_pass = {variant.name for variant in steps.train_variants(tiny_recipe("train.compile_by=pass"), CPU)}
+    assert all(variant.memory_budget == 1 for variant in steps.train_variants("layer", CPU))
+    by_pass = {variant.name for variant in steps.train_variants("pass", CPU)}
+    assert StepOptions(overrides=["train.compile_by=pass"]).by == "pass"
     assert {"ponder, compiled by pass", "adaponder, compiled by pass"} <= by_pass
     options = []
     monkeypatch.setattr(models.AdaPonderForCausalLM, "compile_passes", lambda self, **how: options.append(how))
@@ -146,7 +147,7 @@ def test_searching_the_largest_batch_compiles_twice_however_far(monkeypatch):
     torch.compiler.reset()
 
     def time_batch(batch, keep_graphs):
-        step = training_step(recipe, Variant("adaponder", checkpointing=True), batch, CPU, [])
+        step = training_step(recipe, Variant("adaponder", checkpointing=True), batch, CPU)
         timing = measure(step, CPU, warmup=1, repeats=1)
         graphs.append(counters["stats"]["unique_graphs"])
         return timing if batch <= 10 else None
@@ -178,7 +179,9 @@ def test_training_that_skips_halted_tokens_is_compared_with_dense_training(monke
     assert all((depth == 3).all() for depth in read[:2]), "PonderLM reads every token in every iteration"
     assert len(read) == 6
     assert all(torch.equal(depth, depths) for depth in read[2:])
-    assert found["metrics"]["compact_over_dense_by_flops"] == steps.promised_over_dense(tiny_recipe(), depths)
+    variants = [Variant("adaponder", execution=execution) for execution in ("dense", "compact")]
+    flops = [steps.flops_per_token(tiny_recipe(), variant, depths) for variant in variants]
+    assert found["metrics"]["compact_over_dense_by_flops"] == flops[0] / flops[1]
 
 
 @pytest.mark.compiler
