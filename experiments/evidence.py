@@ -171,7 +171,7 @@ class Evidence:
         return float(self.values(name, of).mean())
 
     def noise(self, *names: str, pooled: str | None = None) -> Noise | None:
-        """Returns the pooled noise of the settings' corpus; ``None`` for ``pair``, two corpora, or settings left out."""
+        """Returns the pooled noise of the settings' corpus; ``None`` for ``pair``, two corpora or settings left out."""
         corpora = {self.settings[self.setting(name)].corpus for name in names}
         noise_of = pooled or self.noise_of
         if noise_of == "pair" or len(corpora) != 1:
