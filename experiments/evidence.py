@@ -171,7 +171,7 @@ class Evidence:
         return float(self.values(name, of).mean())
 
     def noise(self, *names: str, pooled: str | None = None) -> Noise | None:
-        """Returns the noise of the settings' corpus; ``None`` if they have several or are left out of its pool."""
+        """Returns the pooled noise of the settings' corpus; ``None`` for ``pair``, two corpora or settings left out."""
         corpora = {self.settings[self.setting(name)].corpus for name in names}
         noise_of = pooled or self.noise_of
         if noise_of == "pair" or len(corpora) != 1:
@@ -181,7 +181,7 @@ class Evidence:
 
     @cached_property
     def pools(self) -> dict[str, dict[str, tuple[Noise | None, set[str]]]]:
-        """Returns ``{corpus: {noise_of: (noise, collapsed settings, which it leaves out)}}``; see ``ONE_DEPTH``."""
+        """Returns ``{corpus: {noise_of: (noise, settings left out)}}``; ``ONE_DEPTH`` defines those that collapsed."""
         pools = {}
         for corpus in self.queue.corpora:
             first = self.runs[self.runs.corpus == corpus].drop_duplicates(["setting", "seed"])
@@ -236,7 +236,7 @@ class Evidence:
         return dict(self._with(name, measurement).result.items())
 
     def rerun_differences(self, names: Sequence[str], weights: str) -> list[float]:
-        """Returns rerun minus first run, in loss with ``weights`` (``final``, ``averaged``), of seed 0 by setting."""
+        """Returns each setting's rerun minus first run of seed 0, in loss with ``final`` or ``averaged`` weights."""
         runs = [self.runs[(self.runs.setting == self.setting(name)) & (self.runs.seed == 0)] for name in names]
         losses = [[record[weights]["loss"] for record in pair.record[:2]] for pair in runs if len(pair) > 1]
         return [second - first for first, second in losses]

@@ -67,16 +67,13 @@ _AT = {
 _Found = tuple[str, str]
 
 
-def _lower(evidence: Evidence, test: Test) -> _Found:
-    of = test.get("of", "loss")
-    difference = evidence.minus(*test["lower"], of)
-    what = "" if of == "loss" else f" in {_NAMES[of]}"
-    return statistics.lower(difference), f"{_versus(evidence, test['lower'])}{what}: {shown(difference)}"
-
-
-def _equal(evidence: Evidence, test: Test) -> _Found:
-    difference = evidence.minus(*test["equal"])
-    return statistics.equal(difference), f"{_versus(evidence, test['equal'])}: {shown(difference)}"
+def _difference(evidence: Evidence, test: Test) -> _Found:
+    """Tests whether the first of two settings is lower than the second, or equal to it."""
+    kind, of = kind_of(test), test.get("of", "loss")
+    difference = evidence.minus(*test[kind], of)
+    what = " minus ".join(map(evidence.title, test[kind])) + ("" if of == "loss" else f" in {_NAMES[of]}")
+    verdict = statistics.lower(difference) if kind == "lower" else statistics.equal(difference)
+    return verdict, f"{what}: {shown(difference)}"
 
 
 def _steadier(evidence: Evidence, test: Test) -> _Found:
@@ -102,7 +99,7 @@ def _saved(evidence: Evidence, test: Test) -> _Found:
 
 
 def _below_curve(evidence: Evidence, test: Test) -> _Found:
-    """Tests whether a setting's loss, tuned by the dial to ``depth`` if given, is more than ``by`` below a curve."""
+    """Tests whether a setting, tuned by the dial to ``depth`` if given, has a loss more than ``by`` below a curve."""
     of, curve, depth = test.get("of", "depth"), test.get("against", evidence.claims["curve"]), test.get("depth")
     line = f"the lines between {'; '.join(map(evidence.title, curve))}," if "against" in test else "the curve"
     name, at = test[kind_of(test)], "" if depth is None else f" at {depth:g}"
@@ -217,8 +214,8 @@ def _by_seed(
 
 
 KINDS: Mapping[str, Callable[[Evidence, Test], _Found]] = {
-    "lower": _lower,
-    "equal": _equal,
+    "lower": _difference,
+    "equal": _difference,
     "saved": _saved,
     "steadier": _steadier,
     "below_curve": _below_curve,
@@ -233,7 +230,3 @@ KINDS: Mapping[str, Callable[[Evidence, Test], _Found]] = {
     "untestable": lambda evidence, test: (UNTESTABLE, test["untestable"]),
     "unaffordable": _unaffordable,
 }
-
-
-def _versus(evidence: Evidence, names: Sequence[str]) -> str:
-    return " minus ".join(map(evidence.title, names))

@@ -36,7 +36,7 @@ _SPEED = ("global_batch", "micro_batch", "dtype", "execution", "compile", "memor
 class Setup:
     """The queue, folders, device and commit that all runs of one command share.
 
-    ``path`` is the queue's file; ``data`` is the value of ``--data``, with which ``queue`` differs from that file.
+    ``path`` is the queue's file; ``data`` (from ``--data``) replaces the folder of the main corpus in ``queue``.
     """
 
     path: Path
@@ -79,7 +79,7 @@ class Running(NamedTuple):
 
 
 def work_through(chosen: Sequence[Experiment], setup: Setup, *, minutes: float | None, jobs: int) -> int:
-    """Trains the ``chosen`` runs without a record, ``jobs`` at a time, as long as one fits into ``minutes``.
+    """Trains the ``chosen`` runs without a record, ``jobs`` at a time, as long as a run fits into ``minutes``.
 
     Returns the exit code: 0 if every run succeeded, 1 if a run failed, 130 if interrupted.
     """
@@ -146,7 +146,7 @@ def start(experiment: Experiment, setup: Setup, *, beside: int) -> Running:
 
 
 def _failed(ended: Running) -> bool:
-    """Returns whether a run that has ended failed, and prints it."""
+    """Prints how a run ended; returns whether it failed."""
     if ended.process.returncode == 0:
         console.print(line((ended.experiment.label, "bold"), " is done"), soft_wrap=True)
         return False
