@@ -27,7 +27,6 @@ def invoke(*arguments: str):
 
 
 def measured(*arguments: str, folder) -> dict:
-    """Returns the record of a command that must succeed, with its output."""
     result = invoke(*arguments, "--json", str(folder / "out.json"))
     assert result.exit_code == 0, f"{result.output} {result.exception!r}"
     return json.loads((folder / "out.json").read_text()) | {"shown": result.output}

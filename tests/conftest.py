@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -40,7 +40,7 @@ def pytest_report_header() -> str | None:
 
 @pytest.hookimpl(tryfirst=True)  # before cases are left out by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked ``one_of(n)`` each n-th case is for make test; the others are marked ``every``."""
+    """Marks all but each n-th case of a test marked ``one_of(n)`` with ``every``."""
     seen: Counter[str] = Counter()
     for item in items:
         if (marker := item.get_closest_marker("one_of")) is not None:
@@ -52,7 +52,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """SIGINT interrupts, also where the tests were started in the background, which leaves it ignored."""
+    """Lets SIGINT interrupt, also where the tests were started in the background, which leaves it ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command line's entry point; returns its exit code, standard output and standard error."""
+    from adaponder import cli
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["adaponder", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return int(end.value.code or 0), *capsys.readouterr()
+
+    return run

@@ -1,7 +1,7 @@
 """A user's script: opens exported folders where this package cannot be imported, and saves what they compute.
 
 ``python exported_probe.py JOB RESULT``; ``JOB`` holds ``{"folders": {name: path}, "ids", "again": path}``, saved by
-torch. Further arguments are those of lm-eval's command line, which is run instead.
+torch.
 """
 
 # ruff: noqa: E402 (the package is hidden before anything is imported)
@@ -10,8 +10,6 @@ import sys
 
 
 class Hidden:
-    """Makes a package impossible to import."""
-
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == "adaponder":
             raise ImportError(f"{name} is hidden")
@@ -31,7 +29,7 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
 @torch.no_grad()
 def answers(folder, ids) -> dict:
-    """What the model of a folder computes of the same tokens in each way that users call it."""
+    """Returns the results of a folder's model for the same tokens by each call that users make."""
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
     output = model(ids)
@@ -52,25 +50,7 @@ def save_again(folder, target) -> None:
         kind.from_pretrained(folder, trust_remote_code=True).save_pretrained(target)
 
 
-def harness(arguments: list[str]) -> None:
-    """Runs lm-eval's own command line."""
-    from lm_eval.__main__ import cli_evaluate
-    from lm_eval.tasks import TaskManager
-
-    whole = TaskManager.__init__
-
-    def indexed(self, *args, **kwargs):
-        whole(self, *args, **kwargs | {"include_defaults": False})  # an index of all its tasks takes ten seconds
-
-    TaskManager.__init__ = indexed
-    sys.argv = ["lm_eval", *arguments]
-    cli_evaluate()
-
-
-def main(job_path: str, result_path: str, *lm_eval: str) -> None:
-    if lm_eval:
-        harness(list(lm_eval))
-        return
+def main(job_path: str, result_path: str) -> None:
     job = torch.load(job_path)
     folders = dict(job["folders"])
     save_again(folders["adaponder"], job["again"])

@@ -38,6 +38,13 @@ def full_disk(*arguments: Any, **named: Any) -> NoReturn:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def flip(path: Path, place: float, bit: int = 0) -> None:
+    """Flips a bit of the byte at ``place``, an index (also from the end) or a share of the file's length."""
+    data = bytearray(path.read_bytes())
+    data[int(place * len(data)) if 0 < place < 1 else int(place)] ^= 1 << bit
+    path.write_bytes(data)
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """Returns every file of a folder, by its name in it; the lock of a run tells nothing."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]

@@ -18,7 +18,7 @@ _LONG = "The river ran past the mill and the mill ran past the river while the m
 
 
 def arc(number: int, question: str, answer: str, *choices: str, labels: str = "ABCD") -> dict:
-    """A record of ARC as on the hub."""
+    """Returns a record of ARC as on the hub."""
     texts = {"text": list(choices), "label": list(labels[: len(choices)])}
     return {"id": str(number), "question": question, "choices": texts, "answerKey": answer}
 
@@ -46,7 +46,7 @@ SPLIT = {"triviaqa": "validation"}
 
 
 def write_records(folder: Path, records: dict[str, list[dict]] | None = None) -> Path:
-    """``folder/<task>/<split>.jsonl`` for each task."""
+    """Writes ``folder/<task>/<split>.jsonl`` for each task."""
     for task, rows in (records or RECORDS).items():
         path = folder / task / f"{SPLIT.get(task, 'test')}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,5 +66,5 @@ def stock(*, seed: int = 0, dtype: torch.dtype = torch.float64) -> PreTrainedMod
 
 
 def reader(method: str = "adaponder") -> AdaPonderForCausalLM:
-    """A model whose gates disagree about tokens."""
+    """Returns a model whose gates disagree about tokens."""
     return support.wrap(stock(), method)

@@ -24,7 +24,7 @@ def precisions(device: str) -> list[torch.dtype]:
 
 
 def widest(device: str) -> torch.dtype:
-    """The precision of the tests that need but one."""
+    """Returns the precision of tests that need only one."""
     return torch.bfloat16 if device == "cuda" else torch.float32
 
 
@@ -33,7 +33,7 @@ def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64, device: str
 
 
 def differentiate(function: Callable[..., Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The result and the gradient of every leaf, for one fixed random cotangent."""
+    """Returns the result and the gradient of every leaf, for one fixed random cotangent."""
     leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
     result = function(*leaves)
     result.backward(draw(*result.shape, seed=9, dtype=result.dtype, device=str(result.device)))
@@ -41,7 +41,7 @@ def differentiate(function: Callable[..., Tensor], leaves: Sequence[Tensor]) -> 
 
 
 def error(found: Tensor, truth: Tensor) -> float:
-    """The relative error (Frobenius); an empty result has none, and nothing may be NaN."""
+    """Returns the relative error (Frobenius), 0 for an empty result; nothing may be NaN."""
     assert found.shape == truth.shape
     assert found.isfinite().all()
     truth = truth.double().to(found.device)

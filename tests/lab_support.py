@@ -17,7 +17,7 @@ _NO_WORDS = json.dumps({"version": "1.0", "added_tokens": [], "model": {"type": 
 
 
 def made_up(lengths: Sequence[int] = (30, 1, 89, 80), *, seed: int = 0) -> Text:
-    """Random tokens in documents of these lengths; each ends with token 0, as a document does."""
+    """Returns random tokens in documents of these lengths, each ended by token 0."""
     stream = np.random.default_rng(seed).integers(1, support.VOCABULARY, sum(lengths) + 1)
     ends = np.cumsum(lengths)
     stream[[0, *ends]] = 0
@@ -27,12 +27,12 @@ def made_up(lengths: Sequence[int] = (30, 1, 89, 80), *, seed: int = 0) -> Text:
 
 
 def opinionated(method: str = "adaponder", *, iterations: int = K, dtype: torch.dtype = torch.float32):
-    """A tiny model whose gates lie all over (0, 1), few of them equal."""
+    """Returns a tiny model whose gates spread over (0, 1), few of them equal."""
     return support.calm(support.tiny(method, iterations=iterations, dtype=dtype)).requires_grad_(False)
 
 
 def saved(folder: Path, model: AdaPonderForCausalLM) -> Path:
-    """The model and a tokenizer of as many words, as a checkpoint folder."""
+    """Saves the model and a tokenizer of as many words as a checkpoint."""
     model.save_pretrained(folder)
     words = {"<|endoftext|>": 0} | {f"w{number}": number for number in range(1, support.VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
@@ -42,7 +42,6 @@ def saved(folder: Path, model: AdaPonderForCausalLM) -> Path:
 
 
 def written(path: Path, *, documents: int = 24, words: int = 31) -> Path:
-    """A file of documents in those words."""
     numbers = np.random.default_rng(0).integers(2, support.VOCABULARY, (documents, words))
     texts = (" ".join(f"w{number}" for number in line) for line in numbers)
     path.write_text("\n".join(json.dumps({"text": text}) for text in texts))

@@ -11,7 +11,7 @@ from adaponder.ops.ledger_attention import Cohort, LedgerRows
 
 
 class Case(NamedTuple):
-    """What a version of ledger attention is given."""
+    """Holds the arguments of ledger attention."""
 
     query: Tensor
     keys: Tensor
@@ -36,7 +36,7 @@ def case(
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
 ) -> Case:
-    """Lanes at different slots and iterations; a share of the earlier rows is absent; cohorts have gaps."""
+    """Draws lanes at different slots and iterations; a share of the earlier rows is absent; cohorts have gaps."""
     random = torch.Generator().manual_seed(seed)
 
     def integer(low: int, high: int) -> int:

@@ -13,7 +13,6 @@ PADDED = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
 
 
 def packed_results(model, given, trains):
-    """Losses and, where it trains, gradients of each batch."""
     found = []
     for depth in DEPTHS:
         asked = {"policy": ForcedDepths(depth), "execution": "compact", "targets": ids(2, 6, seed=1), **given}

@@ -16,7 +16,7 @@ EXECUTIONS = ("dense", "compact")
 
 
 def padded(batch: int = 3, time: int = 12) -> tuple[Tensor, Tensor]:
-    """Token ids and a mask with left padding, right padding and none."""
+    """Returns token ids and a mask with left padding, right padding and none."""
     mask = torch.ones(batch, time, dtype=torch.long)
     mask[0, :4] = 0
     mask[1, -3:] = 0
@@ -24,12 +24,12 @@ def padded(batch: int = 3, time: int = 12) -> tuple[Tensor, Tensor]:
 
 
 def depth_by_hand(keep: Tensor, real: Tensor) -> Tensor:
-    """Depth from what each gate said ``[batch, time, gates]``: one reading, and one more for each yes in a row."""
+    """Returns depth ``[batch, time]`` from the gates' decisions ``[batch, time, gates]``: 1 + the leading yeses."""
     return torch.where(real.bool(), 1 + keep.long().cumprod(-1).sum(-1), 0)
 
 
 def asked(gate: Tensor, *, iteration: int = 0, seed: int | Tensor = 0, **given) -> PolicyInput:
-    """What a policy is shown of one sequence without a model behind it."""
+    """Builds the input of a policy for one sequence, without a model."""
     slot = torch.arange(gate.shape[0])
     given = {"position": slot, "sequence": torch.zeros_like(slot), "slot": slot} | given
     return PolicyInput(
@@ -68,7 +68,7 @@ ROW_POLICIES: list[Policy] = [
 def mixed_rows(
     count: int, *, seed: int, iterations: int = K - 1, sequences: int = SEQUENCES, dtype: torch.dtype = torch.float64
 ) -> PolicyInput:
-    """Rows at all iterations and of many seeds, a few not active; states before iteration 0 are NaN."""
+    """Draws rows of all iterations and many seeds, a few not active; states before iteration 0 are NaN."""
     generator = torch.Generator().manual_seed(seed)
 
     def whole(low: int, high: int) -> Tensor:
@@ -97,7 +97,7 @@ def tensors_of(rows: PolicyInput) -> dict[str, Tensor]:
 
 
 def alone(rows: PolicyInput, row: int, **changes: Tensor) -> PolicyInput:
-    """One row in a batch of its own."""
+    """Returns one row as a batch of 1."""
     tensors = {name: value[row : row + 1] for name, value in tensors_of(rows).items()} | changes
     if not int(rows.iteration[row]):
         tensors["previous"] = None

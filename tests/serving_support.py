@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
 
 from adaponder import AdaPonderForCausalLM, Engine
 from adaponder.serving.routes import make_app
@@ -31,7 +32,7 @@ TEMPLATE = (
 
 
 class Running:
-    """A server that runs: its address, its worker and its engine."""
+    """Holds a running server: its address, worker and engine."""
 
     def __init__(self, address: str, worker: Worker, loop: asyncio.AbstractEventLoop, server: uvicorn.Server):
         self.address, self.worker, self.loop, self.server = address, worker, loop, server
@@ -47,11 +48,16 @@ class Running:
     def get(self, path: str, **options: Any) -> httpx.Response:
         return self._client.get(path, **options)
 
+    def metrics(self) -> dict[tuple[str, ...], float]:
+        """Returns the values of ``/metrics`` by name and labels."""
+        families = text_string_to_metric_families(self.get("/metrics").text)
+        return {(s.name, *sorted(s.labels.values())): s.value for family in families for s in family.samples}
+
     def close(self) -> None:
         self._client.close()
 
     def settled(self, seconds: float = 10.0) -> dict[str, int]:
-        """The engine's statistics once nothing is under way."""
+        """Returns the engine's statistics once nothing is under way."""
 
         async def wait() -> dict[str, int]:
             async with asyncio.timeout(seconds):
@@ -72,10 +78,10 @@ def text_of(ids: Sequence[int]) -> str:
     return "".join(pieces(small_tokenizer(), ids))
 
 
-def request_bytes(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
-    """Returns a POST as it is written to a socket."""
+def request_bytes(body: dict[str, Any], path: str = "/v1/completions", *, client: str = "") -> bytes:
+    """Returns a POST as it is written to a socket, forwarded for a client."""
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nX-Forwarded-For: {client}\r\nContent-Type: application/json\r\n"
     return head.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content
 
 
@@ -92,7 +98,7 @@ def serving(
     engine: Callable[[], Any] | None = None,
     **options: Any,
 ) -> Iterator[Running]:
-    """A server in a thread; ``options`` are the engine's."""
+    """Runs a server in a thread; ``options`` are the engine's."""
     served, settings = served or tiny_served(), settings or Settings(lanes=4)
     made: list[Any] = []
 

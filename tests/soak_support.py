@@ -9,12 +9,12 @@ import datetime
 import json
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import torch
@@ -33,7 +33,7 @@ PACKAGES = ("fastapi", "starlette", "uvicorn", "httptools", "uvloop", "pydantic"
 
 
 def write_checkpoint(folder: Path) -> Path:
-    """A float64 model whose gates disagree, with its tokenizer: what it generates does not depend on who is beside."""
+    """Saves a float64 model whose gates disagree, with its tokenizer: its tokens do not depend on the batch."""
     model = reader()
     model.save_pretrained(folder)
     tokenizer = copy.deepcopy(words())
@@ -43,8 +43,14 @@ def write_checkpoint(folder: Path) -> Path:
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str, key: str | None = None) -> Iterator[ServerProcess]:
-    """``adaponder serve`` on a free port, until the body is done."""
+def serving(*arguments: str, folder: Path | None = None, key: str | None = None) -> Iterator[ServerProcess]:
+    """Runs ``adaponder serve`` on a free port, by default with the tiny checkpoint."""
+    if folder is None:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = write_checkpoint(Path(temporary))
+            with serving(*arguments, folder=folder, key=key) as server:
+                yield server
+        return
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | ({} if key is None else {"ADAPONDER_API_KEY": key})
     command = ["-m", "adaponder", "serve", str(folder), "--port", "0", "--name", NAME, *arguments]
     with started(command, environment=environment) as server:
@@ -52,8 +58,17 @@ def serving(folder: Path, *arguments: str, key: str | None = None) -> Iterator[S
         yield server
 
 
+@contextmanager
+def steady_memory(server: ServerProcess, mebibytes: int) -> Iterator[dict[str, int]]:
+    """Yields a record of the server's memory, which may grow by so much within the block."""
+    sizes = {"rss_before": server.rss()}
+    yield sizes
+    sizes["rss_after"] = server.rss()
+    assert sizes["rss_after"] < sizes["rss_before"] + (mebibytes << 20), sizes
+
+
 def wait_for(condition: Callable[[], bool], what: str, *, seconds: float = 20.0) -> float:
-    """Seconds until the condition holds; fails when it does not in time."""
+    """Returns the seconds until the condition holds; fails when it does not in time."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < seconds, f"after {seconds:g} s it is not so that {what}"
@@ -64,7 +79,7 @@ def wait_for(condition: Callable[[], bool], what: str, *, seconds: float = 20.0)
 def call(
     url: str, method: str, path: str, body: Any = None, *, key: str | None = None, timeout: float = 60.0
 ) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of one request; ``body`` is JSON, or bytes as they are."""
+    """Sends a request; returns status, headers and body. ``body`` is an object for JSON, or bytes."""
     headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     answer = httpx.request(method, url + path, content=data, headers=headers, timeout=timeout, trust_env=False)
@@ -76,20 +91,19 @@ def get(url: str, path: str, *, key: str | None = None) -> tuple[int, dict[str, 
 
 
 def ready(url: str, *, key: str | None = None) -> dict[str, Any]:
-    """What ``/ready`` counts."""
     status, _, body = get(url, "/ready", key=key)
     assert status == 200, (status, body)
     return json.loads(body)
 
 
 def at_rest(url: str, *, key: str | None = None) -> bool:
-    """Whether nothing is under way: no lane, no row, nobody waits."""
+    """Returns whether no request runs or waits and no row is in use."""
     counts = ready(url, key=key)
     return not any(counts[name] for name in ("lanes_in_use", "waiting", "rows_in_use", "requests"))
 
 
 def draw_body(draw: random.Random) -> dict[str, Any]:
-    """A completion that a client might ask for: any kind of sampling and depth, streamed with depths."""
+    """Draws a streamed completion with any kind of sampling and depth."""
     new = draw.randint(4, 24)
     # Shorter than a block that the engine keeps for others: once all is done no row is in use.
     prompt = [draw.randrange(1, VOCABULARY) for _ in range(draw.randint(1, 15))]
@@ -119,7 +133,7 @@ def draw_body(draw: random.Random) -> dict[str, Any]:
 
 
 def solo(engine: Engine, body: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """Ids and depths that the engine gives for this body when nothing else runs."""
+    """Returns token ids and depths of an engine that runs this body alone."""
     from adaponder.policies import parse_policy
 
     extension = body["adaponder"]
@@ -143,8 +157,6 @@ def solo(engine: Engine, body: dict[str, Any]) -> tuple[list[int], list[int]]:
 
 
 class StreamedAnswer:
-    """The tokens, text and end of a stream."""
-
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.depths: list[int] = []
@@ -153,58 +165,38 @@ class StreamedAnswer:
         self.error: str | None = None
         self.done = False
 
-    def take(self, event: bytes) -> None:
-        """One event of the stream."""
-        if not event.startswith(b"data: "):
-            return
-        if event == b"data: [DONE]":
+    def take(self, line: str) -> None:
+        if line == "data: [DONE]":
             self.done = True
-            return
-        chunk = json.loads(event[6:])
-        if "error" in chunk:
-            self.error = json.dumps(chunk["error"])
-            return
-        self.usage = chunk.get("usage") or self.usage
-        for choice in chunk["choices"]:
-            self.text += choice["text"]
-            self.finish = choice["finish_reason"] or self.finish
-            for token in (choice.get("adaponder") or {}).get("tokens", ()):
-                self.ids.append(token["id"])
-                self.depths.append(token["depth"])
+        elif line.startswith("data: "):
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                self.error = json.dumps(chunk["error"])
+                return
+            self.usage = chunk.get("usage") or self.usage
+            for choice in chunk["choices"]:
+                self.text += choice["text"]
+                self.finish = choice["finish_reason"] or self.finish
+                for token in (choice.get("adaponder") or {}).get("tokens", ()):
+                    self.ids.append(token["id"])
+                    self.depths.append(token["depth"])
 
 
 async def stream(
     url: str, body: dict[str, Any], *, key: str | None = None, leave_after: float | None = None
 ) -> StreamedAnswer:
     """Asks for a stream and reads it to its end, or hangs up ``leave_after`` seconds after asking."""
-    place, answer = urlsplit(url), StreamedAnswer()
-    reader, writer = await asyncio.open_connection(place.hostname, place.port)
-    data = json.dumps(body).encode()
-    secret = "" if key is None else f"Authorization: Bearer {key}\r\n"
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {place.netloc}\r\n{secret}Content-Type: application/json\r\n"
-    writer.write(f"{head}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
-    try:
-        async with asyncio.timeout(leave_after):
-            await _read_stream(reader, answer)
-    except TimeoutError:
-        assert leave_after is not None
-    finally:
-        writer.transport.abort() if leave_after is not None else writer.close()
+    answer, headers = StreamedAnswer(), {} if key is None else {"Authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(timeout=None, trust_env=False, verify=False) as client:  # there is no TLS to verify
+        asked = client.stream("POST", f"{url}/v1/completions", json=body, headers=headers)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(leave_after), asked as response:
+                answer.status = response.status_code
+                if "text/event-stream" not in response.headers["content-type"]:
+                    answer.error = (await response.aread()).decode(errors="replace")
+                async for line in response.aiter_lines():
+                    answer.take(line)
     return answer
-
-
-async def _read_stream(reader: asyncio.StreamReader, answer: StreamedAnswer) -> None:
-    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
-    answer.status = int(head.split(" ")[1])
-    if "text/event-stream" not in head:
-        answer.error = (await reader.read()).decode("utf-8", "replace")
-        return
-    held = b""
-    while size := int(await reader.readline() or b"0", 16):
-        held += (await reader.readexactly(size + 2))[:-2]
-        *events, held = held.split(b"\n\n")
-        for event in events:
-            answer.take(event)
 
 
 def run_parts(
@@ -214,7 +206,7 @@ def run_parts(
     about: str,
     packages: Sequence[str] = PACKAGES,
 ) -> int:
-    """The command line of a long check: runs its parts, prints what each found, ``--record`` keeps it."""
+    """Runs the parts of a long check as its command line asks; prints their results and records them."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--record", action="store_true", help=f"write {record.name}")
     parser.add_argument("--seed", type=int, default=0)

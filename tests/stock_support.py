@@ -12,7 +12,7 @@ from adaponder.data.tokenizers import train_bpe
 
 
 def make_stock(folder: Path, *, seed: int = 0) -> PreTrainedModel:
-    """A GPT-NeoX of a million random weights and a byte-level tokenizer, saved."""
+    """Saves a GPT-NeoX of a million random weights and a byte-level tokenizer."""
     tokenizer = train_bpe(1024, [inspect.getsource(module) for module in (json, inspect, shutil)])
     words = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", bos_token="<|endoftext|>")
     torch.manual_seed(seed)

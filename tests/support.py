@@ -65,13 +65,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         **_GROUPED, head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
     ),
     "gpt2": GPT2Config(
-        **_GPT2,
-        initializer_range=0.4,
-        bos_token_id=None,
-        eos_token_id=None,
-        embd_pdrop=0,
-        attn_pdrop=0,
-        resid_pdrop=0,
+        **_GPT2, initializer_range=0.4, bos_token_id=None, eos_token_id=None, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0
     ),
     "opt": OPTConfig(
         **_OPT,
@@ -88,7 +82,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 def stock(
     family: str = "gpt_neox", *, seed: int = 0, dtype: torch.dtype = torch.float64, **settings
 ) -> PreTrainedModel:
-    """A random stock decoder in evaluation mode; in float64 its RMSNorms are float64 too (stock ones round)."""
+    """Returns a random stock decoder in evaluation mode; in float64 its RMSNorms are float64 too (stock ones round)."""
     config = copy.deepcopy(FAMILIES[family])
     config.update(settings)
     torch.manual_seed(seed)
@@ -104,7 +98,7 @@ def stock(
 
 
 def wrap(backbone: PreTrainedModel, method: str = "adaponder", *, seed: int = 0, **recurrence) -> AdaPonderForCausalLM:
-    """A wrapped decoder whose gates (or routers) disagree about tokens: tau = 0.5 halts about half."""
+    """Wraps a decoder with gates (or routers) that disagree about tokens: tau = 0.5 halts about half."""
     recurrence = {"iterations": 3, "tau": 0.5, "exit_threshold": 0.6} | recurrence
     return stir(AdaPonderForCausalLM.from_backbone(backbone, method=method, **recurrence), seed=seed)
 
@@ -121,7 +115,7 @@ def tiny(
 
 
 def stir(model: AdaPonderForCausalLM, *, seed: int = 0) -> AdaPonderForCausalLM:
-    """Random parameters for what the method adds, so that gates say different things about different tokens."""
+    """Randomises the method's parameters, so that gates differ from token to token."""
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in model.method.parameters():
@@ -130,7 +124,7 @@ def stir(model: AdaPonderForCausalLM, *, seed: int = 0) -> AdaPonderForCausalLM:
 
 
 def calm(model: AdaPonderForCausalLM) -> AdaPonderForCausalLM:
-    """Gates of moderate opinion: as stirred, many are 1 in float32, and equal gates have no rank."""
+    """Scales the gates down: as stirred, many are 1 in float32, and equal gates have no rank."""
     for parameter in model.method.parameters():
         parameter.data *= 0.3
     return model
@@ -141,7 +135,7 @@ def ids(batch: int = 2, time: int = 9, *, seed: int = 0) -> Tensor:
 
 
 def assert_same_gradients(model: nn.Module, found: Tensor, expected: Tensor) -> None:
-    """Both losses have the same gradients; a parameter without one counts as zero."""
+    """Asserts that both losses have the same gradients; a parameter without one counts as zero."""
     parameters = list(model.parameters())
     gradients = (torch.autograd.grad(loss, parameters, materialize_grads=True) for loss in (found, expected))
     for (name, _), mine, theirs in zip(model.named_parameters(), *gradients, strict=True):

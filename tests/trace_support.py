@@ -32,7 +32,7 @@ def made_up(
     seed: int = 0,
     **about,
 ) -> Trace:
-    """A trace whose depth follows difficulty (or its opposite, or nothing, by ``difficulty_decides``)."""
+    """Returns a trace whose depth follows difficulty, its opposite, or neither, by ``difficulty_decides``."""
     draw = np.random.default_rng(seed)
     hard = draw.gamma(1.5, 2.0, tokens)
     if depth is None:

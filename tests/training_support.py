@@ -16,7 +16,7 @@ WORDS = ["the", "cat", "sat", "on", "a", "mat", "while", "rain", "fell", "and", 
 
 
 def corpus(folder: Path, *, lengths: Callable[[int], int] = lambda number: 20 + number % 13) -> Path:
-    """A prepared folder of made-up text: a few hundred documents of so many words each, deterministic."""
+    """Prepares a folder of 400 made-up documents of ``lengths(number)`` words."""
     lines = []
     for number in range(400):
         words = (WORDS[(number * 7 + i * (number % 5 + 1)) % len(WORDS)] for i in range(lengths(number)))
@@ -28,12 +28,12 @@ def corpus(folder: Path, *, lengths: Callable[[int], int] = lambda number: 20 + 
 
 
 def uneven(folder: Path) -> Path:
-    """Long documents, then many of a word or two: kept apart, rows of one length have 32 targets or half of them."""
+    """Prepares long documents, then many of a word or two: kept apart, a row has 32 targets or half as many."""
     return corpus(folder, lengths=lambda number: 60 if number % 40 < 4 else 0)
 
 
 def small(shards: Path, *overrides: str, method: str = "adaponder") -> Recipe:
-    """Eight steps in both stages of a tiny model."""
+    """Returns a recipe of eight steps in both stages of a tiny model."""
     shape = SHAPE | {"model_type": "gpt_neox", "max_position_embeddings": 32}
     return load_recipe(
         "cpu/demo",
@@ -62,22 +62,18 @@ def small(shards: Path, *overrides: str, method: str = "adaponder") -> Recipe:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl in a run folder."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(run: Path) -> list[float]:
-    """The training loss of every logged step."""
     return [line["loss"] for line in metrics(run) if "loss" in line]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights in a model folder."""
     return load_file(folder / "model.safetensors")
 
 
 def assert_same_weights(run: Path, other: Path) -> None:
-    """Asserts that the final models of two runs have the same bits."""
     first, second = weights(run / "final"), weights(other / "final")
     assert first.keys() == second.keys()
     assert [name for name, value in first.items() if not torch.equal(value, second[name])] == []

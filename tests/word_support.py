@@ -7,7 +7,7 @@ END = "<|endoftext|>"
 
 
 def small_tokenizer() -> PreTrainedTokenizerFast:
-    """The end token, the lower-case letters, and a space: 0, 1 to 26, 27."""
+    """Returns a tokenizer of the end token (0), the lower-case letters (1 to 26) and a space (27)."""
     letters = {chr(97 + number): number + 1 for number in range(26)}
     tokenizer = Tokenizer(models.BPE({END: 0, **letters, "Ġ": 27}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
@@ -69,11 +68,7 @@ def serving(model: AdaPonderForCausalLM | None = None, *, key: str | None = None
 
 
 def post(address: str, path: str, **body: Any) -> dict[str, Any]:
-    """Returns the answer of a route."""
-    headers = {"content-type": "application/json"}
-    request = urllib.request.Request(f"{address}/{path}", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=20) as answer:
-        return json.load(answer)
+    return httpx.post(f"{address}/{path}", json=body, timeout=20, trust_env=False).raise_for_status().json()
 
 
 def score(address: str, prompt: str | list[int], **adaponder: Any) -> dict[str, Any]:
@@ -142,7 +137,6 @@ class Explorer:
         self.settle()
 
     def dial(self, place: float) -> None:
-        """Turns the dial to a place from 0 to 1."""
         self.page.evaluate(f"""() => {{ const dial = document.getElementById("A-dial");
             dial.value = {place} * dial.max; dial.dispatchEvent(new Event("input")); }}""")
         self.settle()
@@ -153,7 +147,6 @@ class Explorer:
         return [tuple(span) for span in self.page.eval_on_selector_all(f"{where} .token[data-slot]", script)]
 
     def columns(self, where: str = "#grid-a") -> list[int]:
-        """Returns the depth of each column of the grid."""
         return self.page.eval_on_selector_all(f"{where} .column", "all => all.map((bar) => Number(bar.dataset.depth))")
 
     def stat(self, name: str) -> str:

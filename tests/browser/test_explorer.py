@@ -57,14 +57,12 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def address(browser: Browser) -> Iterator[str]:
-    """The address of the small model's server."""
     with serving() as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def shared(browser: Browser, address: str) -> Explorer:
-    """The tab that most tests use one after another."""
     explorer = Explorer(browser, address).open()
     explorer.check()
     return explorer
@@ -159,7 +157,7 @@ def test_a_hostile_text_stays_text(explorer, width):
 
 
 def test_mirror_and_text_area_break_lines_alike(explorer):
-    """A caret that stands beside its letter: both layers are equally tall at any width, with any characters."""
+    """The caret stands beside its letter: both layers are equally tall at any width, with any characters."""
     for width in (390, 1280):
         explorer.page.set_viewport_size({"width": width, "height": 900})
         for text in (HOSTILE, "a" * 500, "word " * 90, "\n\n\tx\n\n", "日本語 " * 30):

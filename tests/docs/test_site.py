@@ -41,7 +41,6 @@ def site(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def pages(site) -> dict[Path, Page]:
-    """Returns the links and the anchors of every page."""
     texts = {path: path.read_text() for path in site.rglob("*.html")}
     return {
         path: Page(re.findall(r'(?:href|src)="([^"]+)"', text), set(re.findall(r'(?:id|name)="([^"]+)"', text)))

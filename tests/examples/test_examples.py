@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from adaponder import cli, methods, registry
+from adaponder import methods, registry
 from adaponder.policies.base import _BY_WORD
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -25,10 +25,7 @@ RUNS = {
     "wrap_a_decoder": ([], r"largest difference 0\.0e\+00[\s\S]*ForcedDepths\(…\)\s+\[1, 2, 3, 4, 1"),
     "train": (["--steps", "5", "--out", "model"], r"stage 1  loss 5\.\d+  mean depth 3\.00[\s\S]*stage 2  loss"),
     "own_policy": (["--max-new-tokens", "4"], r"its own gates: mean depth [12]\.[\s\S]*until 90%: mean depth [34]\."),
-    "own_method": (
-        ["--steps", "2"],
-        r"goes on with \[[\d, ]+\], read \[[123, ]+\] times\n.* the same: True",
-    ),
+    "own_method": (["--steps", "2"], r"goes on with \[[\d, ]+\], read \[[123, ]+\] times\n.* the same: True"),
     "generate_under_a_budget": (["--tokens", "4"], r"budget 1\.25  mean depth 1\.[\s\S]*budget 3\.75  mean depth 3\."),
     "finetune_with_lora": (
         ["--steps", "1", "--out", "model"],
@@ -40,20 +37,15 @@ RUNS = {
 
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys):
-    """Runs an example or a command where it may write, and returns what it printed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "_SCALES", dict(registry._SCALES))
     monkeypatch.setattr(methods, "_CLASSES", dict(methods._CLASSES))
     shipped = {word: kind for word, kind in _BY_WORD.items() if kind.__module__.startswith("adaponder.")}
     monkeypatch.setattr("adaponder.policies.base._BY_WORD", shipped)
 
-    def start(program: Path | None, *arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", [str(program or "adaponder"), *arguments])
-        if program is None:
-            with pytest.raises(SystemExit, match=r"^0$"):
-                cli.main()
-        else:
-            runpy.run_path(str(program), run_name="__main__")
+    def start(program: Path, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [str(program), *arguments])
+        runpy.run_path(str(program), run_name="__main__")
         return capsys.readouterr().out
 
     return start
@@ -64,11 +56,11 @@ def docstring(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(RUNS))
-def test_an_example_runs_and_shows_what_it_says(run, name):
+def test_an_example_runs_and_shows_what_it_says(command, run, name):
     arguments, shown = RUNS[name]
     if name == "read_a_trace":
-        (command,) = re.findall(r"^ +adaponder (.+)$", docstring(name), flags=re.MULTILINE)
-        run(None, *command.split(), "--max-tokens", "200")
+        (line,) = re.findall(r"^ +adaponder (.+)$", docstring(name), flags=re.MULTILINE)
+        assert command(*line.split(), "--max-tokens", "200")[0] == 0
     printed = run(EXAMPLES / f"{name}.py", *arguments)
     assert re.search(shown, printed), printed
     if name == "train":

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaponder import AdaPonderForCausalLM, cli
+from adaponder import AdaPonderForCausalLM
 from adaponder.checkpoints.loading import tokenizer_of
 from adaponder.checkpoints.manifest import MANIFEST, read_manifest, write_manifest
 from adaponder.commands import doctor
@@ -18,6 +18,7 @@ from adaponder.conversion.open import describe, load
 from adaponder.errors import CheckpointError
 from adaponder.evaluation.lab import profiles
 from adaponder.training.run import train
+from fault_support import flip
 from support import stock, tiny
 from training_support import corpus, small
 from word_support import small_tokenizer
@@ -27,7 +28,7 @@ open_model = AdaPonderForCausalLM.from_pretrained
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """A checkpoint of each kind that we write: in training, at its end, by conversion (both ways), by hand."""
+    """Writes a checkpoint in each way: in training, at its end, by conversion (both ways), by hand."""
     here = tmp_path_factory.mktemp("folders")
     train(
         small(corpus(here), "train.steps=3", "train.ponder_start=1", "train.ponder_full=2"),
@@ -53,12 +54,6 @@ def copy(folders, tmp_path):
     return lambda kind: Path(shutil.copytree(folders[kind], tmp_path / "checkpoint"))
 
 
-def flip(path: Path, place: float) -> None:
-    content = bytearray(path.read_bytes())
-    content[int(place * (len(content) - 1))] ^= 1
-    path.write_bytes(content)
-
-
 @pytest.mark.one_of(2)
 @pytest.mark.parametrize("kind", ["step", "final", "plain", "converted", "saved"])
 def test_one_flipped_byte_in_any_file_is_found_at_load_and_its_file_named(copy, kind):
@@ -70,7 +65,7 @@ def test_one_flipped_byte_in_any_file_is_found_at_load_and_its_file_named(copy, 
     assert {MANIFEST, "config.json", "generation_config.json"} <= listed
     for name in sorted(listed):
         before = (folder / name).read_bytes()
-        for place in (0.0, 0.37, 1.0):
+        for place in (0, 0.37, -1):
             flip(folder / name, place)
             with pytest.raises(CheckpointError, match=name) as refusal:
                 load(str(folder))
@@ -119,7 +114,7 @@ def test_what_loading_does_without_need_not_be_there_and_all_else_must(copy):
 
 def test_verifying_can_be_left_out(copy, monkeypatch):
     folder = copy("final")
-    flip(folder / "model.safetensors", 1.0)
+    flip(folder / "model.safetensors", -1)
     open_model(folder, verify=False)
     monkeypatch.setenv("ADAPONDER_VERIFY", "0")
     open_model(folder)
@@ -136,7 +131,7 @@ def test_who_edits_a_config_by_hand_is_told_the_cure_and_it_cures(copy):
         open_model(folder)
     assert not doctor.check_checkpoint(str(folder), seal=True)["problems"]
     assert open_model(folder).config.tau == 0.25
-    flip(folder / "model.safetensors", 1.0)
+    flip(folder / "model.safetensors", -1)
     assert "model.safetensors" in doctor.check_checkpoint(str(folder))["problems"]["checksums"]
 
 
@@ -149,9 +144,7 @@ def test_saving_again_over_a_folder_seals_it_again(copy):
     assert torch.equal(open_model(folder).get_input_embeddings().weight, model.get_input_embeddings().weight)
 
 
-def test_checkpoints_of_earlier_versions_load_and_one_without_manifest_is_said_to_be_unverified(
-    copy, capsys, monkeypatch
-):
+def test_checkpoints_of_earlier_versions_load_and_one_without_manifest_is_said_to_be_unverified(copy, command):
     folder = copy("final")
     content = read_manifest(folder)
     older = {"format": 1, "step": 2, "files": content["files"]}
@@ -166,10 +159,8 @@ def test_checkpoints_of_earlier_versions_load_and_one_without_manifest_is_said_t
     with pytest.warns(UserWarning, match=r"unverified, there is no manifest\.json"):
         open_model(folder)
     assert "unverified" in doctor.check_checkpoint(str(folder))["checks"]["checksums"]
-    monkeypatch.setattr("sys.argv", ["adaponder", "generate", str(folder), "--prompt", "the", "--max-new-tokens=1"])
-    with pytest.raises(SystemExit, match="0"):
-        cli.main()
-    shown = capsys.readouterr().err
+    code, _, shown = command("generate", str(folder), "--prompt", "the", "--max-new-tokens=1")
+    assert code == 0
     assert shown.startswith("warning: ")
     assert (shown.count("\n"), shown.count("unverified")) == (1, 1)
 

@@ -21,7 +21,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from adaponder.checkpoints.manifest import sealed
-from adaponder.cli import main
 from adaponder.data import DataError, Sampler, Shards
 from adaponder.data import shards as verify
 from adaponder.data.encode import Encoder
@@ -33,7 +32,7 @@ from adaponder.errors import AdaPonderError, InputError
 from adaponder.recipes import load_recipe
 from adaponder.training.data import open_data
 from adaponder.training.distributed import World
-from fault_support import contents, full_disk, killed
+from fault_support import contents, flip, full_disk, killed
 
 TOKENS, DOCS = "train/tokens-00001.bin", "train/docs-00001.parquet"
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.json"
@@ -53,7 +52,7 @@ def arguments(corpus: Path, out: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def whole(corpus, tmp_path_factory) -> Path:
-    """Prepared without interruption: at least three training shards and two of validation."""
+    """Prepares without interruption at least three training shards and two of validation."""
     out = tmp_path_factory.mktemp("whole")
     manifest = prepare(**arguments(corpus, out))
     assert len(manifest.splits["train"]) >= 3
@@ -131,12 +130,6 @@ def test_15_a_damaged_file_is_named_in_one_line_when_opened(copy, name, damage):
 def open_all(folder: Path) -> None:
     for split in ("train", "validation"):
         Shards.open(folder, split)
-
-
-def flip(path: Path, place: int, bit: int = 0) -> None:
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1 << bit
-    path.write_bytes(data)
 
 
 def test_15_one_flipped_byte_in_any_file_is_found_and_named(copy, corpus):
@@ -333,7 +326,7 @@ def dies_before(call: int, corpus: Path, out: Path) -> bool:
 
 
 def assert_only_whole_files(out: Path, whole: Path) -> None:
-    """What bears a final name of a shard is, byte for byte, what an unbroken run leaves under it."""
+    """Checks that each file with a final name has the bytes that an unbroken run writes."""
     wanted, found = contents(whole), contents(out) if out.exists() else {}
     for name, data in found.items():
         if name.endswith((".bin", ".parquet")) or name in ("manifest.json", "tokenizer.json"):
@@ -452,7 +445,7 @@ def test_19_kill_9_ends_the_workers_and_a_rerun_continues(corpus, whole, tmp_pat
     assert contents(tmp_path / "out") == contents(whole)
 
 
-def test_19_an_interruption_while_train_prepares_ends_it_at_once(corpus, tmp_path, monkeypatch, capsys, ctrl_c):
+def test_19_an_interruption_while_train_prepares_ends_it_at_once(corpus, command, tmp_path, monkeypatch, ctrl_c):
     """Exit 130 after the batch at hand, and the folder of the run is still empty."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("adaponder.data.prepare._CHUNK_DOCUMENTS", 5)
@@ -464,11 +457,9 @@ def test_19_an_interruption_while_train_prepares_ends_it_at_once(corpus, tmp_pat
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(ShardWriter, "add", interrupted)
-    command = ["adaponder", "train", "cpu/demo", "--out", "run", f"--set=data.source={corpus}"]
-    monkeypatch.setattr("sys.argv", [*command, "--set=data.tokenizer=train-bpe:270"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert (ended.value.code, len(batches)) == (130, 2)
-    assert "run the same command again" in capsys.readouterr().err
+    settings = (f"--set=data.source={corpus}", "--set=data.tokenizer=train-bpe:270")
+    code, _, error = command("train", "cpu/demo", "--out", "run", *settings)
+    assert (code, len(batches)) == (130, 2)
+    assert "run the same command again" in error
     assert not multiprocessing.active_children()
     assert not (tmp_path / "run").exists()

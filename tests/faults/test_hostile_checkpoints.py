@@ -12,9 +12,9 @@ import os
 import pickle
 import re
 import shutil
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adaponder import AdaPonderForCausalLM, cli, config
+from adaponder import AdaPonderForCausalLM
 from adaponder.checkpoints.loading import refuse_unsafe
 from adaponder.conversion.convert import convert
 from adaponder.errors import CheckpointError, InputError
@@ -168,9 +168,9 @@ def empty_tensors(count: int) -> Callable[[Path, Path], None]:
     def plant(folder: Path, canary: Path) -> None:
         raw = (folder / WEIGHTS).read_bytes()
         size = int.from_bytes(raw[:8], "little")
-        entry = {"dtype": "F32", "shape": [0], "data_offsets": [len(raw) - 8 - size] * 2}
-        header = json.loads(raw[8 : 8 + size]) | {f"empty.{number}": entry for number in range(count)}
-        written = json.dumps(header).encode()
+        entry = json.dumps({"dtype": "F32", "shape": [0], "data_offsets": [len(raw) - 8 - size] * 2})
+        added = "".join(f', "empty.{number}": {entry}' for number in range(count))
+        written = raw[8 : 8 + size].rstrip()[:-1] + added.encode() + b"}"
         (folder / WEIGHTS).write_bytes(len(written).to_bytes(8, "little") + written + raw[8 + size :])
 
     return plant
@@ -182,7 +182,11 @@ def folder_as_weights(folder: Path, canary: Path) -> None:
 
 
 CODE = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil", "AutoTokenizer": ["evil.Evil", "evil.Evil"]}
-DEEP, LONG = '{"a":' * 100_000, '{"vocab_size": ' + "9" * 5000 + "}"
+BAD_JSON = {
+    "deep": partial(spell, text='{"a":' * 100_000),
+    "long-number": partial(spell, text='{"vocab_size": ' + "9" * 5000 + "}"),
+    "pipe": piped,
+}
 CASES = {
     "auto-map": Case(put(CONFIG, auto_map=CODE), ALL, "auto_map"),
     "auto-map-of-the-backbone": Case(put(CONFIG, backbone__auto_map=CODE), ("generate", "inspect"), "auto_map"),
@@ -206,7 +210,7 @@ CASES = {
     "pickle-in-the-index": Case(pickled("w.bin", index=True), MODEL, "'w.bin'"),
     "pickle-in-a-stock-index": Case(pickled("w.bin", index=True), MODEL, "'w.bin'", "stock"),
     "pickle-by-name": Case(put(CONFIG, transformers_weights="adapter_model.bin"), MODEL, "transformers_weights"),
-    "shard-outside": Case(elsewhere("../other.safetensors"), MODEL, "outside", "stock"),
+    "shard-outside": Case(elsewhere("sub/../../other.safetensors"), MODEL, "outside", "stock"),
     "shard-absolute": Case(elsewhere("other.safetensors", absolute=True), MODEL, "outside"),
     "link-to-weights": Case(linked(WEIGHTS), MODEL, "link"),
     "link-to-config": Case(linked(CONFIG), ("inspect", "generate"), "link"),
@@ -217,21 +221,14 @@ CASES = {
     "quantisation": Case(put(CONFIG, quantization_config={"quant_method": "gptq", "bits": 4}), ALL, "quantization_c"),
     "quantisation-of-a-part": Case(put(CONFIG, backbone__quantization_config={"a": 1}), MODEL, "quantization_config"),
     "quantisation-of-stock": Case(put(CONFIG, quantization_config={"a": 1}), MODEL, "quantization_config", "stock"),
-    "tensors-by-the-hundred-thousand": Case(empty_tensors(300_000), LOADS, "headers of"),
+    "tensors-by-the-hundred-thousand": Case(empty_tensors(200_000), LOADS, "headers of"),
     "tensors-by-the-thousand": Case(empty_tensors(20_000), LOADS, "the weights hold 20,0"),
     "surplus-tensors": Case(empty_tensors(3_000), LOADS, "empty.100 and 2,996 more"),
     "folder-as-weights": Case(folder_as_weights, MODEL, "ordinary file"),
     "pipe-as-weights": Case(piped(WEIGHTS), MODEL, "ordinary file"),
-    "pipe-as-config": Case(piped(CONFIG), ("inspect", "generate"), "config.json"),
-    "pipe-as-words": Case(piped(WORDS), READS_WORDS, "ordinary file"),
-    "pipe-as-settings": Case(piped(SETTINGS), READS_WORDS, "ordinary file"),
-    "pipe-as-generation": Case(piped(GENERATION), ("generate",), "ordinary file"),
     "pipe-as-template": Case(piped("chat_template.jinja"), READS_WORDS, "ordinary file"),
-    "pipe-as-manifest": Case(piped("manifest.json"), MODEL, "ordinary file"),
-    "pipe-as-index": Case(piped(INDEX), MODEL, "ordinary file"),
-    "pipe-as-profiles": Case(piped("profiles.json"), ("profile",), "ordinary file"),
     **{
-        f"{kind}-{name}": Case(spell(name, text), doors, name)
+        f"{kind}-{name}": Case(plant(name), doors, name)
         for name, doors in {
             CONFIG: ("inspect", "generate"),
             SETTINGS: READS_WORDS,
@@ -241,26 +238,20 @@ CASES = {
             "manifest.json": MODEL,
             "profiles.json": ("profile",),
         }.items()
-        for kind, text in {"deep": DEEP, "long-number": LONG}.items()
+        for kind, plant in BAD_JSON.items()
     },
     "words-cut-short": Case(lambda f, _: os.truncate(f / WORDS, 2000), READS_WORDS, WORDS),
     "words-of-no-model": Case(spell(WORDS, '{"model": 5}'), READS_WORDS, "tokenizer"),
     "words-of-nothing": Case(spell(WORDS, "{}"), READS_WORDS, "tokenizer"),
-    "iterations": Case(put(CONFIG, iterations=100_000), ("inspect", "generate"), "iterations=100000"),
     "layers": Case(put(CONFIG, backbone__num_hidden_layers=10**6), ("inspect", "generate"), "num_hidden_layers"),
     "layers-beyond-the-weights": Case(put(CONFIG, backbone__num_hidden_layers=4000), ("generate",), "tensors"),
-    "vocabulary": Case(put(CONFIG, backbone__vocab_size=4 * 10**7), ("inspect", "generate"), "vocab_size"),
     "vocabulary-beyond-the-weights": Case(put(CONFIG, vocab_size=16 * 10**6), LOADS, "vocab_size", "stock"),
     "width": Case(put(CONFIG, backbone__intermediate_size=2**31 - 1), ("generate",), "intermediate_size=2147483647"),
     "stock-layers": Case(put(CONFIG, num_hidden_layers=10**6), ("inspect", "convert"), "num_hidden_layers", "stock"),
-    "negative": Case(put(CONFIG, backbone__intermediate_size=-5), ("inspect", "generate"), "intermediate_size"),
     "negative-stock": Case(put(CONFIG, hidden_size=-64), ("inspect", "eval"), "hidden_size", "stock"),
     "gate-width": Case(put(CONFIG, gate_width=10**9), ("generate",), "gate_width"),
     "family-unknown": Case(put(CONFIG, model_type="nobody"), ("inspect", "generate"), "nobody", "stock"),
     "family-no-name": Case(put(CONFIG, model_type=5), ("inspect", "generate"), "model_type=5", "stock"),
-    "backbone-unknown": Case(put(CONFIG, backbone__model_type="nobody"), ("inspect", "generate"), "nobody"),
-    "backbone-no-name": Case(put(CONFIG, backbone__model_type=["x"]), ("inspect",), "model_type"),
-    "backbone-of-5": Case(put(CONFIG, backbone_config=5), ("inspect", "generate"), "backbone_config"),
     "activation": Case(put(CONFIG, backbone__hidden_act="import os"), ("generate",), "import os"),
     "dtype": Case(put(CONFIG, dtype="load"), ("generate",), "CKPT"),
     "nan": Case(weights(spoil(math.nan)), LOADS, "backbone.gpt_neox.embed_in.weight"),
@@ -299,17 +290,16 @@ def good(tmp_path_factory) -> Path:
     return here
 
 
-def run(argv: list[str], monkeypatch, capsys) -> tuple[int, str]:
-    """(exit code, what was said on standard error) of a command, where every question is answered with yes."""
-    asked: list[str] = []
-    monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "y")
-    monkeypatch.setattr(sys, "argv", ["adaponder", *argv])
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert not asked
-    said = capsys.readouterr()
-    return int(end.value.code or 0), said.err if argv[0] != "doctor" else said.out
+@pytest.fixture
+def run(command, monkeypatch) -> Callable[..., tuple[int, str]]:
+    """Returns exit code and standard error (``doctor``: output) of a command; it must ask no question."""
+    monkeypatch.setattr("builtins.input", lambda prompt="": pytest.fail(prompt))
+
+    def run(*arguments: str) -> tuple[int, str]:
+        code, output, errors = command(*arguments)
+        return code, output if arguments[0] == "doctor" else errors
+
+    return run
 
 
 def hostile(name: str, good: Path, tmp_path: Path) -> tuple[Case, Path, Path]:
@@ -328,8 +318,8 @@ def arguments(door: str, checkpoint: Path, good: Path, tmp_path: Path) -> list[s
 
 
 @pytest.mark.parametrize(("base", "door"), [("family", "generate"), ("stock", "inspect"), ("stock", "words")])
-def test_the_folders_are_good_before_they_are_spoiled(good, tmp_path, monkeypatch, capsys, base, door):
-    code, errors = run(arguments(door, good / base, good, tmp_path), monkeypatch, capsys)
+def test_the_folders_are_good_before_they_are_spoiled(good, tmp_path, run, base, door):
+    code, errors = run(*arguments(door, good / base, good, tmp_path))
     assert not code, errors
 
 
@@ -337,11 +327,9 @@ def test_the_folders_are_good_before_they_are_spoiled(good, tmp_path, monkeypatc
     ("name", "door"),
     [pytest.param(*run, marks=() if TRIED.get(run[0]) == run[1] else pytest.mark.every) for run in RUNS],
 )
-def test_a_hostile_checkpoint_is_refused_in_one_line_and_nothing_of_it_runs(
-    good, tmp_path, monkeypatch, capsys, name, door
-):
+def test_a_hostile_checkpoint_is_refused_in_one_line_and_nothing_of_it_runs(good, tmp_path, run, name, door):
     case, folder, canary = hostile(name, good, tmp_path)
-    code, said = run(arguments(door, folder, good, tmp_path), monkeypatch, capsys)
+    code, said = run(*arguments(door, folder, good, tmp_path))
     said = "".join(line for line in said.splitlines(True) if ": unverified, " not in line)
     assert code in (1, 2)
     assert case.says in said
@@ -354,25 +342,22 @@ def test_a_hostile_checkpoint_is_refused_in_one_line_and_nothing_of_it_runs(
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("auto-map", "pickle", "shard", "kernel"))])
+UNSAFE = ("auto-map", "pickle", "shard", "kernel", "tensors-by-the-hundred-thousand")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(UNSAFE)])
 def test_code_and_foreign_weights_are_refused_before_any_of_it_is_loaded(good, tmp_path, name):
-    """By the folder's metadata alone: nothing further on has to refuse it again."""
+    """By the folder's metadata alone, within a second: nothing further on has to refuse it again."""
     case, folder, _ = hostile(name, good, tmp_path)
-    with pytest.raises(CheckpointError, match=re.escape(case.says)):
-        refuse_unsafe(folder)
-
-
-def test_a_header_of_many_tensors_is_refused_within_a_second(good, tmp_path):
-    _, folder, _ = hostile("tensors-by-the-hundred-thousand", good, tmp_path)
     began = time.perf_counter()
-    with pytest.raises(CheckpointError, match="headers of"):
+    with pytest.raises(CheckpointError, match=re.escape(case.says)):
         refuse_unsafe(folder)
     assert time.perf_counter() - began < 1
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "./" + "x/" * 2500])
-def test_a_long_name_is_refused_in_a_bounded_line_that_ends_with_the_reason(monkeypatch, capsys, name):
-    code, said = run(["generate", name, "--prompt", "ab"], monkeypatch, capsys)
+def test_a_long_name_is_refused_in_a_bounded_line_that_ends_with_the_reason(run, name):
+    code, said = run("generate", name, "--prompt", "ab")
     assert code in (1, 2)
     assert (said.count("\n"), len(said) < 520) == (1, True)
     assert re.search(r"x … .*(hub|not a checkpoint folder)", said)
@@ -389,15 +374,6 @@ def test_pickles_beside_the_weights_are_never_opened_even_if_asked_for(good, tmp
     assert not canary.exists()
     pickle.loads(pickle.dumps(Bomb(canary)))
     assert canary.exists(), "the bomb would have left a trace"
-
-
-def test_an_auto_map_of_our_own_is_ignored_and_its_code_never_runs(good, tmp_path, monkeypatch):
-    folder, canary = Path(shutil.copytree(good / "family", tmp_path / "ckpt")), tmp_path / "canary"
-    (folder / "manifest.json").unlink()
-    put(CONFIG, auto_map=CODE)(folder, canary)
-    monkeypatch.setattr(config, "OUR_AUTO_MAP", CODE)
-    assert type(AdaPonderForCausalLM.from_pretrained(folder)) is AdaPonderForCausalLM
-    assert not canary.exists()
 
 
 def test_the_links_of_the_hubs_cache_are_followed(good, tmp_path):

@@ -13,6 +13,7 @@ import resource
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,10 +113,8 @@ def stopped_after(whole: Path, step: int, out: Path) -> Path:
 def complete_steps(run: Path) -> list[int]:
     found = []
     for folder in sorted((run / "checkpoints").glob("step-*")):
-        try:
+        with suppress(CheckpointError):
             found.append(verify_checkpoint(folder)["step"])
-        except CheckpointError:
-            continue
     return found
 
 

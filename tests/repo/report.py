@@ -22,7 +22,6 @@ MEASURES = ("files", "lines", "code lines")
 
 
 def size_of(text: str) -> Counter[str]:
-    """Returns the measures of one Python file."""
     skipped: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -45,7 +44,6 @@ def sizes(folder: Path) -> dict[str, Counter[str]]:
 
 
 def functions(folder: Path) -> Iterator[tuple[int, str]]:
-    """Yields the length of each function with its place."""
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -76,7 +74,6 @@ def documents(root: Path) -> dict[str, int]:
 
 
 def show(root: Path) -> None:
-    """Prints the whole report of a tree."""
     print(f"{'Python':<44}", *(f"{name:>10}" for name in MEASURES))
     for folder in ("src/adaponder", "benchmarks", "experiments", "tests"):
         by_package = sizes(root / folder)

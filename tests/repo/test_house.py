@@ -1,11 +1,13 @@
-"""The house keeps its order: who may import whom, what importing costs, and which names are public."""
+"""The house keeps its order: who may import whom, what importing costs, which names are public, who names a method."""
 
 import ast
+import functools
 import json
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -13,6 +15,8 @@ import pytest
 import transformers
 
 import adaponder
+from adaponder.methods import method_class
+from adaponder.registry import method_names
 from support import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -41,8 +45,9 @@ FILES = {".".join(path.relative_to(SOURCE.parent).with_suffix("").parts): path f
 MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}
 
 
+@functools.cache
 def imported_modules(path: Path) -> set[str]:
-    """The modules of the package that a file imports, be it for types alone."""
+    """Returns the modules of the package that a file imports, also those for types alone."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -70,7 +75,7 @@ def test_no_module_is_imported_by_one_that_it_imports():
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory) -> dict[str, list[str]]:
-    """What a fresh process has imported: after ``import adaponder`` alone, and when an Auto class made a model."""
+    """Returns the modules of a new process: after ``import adaponder``, and after an Auto class made a model."""
     folder = tmp_path_factory.mktemp("model")
     tiny().save_pretrained(folder)
     code = f"""
@@ -101,7 +106,7 @@ def test_importing_costs_no_kernel_no_plot_and_no_web(imported):
 
 
 def test_the_auto_classes_know_the_family_whichever_is_imported_first(imported):
-    """In the other process transformers came after adaponder, and knew it; in this one it was there before."""
+    """The other process imports transformers after adaponder, this one before."""
     assert transformers.CONFIG_MAPPING["adaponder"] is adaponder.AdaPonderConfig
     known = transformers.AutoModelForCausalLM._model_mapping[adaponder.AdaPonderConfig]
     assert known is adaponder.AdaPonderForCausalLM
@@ -139,3 +144,48 @@ def test_nothing_printed_is_markup():
         if room_of(path) != "cli":  # typer prints help texts, docstrings too; they hold nothing from outside
             code = re.sub(r'""".*?"""', "", path.read_text(), flags=re.DOTALL)
             assert not (found := tags.search(code)), f"{path}: {found.group()}; use terminal.line"
+
+
+# Also the name of the package, of the command and of the model type: a method only where a method is spoken of.
+SHARED = "adaponder"
+METHOD_MODULES = {method_class(name).__module__ for name in method_names()}
+
+# Who may name a method all the same, and why: (file, what it names).
+ALLOWED = {
+    ("conversion/open.py", "ponder"): "what PonderLM's released checkpoints are",
+    ("conversion/checks.py", "adaponder"): "which methods equal PonderLM at full depth",
+    ("conversion/checks.py", "ponder"): "which methods equal PonderLM at full depth",
+    ("conversion/checks.py", "adaponder.methods.adaponder"): "its gates are opened to equal PonderLM",
+    ("conversion/convert.py", "adaponder.methods.adaponder"): "tells how far gates are open in the beginning",
+    ("conversion/exported/configuration_adaponder.py", "adaponder"): "it is copied to where there is no class to ask",
+    ("conversion/exported/configuration_adaponder.py", "ponder"): "it is copied to where there is no class to ask",
+    ("training/telemetry.py", "ponder"): "a term of the loss has that name too",
+}
+
+
+def names_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yields (line, name) of every method that a module's code names: as text, or by importing its class."""
+    nodes = list(ast.walk(tree))
+    parents = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module in METHOD_MODULES:
+            yield node.lineno, node.module
+        if isinstance(node, ast.Constant) and node.value in method_names():
+            parent = parents[node]
+            context = ast.unparse(parent)
+            if isinstance(parent, (ast.Tuple, ast.List, ast.Set)):
+                context = ast.unparse(parents[parent]).replace(context, "")
+            if node.value != SHARED or "method" in context.lower():
+                yield node.lineno, node.value
+
+
+def test_no_method_is_named_outside_its_file_and_every_exception_is_still_needed():
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        where = path.relative_to(SOURCE).as_posix()
+        if where != "registry.py" and not where.startswith("methods/"):
+            for line, name in names_in(ast.parse(path.read_text())):
+                found[where, name] = line
+    wrong = [f"{where}:{line} names {name}" for (where, name), line in found.items() if (where, name) not in ALLOWED]
+    assert not wrong, "ask the method's class for the fact instead (methods/base.py):\n" + "\n".join(wrong)
+    assert not set(ALLOWED) - set(found)

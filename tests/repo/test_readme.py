@@ -25,7 +25,7 @@ BENCHMARKS = (ROOT / "benchmarks" / "README.md").read_text()
 
 
 def commands_of(text: str) -> list[str]:
-    """Command lines of a document, without ``adaponder`` in front and the comment behind."""
+    """Returns the command lines of a document, without ``adaponder`` and comments."""
     return re.findall(r"^adaponder (.+?)(?:\s+#.*)?$", text, flags=re.MULTILINE)
 
 
@@ -138,7 +138,7 @@ VARIANTS = {
 
 
 def table_after(mention: str) -> list[list[str]]:
-    """Cells of the first table that follows this mention of a record in benchmarks/README.md, heading excluded."""
+    """Returns the cells, without headings, of the first table after ``mention`` in benchmarks/README.md."""
     table = BENCHMARKS[BENCHMARKS.index(mention) :].split("\n\n")[1]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
 
@@ -148,7 +148,7 @@ def metrics_of(record: str) -> dict:
 
 
 def rows_of(record: str, key: str = "variant") -> dict[str, dict]:
-    """A benchmark record's rows by the name of their variant."""
+    """Returns a benchmark record's rows by the name of their variant."""
     return {row[key]: row for row in metrics_of(record)["rows"]}
 
 

@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import random
 import sys
-import tempfile
 import threading
 from collections import Counter
 from contextlib import suppress
@@ -24,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 from soak import same_as_alone
 
 from serving_support import request_bytes
-from soak_support import NAME, run_parts, serving, write_checkpoint
+from soak_support import NAME, run_parts, serving, steady_memory
 
 RECORD = Path(__file__).with_suffix(".json")
 _PIECES = (
@@ -154,16 +153,13 @@ def attack(url: str, *, requests: int, idlers: int, seed: int, good: int, second
 
 
 def bytes_at_the_socket(options: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, serving(write_checkpoint(Path(folder))) as server:
+    sizes = {name: getattr(options, name) for name in ("requests", "idlers", "seed", "good")}
+    with serving() as server:
         attack(server.url, requests=200, idlers=4, seed=options.seed + 1, good=4)
-        before = server.rss()
-        found = attack(
-            server.url, requests=options.requests, idlers=options.idlers, seed=options.seed, good=options.good
-        )
-        assert server.process.poll() is None
-        after = server.rss()
-        assert before is None or after is None or after < before + (64 << 20), (before, after)
-        return found | {"rss_before": before, "rss_after": after}
+        with steady_memory(server, 64) as memory:
+            found = attack(server.url, **sizes)
+            assert server.process.poll() is None
+        return found | memory
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -59,7 +59,6 @@ def count(url: str, text: str) -> int:
 
 
 def wait_until_shown(page: Page, number: int) -> None:
-    """Waits until ``number`` answers have been drawn."""
     deadline = time.monotonic() + 60
     while page.evaluate("window.times.length") < number:
         assert time.monotonic() < deadline, "the page shows no answer"
@@ -67,7 +66,6 @@ def wait_until_shown(page: Page, number: int) -> None:
 
 
 def main_thread_seconds(session: CDPSession) -> float:
-    """Returns the processor time of the page's main thread until now."""
     metrics = session.send("Performance.getMetrics")["metrics"]
     return next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
 
@@ -120,7 +118,7 @@ def edits(options: argparse.Namespace) -> dict[str, Any]:
     browser_path = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     assert browser_path is not None, f"none of {', '.join(BROWSERS)} is on the path"
     load = os.getloadavg()[0]
-    with serving(Path(adaponder.sample_path())) as server, sync_playwright() as playwright:
+    with serving(folder=Path(adaponder.sample_path())) as server, sync_playwright() as playwright:
         text = text_of(server.url)
         browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page()

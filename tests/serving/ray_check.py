@@ -11,11 +11,9 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -27,12 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-from adaponder.inference import Engine
+from soak import same_as_alone
+
 from adaponder.serving import ray as ours
 from adaponder.serving.settings import Access, Key, Settings
 from benchmarks.serve_client import Answer, ServerLoad, run_client, summary
-from harness_support import reader
-from soak_support import call, draw_body, get, ready, run_parts, serving, solo, stream, wait_for, write_checkpoint
+from soak_support import call, get, ready, run_parts, serving, stream, wait_for
 
 RECORD = Path(__file__).resolve().parents[2] / "benchmarks" / "records" / "serve-ray-cpu.json"
 KEY = "a-key-of-this-check-0123456789"
@@ -157,7 +155,7 @@ def killed(settings: argparse.Namespace) -> dict[str, Any]:
 
 
 def left(settings: argparse.Namespace) -> dict[str, Any]:
-    """Clients leave through the proxy, also with a header by which Ray would go on without them."""
+    """Disconnects clients of the proxy, one with a header by which Ray would finish its request."""
     url = deployed(2)
     body = load_of(2000).bodies(1, part=1)[0] | {"max_tokens": 2000}
 
@@ -177,7 +175,7 @@ def left(settings: argparse.Namespace) -> dict[str, Any]:
 
 
 def security(settings: argparse.Namespace) -> dict[str, Any]:
-    """Keys, hosts and limits hold behind the proxy; nothing but it listens for clients; no dashboard."""
+    """Checks keys, hosts and limits behind the proxy, and that nothing else listens."""
     url = deployed(1)
     assert get(url, "/v1/models")[0] == 401
     assert get(url, "/v1/models", key="wrong-key-of-this-check-012345")[0] == 401
@@ -219,33 +217,19 @@ def _raw(data: bytes) -> int:
 
 
 def command(settings: argparse.Namespace) -> dict[str, Any]:
-    """``adaponder serve CKPT --ray --replicas 2``, a real model: streams equal solo runs, SIGTERM ends all of it."""
+    """Runs ``adaponder serve CKPT --ray --replicas 2``: streams equal solo runs, SIGTERM ends every process."""
     ours.stop(started=True)
     before = set(_rays())
-    draw = random.Random(settings.seed)
-    bodies = [draw_body(draw) for _ in range(24)]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        serving(write_checkpoint(Path(folder)), "--ray", "--replicas", "2", key=KEY) as server,
-    ):
-
-        async def ask_all() -> list[Any]:
-            return await asyncio.gather(*(stream(server.url, body, key=KEY) for body in bodies))
-
-        answers = asyncio.run(ask_all())
+    with serving("--ray", "--replicas", "2", key=KEY) as server:
+        found = same_as_alone(server.url, 24, settings.seed, key=KEY)
         server.process.send_signal(signal.SIGTERM)
         code = server.process.wait(90)
-    engine = Engine(reader(), lanes=1)
-    for body, answer in zip(bodies, answers, strict=True):
-        assert (answer.status, answer.error, answer.done) == (200, None, True), (answer.status, answer.error)
-        assert (answer.ids, answer.depths) == solo(engine, body)
     assert code == 0, server.output
     wait_for(lambda: not set(_rays()) - before, "no process of Ray is left", seconds=30)
-    return {"streams": len(bodies), "equal_to_solo": len(bodies), "exit_code": code, "processes_left": 0}
+    return found | {"exit_code": code, "processes_left": 0}
 
 
 def _rays() -> list[int]:
-    """Returns the numbers of Ray's processes."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import GenerationMode
 
 from harness_support import VOCABULARY
-from soak_support import get, run_parts, serving, wait_for, write_checkpoint
+from soak_support import get, ready, run_parts, serving, steady_memory, wait_for
 
 RECORD = Path(__file__).with_suffix(".json")
 MOST_TOKENS = 8
@@ -95,7 +94,7 @@ def _one_rule(extension: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_cases(url: str, cases: int, number: int) -> dict[str, Counter[str]]:
-    """Sends about so many cases, equally over operations and kinds of cases; returns statuses by operation."""
+    """Sends about ``cases`` requests, equally over operations and kinds; returns statuses by operation."""
     status, _, document = get(url, "/openapi.json")
     assert status == 200
     schema = schemathesis.openapi.from_dict(json.loads(document))
@@ -143,34 +142,21 @@ def _run_operation(
 
 
 def cases(options: argparse.Namespace) -> dict[str, Any]:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        serving(write_checkpoint(Path(folder)), "--max-tokens", str(MOST_TOKENS)) as server,
-    ):
+    with serving("--max-tokens", str(MOST_TOKENS)) as server:
         run_cases(server.url, 400, options.seed + 1)
-        before = server.rss()
-        by_operation = run_cases(server.url, options.cases, options.seed)
-        wait_for(lambda: not busy(server.url), "nothing is under way")
-        after = server.rss()
+        with steady_memory(server, 64) as memory:
+            by_operation = run_cases(server.url, options.cases, options.seed)
+            wait_for(lambda: not any(ready(server.url)[name] for name in ("requests", "jobs")), "nothing is under way")
         by_status = sum(by_operation.values(), Counter())
         for path in ("/v1/completions", "/v1/chat/completions", "/score", "/tokenize", "/detokenize"):
             counts = by_operation[f"POST {path}"]
             assert counts["200"] >= options.cases // 50, f"{path}: {counts}"
         assert by_status.total() >= options.cases, by_status
-        assert before is None or after is None or after < before + (64 << 20), (before, after)
         return {
             "cases": by_status.total(),
             "by_status": dict(sorted(by_status.items())),
             "by_operation": {name: dict(sorted(counts.items())) for name, counts in by_operation.items()},
-            "rss_before": before,
-            "rss_after": after,
-        }
-
-
-def busy(url: str) -> int:
-    """Returns the number of unfinished completions and scores."""
-    counts = json.loads(get(url, "/ready")[2])
-    return counts["requests"] + counts["jobs"]
+        } | memory
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

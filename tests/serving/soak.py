@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import random
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from adaponder.inference import Engine
 from harness_support import reader
-from soak_support import at_rest, draw_body, ready, run_parts, serving, solo, stream, wait_for, write_checkpoint
+from soak_support import at_rest, draw_body, ready, run_parts, serving, solo, steady_memory, stream, wait_for
 
 RECORD = Path(__file__).with_suffix(".json")
 
 
-def same_as_alone(url: str, count: int, seed: int, *, over: Callable[[], object] = bool) -> dict[str, Any]:
+def same_as_alone(
+    url: str, count: int, seed: int, *, over: Callable[[], object] = bool, key: str | None = None
+) -> dict[str, Any]:
     """Sends ``count`` streams at once and checks that each equals its solo run.
 
     ``over`` waits for the end of other work; then no row may be in use.
@@ -34,7 +35,7 @@ def same_as_alone(url: str, count: int, seed: int, *, over: Callable[[], object]
     bodies = [draw_body(draw) for _ in range(count)]
 
     async def ask_all() -> list[Any]:
-        return await asyncio.gather(*(stream(url, body) for body in bodies))
+        return await asyncio.gather(*(stream(url, body, key=key) for body in bodies))
 
     answers = asyncio.run(ask_all())
     engine = Engine(reader(), lanes=1)
@@ -43,7 +44,7 @@ def same_as_alone(url: str, count: int, seed: int, *, over: Callable[[], object]
         assert (answer.ids, answer.depths) == solo(engine, body), body
         assert answer.usage["completion_tokens"] == len(answer.ids)
     over()
-    wait_for(lambda: at_rest(url), "every row is free", seconds=60)
+    wait_for(lambda: at_rest(url, key=key), "every row is free", seconds=60)
     return {"streams": count, "tokens": sum(len(answer.ids) for answer in answers), "equal_to_solo": count}
 
 
@@ -69,7 +70,7 @@ def hang_up(url: str, count: int, seed: int, *, at_once: int = 50) -> dict[str, 
 
 
 def streams(settings: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, serving(write_checkpoint(Path(folder))) as server:
+    with serving() as server:
         same_as_alone(server.url, 20, settings.seed + 1)
         before = server.rss()
         found = same_as_alone(server.url, settings.streams, settings.seed)
@@ -77,13 +78,11 @@ def streams(settings: argparse.Namespace) -> dict[str, Any]:
 
 
 def disconnects(settings: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, serving(write_checkpoint(Path(folder))) as server:
+    with serving() as server:
         hang_up(server.url, 100, settings.seed + 1)
-        before = server.rss()
-        found = hang_up(server.url, settings.clients, settings.seed)
-        after = server.rss()
-        assert before is None or after is None or after < before + (32 << 20), (before, after)
-        return found | same_as_alone(server.url, 50, settings.seed + 2) | {"rss_before": before, "rss_after": after}
+        with steady_memory(server, 32) as memory:
+            found = hang_up(server.url, settings.clients, settings.seed)
+        return found | same_as_alone(server.url, 50, settings.seed + 2) | memory
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from adaponder.backbones.families import decoder_layers
-from adaponder.devices import DTYPES, as_device, as_dtype, autocast, product_dtype
+from adaponder.devices import as_device, autocast, product_dtype
 from adaponder.errors import InputError
 from adaponder.ops.finite import first_not_finite
 from support import tiny
@@ -21,13 +21,6 @@ def test_a_device_that_is_not_there_is_refused_by_name(monkeypatch):
     assert as_device("cuda:1").index == 1
     with pytest.raises(InputError, match="--device cuda:2"):
         as_device("cuda:2")
-
-
-def test_a_precision_is_one_of_those_that_help_names():
-    assert as_dtype("auto") == "auto"
-    assert {str(as_dtype(name)) for name in DTYPES[1:]} == {f"torch.{name}" for name in DTYPES[1:]}
-    with pytest.raises(InputError, match="--dtype int8"):
-        as_dtype("int8")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from adaponder import fields, registry
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import ConfigError, InputError
-from adaponder.fields import REQUEST_FIELDS, Range, Recurrence, body_field, check, option, violation
+from adaponder.fields import REQUEST_FIELDS, Recurrence, body_field, check, option
 from adaponder.recipes import ModelRecipe, load_recipe
 
 VALUES = {
@@ -65,15 +65,6 @@ def test_numbers_of_other_libraries_become_pythons():
     numpy = pytest.importorskip("numpy")
     assert type(check("top_k", numpy.uint8(200))) is int
     assert type(check("temperature", numpy.float32(0.5))) is float
-
-
-def test_an_interval_reads_as_it_is_written():
-    assert str(Range.parse("(0, 1]")) == "greater than 0 and at most 1"
-    assert str(Range.parse("[0, 1]")) == "between 0 and 1"
-    assert str(Range.parse("[1, inf)")) == "at least 1"
-    assert math.nan not in Range.parse("[0, 1]")
-    top_p = REQUEST_FIELDS["top_p"]
-    assert (violation(top_p, 2) or "").startswith("must be a number greater than 0 and at most 1")
 
 
 def test_config_and_recipe_have_the_fields_of_the_table_and_repeat_none():

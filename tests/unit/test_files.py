@@ -9,16 +9,7 @@ import pytest
 
 from adaponder import files
 from adaponder.errors import CheckpointError, InputError
-from adaponder.files import (
-    JSON_DEPTH,
-    lock,
-    read_bytes,
-    read_json,
-    replacing,
-    replacing_folder,
-    sha256_of,
-    write_whole,
-)
+from adaponder.files import JSON_DEPTH, lock, read_bytes, read_json, replacing, replacing_folder, sha256_of, write_whole
 from adaponder.terminal import write_json
 from fault_support import full_disk
 

@@ -26,11 +26,10 @@ from adaponder.halting import (
 )
 def test_the_ponder_fraction_is_0_then_a_ramp_then_constant(step, expected):
     assert ponder_fraction(step, start=100, full=200, k_max=0.3) == pytest.approx(expected, rel=1e-12, abs=0)
+    assert ponder_fraction(step, start=100, full=100, k_max=0.3) == (0.3 if step >= 100 else 0.0)
 
 
-def test_an_empty_ponder_ramp_is_a_step_and_none_ends_before_it_starts():
-    assert [ponder_fraction(step, start=100, full=100, k_max=0.3) for step in (99, 100)] == [0.0, 0.3]
-    assert ponder_fraction(0, start=0, full=0, k_max=0.3) == 0.3
+def test_a_ponder_ramp_does_not_end_before_it_starts():
     with pytest.raises(AdaPonderError, match=r"ponder_full=99.*ponder_start=100"):
         ponder_fraction(150, start=100, full=99, k_max=0.3)
 

@@ -14,7 +14,7 @@ HOSTILE = "a\x1b]0;owned\x07b\x1b[31m\x9b2Jc :smile: [/b] [red]d[/red] \u202egpj
 
 @pytest.fixture
 def screen(monkeypatch):
-    """A console as on a terminal of 80 columns, and what it wrote."""
+    """Returns a console of 80 columns, and its output."""
     monkeypatch.setenv("TERM", "xterm-256color")
     written = io.StringIO()
     found = Screen()
@@ -24,7 +24,7 @@ def screen(monkeypatch):
 
 
 def obeyed(text: str) -> set[str]:
-    """The characters of ``HOSTILE`` that a terminal would obey and rich itself does not write."""
+    """Returns the characters of ``HOSTILE`` that a terminal would obey and rich itself does not write."""
     ours = text.replace("\x1b[", "")  # rich's own colours and cursor moves
     return {character for character in "\x1b\x07\x9b\u202e\udcff" if character in ours} | (
         {"red"} if "\x1b[31m" in text else set()

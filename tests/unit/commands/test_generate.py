@@ -117,7 +117,7 @@ def test_samples_differ_and_follow_the_seed(checkpoint, tmp_path):
 
 @pytest.mark.parametrize("expansion", [0, 7])
 def test_tokens_cost_together_what_each_costs_after_those_before_it(monkeypatch, expansion):
-    """With a method whose halted tokens are out of sight; with keys that each pass unfolds anew, one by one."""
+    """Covers mor, which drops halted tokens, and compressed keys, which each pass decompresses one token at a time."""
     model = reader("mor")
     shape = replace(shape_of(model.config), expansion=expansion)
     depths = [1, 3, 2, 2, 1, 3, 1, 1, 3, 2, 1, 3]
@@ -145,7 +145,7 @@ def test_a_stop_string_ends_the_text_before_it(checkpoint, tmp_path):
 
 
 def screen_after(sent: str) -> list[str]:
-    """The lines of a terminal that was sent this: colours, cursor up, and erased lines are obeyed."""
+    """Returns the lines that a terminal shows; obeys cursor moves and erased lines."""
     lines, row, column = [""], 0, 0
     for moved, letter, other in re.findall(r"\x1b\[([?0-9;]*)([A-Za-z])|(.|\n)", sent):
         if letter == "A":
@@ -241,7 +241,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def chatting(tmp_path_factory):
-    """The same model, with a tokenizer that has a template."""
+    """Saves the same model with a tokenizer that has a chat template."""
     folder = tmp_path_factory.mktemp("chat") / "ada"
     reader().save_pretrained(folder)
     tokenizer = copy.deepcopy(words())  # which others share

@@ -21,13 +21,15 @@ from adaponder.commands import tasks
 from adaponder.commands.lm_eval_model import AdaPonderLM
 from adaponder.errors import InputError
 from adaponder.evaluation.lab.profiles import store
+from adaponder.serving.served import Served
+from harness_support import POSITIONS, RECORDS, reader, words, write_records
+from serving_support import serving
 
 NAMES = ("arc_easy", "lambada_openai", "wikitext")
 
 
 @pytest.fixture(scope="module")
 def checkpoint(checkpoint):
-    """The checkpoint with a profile."""
     store(Path(checkpoint), "two", {"policy": "fixed:2"})
     return Path(checkpoint)
 
@@ -37,12 +39,6 @@ def command_line(records, tmp_path, monkeypatch):
     """``command_line(*arguments)`` runs ``python -m adaponder.lm_eval`` on the records and returns its results."""
     library, include = Path(lm_eval.__file__).parent / "tasks", tmp_path / "tasks"
     include.mkdir()
-    for name in NAMES:
-        (source,) = library.rglob(f"{name}.yaml")
-        data = {"test": str(records / name / "test.jsonl")}
-        there = {"include": str(source), "task": f"{name}_here", "dataset_path": "json", "dataset_name": None}
-        there |= {"dataset_kwargs": {"data_files": data}, "training_split": None, "validation_split": None}
-        (include / f"{name}.yaml").write_text(yaml.safe_dump(there))
     # An index of lm-eval's own thirteen thousand tasks takes ten seconds, and none of them is asked for.
     whole = TaskManager.__init__
 
@@ -51,7 +47,13 @@ def command_line(records, tmp_path, monkeypatch):
 
     monkeypatch.setattr(TaskManager, "__init__", indexed)
 
-    def run(*arguments: str, names=NAMES):
+    def run(*arguments: str, names=NAMES, records=records):
+        for name in names:
+            (source,) = library.rglob(f"{name}.yaml")
+            data = {"test": str(records / name / "test.jsonl")}
+            there = {"include": str(source), "task": f"{name}_here", "dataset_path": "json", "dataset_name": None}
+            there |= {"dataset_kwargs": {"data_files": data}, "training_split": None, "validation_split": None}
+            (include / f"{name}.yaml").write_text(yaml.safe_dump(there))
         out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
         said = ["adaponder.lm_eval", *arguments, "--tasks", ",".join(f"{name}_here" for name in names)]
         said += ["--include_path", str(include), "--device", "cpu", "--batch_size", "2", "--output_path", str(out)]
@@ -64,7 +66,7 @@ def command_line(records, tmp_path, monkeypatch):
 
 
 def metrics_of(found: dict) -> dict[str, float]:
-    """``task metric`` to value, of lm-eval's results."""
+    """Returns lm-eval's results by ``task metric``."""
     return {
         f"{task.removesuffix('_here')} {key.split(',')[0]}": value
         for task, metrics in found["results"].items()
@@ -74,7 +76,7 @@ def metrics_of(found: dict) -> dict[str, float]:
 
 
 def our_metrics(found: dict) -> dict[str, float]:
-    """The same of ``adaponder eval --tasks --json``."""
+    """Returns the results of ``adaponder eval --tasks --json`` by ``task metric``."""
     return {
         f"{task['task']} {name}": metric["value"] for task in found["tasks"] for name, metric in task["metrics"].items()
     }
@@ -97,6 +99,19 @@ def test_both_models_of_the_command_line_score_as_adaponder_eval_does(command_li
     assert {name: cost[f"{name}_here"]["iterations"] for name in NAMES} == {
         task["task"]: task["cost"]["iterations"] for task in expected["tasks"]
     }
+
+
+@pytest.mark.every
+def test_local_completions_from_a_server_score_as_adaponder_eval_does(command_line, checkpoint, tmp_path, monkeypatch):
+    """Items are short: lm-eval cuts those that exceed the positions of a server otherwise than those of a model."""
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    short = {name: [item for item in RECORDS[name] if len(str(item)) < 200] for name in NAMES}
+    data = write_records(tmp_path / "short", short)
+    with serving(Served(reader(), words(), name="tiny")) as server:
+        how = f"model=tiny,base_url={server.address}/v1/completions,tokenizer={checkpoint},max_length={POSITIONS}"
+        found = metrics_of(command_line("--model", "local-completions", "--model_args", how, records=data))
+    scores = our_metrics(tasks.run_tasks(checkpoint=str(checkpoint), tasks=NAMES, fewshot=[0], task_data=data))
+    assert found == pytest.approx(scores, rel=1e-9)
 
 
 @pytest.mark.one_of(3)

@@ -22,7 +22,7 @@ def another(entries: int, text: str) -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A checkpoint with its tokenizer, and tokenizers: the same again, one of other words, one of too many."""
+    """Saves a checkpoint with its tokenizer, and three tokenizers: an equal one, one of other words, a larger one."""
     root = tmp_path_factory.mktemp("tokenizers")
     (root / "bare").mkdir()
     for name in ("own", "bare"):
@@ -36,7 +36,7 @@ def folders(tmp_path_factory):
 
 
 def doors(folder, tokenizer):
-    """Every way a command opens a checkpoint's tokenizer."""
+    """Yields every way in which a command opens a checkpoint's tokenizer."""
     model, found = load(str(folder))
     yield lambda: open_tokenizer(model, found, tokenizer)
     yield lambda: open_subject(str(folder), Opening(tokenizer=tokenizer))

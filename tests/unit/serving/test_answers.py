@@ -26,7 +26,6 @@ def server():
 
 @pytest.fixture(scope="module")
 def solo():
-    """Completions of an engine that runs nothing else."""
     engine = Engine(tiny(), lanes=1)
     return lambda prompt, **settings: engine.generate(
         [Request(small_tokenizer()(prompt).input_ids, seed=5, **settings)]
@@ -141,9 +140,9 @@ def test_best_of_returns_the_most_likely(server, solo):
     assert answer["usage"]["completion_tokens"] == 24
 
 
-@pytest.mark.parametrize("content", ["hi", [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]])
-def test_chat_uses_the_tokenizer_s_template(server, solo, content):
+def test_chat_uses_the_tokenizer_s_template(server, solo):
     (alone,) = solo("u hi a ", max_new_tokens=6)
+    content = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     body = CHAT | {"max_tokens": 6, "messages": [{"role": "user", "content": content}]}
     answer = server.post("/v1/chat/completions", body).json()
     assert answer["object"] == "chat.completion"
@@ -194,29 +193,19 @@ def test_fields_of_vllm_mean_what_they_mean_there(server, solo, field, value, na
     ("route", "body"),
     [
         ("completions", {"prompt": "ab", "max_tokens": 6}),
-        (
-            "chat/completions",
-            {
-                "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
-                "max_completion_tokens": 6,
-            },
-        ),
+        ("chat/completions", {"messages": CHAT["messages"], "max_completion_tokens": 6}),
     ],
 )
-def test_bodies_of_guidellm_are_answered(server, route, body):
-    body |= {"model": "tiny", "stop": None, "ignore_eos": True, "stream": True}
-    body |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    chunks = events(server.post(f"/v1/{route}", body))
-    assert chunks[-1]["usage"]["completion_tokens"] == 6
-
-
-def test_continuous_usage_counts_each_choice(server):
+def test_continuous_usage_counts_each_choice(server, route, body):
+    """The bodies are those that guidellm sends."""
     options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = events(complete(server, max_tokens=6, n=2, stream=True, stream_options=options))
-    last = {chunk["choices"][0]["index"]: chunk["usage"] for chunk in chunks[:-1]}
-    assert last == {n: {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8} for n in (0, 1)}
+    body |= {"model": "tiny", "n": 2, "stop": None, "ignore_eos": True, "stream": True, "stream_options": options}
+    chunks = events(server.post(f"/v1/{route}", body))
+    last = {chunk["choices"][0]["index"]: chunk["usage"]["completion_tokens"] for chunk in chunks[:-1]}
+    assert last == {0: 6, 1: 6}
     assert all(chunk["usage"]["completion_tokens"] <= 6 for chunk in chunks[:-1])
-    assert chunks[-1]["usage"]["completion_tokens"] == 12
+    total = chunks[-1]["usage"]
+    assert total["total_tokens"] - total["prompt_tokens"] == total["completion_tokens"] == 12
 
 
 def test_without_a_seed_completions_differ(server):

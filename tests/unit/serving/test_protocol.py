@@ -1,10 +1,8 @@
-"""Wrong and oversized bodies are answered 4xx at once, with the name of the field, and memory stays flat."""
+"""Wrong and oversized bodies are answered 4xx at once, with the name of the field."""
 
 from __future__ import annotations
 
-import json
 import math
-import resource
 import time
 
 import pytest
@@ -25,48 +23,40 @@ def server():
 
 BASE = {"model": "tiny", "prompt": "ab"}
 REFUSED = [
-    ({"n": 10**6}, "n"),  # CVE-2026-34756
-    ({"best_of": 1, "n": 2}, "best_of"),
-    ({"best_of": 2, "stream": True}, "best_of"),
-    ({"n": 2**70}, "n"),
-    ({"max_tokens": POSITIONS}, "max_tokens"),
-    ({"adaponder": {"repetition_penalty": 5e-324}}, "adaponder.repetition_penalty"),
-    ({"stop": ["x"] * 17}, "stop"),
-    ({"stop": [""]}, "stop.0"),
-    ({"logit_bias": {str(n): 1 for n in range(301)}}, "logit_bias"),
-    ({"logit_bias": {"x": 1}}, "logit_bias.x"),
-    ({"logit_bias": {str(VOCABULARY): 1}}, "logit_bias"),
-    ({"prompt": ""}, "prompt"),
-    ({"prompt": [VOCABULARY]}, "prompt"),
-    ({"prompt": [2**80]}, "prompt.0"),
-    ({"prompt": ["a", "b", "c", "d"]}, "prompt"),
-    ({"prompt": [1] * (POSITIONS + 1)}, "prompt"),
-    ({"temperature": 3}, "temperature"),
-    ({"logprobs": 21}, "logprobs"),
-    ({"logprobs": 1, "echo": True, "stream": True}, "echo"),
-    ({"seed": 2**64}, "seed"),
-    ({"seed": 1, "adaponder": {"seed": 2}}, "adaponder.seed"),
-    ({"suffix": "x"}, "suffix"),
-    ({"tools": []}, "tools"),
-    ({"nonsense": 1}, "nonsense"),
-    ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"adaponder": {"policy": "wild:1"}}, "adaponder.policy"),
-    ({"adaponder": {"policy": "fixed:9"}}, "adaponder.policy"),
-    ({"adaponder": {"policy": "ranked-uniform:0.5"}}, "adaponder.policy"),
-    ({"adaponder": {"policy": "fixed:1", "tau": 0.5}}, "adaponder.tau"),
-    ({"adaponder": {"budget": "../../secret"}}, "adaponder.budget"),
-    ({"adaponder": {"max_iterations": 4}}, "adaponder.max_iterations"),
-    ({"adaponder": {"depths": {"x": 1}}}, "adaponder.depths.x"),
-    ({"adaponder": {"depths": {"60": 1}}}, "adaponder.depths"),
-    ({"max_tokens": 2, "adaponder": {"min_tokens": 3}}, "min_tokens"),
-    ({"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
-    ({"top_k": 3, "adaponder": {"top_k": 4}}, "adaponder.top_k"),
-    ({"ignore_eos": True, "adaponder": {"ignore_eos": False}}, "adaponder.ignore_eos"),
-    ({"top_k": -2}, "top_k"),
-    ({"stop_token_ids": [VOCABULARY]}, "stop_token_ids"),
-    ({"stop_token_ids": [1] * 257}, "stop_token_ids"),
-    ({"adaponder": {"unknown": 1}}, "adaponder.unknown"),
+    ("n", {"n": 10**6}, {"n": 2**70}),  # CVE-2026-34756
+    ("best_of", {"best_of": 1, "n": 2}, {"best_of": 2, "stream": True}),
+    ("max_tokens", {"max_tokens": POSITIONS}),
+    ("adaponder.repetition_penalty", {"adaponder": {"repetition_penalty": 5e-324}}),
+    ("stop", {"stop": ["x"] * 17}),
+    ("stop.0", {"stop": [""]}),
+    ("logit_bias", {"logit_bias": {str(n): 1 for n in range(301)}}, {"logit_bias": {str(VOCABULARY): 1}}),
+    ("logit_bias.x", {"logit_bias": {"x": 1}}),
+    ("prompt", {"prompt": ""}, {"prompt": [VOCABULARY]}, {"prompt": ["a", "b", "c", "d"]}),
+    ("prompt", {"prompt": [1] * (POSITIONS + 1)}),
+    ("prompt.0", {"prompt": [2**80]}),
+    ("temperature", {"temperature": 3}),
+    ("logprobs", {"logprobs": 21}),
+    ("echo", {"logprobs": 1, "echo": True, "stream": True}),
+    ("seed", {"seed": 2**64}),
+    ("adaponder.seed", {"seed": 1, "adaponder": {"seed": 2}}),
+    ("suffix", {"suffix": "x"}),
+    ("tools", {"tools": []}),
+    ("nonsense", {"nonsense": 1}),
+    ("stream_options", {"stream_options": {"include_usage": True}}),
+    ("adaponder.policy", *({"adaponder": {"policy": rule}} for rule in ("wild:1", "fixed:9", "ranked-uniform:0.5"))),
+    ("adaponder.tau", {"adaponder": {"policy": "fixed:1", "tau": 0.5}}),
+    ("adaponder.budget", {"adaponder": {"budget": "../../secret"}}),
+    ("adaponder.max_iterations", {"adaponder": {"max_iterations": 4}}),
+    ("adaponder.depths.x", {"adaponder": {"depths": {"x": 1}}}),
+    ("adaponder.depths", {"adaponder": {"depths": {"60": 1}}}),
+    ("min_tokens", *({"max_tokens": 2} | fields for fields in ({"min_tokens": 3}, {"adaponder": {"min_tokens": 3}}))),
+    ("adaponder.top_k", {"top_k": 3, "adaponder": {"top_k": 4}}),
+    ("adaponder.ignore_eos", {"ignore_eos": True, "adaponder": {"ignore_eos": False}}),
+    ("top_k", {"top_k": -2}),
+    ("stop_token_ids", {"stop_token_ids": [VOCABULARY]}, {"stop_token_ids": [1] * 257}),
+    ("adaponder.unknown", {"adaponder": {"unknown": 1}}),
 ]
+REFUSALS = [(change, field) for field, *changes in REFUSED for change in changes]
 
 
 def check_refused(response, field: str) -> None:
@@ -76,7 +66,7 @@ def check_refused(response, field: str) -> None:
     assert len(error["message"]) < 500
 
 
-@pytest.mark.parametrize(("change", "field"), REFUSED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("change", "field"), REFUSALS, ids=lambda value: str(value)[:40])
 def test_invalid_field_is_refused_by_name(server, change, field):
     began = time.perf_counter()
     check_refused(server.post("/v1/completions", BASE | change), field)
@@ -183,19 +173,6 @@ def test_range_headers_are_ignored(server):
     for path in ("/", "/page/index.html", "/health"):
         response = server.get(path, headers={"range": many})
         assert (response.status_code, "content-range" in response.headers) == (200, False)
-
-
-def test_refusals_keep_no_memory(server):
-    bodies = [json.dumps(BASE | change).encode() for change, _ in REFUSED] + INVALID[-2:]
-
-    def refuse_all(times: int) -> None:
-        for body in bodies * times:
-            post_bytes(server, body)
-
-    refuse_all(1)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    refuse_all(2)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
 
 
 @pytest.mark.parametrize("wrong", [{"n": 0}, {"n": 129}, {"waiting": -1}, {"stall_seconds": math.nan}])

@@ -10,7 +10,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 
 from adaponder.evaluation.token_scores import Reading, TokenScorer
 from adaponder.methods.cost import cost_of
@@ -161,17 +160,11 @@ def test_every_method_is_served(method):
             assert refused.json()["error"]["param"] == "adaponder.policy"
 
 
-def metrics_of(server) -> dict[tuple, float]:
-    """Returns the values of ``/metrics`` by name and labels."""
-    families = text_string_to_metric_families(server.get("/metrics").text)
-    return {(s.name, *sorted(s.labels.values())): s.value for family in families for s in family.samples}
-
-
 def test_metrics_count_a_completion(server):
-    before = metrics_of(server)
+    before = server.metrics()
     body = {"model": "tiny", "prompt": "abcd", "max_tokens": 5, "adaponder": {"policy": "fixed:2"}}
     assert server.post("/v1/completions", body).status_code == 200
-    after = metrics_of(server)
+    after = server.metrics()
     for name, grown in {
         ("adaponder_tokens_total", "prompt"): 4,
         ("adaponder_tokens_total", "completion"): 5,
@@ -192,12 +185,12 @@ def test_metrics_count_prompt_tokens_as_read_once():
         read, answers = [0.0], []
         for _ in range(3):
             answers.append(server.post("/v1/completions", body | {"stream": len(answers) == 2}))
-            read.append(metrics_of(server)["adaponder_tokens_by_depth_total", "2"])
+            read.append(server.metrics()["adaponder_tokens_by_depth_total", "2"])
         cached = [answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers[:2]]
         assert cached == [0, 12]
         # Two samples of three tokens, of which the last is not read.
         assert [after - before for before, after in pairwise(read)] == [13 + 4, 1 + 4, 1 + 4]
-        assert metrics_of(server)["adaponder_tokens_total", "prompt"] == 39
+        assert server.metrics()["adaponder_tokens_total", "prompt"] == 39
 
 
 def test_openapi_document_describes_every_route(server):

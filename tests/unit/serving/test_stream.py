@@ -88,8 +88,7 @@ def test_429_when_lanes_and_queue_are_full():
 
         def send(client: str, sequences: int) -> socket.socket:
             connection = connect(server)
-            content = request_bytes(BODY | {"max_tokens": 3})
-            connection.sendall(content.replace(b"\r\n", f"\r\nX-Forwarded-For: {client}\r\n".encode(), 1))
+            connection.sendall(request_bytes(BODY | {"max_tokens": 3}, client=client))
             while server.worker.sequences < sequences:
                 time.sleep(0.001)
             return connection

@@ -4,72 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import types
 
 import pytest
 
 from adaponder import Engine, Request
 from adaponder.errors import InputError
-from adaponder.inference.outputs import Completion, Event, Token
+from adaponder.inference.outputs import Event
 from adaponder.serving.worker import UnavailableError, Worker
+from benchmarks.stand_in import SleepingEngine
 from serving_support import tiny_served
 from support import tiny
 
-ENDLESS = 10**9
+MODEL, ENDLESS = tiny(), 10**9
 
 
-class ScriptedEngine:
-    """Generates token 1 for each request in each step; the first ``broken_steps`` steps fail."""
-
-    longest_request, clients = 64, types.MappingProxyType({})
+class ScriptedEngine(SleepingEngine):
+    """Takes requests of any length and does not sleep; the first ``broken_steps`` steps fail."""
 
     def __init__(self, *, broken_steps: int = 0):
-        self.broken_steps, self.requests, self.ended = broken_steps, {}, []
-        self.threads: set[int] = set()
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.requests or self.ended)
-
-    @property
-    def statistics(self):
-        return {"resident": len(self.requests)}
+        super().__init__(MODEL, tick=0.0)
+        self.tokens, self.broken_steps, self.threads = 2 * ENDLESS, broken_steps, set()
 
     def submit(self, request):
         self.threads.add(threading.get_ident())
-        if request.salt == "refused":
-            raise InputError("prompt: no")
-        number = len(self.requests) + 100
-        self.requests[number] = Completion(request, 0, list(request.prompt))
-        return number
-
-    def cancel(self, number, sample=None):
-        if number in self.requests:
-            self._finish(number, "cancelled")
+        return super().submit(request)
 
     def step(self):
         self.threads.add(threading.get_ident())
-        if self.broken_steps:
-            self.broken_steps -= 1
-            for number in list(self.requests):
-                self._finish(number, "error", "engine: broken off")
-            raise RuntimeError("the device is gone")
-        events, self.ended = self.ended, []
-        for number, completion in list(self.requests.items()):
-            completion.tokens.append(Token(1, 1))
-            events.append(Event(number, 0, Token(1, 1)))
-            if len(completion.tokens) == completion.request.max_new_tokens:
-                self._finish(number, "length")
-        return events
+        if not self.broken_steps:
+            return super().step()
+        self.broken_steps -= 1
+        for key in list(self._samples):
+            self._samples[key].error = "engine: broken off"
+            self._end(key, "error")
+        raise RuntimeError("the device is gone")
 
-    def _finish(self, number, reason, error=None):
-        completion = self.requests.pop(number)
-        completion.finish_reason, completion.error = reason, error
-        self.ended.append(Event(number, 0, completion=completion))
+    def generated(self) -> int:
+        return len(next(iter(self._samples.values())).tokens)
 
 
 def dead():
-    """Returns an engine that fails in every step."""
     return ScriptedEngine(broken_steps=ENDLESS)
 
 
@@ -90,7 +64,6 @@ class Sink:
 
 
 def submit(worker, new_tokens=3, **settings):
-    """Submits a request and returns its sink and ticket."""
     sink = Sink()
     return sink, worker.submit(Request([1], max_new_tokens=new_tokens, **settings), sink)
 
@@ -157,17 +130,10 @@ async def test_cancelled_request_gets_no_events_and_leaves_the_engine(worker, en
 
 @with_worker()
 async def test_refusal_concerns_its_request_only(worker, engine):
-    (refused, _), (other, _) = submit(worker, salt="refused"), submit(worker)
+    (refused, _), (other, _) = submit(worker, temperature=-1.0), submit(worker)
     with pytest.raises(InputError):
         await refused.end
     assert (await other.end).finish_reason == "length"
-
-
-@with_worker(lambda: ScriptedEngine(broken_steps=1))
-async def test_failed_step_ends_its_requests_and_the_engine_goes_on(worker, engine):
-    assert (await submit(worker)[0].end).error == "engine: broken off"
-    assert (await submit(worker)[0].end).finish_reason == "length"
-    assert worker.alive
 
 
 @with_worker()
@@ -206,7 +172,7 @@ def test_an_engine_that_opens_late_does_not_change_a_worker_that_ends(state, fai
         opened.set()
         await end
         if state == "draining":
-            await until(lambda: worker.state == "broken" or worker.longest_request == ScriptedEngine.longest_request)
+            await until(lambda: worker.state == "broken" or worker.longest_request > ENDLESS)
         await asyncio.sleep(0.01)
         assert worker.state == after
         await worker.stop()
@@ -259,7 +225,7 @@ async def test_jobs_take_turns_with_steps_and_with_each_other(worker, engine):
 
     def noting():
         for _ in range(20):
-            steps.append(len(next(iter(engine.requests.values())).tokens))
+            steps.append(engine.generated())
             yield
 
     await worker.job(noting())
@@ -301,7 +267,7 @@ async def test_engine_waits_for_an_event_loop_that_falls_behind(worker, engine):
     await until(lambda: sink.events)
     before = len(sink.events)
     threading.Event().wait(0.1)  # blocks the event loop
-    assert len(next(iter(engine.requests.values())).tokens) - before <= 10
+    assert engine.generated() - before <= 10
     worker.cancel(ticket)
 
 
