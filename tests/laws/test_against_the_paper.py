@@ -4,7 +4,7 @@ import pytest
 import reference
 import torch
 
-from adaponder import AdaPonderForCausalLM, Objective
+from adaponder import AdaPonderForCausalLM, FixedDepth, Objective
 from laws import assert_close, make_case
 from support import stir, stock, tiny
 
@@ -49,6 +49,13 @@ def test_weaker_reuse_is_the_papers_equations_to_the_letter(reuse, execution):
     assert depth.unique().numel() > 1, "the gates must disagree for this to test anything"
     assert_close(output.logits, logits, "logits")
     assert_close(output.gates, gates, "gates")
+
+
+def test_another_policy_decides_the_mask_alone():
+    """The update stays weighted by the gate, also of tokens that the learned rule would halt."""
+    case = make_case(2, 9, 4, "ragged", "none", 1)
+    expected, _, _ = reference.adaponder(tiny(iterations=4, tau=1e-12), case.ids, case.real)
+    assert_close(tiny(iterations=4, tau=0.99)(case.ids, policy=FixedDepth(4)).logits, expected, "logits")
 
 
 @pytest.mark.parametrize("first", [1.0, 3.0])

@@ -89,16 +89,6 @@ def test_many_reorderings_do_not_hoard_rows():
     torch.testing.assert_close(logits[best, -1], model(kept, **policy).logits[0, -1])
 
 
-def test_generating_with_beams_keeps_no_more_dead_rows_than_living():
-    model, beams = tiny(iterations=3), 5
-    found = model.generate(
-        ids(1, 3), max_new_tokens=25, num_beams=beams, pad_token_id=0, policy=Random(0.5), return_dict_in_generate=True
-    )
-    ledger = found.past_key_values
-    # The rows of the last step came after the last sweep.
-    assert ledger.rows <= 2 * living(ledger) + beams * model.config.iterations
-
-
 def test_a_forward_that_fails_leaves_the_cache_as_it_was():
     model, ledger, policy = filled()
     expected = go_on(model, copy.deepcopy(ledger), policy, ids(2, 7)[:, 5:6])

@@ -236,12 +236,3 @@ def test_draws_follow_the_distribution_of_the_logits():
         tokens = draws(logits, 40_000, **fields)
         expected = (logits / fields.get("temperature", 1.0)).softmax(-1)
         assert abs(chi_square(tokens, expected)) < 4
-
-
-@pytest.mark.parametrize("other", [{"seed": 1}, {"sample": 1}])
-def test_seeds_and_samples_draw_independently(other):
-    logits = torch.zeros(8, dtype=torch.float64)
-    one, two = draws(logits, 20_000), draws(logits, 20_000, **other)
-    assert abs(chi_square(8 * one + two, torch.full((64,), 1 / 64))) < 4
-    # Neighbouring positions, too.
-    assert abs(chi_square(8 * one[1:] + one[:-1], torch.full((64,), 1 / 64))) < 4

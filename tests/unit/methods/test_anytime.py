@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from adaponder import AdaPonderForCausalLM, FixedDepth, ForcedDepths, LearnedGate, Objective
@@ -54,19 +54,6 @@ def test_each_depth_weighs_its_prior_over_the_chance_to_reach_it(execution, loss
     torch.testing.assert_close(output.terms["cross_entropy"], own.mean(), rtol=1e-12, atol=0)
 
 
-def test_under_random_halts_the_loss_is_that_of_the_prior():
-    """Over many seeds: where a first token is alone, no context differs, and its losses are the same in every draw."""
-    model = tiny("anytime", iterations=K, loss_prior=[0.1, 0.2, 0.3, 0.4]).train()
-    token = torch.tensor([[5, 9]])
-    seeds = sequence_seeds(0, torch.arange(4000))
-    many = token.expand(len(seeds), -1)
-    with torch.no_grad():
-        chance = model(many, labels=many, objective=Objective(), seed=seeds).terms["every_depth"]
-        fixed = [float(model.eval()(token, labels=token, policy=FixedDepth(depth)).loss) for depth in (1, 2, 3, 4)]
-    expected = 0.1 * fixed[0] + 0.2 * fixed[1] + 0.3 * fixed[2] + 0.4 * fixed[3]
-    assert float(chance) == pytest.approx(expected, rel=0.03)
-
-
 def test_a_gain_is_that_of_the_best_later_iteration():
     losses = torch.tensor([[3.0, 2.0, 1.0, 2.0], [2.75, 2.5, 1.25, 1.0], [3.5, 1.75, 1.5, 2.0], [2.5, 2.25, 0.5, 1.5]])
     expected = torch.tensor([[0.5, 0.25, 0.5, 1.0], [0.25, 0.75, 0.75, -0.5], [1.0, -0.5, 1.0, 0.5]])
@@ -93,15 +80,6 @@ def test_a_gain_of_just_delta_is_none():
     sure = torch.tensor([-20.0])
     assert lookahead_of(losses, sure, delta=0.5) < 1e-6
     assert lookahead_of(losses, sure, delta=0.25) > 10
-
-
-@pytest.mark.parametrize(("by", "opens"), [("tokens", False), ("nats", True)])
-def test_counted_by_nats_a_rare_large_gain_outweighs_many_small_losses(by, opens):
-    """Of ten alike tokens one gains 2 nats and nine lose 0.1: a gate that is the same for all should open."""
-    losses = torch.stack([torch.full((10,), 3.0), torch.tensor([1.0] + [3.1] * 9)])
-    logit = torch.zeros(10, requires_grad=True)
-    lookahead_of(losses, logit, delta=0.05, by=by).backward()
-    assert (logit.grad.sum() < 0) == opens
 
 
 def test_sequences_count_equally_however_many_labels_they_have():
@@ -155,17 +133,6 @@ def test_gates_and_backbone_learn_from_their_own_loss_alone(method, execution, p
     for part, term in (("backbone.", "every_depth"), ("method.", "lookahead")):
         learning = gradients(model, output.terms[term])
         assert learning.keys() == {name for name, _ in model.named_parameters() if name.startswith(part)}
-
-
-def test_what_a_gate_says_changes_no_hidden_state():
-    model, tokens = tiny("anytime", iterations=K), ids()
-    before = model(tokens, policy=FixedDepth(K), output_iteration_logits=True)
-    for name, parameter in model.method.named_parameters():
-        if name.endswith("out.bias"):
-            parameter.data += 3.0
-    after = model(tokens, policy=FixedDepth(K), output_iteration_logits=True)
-    assert not torch.equal(before.gates, after.gates)
-    assert torch.equal(before.iteration_logits, after.iteration_logits)
 
 
 def test_at_full_depth_it_is_ponderlm():
@@ -347,16 +314,6 @@ def test_labels_come_from_chance_and_tokens_without_a_target_learn_to_halt(execu
     assert without
     expected = torch.stack(labelled).mean() + torch.stack(without).mean()
     torch.testing.assert_close(output.terms["lookahead"], expected, rtol=1e-10, atol=0)
-
-
-def test_padding_learns_nothing():
-    model, tokens = half_gated(), ids(6, 9)
-    options = {"objective": Objective(), "policy": FixedDepth(K)}
-    alone = model(tokens, labels=tokens, **options)
-    padded, mask = nn.functional.pad(tokens, (3, 0)), nn.functional.pad(torch.ones_like(tokens), (3, 0))
-    beside = model(padded, attention_mask=mask, labels=padded.masked_fill(mask == 0, -100), **options)
-    for name, value in alone.terms.items():
-        torch.testing.assert_close(beside.terms[name], value)
 
 
 def test_gates_take_part_when_the_warm_up_is_over_and_at_inference_they_decide_alone():

@@ -217,16 +217,6 @@ def test_ouros_beta_is_the_objectives_or_else_the_configs():
         torch.testing.assert_close(output.loss, output.terms["expected"] - beta * output.terms["entropy"])
 
 
-def test_ouro_exits_once_the_cumulative_probability_reaches_the_threshold():
-    model = tiny("ouro", iterations=4, exit_threshold=0.6)
-    output = model(ids(4, 11))
-    staying = (1 - output.gates[..., :-1]).cumprod(-1)
-    expected = 1 + (1 - staying < 0.6).long().cumprod(-1).sum(-1)
-    assert torch.equal(output.depth, expected)
-    assert output.depth.unique().numel() > 1
-    assert tiny("ouro", iterations=4, exit_threshold=1.0)(ids()).depth.unique().tolist() == [4]
-
-
 @pytest.mark.parametrize(("alpha", "weight"), [(0.1, 1e-3), (0.7, 0.2)])
 def test_mor_updates_the_chosen_by_a_share_of_the_stack(alpha, weight):
     recurrence = {"capacities": [1.0, 0.5], "router_alpha": alpha, "router_loss_weight": weight}
@@ -456,16 +446,3 @@ def test_offloaded_heads_are_refused_before_they_make_nonsense():
     model.backbone.lm_head.to("meta")
     with pytest.raises(AdaPonderError, match="offloaded"):
         model(ids())
-
-
-@pytest.mark.parametrize("method", ["adaponder", "mor", "ouro", "anytime"])
-def test_the_loss_without_logits_is_the_loss(method):
-    model = tiny(method).train()
-    asked = {"labels": ids(), "objective": Objective(ponder_weight=0.5, ponder_fraction=0.5)}
-    assert model(ids(), **asked, output_logits=False).logits is None
-    torch.testing.assert_close(
-        loss_and_gradients(model, **asked, output_logits=False),
-        loss_and_gradients(model, **asked),
-        rtol=1e-9,
-        atol=1e-12,
-    )

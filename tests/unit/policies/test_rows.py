@@ -130,16 +130,6 @@ def test_the_hash_of_wrapping_numbers_is_that_of_whole_numbers(position, seed, i
     assert result.item() == hash_by_hand(position, seed, iteration)
 
 
-@given(seed=st.integers(-(2**200), 2**200))
-@example(seed=2**63)
-@example(seed=-(2**63) - 1)
-def test_a_seed_beyond_int64_wraps_around_to_one_of_the_same_hash(seed):
-    wrapped = as_int64(seed)
-    assert torch.iinfo(torch.int64).min <= wrapped <= torch.iinfo(torch.int64).max
-    assert (wrapped - seed) % 2**64 == 0
-    assert hash_by_hand(7, wrapped, 2) == hash_by_hand(7, seed, 2)
-
-
 @given(seed=st.integers(-(2**70), 2**70), numbers=st.lists(EVERY_SEED, min_size=2, max_size=9, unique=True))
 @example(seed=0, numbers=[0, 1, 2, 3])
 def test_every_sequence_has_a_seed_of_its_own(seed, numbers):
