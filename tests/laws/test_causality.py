@@ -55,12 +55,3 @@ def test_mor_trains_by_ranking_and_says_so_but_evaluates_causally():
     with torch.no_grad():
         output = models["mor"](ids(2, 12), policy=method.top_share())
     assert output.depth.float().mean() > 1
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_rows_of_a_batch_never_touch(method):
-    first, second = ids(1, 9, seed=1), ids(1, 9, seed=2)
-    together = models[method](torch.cat([first, second]))
-    alone = models[method](first)
-    assert torch.equal(together.depth[:1], alone.depth)
-    torch.testing.assert_close(together.logits[:1], alone.logits, rtol=0, atol=1e-12)

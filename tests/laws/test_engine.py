@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config
 from adaponder import AdaPonderForCausalLM, LearnedGate, Random
 from adaponder.inference import Engine, Request
 from adaponder.inference.scheduler import Scheduler
-from adaponder.policies import GateOrChance
-from support import FAMILIES, METHODS, VOCABULARY, stir, tiny, widen_norms
+from support import FAMILIES, LATENT, METHODS, SHAPE, VOCABULARY, stir, tiny, widen_norms
 
 
 def opened(method="adaponder", family="gpt_neox", **options):
@@ -53,15 +52,6 @@ def test_greedy_tokens_and_depths_are_those_of_generate(method):
         assert (done.ids, done.depths) == portable(model, request)
 
 
-def test_a_policy_of_policies_decides_beside_others_as_in_generate():
-    """Seeds differ in who decides: in some the gate, in the others chance."""
-    model, engine = opened(lanes=3)
-    plain = Request([1, 2, 3, 4, 5], max_new_tokens=6, temperature=0.0)
-    requests = [plain, *(replace(plain, policy=GateOrChance(0.5, 0.5, 1.0), seed=seed) for seed in range(4))]
-    for request, done in zip(requests, run(engine, requests), strict=True):
-        assert (done.ids, done.depths) == portable(model, request)
-
-
 @pytest.mark.parametrize(
     ("family", "body"), [*((family, None) for family in FAMILIES), ("gpt_neox", "stock"), ("llama", "stock")]
 )
@@ -71,10 +61,7 @@ def test_every_family_is_the_same_in_the_engine(family, body):
 
 
 def test_keys_that_are_cached_compressed_are_the_same_in_the_engine():
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
-    sizes |= {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
-    sizes |= {"intermediate_size": 24, "vocab_size": VOCABULARY, "first_k_dense_replace": 2}
-    config = DeepseekV3Config(**sizes, bos_token_id=None, eos_token_id=None)
+    config = DeepseekV3Config(**SHAPE, **LATENT, vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None)
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
     widen_norms(base)

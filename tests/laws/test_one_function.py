@@ -70,24 +70,15 @@ def test_every_method_is_one_function(method, drawn, chunks):
     assert_one_function(cached_tiny(method, "llama", iterations=iterations), case, chunks)
 
 
-@pytest.mark.parametrize("reuse", ["kv", "none"])
+OPTIONS = [("reuse", "kv"), ("reuse", "none"), ("shared_gate", True), ("gate_width", 0), ("expectation_top_k", 5)]
+
+
+@pytest.mark.parametrize("option", [*OPTIONS, ("embedding_scale", 4.0)], ids=lambda option: "-".join(map(str, option)))
 @few
 @given(drawn=cases(longest=14, deepest=4), chunks=chunkings)
-def test_weaker_reuse_is_one_function_too(reuse, drawn, chunks):
+def test_options_keep_the_function_one(option, drawn, chunks):
     iterations, case = drawn
-    assert_one_function(cached_tiny("adaponder", "gpt_neox", iterations=iterations, reuse=reuse), case, chunks)
-
-
-@pytest.mark.parametrize(
-    "option",
-    [{"shared_gate": True}, {"gate_width": 0}, {"expectation_top_k": 5}, {"embedding_scale": 4.0}],
-    ids=lambda option: next(iter(option)),
-)
-def test_options_keep_the_function_one(option):
-    case = make_case(3, 13, 4, "ragged", "both", 5)
-    model = tiny("adaponder", iterations=4, **option)
-    assert_one_function(model, case)
-    assert_one_function(model, case, policy=model.method.default_policy(training=False))
+    assert_one_function(cached_tiny("adaponder", "gpt_neox", iterations=iterations, **dict([option])), case, chunks)
 
 
 @pytest.mark.parametrize("method", HALTING)

@@ -17,7 +17,7 @@ from adaponder.errors import BackboneError, ConfigError
 from adaponder.halting import Gate, freeze_halted, pondered, read_gate
 from adaponder.methods import Objective
 from kernel_support import draw
-from packed_support import PADDED, packed_results
+from packed_support import PADDED, assert_same, loss_and_gradients, packed_results
 from support import METHODS, ids, stir, tiny
 
 QUICK = ("adaponder",)  # of the methods, those that make test compiles
@@ -37,19 +37,6 @@ def compile_layers(model, **options):
     model.compile_passes(by="layer", **{"backend": "aot_eager", "fullgraph": True} | options)
 
 
-def gradients(model):
-    model.zero_grad()
-    loss = model(ids(2, 9), **ASKED).loss
-    loss.backward()
-    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
-
-
-def assert_same(mine, theirs):
-    assert len(mine) == len(theirs)
-    for found, expected in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
-
-
 @pytest.mark.parametrize(
     ("method", "family"),
     [
@@ -60,9 +47,9 @@ def assert_same(mine, theirs):
 )
 def test_a_layer_compiled_for_all_changes_nothing(method, family):
     model = tiny(method, family, iterations=4).train()
-    expected = gradients(model)
+    expected = loss_and_gradients(model, **ASKED)
     compile_layers(model)
-    assert_same(gradients(model), expected)
+    assert_same(loss_and_gradients(model, **ASKED), expected)
     assert counters["stats"]["unique_graphs"] >= 1
 
 
@@ -83,10 +70,10 @@ def test_graphs_do_not_grow_with_layers_and_iterations():
     made = []
     for layers in (2, 7):
         model = deep(layers).train()
-        expected = gradients(model)
+        expected = loss_and_gradients(model, **ASKED)
         compile_layers(model)
-        assert_same(gradients(model), expected)
-        assert_same(gradients(model), expected)
+        assert_same(loss_and_gradients(model, **ASKED), expected)
+        assert_same(loss_and_gradients(model, **ASKED), expected)
         made.append(counters["stats"]["unique_graphs"])
     assert made == [5, 5], "a layer without and with rows to reuse; a gate, eq. 9, frozen states"
 
@@ -144,7 +131,7 @@ def test_layers_are_left_as_they_were_also_after_an_error():
 
     compile_layers(model, backend=fails)
     with pytest.raises(Exception, match="the compiler fell"):
-        gradients(model)
+        loss_and_gradients(model, **ASKED)
     assert [layer.__dict__.keys() for layer in model.backbone.base_model.layers] == [b.keys() for b in before]
 
 
@@ -155,7 +142,7 @@ def test_what_cannot_be_compiled_so_is_named():
     compile_layers(model)
     model.backbone.base_model.layers[1].forward = model.backbone.base_model.layers[1].forward
     with pytest.raises(BackboneError, match="by='pass'"):
-        gradients(model)
+        loss_and_gradients(model, **ASKED)
 
 
 ROWS = (2, 5)

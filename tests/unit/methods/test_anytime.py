@@ -1,5 +1,6 @@
 """A model for any depth: its losses and labels by hand, and gates and backbone that never reach each other."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -92,29 +93,33 @@ def test_sequences_count_equally_however_many_labels_they_have():
     assert sum(parts) / 2 == mean_over_sequences(values, chosen)
 
 
+def by_hand(
+    losses: Tensor, gates: Tensor, chosen: Tensor, *, delta: float = math.inf, by: str = "tokens"
+) -> tuple[list[Tensor], list[float]]:
+    """Returns the gates' loss and the share of labels that say "continue", of each sequence with chosen tokens."""
+    surprises, helped = [], []
+    for row, row_chosen in enumerate(chosen):
+        values, labels = [], []
+        for t in row_chosen.nonzero().flatten().tolist():
+            for i in range(K - 1):
+                gain = 0.0 if delta == math.inf else float(losses[i, row, t] - losses[i + 1 :, row, t].min())
+                labels.append(gain > delta)
+                s = gates[row, t, i]
+                values.append(-(abs(gain - delta) if by == "nats" else 1.0) * (s if labels[-1] else 1 - s).log())
+        if values:
+            surprises.append(torch.stack(values).mean())
+            helped.append(sum(labels) / len(labels))
+    return surprises, helped
+
+
 @pytest.mark.parametrize("by", ["tokens", "nats"])
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_the_gates_loss_is_that_of_tokens_read_to_the_end(execution, by):
     model = calm(tiny("anytime", iterations=K, lookahead_delta=0.2, lookahead_by=by).train())
     output, losses, gates = scored(model, execution)
-    sequences, helped = [], []
-    for row in range(3):
-        surprises, labels = [], []
-        for t in range(6):
-            if DEPTHS[row, t] == K:
-                for i in range(K - 1):
-                    gain = losses[i, row, t] - losses[i + 1 :, row, t].min()
-                    label, s = float(gain > 0.2), gates[row, t, i]
-                    counts = abs(gain.detach() - 0.2) if by == "nats" else 1.0
-                    surprises.append(-counts * (s.log() if label else (1 - s).log()))
-                    labels.append(label)
-        if surprises:
-            sequences.append(torch.stack(surprises).mean())
-            helped.append(sum(labels) / len(labels))
-    assert len(sequences) == 2, (
-        "the third sequence has nobody at the end; the last token of the second predicts nothing"
-    )
-    torch.testing.assert_close(output.terms["lookahead"], torch.stack(sequences).mean(), rtol=1e-10, atol=0)
+    # The third sequence has no token of full depth, and the last token of the second predicts nothing.
+    surprises, helped = by_hand(losses, gates, DEPTHS[:2, :6] == K, delta=0.2, by=by)
+    torch.testing.assert_close(output.terms["lookahead"], torch.stack(surprises).mean(), rtol=1e-10, atol=0)
     assert float(output.terms["helped"]) == pytest.approx(sum(helped) / 2)
     assert 0.05 < float(output.terms["helped"]) < 0.95
 
@@ -296,22 +301,10 @@ def test_labels_come_from_chance_and_tokens_without_a_target_learn_to_halt(execu
     labels = tokens.clone()
     labels[:, 3:6] = -100  # what tokens 2 to 4 predict is no target, and the last predicts nothing
     output, losses, _ = scored(model, execution, tokens, labels=labels, seed=SEEDS)
-    labelled, without = [], []
-    for row in range(6):
-        rows: tuple[list, list] = ([], [])
-        for t in range(9):
-            if GATED[row] or int(output.depth[row, t]) < K:
-                continue
-            has = t < 8 and int(labels[row, t + 1]) >= 0
-            for i in range(K - 1):
-                s = output.gates[row, t, i]
-                helps = has and float(losses[i, row, t] - losses[i + 1 :, row, t].min()) > 0.1
-                rows[0 if has else 1].append(-(s.log() if helps else (1 - s).log()))
-        for found, kept in zip(rows, (labelled, without), strict=True):
-            if found:
-                kept.append(torch.stack(found).mean())
-    assert labelled
-    assert without
+    finished = (output.depth == K) & ~GATED[:, None]
+    target = torch.cat([labels[:, 1:] >= 0, torch.zeros(6, 1, dtype=torch.bool)], 1)
+    labelled, _ = by_hand(losses, output.gates, finished & target, delta=0.1)
+    without, _ = by_hand(losses, output.gates, finished & ~target)
     expected = torch.stack(labelled).mean() + torch.stack(without).mean()
     torch.testing.assert_close(output.terms["lookahead"], expected, rtol=1e-10, atol=0)
 

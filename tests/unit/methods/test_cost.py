@@ -14,7 +14,6 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma3nTextConfig,
-    GPTNeoXConfig,
     LlamaConfig,
     MixtralConfig,
     PreTrainedConfig,
@@ -23,7 +22,7 @@ from transformers import (
 from adaponder import AdaPonderConfig, AdaPonderForCausalLM, FixedDepth, ForcedDepths
 from adaponder.backbones.shape import Shape, shape_of
 from adaponder.errors import BackboneError, InputError
-from adaponder.methods.cost import Cost, cost_of, expectation_flops, parameters_of, per_depth
+from adaponder.methods.cost import Cost, cost_of, parameters_of, per_depth
 from adaponder.ops.masks import Places, visible
 from support import FAMILIES, HALTING, LATENT, METHODS, SHAPE, VOCABULARY, ids, tiny
 
@@ -83,9 +82,15 @@ CONFIGS = {method: config_of(method) for method in METHODS}
 # Equal, not close: both sides count the same matrix products.
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_dense_forward_costs_what_torch_counts(method):
-    model = tiny(method, iterations=K)
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        *((method, {}) for method in METHODS),
+        *(("adaponder", sizes) for sizes in ({"expectation_top_k": 5}, {"expectation_top_k": 999}, {"gate_width": 0})),
+    ],
+)
+def test_a_dense_forward_costs_what_torch_counts(method, settings):
+    model = tiny(method, iterations=K, **settings)
     for most in {1, model.config.iterations}:
         seen = counted(model, ids(), execution="dense", max_iterations=most, **full_depth(method))
         assert square(seen.depth, model.config, max_iterations=most).flops == seen.flops
@@ -99,13 +104,6 @@ def test_every_backbone_costs_what_torch_counts_and_weighs_what_the_ledger_holds
     assert square(seen.depth, model.config, family=family).flops == seen.flops
     output = model(ids(2, 5), use_cache=True)
     assert square(output.depth, model.config, family=family).kv_bytes == output.past_key_values.nbytes
-
-
-@pytest.mark.parametrize("settings", [{"expectation_top_k": 5}, {"expectation_top_k": 999}, {"gate_width": 0}])
-def test_gates_and_mixtures_of_any_size_cost_what_torch_counts(settings):
-    model = tiny("adaponder", iterations=K, **settings)
-    seen = counted(model, ids(), execution="dense", **full_depth("adaponder"))
-    assert square(seen.depth, model.config).flops == seen.flops
 
 
 @pytest.mark.parametrize(
@@ -208,6 +206,7 @@ def test_one_iteration_costs_what_the_stock_model_costs(method):
     assert cost.flops - cost.gates == cost.vanilla
     assert (cost.gates > 0) == (method == "ouro"), "only ouro's exit speaks after a last iteration"
     assert cost.iterations == 1.0
+    assert square(possible(method, torch.full((2, 9), K)), CONFIGS[method]).vanilla == cost.vanilla
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -234,45 +233,6 @@ def test_parameters_are_those_of_the_model(method, settings):
     count = parameters_of(model.config, shape=shape_in("gpt2"))
     assert count.added == sum(parameter.numel() for parameter in model.method.parameters())
     assert count.total == model.num_parameters()
-
-
-TRUE_COST = {  # findings.md: FLOPs relative to vanilla, sequence 2048, head once
-    "70M": {"loop": 2.5, "pause": 4.0, "ponder": 5.5, "adaponder": 5.4},
-    "410M": {"loop": 3.6, "pause": 5.1, "ponder": 4.4, "adaponder": 4.2},
-}
-PYTHIA = {
-    name: GPTNeoXConfig(
-        hidden_size=size,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        intermediate_size=4 * size,
-        vocab_size=50304,
-    )
-    for name, size, layers, heads in (("70M", 512, 6, 8), ("410M", 1024, 24, 16))
-}
-
-
-@cache
-def pythia_shape(name: str) -> Shape:
-    return shape_of(PYTHIA[name])
-
-
-def keeping(*shares: float) -> torch.Tensor:
-    """Depths of 2048 tokens of which these shares are read again, spread evenly over the sequence."""
-    rank = (torch.arange(2048) * 0.6180339887) % 1.0
-    return torch.stack([rank < share for share in (1.0, *shares)]).sum(0)[None]
-
-
-@pytest.mark.parametrize("name", TRUE_COST)
-def test_the_true_cost_of_four_iterations_is_the_published_one(name):
-    for method, published in TRUE_COST[name].items():
-        config, shape = config_of(method, PYTHIA[name], iterations=4), pythia_shape(name)
-        depth = keeping(0.97, 0.93, 0.9) if method == "adaponder" else torch.full((1, 2048), 4)
-        cost = cost_of(depth, config, shape=shape)
-        # The table lets a token that halts pay for one more mixture; here the mask comes before the expectation.
-        halted = int((depth < 4).sum())
-        unmasked = cost.flops + halted * expectation_flops(shape)
-        assert round(unmasked / cost.vanilla, 1) == published
 
 
 def test_experts_and_a_weight_that_is_borrowed_from_its_layer_are_refused_rather_than_miscounted():

@@ -21,7 +21,7 @@ from adaponder.execution.compact import Packed
 from adaponder.execution.dense import Dense
 from adaponder.methods.ouro import improvement_loss
 from adaponder.modeling import model as modeling
-from packed_support import PADDED, packed_results
+from packed_support import PADDED, assert_same, loss_and_gradients, packed_results
 from support import FAMILIES, METHODS, VOCABULARY, ids, stock, tiny
 
 
@@ -93,13 +93,8 @@ def test_logits_to_keep_is_a_slice_of_all():
     with_loss = model(ids(), labels=ids(), logits_to_keep=1)
     torch.testing.assert_close(with_loss.loss, model(ids(), labels=ids()).loss, rtol=0, atol=1e-12)
     assert with_loss.logits.shape[1] == 1
-
-
-def test_return_dict_false_gives_a_tuple_that_starts_with_the_loss():
-    model = tiny()
-    loss, logits = model(ids(), labels=ids(), return_dict=False)[:2]
-    assert loss.ndim == 0
-    assert logits.shape == (2, 9, VOCABULARY)
+    values = model(ids(), labels=ids(), logits_to_keep=1, return_dict=False)[:2]
+    assert all(map(torch.equal, values, (with_loss.loss, with_loss.logits)))
 
 
 def test_the_default_execution_skips_in_evaluation_and_is_dense_in_training(monkeypatch):
@@ -308,19 +303,6 @@ def test_guidance_sees_the_same_policy():
     assert torch.equal(model.generate(ids(1, 6), **ask, policy=FixedDepth(1)), plain)
 
 
-def loss_and_gradients(model, **asked) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = model(ids(), **asked).loss
-    loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return loss.detach(), gradients
-
-
-def assert_same(found, expected) -> None:
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-12, atol=0)
-    torch.testing.assert_close(found[1], expected[1], rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.compiler
 @pytest.mark.parametrize(("method", "given"), [("adaponder", True), ("adaponder", False), ("vanilla", False)])
 def test_the_dense_forward_compiles_as_one_graph(method, given):
@@ -328,10 +310,7 @@ def test_the_dense_forward_compiles_as_one_graph(method, given):
     objective = Objective(ponder_weight=0.3, ponder_fraction=0.2) if given else None
     asked = {"targets": ids(2, 9, seed=1), "objective": objective}
     expected = loss_and_gradients(model, **asked)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    loss = compiled(ids(), **asked).loss
-    loss.backward()
-    assert_same((loss.detach(), {name: p.grad for name, p in model.named_parameters()}), expected)
+    assert_same(loss_and_gradients(torch.compile(model, backend="aot_eager", fullgraph=True), **asked), expected)
 
 
 @pytest.mark.parametrize(
@@ -396,8 +375,7 @@ def test_packed_rows_compile_for_any_number_of_them_and_change_nothing(case, tra
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model.compile_passes(by="pass", backend="aot_eager", fullgraph=case != "mor")
-    for mine, theirs in zip(packed_results(model, given, trains), expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+    assert_same(packed_results(model, given, trains), expected)
     if graphs is not None:
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 

@@ -1,10 +1,17 @@
 """Where kernels are tested: compiled on a GPU if there is one, else in Triton's interpreter."""
 
 from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 
+from poison import poisoned  # noqa: F401
+
+if find_spec("triton") is None:  # no Triton on this platform: tests that import kernels are left out
+    tests = Path(__file__).parent.glob("test_*.py")
+    collect_ignore = [path.name for path in tests if "import triton" in path.read_text()]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # One test of each kernel: two of its cases run on the device before a benchmark (``-m kernel_check``).
 CHECKS = {

@@ -8,8 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-pytest.importorskip("triton", reason="no Triton on this platform")
-
 from adaponder.ops import kernels as shared
 from adaponder.ops import linear_cross_entropy as loss_op
 from adaponder.ops import vocab_expectation as expectation_op
@@ -21,7 +19,6 @@ from adaponder.ops.vocab_expectation import plain_vocab_expectation, vocab_expec
 from adaponder.ops.vocab_expectation import torch as expectation_reference
 from adaponder.ops.vocab_expectation import triton as expectation_kernels
 from kernel_support import PLACES, assert_close, assert_no_worse, differentiate, draw, precisions
-from poison import poisoned  # noqa: F401
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned"),

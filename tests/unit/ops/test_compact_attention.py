@@ -7,15 +7,12 @@ import torch
 from torch import Tensor
 from torch.backends.cuda import cudnn_sdp_enabled
 
-pytest.importorskip("triton", reason="no Triton on this platform")
-
 from adaponder.ops import compact_attention as op
 from adaponder.ops.compact_attention import PackedRows, compact_attention
 from adaponder.ops.compact_attention import torch as reference
 from adaponder.ops.compact_attention import triton as kernels
 from adaponder.ops.masks import Places
 from kernel_support import PLACES, SEEDS, SLACK, differentiate, draw, errors, precisions
-from poison import poisoned  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 # Slots per sequence: more than one block of 16.

@@ -6,8 +6,6 @@ import types
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="no Triton on this platform")
-
 from adaponder.halting import pondered
 from adaponder.ops import dispatch, lanes
 from adaponder.ops.lanes import torch as plain

@@ -7,14 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton", reason="no Triton on this platform")
-
 from adaponder.ops.ledger_attention import LedgerRows, Projection, Scratch, Turn, scratch_for
 from adaponder.ops.ledger_attention import torch as reference
 from adaponder.ops.ledger_attention import triton as kernels
 from kernel_support import draw
 from ledger_support import case
-from poison import poisoned  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

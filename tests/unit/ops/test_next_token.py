@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-pytest.importorskip("triton", reason="no Triton on this platform")
-
 from adaponder.ops.next_token import stream_key
 from adaponder.ops.next_token import triton as kernels
 from adaponder.ops.next_token.torch import gumbel, least_kept, pick

@@ -4,13 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytest.importorskip("triton", reason="no Triton on this platform")
-
 from adaponder.ops.row_linear import Linear, Norm, Piece, Term
 from adaponder.ops.row_linear import torch as plain
 from adaponder.ops.row_linear import triton as kernels
 from kernel_support import PLACES, draw, error, widest
-from poison import poisoned  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
