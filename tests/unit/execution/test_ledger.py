@@ -26,7 +26,7 @@ def go_on(model, ledger, policy, tokens):
 
 
 @pytest.mark.parametrize("method", ["adaponder", "mor", "pause"])
-def test_what_is_cropped_was_never_there(method):
+def test_a_cropped_ledger_equals_one_that_never_had_the_tokens(method):
     model, ledger, policy = filled(method)
     _, short, _ = filled(method, count=3)
     ledger.crop(-2)
@@ -68,7 +68,7 @@ def test_beams_share_rows_and_the_dead_are_swept():
 
 
 def living(ledger) -> int:
-    """How many rows some token reads."""
+    """Counts the rows that at least one token reads."""
     return int((ledger.table.unique() >= 0).sum())
 
 

@@ -23,7 +23,7 @@ K = 4
 
 @cache
 def agreeing():
-    """A model whose later iterations change little: its gates let in a hundredth of what the token expects."""
+    """Returns a model whose later iterations change little: its gates are about 0.01."""
     model = tiny("adaponder", iterations=K, tau=0.001).eval()
     with torch.no_grad():
         for gate in model.method.gates:
@@ -95,7 +95,7 @@ def test_no_draft_is_started_beyond_the_last_token(new):
 
 @pytest.mark.parametrize("by_kernels", [False, pytest.param(True, marks=pytest.mark.every)])
 def test_halted_tokens_may_have_padding_rows(monkeypatch, by_kernels):
-    """As on a GPU, where shapes do not depend on which tokens have halted; and by its kernels, interpreted."""
+    """A GPU computes padding rows, so that shapes do not depend on halting; also by its kernels, interpreted."""
     begin, end = partial(plain.begin_windows, every=True), plain.end_windows
     if by_kernels:
         kernels = pytest.importorskip("adaponder.ops.lanes.triton", reason="no Triton on this platform")

@@ -99,7 +99,7 @@ def test_policies_without_thresholds_or_depths_for_every_slot_are_refused(model)
 
 
 def test_whole_numbers_become_python_integers():
-    """numpy's would wrap around in the middle of a step, which ends every request."""
+    """Integers of numpy wrap around, which would fail in the middle of a step and end every request."""
     settings = {"max_new_tokens": np.uint8(200), "top_k": torch.tensor(5), "seed": np.uint64((1 << 64) - 1)}
     request = Request(PROMPT, **settings, samples=np.int64(2), max_iterations=None)
     assert (request.max_new_tokens * 9, request.top_k, request.seed + 1) == (1800, 5, 1 << 64)

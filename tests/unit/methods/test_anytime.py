@@ -24,7 +24,7 @@ EXECUTIONS = ("dense", "compact")
 
 
 def scored(model: AdaPonderForCausalLM, execution: str, tokens: Tensor | None = None, **options):
-    """A forward, its losses ``[K, batch, time - 1]`` of the tokens that predict, and their gates.
+    """Returns a forward, its losses ``[K, batch, time - 1]`` of the tokens that predict, and their gates.
 
     Depths are those of ``DEPTHS`` unless a policy, a seed or tokens are given.
     """
@@ -61,8 +61,8 @@ def test_a_gain_is_that_of_the_best_later_iteration():
     assert torch.equal(gains_ahead(losses), expected)
 
 
-def lookahead_of(losses: Tensor, logit: Tensor, *, delta: float, by: str = "tokens") -> Tensor:
-    """The gates' loss of one sequence whose tokens were read twice, with ``losses [2, time]``."""
+def lookahead_of(losses: Tensor, logit: Tensor, *, delta: float) -> Tensor:
+    """Returns the gates' loss of one sequence at depth 2, with ``losses [2, time]``."""
     execution = SimpleNamespace(
         depth=torch.full((1, losses.shape[1]), 2), passes=2, control=SimpleNamespace(policy=FixedDepth(2), seed=0)
     )
@@ -72,7 +72,7 @@ def lookahead_of(losses: Tensor, logit: Tensor, *, delta: float, by: str = "toke
         counted=torch.ones(1, losses.shape[1], dtype=torch.bool),
     )
     trajectory = SimpleNamespace(states=[each[None] for each in losses], gates=logit[None, :, None])
-    loss = LookaheadLoss(EveryDepthLoss((0.5, 0.5)), delta=delta, by=by, share=1.0)
+    loss = LookaheadLoss(EveryDepthLoss((0.5, 0.5)), delta=delta, by="tokens", share=1.0)
     return loss(trajectory, score, execution).terms["lookahead"]
 
 
@@ -203,7 +203,7 @@ def test_seeds_of_sequences_reach_the_policy_one_by_one():
     ("prior", "says"),
     [([0.5, 0.5], "iterations=3"), ([0.5, 0.5, 0.5], r"1\.5")],
 )
-def test_a_prior_that_is_none_is_refused(prior, says):
+def test_an_invalid_prior_is_refused(prior, says):
     with pytest.raises(ConfigError, match=rf"^loss_prior.*{says}"):
         tiny("anytime", iterations=3, loss_prior=prior)
 
@@ -228,7 +228,7 @@ def test_training_halts_by_chance_and_evaluation_by_the_gates():
     ["anytime", "act", "pondernet", *(pytest.param(method, marks=pytest.mark.every) for method in ("ouro", "ponder"))],
 )
 def test_training_flops_count_the_head_as_often_as_the_loss_reads_it(method):
-    """Held against torch's own counter of a forward with its loss; a backward is two of them."""
+    """Compares with torch's counter of a forward with its loss; a backward costs two forwards."""
     model = tiny(method, iterations=K, dtype=torch.float32).train()
     tokens = ids(2, 16)
     counter = FlopCounterMode(display=False)
@@ -245,7 +245,7 @@ def test_training_flops_count_the_head_as_often_as_the_loss_reads_it(method):
     ("method", "original", "scale"),
     [("relay", "ouro", 1.0), ("reread", "pondernet", 1.0), ("reread", "pondernet", 0.25)],
 )
-def test_at_any_depths_it_computes_what_its_original_computes_there(method, original, scale):
+def test_relay_and_reread_equal_their_originals_at_any_depths(method, original, scale):
     model = tiny(method, iterations=3, state_scale=scale).eval()
     twin = tiny(original, iterations=3, state_scale=scale).eval()
     twin.backbone.load_state_dict(model.backbone.state_dict())

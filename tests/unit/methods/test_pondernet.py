@@ -25,7 +25,7 @@ def pondernet(**options) -> AdaPonderForCausalLM:
 
 
 def by_hand(model: AdaPonderForCausalLM, token: int) -> tuple[list[Tensor], list[Tensor]]:
-    """(states, exit probabilities) of a token that is alone, with the stock decoder and a loop."""
+    """Returns (states, exit probabilities) of a token alone in its sequence, by a loop over the stock decoder."""
     unit, read = model.method.gates[0].out, model.backbone.base_model
     x = model.get_input_embeddings()(torch.tensor([[token]])) * 2.0
     hidden, staying, states, exits = torch.zeros_like(x), torch.ones(()), [], []

@@ -57,17 +57,6 @@ def test_the_loss_is_the_stock_models_and_its_terms_add_up():
     assert model(ids(), labels=labels).terms.keys() == {"cross_entropy"}
 
 
-@pytest.mark.parametrize("method", ["adaponder", "anytime"])
-def test_targets_are_labels_shifted(method):
-    model = tiny(method).train()
-    labels = ids(2, 9).clone()
-    labels[1, 3:5] = -100
-    targets = torch.cat([labels[:, 1:], torch.full((2, 1), -100)], 1)
-    torch.testing.assert_close(model(ids(), labels=labels).loss, model(ids(), targets=targets).loss, rtol=0, atol=1e-12)
-    with pytest.raises(AdaPonderError, match="targets"):
-        model(ids(), labels=labels, targets=targets)
-
-
 def test_the_loss_of_half_precision_logits_is_computed_in_float32():
     output = tiny(dtype=torch.bfloat16)(ids(), labels=ids())
     assert output.logits.dtype == torch.bfloat16
@@ -99,16 +88,13 @@ def test_logits_to_keep_is_a_slice_of_all():
 
 def test_the_default_execution_skips_in_evaluation_and_is_dense_in_training(monkeypatch):
     kinds = []
-
-    def watched(kind):
-        def build(*args, **kwargs):
-            kinds.append(kind.__name__)
-            return kind(*args, **kwargs)
-
-        return build
-
     for kind in (Dense, Cached, Packed):
-        monkeypatch.setattr(modeling, kind.__name__, watched(kind))
+
+        def build(*args, kind=kind, **options):
+            kinds.append(kind)
+            return kind(*args, **options)
+
+        monkeypatch.setattr(modeling, kind.__name__, build)
     model = tiny()
     model(ids())
     model.train()(ids())
@@ -118,7 +104,7 @@ def test_the_default_execution_skips_in_evaluation_and_is_dense_in_training(monk
     eager = tiny()
     eager.backbone.set_attn_implementation("eager")  # an attention that cannot be handed packed rows
     eager(ids())
-    assert kinds == ["Packed", "Dense", "Dense", "Cached", "Dense", "Cached"]
+    assert kinds == [Packed, Dense, Dense, Cached, Dense, Cached]
 
 
 @pytest.mark.parametrize("kind", [AdaPonderConfig, ExportedConfig])
@@ -195,7 +181,7 @@ def test_ouro_feeds_the_normed_state_and_spreads_its_loss_over_loops():
     torch.testing.assert_close(stage2, bce / 2, rtol=1e-10, atol=0)
 
 
-def test_in_stage_two_ouros_losses_are_what_gates_are_held_against_and_learn_nothing_themselves():
+def test_in_stage_two_ouros_losses_get_no_gradient():
     generator = torch.Generator().manual_seed(0)
     logit, losses = (torch.randn(3, 5, generator=generator, dtype=torch.double, requires_grad=True) for _ in range(2))
     improvement_loss(logit, losses).sum().backward()
@@ -243,7 +229,7 @@ def test_mor_updates_the_chosen_by_a_share_of_the_stack(alpha, weight):
 
 @pytest.mark.parametrize("method", ["adaponder", "mor", "ouro", "ponder"])
 def test_losses_of_parts_add_up_to_the_loss_of_the_whole(method):
-    """What gradient accumulation needs: with the whole's token count, every part's loss is its share."""
+    """Gradient accumulation needs this: given the token count of the whole, the loss of a part is its share."""
     model = tiny(method, router_loss_weight=0.1).train()
     batch, how = ids(4, 9), {"objective": Objective(ponder_weight=0.1, ponder_fraction=0.5)}
     plain = [model(batch[i : i + 1], labels=batch[i : i + 1]).loss for i in range(4)]
@@ -254,7 +240,7 @@ def test_losses_of_parts_add_up_to_the_loss_of_the_whole(method):
 
 
 @pytest.mark.parametrize("method", ["adaponder", "mor"])
-def test_a_caller_that_averages_forwards_says_what_the_other_terms_weigh(method):
+def test_share_weighs_the_terms_beside_cross_entropy(method):
     model, batch = tiny(method, router_loss_weight=0.1).train(), ids(1, 9)
     objective = Objective(ponder_weight=0.1, ponder_fraction=0.5, share=1.0)
     output = model(batch, labels=batch, num_items_in_batch=torch.tensor(4 * 8), objective=objective)
@@ -263,7 +249,7 @@ def test_a_caller_that_averages_forwards_says_what_the_other_terms_weigh(method)
     torch.testing.assert_close(output.loss, output.terms["cross_entropy"] + 0.1 * term, rtol=1e-15, atol=0)
 
 
-def test_the_router_loss_is_the_sum_over_recursions_of_the_mean_over_the_eligible():
+def test_the_router_loss_sums_over_recursions_the_mean_over_eligible_tokens():
     model = tiny("mor", iterations=3, capacities=[1.0, 0.5, 0.25]).train()
     seen = []
     output = model(ids(1, 8), labels=ids(1, 8), on_iteration=seen.append)
@@ -295,7 +281,7 @@ def test_padding_before_a_packed_document_moves_none_of_its_positions():
     torch.testing.assert_close(together.logits[:, 6:], model(second).logits, rtol=0, atol=1e-12)
 
 
-def test_guidance_sees_the_same_policy():
+def test_classifier_free_guidance_uses_the_same_policy():
     model = tiny(iterations=3)
     ask = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "guidance_scale": 1.5}
     plain = tiny("vanilla").generate(ids(1, 6), **ask)
@@ -381,7 +367,7 @@ def test_packed_rows_compile_for_any_number_of_them_and_change_nothing(case, tra
 
 
 def test_the_check_does_not_depend_on_where_tensors_are_made_by_default():
-    """Models may be made under ``torch.device("cuda")``; meta is such a place that any machine has."""
+    """Models may be made under ``torch.device("cuda")``; every machine has the device meta."""
     model = tiny()
     with torch.device("meta"):
         model.wrapped.verify()
@@ -412,14 +398,14 @@ def test_resizing_the_vocabulary_reaches_backbone_and_model(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == 70
 
 
-def test_another_backbone_is_read_once_it_is_there():
+def test_a_replaced_backbone_is_used():
     model = tiny()
     model.backbone = stock(seed=9)
     expected = stock(seed=9)(ids()).logits
     torch.testing.assert_close(model(ids(), max_iterations=1).logits, expected, rtol=0, atol=1e-12)
 
 
-def test_offloaded_heads_are_refused_before_they_make_nonsense():
+def test_an_offloaded_head_is_refused():
     model = tiny()
     model.backbone.lm_head.to("meta")
     with pytest.raises(AdaPonderError, match="offloaded"):

@@ -26,7 +26,7 @@ CHECKS = {
     "test_kernels_keep_the_same_books",
     "test_kernels_move_windows_alike",
     "test_value_and_slope_are_no_worse_than_torchs_own",
-    "test_it_is_each_familys_own_function_bit_for_bit",
+    "test_the_rotation_equals_each_familys_own_bit_for_bit",
 }
 
 
@@ -39,7 +39,7 @@ def on_device():
 
 @pytest.fixture(autouse=True)
 def _where_kernels_run(request):
-    """Skips what is interpreted where kernels are compiled."""
+    """Skips interpreted cases where kernels are compiled."""
     params = getattr(getattr(request.node, "callspec", None), "params", {})
     interpreted = params.get("device") == "cpu" or "interpreted" in request.fixturenames
     if interpreted and torch.cuda.is_available():

@@ -21,13 +21,13 @@ SLOTS = 21
 
 @pytest.fixture(autouse=True)
 def _small_blocks(request, monkeypatch):
-    """Several blocks at sizes an interpreter can walk."""
+    """Makes blocks so small that the interpreter meets several."""
     if "large" not in request.keywords:
         monkeypatch.setattr(kernels, "BLOCKS", {128: (16, 16, 2)})
 
 
 def scattered(active: Tensor, *, holes: bool, device: str) -> PackedRows:
-    """PackedRows at the active slots of each sequence; with holes, some keys are absent."""
+    """Returns the rows of the active slots of each sequence; with holes, some keys are absent."""
     sequences, slots = active.shape
     place = active.flatten().nonzero().squeeze(1).to(device)
     slot = torch.arange(slots, device=device).expand(sequences, -1)
@@ -130,7 +130,7 @@ def compare_attention(active: Tensor, rows: PackedRows, *, device: str, **shape:
 
 
 def judge_attention(version, cases: list[list[Tensor]], rows: PackedRows) -> None:
-    """Errors against float64 truth, of the result and of every gradient: the root of their mean square over draws."""
+    """Compares root-mean-square errors of the result and every gradient, against float64 over several draws."""
     ours, plain, dtype = partial(version, rows=rows), partial(plain_attention, rows=rows), cases[0][0].dtype
     found = []
     for case in cases:

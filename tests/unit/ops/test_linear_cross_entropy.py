@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def inputs(tokens=(2, 7), d=5, vocabulary=11, *, dtype=torch.float64):
-    """Hidden states, head, targets (some ignored) and bias."""
+    """Draws hidden states, head, targets (some ignored) and bias."""
     generator = torch.Generator().manual_seed(0)
     targets = torch.randint(vocabulary, tokens, generator=generator)
     targets[torch.rand(tokens, generator=generator) < 0.3] = -100
@@ -24,7 +24,7 @@ def inputs(tokens=(2, 7), d=5, vocabulary=11, *, dtype=torch.float64):
 
 
 def weights_for(targets):
-    """A weight of each token, a third of them 0."""
+    """Draws a weight of each token; a third of them are 0."""
     weights = draw(*targets.shape, seed=7).abs()
     return weights * (draw(*targets.shape, seed=8) < 0.5)
 
@@ -55,7 +55,7 @@ def test_the_value_of_the_sum_is_the_per_token_losses_bit_for_bit_with_and_witho
 
 
 def test_the_logits_are_computed_once_and_only_the_gradients_that_are_needed(monkeypatch):
-    """Three products per chunk, in forward; one where nothing learns, two where the head is frozen."""
+    """A chunk takes three products, in forward: one if nothing has a gradient, two if the head is frozen."""
     counts = {"logits": 0, "gradients": 0}
 
     def counted(name, function):
@@ -107,7 +107,7 @@ def test_wrong_shapes_weights_that_learn_and_unknown_targets_are_refused():
 
 @pytest.mark.parametrize("items", [None, 7], ids=["its own", "of more batches"])
 def test_a_scorers_mean_is_the_same_with_logits_and_without(items):
-    """Padding and ignored targets count nothing, whichever way."""
+    """Padding and ignored targets count nothing in either."""
     hidden, weight, targets, bias = inputs()
     real = torch.ones_like(targets, dtype=torch.bool)
     real[0, :3] = False
@@ -123,7 +123,7 @@ def test_a_scorers_mean_is_the_same_with_logits_and_without(items):
 
 
 class WithoutDoubles(TorchFunctionMode):
-    """Tensors say that they are on MPS, which has no float64."""
+    """Makes tensors report the device MPS, which has no float64."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.double:

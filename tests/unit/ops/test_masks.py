@@ -12,7 +12,7 @@ PACKED = {"document_ids": torch.tensor([[0, 0, 1, 1, 1, 2]] * 2)}
 
 
 def cudnn_allowed(model, *, replay=False, compiles=False, **given) -> set[bool]:
-    """Whether cuDNN was a choice, in every pass of a training step and whatever it replays."""
+    """Returns whether cuDNN was allowed, in every pass of a training step and its replays."""
     allowed = set()
     if replay:
         model.gradient_checkpointing_enable()

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def given(tokens=7, d=5, vocabulary=11, e=3, *, dtype=torch.float64, device="cpu") -> list[Tensor]:
-    """Hidden states, head, table and bias."""
+    """Draws hidden states, head, table and bias."""
     shapes = (tokens, d), (vocabulary, d), (vocabulary, e), (vocabulary,)
     return [draw(*shape, seed=seed, dtype=dtype, device=device) for seed, shape in enumerate(shapes)]
 

@@ -174,7 +174,7 @@ LINES = {
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_the_line_and_the_policy_are_each_other(line):
+def test_a_policy_and_its_line_convert_into_each_other(line):
     assert parse_policy(line) == LINES[line]
     assert LINES[line].as_line() == line
 
@@ -221,7 +221,7 @@ NO_NUMBERS = ["0.5", None, True, [None], math.nan]
         ("policy", as_policy, ["fixed:2"]),
     ],
 )
-def test_wrong_values_and_what_is_no_number_are_refused_by_the_name_of_their_field(field, make, wrong):
+def test_invalid_values_are_refused_by_the_name_of_their_field(field, make, wrong):
     for value in [*wrong, *NO_NUMBERS]:
         with pytest.raises(InputError, match=f"{field}="):
             make(value)
