@@ -12,6 +12,20 @@ DEPTHS = [torch.tensor([[4, 1, 3, 2, 4, 1], [2, 2, 4, 1, 1, 3]]), torch.tensor([
 PADDED = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
 
 
+def loss_and_gradients(model, **asked) -> list[torch.Tensor]:
+    """Returns the loss of a fixed batch and every gradient."""
+    model.zero_grad()
+    loss = model(ids(), **asked).loss
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """Asserts equality up to the rounding of float64."""
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+
+
 def packed_results(model, given, trains):
     found = []
     for depth in DEPTHS:

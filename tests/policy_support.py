@@ -1,4 +1,4 @@
-"""What tests of policies share: the rules that decide row by row, rows for them, models, and depths by hand."""
+"""Shared by tests of policies: the rules that decide row by row, rows for them, and models."""
 
 import math
 
@@ -21,11 +21,6 @@ def padded(batch: int = 3, time: int = 12) -> tuple[Tensor, Tensor]:
     mask[0, :4] = 0
     mask[1, -3:] = 0
     return support.ids(batch, time), mask
-
-
-def depth_by_hand(keep: Tensor, real: Tensor) -> Tensor:
-    """Returns depth ``[batch, time]`` from the gates' decisions ``[batch, time, gates]``: 1 + the leading yeses."""
-    return torch.where(real.bool(), 1 + keep.long().cumprod(-1).sum(-1), 0)
 
 
 def asked(gate: Tensor, *, iteration: int = 0, seed: int | Tensor = 0, **given) -> PolicyInput:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
@@ -51,6 +52,7 @@ _OPT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ff
 # Sizes of a DeepseekV3Config, which caches compressed keys and values.
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 LATENT |= {"num_key_value_heads": 2, "first_k_dense_replace": 2}
+DEEPSEEK_V3 = DeepseekV3Config(**_SHAPE, **LATENT)
 
 FAMILIES: dict[str, PreTrainedConfig] = {
     "gpt_neox": GPTNeoXConfig(**_SHAPE),
@@ -83,7 +85,7 @@ def stock(
     family: str = "gpt_neox", *, seed: int = 0, dtype: torch.dtype = torch.float64, **settings
 ) -> PreTrainedModel:
     """Returns a random stock decoder in evaluation mode; in float64 its RMSNorms are float64 too (stock ones round)."""
-    config = copy.deepcopy(FAMILIES[family])
+    config = copy.deepcopy(DEEPSEEK_V3 if family == "deepseek_v3" else FAMILIES[family])
     config.update(settings)
     torch.manual_seed(seed)
     before = torch.get_default_dtype()

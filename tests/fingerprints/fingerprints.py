@@ -363,40 +363,6 @@ def prepared_values(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 PREPARE = ("prepare", "text.jsonl", "--tokenizer", "train-bpe:300", "--validation", "0.1", "--workers", "1")
-CHECKPOINT = "run/checkpoints/step-00000002"
-COMMANDS: dict[str, tuple[str, ...]] = {
-    "eval": ("eval", CHECKPOINT, "--data", "shards", "--policy", "gate:0.4985"),
-    "eval of a text": ("eval", CHECKPOINT, "--data", "text.jsonl", "--policy", "random:0.5", "--max-tokens", "1500"),
-    "eval of sliding windows": ("eval", CHECKPOINT, "--data", "shards", "--stride", "8", "--max-iterations", "2"),
-    "calibrate": ("calibrate", CHECKPOINT, "--data", "text.jsonl", "--budget", "2"),
-    "calibrate by entropy": ("calibrate", CHECKPOINT, "--data", "text.jsonl", "--budget", "2.2", "--rule", "entropy"),
-    "generate": ("generate", CHECKPOINT, "--prompt", "the cat", "--max-new-tokens", "8", "--policy", "random:0.5"),
-    "inspect": ("inspect", CHECKPOINT),
-}
-# Fields of a command's JSON result that are compared, wherever they are in it.
-_RESULTS = """
-loss interval bits_per_byte depth perplexity tokens documents iterations depths text tokens_by_depth flops_per_token
-vanilla_flops_per_token kv_bytes_per_token mean_depth policy
-"""
-RESULTS = set(_RESULTS.split())
-
-
-def command_values(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yields the results of commands on the checkpoint of ``fixtures/training``."""
-    shutil.copytree(FIXTURES / "training", folder, dirs_exist_ok=True)
-    for number, (name, command) in enumerate(COMMANDS.items()):
-        adaponder(*command, "--json", f"{number}.json", folder=folder)
-        result = json.loads((folder / f"{number}.json").read_text())
-        yield from ((f"{name} float32: {path}", value) for path, value in _results(result))
-
-
-def _results(result: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in result.items() if isinstance(result, dict) else enumerate(result):
-        if name in RESULTS and not isinstance(value, dict):
-            floats = isinstance(value, float) or (isinstance(value, list) and any(isinstance(x, float) for x in value))
-            yield f"{path}{name}", torch.tensor(value, dtype=torch.float64) if floats else value
-        elif isinstance(value, (dict, list)):
-            yield from _results(value, f"{path}{name}.")
 
 
 METRICS = {"loss", "cross_entropy", "ponder", "grad_norm", "lr", "mean_depth", "halted", "validation_loss"}
@@ -418,75 +384,32 @@ def resumed_values(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def write_fixtures() -> None:
-    """Writes the checkpoints, the data folder and the stopped run with the present code."""
-    shutil.rmtree(FIXTURES, ignore_errors=True)
+    """Writes the checkpoints, the data folder and the stopped run with the present code; text and recipe stay."""
+    training = FIXTURES / "training"
+    for folder in (FIXTURES / "checkpoints", training / "shards", training / "run"):
+        shutil.rmtree(folder, ignore_errors=True)
     for method in METHODS:
         built(method, torch.float32).save_pretrained(FIXTURES / "checkpoints" / method)
-    training = FIXTURES / "training"
-    training.mkdir(parents=True)
-    words = ("the", "cat", "sat", "on", "a", "mat", "while", "rain", "fell", "and", "then", "read", "it", "again")
-    with (training / "text.jsonl").open("w") as file:
-        for number in range(120):
-            text = " ".join(words[(number * 7 + i * (number % 5 + 1)) % len(words)] for i in range(20 + number % 13))
-            file.write(json.dumps({"text": f"{text} {number}", "source": "made up"}) + "\n")
     adaponder(*PREPARE, "--out", "shards", folder=training)
-    (training / "recipe.yaml").write_text(RECIPE)
     adaponder(*TRAIN, folder=training)
     for name in ("final", "tensorboard"):
         shutil.rmtree(training / "run" / name)
     (training / "run" / ".lock").unlink()
 
 
-GROUPS = (*METHODS, "variants", "families", "packed", "prepared", "resumed", "commands")
+GROUPS = (*METHODS, "variants", "families", "packed", "prepared", "resumed")
 
 
 def group_values(group: str, folder: Path, precisions: Sequence[str] = tuple(DTYPES)) -> dict[str, Any]:
     """Returns the fingerprints of one group by name; ``folder`` is a new place for files."""
     folder.mkdir(parents=True)
-    with_files = {"prepared": prepared_values, "resumed": resumed_values, "commands": command_values}
+    with_files = {"prepared": prepared_values, "resumed": resumed_values}
     without = {"variants": variant_values, "families": family_values, "packed": packed_values}
     if group in METHODS:
         values = method_values(group, precisions)
     else:
         values = with_files[group](folder) if group in with_files else without[group]()
     return {name: fingerprint(value) for name, value in values}
-
-
-RECIPE = """\
-about: A run of four steps.
-model:
-  method: adaponder
-  backbone:
-    model_type: gpt_neox
-    hidden_size: 16
-    num_hidden_layers: 2
-    num_attention_heads: 2
-    intermediate_size: 24
-    max_position_embeddings: 32
-  iterations: 3
-  gate_width: 1
-  gate_bias: 0.0
-  tau: 0.487
-data:
-  source: shards
-  sequence: 32
-train:
-  steps: 4
-  global_batch: 4
-  micro_batch: 2
-  lr: 1.0e-2
-  gate_lr: 3.0e-2
-  warmup: 0.05
-  ponder_weight: 1.0
-  ponder_start: 1
-  ponder_full: 3
-  k_max: 0.5
-  eval_every: 2
-  eval_tokens: 256
-  save_every: 2
-  keep: 9
-  log_every: 1
-"""
 
 
 def main() -> None:

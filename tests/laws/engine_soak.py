@@ -135,7 +135,7 @@ def _fails(event: Any) -> None:
 
 
 def random_engines(asked: argparse.Namespace) -> dict[str, Any]:
-    """Every method and family, engines opened in every way; half of them admit more than fits."""
+    """Runs every method and family in engines with random options, half of which admit too many sequences."""
     total: Counter[str] = Counter()
     for seed in range(asked.engines):
         draw = random.Random(1000 + seed)

@@ -127,7 +127,7 @@ def _draw_depth(draw: random.Random, slots: int, iterations: int) -> dict[str, A
 
 
 def odd_ones(rows: PolicyInput) -> Tensor:
-    """Is a user's own policy, which decides by slot and gate."""
+    """Decides by slot and gate, as a user's own policy may."""
     return ((rows.slot + rows.iteration) % 2 == 1) | (rows.gate > 0.7)
 
 
@@ -161,7 +161,7 @@ def _draw_extras(draw: random.Random, new: int) -> dict[str, Any]:
 
 
 def plain_greedy(request: Request) -> bool:
-    """Whether each token is the likeliest of the model's own distribution."""
+    """Returns whether each token is the likeliest of the model's distribution."""
     untouched = request.repetition_penalty == 1 and not request.presence_penalty and not request.frequency_penalty
     return request.greedy and untouched and not request.logit_bias and not request.min_new_tokens
 

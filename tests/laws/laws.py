@@ -24,7 +24,7 @@ def assert_close(ours: Tensor, theirs: Tensor, what: str, tolerance: float = EXA
 
 @dataclass
 class Case:
-    """One batch with a prescribed halt pattern."""
+    """A batch with a prescribed halt pattern."""
 
     ids: Tensor
     mask: Tensor
@@ -63,7 +63,7 @@ def make_case(batch: int, time: int, iterations: int, pattern: str, padding: str
 
 @torch.no_grad()
 def run(model: AdaPonderForCausalLM, case: Case, execution: str, **kwargs) -> dict[str, Tensor]:
-    """Logits, depths, gates and every iteration's hidden states of one forward, at real tokens."""
+    """Returns logits, depths, gates and the hidden states of every iteration of one forward, at real tokens."""
     seen: list[Iteration] = []
     if model.method.halts:
         kwargs.setdefault("policy", case.policy)
@@ -77,7 +77,7 @@ def run(model: AdaPonderForCausalLM, case: Case, execution: str, **kwargs) -> di
 
 @torch.no_grad()
 def decode(model: AdaPonderForCausalLM, case: Case, chunks: Sequence[int], **kwargs) -> dict[str, Tensor]:
-    """The same forward, the tokens fed a few at a time through a ledger."""
+    """Computes the same forward in chunks of a few tokens, through a ledger."""
     if model.method.halts:
         kwargs.setdefault("policy", case.policy)
     ledger, logits, start = None, [], 0
@@ -127,7 +127,7 @@ def assert_causal(model: AdaPonderForCausalLM, ids: Tensor, where: int, **kwargs
 
 @torch.no_grad()
 def assert_static_after_halting(model: AdaPonderForCausalLM, case: Case, execution: str) -> None:
-    """Law 3: once halted, for ever; and the hidden state is that of the last iteration read."""
+    """Law 3: a halted token stays halted, with the hidden state of its last iteration."""
     seen: list[Iteration] = []
     output = model(
         case.ids, attention_mask=case.mask, policy=case.policy, execution=execution, on_iteration=seen.append

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, gelu, layer_norm, linear
 
 
 def rotate(x: Tensor, position: Tensor, size: int) -> Tensor:
-    """Rotary embedding of the first ``size`` channels of ``[batch, heads, time, channels]``."""
+    """Rotates the first ``size`` channels of ``[batch, heads, time, channels]`` by position."""
     frequency = 1.0 / (10_000.0 ** (torch.arange(0, size, 2, dtype=torch.float32) / size))
     angle = position[:, None, :, None].float() * torch.cat([frequency, frequency])
     turned, rest = x[..., :size], x[..., size:]
@@ -20,7 +20,7 @@ def rotate(x: Tensor, position: Tensor, size: int) -> Tensor:
 
 
 def gpt_neox_pass(w: dict[str, Tensor], config, x: Tensor, real: Tensor, kv_before=None, active=None):
-    """(final-normed hidden state, [(k, v) per layer]); with ``kv_before`` halted tokens' rows are replaced (eq. 10)."""
+    """Returns (final-normed state, [(k, v) per layer]); ``kv_before`` replaces rows of halted tokens (eq. 10)."""
     batch, time, width = x.shape
     heads = config.num_attention_heads
     size = width // heads
@@ -54,14 +54,14 @@ def gpt_neox_pass(w: dict[str, Tensor], config, x: Tensor, real: Tensor, kv_befo
 
 
 def weights(model) -> dict[str, Tensor]:
-    """The stock parameters of a wrapped GPT-NeoX by their stock names, leaves of the graph."""
+    """Returns the stock parameters of a wrapped GPT-NeoX by their stock names, as leaves of the graph."""
     return {name.removeprefix("backbone."): value for name, value in model.named_parameters()}
 
 
 def ponder(
     w: dict[str, Tensor], config, ids: Tensor, real: Tensor, *, steps: int, scale: float, first: float
 ) -> Tensor:
-    """PonderLM: logits after ``steps`` ponder steps and one last pass, no cache in any of them."""
+    """Computes PonderLM's logits after ``steps`` ponder steps and one last pass, without a cache."""
     table = w["gpt_neox.embed_in.weight"] * scale
     embedding = table[ids] * first
     for _ in range(steps):
@@ -71,7 +71,7 @@ def ponder(
 
 
 def adaponder(model, ids: Tensor, real: Tensor, *, reuse: str = "state"):
-    """Algorithm 1 with Algorithm 2 inside: (logits, gate probabilities [batch, time, K-1], depth).
+    """Computes Algorithms 1 and 2; returns (logits, gate probabilities [batch, time, K-1], depth).
 
     ``reuse`` says what a halted token keeps: its keys, values and hidden state, keys and values alone, or nothing.
     """
@@ -96,7 +96,7 @@ def adaponder(model, ids: Tensor, real: Tensor, *, reuse: str = "state"):
 
 
 def adaponder_loss(logits, gates, ids, real, *, weight: float, fraction: float) -> Tensor:
-    """Eq. 12 and 13: cross-entropy of real tokens predicted by real tokens, plus the mean of the smallest gates."""
+    """Computes eq. 12 and 13: cross-entropy of real tokens that real tokens predict, plus the smallest gates' mean."""
     counted = real[:, 1:] & real[:, :-1]
     loss = cross_entropy(logits[:, :-1][counted], ids[:, 1:][counted])
     pool = gates[real].flatten().sort().values

@@ -38,7 +38,7 @@ def test_float64_on_the_gpu_is_the_portable_path(method, family, body):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
 def test_lower_precision_differs_only_near_a_tie(family, dtype):
-    """Each token and each decision of the engine, judged by float64 under the depths that the engine chose."""
+    """Compares each token and decision of the engine with float64 at the depths that the engine chose."""
     tau, prompts = 0.5, ids(8, 12)
     truth = tiny("adaponder", family, iterations=3, tau=tau).eval().cuda()
     plain = copy.deepcopy(truth).to(dtype)
@@ -88,7 +88,7 @@ def test_samples_penalties_and_policies_in_graphs_equal_a_solo_run():
 
 
 @pytest.mark.parametrize("method", ["adaponder", "ponder", "ouro"])
-def test_drafting_on_the_gpu_says_the_same(method):
+def test_drafting_on_the_gpu_gives_the_same_tokens(method):
     model = tiny(method, iterations=3).eval().cuda()
     requests = [Request(prompt=row.tolist(), max_new_tokens=16, seed=7) for row in ids(4, 9, seed=8)]
     plain, drafted = (Engine(model, lanes=2, tokens=40, drafts=drafts).generate(requests) for drafts in (0, 2))

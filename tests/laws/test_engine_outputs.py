@@ -78,7 +78,7 @@ def test_a_prompt_of_one_token_has_one_entry_and_outputs_that_are_not_requested_
     ],
 )
 def test_gates_and_early_predictions_are_those_of_the_models_forward(method, asked):
-    """Of the iterations that the token took part in."""
+    """Compares the iterations up to each token's depth."""
     model = tiny(method, iterations=3, **SETTINGS.get(method, {})).eval()
     request = Request(PROMPT, max_new_tokens=4, temperature=0.0, gates=True, iteration_top=2, seed=3, **asked)
     (done,) = completed(model, request)
@@ -96,7 +96,7 @@ def test_gates_and_early_predictions_are_those_of_the_models_forward(method, ask
 
 
 def wants(method, gates):
-    """What a policy sees of each gate: exit gates say how likely a token exits, and a policy sees that it has not."""
+    """Returns what a policy sees of each gate: for exit gates, the probability of not having exited."""
     if method not in ("ouro", "act", "pondernet"):
         return gates
     so_far = [gates[: place + 1] for place in range(len(gates))]

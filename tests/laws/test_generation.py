@@ -66,17 +66,6 @@ def test_going_on_from_a_cache_equals_never_having_stopped(method):
     assert torch.equal(rest, generate(prompt))
 
 
-def test_sampling_follows_the_seed_and_the_cache_does_not_matter():
-    model, prompt = tiny("adaponder"), ids(2, 6)
-    draws = []
-    for cache in (True, False, True):
-        torch.manual_seed(11)
-        ask = options(model, attention_mask=torch.ones_like(prompt), do_sample=True, use_cache=cache)
-        draws.append(model.generate(prompt, **ask))
-    assert torch.equal(draws[0], draws[1])
-    assert torch.equal(draws[0], draws[2])
-
-
 def test_max_iterations_and_policy_reach_every_step():
     model, prompt = tiny("adaponder", iterations=4), ids(2, 6)
     ask = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 5, "pad_token_id": 0}

@@ -15,13 +15,13 @@ FLOOR = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
 def distance(ours: torch.Tensor, truth: torch.Tensor) -> float:
-    """Root mean square of the error, relative to the values'."""
+    """Returns the root mean square of the error, relative to that of the values."""
     return float((ours.double() - truth).pow(2).mean().sqrt() / truth.pow(2).mean().sqrt())
 
 
 @torch.no_grad()
 def compare(family: str, dtype: torch.dtype, device: str = "cpu", *, batches: int) -> tuple[int, int]:
-    """(tokens, flips) over a few batches, asserting the rule on each."""
+    """Returns (tokens, flips) of some batches, asserting the rule on each."""
     tokens = flips = 0
     for seed in range(batches):
         truth = tiny("adaponder", family, iterations=4, seed=seed).to(device)

@@ -49,7 +49,7 @@ def test_generation_on_the_gpu_is_cached_uncached_and_counted(method):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("method", METHODS)
 def test_training_reads_no_memory_that_nobody_has_written(method, compiled, execution):
-    """Where the allocator hands out blocks full of NaN, a step has the loss and gradients that it has elsewhere."""
+    """A step has the same loss and gradients when the allocator returns blocks full of NaN."""
     torch.compiler.reset()
     model = tiny(method, iterations=1 if method == "vanilla" else 3, dtype=torch.float32).cuda().train()
     if compiled:
@@ -95,7 +95,7 @@ def test_models_can_be_made_on_the_gpu():
 
 
 def test_dense_training_does_not_wait_for_the_gpu():
-    """No host synchronisation inside a dense training forward and backward: the device may run ahead."""
+    """A dense training step has no host synchronisation, so that the device can run ahead."""
     model = tiny("adaponder", dtype=torch.float32).cuda().train()
     batch = ids(2, 9).cuda()
     model(batch, labels=batch).loss.backward()
@@ -109,7 +109,7 @@ def test_dense_training_does_not_wait_for_the_gpu():
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
 def test_compiled_dense_and_packed_passes_are_no_worse_than_eager_ones_in_half_precision(family, padded):
-    """The path that training takes: compiled by inductor, kernels behind opaque operations, forward and backward."""
+    """Training takes this path: inductor, kernels behind opaque operations, forward and backward."""
     model = calm(tiny("adaponder", family, iterations=4, dtype=torch.float32)).cuda().train()
     case = on_gpu(make_case(3, 40, 4, "ragged", "left" if padded else "none", 0))
 
@@ -141,7 +141,7 @@ def test_compiled_dense_and_packed_passes_are_no_worse_than_eager_ones_in_half_p
 
 
 def calm(model):
-    """Weights so small that bf16's rounding stays small: four passes of a random decoder amplify it without bounds."""
+    """Shrinks weights, because four passes of a random decoder amplify bf16's rounding without bounds."""
     with torch.no_grad():
         for parameter in model.backbone.parameters():
             if parameter.ndim == 2:

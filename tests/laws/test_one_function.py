@@ -29,16 +29,22 @@ def cases(draw, longest: int = 40, deepest: int = 5):
 
 
 # Examples per case: a method, a family.
-few, more = settings(max_examples=7), settings(max_examples=12)
+few = settings(max_examples=7)
 chunkings = st.lists(st.integers(1, 7), min_size=1, max_size=12)
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "llama", "mistral", "gpt2"])
-@more
+@pytest.mark.parametrize(
+    ("method", "family"),
+    [
+        *((method, "llama") for method in METHODS),
+        *(("adaponder", family) for family in ("gpt_neox", "mistral", "gpt2")),
+    ],
+)
+@few
 @given(drawn=cases(), chunks=chunkings)
-def test_adaponder_is_one_function_for_any_halt_pattern(family, drawn, chunks):
+def test_every_method_is_one_function(method, family, drawn, chunks):
     iterations, case = drawn
-    assert_one_function(cached_tiny("adaponder", family, iterations=iterations), case, chunks)
+    assert_one_function(cached_tiny(method, family, iterations=iterations), case, chunks)
 
 
 @pytest.mark.parametrize(
@@ -56,38 +62,21 @@ def test_learned_gates_decide_alike_however_the_model_is_run(method, family, dra
 @few
 @given(drawn=cases(longest=20, deepest=4), chunks=chunkings)
 def test_an_attention_that_is_not_ours_gives_the_same_function(family, drawn, chunks):
-    """Rows are then not packed into one lane: sequences with equally many share a rectangle."""
+    """Rows are then not packed: sequences with equally many rows share a rectangle."""
     iterations, case = drawn
     with patch("adaponder.backbones.wrapper.Backbone.packs", return_value=False):
         assert_one_function(cached_tiny("adaponder", family, iterations=iterations), case, chunks)
 
 
-@pytest.mark.parametrize("method", METHODS)
+OPTIONS = [("reuse", "kv"), ("reuse", "none"), ("shared_gate", True), ("gate_width", 0), ("expectation_top_k", 5)]
+
+
+@pytest.mark.parametrize("option", [*OPTIONS, ("embedding_scale", 4.0)], ids=lambda option: "-".join(map(str, option)))
 @few
 @given(drawn=cases(longest=14, deepest=4), chunks=chunkings)
-def test_every_method_is_one_function(method, drawn, chunks):
+def test_options_keep_the_function_one(option, drawn, chunks):
     iterations, case = drawn
-    assert_one_function(cached_tiny(method, "llama", iterations=iterations), case, chunks)
-
-
-@pytest.mark.parametrize("reuse", ["kv", "none"])
-@few
-@given(drawn=cases(longest=14, deepest=4), chunks=chunkings)
-def test_weaker_reuse_is_one_function_too(reuse, drawn, chunks):
-    iterations, case = drawn
-    assert_one_function(cached_tiny("adaponder", "gpt_neox", iterations=iterations, reuse=reuse), case, chunks)
-
-
-@pytest.mark.parametrize(
-    "option",
-    [{"shared_gate": True}, {"gate_width": 0}, {"expectation_top_k": 5}, {"embedding_scale": 4.0}],
-    ids=lambda option: next(iter(option)),
-)
-def test_options_keep_the_function_one(option):
-    case = make_case(3, 13, 4, "ragged", "both", 5)
-    model = tiny("adaponder", iterations=4, **option)
-    assert_one_function(model, case)
-    assert_one_function(model, case, policy=model.method.default_policy(training=False))
+    assert_one_function(cached_tiny("adaponder", "gpt_neox", iterations=iterations, **dict([option])), case, chunks)
 
 
 @pytest.mark.parametrize("method", HALTING)
@@ -113,7 +102,7 @@ def test_compact_gradients_equal_dense_gradients(method, drawn):
 
 @pytest.mark.parametrize("method", HALTING)
 def test_the_same_parameters_have_gradients_though_every_token_halts_at_once(method):
-    """Several processes wait for each other's gradients, so one that is 0 must be there."""
+    """Processes wait for each other's gradients, so a gradient of 0 must exist."""
     model, ids = cached_tiny(method, "gpt_neox", iterations=3), torch.arange(12).view(2, 6)
     learn = {}
     for how in ({"execution": "dense"}, {"execution": "compact"}, {"use_cache": True}):

@@ -8,7 +8,7 @@ from support import FAMILIES, METHODS, ids, stock, tiny
 
 
 def usual(family: str, method: str) -> bool:
-    """Whether make test runs this pair: every family once plain and once with pauses, every method on two families."""
+    """Returns whether make test runs this pair: every family with two methods, every method on two families."""
     return family in ("gpt_neox", "gemma3") or method in ("adaponder", "pause")
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from adaponder import ForcedDepths, Random
+from adaponder import Random
 from laws import counted_rows, make_case
 from support import FAMILIES, METHODS, ids, tiny
 
@@ -33,10 +33,3 @@ def test_decoding_computes_and_keeps_exactly_the_sum_of_depths(method):
     assert ledger.depth.shape == (2, 12), "the last new token is returned unread"
     assert rows == [int(ledger.depth.sum())] * len(rows)
     assert ledger.rows == int(ledger.depth.sum())
-
-
-def test_dense_computes_everything():
-    model = tiny("adaponder", iterations=4)
-    with counted_rows(model) as rows:
-        model(ids(2, 6), policy=ForcedDepths(torch.ones(2, 6, dtype=torch.long)), execution="dense")
-    assert rows == [4 * 12] * 2

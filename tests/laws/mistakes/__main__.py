@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import json
-import platform
-import subprocess
 import sys
 import time
 from itertools import groupby
@@ -113,25 +110,18 @@ def _record(
     mistakes: list[Mistake], outcomes: dict[str, Outcome], asked: argparse.Namespace, seconds: float
 ) -> dict[str, Any]:
     """Returns what was tried on which source, and the tests that caught each mistake."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+    from benchmarks.record import commit_of, versions
+
+    tried = (*FOLDERS.values(), "tests", f":!{RECORD.relative_to(ROOT)}")
     refuted = {each.name: sorted(outcomes[each.name].refuted) for each in mistakes}
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "triton")}
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": asked.commit or _commit(),
-        "versions": versions | {"python": platform.python_version()},
+        "commit": commit_of(asked.commit, required=True, paths=tried),
+        "versions": versions(),
         "seconds": round(seconds, 1),
         "caught_by": refuted,
     }
-
-
-def _commit() -> str:
-    """The commit that was tried, ``…-dirty`` if source or tests differ from it."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-    changed = git("status", "--porcelain", "--", *FOLDERS.values(), "tests", f":!{RECORD.relative_to(ROOT)}")
-    return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
 
 
 if __name__ == "__main__":

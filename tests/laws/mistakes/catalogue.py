@@ -117,27 +117,12 @@ def problems(mistakes: list[Mistake], root: Path = ROOT) -> list[str]:
         try:
             mistake.place(root)
         except (ValueError, SyntaxError) as error:
-            wrong.append(f"{mistake.name}: {error}{_hint(mistake, root)}")
+            wrong.append(f"{mistake.name}: {error}")
         if not mistake.caught_by:
             wrong.append(f"{mistake.name}: no test is named")
         missing = (test for test in mistake.caught_by if not _test_exists(test, root / "tests"))
         wrong += [f"{mistake.name}: there is no {test}" for test in missing]
     return wrong
-
-
-def _hint(mistake: Mistake, root: Path) -> str:
-    """Names the functions, wherever they are, that hold the old code of an entry."""
-    try:
-        old = ast.parse(mistake.old).body
-    except SyntaxError:
-        return ""
-    found = []
-    for module, path in _modules(root).items():
-        holders = [name for name, node in _read(path)[1] if list(_places(node, old, expression=_is_expression(old)))]
-        # A method is named rather than its class.
-        holders = [name for name in holders if not any(other.startswith(f"{name}.") for other in holders)]
-        found += [f"{module}:{name}" for name in holders]
-    return f" (the code is in {', '.join(found)})" if 0 < len(found) < 5 else ""
 
 
 @cache

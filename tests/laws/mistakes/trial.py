@@ -21,25 +21,8 @@ from pathlib import Path
 from mistakes.catalogue import FOLDERS, ROOT, TESTS, Mistake
 
 # What the package and its tests load; adaponder itself must not be there before a child has chosen which one.
-_LIBRARIES = (
-    "hypothesis",
-    "numpy",
-    "pytest",
-    "rich.console",
-    "safetensors.torch",
-    "tokenizers",
-    "torch._dynamo",
-    "torch._functorch.config",
-    "torch.utils.checkpoint",
-    "transformers",
-    "transformers.generation",
-    "transformers.integrations.sdpa_attention",
-    "transformers.models.gpt_neox.modeling_gpt_neox",
-    "transformers.models.llama.modeling_llama",
-    "triton",
-    "typer",
-    "yaml",
-)
+_LIBRARIES = ("hypothesis", "pytest", "rich.console", "tokenizers", "torch._dynamo", "triton", "typer")
+_MODELS = ("gpt_neox", "llama")
 WHOLE = "tests"  # what stands in the place of a test's name when the whole run broke
 LIMIT = 180  # seconds for each named test: a mistake may make a loop endless
 
@@ -122,7 +105,7 @@ def warm() -> None:
     """Loads what every child would load for itself."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRITON_INTERPRET", "1")  # as tests/conftest.py does without a GPU
-    for name in _LIBRARIES:
+    for name in (*_LIBRARIES, *(f"transformers.models.{model}.modeling_{model}" for model in _MODELS)):
         importlib.import_module(name)
     if "adaponder" in sys.modules:
         raise RuntimeError("adaponder is loaded already: a copy of it could not be")

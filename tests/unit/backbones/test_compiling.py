@@ -7,9 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from adaponder import AdaPonderForCausalLM
 from adaponder.backbones import compiling
 from adaponder.backbones.views import DenseView
 from adaponder.backbones.wrapper import Backbone
@@ -17,37 +15,21 @@ from adaponder.errors import BackboneError, ConfigError
 from adaponder.halting import Gate, freeze_halted, pondered, read_gate
 from adaponder.methods import Objective
 from kernel_support import draw
-from packed_support import PADDED, packed_results
-from support import METHODS, ids, stir, tiny
+from packed_support import PADDED, assert_same, loss_and_gradients, packed_results
+from support import METHODS, ids, stock, tiny, wrap
 
 QUICK = ("adaponder",)  # of the methods, those that make test compiles
 ASKED = {"targets": ids(2, 9, seed=1), "objective": Objective(ponder_weight=0.3, ponder_fraction=0.2)}
 
 
-def deep(layers, **recurrence):
-    shape = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 61}
-    torch.manual_seed(0)
-    stock = GPTNeoXForCausalLM(GPTNeoXConfig(num_hidden_layers=layers, **shape)).double()
-    return stir(AdaPonderForCausalLM.from_backbone(stock, method="adaponder", iterations=4, tau=0.5, **recurrence))
+def deep(layers):
+    return wrap(stock(num_hidden_layers=layers), iterations=4)
 
 
 def compile_layers(model, **options):
     torch._dynamo.reset()
     counters.clear()
     model.compile_passes(by="layer", **{"backend": "aot_eager", "fullgraph": True} | options)
-
-
-def gradients(model):
-    model.zero_grad()
-    loss = model(ids(2, 9), **ASKED).loss
-    loss.backward()
-    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
-
-
-def assert_same(mine, theirs):
-    assert len(mine) == len(theirs)
-    for found, expected in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -60,14 +42,14 @@ def assert_same(mine, theirs):
 )
 def test_a_layer_compiled_for_all_changes_nothing(method, family):
     model = tiny(method, family, iterations=4).train()
-    expected = gradients(model)
+    expected = loss_and_gradients(model, **ASKED)
     compile_layers(model)
-    assert_same(gradients(model), expected)
+    assert_same(loss_and_gradients(model, **ASKED), expected)
     assert counters["stats"]["unique_graphs"] >= 1
 
 
 def test_a_compiled_layer_that_asks_the_cache_twice_is_counted():
-    """A layer is handed its own part of a view, and what that counted is handed back."""
+    """A layer gets its part of a view, whose count is taken back."""
     view, rows = DenseView(2, previous=None, active=None), torch.zeros(1, 2, 3, 4)
     for layer, times in enumerate((1, 2)):
         part = view.of_layer(layer)
@@ -83,17 +65,17 @@ def test_graphs_do_not_grow_with_layers_and_iterations():
     made = []
     for layers in (2, 7):
         model = deep(layers).train()
-        expected = gradients(model)
+        expected = loss_and_gradients(model, **ASKED)
         compile_layers(model)
-        assert_same(gradients(model), expected)
-        assert_same(gradients(model), expected)
+        assert_same(loss_and_gradients(model, **ASKED), expected)
+        assert_same(loss_and_gradients(model, **ASKED), expected)
         made.append(counters["stats"]["unique_graphs"])
     assert made == [5, 5], "a layer without and with rows to reuse; a gate, eq. 9, frozen states"
 
 
 @pytest.mark.compiler
 def test_the_compiler_has_room_for_every_kind_of_layer():
-    """Gemma's layers are of two kinds, with graphs of their own; past its limit the compiler would go eager."""
+    """Gemma's two kinds of layers have graphs of their own; beyond its limit the compiler would run eagerly."""
     model = tiny("adaponder", "gemma3", iterations=2)
     compile_layers(model, backend="eager")
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
@@ -144,18 +126,18 @@ def test_layers_are_left_as_they_were_also_after_an_error():
 
     compile_layers(model, backend=fails)
     with pytest.raises(Exception, match="the compiler fell"):
-        gradients(model)
+        loss_and_gradients(model, **ASKED)
     assert [layer.__dict__.keys() for layer in model.backbone.base_model.layers] == [b.keys() for b in before]
 
 
-def test_what_cannot_be_compiled_so_is_named():
+def test_an_unknown_unit_and_replaced_layers_are_refused():
     model = deep(2).train()
     with pytest.raises(ConfigError, match="by="):
         model.compile_passes(by="module")
     compile_layers(model)
     model.backbone.base_model.layers[1].forward = model.backbone.base_model.layers[1].forward
     with pytest.raises(BackboneError, match="by='pass'"):
-        gradients(model)
+        loss_and_gradients(model, **ASKED)
 
 
 ROWS = (2, 5)
@@ -170,7 +152,7 @@ def gate(width, dtype=torch.float64, seed=0):
 
 
 def results(function, module, given):
-    """The value and every gradient."""
+    """Returns the value and every gradient."""
     given = [part.detach().clone().requires_grad_(part.is_floating_point()) for part in given]
     value = function(*([] if module is None else [module]), *given)
     weights = list(module.parameters()) if module is not None else []
@@ -196,7 +178,7 @@ CASES = {
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.compiler)])
 @pytest.mark.parametrize("case", CASES)
-def test_compiled_they_compute_what_they_do_eagerly(case, backend):
+def test_compiled_functions_equal_eager_ones(case, backend):
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor compiles with g++ on a CPU")
     function, width, given = CASES[case]
@@ -208,7 +190,7 @@ def test_compiled_they_compute_what_they_do_eagerly(case, backend):
 
 
 def test_a_gate_is_float32_where_half_precision_computes_it():
-    """Dense runs compute it compiled and compact ones do not: neither rounds the result to bf16."""
+    """Dense runs compute a gate compiled and compact ones do not: neither rounds the result to bf16."""
     exact, given = gate(4), draw(64, 16, seed=0)
     truth = exact(given)
     low = copy.deepcopy(exact).float()
@@ -222,7 +204,7 @@ def test_a_gate_is_float32_where_half_precision_computes_it():
     assert gate(4, torch.bfloat16)(given.bfloat16()).dtype == torch.float32
 
 
-def test_they_are_compiled_with_passes_for_dense_runs_only(monkeypatch):
+def test_functions_between_passes_are_compiled_for_dense_runs_only(monkeypatch):
     model = tiny(iterations=3).eval()
     assert model.wrapped.compiled(freeze_halted) is freeze_halted
     monkeypatch.setattr(compiling, "compiled", lambda function, *_: partial(function))  # the compiler takes seconds

@@ -65,7 +65,7 @@ def test_a_replaced_forward_of_the_final_norm_is_still_there_after_a_pass():
         ("gpt_neox_japanese", _SHAPE),
     ],
 )
-def test_families_that_are_read_whole_or_not_at_all_say_so(family, settings):
+def test_families_that_take_no_mask_are_refused_with_padding_or_a_policy(family, settings):
     base = decoder(family, **settings)
     tokens = ids(2, 9)
     plain = AdaPonderForCausalLM.from_backbone(base, method="vanilla")

@@ -1,7 +1,5 @@
 """Tests that a fused body equals the stock layers: mixed iterations, decode and prefill rows, every family."""
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,9 +10,10 @@ from adaponder.ops.ledger_attention import Cohort, LedgerRows
 from support import FAMILIES, stock
 
 LANES, ITERATIONS, SLOTS, ROWS = 3, 3, 12, 120
+HALF_TURNED = FAMILIES["gpt_neox"].rope_parameters | {"partial_rotary_factor": 0.5}
 VARIANTS = {
     "neox-serial": ("gpt_neox", {"use_parallel_residual": False}),
-    "neox-partial": ("gpt_neox", {"hidden_act": "gelu_pytorch_tanh"}),
+    "neox-partial": ("gpt_neox", {"hidden_act": "gelu_pytorch_tanh", "rope_parameters": HALF_TURNED}),
     "llama-biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
 }
 FUSED = ("gpt_neox", "llama", "mistral", "qwen2", "qwen3", "qwen2-mixed", *VARIANTS)
@@ -22,14 +21,7 @@ FUSED = ("gpt_neox", "llama", "mistral", "qwen2", "qwen3", "qwen2-mixed", *VARIA
 
 def backbone_of(name: str) -> Backbone:
     family, changes = VARIANTS.get(name, (name, {}))
-    with pytest.MonkeyPatch.context() as patch:
-        config = copy.deepcopy(FAMILIES[family])
-        for field, value in changes.items():
-            setattr(config, field, value)
-        if name == "neox-partial":
-            config.rope_parameters["partial_rotary_factor"] = 0.5
-        patch.setitem(FAMILIES, family, config)
-        model = stock(family)
+    model = stock(family, **changes)
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():  # norms and biases that are not 1 and 0
         if parameter.ndim == 1:
@@ -43,7 +35,7 @@ def fused(backbone: Backbone, apart: bool = True) -> FusedBody:
 
 
 def scattered(seed: int) -> tuple[Tensor, LedgerRows]:
-    """Three rows alone, each at another iteration and slot, and a cohort of four rows of one lane: (position, rows)."""
+    """Returns (position, rows): three rows of different iterations and slots, and a cohort of four rows of one lane."""
     generator = torch.Generator().manual_seed(seed)
     index = torch.randperm(ROWS, generator=generator)[: LANES * ITERATIONS * SLOTS].int()
     index = index.reshape(LANES, ITERATIONS, SLOTS)
@@ -59,7 +51,7 @@ def scattered(seed: int) -> tuple[Tensor, LedgerRows]:
 
 
 def read(body: Body, seed: int) -> tuple[Tensor, ...]:
-    """What two passes return and leave in the pools."""
+    """Returns what two passes return, and the pools after them."""
     generator = torch.Generator().manual_seed(seed)
     pools = Pools.empty(body.row_shapes(), ROWS, torch.float64, torch.device("cpu"))
     for pool in (*pools.keys, *pools.values):
@@ -74,7 +66,7 @@ def read(body: Body, seed: int) -> tuple[Tensor, ...]:
 
 
 def errors(backbone: Backbone, body: Body, seed: int = 0) -> list[float]:
-    """Relative differences from the stock layers, whose keys and values are gathered and masked row by row."""
+    """Returns relative differences from the stock layers, whose keys and values are gathered row by row."""
     plain = StockBody(backbone, stream=True)
     plain.gathers = True
     with torch.no_grad():

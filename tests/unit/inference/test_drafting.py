@@ -23,7 +23,7 @@ K = 4
 
 @cache
 def agreeing():
-    """A model whose later iterations change little: its gates let in a hundredth of what the token expects."""
+    """Returns a model whose later iterations change little: its gates are about 0.01."""
     model = tiny("adaponder", iterations=K, tau=0.001).eval()
     with torch.no_grad():
         for gate in model.method.gates:
@@ -95,7 +95,7 @@ def test_no_draft_is_started_beyond_the_last_token(new):
 
 @pytest.mark.parametrize("by_kernels", [False, pytest.param(True, marks=pytest.mark.every)])
 def test_halted_tokens_may_have_padding_rows(monkeypatch, by_kernels):
-    """As on a GPU, where shapes do not depend on which tokens have halted; and by its kernels, interpreted."""
+    """A GPU computes padding rows, so that shapes do not depend on halting; also by its kernels, interpreted."""
     begin, end = partial(plain.begin_windows, every=True), plain.end_windows
     if by_kernels:
         kernels = pytest.importorskip("adaponder.ops.lanes.triton", reason="no Triton on this platform")
@@ -107,16 +107,6 @@ def test_halted_tokens_may_have_padding_rows(monkeypatch, by_kernels):
     engine = opened(model, lanes=2, burst=3, late=True)
     assert_all_as_alone(model, requests, run_all(engine, requests), tokens=40)
     assert engine.statistics["accepted"] > 0
-
-
-def test_penalties_beside_drafts_in_four_lanes_say_what_they_say_alone():
-    """CVE-2026-44223, CVE-2026-54234: elsewhere, penalties counted tokens of drafts that were dropped later."""
-    model = tiny("adaponder", iterations=K, seed=1).eval()
-    penalties = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.8}
-    requests = [greedy(3 + number, 9, **(penalties if number % 2 else {})) for number in range(4)]
-    engine = Engine(model, lanes=4, tokens=40)
-    assert_all_as_alone(model, requests, run_all(engine, requests, rush=1.0), tokens=40)
-    assert engine.statistics["drafted"] > engine.statistics["accepted"] > 0
 
 
 @pytest.mark.parametrize("fields", [{"frequency_penalty": 0.5}, {"policy": odd_ones}])

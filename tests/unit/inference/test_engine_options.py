@@ -1,7 +1,5 @@
 """Tests the options of an engine."""
 
-from dataclasses import FrozenInstanceError
-
 import pytest
 
 from adaponder.errors import InputError
@@ -31,13 +29,9 @@ def test_an_expectation_top_k_without_effect_is_refused():
         generated(tiny("loop").eval(), expectation_top_k=2)
 
 
-def test_options_override_the_config_which_is_frozen():
+def test_options_override_the_config():
     engine = Engine(tiny().eval(), EngineConfig(lanes=3, tokens=20), lanes=2)
     assert (engine.config.lanes, engine.config.tokens) == (2, 20)
-    with pytest.raises(FrozenInstanceError):
-        engine.config.lanes = 4
-    with pytest.raises(TypeError, match="lane"):
-        Engine(tiny().eval(), lane=2)
 
 
 def test_a_policy_that_runs_on_the_host_warns(monkeypatch):

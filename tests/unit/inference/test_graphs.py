@@ -23,7 +23,7 @@ def test_prefill_rows_are_padded_to_few_sizes():
 
 
 def cohorts(index: torch.Tensor, spans: list[tuple[int, int, int]], seed: int) -> LedgerRows:
-    """(lane, iteration, tokens) of each cohort: slots from the first on, and pool rows of their own."""
+    """Returns rows of cohorts, given (lane, iteration, tokens) of each: slots from 0 on, and pool rows of their own."""
     generator = torch.Generator().manual_seed(seed)
     free = iter((torch.randperm(ROWS - 1, generator=generator) + 1).tolist())
     index.fill_(-1)

@@ -53,7 +53,7 @@ class Holds(Policy):
 
 
 def mixed_rows(count: int, *, seed: int, lanes: int = LANES, dtype: torch.dtype = torch.float64) -> PolicyInput:
-    """Rows of all lanes at all iterations, the last included, after which none continues."""
+    """Returns rows of all lanes at all iterations, including the last, after which no row continues."""
     return policy_rows(count, seed=seed, iterations=K, sequences=lanes, dtype=dtype)
 
 
@@ -62,12 +62,12 @@ def assign(policies, lane, policy, seed=0, depths=None, last=K - 1):
 
 
 def decide_alone(rows: PolicyInput, row: int, policy: Policy, seed: int) -> bool:
-    """The policy's decision for one row in a batch of its own."""
+    """Returns the policy's decision for one row in a batch of its own."""
     changes = {"seed": torch.tensor([as_int64(seed)]), "sequence": torch.zeros(1, dtype=torch.long)}
     return bool(policy(alone(rows, row, **changes)))
 
 
-def test_policies_that_run_on_the_host():
+def test_which_policies_run_on_the_host():
     assert [policy for policy in EVERY if runs_on_host(policy)] == EVERY[len(ROW_POLICIES) :]
 
 

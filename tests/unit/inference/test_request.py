@@ -11,8 +11,8 @@ from own_policy import UntilLikely
 from adaponder import AdaPonderForCausalLM
 from adaponder.errors import InputError
 from adaponder.inference.outputs import Completion, Token
-from adaponder.inference.request import Request, check_request, policy_of
-from adaponder.policies import Custom, ExitThreshold, FixedDepth, ForcedDepths, LearnedGate, Ranked, Uniform
+from adaponder.inference.request import Request, check_request
+from adaponder.policies import ExitThreshold, FixedDepth, ForcedDepths, LearnedGate, Ranked, Uniform
 from support import POSITIONS, VOCABULARY, tiny
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -99,7 +99,7 @@ def test_policies_without_thresholds_or_depths_for_every_slot_are_refused(model)
 
 
 def test_whole_numbers_become_python_integers():
-    """numpy's would wrap around in the middle of a step, which ends every request."""
+    """Integers of numpy wrap around, which would fail in the middle of a step and end every request."""
     settings = {"max_new_tokens": np.uint8(200), "top_k": torch.tensor(5), "seed": np.uint64((1 << 64) - 1)}
     request = Request(PROMPT, **settings, samples=np.int64(2), max_iterations=None)
     assert (request.max_new_tokens * 9, request.top_k, request.seed + 1) == (1800, 5, 1 << 64)
@@ -122,18 +122,10 @@ def test_tau_is_the_learned_gates_alone(model):
             check(tiny(method, iterations=K), Request(PROMPT, max_new_tokens=8, tau=0.5))
 
 
-def test_a_method_that_never_halts_takes_no_depths_and_no_policy():
-    ponder = tiny("ponder", iterations=K)
-    for settings in ({"depths": [1]}, {"policy": FixedDepth(1)}):
-        with pytest.raises(InputError, match=r"depths|policy"):
-            check(ponder, Request(PROMPT, max_new_tokens=8, **settings))
-
-
-def test_policy_of_a_request(model):
-    assert policy_of(Request(PROMPT), model) == model.method.default_policy(training=False)
-    assert policy_of(Request(PROMPT, tau=0.25), model) == LearnedGate(0.25)
-    assert policy_of(Request(PROMPT, policy=FixedDepth(2)), model) == FixedDepth(2)
-    assert isinstance(policy_of(Request(PROMPT, policy=lambda rows: rows.active), model), Custom)
+@pytest.mark.parametrize(("field", "value"), [("depths", [1]), ("policy", FixedDepth(1))])
+def test_a_method_that_never_halts_takes_no_depths_and_no_policy(field, value):
+    with pytest.raises(InputError, match=field):
+        check(tiny("ponder", iterations=K), Request(PROMPT, max_new_tokens=8, **{field: value}))
 
 
 def test_depths_of_a_completion():

@@ -43,7 +43,7 @@ def request(**fields: Any) -> Request:
 
 
 def opened(lanes: int, *requests: Request) -> SamplerState:
-    """A sampler whose lanes have these requests, or all the same one."""
+    """Returns a sampler whose lanes have these requests in turn."""
     state = SamplerState(lanes, VOCABULARY, eos_ids=(0,))
     for lane in range(lanes if requests else 0):
         state.set(lane, requests[lane % len(requests)], 0, [1])
@@ -51,7 +51,7 @@ def opened(lanes: int, *requests: Request) -> SamplerState:
 
 
 def alone(logits: Tensor, request: Request, position: int, *, sample: int = 0, output: Sequence[int] = ()) -> Sampled:
-    """The choice for one row in a sampler of its own."""
+    """Returns the choice for one row in a sampler of its own."""
     state = SamplerState(1, logits.shape[-1], eos_ids=(0,))
     state.set(0, request, sample, request.prompt, output)
     return state.choose(logits[None], torch.tensor([0]), torch.tensor([position]), Features.of(request))
@@ -209,17 +209,17 @@ def test_a_cuda_graph_equals_the_cpu(dtype):
         torch.testing.assert_close(found.scores.log_probability.cpu(), expected.scores.log_probability)
 
 
-def draws(logits: Tensor, count: int, *, sample: int = 0, **fields: Any) -> Tensor:
-    """Tokens drawn at ``count`` positions from the same logits."""
+def draws(logits: Tensor, count: int, **fields: Any) -> Tensor:
+    """Draws tokens at ``count`` positions from the same logits."""
     state = SamplerState(1, logits.shape[-1])
     asked = request(**fields)
-    state.set(0, asked, sample, [1])
+    state.set(0, asked, 0, [1])
     lanes, position = torch.zeros(count, dtype=torch.long), torch.arange(count)
     return state.choose(logits.expand(count, -1), lanes, position, Features.of(asked)).token
 
 
 def chi_square(tokens: Tensor, probability: Tensor) -> float:
-    """Pearson's statistic in standard deviations from its mean."""
+    """Returns Pearson's statistic in standard deviations from its mean."""
     observed = torch.bincount(tokens, minlength=len(probability)).double()
     assert observed[probability == 0].sum() == 0
     possible = probability > 0
@@ -236,12 +236,3 @@ def test_draws_follow_the_distribution_of_the_logits():
         tokens = draws(logits, 40_000, **fields)
         expected = (logits / fields.get("temperature", 1.0)).softmax(-1)
         assert abs(chi_square(tokens, expected)) < 4
-
-
-@pytest.mark.parametrize("other", [{"seed": 1}, {"sample": 1}])
-def test_seeds_and_samples_draw_independently(other):
-    logits = torch.zeros(8, dtype=torch.float64)
-    one, two = draws(logits, 20_000), draws(logits, 20_000, **other)
-    assert abs(chi_square(8 * one + two, torch.full((64,), 1 / 64))) < 4
-    # Neighbouring positions, too.
-    assert abs(chi_square(8 * one[1:] + one[:-1], torch.full((64,), 1 / 64))) < 4

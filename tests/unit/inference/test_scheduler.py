@@ -160,7 +160,7 @@ def test_every_sequence_finishes(seed):
 
 @pytest.mark.parametrize("sizes", [[(3, 4), (9, 4), (1, 4), (5, 4), (2, 4)], [(8, 4), (20, 8), (1, 1)]])
 def test_sequences_get_lanes_in_order_of_arrival(sizes):
-    """Also where one that does not fit yet has a smaller one behind it."""
+    """A small sequence does not overtake a larger one that does not fit yet."""
     stand = StandIn(lanes=2)
     sequences = [stand.add(prompt, new)[0] for prompt, new in sizes]
     while stand.waiting:
@@ -196,7 +196,7 @@ def test_expected_rows():
 
 
 def test_slots_computed_in_one_pass_hold_one_row_each():
-    """As those of pause tokens are: three slots of a token, whose request allows three iterations."""
+    """Pause tokens are such slots: a token has three of them where its request allows three iterations."""
     stand = StandIn(width=3, passes=1, burst=8)
     (sequence,) = stand.add(1, 2, iterations=3)
     assert stand.scheduler.expected_rows(sequence) == 2 * 3 + 2 * SIZE

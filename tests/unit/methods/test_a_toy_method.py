@@ -1,10 +1,7 @@
-"""A method is one class and one line: that of an example, with a loss of its own, does all that the family does."""
+"""A method is one class and one line: an example's does all that the family does."""
 
-import json
 import runpy
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -18,44 +15,26 @@ from adaponder.analysis.trace import Trace, make_trace
 from adaponder.evaluation.meter import check_flops
 from adaponder.evaluation.scoring import score
 from adaponder.evaluation.text import Text, Windows, open_text, open_vocabulary
-from adaponder.halting import gate_probability
 from adaponder.methods import register_method
 from adaponder.methods.cost import cost_of, parameters_of
-from adaponder.methods.objectives import CrossEntropy, with_term
 from adaponder.training.run import train
 from laws import assert_causal, assert_one_function, assert_static_after_halting, make_case
 from support import ids, stock, tiny
-from training_support import corpus, small
+from training_support import corpus, losses, metrics, small
 
 WINDOWS = Windows(24)
 NAME = "loud"
 
 
-@dataclass
-class ListeningLoss:
-    needs_states: ClassVar[bool] = False
-    share: float | None
-
-    def __call__(self, trajectory, score, execution):
-        losses = CrossEntropy()(trajectory, score, execution)
-        if trajectory.gates is None:
-            return losses
-        listening = gate_probability(trajectory.gates)[execution.tokens.real].mean()
-        return with_term(losses, "listening", listening, score, weight=0.01, share=self.share)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def echo():
-    """The class, registered while these tests run."""
+    """Registers the class while these tests run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_SCALES", dict(registry._SCALES))
         patch.setattr(methods, "_CLASSES", dict(methods._CLASSES))
 
         class Loud(runpy.run_path(str(Path(__file__).parents[3] / "examples" / "own_method.py"))["Echo"]):
             after_halting = "halted: silent"
-
-            def objective(self, values):
-                return ListeningLoss(values.share)
 
             @classmethod
             def described(cls, config):
@@ -88,14 +67,10 @@ def trace(model, text) -> Trace:
     return make_trace(model, text, WINDOWS, checkpoint="toy", data="made up")
 
 
-def test_it_trains_what_it_owns_with_its_own_term(run, model):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "listening" in line]
-    assert len(steps) == 8
-    for line in steps:
-        assert line["loss"] == pytest.approx(line["cross_entropy"] + 0.01 * line["listening"], rel=1e-5)
-    assert steps[-1]["cross_entropy"] < steps[0]["cross_entropy"]
-    assert lines[-1]["validation_depth"] > 1
+def test_it_trains_its_parameters(run, model):
+    first, *_, last = losses(run)
+    assert last < first
+    assert metrics(run)[-1]["validation_depth"] > 1
     assert not torch.equal(model.method.ear.bias, torch.tensor([0.3]))
 
 

@@ -15,7 +15,7 @@ from support import ids, tiny
 
 @dataclass
 class Remember:
-    """Cross-entropy plus ``weight`` times the mean squared step of the hidden state from pass to pass."""
+    """Equals cross-entropy plus ``weight`` times the mean squared step of the hidden state from pass to pass."""
 
     needs_states: ClassVar[bool] = True
 

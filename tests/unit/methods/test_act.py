@@ -15,7 +15,7 @@ TARGETS = (TOKENS * 7 + 3) % VOCABULARY
 
 
 def act(threshold: float = 0.6, **options) -> AdaPonderForCausalLM:
-    """Halting probabilities of which some add up in one iteration, some in several and some never."""
+    """Returns a model whose halting probabilities reach the threshold in one iteration, in several, or never."""
     model = tiny("act", iterations=K, halting_cost=COST, exit_threshold=threshold, **options)
     with torch.no_grad():
         model.method.gates[0].out.weight.mul_(0.5)
@@ -24,7 +24,7 @@ def act(threshold: float = 0.6, **options) -> AdaPonderForCausalLM:
 
 
 def by_hand(model: AdaPonderForCausalLM, token: int, threshold: float) -> tuple[Tensor, int, Tensor]:
-    """(output, N, R) of a token that is alone, with the stock decoder and a loop: nobody's keys are to be reused."""
+    """Returns (output, N, R) of a token alone in its sequence, by a loop over the stock decoder."""
     unit = model.method.gates[0].out
     read = model.backbone.base_model
     x = model.get_input_embeddings()(torch.tensor([[token]])) * model.config.input_scale
@@ -64,7 +64,7 @@ def test_the_remainder_is_what_earlier_iterations_left():
     torch.testing.assert_close(remainder(logits, torch.tensor([1, 2, 3, 4])), expected)
 
 
-def test_a_token_that_has_nothing_left_to_weigh_with_keeps_its_output():
+def test_a_token_without_remainder_keeps_its_output():
     model = act(1.0)
     with torch.no_grad():
         model.method.gates[0].out.bias.fill_(1.0)

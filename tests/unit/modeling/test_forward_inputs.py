@@ -7,7 +7,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from adaponder import AdaPonderError, AdaPonderForCausalLM, FixedDepth, Objective
 from adaponder.execution.tokens import check_ids
 from adaponder.modeling import AdaPonderModel
-from support import ALIKE, METHODS, VOCABULARY, ids, stock, tiny
+from support import VOCABULARY, ids, stock, tiny
 
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
 
@@ -37,6 +37,7 @@ WRONG = {
     "labels-large": ("labels contains 61", {"input_ids": ids(), "labels": changed(VOCABULARY)}),
     "labels-negative": ("labels contains -1,", {"input_ids": ids(), "labels": changed(-1)}),
     "targets-large": ("targets contains 99,", {"input_ids": ids(), "targets": changed(99)}),
+    "targets-and-labels": ("targets", {"input_ids": ids(), "targets": ids(), "labels": ids()}),
     "targets-floating": ("targets is torch.float64", {"input_ids": ids(), "targets": ids().double()}),
     "mask-two": ("attention_mask", {"input_ids": ids(), "attention_mask": torch.full((2, 9), 2)}),
     "mask-added": (
@@ -70,7 +71,7 @@ def model() -> AdaPonderForCausalLM:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_read_is_one_line_that_names_the_argument(model, case):
+def test_an_invalid_argument_is_refused_in_one_line_that_names_it(model, case):
     said, given = WRONG[case]
     with pytest.raises(AdaPonderError, match=said) as error:
         model(**given)
@@ -78,7 +79,7 @@ def test_what_cannot_be_read_is_one_line_that_names_the_argument(model, case):
 
 
 @pytest.mark.parametrize("case", ["too-large", "floating", "empty-batch"])
-def test_generate_looks_at_its_prompt_before_the_first_token(model, case):
+def test_generate_checks_its_prompt_before_the_first_token(model, case):
     _, given = WRONG[case]
     with pytest.raises(AdaPonderError, match=r"input_ids|inputs_embeds") as error:
         model.generate(**given, **GREEDY)
@@ -86,7 +87,7 @@ def test_generate_looks_at_its_prompt_before_the_first_token(model, case):
 
 
 def test_on_another_device_ids_are_not_waited_for():
-    """Meta tensors have no values: whoever looked at them would raise."""
+    """Meta tensors have no values: reading one raises."""
     elsewhere = ids().to("meta")
     check_ids("input_ids", elsewhere, VOCABULARY)
     with pytest.raises(AdaPonderError, match=r"input_ids is torch.float32"):
@@ -102,7 +103,7 @@ def test_an_objective_of_no_numbers_is_refused_where_it_is_made(name, value):
 
 @pytest.mark.parametrize("method", ["adaponder", "mor", "pause"])
 @pytest.mark.parametrize("execution", ["dense", "compact"])
-def test_embeddings_read_as_their_ids_do(method, execution):
+def test_a_forward_from_embeddings_equals_one_from_ids(method, execution):
     model = tiny(method)
     embedded = model.get_input_embeddings()(ids())
     mask = torch.tensor([[0, 0] + [1] * 7, [1] * 9])
@@ -117,7 +118,7 @@ def test_continuous_batching_of_transformers_is_refused_with_the_call_that_works
         model.generate_batch([[1, 2, 3]], max_new_tokens=2)
 
 
-def test_generation_from_embeddings_says_what_ids_would(model):
+def test_generation_from_embeddings_equals_generation_from_ids(model):
     embedded = model.get_input_embeddings()(ids())
     mask = torch.tensor([[0, 0] + [1] * 7, [1] * 9])
     for asked in ({}, {"attention_mask": mask}, {"policy": FixedDepth(2)}):
@@ -127,18 +128,6 @@ def test_generation_from_embeddings_says_what_ids_would(model):
         assert torch.equal(both, torch.cat([ids(), expected], 1))
     with pytest.raises(AdaPonderError, match="inputs_embeds"):
         model.generate(ids()[:, 1:], inputs_embeds=embedded, **GREEDY)
-
-
-@pytest.mark.parametrize("method", [method for method in METHODS if method not in ALIKE])
-def test_hidden_states_come_one_per_pass_and_the_head_reads_the_last(method):
-    model = tiny(method)
-    for asked in ({"execution": "dense"}, {"execution": "compact"}, {"use_cache": True}):
-        output = model(ids(), output_hidden_states=True, output_iteration_logits=True, **asked)
-        assert len(output.hidden_states) == model.method.passes(model.config.iterations)
-        heads = torch.stack([model.backbone.get_output_embeddings()(state) for state in output.hidden_states])
-        assert torch.equal(heads, output.iteration_logits)
-        assert torch.equal(heads[-1], output.logits)
-    assert model(ids()).hidden_states is None
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +150,7 @@ def test_automodel_gives_the_hidden_states_that_the_head_reads(folder):
     assert torch.equal(body(ids(), policy=FixedDepth(1)).last_hidden_state, expected.hidden_states[0])
 
 
-def test_automodel_predicts_nothing_and_says_so(folder, tmp_path):
+def test_automodel_refuses_labels_logits_and_generation(folder, tmp_path):
     body = AutoModel.from_pretrained(folder)
     with pytest.raises(AdaPonderError, match=r"labels: .*AutoModelForCausalLM"):
         body(ids(), labels=ids())
@@ -177,7 +166,7 @@ def test_automodel_predicts_nothing_and_says_so(folder, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention", "kernels-community/flash-attn"])
-def test_attention_that_takes_no_mask_of_ours_is_refused_at_every_door(folder, name):
+def test_attention_without_dense_masks_is_refused_at_every_entry_point(folder, name):
     said = rf"attn_implementation='{name}'.*use 'sdpa'"
     with pytest.raises(AdaPonderError, match=said):
         AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name)

@@ -1,10 +1,17 @@
 """Where kernels are tested: compiled on a GPU if there is one, else in Triton's interpreter."""
 
 from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 
+from poison import poisoned  # noqa: F401
+
+if find_spec("triton") is None:  # no Triton on this platform: tests that import kernels are left out
+    tests = Path(__file__).parent.glob("test_*.py")
+    collect_ignore = [path.name for path in tests if "import triton" in path.read_text()]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # One test of each kernel: two of its cases run on the device before a benchmark (``-m kernel_check``).
 CHECKS = {
@@ -19,7 +26,7 @@ CHECKS = {
     "test_kernels_keep_the_same_books",
     "test_kernels_move_windows_alike",
     "test_value_and_slope_are_no_worse_than_torchs_own",
-    "test_it_is_each_familys_own_function_bit_for_bit",
+    "test_the_rotation_equals_each_familys_own_bit_for_bit",
 }
 
 
@@ -32,7 +39,7 @@ def on_device():
 
 @pytest.fixture(autouse=True)
 def _where_kernels_run(request):
-    """Skips what is interpreted where kernels are compiled."""
+    """Skips interpreted cases where kernels are compiled."""
     params = getattr(getattr(request.node, "callspec", None), "params", {})
     interpreted = params.get("device") == "cpu" or "interpreted" in request.fixturenames
     if interpreted and torch.cuda.is_available():

@@ -8,8 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-pytest.importorskip("triton", reason="no Triton on this platform")
-
 from adaponder.ops import kernels as shared
 from adaponder.ops import linear_cross_entropy as loss_op
 from adaponder.ops import vocab_expectation as expectation_op
@@ -21,7 +19,6 @@ from adaponder.ops.vocab_expectation import plain_vocab_expectation, vocab_expec
 from adaponder.ops.vocab_expectation import torch as expectation_reference
 from adaponder.ops.vocab_expectation import triton as expectation_kernels
 from kernel_support import PLACES, assert_close, assert_no_worse, differentiate, draw, precisions
-from poison import poisoned  # noqa: F401
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned"),
@@ -57,13 +54,13 @@ every_op = pytest.mark.parametrize("op", OPS)
 
 @pytest.fixture(autouse=True)
 def _small_blocks(request, monkeypatch):
-    """Several blocks per row at sizes an interpreter can walk."""
+    """Makes blocks so small that the interpreter meets several in a row."""
     if "large" not in request.keywords:
         monkeypatch.setattr(shared, "BLOCK", 32)
 
 
 def leaves_of(op, shape=(7, 5, 131, 3), *, dtype=torch.float64, device="cpu", bias=True, sharpness=1.0, seed=0):
-    """Hidden states, head, the expectation's table, and the bias where there is one."""
+    """Draws hidden states, head, the expectation's table, and the bias if ``bias``."""
     tokens, d, vocabulary, e = shape
     shapes = {0: (tokens, d), 1: (vocabulary, d)} | ({2: (vocabulary, e)} if op == "expectation" else {})
     shapes |= {3: (vocabulary,)} if bias else {}
@@ -84,7 +81,7 @@ def token_weights_of(tokens: int, device: str = "cpu") -> Tensor:
 
 
 def function(op: str, version: int, shape, device="cpu", *, bias=True, targets=None, token_weights=None, **options):
-    """An operation as a function of its leaves alone."""
+    """Returns an operation as a function of its leaves alone."""
     targets = targets_of(shape[0], shape[2], device) if targets is None else targets
     token_weights = token_weights_of(shape[0], device) if token_weights is None else token_weights
     data = {"expectation": [], "loss": [targets], "sum": [targets, token_weights]}[op]
@@ -173,7 +170,7 @@ def test_under_autocast_it_computes_as_the_head_would(op):
 @every_op
 @pytest.mark.parametrize(("version", "device"), IMPLEMENTATIONS)
 def test_huge_logits_and_logits_of_minus_infinity_give_no_nan(op, version, device):
-    """By its bias, no token of the whole first block can be drawn."""
+    """The bias makes every token of the first block impossible."""
     shape = (5, 8, 131, 8)
     leaves = leaves_of(op, shape, dtype=torch.float32, device=device, sharpness=1e4)
     ours = differentiate(function(op, version, shape, device, chunk=3), leaves)

@@ -7,15 +7,12 @@ import torch
 from torch import Tensor
 from torch.backends.cuda import cudnn_sdp_enabled
 
-pytest.importorskip("triton", reason="no Triton on this platform")
-
 from adaponder.ops import compact_attention as op
 from adaponder.ops.compact_attention import PackedRows, compact_attention
 from adaponder.ops.compact_attention import torch as reference
 from adaponder.ops.compact_attention import triton as kernels
 from adaponder.ops.masks import Places
 from kernel_support import PLACES, SEEDS, SLACK, differentiate, draw, errors, precisions
-from poison import poisoned  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 # Slots per sequence: more than one block of 16.
@@ -24,13 +21,13 @@ SLOTS = 21
 
 @pytest.fixture(autouse=True)
 def _small_blocks(request, monkeypatch):
-    """Several blocks at sizes an interpreter can walk."""
+    """Makes blocks so small that the interpreter meets several."""
     if "large" not in request.keywords:
         monkeypatch.setattr(kernels, "BLOCKS", {128: (16, 16, 2)})
 
 
 def scattered(active: Tensor, *, holes: bool, device: str) -> PackedRows:
-    """PackedRows at the active slots of each sequence; with holes, some keys are absent."""
+    """Returns the rows of the active slots of each sequence; with holes, some keys are absent."""
     sequences, slots = active.shape
     place = active.flatten().nonzero().squeeze(1).to(device)
     slot = torch.arange(slots, device=device).expand(sequences, -1)
@@ -133,7 +130,7 @@ def compare_attention(active: Tensor, rows: PackedRows, *, device: str, **shape:
 
 
 def judge_attention(version, cases: list[list[Tensor]], rows: PackedRows) -> None:
-    """Errors against float64 truth, of the result and of every gradient: the root of their mean square over draws."""
+    """Compares root-mean-square errors of the result and every gradient, against float64 over several draws."""
     ours, plain, dtype = partial(version, rows=rows), partial(plain_attention, rows=rows), cases[0][0].dtype
     found = []
     for case in cases:

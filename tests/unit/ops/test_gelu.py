@@ -7,12 +7,11 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.functional import gelu as stock_gelu
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from transformers.activations import GELUActivation
 
 from adaponder import AdaPonderForCausalLM
 from adaponder.ops import gelu as op
-from support import ids, tiny
+from support import ids, stock, tiny
 
 
 def value_and_slope(function, x):
@@ -27,8 +26,8 @@ def test_value_and_slope_are_no_worse_than_torchs_own(dtype):
     x = torch.linspace(-12, 12, 20001).to(dtype)
     truth = value_and_slope(stock_gelu, x.double())
     ours, theirs = value_and_slope(op._Gelu.apply, x), value_and_slope(stock_gelu, x)
-    for exact, mine, stock in zip(truth, ours, theirs, strict=True):
-        error, bound = (mine.double() - exact).abs(), (stock.double() - exact).abs()
+    for exact, mine, torchs in zip(truth, ours, theirs, strict=True):
+        error, bound = (mine.double() - exact).abs(), (torchs.double() - exact).abs()
         for start in range(-12, 12):
             here = (x >= start) & (x <= start + 1)
             # Beside what half precision loses anyway: a few times what the formula is off by.
@@ -82,11 +81,7 @@ def test_a_model_with_another_gelu_is_copied_and_saved_as_before(tmp_path):
 
 
 def test_only_gelu_is_replaced():
-    def decoder(activation):
-        shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-        return GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=11, hidden_act=activation, **shape))
-
-    exact, approximate = decoder("gelu"), decoder("gelu_new")
+    exact, approximate = (stock(hidden_act=activation) for activation in ("gelu", "gelu_new"))
     before = [type(layer.mlp.act) for layer in approximate.gpt_neox.layers]
     op.use(exact)
     op.use(approximate)

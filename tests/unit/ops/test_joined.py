@@ -18,7 +18,7 @@ def targets(graph):
 
 
 def chain(*, dim=3, parts=3, turn=(0, 2, 1, 3), read_twice=False, laid_out=True, promoted=False):
-    """A graph that joins, turns and copies, with a deviation."""
+    """Builds a graph that concatenates, permutes and copies, with the given deviation."""
     graph = fx.Graph()
     given = [graph.placeholder(f"x{index}") for index in range(parts)]
     for node in given:

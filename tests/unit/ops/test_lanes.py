@@ -6,8 +6,6 @@ import types
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="no Triton on this platform")
-
 from adaponder.halting import pondered
 from adaponder.ops import dispatch, lanes
 from adaponder.ops.lanes import torch as plain
@@ -90,7 +88,7 @@ def test_one_switch_turns_the_kernels_of_the_books_off_too(runs, monkeypatch):
 
 
 def opened(room: int = SIZE) -> tuple[Books, DraftWindows]:
-    """Three lanes that begin at places 0, 4 and 2, and the unused lane."""
+    """Returns books and windows of three lanes that begin at places 0, 4 and 2, and the padding lane."""
     slots, pages, size = 24, 20, 4
     numbers = torch.arange(LANES)
     token, place, iteration, used = (torch.zeros(LANES, dtype=torch.long) for _ in range(4))

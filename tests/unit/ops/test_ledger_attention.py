@@ -7,14 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton", reason="no Triton on this platform")
-
 from adaponder.ops.ledger_attention import LedgerRows, Projection, Scratch, Turn, scratch_for
 from adaponder.ops.ledger_attention import torch as reference
 from adaponder.ops.ledger_attention import triton as kernels
 from kernel_support import draw
 from ledger_support import case
-from poison import poisoned  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -24,7 +21,7 @@ FLOOR = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 def places(count: int) -> list:
-    """(case, device, precision): interpreted in float32, and every third case in float16; on a GPU in all."""
+    """Lists (case, device, precision): interpreted in float32, every third case in float16; on a GPU in all."""
     here = [(number, "cpu", torch.float32) for number in range(count)]
     here += [(number, "cpu", torch.float16) for number in range(1, count, 3)]
     there = itertools.product(range(count), ["cuda"], PRECISIONS)
@@ -33,7 +30,7 @@ def places(count: int) -> list:
 
 @pytest.fixture(autouse=True)
 def _small_blocks(request, monkeypatch):
-    """Several blocks and parts at sizes an interpreter can walk."""
+    """Makes blocks and parts so small that the interpreter meets several."""
     params = getattr(getattr(request.node, "callspec", None), "params", {})
     size = 16 if params.get("device") == "cuda" else 4
     monkeypatch.setattr(kernels, "ALONE", {128: {math.inf: (size, 4, params.get("number", 0) % 2 == 0)}})
@@ -43,7 +40,7 @@ def _small_blocks(request, monkeypatch):
 
 
 def written_out(query: Tensor, keys: Tensor, values: Tensor, rows: LedgerRows, window: int | None) -> Tensor:
-    """One query, one head and one key at a time."""
+    """Computes attention one query, head and key at a time."""
     groups = query.shape[1] // keys.shape[1]
     mixed = torch.zeros(*query.shape[:2], values.shape[-1], dtype=torch.float64)
     for n in range(query.shape[0]):
@@ -83,7 +80,7 @@ def test_reach_never_exceeds_the_index():
 
 
 def no_further(kernel: Tensor, plain: Tensor, truth: Tensor) -> None:
-    """Error(kernel) <= error(plain, same precision) + the floor."""
+    """Asserts error(kernel) <= error(plain, same precision) + FLOOR."""
     assert not kernel.isnan().any()
     error, allowed = ((x.double() - truth).abs().max().item() for x in (kernel, plain))
     assert error <= allowed + FLOOR[kernel.dtype] * max(1.0, truth.abs().max().item())
@@ -121,7 +118,7 @@ LEARNED = ("bias", "query_norm", "key_norm")
 
 
 def entering(number: int, dtype: torch.dtype, device: str):
-    """A case, the QKV product of its rows, a projection with its parameters, and the tables that turn rows."""
+    """Returns a case, the QKV product of its rows, a projection with its parameters, and the rotary tables."""
     shape, _ = SHAPES[number]
     sizes = {"heads": shape.heads, "key_heads": shape.key_heads, "size": shape.size}
     made = case(seed=number, alone=2, cohorts=0, slots=17, absent=0.2 * number, dtype=dtype, device=device, **sizes)

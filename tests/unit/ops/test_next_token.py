@@ -9,24 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-pytest.importorskip("triton", reason="no Triton on this platform")
-
 from adaponder.ops.next_token import stream_key
 from adaponder.ops.next_token import triton as kernels
 from adaponder.ops.next_token.torch import gumbel, least_kept, pick
 
 VOCABULARY = 23
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def test_noise_is_of_gumbels_distribution_up_to_its_tail():
-    values = gumbel(torch.arange(40), torch.arange(40) * 7, 20_000).flatten()
-    for bound in (-2.0, 0.0, 1.0, 3.0, 6.0, 9.0):
-        beyond = 1 - math.exp(-math.exp(-bound))
-        deviation = math.sqrt(len(values) * beyond * (1 - beyond))
-        assert abs(int((values > bound).sum()) - len(values) * beyond) < 4 * deviation
-    assert values.unique().numel() == len(values)
-    assert values.isfinite().all()
 
 
 def test_noise_is_the_same_on_every_machine():
@@ -72,7 +60,7 @@ def test_the_kernel_draws_the_same_tokens(dtype, rows, vocabulary, programs, mon
 
 
 def support(logits: Tensor, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> Tensor:
-    """Probabilities after temperature and truncation."""
+    """Returns probabilities after temperature and truncation."""
     numbers = torch.tensor([[temperature, top_p, math.log(min_p) if min_p else -math.inf]], dtype=torch.float64)
     lanes = torch.zeros(len(logits), dtype=torch.long)
     least = least_kept(logits, lanes, numbers, torch.tensor([top_k or logits.shape[1]]))

@@ -33,7 +33,7 @@ def restored():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("name", "width"), [("gpt_neox", 4), ("gpt_neox", 16), ("llama", 16), ("qwen3", 16)])
-def test_it_is_each_familys_own_function_bit_for_bit(restored, monkeypatch, name, width, dtype):
+def test_the_rotation_equals_each_familys_own_bit_for_bit(restored, monkeypatch, name, width, dtype):
     stock, module = family_of(name)
     restored(module)
     own = getattr(module, op.NAME)

@@ -4,14 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytest.importorskip("triton", reason="no Triton on this platform")
-
 from adaponder.halting import Gate
 from adaponder.inference.tick import RowGates, stack_gates
 from adaponder.ops.row_gates import torch as plain
 from adaponder.ops.row_gates import triton as kernels
 from kernel_support import PLACES, draw, error, widest
-from poison import poisoned  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 ITERATION = torch.tensor([0, 2, 1, 1, 5])

@@ -4,13 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytest.importorskip("triton", reason="no Triton on this platform")
-
 from adaponder.ops.row_linear import Linear, Norm, Piece, Term
 from adaponder.ops.row_linear import torch as plain
 from adaponder.ops.row_linear import triton as kernels
 from kernel_support import PLACES, draw, error, widest
-from poison import poisoned  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -22,7 +19,7 @@ SHAPES = [(1, 32), (3, 40), (0, 24)]
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    """Several blocks at sizes an interpreter can walk."""
+    """Makes blocks so small that the interpreter meets several."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(kernels, "few_cut", lambda inputs, outputs: kernels.Cut(4, 1))
         monkeypatch.setattr(kernels, "some_cut", lambda rows, inputs, outputs: kernels.Cut(16, 1, 16, 1, splits=2))
@@ -30,7 +27,7 @@ def _small_blocks(monkeypatch):
 
 
 class Case:
-    """Random rows, maps and norms, the same in every precision."""
+    """Draws rows, linear maps and norms, the same in every precision."""
 
     def __init__(self, rows: int, inputs: int, dtype: torch.dtype = torch.float64, device: str = "cpu"):
         self.rows, self.inputs, self.make = rows, inputs, {"dtype": dtype, "device": device}
@@ -65,7 +62,7 @@ def pieces_of(name: str, case: Case) -> list[Piece]:
 
 
 def compute(name: str, op, case: Case) -> Tensor:
-    """The result of one of the ways the kernels are used."""
+    """Computes one of the uses of the kernels."""
     mixed, between, residual = case.strided(24, 21), case.strided(45, 22), case.strided(9, 23)
     out, down = case.linear(9, 9, inputs=24), case.linear(9, 10, inputs=45, bias=False)
     gate, up, rms = case.linear(10, 7), case.linear(10, 8, bias=False), case.norm(3, centred=False)
@@ -105,8 +102,8 @@ def test_any_number_of_rows_equals_the_plain_version(name, few, some, monkeypatc
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_rows_and_weights_that_lie_across_are_read_as_they_lie(rows, interpreted):
-    """As ``nn.Parameter(kernel.T)`` does."""
+def test_transposed_rows_and_weights_are_read_by_their_strides(rows, interpreted):
+    """``nn.Parameter(kernel.T)`` gives such weights."""
 
     def across(x: Tensor) -> Tensor:
         return x.t().contiguous().t()

@@ -3,14 +3,11 @@
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="no Triton on this platform")
-
 from adaponder.ops.row_linear import triton as products
 from adaponder.ops.row_vocabulary import torch as plain
 from adaponder.ops.row_vocabulary import triton as kernels
 from adaponder.ops.vocab_expectation import plain_vocab_expectation
 from kernel_support import PLACES, draw, error, widest
-from poison import poisoned  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -7,15 +7,9 @@ import pytest
 import torch
 
 import support
-from adaponder import AdaPonderError, AdaPonderOutput, FixedDepth, Geometric, Policy, Ranked, Uniform
+from adaponder import AdaPonderError, FixedDepth, Geometric, Policy, Ranked, Uniform
 from adaponder.policies import Shares, thresholds_for
 from policy_support import EXECUTIONS, K, padded
-
-
-def survivors(output: AdaPonderOutput) -> list[list[int]]:
-    """For each sequence, how many tokens read on after iterations 0, 1, …"""
-    return [[int((row > i + 1).sum()) for i in range(K - 1)] for row in output.depth]
-
 
 SCHEDULES = [
     Uniform(keep=0.5),
@@ -47,7 +41,7 @@ def test_the_ranked_schedule_keeps_exactly_its_share_of_each_sequence_padding_ex
         [math.floor(share_by_hand(schedule, i) * length + 1e-9) for i in range(K - 1)]
         for length in mask.sum(1).tolist()
     ]
-    assert survivors(output) == expected
+    assert [[int((row > i + 1).sum()) for i in range(K - 1)] for row in output.depth] == expected
     assert torch.equal(output.depth == 0, mask == 0)
 
 
