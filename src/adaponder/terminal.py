@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -55,6 +56,10 @@ class Screen(Console):
     def print_whole(self, text: str) -> None:
         """Prints one line without line breaks, such as a command to copy; a terminal may wrap it anywhere."""
         super().print(text, soft_wrap=True)
+
+    def print_next(self, *words: object) -> None:
+        """Prints the adaponder command to type next, quoted for the shell."""
+        self.print_whole("Next: " + shlex.join(["adaponder", *map(str, words)]))
 
     def render_str(self, text: str, **options: Any) -> Text:
         options |= {"markup": False, "emoji": False}

@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -142,8 +143,7 @@ def test_commands_of_the_tutorial_the_readme_and_the_page_of_commands_run(comman
             lines[line.replace("runs/demo", "runs/src").replace("data/stdlib-train-bpe-2048", "data/src")] = None
     left_out = {line: why for line in lines for pattern, why in NOT_RUN.items() if re.search(pattern, line)}
     assert set(left_out.values()) == set(NOT_RUN.values()), "a reason that no command has any more"
-    ran = []
-    forms = set()
+    ran, forms, following = [], set(), {}
     for line in lines:
         form = re.sub(r"(--\S+) '?[^-'][^']*?'?(?= --|$)", r"\1", line)  # without the values of its options
         if line not in left_out and form not in forms:
@@ -152,6 +152,8 @@ def test_commands_of_the_tutorial_the_readme_and_the_page_of_commands_run(comman
             code, *output = command(name, *words, *SMALLER.get(name, []))
             assert not code, (line, output)
             ran.append(name)
+            for shown in re.findall(r"^Next: adaponder (.+)$", output[0], flags=re.MULTILINE):
+                following[name], _ = parsed(shown)
             forms.add(form)
         if line.startswith("train") and "runs/src" in line:
             (tmp_path / "data" / "mine").symlink_to("src")
@@ -160,8 +162,13 @@ def test_commands_of_the_tutorial_the_readme_and_the_page_of_commands_run(comman
             (tmp_path / "pythia-70m-ada").symlink_to("runs/src/final")
     assert len(ran) >= 18
     assert {*SMALLER, "doctor", "inspect", "puzzle", "recipes", "convert"} == set(ran)
+    assert following == {"prepare": "train", "train": "eval", "eval": "calibrate", "calibrate": "generate"}
     assert (tmp_path / "analysis" / "report.html").is_file()
     assert "budget-3" in (tmp_path / "runs" / "src" / "final" / "profiles.json").read_text()
+    (opening,) = re.findall(r"```python\n(.+?)```", (ROOT / "docs" / "tutorial.md").read_text(), flags=re.DOTALL)
+    without_package = f"import sys; sys.modules['adaponder'] = None\n{opening}"
+    opened = subprocess.run([sys.executable, "-c", without_package], capture_output=True, text=True)
+    assert opened.stdout.startswith("import "), opened.stderr
 
 
 def test_targets_and_extras_that_documents_name_exist():

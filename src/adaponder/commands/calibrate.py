@@ -106,6 +106,8 @@ def calibrate(
         result["rows"] = [row.as_dict() for row in rows]
         show_frontier(rows)
     write_json(json, result)
+    if name is not None:
+        console.print_next("generate", checkpoint, "--interactive", "--profile", name)
     if out is not None and journal is not None:
         write_rows(result, out / RESULT)
         draw(result, out)

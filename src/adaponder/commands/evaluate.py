@@ -116,6 +116,8 @@ def evaluate(
     write_json(json, result)
     if agreed is not None and not agreed.holds:
         raise EvaluationError(f"{agreed}; this is a bug in adaponder: please report it; --dense is the plain way")
+    if halts and how.policy is None and Path(checkpoint).is_dir():
+        console.print_next("calibrate", checkpoint, "--data", data, "--budget", f"{0.75 * model.config.iterations:g}")
     return result
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -83,7 +82,7 @@ def prepare(
     else:
         console.print(f"done in {seconds:.1f} s")
     recipe = f"finetune/{'chat' if chat else 'text'}" if tokenizer == SAMPLE else "cpu/demo"
-    console.print_whole("Next: " + shlex.join(["adaponder", "train", recipe, "--set", f"data.source={out}"]))
+    console.print_next("train", recipe, "--set", f"data.source={out}")
     result = {"out": str(out), "finished_before": finished_before, "seconds": seconds, **manifest.as_dict()}
     write_json(json, result)
     return result

@@ -61,6 +61,9 @@ def train(
         console.print(line(f"step {outcome.step} of {loaded.train.steps} → ", (where, "bold")))
         result = {"recipe": loaded.as_dict(), "step": outcome.step, "final": str(outcome.final or "")}
         write_json(json, result | _compared(outcome))
+        if outcome.final is not None:
+            depths = map(str, range(1, loaded.model.iterations + 1))
+            console.print_next("eval", out, "--data", loaded.data.source, "--depths", ",".join(depths))
     if outcome.final is None:
         raise typer.Exit(130)  # interrupted
     return outcome
