@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # One thread per test worker: two workers with two threads each are slower than two with one.
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-.PHONY: help setup demo test pytest report test-every test-engine test-serve test-ray test-compiler test-floor mutants docs check format clean
+.PHONY: help setup demo test pytest report test-every test-engine test-serve test-ray test-compiler test-floor mutants docs release check format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -75,6 +75,9 @@ mutants: setup  ## make each mistake of tests/laws/mistakes in a copy of the sou
 
 report: setup  ## how large the project is: lines, files, longest functions, words of prose
 	@$(BIN)/python tests/repo/report.py
+
+release:  ## build the archives, install each where nothing else is, and run puzzle, server and examples there
+	deploy/release.sh
 
 docs: setup  ## the documentation site: open build/site/index.html
 	$(BIN)/sphinx-build -q -W --keep-going -c docs/site . build/site

@@ -23,7 +23,8 @@ class ScriptedEngine(SleepingEngine):
 
     def __init__(self, *, broken_steps: int = 0):
         super().__init__(MODEL, tick=0.0)
-        self.tokens, self.broken_steps, self.threads = 2 * ENDLESS, broken_steps, set()
+        self.tokens = self.longest_request = 2 * ENDLESS
+        self.broken_steps, self.threads = broken_steps, set()
 
     def submit(self, request):
         self.threads.add(threading.get_ident())
@@ -34,13 +35,13 @@ class ScriptedEngine(SleepingEngine):
         if not self.broken_steps:
             return super().step()
         self.broken_steps -= 1
-        for key in list(self._samples):
-            self._samples[key].error = "engine: broken off"
+        for key, (completion, _) in list(self._samples.items()):
+            completion.error = "engine: broken off"
             self._end(key, "error")
         raise RuntimeError("the device is gone")
 
     def generated(self) -> int:
-        return len(next(iter(self._samples.values())).tokens)
+        return len(next(iter(self._samples.values()))[0].tokens)
 
 
 def dead():
