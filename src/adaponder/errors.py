@@ -1,6 +1,7 @@
 """The errors that this package raises: each message names the field and the cure."""
 
 import difflib
+import multiprocessing
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -59,7 +60,8 @@ def panics_as_errors(what: str) -> Iterator[None]:
     """
     stderr = None
     try:
-        if threading.active_count() == 1:
+        # A process of a pool has one more thread, which ends it with its parent.
+        if threading.active_count() == 1 + (multiprocessing.parent_process() is not None):
             with suppress(OSError):  # standard error is closed
                 stderr = os.dup(2)
         if stderr is not None:
