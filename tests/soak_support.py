@@ -199,12 +199,17 @@ async def _read_stream(reader: asyncio.StreamReader, answer: StreamedAnswer) -> 
     if "text/event-stream" not in head:
         answer.error = (await reader.read()).decode("utf-8", "replace")
         return
-    held = b""
-    while size := int(await reader.readline() or b"0", 16):
-        held += (await reader.readexactly(size + 2))[:-2]
-        *events, held = held.split(b"\n\n")
+    chunked, held = "transfer-encoding: chunked" in head, b""
+    while content := await (_chunk(reader) if chunked else reader.read(1 << 16)):
+        *events, held = (held + content).split(b"\n\n")
         for event in events:
             answer.take(event)
+
+
+async def _chunk(reader: asyncio.StreamReader) -> bytes:
+    """Returns the next chunk of a chunked body; empty at its end."""
+    size = int(await reader.readline() or b"0", 16)
+    return (await reader.readexactly(size + 2))[:-2]
 
 
 def run_parts(
