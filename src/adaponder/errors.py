@@ -1,7 +1,6 @@
 """The errors that this package raises: each message names the field and the cure."""
 
 import difflib
-import multiprocessing
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,6 +9,8 @@ from typing import Any
 
 # The longest message of an error: names and tensors from elsewhere may be of any length and number.
 MOST_CHARACTERS = 500
+# Held while standard error is redirected: two threads at once could not restore it.
+_redirected = threading.Lock()
 
 
 class AdaPonderError(ValueError):
@@ -53,15 +54,16 @@ def is_panic(problem: BaseException) -> bool:
 
 
 @contextmanager
-def panics_as_errors(what: str) -> Iterator[None]:
+def panics_as_errors(what: str, *, alone: bool = False) -> Iterator[None]:
     """Context manager that raises a native library's panic, which is no ``Exception``, as an :class:`InputError`.
 
-    Drops the backtrace that the library prints to standard error, if no other thread could be writing there.
+    Drops the backtrace that the library prints to standard error, if there is no other thread, or if (``alone``) what
+    other threads write there may be lost.
     """
     stderr = None
+    quiet = (alone or threading.active_count() == 1) and _redirected.acquire(blocking=False)
     try:
-        # A process of a pool has one more thread, which ends it with its parent.
-        if threading.active_count() == 1 + (multiprocessing.parent_process() is not None):
+        if quiet:
             with suppress(OSError):  # standard error is closed
                 stderr = os.dup(2)
         if stderr is not None:
@@ -76,6 +78,8 @@ def panics_as_errors(what: str) -> Iterator[None]:
         if stderr is not None:
             os.dup2(stderr, 2)
             os.close(stderr)
+        if quiet:
+            _redirected.release()
 
 
 def in_one_line(problem: BaseException) -> str:

@@ -227,7 +227,8 @@ def _token_named(role: str, path: Path) -> str | None:
 def encoding() -> Iterator[None]:
     """Converts an error of the tokenizer inside the block to a one-line ``InputError``."""
     try:
-        with panics_as_errors("it panics"):  # in a regular expression
+        # In a regular expression. Other threads draw progress.
+        with panics_as_errors("it panics", alone=True):
             yield
     except Exception as error:  # the library raises bare Exception, e.g. for a word without an id
         raise InputError(

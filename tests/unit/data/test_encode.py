@@ -1,6 +1,7 @@
 """Encoding: the tokens of a document, whoever computes them, in bounded memory."""
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -30,8 +31,10 @@ def test_a_panic_of_the_tokenizer_is_an_error_in_one_line(workers, learned, capf
     words.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a+)+$"), "isolated")
     encoder = Encoder(words.to_str(), end_id=0, vocab_size=2, dtype="uint16", validation=0.0)
     chunks = [[(0, Document("a" * 40 + "b", "s", learned=learned))]]
-    with pytest.raises(InputError, match=r"the tokenizer cannot encode the text: .*retry-limit") as refused:
-        list(encode_in_order(encoder, chunks, workers=workers))
+    with ThreadPoolExecutor(1) as drawing:
+        drawing.submit(int)  # progress has a thread of its own
+        with pytest.raises(InputError, match=r"the tokenizer cannot encode the text: .*retry-limit") as refused:
+            list(encode_in_order(encoder, chunks, workers=workers))
     assert "\n" not in str(refused.value)
     assert capfd.readouterr().err == ""
 
