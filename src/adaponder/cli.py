@@ -28,7 +28,7 @@ from adaponder.commands.recipes import recipes
 from adaponder.commands.serve import serve
 from adaponder.commands.sweep import sweep
 from adaponder.commands.train import train
-from adaponder.errors import AdaPonderError, ConfigError, InputError, shortened
+from adaponder.errors import AdaPonderError, ConfigError, InputError, is_panic, shortened
 from adaponder.fields import LARGEST_INT
 from adaponder.terminal import errors, json_alone, line, quiet_libraries
 from adaponder.version import __version__
@@ -179,6 +179,10 @@ def main(commands: typer.Typer | None = None) -> None:
         if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":
             raise
         code = fail(f"out of memory: {error}", FAILED)
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        code = fail(f"a native library failed: {error}", FAILED)
     if code == INTERRUPTED:
         errors.print("interrupted")
     sys.exit(code if isinstance(code, int) else 0)

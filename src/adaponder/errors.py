@@ -9,6 +9,8 @@ from typing import Any
 
 # The longest message of an error: names and tensors from elsewhere may be of any length and number.
 MOST_CHARACTERS = 500
+# Held while standard error is redirected: two threads at once could not restore it.
+_redirected = threading.Lock()
 
 
 class AdaPonderError(ValueError):
@@ -52,14 +54,16 @@ def is_panic(problem: BaseException) -> bool:
 
 
 @contextmanager
-def panics_as_errors(what: str) -> Iterator[None]:
+def panics_as_errors(what: str, *, alone: bool = False) -> Iterator[None]:
     """Context manager that turns a native library's panic, which is no ``Exception``, into an :class:`InputError`.
 
-    Its message begins with ``what``. The library's backtrace on standard error is dropped if there is only one thread.
+    Its message begins with ``what``. The library's backtrace on standard error is dropped if there is only one thread,
+    or if ``alone``, which may lose what other threads write there meanwhile.
     """
     stderr = None
+    quiet = (alone or threading.active_count() == 1) and _redirected.acquire(blocking=False)
     try:
-        if threading.active_count() == 1:
+        if quiet:
             with suppress(OSError):  # standard error is closed
                 stderr = os.dup(2)
         if stderr is not None:
@@ -74,6 +78,8 @@ def panics_as_errors(what: str) -> Iterator[None]:
         if stderr is not None:
             os.dup2(stderr, 2)
             os.close(stderr)
+        if quiet:
+            _redirected.release()
 
 
 def in_one_line(problem: BaseException) -> str:

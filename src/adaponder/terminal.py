@@ -112,8 +112,11 @@ def by_depth(pieces: Sequence[str], depths: Sequence[int], deepest: int) -> Text
 
 
 def legend(deepest: int) -> Text:
-    """Returns the colour key of depths 1 … ``deepest``, in one line."""
-    text = Text("read ")
+    """Returns the colour key of depths 1 … ``deepest``, in one line; empty where no colours are shown."""
+    text = Text()
+    if not console.in_colour:
+        return text
+    text.append("read ")
     for depth in range(1, deepest + 1):
         text.append(f" {depth}x ", style=depth_style(depth, deepest))
     return text

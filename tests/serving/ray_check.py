@@ -119,12 +119,15 @@ def killed(settings: argparse.Namespace) -> dict[str, Any]:
     victim: list[str] = []
 
     def kill() -> None:
-        status, headers, _ = call(url, "GET", "/v1/models", key=KEY)
-        assert status == 200
+        requests = 0
+        while not requests:  # the client has started
+            _, headers, body = get(url, "/ready", key=KEY)
+            requests = json.loads(body)["requests"]
         victim.append(headers["x-served-by"])
+        time.sleep(3.0)
         os.kill(int(victim[0]), signal.SIGKILL)
 
-    timer = threading.Timer(3.0, kill)
+    timer = threading.Thread(target=kill)
     timer.start()
     # Twenty long streams at once, and from then on a short request every tenth of a second.
     long = [(0.0, body) for body in load.bodies(20, part=0)]

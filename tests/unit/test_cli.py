@@ -246,9 +246,10 @@ def test_a_wrong_value_is_one_line_that_names_its_option(command, stock, checkpo
         (OSError(28, "No space left on device"), 1, "error: [Errno 28] No space left on device\n"),
         (MemoryError(), 1, "error: out of memory:\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
+        (type("PanicException", (BaseException,), {})("a\nb"), 1, "error: a native library failed: a b\n"),
     ],
 )
-def test_a_full_disk_and_an_interruption_are_one_line(command, monkeypatch, raised, code, words):
+def test_a_full_disk_a_panic_and_an_interruption_are_one_line(command, monkeypatch, raised, code, words):
     monkeypatch.setattr("adaponder.conversion.open.load", Mock(side_effect=raised))
     ended, _, error = command("generate", "x", "--prompt", "x")
     assert (ended, error) == (code, words)
@@ -262,6 +263,7 @@ def test_the_demo_trains_assesses_and_writes_how_to_go_on(monkeypatch, tmp_path,
     small += [f"train.{name}={value}" for name, value in train.items()]
     found = demo.demo(out=tmp_path / "runs" / "demo", overrides=small)
     output = capsys.readouterr().out
+    assert "read  1x" not in output, "a key of colours where there are none"
     assert "token frequencies alone" in output
     shares = re.findall(r"^(\d)x +([\d.]+)%$", output[output.index("How often tokens were read") :], flags=re.MULTILINE)
     assert [depth for depth, _ in shares] == ["1", "2", "3", "4"]

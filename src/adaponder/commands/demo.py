@@ -92,7 +92,6 @@ def beside(trained: Path) -> list[dict[str, Any]]:
     sample = full_name(SAMPLE)
     (text,) = _continued(sample, max_new_tokens=60, temperature=0.6, seed=6)
     console.print(by_depth(text.pieces, text.depths, text.deepest))
-    console.print()
     console.print(legend(text.deepest))
     rows, cells, reading = [], [], Reading()
     for name, checkpoint in (("just trained", str(trained)), ("sample", sample)):

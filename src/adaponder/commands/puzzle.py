@@ -151,7 +151,7 @@ def by_need(read: Readings) -> list[dict[str, Any]]:
 def show(read: Readings, rows: list[dict[str, Any]], *, deepest: int) -> None:
     """Prints the first puzzle, each word coloured by its depth, and the table ``rows`` of all puzzles."""
     console.print("Steps lead from letter to letter; a question wants the letter that a chain of steps ends with.")
-    for text in ("", _steps(read, deepest), "", *_questions(read, deepest), "", legend(deepest)):
+    for text in ("", _steps(read, deepest), "", *_questions(read, deepest), legend(deepest)):
         console.print(text)
     cells = [
         (f"{row['hops'] or 'the last'}", f"{row['right']:.0%}", f"{row['depth']:.2f}", f"{row['right_once']:.0%}")

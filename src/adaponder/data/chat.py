@@ -6,9 +6,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -16,14 +16,17 @@ from tokenizers import Tokenizer
 from adaponder.data.manifest import CHAT_TEMPLATE, DataError
 from adaponder.data.readers import Counts, Document, InputPart, records, valid_unicode, without_compression
 from adaponder.data.tokenizers import SpecialTokens, encoding, special_tokens, tokenizer_file
-from adaponder.errors import InputError, in_one_line
+from adaponder.errors import InputError
 from adaponder.files import read_bytes, read_json
+
+if TYPE_CHECKING:
+    from adaponder.text.prompts import TemplateRenderer
 
 ASSISTANT = "assistant"
 # The tag with which a template marks the assistant's text for transformers.
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Maximum characters of one conversation, which is encoded in a single call.
-_LONGEST = 2**22
+# Maximum characters of one conversation, which is encoded in a single call, and memory to render it.
+_LONGEST, _MEBIBYTES = 2**22, 512
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,6 @@ class ChatFormat:
         """Renders messages with the template and marks the assistant's turns as learned."""
         text, marked = self._render(messages, place)
         learned = marked if _MARKED.search(self.template) else self._turns(messages, text, place)
-        if len(text) > _LONGEST:
-            raise DataError(f"{place}: {len(text):,} characters, a conversation may have at most {_LONGEST:,}")
         if not any(text[first:last].strip() for first, last in learned):
             raise DataError(f"{place}: the template writes none of the assistant's words")
         spans = tuple((first, last) for first, last in learned if last > first)
@@ -123,22 +124,24 @@ class ChatFormat:
         self, messages: list[dict[str, Any]], place: str, *, generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """Renders messages and returns the text and the spans that the template marks as generated, if it marks any."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        marks = bool(_MARKED.search(self.template))
         try:
-            rendered: Any = render_jinja_template(
-                [messages],
+            return _renderer().render(
+                messages,
                 chat_template=self.template,
                 add_generation_prompt=generation_prompt,
-                return_assistant_tokens_mask=marks,
+                return_assistant_tokens_mask=bool(_MARKED.search(self.template)),
                 bos_token=self.tokens.begin,
                 eos_token=self.tokens.end,
             )
-        except Exception as problem:  # a template is a program, in transformers' sandbox: it may raise anything
-            raise DataError(f"{place}: the chat template fails: {in_one_line(problem)}") from None
-        texts, spans = rendered
-        return texts[0], [(first, last) for first, last in spans[0]] if marks else []
+        except InputError as problem:
+            raise DataError(f"{place}: {problem}") from None
+
+
+@cache
+def _renderer() -> TemplateRenderer:
+    from adaponder.text.prompts import TemplateRenderer  # imports transformers
+
+    return TemplateRenderer(mebibytes=_MEBIBYTES, characters=_LONGEST)
 
 
 def _ambiguous(place: str, why: str) -> DataError:

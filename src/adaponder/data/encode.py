@@ -84,7 +84,8 @@ class Encoder:
             parts.append([])
             if document.tokens is not None:
                 parts[-1].append(self._accepted(document.tokens, document.origin).astype(self.dtype))
-                size = len(self.tokenizer.decode(document.tokens.tolist()).encode())
+                with encoding():
+                    size = len(self.tokenizer.decode(document.tokens.tolist()).encode())
             elif document.learned is not None:
                 ids, learned = self.conversations(document.text, document.learned)
                 parts[-1].append(ids[:-1].astype(self.dtype))

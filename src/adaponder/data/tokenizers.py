@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from adaponder.checkpoints.shipped import shipped
 from adaponder.data.puzzles import SYMBOLS, symbol_tokenizer
-from adaponder.errors import InputError, in_one_line, is_panic
+from adaponder.errors import InputError, in_one_line, panics_as_errors
 from adaponder.files import read_bytes, read_json
 
 END = "<|endoftext|>"
@@ -227,11 +227,10 @@ def _token_named(role: str, path: Path) -> str | None:
 def encoding() -> Iterator[None]:
     """Converts an error of the tokenizer inside the block to a one-line ``InputError``."""
     try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, Exception) and not is_panic(error):
-            raise
-        # The library raises bare Exception, e.g. for a word without an id, and panics in a regular expression.
+        # In a regular expression. Other threads draw progress.
+        with panics_as_errors("it panics", alone=True):
+            yield
+    except Exception as error:  # the library raises bare Exception, e.g. for a word without an id
         raise InputError(
             f"the tokenizer cannot encode the text: {in_one_line(error)}; fix its vocabulary, or name another with "
             "--tokenizer"

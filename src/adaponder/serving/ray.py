@@ -272,8 +272,8 @@ def layers() -> list[Any]:
 class ProxyGuard:
     """Middleware of Ray's proxy: removes headers that control Ray, drops websockets, repeats requests that Ray lost.
 
-    If a replica is lost, Ray answers with an error of its own, recognised by lacking the security headers of our app.
-    The request is then sent again; after the last try the client gets a 503 in JSON.
+    If a replica is lost, Ray raises, does not answer, or answers with an error of its own, recognised by lacking the
+    security headers of our app. The request is then sent again; after the last try the client gets a 503 in JSON.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -296,13 +296,18 @@ class ProxyGuard:
         await send({"type": "http.response.body", "body": _UNAVAILABLE})
 
     async def _try(self, scope: Scope, body: list[Message], receive: Receive, send: Send) -> bool:
-        """Forwards a request once; returns whether our app answered. ``body`` collects its messages for a retry."""
-        waiting, begun, answered = list(body), False, True
+        """Forwards a request once; returns whether our app answered or the client has left.
+
+        ``body`` collects the messages of the request for a retry.
+        """
+        waiting, begun, answered, left = list(body), False, True, False
 
         async def receive_again() -> Message:
+            nonlocal left
             if waiting:
                 return waiting.pop(0)
             message = await receive()
+            left = left or message["type"] == "http.disconnect"
             if not begun:
                 body.append(message)
             return message
@@ -315,5 +320,9 @@ class ProxyGuard:
             if answered:
                 await send(message)
 
-        await self.app(dict(scope), receive_again, send_answer)
-        return answered
+        try:
+            await self.app(dict(scope), receive_again, send_answer)
+        except Exception:
+            if begun and answered:  # too late for another replica
+                raise
+        return left or (begun and answered)

@@ -23,32 +23,38 @@ Message = dict[str, str]
 class TemplateRenderer:
     """Renders chat templates in a subprocess, started when first needed and again after a template exceeded a limit.
 
-    The subprocess ends when its standard input is closed, at the latest when this process ends.
+    A template may use a second of processor time, ``mebibytes`` of memory, and write ``characters``. The subprocess
+    ends when its standard input is closed, at the latest when this process ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, mebibytes: int = 64, characters: int = 1_000_000) -> None:
+        self._limits = [str(mebibytes), str(characters)]
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._owner = 0
 
-    def render(self, **request: Any) -> str:
-        """Returns the text of ``render_jinja_template(**request)``; raises :class:`InputError` if it fails."""
+    def render(self, messages: Sequence[Message], **request: Any) -> tuple[str, list[tuple[int, int]]]:
+        """Returns the text and the marked spans of ``render_jinja_template([messages], **request)``.
+
+        Spans are (first, last + 1) characters. Raises :class:`InputError` if the template fails.
+        """
         with self._lock:
             process = self._started()
             assert process.stdin is not None
             assert process.stdout is not None
             try:
-                process.stdin.write(json.dumps(request) + "\n")
+                # str: tables hold values that JSON does not know, such as dates.
+                process.stdin.write(json.dumps({"conversations": [list(messages)], **request}, default=str) + "\n")
                 process.stdin.flush()
                 line = process.stdout.readline()
             except OSError:
                 line = ""
-            answer: dict[str, str] = json.loads(line) if line else self._ended(process)
+            answer: dict[str, Any] = json.loads(line) if line else self._ended(process)
         if "limit" in answer:
-            raise InputError(f"the tokenizer's chat template needs more than {answer['limit']}")
+            raise InputError(f"the chat template needs more than {answer['limit']}")
         if "error" in answer:
-            raise InputError(f"the tokenizer's chat template refuses this: {in_one_line(InputError(answer['error']))}")
-        return answer["text"]
+            raise InputError(f"the chat template refuses this: {in_one_line(InputError(answer['error']))}")
+        return answer["text"], [(first, last) for first, last in answer["spans"]]
 
     def _ended(self, process: subprocess.Popen[str]) -> dict[str, str]:
         """Closes the pipes of the ended process and returns why it has ended."""
@@ -63,7 +69,7 @@ class TemplateRenderer:
     def _started(self) -> subprocess.Popen[str]:
         """Returns the running process; a forked process starts its own."""
         if self._process is None or self._process.poll() is not None or self._owner != os.getpid():
-            command = [sys.executable, "-P", str(Path(__file__).with_name("renderer.py"))]
+            command = [sys.executable, "-P", str(Path(__file__).with_name("renderer.py")), *self._limits]
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
             self._process, self._owner = subprocess.Popen(command, text=True, encoding="utf-8", **pipes), os.getpid()
         return self._process
@@ -100,8 +106,8 @@ def chat_text(
             "adaponder prepare --chat wrote"
         )
     try:
-        return _renderer.render(
-            conversations=[list(messages)],
+        text, _ = _renderer.render(
+            messages,
             chat_template=tokenizer.get_chat_template(),
             add_generation_prompt=answers,
             continue_final_message=not answers,
@@ -109,6 +115,7 @@ def chat_text(
         )
     except (InputError, ValueError) as problem:  # ValueError: several templates, none of them the default
         raise InputError(f"{field}: {in_one_line(problem)}") from None
+    return text
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:

@@ -16,29 +16,32 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-SECONDS, MEBIBYTES, CHARACTERS = 1.0, 64, 1_000_000
+SECONDS = 1.0
 
 
-def _answer(request: dict[str, Any]) -> dict[str, str]:
-    """Returns the rendered ``text``, or why there is none: a ``limit`` that was exceeded, or an ``error``."""
+def _answer(request: dict[str, Any], mebibytes: int, characters: int) -> dict[str, Any]:
+    """Returns the rendered ``text`` and its marked ``spans``, or the exceeded ``limit`` or ``error`` in their place."""
     try:
-        (text,), _ = render_jinja_template(**request)
+        (text,), spans = render_jinja_template(**request)
     except MemoryError:
-        return {"limit": f"{MEBIBYTES} MiB of memory"}
+        return {"limit": f"{mebibytes} MiB of memory"}
     except Exception as problem:  # a template may raise anything
         return {"error": str(problem)[:1000] or type(problem).__name__}
-    return {"text": text} if len(text) <= CHARACTERS else {"limit": f"{CHARACTERS:,} characters of output"}
+    if len(text) > characters:
+        return {"limit": f"{characters:,} characters of output"}
+    return {"text": text, "spans": spans[0] if spans else []}
 
 
 def main() -> None:
-    """Answers requests until standard input ends."""
+    """Answers requests until standard input ends; the arguments are limits: MiB of memory, characters of output."""
+    mebibytes, characters = map(int, sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process
     with suppress(OSError), open("/proc/self/statm") as sizes:  # Linux only
         size = int(sizes.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (size + MEBIBYTES * 2**20, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_AS, (size + mebibytes * 2**20, resource.RLIM_INFINITY))
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)  # SIGPROF ends the process
-        answer = _answer(json.loads(line))
+        answer = _answer(json.loads(line), mebibytes, characters)
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(answer), flush=True)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from adaponder.text.stream import UNFINISHED
+from adaponder.text.stream import UNFINISHED, decoder_of
 
 _BYTE_ENTRY = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -27,14 +27,14 @@ class TokenSpeller:
     """Callable that returns the :class:`Spelled` text and bytes of a token id, with a cache."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._tokenizer = tokenizer
+        self._tokenizer, self._decode = tokenizer, decoder_of(tokenizer)
         self._spell = lru_cache(maxsize=1 << 16)(self._spell_once)
 
     def __call__(self, token: int) -> Spelled:
         return self._spell(token)
 
     def _spell_once(self, token: int) -> Spelled:
-        decoded = str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        decoded = self._decode([token])
         entry = self._tokenizer.convert_ids_to_tokens(token)
         spelled = token_bytes(entry, decoded) if isinstance(entry, str) else decoded.encode()
         try:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from adaponder.errors import InputError, shown
+from adaponder.errors import EvaluationError, InputError, in_one_line, is_panic, shown
 
 MOST_STOPS = 64
 LONGEST_STOP = 1000
@@ -36,7 +36,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()):
-        self._decode_ids = _decoder_of(tokenizer)
+        self._decode_ids = decoder_of(tokenizer)
         # The last tokens: the text of ids[:returned] has been returned, or belongs to the prompt.
         ids = list(before)
         self._begun = self._unfinished(ids)  # prompt tokens of an unfinished character, until some text is returned
@@ -97,11 +97,24 @@ class Detokenizer:
         return self._decode_ids(ids) if ids else ""
 
 
-def _decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """Returns the decode function of the tokenizer's fast backend, or its own if it overrides decoding."""
+def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """Returns the decode function of the tokenizer's fast backend, or its own if it overrides decoding.
+
+    The function raises :class:`EvaluationError` if the tokenizer panics.
+    """
+    decode = partial(cast(Any, tokenizer).decode, clean_up_tokenization_spaces=False)
     if getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode:
-        return partial(cast(Any, tokenizer).backend_tokenizer.decode, skip_special_tokens=False)
-    return lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        decode = partial(cast(Any, tokenizer).backend_tokenizer.decode, skip_special_tokens=False)
+
+    def decode_or_raise(ids: list[int]) -> str:
+        try:
+            return decode(ids)
+        except BaseException as problem:
+            if not is_panic(problem):
+                raise
+            raise EvaluationError(f"the tokenizer cannot decode its tokens: {in_one_line(problem)}") from None
+
+    return decode_or_raise
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[int]) -> list[str]:

@@ -266,7 +266,7 @@ def test_a_conversation_remembers_what_both_said_until_it_begins_anew(chatting, 
     shown = invoke(chatting, "--interactive", "--chat", *GREEDY, typed="".join(f"{line}\n" for line in lines))
     told = [answer.partition("8 tokens, ")[0] for answer in re.split("\n?> ", shown)[1:]]
     assert first in told[0]
-    assert "the tokenizer's chat template refuses this: not that" in shown
+    assert "the chat template refuses this: not that" in shown
     assert second in told[2], "a refused line is not remembered"
     assert "A new conversation." in told[3]
     assert alone in told[4]

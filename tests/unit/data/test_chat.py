@@ -250,6 +250,9 @@ def test_what_is_no_conversation_is_named_by_line_and_field(folder, tmp_path, re
         ("{{ messages[-1].content }}", "message 2"),
         ("{{ raise_exception('no system role') }}", "no system role"),
         ("{% for", "template"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "processor time"),
+        ("{{ '%0999999999d'|format(1) }}", "512 MiB"),
+        ("{{ 'ten chars.' * 500000 }}", "4,194,304 characters"),
     ],
 )
 def test_a_template_that_cannot_serve_is_named(folder, tmp_path, template, said):

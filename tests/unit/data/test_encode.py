@@ -1,13 +1,14 @@
 """Encoding: the tokens of a document, whoever computes them, in bounded memory."""
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from adaponder.data import encode
-from adaponder.data.encode import Encoder
+from adaponder.data.encode import Encoder, encode_in_order
 from adaponder.data.readers import Document
 from adaponder.data.tokenizers import load_tokenizer, pieces
 from adaponder.errors import InputError
@@ -21,6 +22,21 @@ def test_text_that_the_tokenizer_cannot_encode_is_an_error_in_one_line(learned):
     with pytest.raises(InputError, match="--tokenizer") as refused:
         encoder([(0, Document("other", "s", learned=learned))])
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("learned", [None, ((0, 1),)], ids=["text", "conversation"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_panic_of_the_tokenizer_is_an_error_in_one_line(workers, learned, capfd):
+    words = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "<unk>": 1}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a+)+$"), "isolated")
+    encoder = Encoder(words.to_str(), end_id=0, vocab_size=2, dtype="uint16", validation=0.0)
+    chunks = [[(0, Document("a" * 40 + "b", "s", learned=learned))]]
+    with ThreadPoolExecutor(1) as drawing:
+        drawing.submit(int)  # progress has a thread of its own
+        with pytest.raises(InputError, match=r"the tokenizer cannot encode the text: .*retry-limit") as refused:
+            list(encode_in_order(encoder, chunks, workers=workers))
+    assert "\n" not in str(refused.value)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_long_document_is_never_with_the_library_at_once(monkeypatch):

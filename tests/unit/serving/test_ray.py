@@ -23,10 +23,14 @@ def test_headers_that_control_ray_and_websockets_do_not_pass_the_proxy():
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         passed.append(scope)
+        await receive()
+
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
 
     headers = [(b"X-Request-Disconnect-Disabled", b"?1"), (b"x-request-timeout-seconds", b"9"), (b"x-session-id", b"a")]
     for kind in ("http", "websocket"):
-        asyncio.run(ours.ProxyGuard(app)({"type": kind, "path": "/", "headers": headers}, None, None))
+        asyncio.run(ours.ProxyGuard(app)({"type": kind, "path": "/", "headers": headers}, receive, None))
     assert passed == [{"type": "http", "path": "/", "headers": [(b"x-session-id", b"a")]}]
 
 
@@ -41,8 +45,9 @@ OURS = [(b"x-content-type-options", b"nosniff")]
         ([(429, [])], (429, 1)),
         ([(500, []), (503, []), (200, OURS)], (200, 3)),
         ([(500, [])] * 4, (503, 4)),
+        ([None, RuntimeError("the replica died"), (200, OURS)], (200, 3)),
     ],
-    ids=["answered", "error of the app", "refusal of Ray", "another replica", "no replica"],
+    ids=["answered", "error of the app", "refusal of Ray", "another replica", "no replica", "no answer"],
 )
 def test_request_that_a_lost_replica_had_is_sent_again(monkeypatch, answers, expected):
     monkeypatch.setattr(ours, "_TRY_AGAIN_SECONDS", (0,) * 4)
@@ -51,8 +56,13 @@ def test_request_that_a_lost_replica_had_is_sent_again(monkeypatch, answers, exp
     bodies: list[bytes] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        status, headers = answers[len(bodies)]
+        answer = answers[len(bodies)]
         bodies.append((await receive())["body"] + (await receive())["body"])
+        if isinstance(answer, Exception):
+            raise answer
+        if answer is None:
+            return
+        status, headers = answer
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": b"text"})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import Regex, decoders, pre_tokenizers
 
 from adaponder.serving.settings import Limits, Settings
 from serving_support import TEMPLATE, serving, tiny_served
@@ -82,3 +82,24 @@ def test_a_panic_of_the_tokenizer_is_an_error_in_json():
             response = server.post(route, {**fields, "prompt": prompt * length})
             assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt"), response.text
         assert server.post("/v1/completions", {**completion, "prompt": "b"}).status_code == 200
+
+
+def test_a_panic_while_decoding_is_an_error_in_json_before_and_within_an_answer():
+    served, bad = tiny_served(), 5
+    backend = served.tokenizer.backend_tokenizer
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(backend.id_to_token(bad), "a" * 40 + "b"), decoders.Replace(Regex(r"(a+)+$"), "")]
+    )
+    completion = {"model": "tiny", "max_tokens": 2, "logit_bias": {str(bad): 100}, "prompt": [7]}
+    with serving(served) as server:
+        for route, body in (
+            ("/detokenize", {"tokens": [bad]}),
+            ("/v1/completions", {**completion, "prompt": [bad]}),
+            ("/v1/completions", completion),
+        ):
+            response = server.post(route, body)
+            assert response.status_code == 500, response.text
+            assert "cannot decode its tokens" in response.json()["error"]["message"]
+        streamed = server.post("/v1/completions", {**completion, "stream": True})
+        assert "cannot decode its tokens" in streamed.text
+        assert server.post("/v1/completions", {**completion, "logit_bias": {"7": 100}}).status_code == 200

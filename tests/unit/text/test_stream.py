@@ -4,12 +4,12 @@ import random
 from functools import cache
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from adaponder.data.tokenizers import END, train_bpe
-from adaponder.errors import InputError
-from adaponder.text import Detokenizer, TextStream, pieces
+from adaponder.errors import EvaluationError, InputError
+from adaponder.text import Detokenizer, TextStream, TokenSpeller, pieces
 
 TEXT = "naïve 日本語 tokens — 🙂🙃 done. Ça va? 'tis  two  spaces\nand a line\n\n" * 3
 
@@ -179,3 +179,17 @@ def test_held_text_is_shown_at_the_end_and_silent_ids_never():
     assert [stream.add(token) for token in half] == [[]] * len(half)
     assert stream.finish() == []
     assert stream.stop == "\ufffd"
+
+
+def test_a_panic_while_decoding_is_an_error_in_one_line():
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "a" * 40 + "b": 1}, unk_token="<unk>"))
+    backend.decoder = decoders.Replace(Regex(r"(a+)+$"), "x")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    for decode in (
+        lambda: TextStream(tokenizer, [1]),
+        lambda: pieces(tokenizer, [0, 1]),
+        lambda: TokenSpeller(tokenizer)(1),
+    ):
+        with pytest.raises(EvaluationError, match=r"^the tokenizer cannot decode its tokens: .*retry-limit") as refusal:
+            decode()
+        assert "\n" not in str(refusal.value)
