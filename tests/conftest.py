@@ -58,6 +58,14 @@ def ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The prepared folder of made-up documents, which tests only read."""
+    from training_support import corpus
+
+    return corpus(tmp_path_factory.mktemp("corpus"))
+
+
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, str, str]]:
     """Runs the command line's entry point; returns its exit code, standard output and standard error."""

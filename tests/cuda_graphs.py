@@ -1,7 +1,5 @@
 """Captures calls as CUDA graphs, for tests that compare replays with plain calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Children that die, disks that are full, and what a folder holds afterwards."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

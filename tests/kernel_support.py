@@ -3,8 +3,6 @@
 The interpreter is right for float32 and float16 and wrong for bf16, which is tested on a GPU alone (``-m gpu``).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Random cases of attention through an index, with NaN in every pool row that nobody names."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Batches whose active rows are packed, another number of them in every pass."""
 
-from __future__ import annotations
-
 import torch
 
 from adaponder.policies import ForcedDepths

@@ -1,7 +1,5 @@
 """Memory as an operation may find it: what nobody has written is NaN, so that whatever reads it shows."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """A server over a tiny model, on a socket of its own, for tests that speak HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """What the checks of a running server share: a tiny checkpoint, a server for it, clients, and what a solo run says."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import copy

@@ -1,28 +1,12 @@
 """Tiny random models that the tests share: large enough to be wrong in every way, small enough to be exact about."""
 
-from __future__ import annotations
-
 import copy
 import types
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
-    OPTConfig,
-    Phi3Config,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from adaponder import AdaPonderForCausalLM
 
@@ -52,24 +36,24 @@ _OPT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ff
 # Sizes of a DeepseekV3Config, which caches compressed keys and values.
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 LATENT |= {"num_key_value_heads": 2, "first_k_dense_replace": 2}
-DEEPSEEK_V3 = DeepseekV3Config(**_SHAPE, **LATENT)
+DEEPSEEK_V3 = transformers.DeepseekV3Config(**_SHAPE, **LATENT)
 
 FAMILIES: dict[str, PreTrainedConfig] = {
-    "gpt_neox": GPTNeoXConfig(**_SHAPE),
-    "llama": LlamaConfig(**_GROUPED),
-    "qwen2": Qwen2Config(**_GROUPED),
-    "qwen2-mixed": Qwen2Config(**_GROUPED, use_sliding_window=True, sliding_window=4, max_window_layers=1),
-    "qwen3": Qwen3Config(**_GROUPED, head_dim=8),
-    "mistral": MistralConfig(**_GROUPED, sliding_window=4),
-    "olmo2": Olmo2Config(**_GROUPED),
-    "phi3": Phi3Config(**_GROUPED, pad_token_id=0),
-    "gemma3": Gemma3TextConfig(
+    "gpt_neox": transformers.GPTNeoXConfig(**_SHAPE),
+    "llama": transformers.LlamaConfig(**_GROUPED),
+    "qwen2": transformers.Qwen2Config(**_GROUPED),
+    "qwen2-mixed": transformers.Qwen2Config(**_GROUPED, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "qwen3": transformers.Qwen3Config(**_GROUPED, head_dim=8),
+    "mistral": transformers.MistralConfig(**_GROUPED, sliding_window=4),
+    "olmo2": transformers.Olmo2Config(**_GROUPED),
+    "phi3": transformers.Phi3Config(**_GROUPED, pad_token_id=0),
+    "gemma3": transformers.Gemma3TextConfig(
         **_GROUPED, head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
     ),
-    "gpt2": GPT2Config(
+    "gpt2": transformers.GPT2Config(
         **_GPT2, initializer_range=0.4, bos_token_id=None, eos_token_id=None, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0
     ),
-    "opt": OPTConfig(
+    "opt": transformers.OPTConfig(
         **_OPT,
         max_position_embeddings=POSITIONS,
         word_embed_proj_dim=16,

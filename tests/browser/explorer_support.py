@@ -25,7 +25,7 @@ TEXT = "def f(self):\n    return [x for x in self]\n"
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x01\x7f \u202egnp.exe\u202c \u2066\u200b " + "w" * 90
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_words() -> PreTrainedTokenizerFast:
     """Returns a tokenizer whose tokens are all bytes and a few pairs, so that it spells any text."""
     words = [END, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     words += [merge.replace(" ", "") for merge in MERGES]
@@ -61,7 +61,7 @@ def serving(model: AdaPonderForCausalLM | None = None, *, key: str | None = None
     from adaponder.serving.served import Served
     from adaponder.serving.settings import Access, Key, Settings
 
-    served = Served(model or small_model(), byte_tokenizer(), name="small")
+    served = Served(model or small_model(), byte_words(), name="small")
     settings = Settings(lanes=4, access=Access(keys=() if key is None else (Key.of(key),)))
     with serving_support.serving(served, settings) as running:
         yield running.address

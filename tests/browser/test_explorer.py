@@ -21,7 +21,7 @@ from explorer_support import (
     ITERATIONS,
     TEXT,
     Explorer,
-    byte_tokenizer,
+    byte_words,
     post,
     score,
     serving,
@@ -513,7 +513,7 @@ def test_a_model_that_halts_no_token_is_shown(browser, method, iterations):
 
 
 def test_tokens_that_stand_for_unknown_text_are_counted(browser, monkeypatch):
-    bracket = byte_tokenizer().convert_tokens_to_ids("(")
+    bracket = byte_words().convert_tokens_to_ids("(")
     monkeypatch.setattr("adaponder.serving.served.unknown_id", lambda tokenizer, end: bracket)
     with page_of(browser, small_model()) as explorer:
         assert explorer.stat("Unknown") == "1"

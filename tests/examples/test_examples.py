@@ -1,7 +1,5 @@
 """Every example runs as its first lines say, at a size of seconds, and prints what it promises."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """One flipped byte in any file of a checkpoint is found when it is loaded, and its file is named (promise 31)."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

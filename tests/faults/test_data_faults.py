@@ -1,7 +1,5 @@
 """Bad data is named when opened, odd text is defined, and an interrupted preparation goes on (promises 15 to 19)."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

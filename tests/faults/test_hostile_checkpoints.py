@@ -4,8 +4,6 @@ Every case stands for something a stranger could put into a folder. It goes thro
 file, with "y" on standard input, and must leave no trace of having run.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

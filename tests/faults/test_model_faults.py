@@ -1,7 +1,5 @@
 """Bad weights, configs, caches and requests are refused by name, before they do harm (promises 20 to 24)."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

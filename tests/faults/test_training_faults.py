@@ -1,7 +1,5 @@
 """Kill it, fill the disk, flip a byte, poison a step: the run ends as if nothing had been (promises 1 to 13)."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json
@@ -40,7 +38,7 @@ from adaponder.training.resume import Start, find_start, recipe_changes
 from adaponder.training.run import owned, train
 from adaponder.training.telemetry import Telemetry
 from fault_support import contents, full_disk, in_child, killed
-from training_support import assert_same_weights, corpus, losses, small
+from training_support import assert_same_weights, losses, small
 from training_support import metrics as all_metrics
 
 WEIGHTS, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
@@ -62,11 +60,6 @@ def quick():
         patch.setattr(os, "fsync", lambda handle: None)
         patch.setattr("adaponder.training.loop.shape_of", remembered)
         yield
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory) -> Path:
-    return corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def recipe_of(shards: Path, *overrides: str) -> Recipe:

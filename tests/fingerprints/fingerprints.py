@@ -14,8 +14,6 @@ After a deliberate change of numerics ``python tests/fingerprints/fingerprints.p
 format needs.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

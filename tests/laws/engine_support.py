@@ -8,20 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adaponder import AdaPonderForCausalLM, FixedDepth, LearnedGate, Random
+from adaponder import AdaPonderForCausalLM, FixedDepth, ForcedDepths, LearnedGate, Random, Uniform
 from adaponder.inference import Completion, Engine, Request
-from adaponder.policies import (
-    Change,
-    Confidence,
-    Custom,
-    Divergence,
-    Entropy,
-    ForcedDepths,
-    PolicyInput,
-    Similarity,
-    Uniform,
-    as_policy,
-)
+from adaponder.policies.base import Custom, PolicyInput, as_policy
+from adaponder.policies.measures import Change, Confidence, Divergence, Entropy, Similarity
 from support import VOCABULARY
 
 SETTINGS = {"adaponder": {"tau": 0.5}} | {name: {"exit_threshold": 0.6} for name in ("ouro", "act", "pondernet")}

@@ -3,17 +3,9 @@
 import random
 from dataclasses import replace
 
+import engine_support
 import pytest
-from engine_support import (
-    SETTINGS,
-    assert_all_as_alone,
-    assert_as_the_model_says,
-    draw_engine,
-    draw_requests,
-    portable,
-    run,
-    run_all,
-)
+from engine_support import assert_all_as_alone, assert_as_the_model_says, draw_engine, draw_requests, run, run_all
 
 from adaponder import LearnedGate, Random
 from adaponder.inference import Engine, Request
@@ -23,7 +15,7 @@ from support import FAMILIES, METHODS, VOCABULARY, tiny
 
 def opened(method="adaponder", family="gpt_neox", **options):
     iterations = 1 if method == "vanilla" else 3
-    model = tiny(method, family, iterations=iterations, **SETTINGS.get(method, {})).eval()
+    model = tiny(method, family, iterations=iterations, **engine_support.SETTINGS.get(method, {})).eval()
     return model, Engine(model, tokens=40, **options)
 
 
@@ -47,7 +39,7 @@ def test_greedy_tokens_and_depths_are_those_of_generate(method):
     if method == "adaponder":
         requests[0] = replace(requests[0], tau=0.4)
     for request, done in zip(requests, run(engine, requests), strict=True):
-        assert (done.ids, done.depths) == portable(model, request)
+        assert (done.ids, done.depths) == engine_support.portable(model, request)
 
 
 @pytest.mark.parametrize(

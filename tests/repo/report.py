@@ -7,8 +7,6 @@ Code lines leave out blank lines, comments, docstrings and imports. Prose words 
 figures inform; no test holds them, because a limit on the length of a file only produces more files.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections import Counter, defaultdict

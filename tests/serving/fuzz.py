@@ -3,8 +3,6 @@
 ``python tests/serving/fuzz.py`` runs it; ``--record`` writes ``fuzz.json`` beside this file.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import random

@@ -4,8 +4,6 @@ A third matches the document; a third also has no fields that exclude each other
 is broken. ``python tests/serving/schema_check.py`` runs it; ``--record`` writes ``schema_check.json`` beside this file.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

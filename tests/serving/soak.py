@@ -3,8 +3,6 @@
 ``python tests/serving/soak.py`` runs it; ``--record`` writes ``soak.json`` beside this file.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import random

@@ -1,7 +1,5 @@
 """The long checks of a running server, for seconds; ``make test-serve`` runs them whole."""
 
-from __future__ import annotations
-
 import pytest
 from fuzz import attack
 from schema_check import run_cases

@@ -16,7 +16,6 @@ from adaponder.commands import demo, doctor
 from adaponder.errors import AdaPonderError
 from adaponder.evaluation import meter
 from stock_support import make_stock
-from training_support import corpus
 
 COMMANDS = {name: one for name, one in get_command(cli.app).commands.items() if name not in cli.MOVED}
 
@@ -255,8 +254,7 @@ def test_a_full_disk_a_panic_and_an_interruption_are_one_line(command, monkeypat
     assert (ended, error) == (code, words)
 
 
-def test_the_demo_trains_assesses_and_writes_how_to_go_on(monkeypatch, tmp_path, capsys):
-    shards = corpus(tmp_path)
+def test_the_demo_trains_assesses_and_writes_how_to_go_on(monkeypatch, shards, tmp_path, capsys):
     train = {"steps": 6, "ponder_start": 2, "ponder_full": 4, "eval_tokens": 256, "eval_every": 0, "save_every": 0}
     small = [f"data.source={shards}", "data.sequence=32", "model.backbone.max_position_embeddings=256"]
     small += ["model.backbone.hidden_size=32", "model.backbone.intermediate_size=64"]

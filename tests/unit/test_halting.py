@@ -1,23 +1,13 @@
 """Gates start open and say how far; halting compares in float32; the ponder loss averages the lowest gates only."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 
 import support
-from adaponder import AdaPonderError, AdaPonderForCausalLM, Objective
-from adaponder.halting import (
-    Gate,
-    bottom_k_mean,
-    gate_probability,
-    ponder_fraction,
-    ponder_pool,
-    pool_count,
-    stays_active,
-)
+from adaponder import AdaPonderError, AdaPonderForCausalLM, Objective, halting
+from adaponder.halting import bottom_k_mean, ponder_fraction, ponder_pool, pool_count, stays_active
 
 
 @pytest.mark.parametrize(
@@ -165,15 +155,15 @@ def test_the_threshold_ignores_what_float32_cannot_see():
 )
 def test_the_gate_probability_is_never_below_float32(dtype, kept):
     logit = torch.tensor([-30.0, -9.25, 0.0, 8.0], dtype=dtype)
-    probability = gate_probability(logit)
+    probability = halting.gate_probability(logit)
     assert probability.dtype == kept
     assert torch.equal(probability, torch.sigmoid(logit.to(kept)))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert gate_probability(logit).dtype == kept
+        assert halting.gate_probability(logit).dtype == kept
 
 
 def test_the_gate_equals_its_equation():
-    gate = Gate(16, width=4, bias=1.0).double()
+    gate = halting.Gate(16, width=4, bias=1.0).double()
     hidden = torch.randn(5, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     inner = torch.nn.functional.gelu(hidden @ gate.inner.weight.T + gate.inner.bias)
     assert gate.inner.weight.shape == (64, 16)

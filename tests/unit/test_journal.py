@@ -1,7 +1,5 @@
 """Finished parts of a long measurement are kept whole, belong to one measurement, and are never measured twice."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -4,8 +4,6 @@
 function; ``--record`` writes down in ``record.json`` beside this file what caught each.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

@@ -4,8 +4,6 @@ An edit is found in the normalised source (``ast.unparse``, docstrings left out)
 does not break an entry. A function that has moved to another module is found by its qualified name if that is unique.
 """
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tests run against a copy of the source, each copy in a process forked from one that has its libraries loaded."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import multiprocessing

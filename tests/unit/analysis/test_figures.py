@@ -8,21 +8,10 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from adaponder.analysis.figures import (
-    PLATES,
-    ActiveTokens,
-    DepthByDifficulty,
-    DepthByPlace,
-    ForgoneGain,
-    GainByIteration,
-    GateValues,
-    LossByDepth,
-    TokenGrid,
-    choose,
-    depths,
-    losses,
-    tokens,
-)
+from adaponder.analysis.figures import PLATES, choose, depths, losses, tokens
+from adaponder.analysis.figures.depths import ActiveTokens, DepthByDifficulty, DepthByPlace, GateValues
+from adaponder.analysis.figures.losses import ForgoneGain, GainByIteration, LossByDepth
+from adaponder.analysis.figures.tokens import TokenGrid
 from adaponder.analysis.figures.words import for_figure, for_html, on_one_line, visible
 from adaponder.analysis.report import facts
 from adaponder.analysis.style import DARK, LIGHT, depth_colours, house

@@ -1,7 +1,5 @@
 """benchmarks decode: depths have their means, limits count the bytes that move, and a row that fails stops no other."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

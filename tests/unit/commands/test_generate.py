@@ -1,7 +1,5 @@
 """adaponder generate: prompts from everywhere, many at once, stop strings, and a loop that Ctrl-C does not end."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

@@ -18,18 +18,7 @@ from adaponder.commands import policies as policies_command
 from adaponder.evaluation.lab import dials
 from adaponder.evaluation.lab.dials import REACHED, Dial, FullDepth, Setting, Tuned
 from adaponder.evaluation.lab.halves import halve
-from adaponder.evaluation.lab.lab import (
-    EACH,
-    FIXED,
-    ONE,
-    Lab,
-    budgets_between,
-    calibrate,
-    frontier,
-    meet,
-    ordered,
-    propose,
-)
+from adaponder.evaluation.lab.lab import EACH, ONE, Lab, budgets_between, calibrate, frontier, meet, ordered, propose
 from adaponder.evaluation.lab.profiles import load_profile
 from adaponder.evaluation.scoring import ScoringOptions, score
 from adaponder.evaluation.text import Windows, open_text, open_vocabulary
@@ -125,7 +114,7 @@ def test_budgets_go_from_one_to_all():
 def test_the_frontier_ends_where_every_token_is_read_equally_often(lab):
     rows = list(frontier(lab, [1.0, 2.5, float(K)]))
     met, fixed = rows[:3], rows[3:]
-    assert [row.policy for row in fixed] == [FIXED] * K
+    assert [row.policy for row in fixed] == ["fixed depth"] * K
     assert [row.depth for row in fixed] == [1.0, 2.0, 3.0, 4.0]
     assert met[0].loss == pytest.approx(fixed[0].loss, abs=1e-6)
     assert met[-1].loss == pytest.approx(fixed[-1].loss, abs=1e-6)

@@ -1,7 +1,5 @@
 """What a run measures on its model before it is given up."""
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError
 
 import pytest

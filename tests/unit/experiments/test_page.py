@@ -1,7 +1,5 @@
 """The results page: the committed pages are those of the records, and verdicts and costs are computed right."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -89,10 +87,7 @@ def test_claims_name_runs_of_the_queue(evidence):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        ({"curve": ["nobody"]}, "nobody: no such alias"),
-        ({"statements": [{"claim": "lr"}]}, "fixed is missing"),
-    ],
+    [({"curve": ["nobody"]}, "nobody: no such alias"), ({"statements": [{"claim": "lr"}]}, "fixed is missing")],
 )
 def test_wrong_claims_are_refused(tmp_path, change, message):
     raw = yaml.safe_load((EXPERIMENTS / "claims.yaml").read_text())

@@ -1,7 +1,5 @@
 """The queue of experiments and its identities: every run is declared once and known by what it computes alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from dataclasses import fields

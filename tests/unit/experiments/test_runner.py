@@ -1,13 +1,10 @@
 """Commands that train: what has a record is skipped, what cannot finish is not started, records name their run."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +19,6 @@ from experiments.measures import MEASURES
 from experiments.queue import Corpus, read_queue
 from experiments.records import read_records, record_of
 from queue_support import written
-from training_support import corpus
 
 
 def command(*words: object, **options: object) -> SimpleNamespace:
@@ -32,20 +28,15 @@ def command(*words: object, **options: object) -> SimpleNamespace:
     return SimpleNamespace(code=result.exit_code, output=" ".join(result.output.split()))
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    return corpus(tmp_path_factory.mktemp("text"))
-
-
 @pytest.fixture
-def place(tmp_path, data):
+def place(tmp_path, shards):
     """Returns the options of a command on a queue with these runs of ``tiny.yaml``."""
 
     def options(*runs: dict) -> dict:
         entries = [{"claim": "lr", "recipe": str(tmp_path / "tiny.yaml")} | run for run in runs]
         path = written(tmp_path, **({"runs": entries} if runs else {}))
         folders = {name: tmp_path / name for name in ("records", "runs")}
-        return {"queue": path, "data": data, "commit": "abc", **folders}
+        return {"queue": path, "data": shards, "commit": "abc", **folders}
 
     return options
 

@@ -1,37 +1,14 @@
 """Intervals over seeds, their noise and power, and verdicts: each rule at its edges."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from experiments import statistics
 from experiments.judging import shown
-from experiments.statistics import (
-    FAILS,
-    HOLDS,
-    NOT_RUN,
-    POWER,
-    UNRESOLVED,
-    UNTESTABLE,
-    Estimate,
-    Noise,
-    all_of,
-    at_depth,
-    detectable,
-    equal,
-    estimate,
-    exact_interval,
-    higher,
-    lower,
-    often,
-    power_of_equality,
-    seeds_for,
-    seeds_for_equality,
-    two_way,
-)
+from experiments.statistics import FAILS, HOLDS, NOT_RUN, POWER, UNRESOLVED, UNTESTABLE, Estimate, Noise
 
 # Quantiles of Student's t from a printed table: 0.975 and 0.8 for 2, 10 and 40 degrees of freedom.
 TABLE = {2: (4.30265, 1.06066), 10: (2.22814, 0.87906), 40: (2.02108, 0.85070)}
@@ -44,16 +21,16 @@ def between(low: float, high: float) -> Estimate:
 
 def test_an_interval_is_of_differences_within_a_seed_and_leaves_out_who_has_no_partner():
     first, second = pd.Series({0: 3.50, 1: 3.60, 2: 3.70, 7: 1.0}), pd.Series({2: 3.73, 1: 3.62, 0: 3.51, 9: 2.0})
-    found = estimate(first - second)
+    found = statistics.estimate(first - second)
     assert found is not None
     assert list(found.values) == [0, 1, 2]
     assert found.mean == pytest.approx(-0.02)
     half = TABLE[2][0] * 0.01 / math.sqrt(3)  # the standard deviation of 0.01, 0.02, 0.03 is 0.01
     assert (found.low, found.high) == pytest.approx((-0.02 - half, -0.02 + half), abs=1e-6)
-    pooled = estimate(first - second, Noise(0.005, 10))
+    pooled = statistics.estimate(first - second, Noise(0.005, 10))
     assert pooled is not None
     assert pooled.half == pytest.approx(TABLE[10][0] * 0.005 * math.sqrt(2 / 3), rel=1e-5)
-    assert estimate(pd.Series({0: 1.0}) - pd.Series({1: 1.0})) is None
+    assert statistics.estimate(pd.Series({0: 1.0}) - pd.Series({1: 1.0})) is None
 
 
 def test_noise_is_what_settings_and_seeds_do_not_explain():
@@ -66,21 +43,23 @@ def test_noise_is_what_settings_and_seeds_do_not_explain():
         rest = rest - rest.mean(axis=0)
     freedom = 25 - (9 + 3 - 1)
     expected = math.sqrt(float((rest**2).sum().sum()) / freedom)
-    assert two_way(table) == (pytest.approx(expected, rel=1e-6), freedom)
-    assert two_way(pd.concat([table, pd.DataFrame({0: [99.0]})])) == two_way(table)
-    assert two_way(table.iloc[:3]) is None, "too few runs"
+    assert statistics.two_way(table) == (pytest.approx(expected, rel=1e-6), freedom)
+    assert statistics.two_way(pd.concat([table, pd.DataFrame({0: [99.0]})])) == statistics.two_way(table)
+    assert statistics.two_way(table.iloc[:3]) is None, "too few runs"
 
 
 @pytest.mark.parametrize("freedom", [10, 40])
 def test_power_and_seeds_that_an_effect_needs(freedom):
     t, t_power = TABLE[freedom]
     noise = Noise(0.006, freedom)
-    assert detectable(noise.error(3), freedom) == pytest.approx((t + t_power) * 0.006 * math.sqrt(2 / 3), rel=1e-4)
-    assert detectable(noise.error(seeds_for(0.003, noise)), freedom) <= 0.003
-    assert detectable(noise.error(seeds_for(0.003, noise) - 1), freedom) > 0.003
-    assert power_of_equality(noise.error(3), freedom) == 0.0, "three seeds never show equality within 0.005"
-    seeds = seeds_for_equality(noise)
-    powers = [power_of_equality(noise.error(count), freedom) for count in (seeds - 1, seeds)]
+    assert statistics.detectable(noise.error(3), freedom) == pytest.approx(
+        (t + t_power) * 0.006 * math.sqrt(2 / 3), rel=1e-4
+    )
+    assert statistics.detectable(noise.error(statistics.seeds_for(0.003, noise)), freedom) <= 0.003
+    assert statistics.detectable(noise.error(statistics.seeds_for(0.003, noise) - 1), freedom) > 0.003
+    assert statistics.power_of_equality(noise.error(3), freedom) == 0.0, "three seeds never show equality within 0.005"
+    seeds = statistics.seeds_for_equality(noise)
+    powers = [statistics.power_of_equality(noise.error(count), freedom) for count in (seeds - 1, seeds)]
     assert powers[0] < POWER <= powers[1]
     # Of as many pairs of equal settings the interval lies within the margin that often.
     rng, count = np.random.default_rng(1), 4000
@@ -91,12 +70,14 @@ def test_power_and_seeds_that_an_effect_needs(freedom):
 
 def test_one_seed_resolves_nothing():
     for noise in (None, Noise(0.001, 40)):
-        one = estimate({0: -0.5}, noise)
+        one = statistics.estimate({0: -0.5}, noise)
         assert one is not None
-        assert (lower(one), higher(one), equal(one)) == (UNRESOLVED,) * 3
+        assert (statistics.lower(one), statistics.higher(one), statistics.equal(one)) == (UNRESOLVED,) * 3
         assert shown(one).endswith(" (seed 0 alone)")
         assert ("[" in shown(one)) == (noise is not None), "without a pool one seed has no interval"
-    assert (lower(None), higher(None), equal(None), often({})) == (NOT_RUN,) * 4
+    assert (statistics.lower(None), statistics.higher(None), statistics.equal(None), statistics.often({})) == (
+        NOT_RUN,
+    ) * 4
 
 
 @pytest.mark.parametrize(
@@ -114,8 +95,8 @@ def test_one_seed_resolves_nothing():
     ],
 )
 def test_verdicts_need_the_whole_interval_and_equality_power(low, high, difference, equality):
-    assert (lower(between(low, high)), equal(between(low, high))) == (difference, equality)
-    assert higher(between(-high, -low)) == difference
+    assert (statistics.lower(between(low, high)), statistics.equal(between(low, high))) == (difference, equality)
+    assert statistics.higher(between(-high, -low)) == difference
 
 
 @pytest.mark.parametrize(
@@ -124,27 +105,27 @@ def test_verdicts_need_the_whole_interval_and_equality_power(low, high, differen
 )
 def test_what_happens_often_needs_three_seeds_and_half_of_them(happened, never, verdict):
     """Never in three seeds still allows 71 %; never in six excludes one half."""
-    assert often(dict(enumerate([True] * happened + [False] * never))) == verdict
+    assert statistics.often(dict(enumerate([True] * happened + [False] * never))) == verdict
 
 
 def test_several_statements_hold_together_or_not_at_all():
-    assert all_of([HOLDS, HOLDS]) == HOLDS
-    assert all_of([HOLDS, UNRESOLVED]) == UNRESOLVED
-    assert all_of([NOT_RUN, HOLDS, UNRESOLVED]) == NOT_RUN
-    assert all_of([NOT_RUN, FAILS]) == FAILS
-    assert all_of([HOLDS, UNTESTABLE]) == UNTESTABLE
+    assert statistics.all_of([HOLDS, HOLDS]) == HOLDS
+    assert statistics.all_of([HOLDS, UNRESOLVED]) == UNRESOLVED
+    assert statistics.all_of([NOT_RUN, HOLDS, UNRESOLVED]) == NOT_RUN
+    assert statistics.all_of([NOT_RUN, FAILS]) == FAILS
+    assert statistics.all_of([HOLDS, UNTESTABLE]) == UNTESTABLE
 
 
 def test_values_between_points_lie_on_a_line_and_beyond_them_there_are_none():
     points = [(4.0, 3.4), (1.0, 3.6), (2.0, 3.5)]
     for depth, value in ((1.5, 3.55), (3.0, 3.45), (1.0, 3.6), (4.0, 3.4), (4.04, 3.398), (0.96, 3.604)):
-        assert at_depth(points, depth) == pytest.approx(value)
-    assert at_depth(points, 4.06) is None
-    assert at_depth([(2.0, 1.0)], 2.0) == 1.0
-    assert at_depth([], 2.0) is None
+        assert statistics.at_depth(points, depth) == pytest.approx(value)
+    assert statistics.at_depth(points, 4.06) is None
+    assert statistics.at_depth([(2.0, 1.0)], 2.0) == 1.0
+    assert statistics.at_depth([], 2.0) is None
 
 
 def test_exact_intervals_are_those_of_clopper_and_pearson():
     known = {(0, 3): (0.0, 0.7076), (3, 3): (0.2924, 1.0), (1, 3): (0.0084, 0.9057), (5, 10): (0.1871, 0.8129)}
     for (count, total), interval in known.items():
-        assert exact_interval(count, total) == pytest.approx(interval, abs=1e-4)
+        assert statistics.exact_interval(count, total) == pytest.approx(interval, abs=1e-4)

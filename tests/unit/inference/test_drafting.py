@@ -116,8 +116,7 @@ def test_requests_that_depend_on_other_tokens_are_not_drafted(fields):
 
 
 @pytest.mark.parametrize(
-    ("method", "drafts", "options"),
-    [("vanilla", 1, {}), ("pause", 2, {}), ("ponder", 1, {"max_iterations": 1})],
+    ("method", "drafts", "options"), [("vanilla", 1, {}), ("pause", 2, {}), ("ponder", 1, {"max_iterations": 1})]
 )
 def test_impossible_drafts_are_refused(method, drafts, options):
     model = tiny(method, iterations=1 if method == "vanilla" else 3).eval()

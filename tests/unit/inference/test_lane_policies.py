@@ -14,20 +14,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from adaponder.errors import InputError
 from adaponder.inference.policies import LanePolicies, prefix_key, runs_on_host
-from adaponder.policies import (
-    Custom,
-    ExitThreshold,
-    FixedDepth,
-    ForcedDepths,
-    GateOrChance,
-    LearnedGate,
-    Policy,
-    PolicyInput,
-    Random,
-    RandomRates,
-    SampledExit,
-    as_int64,
-)
+from adaponder.policies.base import Custom, Policy, PolicyInput
+from adaponder.policies.depth import FixedDepth, ForcedDepths, GateOrChance, Random, RandomRates, SampledExit
+from adaponder.policies.gate import ExitThreshold, LearnedGate
+from adaponder.policies.values import as_int64
 from cuda_graphs import captured
 from policy_support import DEPTHS, ROW_POLICIES, SLOTS, WORDS, K, alone, tensors_of
 from policy_support import mixed_rows as policy_rows

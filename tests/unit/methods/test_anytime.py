@@ -16,7 +16,7 @@ from adaponder.policies import GateOrChance, RandomRates, sequence_seeds
 from adaponder.training.run import train
 from policy_support import asked
 from support import calm, ids, stock, tiny
-from training_support import corpus, small
+from training_support import small
 
 K = 4
 DEPTHS = torch.tensor([[4, 1, 2, 4, 3, 4, 1], [1, 4, 3, 1, 2, 2, 4], [2, 1, 3, 1, 2, 3, 1]])
@@ -148,11 +148,6 @@ def test_at_full_depth_it_is_ponderlm():
     torch.testing.assert_close(anytime(ids(), policy=FixedDepth(K)).logits, ponder(ids()).logits, rtol=0, atol=1e-12)
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return corpus(tmp_path_factory.mktemp("anytime"))
-
-
 def trained(shards, folder, *overrides: str) -> AdaPonderForCausalLM:
     plain = ["train.ponder_weight=0", "train.clip=0.05", "model.gate_bias=0", "train.save_every=0", *overrides]
     train(small(shards, *plain, method="anytime"), out=folder, quiet=True)
@@ -199,10 +194,7 @@ def test_seeds_of_sequences_reach_the_policy_one_by_one():
         model(tokens, policy=RandomRates(), seed=torch.zeros(3))
 
 
-@pytest.mark.parametrize(
-    ("prior", "says"),
-    [([0.5, 0.5], "iterations=3"), ([0.5, 0.5, 0.5], r"1\.5")],
-)
+@pytest.mark.parametrize(("prior", "says"), [([0.5, 0.5], "iterations=3"), ([0.5, 0.5, 0.5], r"1\.5")])
 def test_an_invalid_prior_is_refused(prior, says):
     with pytest.raises(ConfigError, match=rf"^loss_prior.*{says}"):
         tiny("anytime", iterations=3, loss_prior=prior)

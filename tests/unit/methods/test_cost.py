@@ -9,11 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import (
-    Gemma3nTextConfig,
-    LlamaConfig,
-    MixtralConfig,
-)
+from transformers import Gemma3nTextConfig, LlamaConfig, MixtralConfig
 
 from adaponder import AdaPonderConfig, FixedDepth, ForcedDepths
 from adaponder.backbones.shape import Shape, shape_of

@@ -8,13 +8,7 @@ import torch
 from torch.export import Dim
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from adaponder import (
-    AdaPonderConfig,
-    AdaPonderError,
-    AdaPonderForCausalLM,
-    FixedDepth,
-    Objective,
-)
+from adaponder import AdaPonderConfig, AdaPonderError, AdaPonderForCausalLM, FixedDepth, Objective
 from adaponder.conversion.exported.configuration_adaponder import AdaPonderConfig as ExportedConfig
 from adaponder.execution.cached import Cached
 from adaponder.execution.compact import Packed

@@ -8,33 +8,12 @@ import torch
 from torch import Tensor
 
 import support
-from adaponder import (
-    AdaPonderError,
-    Entropy,
-    ExitThreshold,
-    FixedDepth,
-    ForcedDepths,
-    Geometric,
-    LearnedGate,
-    Policy,
-    PolicyInput,
-    Random,
-    Ranked,
-    Uniform,
-)
-from adaponder.errors import InputError
-from adaponder.policies import (
-    Change,
-    Confidence,
-    Divergence,
-    RandomRates,
-    RouterThreshold,
-    SampledExit,
-    Shares,
-    Similarity,
-    as_policy,
-    parse_policy,
-)
+from adaponder.errors import AdaPonderError, InputError
+from adaponder.policies.base import Policy, PolicyInput, as_policy, parse_policy
+from adaponder.policies.depth import FixedDepth, ForcedDepths, Random, RandomRates, SampledExit
+from adaponder.policies.gate import ExitThreshold, LearnedGate, RouterThreshold
+from adaponder.policies.measures import Change, Confidence, Divergence, Entropy, Similarity
+from adaponder.policies.schedules import Geometric, Ranked, Shares, Uniform
 from policy_support import EXECUTIONS, K, padded
 
 

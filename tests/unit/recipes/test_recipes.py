@@ -25,7 +25,7 @@ from adaponder.training.build import build_model, config_of
 from adaponder.training.run import train
 from adaponder.training.schedule import build_optimizer
 from support import METHODS, ids, stock, tiny
-from training_support import corpus, weights
+from training_support import weights
 
 PYTHIA = {"70m": 70_426_624, "410m": 405_334_016}
 FROM_SCRATCH = [name for name in recipe_names() if isinstance(load_recipe(name).model.backbone, dict)]
@@ -145,11 +145,6 @@ def test_whoever_says_when_gates_begin_is_heard():
     assert gates_begin("mini/adaponder", "model.method=ouro", "train.gate_start=7") == 7
     with pytest.raises(ConfigError, match="gate_start"):
         load_recipe("mini/adaponder", ["train.gate_start=-1"])
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory) -> Path:
-    return corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")

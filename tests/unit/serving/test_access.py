@@ -1,7 +1,5 @@
 """Every route but /health asks for a key, whatever headers say; hosts and pages of elsewhere are turned away."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import time

@@ -1,7 +1,5 @@
 """Completions over HTTP equal those of the engine, in OpenAI's format, whole and streamed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Python and curl of docs/serving.md run as written, and the container file starts a command that parses."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """No client starves another: places, turns and threads are shared, and Retry-After says when a place is free."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """The explorer's files hold no inline code, name no other host, and put nothing from outside into markup."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Wrong and oversized bodies are answered 4xx at once, with the name of the field."""
 
-from __future__ import annotations
-
 import math
 import time
 

@@ -1,7 +1,5 @@
 """Ray Serve without Ray: refused settings, the layer in its proxy, health of a replica, signals and errors."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

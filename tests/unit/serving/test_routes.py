@@ -1,7 +1,5 @@
 """Tokens, scores, model facts, metrics and the OpenAPI document, as the page and other programs read them."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import re

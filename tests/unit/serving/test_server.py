@@ -1,7 +1,5 @@
 """``adaponder serve``: limits on headers, options, and the shutdown at SIGTERM."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """A client that reads slowly, leaves or fails is disconnected and affects no other; what it held is freed."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

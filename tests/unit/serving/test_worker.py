@@ -1,7 +1,5 @@
 """One thread owns the engine: its events reach the event loop, and a failure reaches only the requests it concerns."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

@@ -29,12 +29,7 @@ from adaponder.training.loop import Trainer
 from adaponder.training.run import train
 from adaponder.training.schedule import policy_at
 from support import METHODS
-from training_support import assert_same_weights, corpus, losses, metrics, small, uneven, weights
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    return corpus(tmp_path_factory.mktemp("corpus"))
+from training_support import assert_same_weights, losses, metrics, small, uneven, weights
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,8 @@ import pytest
 
 from adaponder import FixedDepth
 from adaponder.recipes import TrainRecipe
-from adaponder.training.schedule import (
-    build_optimizer,
-    learning_rate_factor,
-    named_groups,
-    objective_at,
-    policy_at,
-    set_learning_rate,
-)
+from adaponder.training import schedule
+from adaponder.training.schedule import learning_rate_factor, named_groups, objective_at, policy_at
 from support import METHODS, tiny
 
 
@@ -59,9 +53,9 @@ def test_matrices_decay_and_vectors_do_not_and_gates_have_a_rate_and_a_start_of_
         for name, ndim in shapes.items()
     }
     assert actual == expected
-    optimizer = build_optimizer(model, train)
+    optimizer = schedule.build_optimizer(model, train)
     for step, gates in ((3, 0.0), (4, 1e-2 * learning_rate_factor(train, 4))):
-        assert set_learning_rate(optimizer, train, step) == 1e-3 * learning_rate_factor(train, step)
+        assert schedule.set_learning_rate(optimizer, train, step) == 1e-3 * learning_rate_factor(train, step)
         rates = {group["peak"]: group["lr"] for group in optimizer.param_groups}
         assert rates == {1e-3: 1e-3 * learning_rate_factor(train, step), 1e-2: gates}
 
