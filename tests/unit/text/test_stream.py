@@ -190,6 +190,8 @@ def test_a_panic_while_decoding_is_an_error_in_one_line():
         lambda: pieces(tokenizer, [0, 1]),
         lambda: TokenSpeller(tokenizer)(1),
     ):
-        with pytest.raises(EvaluationError, match=r"^the tokenizer cannot decode its tokens: .*retry-limit") as refusal:
+        with pytest.raises(BaseException, match="retry-limit") as refusal:
             decode()
+        assert isinstance(refusal.value, EvaluationError)
+        assert str(refusal.value).startswith("the tokenizer cannot decode its tokens: ")
         assert "\n" not in str(refusal.value)
