@@ -171,10 +171,7 @@ class Evidence:
         return float(self.values(name, column).mean())
 
     def noise(self, *names: str, pooled: str | None = None) -> Noise | None:
-        """Returns the noise pooled over the corpus of the named settings.
-
-        ``None`` for ``pair``, if the settings have different corpora, or if the pool leaves one of the settings out.
-        """
+        """Returns the noise pooled over the corpus; ``None`` for ``pair``, two corpora or a setting left out."""
         corpora = {self.settings[self.setting(name)].corpus for name in names}
         noise_of = pooled or self.noise_of
         if noise_of == "pair" or len(corpora) != 1:

@@ -1,6 +1,6 @@
 """Device names, precisions and autocast.
 
-torch is imported by the functions that need it: the command line lists precisions without it.
+torch is imported inside functions only, so that the command line can list precisions without torch.
 """
 
 from __future__ import annotations

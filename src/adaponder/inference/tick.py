@@ -244,9 +244,7 @@ class TickRunner:
 
 
 class TickRows(Rows):
-    """The rows of a tick, as methods use them; ``n`` tokens have ``width`` slots each (more than one for pause).
-
-    Tensors are ``[n, 1]`` or ``[n, width, d]``.
+    """The rows of a tick, as methods use them: tensors ``[n, 1]`` or ``[n, width, d]`` of n tokens of ``width`` slots.
 
     Attributes:
         last: the last allowed iteration of each token.

@@ -25,9 +25,8 @@ class AdaptiveComputationTime(Method):
     ``h_1 + … + h_n >= 1 - epsilon`` (``exit_threshold``), or at K; ``p_n = h_n`` before, and the last iteration gets
     the remainder, ``p_N = R = 1 - (h_1 + … + h_{N-1})``. Tokens halt in training too.
 
-    ``t_n`` is the step embedding: a learned vector for each iteration but the first, initially 0 (in the Universal
-    Transformer, sinusoids).
-    If another policy halts a token later, the states after ``N`` have weight 0.
+    ``t_n`` is the step embedding: a learned vector for each iteration but the first, initially 0 (the Universal
+    Transformer has sinusoids). If another policy halts a token later, the states after ``N`` have weight 0.
     """
 
     def __init__(self, config: Recurrence):

@@ -28,10 +28,9 @@ class Cohort(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Cohorts cut into tiles of ``block`` rows; ``table`` is int32 ``[tiles, 4]``.
+    """Cohorts cut into tiles of ``block`` rows; ``table [tiles, 4]``: first row, end of its cohort, lane, iteration.
 
-    Columns: first row of the tile, end of its cohort, lane, iteration. If the first row is not below the end, the tile
-    is padding.
+    The table is int32. A tile whose first row is not below the end is padding.
     """
 
     block: int
@@ -234,8 +233,7 @@ def decode_attention(
 
     These rows must not attend to one another, only to their own keys and those of earlier passes. The result is
     written to ``out`` (contiguous) if given. ``dependent`` is programmatic dependent launch: the kernel starts while
-    its predecessor still runs, so all inputs except ``qkv`` must have been written before the last kernel that was
-    launched without it.
+    its predecessor still runs; all inputs except ``qkv`` must be written before the last launch without ``dependent``.
     """
     single = rows.num_single
     first = rows.select(slice(single))
