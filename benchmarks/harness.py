@@ -129,7 +129,7 @@ def ratio(above: float | None, below: float | None) -> float | None:
 
 
 def add_ratios(rows: Sequence[Row], base: str, **fields: str) -> None:
-    """Sets ``row[name]``, for each ``name=field``, to ``row[field]`` divided by that field of the variant ``base``."""
+    """Sets ``row[name] = row[field] / base_row[field]`` for each ``name=field``; ``base`` is ``base_row``'s variant."""
     base_row = next((row for row in rows if row["variant"] == base), {})
     for row in rows:
         row |= {name: ratio(row[field], base_row.get(field)) for name, field in fields.items()}

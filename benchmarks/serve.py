@@ -30,7 +30,7 @@ _CLIENT_STREAMS, _CLIENT_TOKENS = 64, 1500
 
 @dataclass(frozen=True)
 class ServeOptions(Recorded):
-    """Options of ``benchmarks serve``; one of ``checkpoint``, ``url`` and ``stand_in`` names the server."""
+    """Options of ``benchmarks serve``: ``checkpoint``, ``url`` or ``stand_in`` (a sleeping engine) is measured."""
 
     checkpoint: Annotated[str | None, Argument(metavar="CKPT", help="Start its server; time its engine, too.")] = None
     url: Annotated[str | None, Option(metavar="URL", help=f"A running server; its key is read from {KEY}.")] = None
@@ -119,7 +119,7 @@ def _load_server(options: ServeOptions, rates: Sequence[float]) -> tuple[list[Ro
 def _load_stand_ins(
     options: ServeOptions, stand_ins: Sequence[Sequence[float]], rates: Sequence[float]
 ) -> tuple[list[Row], list[Row]]:
-    """Measures each stand-in alone and through the server, and the first one also at rising rates."""
+    """Measures tokens/s of each sleeping engine, without and with a server; the first also at rising rates."""
     from benchmarks.stand_in import SleepingEngine, engine_rate, stand_in_model
 
     bursts, rows, model = [], [], stand_in_model()

@@ -102,7 +102,7 @@ class Answer:
         return self.status == 200 and self.error is None
 
     def scaled(self) -> list[tuple[float, float]]:
-        """Returns (seconds, tokens) of arrivals, scaled to sum to ``tokens``: a piece of text is not always a token."""
+        """Returns ``arrivals`` with counts scaled to sum to ``tokens``: a piece of text is not always a token."""
         counted = sum(count for _, count in self.arrivals)
         share = self.tokens / counted if counted and self.tokens else 1.0
         return [(when, count * share) for when, count in self.arrivals]

@@ -129,13 +129,13 @@ def engine_rate(engine: Engine | SleepingEngine, bodies: Sequence[dict[str, Any]
 
 
 def stand_in_model() -> AdaPonderForCausalLM:
-    """Builds the tiny model that validates requests."""
+    """Builds the tiny model by which :class:`SleepingEngine` validates requests; it is never run."""
     config = shape_config("tiny", vocab_size=VOCABULARY, max_position_embeddings=4096)
     return build(config, device=torch.device("cpu"), dtype=torch.float32, seed=0)
 
 
 def stand_in_worker(lanes: int, tick: float):
-    """Builds a worker whose engine generates ``lanes`` tokens every ``tick`` seconds, and a tokenizer for Python."""
+    """Builds a server's worker with a :class:`SleepingEngine` and a BPE tokenizer trained on these Python files."""
     from adaponder.serving.served import Served
     from adaponder.serving.worker import Worker
 

@@ -4,7 +4,7 @@
     adaponder prepare data/open --tokenizer train-bpe:16384 --out data/open-16384
 
 ``corpus.lock`` is a requirements file for pip with one pure-Python wheel per line: name, version, sha256, and as a
-comment its licence. A comment at the top holds the number of documents and the hash of all texts of a right build.
+comment its licence. A comment at the top holds the expected number of documents and hash of all texts.
 """
 
 from __future__ import annotations

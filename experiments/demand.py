@@ -1,6 +1,6 @@
 """Compares models of fixed depth and models that halt on puzzles, by the number of hops that a question needs.
 
-Need: the number of hops. Needed depth: the smallest fixed depth that solves the questions of a need.
+Needed depth of a number of hops: the smallest K at which a model of fixed depth answers ``SOLVED`` of its questions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Subject(NamedTuple):
 
     @property
     def full(self) -> Sequence[float]:
-        """Returns the accuracy by need if no token halts before depth K."""
+        """Returns the accuracy by number of hops if no token halts before depth K."""
         return self.result["at_depth"][str(self.iterations)]
 
 
@@ -53,20 +53,20 @@ def subjects(evidence: Evidence, claim: str = CLAIM) -> list[Subject]:
 
 
 def mean_accuracy(models: Iterable[Subject]) -> pd.DataFrame:
-    """Returns the accuracy at full depth, averaged over seeds: a row per (K, title), a column per need."""
+    """Returns the accuracy at full depth, averaged over seeds: a row per (K, title), a column per number of hops."""
     rows = {(model.iterations, model.title, model.seed): model.full for model in models}
     index = pd.MultiIndex.from_tuples(rows, names=["K", "title", "seed"])
     return pd.DataFrame([*rows.values()], index).groupby(["K", "title"], sort=False).agg("mean")
 
 
 def fixed_depths(models: Sequence[Subject]) -> dict[int, list[float]]:
-    """Returns ``{K: accuracy by need}`` of models that do not halt; with several methods, the best one at each need."""
+    """Returns ``{K: accuracy by number of hops}`` of models that do not halt: of several methods, the best of each."""
     fixed = [model for model in models if not model.halts]
     return mean_accuracy(fixed).groupby(level=0).max().T.to_dict("list") if fixed else {}
 
 
 def needed_depths(models: Sequence[Subject]) -> list[int | None]:
-    """Returns the needed depth of each need; ``None`` where no fixed depth solves the need."""
+    """Returns the needed depth of each number of hops; ``None`` where no model of fixed depth reaches ``SOLVED``."""
     fixed = fixed_depths(models)
     needs = range(len(models[0].result["needs"]) if models else 0)
     return [next((k for k in fixed if fixed[k][i] >= SOLVED), None) for i in needs]
@@ -99,7 +99,7 @@ def aims(model: Subject, needed: Needed) -> Aims:
 
 
 def best_of(halting: Sequence[Subject], needed: Needed) -> Subject | None:
-    """Returns the model with the best rank correlation among those that solve every need at full depth."""
+    """Returns the model with the best rank correlation among models that reach ``SOLVED`` for every number of hops."""
     solved = (model for model in halting if min(model.full) >= SOLVED)
     return max(solved, key=lambda model: aims(model, needed).rho or 0.0, default=None)
 
@@ -165,7 +165,7 @@ def _verdicts(models: Sequence[Subject], halting: Sequence[Subject], needed: Nee
 
 
 def figure_points(evidence: Evidence) -> tuple[Any, ...]:
-    """Returns the arguments of :func:`experiments.figures.draw_demand`; none without a model that halts and solves."""
+    """Returns the arguments of :func:`experiments.figures.draw_demand`; none if :func:`best_of` finds no model."""
     models = subjects(evidence)
     best = best_of([model for model in models if model.halts], needed_depths(models))
     fixed = fixed_depths(models)

@@ -1,4 +1,4 @@
-"""Tabulates the losses, depths and costs of the queue's runs from their records, and reads ``claims.yaml``."""
+"""Tabulates losses, depths and costs of the runs in ``queue.yaml`` from their records, and reads ``claims.yaml``."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _costs(recipe: str, changes: tuple[str, ...], shares: tuple[float, ...]) -> 
 
 
 def row_of(experiment: Experiment, record: Mapping[str, Any], corpus: Corpus) -> dict[str, Any]:
-    """Returns a record's row of :attr:`Evidence.runs`.
+    """Returns the row of the table :attr:`Evidence.runs` that describes a record.
 
     ``loss`` is the validation loss that ``corpus.loss`` selects; ``shares`` are the shares of validation tokens with
     depth 1 … K, ``most`` the largest of them. ``gates_closed``: closed or unreached gates, as a share of all.
@@ -163,15 +163,15 @@ class Evidence:
         setting = self.setting(name)
         return self._first[setting] if setting in self._first else self.runs.iloc[:0].set_index("seed")
 
-    def values(self, name: str, of: str = "loss") -> pd.Series:
-        """Returns the column ``of`` of :meth:`points`."""
-        return self.points(name).loc[:, of].astype(float)
+    def values(self, name: str, column: str = "loss") -> pd.Series:
+        """Returns a column of the table :meth:`points`, as floats by seed."""
+        return self.points(name).loc[:, column].astype(float)
 
-    def mean(self, name: str, of: str) -> float:
-        return float(self.values(name, of).mean())
+    def mean(self, name: str, column: str) -> float:
+        return float(self.values(name, column).mean())
 
     def noise(self, *names: str, pooled: str | None = None) -> Noise | None:
-        """Returns the pooled noise of the settings' corpus; ``None`` for ``pair``, two corpora or settings left out."""
+        """Returns the noise pooled over the corpus; ``None`` for ``pair``, two corpora or a setting left out."""
         corpora = {self.settings[self.setting(name)].corpus for name in names}
         noise_of = pooled or self.noise_of
         if noise_of == "pair" or len(corpora) != 1:
@@ -181,7 +181,7 @@ class Evidence:
 
     @cached_property
     def pools(self) -> dict[str, dict[str, tuple[Noise | None, set[str]]]]:
-        """Returns ``{corpus: {noise_of: (noise, settings left out)}}``; ``ONE_DEPTH`` defines those that collapsed."""
+        """Returns ``{corpus: {noise_of: (pooled noise, collapsed settings left out)}}``; see ``ONE_DEPTH``."""
         pools = {}
         for corpus in self.queue.corpora:
             first = self.runs[self.runs.corpus == corpus].drop_duplicates(["setting", "seed"])
@@ -191,10 +191,10 @@ class Evidence:
             pools[corpus] = {"stable": (two_way(stable), collapsed), "all": (two_way(losses), set())}
         return pools
 
-    def minus(self, first: str, second: str, of: str = "loss") -> Estimate | None:
-        """Estimates the first setting's column ``of`` minus the second's, over their common seeds."""
-        noise = self.noise(first, second) if of == "loss" else None
-        return estimate(self.values(first, of) - self.values(second, of), noise)
+    def minus(self, first: str, second: str, column: str = "loss") -> Estimate | None:
+        """Estimates ``column`` of the first setting minus ``column`` of the second, over their common seeds."""
+        noise = self.noise(first, second) if column == "loss" else None
+        return estimate(self.values(first, column) - self.values(second, column), noise)
 
     def has_all(self, experiment: Experiment) -> bool:
         """Returns whether the run has a record that holds all measurements of the run's claim."""
@@ -242,32 +242,32 @@ class Evidence:
         return [second - first for first, second in losses]
 
     def over_curve(
-        self, name: str, curve: Sequence[str], of: str = "depth", depth: float | None = None
+        self, name: str, curve: Sequence[str], column: str = "depth", depth: float | None = None
     ) -> Estimate | None:
-        """Estimates a setting's loss minus the loss of ``curve`` at equal ``of``: ``depth``, ``mflops`` or ``ratio``.
+        """Estimates a setting's loss minus the curve's at an equal ``column``: ``depth``, ``mflops`` or ``ratio``.
 
         With ``depth``, the dial first tunes the checkpoints to this mean depth. Seeds that a neighbouring model on the
         curve lacks are left out. The standard error is that of a difference of two runs (a point on a line has less
         noise); with ``depth``, it comes from the spread over seeds, because the dial adds noise.
         """
         points = self.points(name)
-        spots = dict(zip(points.index, zip(points[of], points.loss, strict=True), strict=True))
-        spots = spots if depth is None else self._turned(name, depth, of)
-        values = {seed: (loss, self._on_curve(curve, seed, x, of)) for seed, (x, loss) in spots.items()}
+        spots = dict(zip(points.index, zip(points[column], points.loss, strict=True), strict=True))
+        spots = spots if depth is None else self._turned(name, depth, column)
+        values = {seed: (loss, self._on_curve(curve, seed, x, column)) for seed, (x, loss) in spots.items()}
         over = {seed: loss - value for seed, (loss, value) in values.items() if value is not None}
         return estimate(over, self.noise(name, *curve) if depth is None else None)
 
-    def _on_curve(self, curve: Sequence[str], seed: Any, x: float, of: str) -> float | None:
-        """Interpolates a seed's loss on the curve at ``of = x``; ``None`` if a neighbouring model lacks the seed."""
+    def _on_curve(self, curve: Sequence[str], seed: Any, x: float, column: str) -> float | None:
+        """Interpolates a seed's loss on the curve where ``column`` is ``x``; ``None`` if a neighbour lacks the seed."""
         models = pd.concat([self.points(name) for name in curve])
-        below, above = models[of][models[of] <= x], models[of][models[of] >= x]
+        below, above = models[column][models[column] <= x], models[column][models[column] >= x]
         neighbours = {*below.nlargest(1), *above.nsmallest(1)}
         same_seed = models[models.index == seed]
-        line = list(zip(same_seed[of], same_seed.loss, strict=True))
-        return at_depth(line, x) if neighbours and neighbours <= {*same_seed[of]} else None
+        line = list(zip(same_seed[column], same_seed.loss, strict=True))
+        return at_depth(line, x) if neighbours and neighbours <= {*same_seed[column]} else None
 
     def dialled(self, name: str) -> dict[int, list[tuple[float, float, float]]]:
-        """Returns by seed the (mean depth, FLOPs ratio, loss) of the checkpoint at each budget of the dial.
+        """Returns by seed the (mean depth, FLOPs ratio, loss) of the checkpoint at each depth that it was tuned to.
 
         The dial is measured on a part of the validation text: losses are shifted by the difference, without the dial,
         between the loss in :attr:`runs` and the loss on that part.
@@ -279,8 +279,8 @@ class Evidence:
             turned[seed] = [(row["depth"], row["flops_ratio"], row["loss"] + shift) for row in rows]
         return turned
 
-    def _turned(self, name: str, depth: float, of: str) -> dict[int, tuple[float, float]]:
-        """Returns by seed (``of``, loss) of the checkpoint tuned to ``depth``; only of seeds whose dial came near it.
+    def _turned(self, name: str, depth: float, column: str) -> dict[int, tuple[float, float]]:
+        """Returns by seed (``column``, loss) of the checkpoint tuned to ``depth``; only seeds whose dial came near it.
 
         Some depths are out of reach: no threshold gives PonderNet a mean between one and two iterations.
         """
@@ -288,7 +288,7 @@ class Evidence:
         for seed, turned in self.dialled(name).items():
             if any(abs(at - depth) <= _NEAR for at, _, _ in turned):
                 loss = at_depth([(at, value) for at, _, value in turned], depth)
-                x = depth if of == "depth" else at_depth([(at, ratio) for at, ratio, _ in turned], depth)
+                x = depth if column == "depth" else at_depth([(at, ratio) for at, ratio, _ in turned], depth)
                 spots |= {} if loss is None or x is None else {seed: (x, loss)}
         return spots
 

@@ -63,13 +63,13 @@ def draw_rates(curves: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
     return figure
 
 
-def _spots(evidence: Evidence, names: Sequence[str], of: str) -> dict[str, Spot]:
-    """Returns ``{title: (mean of the column of, loss minus vanilla's, half the width of that interval)}``."""
+def _spots(evidence: Evidence, names: Sequence[str], column: str) -> dict[str, Spot]:
+    """Returns ``{title: (mean of the column, loss minus vanilla's, half the width of its interval)}``."""
     vanilla, spots = evidence.claims["line"][0], {}
     for name in names:
         if (gap := evidence.minus(name, vanilla)) is not None:
             half = gap.half if gap.freedom and evidence.setting(name) != evidence.setting(vanilla) else 0.0
-            spots[evidence.title(name)] = (evidence.mean(name, of), gap.mean, half)
+            spots[evidence.title(name)] = (evidence.mean(name, column), gap.mean, half)
     return spots
 
 

@@ -199,7 +199,7 @@ def _faster(evidence: Evidence, test: Test) -> _Found:
 
 
 def _unaffordable(evidence: Evidence, test: Test) -> _Found:
-    """Returns the number of runs that a test would need: ``runs``, or as many as detect an ``effect`` of this size."""
+    """Reports the runs that a test would need: ``runs``, or as many as detect an ``effect`` of this size."""
     noise = evidence.noise(evidence.claims["curve"][0], pooled="stable")
     runs = test.get("runs") or (2 * statistics.seeds_for(test["effect"], noise) if noise else None)
     return statistics.UNAFFORDABLE, f"{test['unaffordable']}: {runs or 'unknown'} runs"

@@ -128,7 +128,7 @@ def policies(subject: Subject) -> dict[str, Any]:
 
 
 def dial(subject: Subject) -> dict[str, Any]:
-    """Measures the loss of one checkpoint with its gates tuned to mean depths from 1 to K, and as it was trained."""
+    """Measures the loss of a checkpoint with thresholds tuned to mean depths 1 … K, and with the trained threshold."""
     lab = _lab(subject)
     rows = [row for row in frontier_rows(lab, budgets_between(lab.iterations, 0.25)) if row.loss is not None]
     fields = ("policy", "budget", "setting", "depth", "loss", "mflops", "flops_ratio", "active")

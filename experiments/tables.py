@@ -63,19 +63,19 @@ def _shares(points: pd.DataFrame) -> str:
     return ", ".join(by_seed) if len(points.shares.iloc[0]) > 1 else NONE
 
 
-def _mean(of: str, form: str) -> Cell:
-    return lambda e, name, points: _number(points[of].to_numpy().mean(), form)
+def _mean(column: str, form: str) -> Cell:
+    return lambda e, name, points: _number(points[column].to_numpy().mean(), form)
 
 
-def _relative(of: str, base: Callable[[Mapping[str, Any]], str], form: Callable[[float], str]) -> Cell:
-    """Formats a setting's mean of column ``of`` divided by that of the setting ``base(claims)``."""
-    return lambda e, name, points: form(points[of].to_numpy().mean() / e.mean(base(e.claims), of))
+def _relative(column: str, base: Callable[[Mapping[str, Any]], str], form: Callable[[float], str]) -> Cell:
+    """Formats a setting's mean of ``column`` divided by the mean of the setting ``base(claims)``."""
+    return lambda e, name, points: form(points[column].to_numpy().mean() / e.mean(base(e.claims), column))
 
 
-def _over_curve(of: str) -> Cell:
+def _over_curve(column: str) -> Cell:
     def cell(evidence: Evidence, name: str, points: pd.DataFrame) -> str:
         curve = evidence.claims["curve"]
-        return "on the curve" if name in curve else shown(evidence.over_curve(name, curve, of), seeds=False)
+        return "on the curve" if name in curve else shown(evidence.over_curve(name, curve, column), seeds=False)
 
     return cell
 
@@ -189,7 +189,7 @@ def dial_table(evidence: Evidence, depths: Sequence[float] = (1.25, 1.5, 2.0, 2.
     curve, rows = evidence.claims["curve"], []
     for name in evidence.claims["dials"]:
         for depth in depths:
-            over = [evidence.over_curve(name, curve, of, depth) for of in ("depth", "ratio")]
+            over = [evidence.over_curve(name, curve, column, depth) for column in ("depth", "ratio")]
             rows += [[evidence.title(name), f"{depth:g}", *map(shown, over)]] if any(over) else []
     head = ["turned by the dial", "to iterations", "minus the curve at equal iterations", "at equal FLOPs"]
     return markdown(head, rows)

@@ -201,7 +201,7 @@ def fail(message: str, code: int) -> int:
 
 
 def _misused(error: Exception) -> int:
-    """Prints a usage error and the ``--help`` to read (bare ``adaponder`` has already printed its help); returns 2."""
+    """Prints a usage error and which ``--help`` to run, unless a bare command already printed its help; returns 2."""
     context = getattr(error, "ctx", None)
     message = error.format_message().rstrip(".")
     if message and type(error).__name__ != "NoArgsIsHelpError":

@@ -1,6 +1,6 @@
 """Device names, precisions and autocast.
 
-torch is imported by the functions that need it: the command line lists precisions without it.
+torch is imported inside functions only, so that the command line can list precisions without torch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def hardware_name(device: torch.device | str) -> str:
 
 
 def product_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Returns the precision of matrix products in a run with ``train.dtype=dtype``: float32 for bfloat16 on a CPU."""
+    """Returns the torch dtype of matrix products under ``train.dtype=dtype``; on a CPU, float32 instead of bfloat16."""
     import torch
 
     if dtype == "bfloat16" and device.type == "cpu":

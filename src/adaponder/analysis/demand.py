@@ -1,4 +1,4 @@
-"""Measures whether depth follows need: accuracy and depth of a checkpoint on puzzles, by the depth a question needs."""
+"""Measures accuracy and depth of a checkpoint on puzzle questions, by a question's number of hops or tree height."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from adaponder.policies import FixedDepth
 
 
 class Demand(NamedTuple):
-    """Accuracy and depth on puzzle questions, grouped by the iterations needed: a question's hops or tree height.
+    """Accuracy and depth on puzzle questions, grouped by ``needs``, a question's number of hops or tree height.
 
-    Forced answers (the last of a document of hops) are left out, because one iteration predicts most of them.
+    The last answer of a hops document is left out: it follows by elimination, and one iteration mostly predicts it.
 
     Attributes:
-        at_depth: by the depth given to every token, 1 … K: the share of right answers for each need.
-        accuracy, depth: for each need, share of right answers and mean depth of the answering token, at the model's own
-            policy.
-        by_depth: for each need, the number of answering tokens with depth 1, 2, … K.
-        rho: Spearman's correlation of need and depth (own policy) over questions; ``None`` if all have equal depth.
+        at_depth: for each fixed depth 1 … K, the share of right answers in each group.
+        accuracy, depth: for each group, share of right answers and mean depth of the answering token, under the model's
+            own policy.
+        by_depth: for each group, the number of answering tokens with depth 1, 2, … K under that policy.
+        rho: Spearman's correlation over questions of hops or height with that depth; ``None`` if either is constant.
     """
 
     needs: list[int]
@@ -40,7 +40,7 @@ class Demand(NamedTuple):
     rho: float | None
 
     def least_depth(self, share: float = 0.95) -> list[int | None]:
-        """Returns for each need the smallest fixed depth at which ``share`` of the answers are right, or ``None``."""
+        """Returns for each group the smallest fixed depth at which a ``share`` of the answers is right, or ``None``."""
         return [
             next((depth for depth, shares in sorted(self.at_depth.items()) if shares[index] >= share), None)
             for index in range(len(self.needs))
@@ -88,7 +88,7 @@ def at_depth(model: AdaPonderForCausalLM, depth: int) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _answers(model: AdaPonderForCausalLM, text: Text, batch_size: int, arguments: dict[str, Any]) -> list[np.ndarray]:
-    """Returns three arrays over questions: needed hops or height, whether the prediction is right, its depth."""
+    """Returns for each question: hops or tree height, whether the answer is right, depth of the answering token."""
     batches = []
     training = model.training
     model.eval()

@@ -1,4 +1,4 @@
-"""Draws figures of the policy lab from the rows of ``policies.json`` or ``frontier.json``, without a model."""
+"""Draws figures that compare policies from the rows of ``policies.json`` or ``frontier.json``, without a model."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ FIGURES, TABLES = "figures", "tables"
 
 @dataclass(frozen=True)
 class Report:
-    """The figures written, why others were left out, and whether ``excerpts`` (tokens in context) are shown."""
+    """The figures drawn, the reasons for figures left out, and whether ``excerpts`` (tokens in context) are shown."""
 
     numbers: Numbers
     drawn: list[Plate]
@@ -77,7 +77,7 @@ def write_report(
 
 
 def _draw(plate: Plate, path: Path) -> dict[str, str]:
-    """Writes a figure's files and returns its light and its dark picture, SVG in base64."""
+    """Writes a figure's files; returns its SVG for a light and for a dark page, in base64."""
     with house() as theme:
         _, light = save(plate.draw(theme), path)
     with house(dark=True) as theme:

@@ -108,7 +108,7 @@ def text_of(value: Any) -> str:
 
 
 class Line(NamedTuple):
-    """Points that differ in one axis only, in the order of its values."""
+    """Points that differ only in the recipe field ``axis``, ordered by its value."""
 
     axis: str
     label: str

@@ -59,7 +59,7 @@ def house(*, dark: bool = False) -> Iterator[Theme]:
 
 
 def new_figure(*, width: float = PAGE, height: float = 2.6) -> Figure:
-    """Returns an empty figure, size in inches, not registered with pyplot, so it needs no closing."""
+    """Returns an empty figure (size in inches) that is not registered with pyplot, so it need not be closed."""
     return Figure(figsize=(width, height))
 
 
@@ -89,7 +89,7 @@ def depth_limits(low: float, high: float, deepest: int, *, margin: float) -> tup
 
 
 def at_least(span: float, low: float, high: float) -> tuple[float, float]:
-    """Widens the range about its middle to at least ``span``, so that tiny differences do not fill a panel."""
+    """Widens the range ``low … high`` on both sides to a width of at least ``span``: tiny differences stay small."""
     more = max(0.0, span - (high - low)) / 2
     return low - more, high + more
 

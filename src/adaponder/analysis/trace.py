@@ -84,7 +84,7 @@ class Trace:
     Columns: ``token`` and ``target`` are texts of a token and of the next token; ``depth`` is the token's
     number of iterations and ``nll`` the loss of its prediction (nats). ``nll_i``, ``entropy_i`` and ``gate_i`` are the
     values after iteration i (constant once the token has halted); ``full_nll_i`` are losses when every token has full
-    depth, so ``full_nll_1`` is the loss at forced depth 1. ``count`` is the token's number of occurrences in
+    depth, so ``full_nll_1`` is the loss at depth 1. ``count`` is the token's number of occurrences in
     this text, ``rank`` its rank by count (1: most frequent). ``learned`` is false where the target is not trained on
     (turns other than the assistant's, the given part of puzzles).
     """

@@ -46,7 +46,7 @@ class Lane(NamedTuple):
 
 
 class LedgerLane(NamedTuple):
-    """The engine's counterpart of :class:`Lane`: rows read keys and values through an index into pools."""
+    """The engine's counterpart of :class:`Lane`: each row attends to the KV pool rows that an index lists."""
 
     rows: LedgerRows
     windows: list[int | None]

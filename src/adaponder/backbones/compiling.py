@@ -73,7 +73,7 @@ class Layers:
         shared: list[tuple[Any, Any]] = []
 
         def of_layer(value: Any) -> Any:
-            """Returns this layer's part of a view or lane, so that one graph fits all layers; else the value itself."""
+            """Returns this layer's part of a view or lane, so that all layers share a graph; other values unchanged."""
             if not isinstance(value, (IterationView, Lane)):
                 return value
             shared.append((value, value.of_layer(index)))

@@ -95,8 +95,8 @@ def decoder_layers(body: nn.Module, count: int) -> list[nn.Module]:
     return list(next(lists, ()))
 
 
-def drops_attention(config: PreTrainedConfig) -> bool:
-    """Returns whether attention has dropout in training."""
+def has_attention_dropout(config: PreTrainedConfig) -> bool:
+    """Returns whether the config sets a dropout of attention weights, which applies in training."""
     return any(getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "attn_dropout"))
 
 

@@ -166,7 +166,7 @@ class GridView(IterationView):
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Describes the ledger rows that one pass reads and writes; a lane is a sequence, or all packed queries.
+    """Describes the ledger rows that one pass reads and writes; its lanes are the sequences that the pass reads.
 
     Attributes:
         read: ``[lanes, slots]``, the ledger row of each slot; -1 if there is none.

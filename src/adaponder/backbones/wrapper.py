@@ -16,7 +16,7 @@ from adaponder.backbones import attention, compiling
 from adaponder.backbones.attention import Lane, LedgerLane
 from adaponder.backbones.families import (
     decoder_layers,
-    drops_attention,
+    has_attention_dropout,
     layer_windows,
     read_whole,
     refuse_by_name,
@@ -104,7 +104,7 @@ class Backbone:
         if not isinstance(lane, Lane):
             return lane is None
         plain = lane.rows.query.document is None and set(lane.windows) == {None}
-        return plain and not (self.body.training and drops_attention(self.stock.config))
+        return plain and not (self.body.training and has_attention_dropout(self.stock.config))
 
     def _compiled_pass(self) -> Callable[..., PassOutput]:
         if self._one_pass not in self._compiled:

@@ -17,7 +17,7 @@ TOKENIZER, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "ge
 
 
 class SpecialTokens(NamedTuple):
-    """Ids of a tokenizer's end and padding tokens, and its ``model_max_length``; ``None`` if not set."""
+    """Ids of a tokenizer's end (EOS) and padding tokens, and its ``model_max_length``; ``None`` if not set."""
 
     end: int | None
     padding: int | None
@@ -69,7 +69,7 @@ def _vocabulary(content: dict[str, Any]) -> dict[str, int]:
 def require_agreement(
     folder: Path, config: Mapping[str, Any] | None = None, generation: Mapping[str, Any] | None = None
 ) -> None:
-    """Raises if there are :func:`disagreements`, which takes the same arguments."""
+    """Raises unless config, generation config and tokenizer agree; the arguments are those of :func:`disagreements`."""
     if problems := disagreements(folder, config, generation):
         raise CheckpointError(
             f"{folder}: {'; '.join(problems)}; adaponder doctor {folder} --seal lets the tokenizer decide"

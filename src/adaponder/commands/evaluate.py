@@ -209,7 +209,7 @@ def own_label(subject: shared.Subject, how: ScoringOptions) -> str:
 
 
 def forced(subject: shared.Subject, depths: Sequence[int], how: ScoringOptions) -> dict[str, ScoringOptions]:
-    """Returns, by label, the options that give every token a fixed depth, for each of ``depths``."""
+    """Maps a label such as ``depth 2`` to options that give every token this depth, for each of ``depths``."""
     from adaponder.policies import FixedDepth
 
     most = subject.model.config.iterations

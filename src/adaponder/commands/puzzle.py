@@ -60,8 +60,8 @@ def puzzle(
 def hops_of(folder: Path) -> Hops:
     """Returns the settings of the hops puzzles that a checkpoint was trained on, or the defaults if they are unknown.
 
-    The settings are in the checkpoint's state or in the manifest of its data. Raises if they name only another kind
-    of puzzle: its tokens are the same, so nothing else would reveal the mistake.
+    The settings are in the checkpoint's state or in the manifest of its data. Raises if the data is
+    another kind of puzzle: all puzzles have the same tokens, so nothing else would reveal the mistake.
     """
     from adaponder.data.manifest import MANIFEST, Manifest
     from adaponder.data.puzzles import Hops, is_generated, settings_of

@@ -86,7 +86,7 @@ class Manifest:
         fingerprint: the arguments and inputs that made the folder; a rerun with different arguments is refused.
         skipped: number of documents or files skipped or repaired, by kind.
         template_sha256: SHA-256 of ``chat_template.jinja``; ``None`` if the tokenizer has no template.
-        begin_token: the token that begins a text; ``None`` means the end token.
+        begin_token: the token that begins a text (BOS); ``None`` means the end token.
     """
 
     dtype: str
@@ -176,7 +176,7 @@ class Manifest:
 
 
 def _splits(content: dict[str, Any]) -> dict[str, tuple[Shard, ...]]:
-    """Parses the shards of each split. Raises ``ValueError`` if their counts or numbers are inconsistent."""
+    """Parses the shards of each split. Raises ``ValueError`` if totals or shard numbers are inconsistent."""
     if set(content) != set(SPLITS):
         raise ValueError(f"splits {', '.join(content)} must be {' and '.join(SPLITS)}")
     splits = {}

@@ -73,10 +73,12 @@ def words_of(ids: np.ndarray) -> list[str]:
 
 
 class Question(NamedTuple):
-    """A question of a document.
+    """A question of a document and its right answer.
 
-    ``place`` is the index of the answer in the document's words, ``needed`` the question's number of hops or the
-    height of its tree, ``forced`` whether elimination gives the answer, as earlier questions cover all other chains.
+    Attributes:
+        place: index of the answer among the document's words.
+        needed: the question's number of hops, or the height of its tree.
+        forced: whether the answer follows by elimination, because earlier questions cover all other chains.
     """
 
     place: int
@@ -160,7 +162,7 @@ def shuffled(entries: Sequence[Entry], draw: Draw) -> list[Entry]:
 
 
 def _hops_questions(words: Sequence[str]) -> Iterator[Question]:
-    """Yields the questions of a hops document, except those whose letter leads nowhere or into a cycle."""
+    """Yields the questions of a hops document, except questions whose letter starts no chain or leads into a cycle."""
     bar = words.index(BAR)
     leads = {words[place]: words[place + 1] for place in range(0, bar - 2, 3) if words[place + 2] == STOP}
     unasked = set(leads) - set(leads.values())
@@ -311,10 +313,10 @@ def questions(words: Sequence[str]) -> Iterator[Question]:
 
 
 def needed(ids: np.ndarray) -> np.ndarray:
-    """Returns ``int64[len(ids)]``: for each token that is an answer, the hops or height it needs; 0 for all others.
+    """Returns ``int64[len(ids)]``: at each answer, its question's number of hops or tree height; 0 at all other tokens.
 
-    A forced answer also gets 0: it follows by elimination, without any hop. ``ids`` are whole documents in tokens of
-    ``symbols``, with end tokens between them.
+    An answer that follows by elimination also gets 0. ``ids`` are whole documents in tokens of ``symbols``, with end
+    tokens between them.
     """
     depths = np.zeros(len(ids), np.int64)
     start = 0

@@ -297,7 +297,7 @@ class Shards:
         return hashlib.sha256(json.dumps([sums, self.tokenizer_hash]).encode()).hexdigest()[:16]
 
     def require_tokenizer(self, tokenizer_hash: str, whose: str) -> None:
-        """Raises unless the data's tokenizer has this hash; the error calls the checkpoint with that hash ``whose``."""
+        """Raises unless the data's tokenizer has this hash; the error calls that hash's checkpoint ``whose``."""
         if tokenizer_hash != self.tokenizer_hash:
             raise DataError(
                 f"{self.folder} was tokenized with tokenizer {self.tokenizer_hash[:12]}, {whose} has "

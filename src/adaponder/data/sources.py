@@ -180,7 +180,7 @@ def _part(argument: str, name: str, path: Path, reader: Callable[..., Iterator[A
 
 
 def _file(argument: str, name: str, path: Path, *, named: bool) -> Iterator[InputPart]:
-    """Yields the part of one file. If the user ``named`` it, it must be neither an archive nor binary."""
+    """Yields the part of one file. A file that the user ``named`` must be neither an archive nor binary."""
     suffix, inner = path.suffix.lower(), readers.inner_suffix(path)
     index, data = path.with_suffix(".idx"), path.with_suffix(".bin")
     if path in (index, data) and index.is_file() and data.is_file():

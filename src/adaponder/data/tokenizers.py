@@ -77,7 +77,7 @@ def _check_settings(spec: str, end_token: str | None) -> None:
 
 
 class SpecialTokens(NamedTuple):
-    """The special tokens of a tokenizer: those that begin and end a text, and all of them."""
+    """The special tokens of a tokenizer: ``begin`` (BOS), ``end`` (EOS), and the set of all special tokens."""
 
     begin: str
     end: str
@@ -85,7 +85,7 @@ class SpecialTokens(NamedTuple):
 
 
 def special_tokens(spec: str, end_token: str | None = None) -> SpecialTokens:
-    """Returns the special tokens of a tokenizer. Without a ``bos_token`` the end token also begins a text."""
+    """Returns the special tokens of a tokenizer. Without a ``bos_token``, ``begin`` is the end token."""
     if (path := tokenizer_file(spec)) is None:
         end = end_token or END
         return SpecialTokens(end, end, frozenset([end]))
@@ -170,7 +170,7 @@ def _first_bytes(documents: Iterable[str], limit: int) -> Iterator[str]:
 
 
 def tokenizer_file(spec: str) -> Path | None:
-    """Returns the path of the named ``tokenizer.json``, or ``None`` for ``symbols`` and ``train-bpe:N``."""
+    """Returns the path of the ``tokenizer.json`` that ``spec`` names; ``None`` for ``symbols`` and ``train-bpe:N``."""
     if spec == SYMBOLS or spec.startswith(TRAIN):
         return None
     path = shipped(spec) or Path(spec)

@@ -35,7 +35,7 @@ class Reading:
     """Settings for scoring a text; ``None`` means the model's default.
 
     Attributes:
-        depths: forced depth by slot; slots beyond the text are ignored.
+        depths: depths by slot, which replace the policy's; slots beyond the text are ignored.
         top: number of likeliest tokens to return after each iteration.
         seed: seed of random policies.
         salt: cache namespace: a text reuses only texts that were scored with the same salt.
@@ -236,7 +236,7 @@ class TokenScorer:
 
     @torch.inference_mode()
     def _measure(self, scores: list[TokenScore], targets: list[int], top: int) -> None:
-        """Adds to incomplete ``scores`` the loss of their target and the ``top`` likeliest tokens, per iteration."""
+        """Adds each iteration's loss and ``top`` likeliest tokens to the ``scores`` that lack them."""
         vocabulary = self.model.config.vocab_size
         top = min(top, vocabulary)
         states: list[tuple[TokenScore, Tensor, int]] = []
@@ -268,7 +268,7 @@ def _common(left: list[int], right: list[int]) -> int:
 
 
 def _forced(rule: Policy, depths: Mapping[int, int], slots: int, device: torch.device) -> Any:
-    """Returns a callable policy that forces the depths of the slots in ``depths`` and applies ``rule`` elsewhere."""
+    """Returns a callable policy that gives the slots in ``depths`` these depths and applies ``rule`` to all others."""
     forced = torch.tensor([depths.get(slot, 0) for slot in range(slots)], device=device)
 
     def decide(rows: PolicyInput) -> Tensor:

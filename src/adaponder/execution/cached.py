@@ -19,8 +19,8 @@ from adaponder.ops.masks import Places
 class Cached(Sparse):
     """Computes rows without padding and stores them in a ledger.
 
-    If all sequences have equally many rows to compute, a pass is one batch ``[sequences, count]`` (a rectangle). If
-    not, rows are packed into one batch entry (a lane) or, if attention cannot pack, computed in a rectangle per count.
+    If all sequences have equally many rows to compute, a pass is one batch ``[sequences, count]``. If not, all rows are
+    packed into one batch entry (a lane) or, if attention cannot take packed rows, there is one batch per count.
     """
 
     def __init__(self, *args: Any, ledger: Ledger, **options: Any):
@@ -54,7 +54,7 @@ class Cached(Sparse):
         return Pass(grid(hidden), grid(stream))
 
     def _outputs(self, x: Tensor, computed: Tensor, stored: Tensor) -> Iterator[tuple[Tensor, PassOutput]]:
-        """Runs one pass and yields (row indices, output of these rows), once per rectangle, or once if packed."""
+        """Runs one pass and yields (row indices, output of these rows), once if packed, else once per batch."""
         counts = computed.sum(1)
         lengths = [count for count in counts.unique().tolist() if count]
         if len(lengths) > 1 and self.backbone.packs():
@@ -71,7 +71,7 @@ class Cached(Sparse):
             )
 
     def _read_packed(self, x: Tensor, index: Tensor, sequences: Tensor, stored: Tensor) -> PassOutput:
-        """Runs one pass over the rows at ``index`` in one lane; stores the rows where the mask ``stored`` is true."""
+        """Runs one pass over the rows at ``index`` as one batch entry; stores the rows where ``stored`` is true."""
         ledger, time = self.ledger, x.shape[1]
         stored_index = stored.nonzero().squeeze(1)
         sequence, slot = index[stored_index] // time, self.past + index[stored_index] % time
@@ -88,7 +88,7 @@ class Cached(Sparse):
         return output
 
     def _read_rectangle(self, x: Tensor, sequences: Tensor, when: Tensor, stored: Tensor) -> PassOutput:
-        """Runs one pass over the tokens at times ``when [sequences, count]`` of these sequences."""
+        """Runs one pass over the batch of tokens at times ``when [sequences, count]`` of these sequences."""
         tokens, ledger = self.tokens, self.ledger
         at = (sequences[:, None], when)
         lane = torch.arange(len(sequences), device=x.device)[:, None].expand_as(when)[stored]

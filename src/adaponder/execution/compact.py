@@ -1,4 +1,4 @@
-"""Compact execution for prefill and training that skips halted tokens: active rows form one lane, a batch of one."""
+"""Compact execution for prefill and training: skips halted tokens, packs active rows into one batch entry (a lane)."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Sparse(Execution):
         self._active_index: Tensor | None = None
 
     def index_of(self, mask: Tensor) -> Tensor:
-        """Returns the row indices where ``mask`` is true; ``mask`` must be the object ``tokens.real`` or ``active``.
+        """Returns the row indices where ``mask``, which must be ``self.tokens.real`` or ``self.active``, is true.
 
-        The result is cached, because its length requires a device synchronisation.
+        The result is cached, because finding its length synchronises with the device.
         """
         if mask is self.tokens.real:
             if self._real_index is None:

@@ -20,7 +20,7 @@ class Tokens:
         real: false for padding.
         position: position id for the backbone.
         slot: index of the token in its sequence, padding and cached tokens included; causal masks compare slots.
-        order: index among the real tokens of its sequence; sliding windows are measured in it.
+        order: index among the real tokens of its sequence; sliding windows compare it.
         document: document ids; attention stays within a document. ``None``: each sequence is one document.
         plain: whether there is no padding, no packed document and no cached token: an ordinary causal pass.
         past: number of slots in the cache.

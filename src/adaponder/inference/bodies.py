@@ -190,20 +190,20 @@ class FusedBody(Body):
 
     def _split(self, position: Tensor, rows: LedgerRows) -> tuple[TurnedRows, TurnedRows | None]:
         """Splits a pass into decode rows and prefill rows (``None`` if none), each numbered from 0."""
-        alone = rows.alone
-        decode = rows.select(slice(alone)), Turn(position[:alone], self.cos, self.sin)
+        single = rows.num_single
+        decode = rows.select(slice(single)), Turn(position[:single], self.cos, self.sin)
         if not rows.cohorts and rows.tiles is None:
             return decode, None
-        cohorts = tuple(x._replace(start=x.start - alone, stop=x.stop - alone) for x in rows.cohorts)
-        prefill = rows.select(slice(alone, None), cohorts)._replace(alone=0)
-        return decode, (prefill, Turn(position[alone:], self.cos, self.sin))
+        cohorts = tuple(x._replace(start=x.start - single, stop=x.stop - single) for x in rows.cohorts)
+        prefill = rows.select(slice(single, None), cohorts)._replace(num_single=0)
+        return decode, (prefill, Turn(position[single:], self.cos, self.sin))
 
     def _attend(self, number: int, qkv: Tensor, decode: TurnedRows, prefill: TurnedRows | None, pools: Pools) -> Tensor:
         """Rotates queries and keys, writes keys and values to the pools; returns attention, ``[n, heads * size]``."""
         layer, keys, values = self.layers[number], pools.keys[number], pools.values[number]
         options: dict[str, Any] = {"window": self.windows[number], "scale": layer.scale}
         (rows, turn), mixed = decode, []
-        count = rows.alone
+        count = rows.num_single
         if count and self.independent:
             inputs = (qkv[:count], keys, values, rows, layer.projection, turn)
             mixed.append(attention.decode_attention(*inputs, **options, scratch=self.scratch, dependent=self.dependent))
@@ -281,8 +281,9 @@ def _rotary_table(backbone: Backbone, like: Tensor, positions: int) -> tuple[Ten
 class StockBody(Body):
     """Runs the wrapped stock layers.
 
-    If the decoder uses the attention of ``backbones/attention.py``, all rows form one batch entry and attend through
-    the index. Otherwise, or with latent attention, each row is a batch entry and its keys and values are gathered.
+    If the decoder uses the attention of ``backbones/attention.py``, all rows form one batch entry, and each attends to
+    the pool rows that ``rows.index`` lists. Otherwise, or with latent attention, each row is a batch entry and its keys
+    and values are gathered.
     """
 
     def __init__(self, backbone: Backbone, *, stream: bool):

@@ -105,7 +105,7 @@ class EngineShape:
 
     @property
     def rows_in_flight(self) -> int:
-        """The maximum number of a lane's decode rows that are launched but not processed: two launches of ticks."""
+        """The maximum number of a lane's decode rows that are launched but not yet processed: two launches' rows."""
         return 2 * self.burst * self.width
 
     def default_rows(self, model: AdaPonderForCausalLM, body: Body) -> int:

@@ -120,7 +120,7 @@ class GraphedBody(Body):
         return self.body.row_shapes()
 
     def forward(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools) -> Pass:
-        if rows.cohorts and (rows.alone or not self.tiled or not by_kernels(pools.keys[0], pools.values[0])):
+        if rows.cohorts and (rows.num_single or not self.tiled or not by_kernels(pools.keys[0], pools.values[0])):
             return self.body.forward(x, position, rows, pools)
         tiles: list[tuple[int, int, int, int]] = []
         if rows.cohorts:
@@ -151,11 +151,11 @@ class _PassGraph:
         self.padding_slot = 0 if block == 0 else -1  # a padding decode row attends to itself at slot 0
         self.slot.fill_(self.padding_slot)
         self.lane.fill_(owner.padding)
-        layout: dict[str, Any] = {"alone": size, "longest": bound}
+        layout: dict[str, Any] = {"num_single": size, "longest": bound}
         self.table = None
         if block:
             self.table = torch.zeros(bound, 4, dtype=torch.int32, device=x.device)
-            layout = {"alone": 0, "tiles": Tiles(block, self.table)}
+            layout = {"num_single": 0, "tiles": Tiles(block, self.table)}
         ledger = LedgerRows(rows.index, self.lane, self.slot, self.iteration, self.row, **layout)
         with _side_stream():  # over padding rows, to compile kernels
             owner.body.forward(self.x, self.position, ledger, pools)

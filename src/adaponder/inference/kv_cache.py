@@ -99,10 +99,10 @@ class Span:
 
 
 class KVRows:
-    """The pool rows of a sequence's keys and values: spans shared with others, and rows on its own pages.
+    """The pool rows of a sequence's keys and values: rows shared with other sequences, and rows on its own pages.
 
     Attributes:
-        shared: spans of the prompt from the prefix cache or another sample; their pages are referenced.
+        shared: parts of the prompt whose rows come from the prefix cache or another sample; their pages are referenced.
         prefill, decode: the sequence's own rows, of prefilled tokens and of decoded tokens.
         in_flight: decode rows beyond ``decode.used`` that unprocessed launches may use.
     """
@@ -116,7 +116,7 @@ class KVRows:
 
     @property
     def num_cached(self) -> int:
-        """The number of tokens in the shared spans."""
+        """The number of prompt tokens whose rows come from the prefix cache or another sample."""
         return sum(len(span.depths) for span in self.shared)
 
     @property
@@ -170,7 +170,7 @@ class PrefixCache:
         return len(self._blocks)
 
     def find(self, namespace: Hashable, tokens: Sequence[int]) -> list[Span]:
-        """Returns the spans of the longest cached prefix of ``tokens``; increments their pages' reference counts."""
+        """Returns the blocks of the longest cached prefix of ``tokens``; increments their pages' reference counts."""
         blocks, parent = [], namespace
         for start in range(0, len(tokens) - self.size + 1, self.size):
             block = self._blocks.get((parent, tuple(tokens[start : start + self.size])))

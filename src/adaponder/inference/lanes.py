@@ -70,7 +70,7 @@ def write_lane(buffer: Tensor, lane: int, values: Sequence[Any]) -> None:
 
 
 def select_state(state: State, index: Any) -> State:
-    """Selects rows of a state by an index tensor or a slice."""
+    """Selects rows of a method's state by an index tensor or a slice."""
     hidden: Any = None if state.hidden is None else state.hidden[index]
     return State(state.input[index], hidden, tuple(values[index] for values in state.carried))
 
@@ -85,7 +85,7 @@ def resume_state(initial: State, stored: State, lane: Tensor, iteration: Tensor)
 
 
 def join_states(states: Sequence[State]) -> State:
-    """Concatenates the rows of several states; drops hidden states, except if there is only one state."""
+    """Concatenates method states along rows; drops the tensors ``hidden``, except if there is only one state."""
     if len(states) == 1:
         return states[0]
     carried = zip(*(state.carried for state in states), strict=True)
@@ -93,7 +93,7 @@ def join_states(states: Sequence[State]) -> State:
 
 
 def store_state(stored: State, lane: Tensor, new: State) -> None:
-    """Writes the rows of ``new`` to entries ``lane`` of ``stored``; hidden states only if ``new`` has them."""
+    """Writes the rows of ``new`` to entries ``lane`` of ``stored``; the tensor ``hidden`` only if ``new`` has it."""
     targets = (stored.input, stored.hidden, *stored.carried)
     for target, values in zip(targets, (new.input, new.hidden, *new.carried), strict=True):
         if values is not None:

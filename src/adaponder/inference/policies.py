@@ -27,7 +27,7 @@ _PER_ROW = ("iteration", "gate", "hidden", "position", "seed", "slot", "active")
 
 
 class LanePolicies:
-    """Holds the policy, seed, forced depths and last iteration of every lane.
+    """Holds the policy, seed, prescribed depths and last iteration of every lane.
 
     Attributes:
         errors: exceptions raised by policies, by lane; rows of such a lane halt until :meth:`set` or :meth:`clear`.
@@ -166,7 +166,7 @@ def prefix_key(policy: Policy, seed: int) -> tuple[Any, ...] | None:
 
 
 def runs_on_host(policy: Policy) -> bool:
-    """Returns whether the policy is called separately for its lane, so that the host waits for it in every tick."""
+    """Returns whether the policy is called separately for its lane, which makes the host wait for it in every tick."""
     return not _is_built_in(policy) and not isinstance(policy, ForcedDepths)
 
 

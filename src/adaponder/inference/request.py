@@ -103,7 +103,7 @@ def policy_of(request: Request, model: AdaPonderForCausalLM) -> Policy:
 
 
 def forced_depths(request: Request) -> dict[int, int]:
-    """Returns the request's forced depths by slot, without entries of 0."""
+    """Returns ``{slot: depth}`` from ``request.depths``, without entries of 0."""
     if request.depths is None:
         return {}
     pairs = request.depths.items() if isinstance(request.depths, Mapping) else enumerate(request.depths)

@@ -100,7 +100,7 @@ class Runner(TickRunner):
         return launch
 
     def span(self, sequence: Sequence, start: int, stop: int, pages: frozenset[int]) -> Span:
-        """Returns the span of a sequence's tokens from ``start`` to ``stop``."""
+        """Returns tokens ``start … stop - 1``, whose rows are on ``pages``, as a span: index columns and depths."""
         columns = self.lanes.index[sequence.lane, :, start * self.width : stop * self.width].clone()
         return Span(columns, sequence.depths[start:stop], pages)
 

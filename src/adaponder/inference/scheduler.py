@@ -58,8 +58,8 @@ class Scheduler:
     Clients share lanes, pages and rows fairly. A resident is a sequence that has a lane; the n-th oldest resident of a
     client has rank n - 1, and lower ranks come first:
 
-    - The next sequence to be admitted is the oldest of the client with the fewest residents; if clients tie, of the
-      client served longest ago. If it lacks a lane or rows, it preempts residents whose rank is above its own.
+    - The next sequence to be admitted is the oldest of the client with the fewest residents; clients that tie are
+      served round-robin. If it lacks a lane or rows, it preempts residents whose rank is above its own.
     - If pages run short, the resident of the highest rank is preempted.
     - The prefill rows of a tick are divided equally; rows that a client does not need go to the others.
 
@@ -90,7 +90,7 @@ class Scheduler:
         return list(range(self.shape.lanes - 1, -1, -1))
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Queues sequences of one client; a new client is served before the client that was served last."""
+        """Queues sequences of one client; in round-robin order, a new client precedes the client served last."""
         client = sequences[0].client
         self.queues.setdefault(client, deque()).extend(sequences)
         self._turns.setdefault(client, self._turn - 1)
@@ -152,7 +152,7 @@ class Scheduler:
         return int(tokens * self.width * self.expected_depth(sequence)) + 2 * self.pages.size
 
     def expected_depth(self, sequence: Sequence) -> float:
-        """Estimates passes per token: the forced mean, else the mean measured for its kind, at first the maximum."""
+        """Estimates passes per token: the mean of prescribed depths, or the mean measured for its kind (at first K)."""
         if sequence.submission.forced_mean is not None:
             return sequence.submission.forced_mean
         count, total = self._depths.get(sequence.submission.kind, (0, 0))
@@ -216,7 +216,7 @@ class Scheduler:
             self._rank_residents()
 
     def _next(self) -> Sequence | None:
-        """Returns the oldest ready sequence of the client with fewest residents (ties: client served longest ago)."""
+        """Returns the oldest ready sequence of the client with the fewest residents (ties: round-robin)."""
         residents = Counter(sequence.client for sequence in self.resident.values())
         first = (next(filter(_is_ready, queue), None) for queue in self.queues.values())
         ready = [sequence for sequence in first if sequence is not None]

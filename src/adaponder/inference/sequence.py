@@ -26,8 +26,8 @@ class Submission:
     Attributes:
         namespace: the prefix-cache namespace; ``None`` disables sharing.
         kind: (policy, iterations): the scheduler averages depths over requests of one kind.
-        forced: the forced depths, by slot.
-        forced_mean: the mean forced depth if every slot is forced, else ``None``.
+        forced: the depths that the request prescribes, by slot; they replace the policy's.
+        forced_mean: the mean of these depths if the request prescribes all, else ``None``.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Computes one tick: a pass of the backbone over all rows, the method's update, and sampling.
 
-The rows of a tick are one row per decoding lane (with drafting, one per window token), then the rows of prefill chunks,
-sorted by iteration. The rows of a chunk, a *cohort*, share a lane and an iteration; other rows may differ in both.
+The rows of a tick are one row per decoding lane (with drafting, one per token of its draft window), then the rows of
+prefill chunks, sorted by iteration. The rows of a chunk, a *cohort*, share a lane and an iteration; other rows may
+differ in both.
 """
 
 from __future__ import annotations
@@ -243,11 +244,11 @@ class TickRunner:
 
 
 class TickRows(Rows):
-    """The rows of a tick, as methods use them: tensors ``[n, 1]`` or ``[n, width, d]``, with one entry per token.
+    """The rows of a tick, as methods use them: tensors ``[n, 1]`` or ``[n, width, d]`` of n tokens of ``width`` slots.
 
     Attributes:
         last: the last allowed iteration of each token.
-        row: the pool rows, ``[n, width]``.
+        row: the KV pool rows of each token, ``[n, width]``.
         previous: the hidden states of the previous iteration, if a policy reads them.
         num_decode: the number of decoding tokens, which come first; then come the prefill chunks, ``cohorts``.
         gate_output: the gate values, ``[n, 1]``, if the method evaluated gates.

@@ -25,8 +25,8 @@ class AdaptiveComputationTime(Method):
     ``h_1 + … + h_n >= 1 - epsilon`` (``exit_threshold``), or at K; ``p_n = h_n`` before, and the last iteration gets
     the remainder, ``p_N = R = 1 - (h_1 + … + h_{N-1})``. Tokens halt in training too.
 
-    ``t_n`` is a learned vector per iteration but the first, initially 0 (the Universal Transformer has a sinusoid).
-    If another policy halts a token later, the states after ``N`` have weight 0.
+    ``t_n`` is the step embedding: a learned vector for each iteration but the first, initially 0 (the Universal
+    Transformer has sinusoids). If another policy halts a token later, the states after ``N`` have weight 0.
     """
 
     def __init__(self, config: Recurrence):
@@ -57,7 +57,7 @@ class AdaptiveComputationTime(Method):
         return State(latest + self._signal(count, latest), state.hidden, (latest, mean, spent + weight, count + 1))
 
     def _signal(self, count: Tensor, latest: Tensor) -> Tensor:
-        """Returns the next ``t_n`` of each row; ``count`` is the number of ``t_n`` already added to the row."""
+        """Returns each row's step embedding ``t_n``; ``count`` is the index of the iteration just finished, from 0."""
         table = torch.stack(list(self.signals)).to(latest.dtype)
         return nn.functional.embedding(count.long().clamp(max=len(table) - 1), table)
 

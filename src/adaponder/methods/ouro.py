@@ -87,7 +87,7 @@ class ExpectedExitLoss:
 
 
 class ExitImprovementLoss:
-    """Loss of stage II: the exit gate learns to continue where the last loop lowered the loss."""
+    """Loss of stage II: after each loop, the exit gate learns to continue if that loop lowered the token's loss."""
 
     needs_states: ClassVar[bool] = True
 

@@ -44,12 +44,12 @@ def sums_of(needs_grad: tuple[bool, ...], dtype: torch.dtype, *inputs: Tensor | 
     return [torch.zeros_like(x, dtype=dtype) if x is not None and needed else None for x, needed in pairs]
 
 
-def add_slopes(weight: Tensor | None, bias: Tensor | None, slope: Tensor, rows: Tensor) -> None:
-    """Adds a chunk's gradients to the sums ``weight`` and ``bias`` in place, given ``slope = dL / d logits``."""
+def add_gradients(weight: Tensor | None, bias: Tensor | None, grad_logits: Tensor, rows: Tensor) -> None:
+    """Adds a chunk's gradients to the sums ``weight`` and ``bias`` in place, given ``grad_logits = dL / d logits``."""
     if weight is not None:
-        add_product_(weight, slope.t(), rows)
+        add_product_(weight, grad_logits.t(), rows)
     if bias is not None:
-        bias += slope.sum(0, dtype=bias.dtype)
+        bias += grad_logits.sum(0, dtype=bias.dtype)
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:

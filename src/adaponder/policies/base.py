@@ -56,7 +56,7 @@ class PolicyInput:
 
 
 class PolicyLine(NamedTuple):
-    """The parts of a line: ``uniform:0.5@0.1,0.2`` has word ``uniform``, value ``0.5`` and thresholds ``0.1,0.2``."""
+    """A policy's line in parts: ``uniform:0.5@0.1,0.2`` is word ``uniform``, value ``0.5``, thresholds ``0.1,0.2``."""
 
     word: str
     value: str
@@ -170,7 +170,7 @@ class Policy(ABC):
 
     @classmethod
     def parse(cls, line: PolicyLine) -> Policy | None:
-        """Returns the policy that a line describes, or ``None`` if the line does not have the form of this class."""
+        """Returns the policy with this line of text, or ``None`` if the line does not have the form of this class."""
         if line.thresholds or (line.value and not cls.value_field):
             return None
         return cls(**{cls.value_field: cls.parse_value(line.value)}) if cls.value_field else cls()

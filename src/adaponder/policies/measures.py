@@ -100,7 +100,7 @@ class Divergence(MeasureThreshold):
 
     @staticmethod
     def measure(rows: PolicyInput) -> Tensor:
-        """Equals ``KL(p_i || p_{i-1})`` of the next-token distributions, in nats; infinite after iteration 0."""
+        """Equals ``KL(p_i || p_{i-1})`` of the next-token distributions, in nats; infinite for rows at iteration 0."""
 
         def divergence(hidden: Tensor, before: Tensor) -> Tensor:
             log_p, log_q = (torch.log_softmax(widened(rows.head(states)), dim=-1) for states in (hidden, before))
@@ -118,7 +118,7 @@ class Change(MeasureThreshold):
 
     @staticmethod
     def measure(rows: PolicyInput) -> Tensor:
-        """Equals ``|h_i - h_{i-1}| / |h_{i-1}|`` of the final-normed hidden states; infinite after iteration 0."""
+        """Equals ``|h_i - h_{i-1}| / |h_{i-1}|`` of the final-normed hidden states; infinite at iteration 0."""
 
         def change(hidden: Tensor, before: Tensor) -> Tensor:
             hidden, before = widened(hidden), widened(before)
@@ -140,7 +140,7 @@ class Similarity(MeasureThreshold):
 
     @staticmethod
     def measure(rows: PolicyInput) -> Tensor:
-        """Equals ``cos(h_i, h_{i-1})`` of the final-normed hidden states; minus infinity after iteration 0."""
+        """Equals ``cos(h_i, h_{i-1})`` of the final-normed hidden states; minus infinity at iteration 0."""
 
         def cosine(hidden: Tensor, before: Tensor) -> Tensor:
             return torch.cosine_similarity(widened(hidden), widened(before), dim=-1)

@@ -69,7 +69,7 @@ class Schedule(Policy):
 
     @classmethod
     def parse_shares(cls, line: PolicyLine) -> Self:
-        """Returns the schedule that a line describes, with or without thresholds."""
+        """Parses the text ``word:shares`` or ``word:shares@thresholds``, such as ``uniform:0.5@0.1,0.2``."""
         thresholds = numbers_of(line.thresholds) if line.thresholds else ()
         return cls(thresholds, **{cls.value_field: cls.parse_value(line.value)})
 
@@ -77,7 +77,7 @@ class Schedule(Policy):
         return self.shares_as_line() + (f"@{number_text(self.thresholds)}" if self.thresholds else "")
 
     def shares_as_line(self) -> str:
-        """Returns the schedule's line without thresholds."""
+        """Returns the text ``word:shares``, such as ``uniform:0.5``, without thresholds."""
         return super().as_line()
 
     def __call__(self, rows: PolicyInput) -> Tensor:

@@ -39,11 +39,11 @@ def sequence_seeds(seed: int, number: Tensor) -> Tensor:
 
     The hash is invertible in ``number``, so different numbers get different seeds.
     """
-    return scrambled(number + as_int64(seed * 0x9E3779B97F4A7C15))
+    return mix_bits(number + as_int64(seed * 0x9E3779B97F4A7C15))
 
 
-def scrambled(x: Tensor) -> Tensor:
-    """Scrambles int64 numbers by two invertible rounds like splitmix64's (but both shift by 30), modulo 2**64."""
+def mix_bits(x: Tensor) -> Tensor:
+    """Hashes int64 numbers by two invertible rounds like those of splitmix64, but both shift by 30; modulo 2**64."""
     for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
         x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * factor
     return x
@@ -55,7 +55,7 @@ def unit_hash(position: Tensor, seed: Tensor, iteration: Tensor) -> Tensor:
     Seed and iteration are int64. Products wrap modulo 2**64, a multiple of 2**62, so remainders modulo 2**62 are as in
     exact integer arithmetic.
     """
-    x = scrambled(position + ((seed * 0x9E3779B9 + iteration * 0x85EBCA6B) & ((1 << 62) - 1)))
+    x = mix_bits(position + ((seed * 0x9E3779B9 + iteration * 0x85EBCA6B) & ((1 << 62) - 1)))
     x = x ^ ((x >> 31) & 0x1FFFFFFFF)
     return (x & ((1 << 24) - 1)).double() / (1 << 24)
 

@@ -224,7 +224,7 @@ class TrainRecipe:
             raise ConfigError(f"train.{problem}")
 
     def _contradictions(self) -> Iterator[str]:
-        """Yields an error message for each rule between several fields that is violated."""
+        """Yields an error message for each violated rule about several fields."""
         for name in ("warmup", "joint_warmup"):
             warmup = getattr(self, name) or 0
             if warmup >= 1 and (warmup > self.steps or warmup != int(warmup)):

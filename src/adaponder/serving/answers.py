@@ -86,7 +86,7 @@ class AnswerWriter:
         return b"".join((self._head, b'],"usage":', dumps(usage).encode(), b"}\n\n"))
 
     def _opening(self, index: int, writing: Writing) -> bytes:
-        """Returns a choice's first event: the role in a chat, the prompt with ``echo``; else nothing."""
+        """Returns a choice's first event: in a chat the role, with ``echo`` the prompt; no bytes in other cases."""
         if self._chat:
             delta = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
             return self._event(index, writing, delta)

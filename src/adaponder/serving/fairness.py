@@ -80,7 +80,7 @@ class Places:
 
 
 class Turns(Generic[_Item]):
-    """A queue in which clients take turns; each turn removes one item of one client."""
+    """A queue that serves clients round-robin; each turn removes one item of one client."""
 
     def __init__(self):
         self._items: dict[str, deque[_Item]] = {}  # the client whose turn is next comes first
@@ -106,7 +106,7 @@ class Turns(Generic[_Item]):
 
 
 class TextPool:
-    """Converts text in at most :data:`THREADS` threads: clients take turns, and each has one thread at a time.
+    """Converts text in at most :data:`THREADS` threads, round-robin over clients; each has one thread at a time.
 
     The threads are daemons, so a conversion that does not end cannot keep the process alive.
 

@@ -367,8 +367,8 @@ def _refused(problem: AdaPonderError) -> ApiError:
 def _invalid_body(errors: Sequence[Any]) -> ApiError:
     """Converts pydantic's errors about a body to a 400 that reports one of them.
 
-    A field of several types yields an error for each type. An error about a value is preferred to one about a type,
-    then a deeply nested error to others.
+    A field of several types yields an error for each type. Errors about values are preferred to errors about types;
+    of these, the error of the most deeply nested field is reported.
     """
     error = max(errors, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))
     if error["type"] == "json_invalid":

@@ -138,7 +138,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Returns ``value`` with the device, type and sharding of ``parameter``."""
+    """Returns ``value`` with the device, dtype and sharding of ``parameter``."""
     value = value.to(parameter.device, parameter.dtype)
     if not hasattr(parameter, "device_mesh"):
         return value

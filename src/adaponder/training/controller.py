@@ -31,7 +31,7 @@ _LARGEST = math.log(32.0)
 
 @dataclass
 class DepthController:
-    """Adds ``gain * (mean depth - target) / (K - 1)`` to the pressure ``u`` every ``every`` steps, from ``start``."""
+    """Adds ``gain * (mean depth - target) / (K - 1)`` to ``pressure`` every ``every`` steps, from step ``start`` on."""
 
     target: float  # the mean depth to reach
     iterations: int  # K

@@ -136,7 +136,7 @@ def _refuse_twins(runs: Sequence[PlannedRun]) -> None:
 
 
 def value_of(recipe: Recipe, field: str) -> Any:
-    """Returns a field's value in the recipe, or in the config if it is a model field that the recipe leaves open."""
+    """Returns a field's value in the recipe, or in the config if it is a model field that the recipe leaves unset."""
     value: Any = recipe.as_dict()
     for key in field.split("."):
         value = value.get(key) if isinstance(value, dict) else None
@@ -312,7 +312,7 @@ def _examine(run: PlannedRun, folder: Path, prepared: Path) -> RunSummary:
 
 
 def rows_left(run: PlannedRun, summary: RunSummary) -> float:
-    """Returns the rows (tokens times K) that a run has still to compute; its time is about proportional to them."""
+    """Returns training tokens times K that a run has still to compute; its remaining time is about proportional."""
     per_step = run.recipe.train.global_batch * run.recipe.data.sequence * (summary.iterations or 1)
     return float((summary.steps - summary.step) * per_step)
 

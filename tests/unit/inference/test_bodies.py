@@ -46,7 +46,7 @@ def scattered(seed: int) -> tuple[Tensor, LedgerRows]:
     row = torch.arange(ROWS - len(lane), ROWS)
     index[index >= ROWS - len(lane)] = 0  # the pass writes those
     index[lane, iteration, slot] = row.int()
-    rows = LedgerRows(index, lane, slot, iteration, row, alone=3, cohorts=(Cohort(3, 7, 0, 1, 6),), longest=12)
+    rows = LedgerRows(index, lane, slot, iteration, row, num_single=3, cohorts=(Cohort(3, 7, 0, 1, 6),), longest=12)
     return slot + torch.tensor([3, 0, 1, 0, 0, 0, 0]), rows
 
 

@@ -35,7 +35,7 @@ def cohorts(index: torch.Tensor, spans: list[tuple[int, int, int]], seed: int) -
             index[lane, iteration:, slot] = row
             places.append((lane, slot, iteration, row))
     lane, slot, iteration, row = torch.tensor(places).T.contiguous().cuda().unbind()
-    return LedgerRows(index, lane, slot, iteration, row, alone=0, cohorts=tuple(groups))
+    return LedgerRows(index, lane, slot, iteration, row, num_single=0, cohorts=tuple(groups))
 
 
 class _Owner:

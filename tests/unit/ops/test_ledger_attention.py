@@ -122,7 +122,7 @@ def entering(number: int, dtype: torch.dtype, device: str):
     shape, _ = SHAPES[number]
     sizes = {"heads": shape.heads, "key_heads": shape.key_heads, "size": shape.size}
     made = case(seed=number, alone=2, cohorts=0, slots=17, absent=0.2 * number, dtype=dtype, device=device, **sizes)
-    n, width = made.rows.alone, (shape.heads + 2 * shape.key_heads) * shape.size
+    n, width = made.rows.num_single, (shape.heads + 2 * shape.key_heads) * shape.size
     # A slice of a wider product, in one case of a wider type.
     qkv = draw(n, width + 7, seed=number, dtype=torch.float32 if number == 3 else dtype, device=device)[:, :width]
     angle = draw(50, max(1, shape.rotary // 2), seed=number + 10, dtype=torch.float32, device=device).repeat(1, 2)
@@ -149,9 +149,9 @@ def test_a_row_that_enters_is_written_and_reads_itself(number, device, dtype):
     truth = reference.decode_attention(*wide, rows, wide_shape, turn, window=window)
     plain_pools, pools, fresh = ([made.keys.clone(), made.values.clone()] for _ in range(3))
     plain = reference.decode_attention(qkv, *plain_pools, rows, shape, turn, window=window)
-    scratch = scratch_for(rows.alone, shape.heads, shape.size, device)
+    scratch = scratch_for(rows.num_single, shape.heads, shape.size, device)
     for _ in range(2 if number == 2 else 1):  # the counters are as they were
-        out = torch.empty(rows.alone, shape.heads * shape.size, dtype=dtype, device=device)
+        out = torch.empty(rows.num_single, shape.heads * shape.size, dtype=dtype, device=device)
         options = {"window": window, "scratch": scratch, "splits": splits}
         kernels.decode_attention(qkv, *pools, rows, shape, turn, out=out, **options)
         no_further(out.view(truth.shape), plain, truth)
@@ -215,7 +215,7 @@ def test_tiles_of_padded_rows_equal_cohorts(number, device, dtype):
     )
     query = torch.cat([made.query, torch.full_like(made.query, torch.nan)[:1].expand(size - count, -1, -1)])
     tiled = reference.Tiles(block, table)
-    rows = LedgerRows(made.rows.index, lane, slot, iteration, row, alone=0, tiles=tiled)
+    rows = LedgerRows(made.rows.index, lane, slot, iteration, row, num_single=0, tiles=tiled)
     mixed = kernels.ledger_attention(query.contiguous(), made.keys, made.values, rows, window=window)
     assert torch.equal(mixed[:count], wanted)
     assert not mixed[count:].any()

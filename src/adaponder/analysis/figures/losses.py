@@ -347,7 +347,7 @@ class ForgoneGain(Plate):
 
 
 def _permuted(gains: np.ndarray, depth: np.ndarray, document: np.ndarray, *, seed: int) -> tuple[float, float, float]:
-    """Returns mean, low and high (95 %) of the gain given up per token if depths are permuted within each document.
+    """Returns (mean, low, high), 95 %, of the mean forgone gain per token if depths are permuted within each document.
 
     Permuting over documents would favour a policy that only halts less in hard documents.
     """

@@ -25,7 +25,7 @@ PASSAGE = 320
 
 
 class TokenGrid(Plate):
-    """Shows which iterations of consecutive tokens were computed; ``after`` is the legend's label of skipped rows."""
+    """Shows which iterations of consecutive tokens were computed; ``after`` labels skipped iterations."""
 
     name = "grid"
     title = "Computed or reused, token by token"

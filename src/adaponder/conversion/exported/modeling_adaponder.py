@@ -459,7 +459,7 @@ def _ponder_cache(cache: Any) -> PonderCache | None:
 
 
 def _arrange(embedded: Tensor, mask: Tensor | None, position: Tensor | None, cache: PonderCache | None) -> Tokens:
-    """Returns the tokens of a forward; positions by default count real tokens, cached ones included."""
+    """Builds :class:`Tokens`; a token's default position is the number of real tokens before it, in the cache too."""
     batch, time, _ = embedded.shape
     past = 0 if cache is None else cache.get_seq_length()
     before = torch.zeros(batch, 1, dtype=torch.long, device=embedded.device)

@@ -129,7 +129,7 @@ def at_full_depth(
 
 
 class Setting(NamedTuple):
-    """A setting of a dial, in words and as a policy (``None`` for the oracle, which has a ``price`` instead)."""
+    """A value of a dial's free number, in words and as a policy (``None`` for the oracle, which has a ``price``)."""
 
     words: str
     policy: Policy | None
@@ -149,9 +149,9 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Dial:
-    """A policy with a free threshold: ``at(depth)`` returns the setting with that mean depth on the recorded signals.
+    """A policy with one free number, such as a threshold; ``at(depth)`` sets it by the recorded signals.
 
-    ``shallowest`` is the smallest mean depth of any setting. At this depth and at K, the measured depth is exact.
+    ``shallowest`` is the smallest mean depth that it can have. At this depth and at K, the measured depth is exact.
     """
 
     name: str
@@ -279,7 +279,7 @@ def scaled_shares(shape: tuple[float, ...], total: float) -> tuple[float, ...]:
 
 
 class Tuned(NamedTuple):
-    """A dial that was set to a budget by ``runs`` scorings of the tuning half.
+    """The ``setting`` of a dial that came nearest to ``budget``, a mean depth, in ``runs`` scorings of the tuning half.
 
     ``scores`` are the tuning half's scores at ``setting``; ``None`` if the budget is below the smallest possible depth.
     ``missed`` is the reason why the budget was not reached; ``None`` if it was.
@@ -331,7 +331,7 @@ def tune(dial: Dial, budget: float, measure: Callable[[Setting], Scores], *, ite
 
 
 def _between(low: tuple[float, float], high: tuple[float, float], budget: float) -> float:
-    """Interpolates the aim for ``budget`` between two (aimed depth, measured depth) points, 5 to 95 % of the way."""
+    """Interpolates the depth to aim at between two (aimed, measured) depths around ``budget``, 5 to 95 % of the way."""
     width = high[0] - low[0]
     rise = high[1] - low[1]
     fraction = (budget - low[1]) / rise if rise > 0 else 0.5

@@ -1,7 +1,7 @@
 """Splits a text into a tuning half and a held-out half that share no target.
 
 A text of many documents is split by whole documents. With few or very unequal documents, windows alternate between the
-halves; bootstrap intervals then resample windows and are narrower than over documents (``Halves.drawn`` says which).
+halves; bootstrap intervals then resample windows and are narrower than over documents (see ``Halves.drawn``).
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _every_other(text: Text, windows: Windows, offset: int) -> Half:
 
 
 def _selected(text: Text, mask: np.ndarray, starts: np.ndarray, documents: np.ndarray, utf8_bytes: np.ndarray) -> Text:
-    """Returns the text of the predictions in ``mask``; document i begins at ``starts[i]``, from ``documents[i]``."""
+    """Returns the predictions in ``mask`` as a text: document i, of ``documents[i]``, begins at ``starts[i]``."""
     return replace(
         text,
         stream=np.concatenate([text.stream[:1], text.stream[1:][mask]]),

@@ -152,7 +152,7 @@ class Lab:
         return self.untuned(TRAINED, self.model.method.default_policy(training=False), tuning_depth=own_depth)
 
     def dials(self, rates: Sequence[float] = RATES) -> list[Dial]:
-        """Returns a dial for every policy of the lab, the learned gate first."""
+        """Returns a :class:`Dial` for every policy to compare, first the learned gate, at the end the oracle."""
         for rate in rates:
             if not 0.0 < rate <= 1.0:
                 raise InputError(f"--rates {rate:g} must be above 0 and at most 1")

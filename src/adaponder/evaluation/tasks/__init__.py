@@ -1,1 +1,1 @@
-"""Runs tasks of lm-evaluation-harness: reads their records, implements the model interface, collects the scores."""
+"""Runs tasks of lm-evaluation-harness: reads their data, implements the model interface, collects the scores."""

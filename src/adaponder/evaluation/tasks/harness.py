@@ -92,7 +92,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Returns the token that precedes texts without context: the start token, else the end token."""
+        """Returns the token that precedes texts without context: BOS, or EOS if the tokenizer has no BOS."""
         start = self.tokenizer.bos_token_id
         return self.tokenizer.eos_token_id if start is None else start
 
@@ -105,7 +105,7 @@ class HarnessLM(TemplateLM):
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Encodes a text; adds no start token if the text already begins with it."""
+        """Encodes a text; adds no BOS token if the text already begins with it."""
         if add_special_tokens is None and string.startswith(str(self.tokenizer.decode(self.prefix_token_id))):
             add_special_tokens = False
         return self.tokenizer.encode(string, **_special(add_special_tokens))
@@ -275,7 +275,7 @@ class HarnessLM(TemplateLM):
 
     @property
     def _meter(self) -> Meter:
-        """Returns the current task's meter: on first use a copy of ``_blank``, which knows the model's shape."""
+        """Returns the current task's meter: on first use a copy of ``_blank``, which holds the model's shape."""
         return self.meters.setdefault(self._task, copy.copy(self._blank))
 
     def _count_generation(self, depth: Tensor, width: int, lengths: list[int]) -> None:

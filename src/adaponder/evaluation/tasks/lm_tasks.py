@@ -1,4 +1,4 @@
-"""Runs lm-eval's tasks unchanged, on records from the hub or from files."""
+"""Runs lm-eval's tasks unchanged, with their data from the hub or from local files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _UNREADABLE = (KeyError, ValueError, TypeError, IndexError, jinja2.TemplateError
 
 @dataclass(frozen=True)
 class OpenedTask:
-    """A task with its records; items are from ``split``, few-shot examples from the split ``examples``, if any."""
+    """A task with its data: items from ``split``, few-shot examples from the split ``examples``, if any."""
 
     task: Any
     name: str
@@ -106,7 +106,7 @@ def _folders() -> dict[str, Path]:
 def open_task(
     manager: TaskManager, name: str, shots: int, data: TaskData | None, *, limit: int | None = None, seed: int = 0
 ) -> OpenedTask:
-    """Opens a task with its records; may skip records after ``limit``. Examples use lm-eval's seed plus ``seed``."""
+    """Opens a task with its data; may skip items after ``limit``. Examples use lm-eval's seed plus ``seed``."""
     opened = _from_hub(manager, name, shots) if data is None else _from_files(manager, name, shots, data, limit)
     if shots and opened.task.get_config("num_fewshot") == 0:
         raise InputError(f"--fewshot {shots}: lm-eval defines {name} without examples; use --fewshot 0")

@@ -1,4 +1,4 @@
-"""Reads task records from local files, with the fields of the public datasets.
+"""Reads the data of tasks from local files, with the fields of the public datasets.
 
 A folder of task data contains a JSON lines file per task and split, plain or compressed (``.gz``, ``.xz``, …)::
 

@@ -37,7 +37,7 @@ def compact_attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Computes attention by the Triton kernels if they support the case, else by torch; a custom op if compiling."""
+    """Computes attention of packed queries by Triton kernels if possible, else torch; in a custom op if compiling."""
     true_scale = query.shape[-1] ** -0.5 if scale is None else scale
     if is_compiling():
         if dropout or window is not None or rows.query.document is not None:
@@ -92,8 +92,8 @@ def _(query: Tensor, keys: Tensor, values: Tensor, *others: Any) -> tuple[Tensor
     return query.new_empty(count, heads, values.shape[-1]), query.new_empty(count, heads, dtype=float32)
 
 
-@custom_op("adaponder::compact_attention_slopes", mutates_args=())
-def _slopes(
+@custom_op("adaponder::compact_attention_gradients", mutates_args=())
+def _gradients(
     grad: Tensor,
     query: Tensor,
     keys: Tensor,
@@ -108,11 +108,11 @@ def _slopes(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = _rows(sequence, query_slot, key_slot, present)
     if kernels := _kernels_for(query, keys, values, rows):
-        return kernels.slopes(grad, query, keys, values, mixed, normaliser, rows, scale)
-    return reference.slopes(grad, query, keys, values, rows, scale=scale)
+        return kernels.gradients(grad, query, keys, values, mixed, normaliser, rows, scale)
+    return reference.gradients(grad, query, keys, values, rows, scale=scale)
 
 
-@_slopes.register_fake
+@_gradients.register_fake
 def _(grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(query.shape), keys.new_empty(keys.shape), values.new_empty(values.shape)
 
@@ -124,7 +124,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_slopes(grad.contiguous(), *ctx.saved_tensors, ctx.scale), None, None, None, None, None)
+    return (*_gradients(grad.contiguous(), *ctx.saved_tensors, ctx.scale), None, None, None, None, None)
 
 
 _mix.register_autograd(_backward, setup_context=_remember)

@@ -80,7 +80,7 @@ def compact_attention(
     return torch.cat(mixed, 2)[0].transpose(0, 1) if mixed else query.new_zeros(0, query.shape[1], values.shape[-1])
 
 
-def slopes(
+def gradients(
     grad: Tensor, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of query, keys and values, for the custom op's backward.
@@ -96,8 +96,8 @@ def slopes(
         q, g = (x[part].to(wide).transpose(0, 1).unflatten(0, (-1, groups)) for x in (query, grad))
         k, v = (x[sequence].to(wide)[:, None] for x in (keys, values))
         weight = (q @ k.mT * scale).masked_fill(~mask[0], -torch.inf).softmax(-1)
-        slope = torch.ops.aten._softmax_backward_data(g @ v.mT, weight, -1, wide) * scale
-        grad_query[part] = (slope @ k).flatten(0, 1).transpose(0, 1).to(query.dtype)
-        grad_keys[sequence] = (slope.mT @ q).sum(1).to(keys.dtype)
+        grad_scores = torch.ops.aten._softmax_backward_data(g @ v.mT, weight, -1, wide) * scale
+        grad_query[part] = (grad_scores @ k).flatten(0, 1).transpose(0, 1).to(query.dtype)
+        grad_keys[sequence] = (grad_scores.mT @ q).sum(1).to(keys.dtype)
         grad_values[sequence] = (weight.mT @ g).sum(1).to(values.dtype)
     return grad_query, grad_keys, grad_values

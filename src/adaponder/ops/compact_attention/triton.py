@@ -29,7 +29,7 @@ FORWARD_WARPS, BACKWARD_WARPS = 4, 8
 
 
 def compact_attention(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scale: float) -> Tensor:
-    """Equals :func:`adaponder.ops.compact_attention.torch.compact_attention` where :func:`fits` returns true."""
+    """Computes attention of packed queries, like ``compact_attention`` in torch.py, where :func:`fits` is true."""
     return _CompactAttention.apply(query, keys, values, rows, scale)
 
 
@@ -59,7 +59,7 @@ def mix(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scale: fl
     return mixed, normaliser
 
 
-def slopes(
+def gradients(
     grad: Tensor,
     query: Tensor,
     keys: Tensor,
@@ -112,7 +112,7 @@ class _CompactAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *slopes(grad.contiguous(), *ctx.saved_tensors, ctx.rows, ctx.scale), None, None
+        return *gradients(grad.contiguous(), *ctx.saved_tensors, ctx.rows, ctx.scale), None, None
 
 
 def _places(rows: PackedRows) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -262,8 +262,8 @@ def _query_kernel(
             here = tl.load(present + which * present_sequence + column, mask=column < seen, other=0) if HOLES else 0
             weight = tl.where(_visible(column, slot, member, here, HOLES), tl.exp2(scores - level[:, None]), 0.0)
             grad_weight = tl.dot(g, tl.trans(v), input_precision=PRECISION)
-            slope = weight * (grad_weight - along[:, None])
-            sums += tl.dot(slope.to(k.dtype), k, input_precision=PRECISION)
+            grad_scores = weight * (grad_weight - along[:, None])
+            sums += tl.dot(grad_scores.to(k.dtype), k, input_precision=PRECISION)
     out = grad_query + wide[:, None] * grad_row + head * grad_head + part[None, :]
     tl.store(out, sums * scale, mask=whole)
 
@@ -311,8 +311,8 @@ def _key_kernel(
             weight = tl.where(_visible(column, slot, exists, here, HOLES), tl.exp2(scores - level[:, None]), 0.0)
             value_sums += tl.dot(tl.trans(weight.to(g.dtype)), g, input_precision=PRECISION)
             grad_weight = tl.dot(g, tl.trans(v), input_precision=PRECISION)
-            slope = weight * (grad_weight - along[:, None])
-            key_sums += tl.dot(tl.trans(slope.to(q.dtype)), q, input_precision=PRECISION)
+            grad_scores = weight * (grad_weight - along[:, None])
+            key_sums += tl.dot(tl.trans(grad_scores.to(q.dtype)), q, input_precision=PRECISION)
     into = which * into_sequence + key_group * into_head + column[:, None] * into_slot + part[None, :]
     tl.store(grad_keys + into, key_sums * scale, mask=there)
     tl.store(grad_values + into, value_sums, mask=there)

@@ -14,7 +14,7 @@ _BLOCK = 1024
 
 
 def begin_rows(books: Books, lane: Tensor, *, width: int, vanishes: bool) -> Begun:
-    """Equals :func:`adaponder.ops.lanes.torch.begin_rows`, for ``width`` 1."""
+    """Allocates each lane's next pool row, like ``begin_rows`` in torch.py, for ``width`` 1."""
     if width != 1:
         raise ValueError(f"width={width}: the kernel is for one slot per token")
     n, (_, iterations, slots) = len(lane), books.index.shape
@@ -33,7 +33,7 @@ def end_rows(
     books: Books, lane: Tensor, begun: Begun, active: Tensor, sampled: Tensor, invalid: Tensor, log: Tensor, *,
     max_tokens: int,
 ) -> None:  # fmt: skip
-    """Equals :func:`adaponder.ops.lanes.torch.end_rows`."""
+    """Advances each lane to its next iteration or token, like ``end_rows`` in torch.py."""
     with on_device_of(lane):
         _end_kernel[(len(lane),)](
             lane, books.token, books.place, books.iteration, books.tick, begun.token, begun.place, begun.iteration,
@@ -42,7 +42,7 @@ def end_rows(
 
 
 def resume_rows(initial: Tensor, stored: Tensor, lane: Tensor, iteration: Tensor) -> Tensor:
-    """Equals :func:`adaponder.ops.lanes.torch.resume_rows`."""
+    """Returns each row's initial or stored state, like ``resume_rows`` in torch.py."""
     initial, out = initial.contiguous(), stored.new_empty(len(lane), *stored.shape[1:])
     size = stored[0].numel()
     with on_device_of(lane):
@@ -52,7 +52,7 @@ def resume_rows(initial: Tensor, stored: Tensor, lane: Tensor, iteration: Tensor
 
 
 def ponder_rows(embedding: Tensor, expected: Tensor, active: Tensor, probability: Tensor) -> Tensor:
-    """Equals :func:`adaponder.ops.lanes.torch.ponder_rows`, for rows ``[n, 1, d]``."""
+    """Returns ``embedding + active * probability * expected``, like ``ponder_rows`` in torch.py; rows ``[n, 1, d]``."""
     out, size = torch.empty_like(embedding), embedding.shape[-1]
     with on_device_of(embedding):
         rows = (x.contiguous() for x in (embedding, expected, active, probability))
@@ -62,7 +62,7 @@ def ponder_rows(embedding: Tensor, expected: Tensor, active: Tensor, probability
 
 
 def force_rows(active: Tensor, forced: Tensor, lane: Tensor, place: Tensor, iteration: Tensor, last: Tensor) -> Tensor:
-    """Equals :func:`adaponder.ops.lanes.torch.force_rows`."""
+    """Replaces the policy's decision where ``forced`` has a depth, like ``force_rows`` in torch.py."""
     out = torch.empty_like(lane, dtype=torch.bool)
     rows = [x.contiguous() for x in (active, lane, place, iteration)]
     with on_device_of(lane):
@@ -151,7 +151,7 @@ def _end_kernel(
 def begin_windows(
     books: Books, windows: DraftWindows, lane: Tensor, *, passes: int, vanishes: bool, every: bool | None = None
 ) -> WindowRows:
-    """Equals :func:`adaponder.ops.lanes.torch.begin_windows` with ``every=True``, whatever ``every`` is."""
+    """Allocates pool rows for all draft windows, like ``begin_windows`` in torch.py with ``every=True``."""
     n, size, (_, iterations, slots) = len(lane), windows.size, books.index.shape
     owner, seat, token, place, iteration, last, row = (lane.new_empty(n * size) for _ in range(7))
     with on_device_of(lane):
@@ -169,7 +169,7 @@ def begin_windows(
 def end_windows(
     books: Books, windows: DraftWindows, lane: Tensor, active: Tensor, sampled: Tensor, invalid: Tensor, log: Tensor
 ) -> None:
-    """Equals :func:`adaponder.ops.lanes.torch.end_windows`."""
+    """Advances the draft windows by a tick's results, like ``end_windows`` in torch.py."""
     with on_device_of(lane):
         _end_windows_kernel[(len(lane),)](
             lane, windows.front, windows.stop, windows.final, windows.room, windows.token, windows.choice,

@@ -1,6 +1,6 @@
 """The attention kernels of single-query rows and of cohorts, and the kernel that writes new rows into the pools.
 
-Single-query rows (``alone``): a program computes one row, one key head and one split of the row's keys. If each query
+Single-query rows (decode): a program computes one row, one key head and one split of the row's keys. If each query
 head has its own keys, every position within a block of keys runs its own online softmax, and all are merged after the
 loop, so no step waits for other threads; query heads that share keys are computed by a matrix product. The last program
 of a row to finish combines the splits. Cohorts: a program computes a block of queries of one head.
@@ -142,7 +142,7 @@ def _walk_shared(
     own,  # [heads]
     own_value, ids, begin, end, keys, values, key_row, value_row, scale, SIZE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Equals :func:`_walk_one` for heads that share their keys."""
+    """Returns the same as :func:`_walk_one`, for all query heads that share one key head."""
     EXACT: tl.constexpr = "ieee" if keys.dtype.element_ty == tl.float32 else "tf32"
     top = own
     total = tl.where(top == -float("inf"), 0.0, 1.0)

@@ -28,9 +28,9 @@ class Cohort(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Cohorts split into tiles of ``block`` rows: int32 ``[tiles, 4]``, first row, end of cohort, lane and iteration.
+    """Cohorts cut into tiles of ``block`` rows; ``table [tiles, 4]``: first row, end of its cohort, lane, iteration.
 
-    A tile whose first row is not below the end is padding.
+    The table is int32. A tile whose first row is not below the end is padding.
     """
 
     block: int
@@ -38,17 +38,17 @@ class Tiles(NamedTuple):
 
 
 class LedgerRows(NamedTuple):
-    """Describes the query rows of a pass and the pool rows that each attends to.
+    """Describes the ``n`` query rows of a pass, and the rows of the KV pools that each query row attends to.
 
     Attributes:
         index: int32 ``[lanes, iterations, slots]``, the pool row that an iteration reads for a slot; -1 for none.
-        lane, slot, iteration: int64 ``[n]``, one entry per row.
-        row: int64 ``[n]``, the pool row of each row's own keys and values.
-        alone: number of single-query rows, which come first; the others are in cohorts.
+        lane, slot, iteration: int64 ``[n]``, of each query row.
+        row: int64 ``[n]``, the pool row that holds the query row's own keys and values.
+        num_single: number of single-query rows, which come first; all later query rows are in cohorts.
         cohorts: the cohorts, in order.
         longest: upper bound of ``slot + 1`` over the single-query rows; ``None``: all slots of the index.
-        tiles: used instead of ``cohorts`` by captured kernels, which read tiles from memory; must cover all cohort
-            rows, even padding rows, which attend to nothing (slot -1).
+        tiles: replaces ``cohorts`` in CUDA graphs, whose kernels read tiles from device memory; must cover all query
+            rows of cohorts, even padding rows, which attend to nothing (slot -1).
     """
 
     index: Tensor
@@ -56,18 +56,18 @@ class LedgerRows(NamedTuple):
     slot: Tensor
     iteration: Tensor
     row: Tensor
-    alone: int
+    num_single: int
     cohorts: tuple[Cohort, ...] = ()
     longest: int | None = None
     tiles: Tiles | None = None
 
     @property
     def reach(self) -> int:
-        """The number of leading slots of the index that single-query rows may read."""
+        """The number of slots, from slot 0, that single-query rows may read."""
         return self.index.shape[2] if self.longest is None else min(self.longest, self.index.shape[2])
 
     def select(self, span: slice, cohorts: tuple[Cohort, ...] = ()) -> LedgerRows:
-        """Selects the rows ``span`` of the pass; row numbers in ``cohorts`` count from the start of ``span``."""
+        """Selects the query rows ``span``; row numbers in ``cohorts`` must count from the start of ``span``."""
         lane, slot, iteration, row = (values[span] for values in (self.lane, self.slot, self.iteration, self.row))
         return self._replace(lane=lane, slot=slot, iteration=iteration, row=row, cohorts=cohorts)
 
@@ -77,6 +77,7 @@ class Projection(NamedTuple):
 
     Attributes:
         heads: number of query heads, a multiple of ``key_heads``, the number of key heads and of value heads.
+        size: the head dimension.
         packed: whether the layout is ``[heads, 3, size]`` (GPT-NeoX) instead of all queries, all keys, all values.
         rotary: the number of leading elements of a head that rotary embedding rotates; even, 0 for none.
         bias: bias still to be added to the product, in the same layout; ``None`` for none.
@@ -95,7 +96,7 @@ class Projection(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """The position of each row, int64 ``[n]``, and tables of cosines and sines by position.
+    """The position of each row, int64 ``[n]``, and tables of rotary cosines and sines by position.
 
     Tables are float32 ``[positions, rotary]``; the second half of a table's row repeats the first, as in Hugging Face.
     """
@@ -143,19 +144,19 @@ def ledger_attention(
 
     Shapes: query ``[n, heads, size]``; keys ``[rows, key heads, size]``, where heads are a multiple of key heads;
     values ``[rows, key heads, value size]``; result ``[n, heads, value size]``. ``scale=None`` is ``size ** -0.5``.
-    Only the kernels use ``scratch``, from :func:`scratch_for`.
+    Only the kernels use ``scratch``, from :func:`scratch_for`; ``size`` is the head dimension.
     """
     # torch's memory-efficient kernel reads rows at addresses it does not check.
     query = query.contiguous()
     mixed = query.new_empty(*query.shape[:2], values.shape[-1])
     step = max(1, GATHERED // max(1, rows.reach * keys.shape[1] * keys.shape[2]))
     with masked_attention():
-        for start in range(0, rows.alone, step):
-            part = slice(start, min(start + step, rows.alone))
-            mixed[part] = _alone(query[part], keys, values, rows, part, window, scale)
+        for start in range(0, rows.num_single, step):
+            part = slice(start, min(start + step, rows.num_single))
+            mixed[part] = _attend_single(query[part], keys, values, rows, part, window, scale)
         for cohort in rows.cohorts:
             part = slice(cohort.start, cohort.stop)
-            mixed[part] = _together(query[part], keys, values, rows, cohort, window, scale)
+            mixed[part] = _attend_cohort(query[part], keys, values, rows, cohort, window, scale)
     return mixed
 
 
@@ -166,10 +167,10 @@ def _seen(ids: Tensor, slot: Tensor, window: int | None) -> Tensor:
     return seen if window is None else seen & (slots > slot[:, None] - window)
 
 
-def _alone(
+def _attend_single(
     query: Tensor, keys: Tensor, values: Tensor, rows: LedgerRows, part: slice, window: int | None, scale: float | None
 ) -> Tensor:
-    """Computes single-query rows in one call: batch = rows, heads = key heads, queries = query heads of a key head."""
+    """Computes single-query rows in one SDPA call: batch = rows, heads = key heads, queries = heads per key head."""
     ids = rows.index[rows.lane[part], rows.iteration[part], : rows.reach]
     seen = _seen(ids, rows.slot[part], window)
     # Unseen slots read the query's own row: an unwritten row may hold NaN, and NaN times zero is NaN.
@@ -181,7 +182,7 @@ def _alone(
     return mixed.flatten(1, 2).masked_fill(~seen.any(1)[:, None, None], 0.0)
 
 
-def _together(
+def _attend_cohort(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -190,7 +191,7 @@ def _together(
     window: int | None,
     scale: float | None,
 ) -> Tensor:
-    """Computes attention of a cohort's rows, which share keys, in one call whose batch is the key heads."""
+    """Computes a cohort in one SDPA call: batch = key heads, heads = query heads per key head, queries = rows."""
     ids = rows.index[cohort.lane, cohort.iteration, : cohort.last_slot + 1]
     seen = _seen(ids, rows.slot[cohort.start : cohort.stop], window)
     ids = torch.where(ids >= 0, ids, rows.row[cohort.start])
@@ -228,16 +229,16 @@ def decode_attention(
     scratch: Scratch | None = None,
     dependent: bool = False,
 ) -> Tensor:
-    """Computes :func:`enter` and :func:`ledger_attention` for the single-query rows; returns ``[alone, heads, size]``.
+    """Computes :func:`enter`, then :func:`ledger_attention`, for single-query rows: ``[num_single, heads, size]``.
 
     These rows must not attend to one another, only to their own keys and those of earlier passes. The result is
-    written to ``out`` (contiguous) if given. With ``dependent``, the kernel starts while its predecessor still runs:
-    all inputs except ``qkv`` must have been written before the last launch without ``dependent``.
+    written to ``out`` (contiguous) if given. ``dependent`` is programmatic dependent launch: the kernel starts while
+    its predecessor still runs; all inputs except ``qkv`` must be written before the last launch without ``dependent``.
     """
-    alone = rows.alone
-    first = rows.select(slice(alone))
-    turn = turn._replace(position=turn.position[:alone])
-    query = enter(qkv[:alone], keys, values, first.row, projection, turn)
+    single = rows.num_single
+    first = rows.select(slice(single))
+    turn = turn._replace(position=turn.position[:single])
+    query = enter(qkv[:single], keys, values, first.row, projection, turn)
     mixed = ledger_attention(query, keys, values, first, window=window, scale=scale)
     return mixed if out is None else out.copy_(mixed.view(out.shape))
 

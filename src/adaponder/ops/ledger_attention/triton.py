@@ -51,9 +51,9 @@ def ledger_attention(
     scratch: Scratch | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """Equals :func:`adaponder.ops.ledger_attention.torch.ledger_attention`."""
+    """Computes attention over the pool rows that the index lists, like ``ledger_attention`` in torch.py."""
     mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
-    _alone(query, keys, values, rows, mixed, (None,) * 7, {}, window, scale, scratch, splits)
+    _attend_single(query, keys, values, rows, mixed, (None,) * 7, {}, window, scale, scratch, splits)
     if rows.cohorts or rows.tiles is not None:
         _cohorts(query, keys, values, rows, mixed, window, scale)
     return mixed
@@ -74,18 +74,18 @@ def decode_attention(
     dependent: bool = False,
     splits: int | None = None,
 ) -> Tensor:
-    """Equals :func:`adaponder.ops.ledger_attention.torch.decode_attention`; ``splits`` overrides :func:`splits_for`."""
+    """Computes :func:`enter` and attention in one kernel, like torch.py; ``splits`` overrides :func:`splits_for`."""
     heads, size = projection.heads, projection.size
     if out is None:
-        out = torch.empty(rows.alone, heads, size, dtype=keys.dtype, device=keys.device)
+        out = torch.empty(rows.num_single, heads, size, dtype=keys.dtype, device=keys.device)
     options = _entry_options(projection) | {"DEPENDENT": dependent} | ({"launch_pdl": True} if dependent else {})
     entry = (rows.row, *_entry(projection, turn))
-    _alone(qkv, keys, values, rows, out.view(-1, heads, size), entry, options, window, scale, scratch, splits)
+    _attend_single(qkv, keys, values, rows, out.view(-1, heads, size), entry, options, window, scale, scratch, splits)
     return out
 
 
 def enter(qkv: Tensor, keys: Tensor, values: Tensor, row: Tensor, projection: Projection, turn: Turn) -> Tensor:
-    """Equals :func:`adaponder.ops.ledger_attention.torch.enter`."""
+    """Writes new keys and values into the pools and returns the queries, like ``enter`` in torch.py."""
     query = torch.empty(qkv.shape[0], projection.heads, projection.size, dtype=keys.dtype, device=keys.device)
     if qkv.shape[0]:
         with on_device_of(qkv):
@@ -120,7 +120,7 @@ def _bounded(window: int | None, rows: LedgerRows) -> int | None:
     return None if window is None or window >= rows.index.shape[2] else window
 
 
-def _alone(
+def _attend_single(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -133,16 +133,20 @@ def _alone(
     scratch: Scratch | None,
     splits: int | None,
 ) -> None:
-    if not rows.alone:
+    if not rows.num_single:
         return
     _, key_heads, size = keys.shape
     heads, window = mixed.shape[1], _bounded(window, rows)
     reach = rows.reach if window is None else min(rows.reach, window)
-    programs, processors = rows.alone * key_heads, _processors(keys.device)
+    programs, processors = rows.num_single * key_heads, _processors(keys.device)
     splits = splits_for(programs, processors, reach) if splits is None else splits
     if splits > 1 and scratch is None:
-        scratch = scratch_for(rows.alone, heads, size, keys.device)
-    if splits > 1 and scratch is not None and scratch.partial.numel() < (entries := rows.alone * heads * splits) * size:
+        scratch = scratch_for(rows.num_single, heads, size, keys.device)
+    if (
+        splits > 1
+        and scratch is not None
+        and scratch.partial.numel() < (entries := rows.num_single * heads * splits) * size
+    ):
         raise ValueError(
             f"scratch.partial={tuple(scratch.partial.shape)} is too small: {entries} entries of {size} needed"
         )
@@ -162,7 +166,7 @@ def _alone(
         "num_warps": warps,
     }
     with on_device_of(query):
-        kernels.alone_kernel[(key_heads, splits, rows.alone)](
+        kernels.alone_kernel[(key_heads, splits, rows.num_single)](
             query, keys, values, mixed, rows.index, rows.lane, rows.slot, rows.iteration,
             *entry, *((None, None, None) if scratch is None else scratch),
             query.stride(0), keys.stride(0), values.stride(0), *rows.index.stride()[:2], _base_2(scale, size), window,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from adaponder.ops import chunks
-from adaponder.ops.chunks import add_slopes, as_rows, narrowed, sums_of
+from adaponder.ops.chunks import add_gradients, as_rows, narrowed, sums_of
 from adaponder.ops.precision import wide_dtype, widened
 
 IGNORE = -100
@@ -33,13 +33,13 @@ class Pointwise(NamedTuple):
 
     Attributes:
         losses: (logits, targets) -> loss of each token, ``[n]``, in at least float32.
-        slopes: (logits, targets, d loss) -> d logits in the logits' precision; may overwrite the logits.
-        both: (logits, targets, d loss) -> (losses, d logits), as the two above; may overwrite the logits.
+        gradients: (logits, targets, d loss) -> d logits in the logits' precision; may overwrite the logits.
+        both: (logits, targets, d loss) -> (losses, d logits): both of the above; may overwrite the logits.
         elements: the maximum number of logits to hold at once; ``None``: ``chunks.CHUNK_ELEMENTS``.
     """
 
     losses: Callable[[Tensor, Tensor], Tensor]
-    slopes: Callable[[Tensor, Tensor, Tensor], Tensor]
+    gradients: Callable[[Tensor, Tensor, Tensor], Tensor]
     both: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     elements: int | None = None
 
@@ -48,15 +48,15 @@ def _losses(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(widened(logits), targets, ignore_index=IGNORE, reduction="none")
 
 
-def _slopes(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
+def _gradients(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
     """Returns ``grad`` times d loss / d logits (softmax minus one-hot); zeros for ignored targets."""
-    slope = widened(logits).softmax(-1)
+    grad_logits = widened(logits).softmax(-1)
     hit = targets.clamp_min(0)[:, None]
-    slope.scatter_add_(1, hit, torch.full_like(hit, -1, dtype=slope.dtype))
-    return slope.mul_((grad * (targets != IGNORE))[:, None]).to(logits.dtype)
+    grad_logits.scatter_add_(1, hit, torch.full_like(hit, -1, dtype=grad_logits.dtype))
+    return grad_logits.mul_((grad * (targets != IGNORE))[:, None]).to(logits.dtype)
 
 
-_PLAIN = Pointwise(_losses, _slopes, lambda z, t, g: (_losses(z, t), _slopes(z, t, g)))
+_PLAIN = Pointwise(_losses, _gradients, lambda z, t, g: (_losses(z, t), _gradients(z, t, g)))
 
 
 def linear_cross_entropy(
@@ -154,10 +154,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, rows.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             logits = torch.nn.functional.linear(rows[part], *head)
-            slope = ctx.pointwise.slopes(logits, targets[part], grad[part])
+            grad_logits = ctx.pointwise.gradients(logits, targets[part], grad[part])
             if grad_rows is not None:
-                grad_rows[part] = slope @ head[0]
-            add_slopes(*totals, slope, rows[part])
+                grad_rows[part] = grad_logits @ head[0]
+            add_gradients(*totals, grad_logits, rows[part])
         grads = (x if x is None else x.to(like.dtype) for x, like in zip(totals, parameters, strict=True))
         return grad_rows, *grads, None, None, None
 
@@ -186,10 +186,10 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         for start in range(0, rows.shape[0], chunk):
             part = slice(start, start + chunk)
             logits = torch.nn.functional.linear(rows[part], *head)
-            losses[part], slope = pointwise.both(logits, targets[part], token_weights[part])
+            losses[part], grad_logits = pointwise.both(logits, targets[part], token_weights[part])
             if totals[0] is not None:
-                chunks.add_product_(totals[0][part], slope, head[0])
-            add_slopes(*totals[1:], slope, rows[part])
+                chunks.add_product_(totals[0][part], grad_logits, head[0])
+            add_gradients(*totals[1:], grad_logits, rows[part])
         ctx.save_for_backward(*totals)
         ctx.dtypes = [None if x is None else x.dtype for x in (rows, weight, bias)]
         return (losses * token_weights).sum()

@@ -21,21 +21,21 @@ def losses(logits: Tensor, targets: Tensor) -> Tensor:
     return out
 
 
-def slopes_(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
+def gradients_(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
     """Overwrites each row of logits with its gradient, ``(softmax(z) - onehot(target)) * grad``; returns the tensor."""
     # An expanded gradient (of a sum) has stride 0, but the kernel assumes stride 1.
-    launch_rows(_slopes_kernel, logits, targets, grad.contiguous(), IGNORE)
+    launch_rows(_gradients_kernel, logits, targets, grad.contiguous(), IGNORE)
     return logits
 
 
-def losses_and_slopes_(logits: Tensor, targets: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes :func:`losses` and :func:`slopes_` by one kernel, which reads a row twice and writes it once."""
+def losses_and_gradients_(logits: Tensor, targets: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes :func:`losses` and :func:`gradients_` by one kernel, which reads a row twice and writes it once."""
     out = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    launch_rows(_losses_and_slopes_kernel, logits, targets, out, grad.contiguous(), IGNORE)
+    launch_rows(_losses_and_gradients_kernel, logits, targets, out, grad.contiguous(), IGNORE)
     return out, logits
 
 
-_FUSED = Pointwise(losses, slopes_, losses_and_slopes_, CHUNK_ELEMENTS)
+_FUSED = Pointwise(losses, gradients_, losses_and_gradients_, CHUNK_ELEMENTS)
 linear_cross_entropy = partial(plain.linear_cross_entropy, pointwise=_FUSED)
 linear_cross_entropy_sum = partial(plain.linear_cross_entropy_sum, pointwise=_FUSED)
 
@@ -50,18 +50,18 @@ def _losses_kernel(logits, targets, out, ignore, vocabulary, stride, BLOCK: tl.c
 
 
 @triton.jit
-def _slopes_kernel(logits, targets, grads, ignore, vocabulary, stride, BLOCK: tl.constexpr):
+def _gradients_kernel(logits, targets, grads, ignore, vocabulary, stride, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
     column = tl.arange(0, BLOCK)
     top, total = normaliser(row, column, vocabulary, BLOCK)
     target = tl.load(targets + index)
     grad = tl.where(target != ignore, tl.load(grads + index), 0.0)
-    _write_slopes(row, column, target, grad, top, total, vocabulary, BLOCK)
+    _write_gradients(row, column, target, grad, top, total, vocabulary, BLOCK)
 
 
 @triton.jit
-def _losses_and_slopes_kernel(logits, targets, out, grads, ignore, vocabulary, stride, BLOCK: tl.constexpr):
+def _losses_and_gradients_kernel(logits, targets, out, grads, ignore, vocabulary, stride, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
     column = tl.arange(0, BLOCK)
@@ -71,7 +71,7 @@ def _losses_and_slopes_kernel(logits, targets, out, grads, ignore, vocabulary, s
     grad = tl.where(target != ignore, tl.load(grads + index), 0.0)
     # Every warp reads the target's logit, so all must have read it before one overwrites it.
     tl.debug_barrier()
-    _write_slopes(row, column, target, grad, top, total, vocabulary, BLOCK)
+    _write_gradients(row, column, target, grad, top, total, vocabulary, BLOCK)
 
 
 @triton.jit
@@ -83,9 +83,9 @@ def _loss(row, target, top, total, ignore, vocabulary):
 
 
 @triton.jit
-def _write_slopes(row, column, target, grad, top, total, vocabulary, BLOCK: tl.constexpr):
+def _write_gradients(row, column, target, grad, top, total, vocabulary, BLOCK: tl.constexpr):
     for start in range(0, vocabulary, BLOCK):
         at = start + column
         z = tl.load(row + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32)
-        slope = tl.exp(z - top) / total - tl.where(at == target, 1.0, 0.0)
-        tl.store(row + at, slope * grad, mask=at < vocabulary)
+        grad_logits = tl.exp(z - top) / total - tl.where(at == target, 1.0, 0.0)
+        tl.store(row + at, grad_logits * grad, mask=at < vocabulary)

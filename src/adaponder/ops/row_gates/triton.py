@@ -18,7 +18,7 @@ FEATURES, WARPS = 4, 4
 
 
 def stacked_gates(stacked: StackedGates, hidden: Tensor, iteration: Tensor, *, counter: Tensor | None = None) -> Tensor:
-    """Equals :func:`adaponder.ops.row_gates.torch.stacked_gates`."""
+    """Returns each row's gate logit, by the gate of its iteration, like ``stacked_gates`` in torch.py."""
     inner = stacked.inner
     rows, inputs = hidden.shape
     if rows > FEW or inner is None or hidden.stride(-1) != 1 or inner.dtype != hidden.dtype:

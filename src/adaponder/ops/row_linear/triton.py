@@ -74,7 +74,7 @@ def _counter(device: torch.device) -> Tensor:
 
 
 def row_norm(x: Tensor, norm: Norm) -> Tensor:
-    """Equals :func:`adaponder.ops.row_linear.torch.row_norm`, but rounds only the result."""
+    """Applies a norm to each row, like ``row_norm`` in torch.py, but rounds only the result."""
     return _norms(x.reshape(-1, x.shape[-1]), norm, norm, 1)[0].reshape(x.shape)
 
 
@@ -103,7 +103,7 @@ class _Map(NamedTuple):
 
 
 def normed_linears(x: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """Equals :func:`adaponder.ops.row_linear.torch.normed_linears`; outputs of the kernels are views of one tensor."""
+    """Returns ``activation(linear(norm(x)))`` of each piece; outputs of the kernels are views of one tensor."""
     maps = [_Map(linear, piece.norm, piece.activation) for piece in pieces for linear in piece.linears]
     if x.shape[0] > SOME or len(maps) > 3 or not _plain(x, [single.linear for single in maps]):
         return _many_normed(x, pieces)
@@ -145,7 +145,7 @@ def _maps(x: Tensor, maps: Sequence[_Map]) -> Tensor:
 
 
 def gated_linear(x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation: str) -> Tensor:
-    """Equals :func:`adaponder.ops.row_linear.torch.gated_linear`."""
+    """Computes ``activation(gate(norm(x))) * up(norm(x))``, like ``gated_linear`` in torch.py."""
     rows, inputs = x.shape
     if rows > SOME or not _plain(x, (gate, up)):
         normed = row_norm(x, norm)
@@ -173,7 +173,7 @@ def gated_linear(x: Tensor, gate: Linear, up: Linear, norm: Norm, *, activation:
 
 
 def residual_linears(residual: Tensor, terms: Sequence[Term]) -> Tensor:
-    """Equals :func:`adaponder.ops.row_linear.torch.residual_linears`; for few rows, rounds only the final sum."""
+    """Returns ``residual`` plus the linear layers ``terms``; for few rows, rounds only the final sum."""
     rows, size = residual.shape
     fits = all(_plain(term.x, [term.linear]) for term in terms) and residual.stride(-1) == 1
     if rows > SOME or not 1 <= len(terms) <= 2 or not fits:

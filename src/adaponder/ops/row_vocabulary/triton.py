@@ -1,4 +1,4 @@
-"""Computes a few rows: logits by the matrix-vector kernels, the expectation split over slices of the vocabulary.
+"""Computes logits of a few rows by the matrix-vector kernels, and their expectation over slices of the vocabulary.
 
 A program sums one slice's embeddings, in a block of columns, weighted by an online softmax; a second kernel combines
 the slices by their normalisers. If no row is active, the table is not read.
@@ -42,7 +42,7 @@ def slices_for(width: int) -> Slices:
 
 
 def row_logits(hidden: Tensor, weight: Tensor, *, bias: Tensor | None = None) -> Tensor:
-    """Equals :func:`adaponder.ops.row_vocabulary.torch.row_logits`."""
+    """Computes ``hidden @ weight.T + bias``, like ``row_logits`` in torch.py."""
     if hidden.shape[0] > FEW:
         return functional.linear(hidden, weight, bias)
     return normed_linears(hidden, (Piece((Linear(weight, bias),)),))[0]
@@ -51,7 +51,7 @@ def row_logits(hidden: Tensor, weight: Tensor, *, bias: Tensor | None = None) ->
 def row_expectation(
     logits: Tensor, table: Tensor, active: Tensor | None = None, *, scale: float = 1.0, top_k: None = None
 ) -> Tensor:
-    """Equals :func:`adaponder.ops.row_vocabulary.torch.row_expectation` without ``top_k``."""
+    """Computes ``softmax(logits) @ table * scale`` of active rows, like ``row_expectation`` in torch.py."""
     if logits.shape[0] > ROWS or table.stride(-1) != 1:
         mixed = (softmax_(logits.contiguous(), keep=True).to(table.dtype) @ table).mul_(scale)
         return mixed if active is None else mixed.masked_fill_(~active[:, None], 0.0)

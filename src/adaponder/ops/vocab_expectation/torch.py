@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from adaponder.ops.chunks import add_product_, add_slopes, as_rows, narrowed, sums_of
+from adaponder.ops.chunks import add_gradients, add_product_, as_rows, narrowed, sums_of
 from adaponder.ops.precision import wide_dtype, widened
 
 
@@ -38,13 +38,13 @@ class Pointwise(NamedTuple):
 
     Attributes:
         softmax: (logits, keep) -> probabilities; may overwrite the logits unless ``keep`` is true.
-        slopes: (logits, d probabilities, keep) -> (probabilities, d logits); may overwrite d probabilities, and the
+        gradients: (logits, d probabilities, keep) -> (probabilities, d logits); may overwrite d probabilities, and the
             logits unless ``keep`` is true.
         elements: the maximum number of logits to hold at once; ``None``: ``chunks.CHUNK_ELEMENTS``.
     """
 
     softmax: Callable[[Tensor, bool], Tensor]
-    slopes: Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+    gradients: Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
     elements: int | None = None
 
 
@@ -76,7 +76,7 @@ def vocab_expectation(
         return plain_vocab_expectation(hidden, weight, table, bias=bias, top_k=top_k)
     if pointwise is None:
         pointwise = Pointwise(
-            lambda z, keep: _probability(z, top_k).to(z.dtype), lambda z, dp, keep: _slopes(z, dp, top_k)
+            lambda z, keep: _probability(z, top_k).to(z.dtype), lambda z, dp, keep: _gradients(z, dp, top_k)
         )
     rows, chunk = as_rows(hidden, weight, chunk, pointwise.elements)
     # Logits are stored only if a backward may follow.
@@ -95,12 +95,12 @@ def _probability(logits: Tensor, top_k: int | None) -> Tensor:
     return torch.zeros_like(logits).scatter_(-1, index, best.softmax(-1))
 
 
-def _slopes(logits: Tensor, grad_probability: Tensor, top_k: int | None) -> tuple[Tensor, Tensor]:
+def _gradients(logits: Tensor, grad_probability: Tensor, top_k: int | None) -> tuple[Tensor, Tensor]:
     """Returns p and the gradient of the logits, ``dz = p * (dp - <p, dp>)``; both are zero outside the top k."""
     probability = _probability(logits, top_k)
-    slope = grad_probability.to(probability.dtype)
-    slope = slope - (probability * slope).sum(-1, keepdim=True)
-    return probability.to(logits.dtype), slope.mul_(probability).to(logits.dtype)
+    grad_logits = grad_probability.to(probability.dtype)
+    grad_logits = grad_logits - (probability * grad_logits).sum(-1, keepdim=True)
+    return probability.to(logits.dtype), grad_logits.mul_(probability).to(logits.dtype)
 
 
 class _VocabExpectation(torch.autograd.Function):
@@ -147,11 +147,11 @@ class _VocabExpectation(torch.autograd.Function):
         for index, start in enumerate(range(0, rows.shape[0], ctx.chunk)):
             part = slice(start, start + ctx.chunk)
             logits = kept_logits[index] if ctx.keep_logits else torch.nn.functional.linear(rows[part], weight, bias)
-            probability, slope = ctx.pointwise.slopes(logits, grad[part] @ table.t(), ctx.keep_logits)
+            probability, grad_logits = ctx.pointwise.gradients(logits, grad[part] @ table.t(), ctx.keep_logits)
             if grad_table is not None:
                 add_product_(grad_table, probability.t(), grad[part])
             if grad_rows is not None:
-                grad_rows[part] = slope @ weight
-            add_slopes(grad_weight, grad_bias, slope, rows[part])
+                grad_rows[part] = grad_logits @ weight
+            add_gradients(grad_weight, grad_bias, grad_logits, rows[part])
         grads = (x if x is None else x.to(like.dtype) for x, like in zip(totals, parameters, strict=True))
         return grad_rows, *grads, None, None, None

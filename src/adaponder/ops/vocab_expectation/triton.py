@@ -25,18 +25,18 @@ def softmax_(logits: Tensor, keep: bool = False) -> Tensor:
     return probability
 
 
-def slopes_(logits: Tensor, grad_probability: Tensor, keep: bool = False) -> tuple[Tensor, Tensor]:
+def gradients_(logits: Tensor, grad_probability: Tensor, keep: bool = False) -> tuple[Tensor, Tensor]:
     """Returns p, in place of the logits unless ``keep`` is true, and ``dz = p * (dp - <p, dp>)``, in place of dp.
 
     Logits saved for backward need ``keep``: backward may run twice, and autograd cannot see a kernel overwrite them.
     """
     probability = torch.empty_like(logits) if keep else logits
     strides = probability.stride(0), grad_probability.stride(0)
-    launch_rows(_slopes_kernel, logits, probability, grad_probability, *strides)
+    launch_rows(_gradients_kernel, logits, probability, grad_probability, *strides)
     return probability, grad_probability
 
 
-vocab_expectation = partial(plain.vocab_expectation, pointwise=Pointwise(softmax_, slopes_, CHUNK_ELEMENTS))
+vocab_expectation = partial(plain.vocab_expectation, pointwise=Pointwise(softmax_, gradients_, CHUNK_ELEMENTS))
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _softmax_kernel(logits, probability, probability_stride, vocabulary, stride,
 
 
 @triton.jit
-def _slopes_kernel(
+def _gradients_kernel(
     logits, probability, grads, probability_stride, grad_stride, vocabulary, stride, BLOCK: tl.constexpr
 ):
     index = tl.program_id(0).to(tl.int64)
