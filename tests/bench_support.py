@@ -8,12 +8,8 @@ from adaponder.recipes import load_recipe
 from benchmarks.__main__ import app
 from support import SHAPE
 
-TINY = [
-    *(f"model.backbone.{name}={value}" for name, value in SHAPE.items()),
-    "model.backbone.vocab_size=61",
-    "model.iterations=3",
-    "data.sequence=12",
-]
+TINY = [f"model.backbone.{name}={value}" for name, value in (SHAPE | {"vocab_size": 61}).items()]
+TINY += ["model.iterations=3", "data.sequence=12"]
 SET = [part for override in TINY for part in ("--set", override)]
 QUICK = ["--trust", "--no-record", "--warmup", "0", "--repeats", "2"]
 

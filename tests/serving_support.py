@@ -106,14 +106,8 @@ def serving(
 
     worker = Worker(open_engine, served)
     listening = listen("127.0.0.1", 0)
-    config = uvicorn.Config(
-        make_app(worker, settings),
-        http=bounded(settings.limits),
-        ws="none",
-        lifespan="on",
-        log_level="critical",
-        timeout_graceful_shutdown=5,
-    )
+    how = {"ws": "none", "lifespan": "on", "log_level": "critical", "timeout_graceful_shutdown": 5}
+    config = uvicorn.Config(make_app(worker, settings), http=bounded(settings.limits), **how)
     server = uvicorn.Server(config)
     loops: list[asyncio.AbstractEventLoop] = []
 

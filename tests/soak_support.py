@@ -115,13 +115,7 @@ def draw_body(draw: random.Random) -> dict[str, Any]:
         extension["max_iterations"] = draw.randint(1, 3)
     elif kind == "random":
         extension["policy"] = "random:0.5"
-    body: dict[str, Any] = {
-        "model": NAME,
-        "prompt": prompt,
-        "max_tokens": new,
-        "stream": True,
-        "seed": draw.randrange(2**31),
-    }
+    body = {"model": NAME, "prompt": prompt, "max_tokens": new, "stream": True, "seed": draw.randrange(2**31)}
     body |= draw.choice([{"temperature": 0}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9}])
     if draw.random() < 0.2:
         body |= {"presence_penalty": 0.5, "frequency_penalty": 0.3}
@@ -158,7 +152,7 @@ class StreamedAnswer:
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.depths: list[int] = []
-        self.text, self.finish, self.status = "", None, 0
+        self.status = 0
         self.usage: dict[str, Any] = {}
         self.error: str | None = None
         self.done = False
@@ -173,16 +167,12 @@ class StreamedAnswer:
                 return
             self.usage = chunk.get("usage") or self.usage
             for choice in chunk["choices"]:
-                self.text += choice["text"]
-                self.finish = choice["finish_reason"] or self.finish
                 for token in (choice.get("adaponder") or {}).get("tokens", ()):
                     self.ids.append(token["id"])
                     self.depths.append(token["depth"])
 
 
-async def stream(
-    url: str, body: dict[str, Any], *, key: str | None = None, leave_after: float | None = None
-) -> StreamedAnswer:
+async def stream(url: str, body: dict, *, key: str | None = None, leave_after: float | None = None) -> StreamedAnswer:
     """Asks for a stream and reads it to its end, or hangs up ``leave_after`` seconds after asking."""
     answer, headers = StreamedAnswer(), {} if key is None else {"Authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(timeout=None, trust_env=False, verify=False) as client:  # there is no TLS to verify

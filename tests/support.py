@@ -12,10 +12,8 @@ from adaponder import AdaPonderForCausalLM
 
 VOCABULARY = 61
 POSITIONS = 64
-METHODS = (
-    *("adaponder", "ponder", "loop", "pause", "mor", "ouro", "act", "pondernet"),
-    *("anytime", "relay", "reread", "vanilla"),
-)
+METHODS = ("adaponder", "ponder", "loop", "pause", "mor", "ouro", "act", "pondernet")
+METHODS += ("anytime", "relay", "reread", "vanilla")
 # Their recurrence is that of another method of the list: one family of backbones is enough for them.
 ALIKE = ("act", "pondernet", "relay", "reread")
 HALTING = ("adaponder", "mor", "ouro", "act", "pondernet", "anytime", "relay", "reread")
@@ -65,9 +63,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 }
 
 
-def stock(
-    family: str = "gpt_neox", *, seed: int = 0, dtype: torch.dtype = torch.float64, **settings
-) -> PreTrainedModel:
+def stock(family="gpt_neox", *, seed: int = 0, dtype: torch.dtype = torch.float64, **settings) -> PreTrainedModel:
     """Returns a random stock decoder in evaluation mode; in float64 its RMSNorms are float64 too (stock ones round)."""
     config = copy.deepcopy(DEEPSEEK_V3 if family == "deepseek_v3" else FAMILIES[family])
     config.update(settings)

@@ -6,16 +6,7 @@ import pandas as pd
 from adaponder.analysis.trace import FIXED, About, Trace, columns_of
 
 WORDS = (
-    "the",
-    " cat",
-    "\n",
-    "    ",
-    " naïve",
-    "$x_1$",
-    "<script>alert(1)</script>",
-    "\x1b[31m",
-    "中文",
-    "\\xe2",
+    *("the", " cat", "\n", "    ", " naïve", "$x_1$", "<script>alert(1)</script>", "\x1b[31m", "中文", "\\xe2"),
     "&amp;",
 )
 
@@ -68,9 +59,7 @@ def made_up(
     frame["source"] = pd.Categorical([f"source <{index % sources}>" for index in document])
     blocks = {"nll": own, "full_nll": full, "entropy": np.abs(own) + 0.1, "gate": s}
     numbered = {
-        f"{name}_{i}": values.astype(np.float32)
-        for name, block in blocks.items()
-        for i, values in enumerate(block.T, 1)
+        f"{name}_{i}": row for name, block in blocks.items() for i, row in enumerate(block.astype(np.float32).T, 1)
     }
     # nll_K of the run itself is the prediction's loss, to the last digit that is kept.
     frame["nll"] = own[:, -1].astype(np.float32).astype(np.float64)

@@ -35,30 +35,12 @@ def uneven(folder: Path) -> Path:
 def small(shards: Path, *overrides: str, method: str = "adaponder") -> Recipe:
     """Returns a recipe of eight steps in both stages of a tiny model."""
     shape = SHAPE | {"model_type": "gpt_neox", "max_position_embeddings": 32}
-    return load_recipe(
-        "cpu/demo",
-        [
-            *(f"model.backbone.{key}={value}" for key, value in shape.items()),
-            f"model.method={method}",
-            "model.iterations=3",
-            f"data.source={shards}",
-            "data.sequence=32",
-            "train.steps=8",
-            "train.global_batch=4",
-            "train.gate_lr=1e-2",
-            "train.lr=1e-2",
-            "train.ponder_start=3",
-            "train.ponder_full=5",
-            "train.ponder_weight=1.0",
-            "train.k_max=0.5",
-            "train.eval_every=0",
-            "train.eval_tokens=256",
-            "train.save_every=2",
-            "train.keep=99",
-            "train.log_every=1",
-            *overrides,
-        ],
-    )
+    train = {"steps": 8, "global_batch": 4, "lr": 0.01, "gate_lr": 0.01, "save_every": 2, "keep": 99, "log_every": 1}
+    train |= {"ponder_start": 3, "ponder_full": 5, "ponder_weight": 1.0, "k_max": 0.5}
+    train |= {"eval_every": 0, "eval_tokens": 256}
+    settings = [f"model.method={method}", "model.iterations=3", f"data.source={shards}", "data.sequence=32"]
+    settings += [f"model.backbone.{name}={value}" for name, value in shape.items()]
+    return load_recipe("cpu/demo", [*settings, *(f"train.{name}={value}" for name, value in train.items()), *overrides])
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -18,33 +18,24 @@ from adaponder.evaluation.lab import profiles
 from adaponder.training.run import train
 from fault_support import flip
 from support import stock, tiny
-from training_support import corpus, small
+from training_support import small
 from word_support import small_tokenizer
 
 open_model = AdaPonderForCausalLM.from_pretrained
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, Path]:
+def folders(shards, tmp_path_factory) -> dict[str, Path]:
     """Writes a checkpoint in each way: in training, at its end, by conversion (both ways), by hand."""
     here = tmp_path_factory.mktemp("folders")
-    train(
-        small(corpus(here), "train.steps=3", "train.ponder_start=1", "train.ponder_full=2"),
-        out=here / "run",
-        quiet=True,
-    )
+    train(small(shards, "train.steps=3", "train.ponder_start=1", "train.ponder_full=2"), out=here / "run", quiet=True)
     stock(dtype=torch.float32).save_pretrained(here / "stock")
     small_tokenizer().save_pretrained(here / "stock")
     convert(str(here / "stock"), here / "converted", iterations=2)
     convert(str(here / "converted"), here / "plain", method="backbone")
     tiny(dtype=torch.float32).save_pretrained(here / "saved", max_shard_size="10KB")
-    return {
-        "step": here / "run" / "checkpoints" / "step-00000002",
-        "final": here / "run" / "final",
-        "converted": here / "converted",
-        "plain": here / "plain",
-        "saved": here / "saved",
-    }
+    trained = {"step": here / "run" / "checkpoints" / "step-00000002", "final": here / "run" / "final"}
+    return trained | {name: here / name for name in ("converted", "plain", "saved")}
 
 
 @pytest.fixture

@@ -40,27 +40,21 @@ def model() -> AdaPonderForCausalLM:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """A complete checkpoint; tests break copies of it."""
+    """A checkpoint in one file and one in shards; tests break copies of them."""
     folder = tmp_path_factory.mktemp("saved")
-    support.tiny(dtype=torch.float32).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def saved_in_shards(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("shards")
-    support.tiny(dtype=torch.float32).save_pretrained(folder, max_shard_size="10KB")
+    support.tiny(dtype=torch.float32).save_pretrained(folder / "whole")
+    support.tiny(dtype=torch.float32).save_pretrained(folder / "shards", max_shard_size="10KB")
     return folder
 
 
 @pytest.fixture
 def folder(saved, tmp_path) -> Path:
-    return Path(shutil.copytree(saved, tmp_path / "checkpoint"))
+    return Path(shutil.copytree(saved / "whole", tmp_path / "checkpoint"))
 
 
 @pytest.fixture
-def shards(saved_in_shards, tmp_path) -> Path:
-    return Path(shutil.copytree(saved_in_shards, tmp_path / "checkpoint"))
+def shards(saved, tmp_path) -> Path:
+    return Path(shutil.copytree(saved / "shards", tmp_path / "checkpoint"))
 
 
 def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:

@@ -212,9 +212,7 @@ def test_a_resume_that_is_killed_loses_no_line_of_metrics(recipe, whole, tmp_pat
     assert_as_if_nothing_had_been(out, whole)
 
 
-@pytest.mark.parametrize(
-    "change", [[], ["train.keep=1", "train.log_every=3"]], ids=["the same", "what decides nothing"]
-)
+@pytest.mark.parametrize("change", [[], ["train.keep=1", "train.log_every=3"]], ids=["same", "what decides nothing"])
 def test_resuming_a_finished_run_prints_so_and_changes_nothing(
     shards, whole, tmp_path, monkeypatch, no_training, capsys, change
 ):
@@ -234,9 +232,7 @@ def test_a_finished_run_is_trained_longer_if_changes_are_allowed(shards, whole, 
     assert len(losses(out)) == STEPS + 1
 
 
-def test_a_checkpoint_reaches_the_disk_before_its_name_and_its_name_before_older_ones_go(
-    shards, whole, tmp_path, monkeypatch
-):
+def test_a_checkpoint_is_on_disk_before_its_name_and_its_name_before_others_go(shards, whole, tmp_path, monkeypatch):
     """What a kill cannot show and a power cut would: the order of flushes, rename and prune."""
     out, order = stopped_after(whole, 4, tmp_path / "run"), []
 
@@ -278,11 +274,6 @@ def test_a_run_killed_twice_at_random_ends_like_one_that_was_not(shards, whole, 
     assert_as_if_nothing_had_been(out, whole)
 
 
-def full_within(folder: str) -> Callable[[Path], None]:
-    original = files.flush
-    return lambda path: (full_disk if folder in str(path) else original)(path)
-
-
 def limited_to(size: int) -> Callable[..., None]:
     """Saves under a real limit of the kernel instead of a raised error: safetensors has errors of its own."""
     original = checkpoint.save_checkpoint
@@ -303,7 +294,7 @@ FULL = {
     "weights": (AdaPonderForCausalLM, "save_pretrained", full_disk),
     "manifest": (manifest, "replace_file", full_disk),
     "100 bytes left": (checkpoint, "save_checkpoint", limited_to(100)),
-    "flush": (files, "flush", full_within(".partial-step-00000005")),
+    "flush": (files, "flush", lambda path, flush=files.flush: (full_disk if PARTIAL in str(path) else flush)(path)),
     "rename": (Path, "rename", full_disk),
 }
 
@@ -345,9 +336,7 @@ def forward_at(step: int, *, before: Callable[[Trainer], Any] | None = None, aft
         ("a file of the run", Telemetry, "advance"),
     ],
 )
-def test_a_disk_that_fills_up_between_saves_ends_the_run_in_one_line(
-    shards, whole, tmp_path, monkeypatch, named, owner, call
-):
+def test_a_disk_that_fills_up_between_saves_ends_the_run(shards, whole, tmp_path, monkeypatch, named, owner, call):
     out, rarely = tmp_path / "run", recipe_of(shards, "train.save_every=0")
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_forward", forward_at(S0, before=lambda _: patch.setattr(owner, call, full_disk)))
@@ -484,10 +473,6 @@ def nothing(whole: Path, out: Path) -> None:
     pass
 
 
-def only_final(whole: Path, out: Path) -> None:
-    shutil.copytree(whole / "final", out / "final")
-
-
 AUTO, LONGER = {"resume": "auto"}, (f"train.steps={STEPS + 1}",)
 REFUSALS = {
     "a parent that does not exist": Refusal(nothing, {"out": "absent/run"}, InputError, "--out .*absent"),
@@ -521,7 +506,11 @@ REFUSALS = {
         finished(), AUTO | {"weights_only": True}, InputError, "--weights-only", LONGER
     ),
     "a finished run without checkpoints": Refusal(
-        only_final, AUTO | {"allow_changes": True}, CheckpointError, "--weights-only", LONGER
+        lambda whole, out: shutil.copytree(whole / "final", out / "final"),
+        AUTO | {"allow_changes": True},
+        CheckpointError,
+        "--weights-only",
+        LONGER,
     ),
     "over a run, from its final model": Refusal(
         finished(), {"resume": "OUT/final", "weights_only": True}, InputError, "--out .*step-"
@@ -608,9 +597,7 @@ def signals_at(step: int, *numbers: int) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 0), (signal.SIGINT, S0)])
-def test_a_signal_stops_at_the_step_boundary_with_a_checkpoint(
-    shards, whole, tmp_path, monkeypatch, capsys, number, step
-):
+def test_a_signal_stops_the_run_at_a_step_with_a_checkpoint(shards, whole, tmp_path, monkeypatch, capsys, number, step):
     rarely, out = recipe_of(shards, "train.save_every=0"), tmp_path / "run"
     handlers = [signal.getsignal(signal_number) for signal_number in (signal.SIGTERM, signal.SIGINT)]
     with monkeypatch.context() as patch:

@@ -156,16 +156,10 @@ def padded_batch() -> tuple[Tensor, Tensor]:
 def forward_values(model: AdaPonderForCausalLM, execution: str) -> Iterator[tuple[str, Any]]:
     """Yields loss, logits, gates, depths and the states of every iteration of one forward in evaluation mode."""
     tokens, mask = padded_batch()
+    labels = tokens.masked_fill(mask == 0, -100)
+    returned = {"output_iteration_logits": True, "output_hidden_states": True}
     with torch.no_grad():
-        output = model(
-            tokens,
-            attention_mask=mask,
-            labels=tokens.masked_fill(mask == 0, -100),
-            execution=execution,
-            output_iteration_logits=True,
-            output_hidden_states=True,
-            seed=3,
-        )
+        output = model(tokens, attention_mask=mask, labels=labels, execution=execution, seed=3, **returned)
     yield from {"loss": output.loss, "depth": output.depth}.items()
     for name in ("logits", "gates", "iteration_logits"):
         if (value := getattr(output, name)) is not None:
@@ -173,9 +167,7 @@ def forward_values(model: AdaPonderForCausalLM, execution: str) -> Iterator[tupl
     yield "hidden_states", torch.stack([state[mask.bool()] for state in output.hidden_states])
 
 
-def training_values(
-    model: AdaPonderForCausalLM, execution: str, objective: Objective, **options: Any
-) -> Iterator[tuple[str, Any]]:
+def training_values(model: AdaPonderForCausalLM, execution: str, objective: Objective, **options: Any) -> Iterator:
     """Yields the terms of a training loss, and the gradients of the backbone and of what the method adds."""
     tokens, mask = padded_batch()
     model.train().zero_grad(set_to_none=True)
@@ -361,8 +353,6 @@ def prepared_values(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 PREPARE = ("prepare", "text.jsonl", "--tokenizer", "train-bpe:300", "--validation", "0.1", "--workers", "1")
-
-
 METRICS = {"loss", "cross_entropy", "ponder", "grad_norm", "lr", "mean_depth", "halted", "validation_loss"}
 TRAIN = ("train", "recipe.yaml", "--out", "run", "--resume", "auto")
 

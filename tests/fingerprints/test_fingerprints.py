@@ -8,8 +8,6 @@ import pytest
 from fingerprints import DTYPES, GROUPS, METHODS, VALUES, differences, group_values, machine
 
 RECORDED = json.loads(VALUES.read_text())
-
-
 CASES = [(group, precision) for group in GROUPS for precision in (DTYPES if group in METHODS else ["both"])]
 
 

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).resolve().parents[2] / folder) for folder in ("src", "", "tests")]
 
 import torch
 from engine_support import SETTINGS, Ended, assert_all_as_alone, draw_engine, draw_requests, run_all
@@ -142,9 +141,8 @@ def random_engines(asked: argparse.Namespace) -> dict[str, Any]:
         method, family = draw.choice(METHODS), draw.choice(list(FAMILIES))
         iterations = 1 if method == "vanilla" else draw.choice([2, 3, 4])
         model = tiny(method, family, iterations=iterations, **SETTINGS.get(method, {})).eval()
-        requests = draw_requests(
-            10, seed, halts=model.method.halts, iterations=iterations, sampled=0.4, extras=0.5, longest=12
-        )
+        shares = {"sampled": 0.4, "extras": 0.5}
+        requests = draw_requests(10, seed, halts=model.method.halts, iterations=iterations, longest=12, **shares)
         options = draw_engine(draw, model.method.slots_per_token(iterations))
         engine = Engine(model, tokens=40, body=draw.choice([None, "stock"]), **options)
         crowded = draw.random() < 0.5
@@ -168,13 +166,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engines", type=int, default=60, help="number in the last part")
 
 
-PARTS = {
-    "mixed requests": mixed,
-    "preempted without help": preempted,
-    "cancelled at random": cancelled,
-    "failing requests": failing,
-    "random engines": random_engines,
-}
+PARTS = {"mixed requests": mixed, "preempted without help": preempted, "cancelled at random": cancelled}
+PARTS |= {"failing requests": failing, "random engines": random_engines}
 
 if __name__ == "__main__":
     sys.exit(run_parts(PARTS, Path(__file__).with_suffix(".json"), _options, __doc__, packages=()))

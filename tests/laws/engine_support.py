@@ -182,9 +182,8 @@ def solo(model: AdaPonderForCausalLM, request: Request, **options: Any) -> list[
 
 def assert_alike(first: Completion, second: Completion) -> None:
     """Asserts that two completions of a request agree; numbers up to float64's rounding."""
-    assert (first.ids, first.depths, first.finish_reason) == (second.ids, second.depths, second.finish_reason), (
-        first.request
-    )
+    for name in ("ids", "depths", "finish_reason"):
+        assert getattr(first, name) == getattr(second, name), first.request
     for completion_tokens in zip(first.tokens, second.tokens, strict=True):
         assert_near(*map(asdict, completion_tokens))
     prompts = [completion.prompt_log_probabilities for completion in (first, second)]

@@ -85,14 +85,8 @@ def decode(model: AdaPonderForCausalLM, case: Case, chunks: Sequence[int], **kwa
         end = min(case.ids.shape[1], start + chunk)
         if end == start:
             break
-        output = model(
-            case.ids[:, start:end],
-            attention_mask=case.mask[:, :end],
-            past_key_values=ledger,
-            use_cache=True,
-            seed=3,
-            **kwargs,
-        )
+        read = {"attention_mask": case.mask[:, :end], "past_key_values": ledger}
+        output = model(case.ids[:, start:end], **read, use_cache=True, seed=3, **kwargs)
         ledger, start = output.past_key_values, end
         logits.append(output.logits)
     return {"logits": torch.cat(logits, 1)[case.real], "depth": ledger.depth, "rows": torch.tensor(ledger.rows)}

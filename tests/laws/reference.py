@@ -58,9 +58,7 @@ def weights(model) -> dict[str, Tensor]:
     return {name.removeprefix("backbone."): value for name, value in model.named_parameters()}
 
 
-def ponder(
-    w: dict[str, Tensor], config, ids: Tensor, real: Tensor, *, steps: int, scale: float, first: float
-) -> Tensor:
+def ponder(w: dict, config, ids: Tensor, real: Tensor, *, steps: int, scale: float, first: float) -> Tensor:
     """Computes PonderLM's logits after ``steps`` ponder steps and one last pass, without a cache."""
     table = w["gpt_neox.embed_in.weight"] * scale
     embedding = table[ids] * first

@@ -16,18 +16,15 @@ def test_values_and_gradients_equal_the_plain_reference(seed, padding, execution
     model = tiny("adaponder", iterations=4, seed=seed, embedding_scale=3.0, initial_multiplier=1.5, tau=0.45)
     case = make_case(3, 12, 4, "ragged", padding, seed)
     objective = Objective(ponder_weight=0.3, ponder_fraction=0.35)
-
     model.zero_grad()
     logits, gates, depth = reference.adaponder(model, case.ids, case.real)
     expected = reference.adaponder_loss(logits, gates, case.ids, case.real, weight=0.3, fraction=0.35)
     expected.backward()
     wanted = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
     model.zero_grad()
     labels = case.ids.masked_fill(~case.real, -100)
     output = model(case.ids, attention_mask=case.mask, labels=labels, objective=objective, execution=execution)
     output.loss.backward()
-
     assert torch.equal(output.depth, depth)
     assert depth[case.real].unique().numel() > 1, "the gates must disagree for this to test anything"
     assert_close(output.logits[case.real], logits[case.real], "logits")
@@ -62,9 +59,8 @@ def test_another_policy_decides_the_mask_alone():
 def test_ponder_is_ponderlm(first):
     model = tiny("ponder", iterations=4, embedding_scale=4.0, initial_multiplier=first)
     case = make_case(2, 10, 4, "none", "left", 2)
-    expected = reference.ponder(
-        reference.weights(model), model.backbone.config, case.ids, case.real, steps=3, scale=4.0, first=first
-    )
+    weights, config = reference.weights(model), model.backbone.config
+    expected = reference.ponder(weights, config, case.ids, case.real, steps=3, scale=4.0, first=first)
     for execution in ("dense", "compact"):
         output = model(case.ids, attention_mask=case.mask, execution=execution)
         assert_close(output.logits[case.real], expected[case.real], execution)

@@ -11,15 +11,8 @@ from support import HALTING, METHODS, ids, tiny
 
 models = {method: tiny(method, "gpt_neox", iterations=3) for method in METHODS}
 CAUSAL = [
-    LearnedGate(0.5),
-    LearnedGate((0.3, 0.7)),
-    FixedDepth(2),
-    Random(0.5),
-    RandomRates(),
-    Entropy(2.0),
-    Divergence(0.3),
-    Change(0.5),
-    Uniform((0.4, 0.6), keep=0.5),
+    *(LearnedGate(0.5), LearnedGate((0.3, 0.7)), FixedDepth(2), Random(0.5), RandomRates(), Entropy(2.0)),
+    *(Divergence(0.3), Change(0.5), Uniform((0.4, 0.6), keep=0.5)),
 ]
 
 

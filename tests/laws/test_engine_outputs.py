@@ -54,27 +54,19 @@ def test_a_prompt_of_one_token_has_one_entry_and_outputs_that_are_not_requested_
         assert [(token.id, token.log_probability) for token in done.prompt_log_probabilities] == [(7, None)]
     (done,) = completed(model, Request(PROMPT, max_new_tokens=3, temperature=0.0))
     assert done.prompt_log_probabilities is None
-    assert {(token.log_probability, token.top, token.gates, token.iteration_top) for token in done.tokens} == {
-        (None, (), (), ())
-    }
+    details = {(token.log_probability, token.top, token.gates, token.iteration_top) for token in done.tokens}
+    assert details == {(None, (), (), ())}
 
 
 @pytest.mark.parametrize(
     ("method", "asked"),
     [
-        ("adaponder", {}),
+        *((method, {}) for method in ("adaponder", "ouro", "act", "anytime", "relay", "reread")),
+        *((method, {"policy": FixedDepth(3)}) for method in ("mor", "ouro", "act")),
         ("adaponder", {"policy": Random(0.5)}),
         ("adaponder", {"max_iterations": 2}),
-        ("mor", {"policy": FixedDepth(3)}),
-        ("ouro", {}),
-        ("ouro", {"policy": FixedDepth(3)}),
-        ("act", {}),
-        ("act", {"policy": FixedDepth(3)}),
         ("pondernet", {"policy": SampledExit()}),
-        ("anytime", {}),
         ("anytime", {"policy": RandomRates()}),
-        ("relay", {}),
-        ("reread", {}),
     ],
 )
 def test_gates_and_early_predictions_are_those_of_the_models_forward(method, asked):

@@ -78,9 +78,7 @@ def poison_the_allocator():
     """Leaves freed blocks full of NaN, small and large ones, where the next allocations are taken from."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    small = [
-        torch.full((size,), float("nan"), device="cuda") for size in (128, 4096, 65536, 200_000) for _ in range(64)
-    ]
+    small = [torch.full((size,), float("nan"), device="cuda") for size in (128, 4096, 65536, 200000) for _ in range(64)]
     large = [torch.full((size << 18,), float("nan"), device="cuda") for size in (2, 8, 32, 512) for _ in range(8)]
     del small, large
 

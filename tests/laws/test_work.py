@@ -26,9 +26,8 @@ def test_decoding_computes_and_keeps_exactly_the_sum_of_depths(method):
     prompt, mask = ids(2, 7), torch.ones(2, 7, dtype=torch.long)
     mask[0, :3] = 0
     with counted_rows(model) as rows:
-        output = model.generate(
-            prompt, attention_mask=mask, max_new_tokens=6, return_dict_in_generate=True, pad_token_id=0, **options
-        )
+        options |= {"attention_mask": mask, "max_new_tokens": 6, "pad_token_id": 0}
+        output = model.generate(prompt, return_dict_in_generate=True, **options)
     ledger = output.past_key_values
     assert ledger.depth.shape == (2, 12), "the last new token is returned unread"
     assert rows == [int(ledger.depth.sum())] * len(rows)

@@ -84,10 +84,8 @@ def show(root: Path) -> None:
     words = documents(root)
     longest = sorted(functions(root / "src" / "adaponder"), reverse=True)[:SHOWN]
     prose = sorted(((count, name) for name, count in words.items()), reverse=True)
-    for title, counts in (
-        ("longest functions of src/", longest),
-        ("words of prose", [*prose, (sum(words.values()), "all documents")]),
-    ):
+    prose.append((sum(words.values()), "all documents"))
+    for title, counts in (("longest functions of src/", longest), ("words of prose", prose)):
         print(f"\n{title}", *(f"{count:>8,}  {name}" for count, name in counts), sep="\n")
 
 

@@ -33,11 +33,10 @@ def test_the_python_of_the_documents_runs(monkeypatch, tmp_path):
     blocks = re.findall(r"```python\n(.+?)```", README + USAGE, flags=re.DOTALL)
     assert len(blocks) == 2
     code = "".join(blocks).replace("max_new_tokens=50", "max_new_tokens=2")
-    open_model = transformers.AutoModelForCausalLM.from_pretrained
+    auto = transformers.AutoModelForCausalLM
+    open_model = auto.from_pretrained
     hub = {"EleutherAI/pythia-70m": stock()}
-    monkeypatch.setattr(
-        transformers.AutoModelForCausalLM, "from_pretrained", lambda name: hub.get(name) or open_model(name)
-    )
+    monkeypatch.setattr(auto, "from_pretrained", lambda name: hub.get(name) or open_model(name))
     begun = []
     monkeypatch.setattr(transformers.Trainer, "train", lambda trainer: begun.append(trainer))
     monkeypatch.chdir(tmp_path)

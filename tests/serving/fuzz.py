@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).resolve().parents[2] / folder) for folder in ("src", "", "tests")]
 
 from soak import same_as_alone
 
@@ -25,26 +24,14 @@ from soak_support import NAME, run_parts, serving, steady_memory
 
 RECORD = Path(__file__).with_suffix(".json")
 _PIECES = (
-    b"\r\n\r\n",
-    b"\x00",
-    b"\xff\xfe",
-    b"Content-Length: -1\r\n",
-    b"Content-Length: 99999999999999999999\r\n",
-    b"Content-Length: 5\r\nContent-Length: 6\r\n",
-    b"Transfer-Encoding: chunked\r\n",
-    b"Transfer-Encoding: chunked, identity\r\n",
-    b"Expect: 100-continue\r\n",
+    *(b"\r\n\r\n", b"\x00", b"\xff\xfe", b"Content-Length: -1\r\n", b"Content-Length: 99999999999999999999\r\n"),
+    *(b"Content-Length: 5\r\nContent-Length: 6\r\n", b"Transfer-Encoding: chunked\r\n"),
+    *(b"Transfer-Encoding: chunked, identity\r\n", b"Expect: 100-continue\r\n"),
     b"Upgrade: websocket\r\nConnection: Upgrade\r\n",
     b"Upgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n",
-    b"Range: bytes=" + b"0-," * 200 + b"\r\n",
-    b"Host: a\r\nHost: b\r\n",
-    b"X: " + b"y" * 40_000 + b"\r\n",
-    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-    b"FFFFFFFFFFFFFFFF\r\n",
-    b"HTTP/9.9",
-    b"GET " + b"/" * 30_000,
-    b"{" * 2_000,
+    *(b"Range: bytes=" + b"0-," * 200 + b"\r\n", b"Host: a\r\nHost: b\r\n", b"X: " + b"y" * 40_000 + b"\r\n"),
+    *(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"FFFFFFFFFFFFFFFF\r\n"),
+    *(b"HTTP/9.9", b"GET " + b"/" * 30_000, b"{" * 2_000),
 )
 
 

@@ -11,9 +11,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).resolve().parents[2] / folder) for folder in ("src", "", "tests")]
 
 import requests
 import schemathesis
@@ -26,6 +25,7 @@ from soak_support import get, ready, run_parts, serving, steady_memory, wait_for
 RECORD = Path(__file__).with_suffix(".json")
 MOST_TOKENS = 8
 POLICIES = ("fixed:1", "fixed:2", "gate:0.3", "entropy:2.5", "random:0.5")
+QUIET = {"database": None, "deadline": None, "phases": (Phase.generate,), "suppress_health_check": list(HealthCheck)}
 
 
 def check_answer(case: Any, response: requests.Response, responses: dict[str, Any]) -> None:
@@ -117,13 +117,7 @@ def _run_operation(
     mode = GenerationMode.NEGATIVE if kind == "broken" else GenerationMode.POSITIVE
 
     @seed(number)
-    @settings(
-        max_examples=cases,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=cases, **QUIET)
     @given(case=operation.as_strategy(generation_mode=mode))
     def send(case: Any) -> None:
         if kind == "agreeing":

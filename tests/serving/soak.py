@@ -11,9 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).resolve().parents[2] / folder) for folder in ("src", "", "tests")]
 
 from adaponder.inference import Engine
 from harness_support import reader
@@ -22,9 +21,7 @@ from soak_support import at_rest, draw_body, ready, run_parts, serving, solo, st
 RECORD = Path(__file__).with_suffix(".json")
 
 
-def same_as_alone(
-    url: str, count: int, seed: int, *, over: Callable[[], object] = bool, key: str | None = None
-) -> dict[str, Any]:
+def same_as_alone(url: str, count: int, seed: int, *, over: Callable = bool, key: str | None = None) -> dict:
     """Sends ``count`` streams at once and checks that each equals its solo run.
 
     ``over`` waits for the end of other work; then no row may be in use.

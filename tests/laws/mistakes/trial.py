@@ -178,12 +178,9 @@ def _child(folder: Path, mistake: Mistake | None, tests: tuple[str, ...]) -> Non
 
     watch = Watch()
     quiet = ["-q", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not gpu"]
-    pytest.main(
-        [*quiet, "--rootdir", str(ROOT), *(str(TESTS / name) for name in tests)], plugins=[watch, FirstExample()]
-    )
+    pytest.main([*quiet, f"--rootdir={ROOT}", *(str(TESTS / name) for name in tests)], plugins=[watch, FirstExample()])
     loaded = sys.modules.get("adaponder")
     if loaded is None or not str(loaded.__file__).startswith(str(source)):
         watch.outcome.broken[WHOLE] = "the tests did not load the copy of the source"
-    (folder / "outcome.json").write_text(
-        json.dumps({name: getattr(watch.outcome, name) for name in ("passed", "refuted", "broken")})
-    )
+    found = {name: getattr(watch.outcome, name) for name in ("passed", "refuted", "broken")}
+    (folder / "outcome.json").write_text(json.dumps(found))

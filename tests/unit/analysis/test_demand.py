@@ -71,12 +71,8 @@ def test_a_reader_that_reads_as_often_as_needed(data):
     of_need = after - (counts - 1) / 2
     of_depth = [*of_need[:2], after[1] + (counts[2] + counts[3] + 1) / 2, after[1] + (counts[2] + counts[3] + 1) / 2]
     assert found.rho == pytest.approx(np.corrcoef(np.repeat(of_need, counts), np.repeat(of_depth, counts))[0, 1])
-    assert found.by_depth == [
-        [found.questions[0], 0, 0],
-        [0, found.questions[1], 0],
-        [0, 0, found.questions[2]],
-        [0, 0, found.questions[3]],
-    ]
+    first, second, third, last = found.questions
+    assert found.by_depth == [[first, 0, 0], [0, second, 0], [0, 0, third], [0, 0, last]]
     total = sum((needed(opened(data).stream[1:]) == need).sum() for need in found.needs)
     assert sum(found.questions) == total >= 50
 

@@ -30,11 +30,8 @@ WEIGHTS, SHARES = (0.0, 0.1, 0.2), (0.1, 0.3)
 
 @pytest.fixture
 def grid() -> list[dict]:
-    return [
-        record(2.0 + w + k, 4 - 3 * k * w, requested=4 - 3 * k * (w > 0), ponder_weight=w, k_max=k)
-        for w in WEIGHTS
-        for k in SHARES
-    ]
+    grid = [(w, k) for w in WEIGHTS for k in SHARES]
+    return [record(2 + w + k, 4 - 3 * k * w, requested=4 - 3 * k * (w > 0), ponder_weight=w, k_max=k) for w, k in grid]
 
 
 @pytest.fixture
@@ -72,10 +69,7 @@ def test_a_point_is_the_mean_and_spread_of_its_seeds(one_at_a_time):
 
 def test_a_grid_is_drawn_along_its_longest_axis_and_one_at_a_time_along_each(grid, one_at_a_time):
     lines = lines_of(points(grid))
-    assert [(line.axis, line.label) for line in lines] == [
-        ("train.ponder_weight", "k = 0.1"),
-        ("train.ponder_weight", "k = 0.3"),
-    ]
+    assert [(line.axis, line.label) for line in lines] == [("train.ponder_weight", f"k = {share}") for share in SHARES]
     assert [p.fields["train.ponder_weight"] for p in lines[0].points] == list(WEIGHTS)
     lines = lines_of(points(one_at_a_time))
     assert [(line.axis, len(line.points)) for line in lines] == [("train.ponder_weight", 3), ("train.k_max", 2)]

@@ -158,33 +158,26 @@ def test_what_is_timed_computes_the_same(op, backward):
         torch.testing.assert_close(list(other), list(first), rtol=1e-4, atol=1e-6)
 
 
+WRONG = {
+    "ops": ("--device abacus", "--size 4,4"),
+    "train": ("--largest", "--keep 1,0.5", "--recipe paper/adaponder-2.8b-from-ponder"),
+    "prefill": ("--keep 1,0.5,0.6", "--keep all"),
+    "decode": ("--lanes 0", "--only nothing", "--shape huge", "--depths 5"),
+    "serve": ("--stand-in 64", "--stand-in x,8", "--stand-in 64,0"),
+    "serve runs/x": ("--rates 2,1", "--rates nan", "--dtype int3"),
+}
+
+
 @pytest.mark.parametrize(
     ("line", "option"),
     [
-        ("ops --device abacus", "--device abacus"),
-        ("train --largest", "--largest"),
-        ("train --keep 1,.5", "--keep 1,0.5"),
-        ("prefill --keep 1,.5,.6", "--keep 1,0.5,0.6"),
-        ("prefill --keep all", "--keep all"),
-        ("ops --size 4,4", "--size 4,4"),
-        ("ops --dtype int3", "--dtype"),
-        ("train --recipe paper/adaponder-2.8b-from-ponder", "--recipe paper/adaponder-2.8b-from-ponder"),
+        *((f"{command} {option}", option) for command, options in WRONG.items() for option in options),
+        *((f"{command} --dtype int3", "--dtype") for command in ("ops", "decode")),
         ("decode --scenario=ouro --subset", "--scenario ouro"),
         ("decode --checkpoint=x", "--checkpoint"),
         ("decode --subset --lanes=3", "--subset"),
-        ("decode --lanes 0", "--lanes 0"),
-        ("decode --only=nothing", "--only nothing"),
-        ("decode --shape=huge", "--shape huge"),
-        ("decode --depths=5", "--depths 5"),
-        ("decode --dtype int3", "--dtype"),
         ("serve", "CKPT"),
         ("serve runs/x --url http://127.0.0.1:1", "CKPT"),
-        ("serve --stand-in 64", "--stand-in 64"),
-        ("serve --stand-in x,8", "--stand-in x,8"),
-        ("serve --stand-in 64,0", "--stand-in 64,0"),
-        ("serve runs/x --rates 2,1", "--rates 2,1"),
-        ("serve runs/x --rates nan", "--rates nan"),
-        ("serve runs/x --dtype int3", "--dtype int3"),
     ],
 )
 def test_wrong_options_are_named(line, option):

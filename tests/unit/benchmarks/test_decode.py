@@ -62,11 +62,7 @@ def test_cases_are_told_apart_and_hold_what_the_aims_are_stated_for():
     assert {case for case in few if case.kind == "steady"} <= set(every)
     assert DecodeCase("engine", "70m", 1, 128) in few
     assert DecodeCase("engine", "410m", 64, 512, 3.7) in few
-    assert [(case.lanes, case.context, case.new) for case in decode.served("ouro-1.4b")] == [
-        (1, 1024, 128),
-        (32, 1024, 128),
-        (128, 1024, 128),
-    ]
+    assert {(case.context, case.new) for case in decode.served("ouro-1.4b")} == {(1024, 128)}
 
 
 def test_a_case_that_fails_is_a_row_and_the_rest_goes_on():
@@ -85,7 +81,6 @@ def test_a_case_that_fails_is_a_row_and_the_rest_goes_on():
     assert all(isinstance(cell(row), str) for row in rows for cell in COLUMNS.values())
     assert rows[1]["problem"] == "no such option"
     assert rows[2]["mean_depth"] == 1.5
-
     with pytest.raises(KeyError):
         decode.row_of(chosen[0], lambda case: {}["a mistake of ours"])
 

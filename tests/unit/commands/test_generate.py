@@ -105,9 +105,7 @@ def test_samples_differ_and_follow_the_seed(checkpoint, tmp_path):
     assert len(set(first)) == 3
     shown = invoke(checkpoint, *base)
     assert "1 of 3" in shown
-    assert re.search(
-        r"^mean depth [\d.]+ of 3, [\d.]+ MFLOP/token, [\d.]+ x vanilla, [\d,]+ tokens/s", shown, re.MULTILINE
-    )
+    assert re.search(r"^mean depth [\d.]+ of 3, [\d.]+ MFLOP/token, [\d.]+ x vanilla, [\d,]+ tokens/s", shown, re.M)
     assert "What it cost" not in shown
     assert "read  1x" not in shown, "a key of colours where there are none"
     assert "What it cost" in invoke(checkpoint, *base, "--stats")

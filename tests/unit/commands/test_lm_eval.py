@@ -124,9 +124,8 @@ def test_policies_and_profiles_are_model_arguments(asked, command_line, checkpoi
         return
     assert cost["iterations"] == 2
     assert found["config"]["model_policy"] == "fixed:2"
-    wanted = tasks.run_tasks(
-        checkpoint=str(checkpoint), tasks=list(NAMES[1:2]), fewshot=[0], task_data=records, policy=FixedDepth(2)
-    )
+    what = {"tasks": [NAMES[1]], "fewshot": [0], "task_data": records}
+    wanted = tasks.run_tasks(checkpoint=str(checkpoint), policy=FixedDepth(2), **what)
     assert metrics_of(found) == pytest.approx(our_metrics(wanted), rel=1e-12)
     assert metrics_of(found) != pytest.approx(our_metrics(expected), rel=1e-3)
 

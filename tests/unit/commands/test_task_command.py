@@ -13,8 +13,6 @@ from adaponder.policies import FixedDepth
 from harness_support import ARC, write_records
 
 SHAPES = {"Pythia-410M": (1024, 24, 16), "Pythia-1.4B": (2048, 24, 16), "Pythia-2.8B": (2560, 32, 32)}
-
-
 TWO = {"tasks": ["arc_easy", "lambada_openai"], "fewshot": [0]}
 
 
@@ -69,7 +67,6 @@ def test_the_matched_pythia_is_the_one_of_the_same_shape(name, capsys):
 def test_another_family_or_another_shape_has_no_pythia_and_averages_are_those_the_paper_prints():
     assert PAPER.matched(family(LlamaConfig, *SHAPES["Pythia-410M"])) is None
     assert PAPER.matched(family(GPTNeoXConfig, 512, 6, 8)) is None
-
     printed = {"410M": (47.6, 47.6), "1.4B": (54.1, 54.1), "2.8B": (57.3, 57.6), "6.9B": (59.1, 60.1)}
     for row in PAPER.references:
         averages = [sum(row.scores[shots]) / len(PAPER.tasks) for shots in (0, 5)]

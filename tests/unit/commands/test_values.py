@@ -6,7 +6,7 @@ import pytest
 from typer.main import get_command
 
 from adaponder import cli
-from adaponder.commands import convert, demo, doctor, evaluate, generate
+from adaponder.commands import convert
 from adaponder.conversion import convert as conversion
 from adaponder.data import prepare as preparing
 from stock_support import make_stock
@@ -15,8 +15,6 @@ NUMBERS = ("", "word", "nan", "-inf", "-1", "0", "9" * 25, "9" * 5000, "1,5")
 WORDS = ("", "-1", "file/x", "nowhere/at/all", "\x1b]0;x\x07[/b]:smile:", "x" * 5000, "a,,b")
 PATHS = WORDS[2:]
 VALUES = {"N": NUMBERS, "X": NUMBERS, "DIR": PATHS, "PATH": PATHS}
-
-
 CONVERT, PREPARE = conversion.convert, preparing.prepare
 
 
@@ -53,21 +51,11 @@ def no_work(monkeypatch, place, parser):
         raise StartedError
 
     monkeypatch.setattr("adaponder.recipes.recipe_names", lambda: ["cpu/demo"])
-    for place_of_work in (
-        (evaluate, "scored"),
-        (doctor, "check_installation"),
-        (generate, "continue_prompts"),
-        (demo, "show_recipe"),
-        "adaponder.evaluation.lab.lab.Lab",
-        "adaponder.analysis.trace.make_trace",
-        "adaponder.training.run.train",
-        "adaponder.data.prepare.prepare",
-        "adaponder.conversion.convert.convert",
-        "adaponder.conversion.export.export",
-        "adaponder.serving.server.run",
-    ):
-        name = (place_of_work,) if isinstance(place_of_work, str) else place_of_work
-        monkeypatch.setattr(*name, start)
+    commands = ("evaluate.scored", "doctor.check_installation", "generate.continue_prompts", "demo.show_recipe")
+    others = ("evaluation.lab.lab.Lab", "analysis.trace.make_trace", "training.run.train", "data.prepare.prepare")
+    others += ("conversion.convert.convert", "conversion.export.export", "serving.server.run")
+    for name in (*(f"commands.{name}" for name in commands), *others):
+        monkeypatch.setattr(f"adaponder.{name}", start)
 
 
 # What a command needs to get as far as the option in question.

@@ -86,10 +86,8 @@ def test_only_the_assistants_words_and_the_end_of_its_turn_are_learned(shards, f
         expected |= {f" it is  {number * number} é\n<|endoftext|>", "nothing more\n<|endoftext|>"}
     assert set(learned) <= expected
     assert len(set(learned)) > 20
-    assert (
-        "user: what is 39?\nAnswer:  it is  1521 é\n<|endoftext|>user: and then?\nAnswer: nothing more\n<|endoftext|>"
-        in text
-    )
+    talk_39 = "user: what is 39?\nAnswer:  it is  1521 é\n<|endoftext|>user: and then?\nAnswer: nothing more\n"
+    assert f"{talk_39}<|endoftext|>" in text
     assert shards.documents + Shards.open(shards.folder, "validation").documents == 40
 
 
@@ -157,16 +155,13 @@ def test_batches_and_the_hash_of_the_data_contain_what_is_learned(shards, folder
 
 def _marking(tmp_path: Path, *, ending: str = "", after: str = "") -> Path:
     """A template that marks each message with its ``ending``, without what comes ``after``."""
-    path, message = tmp_path / "marking.jinja", "{{ message.content }}" + ending
-    path.write_text(
-        "{% for message in messages %}{% generation %}" + message + "{% endgeneration %}" + after + "{% endfor %}"
-    )
+    path = tmp_path / "marking.jinja"
+    message = "{% generation %}{{ message.content }}" + ending + "{% endgeneration %}"
+    path.write_text("{% for message in messages %}" + message + after + "{% endfor %}")
     return path
 
 
-@pytest.mark.parametrize(
-    "learned", [[0, 10**6], [0], [2, 3, 1, 1]], ids=["beyond its document", "no pair", "not in order"]
-)
+@pytest.mark.parametrize("learned", [[0, 10**6], [0], [2, 3, 1, 1]], ids=["beyond the end", "no pair", "not in order"])
 def test_a_table_of_learned_parts_that_is_wrong_is_refused(shards, tmp_path, learned):
     out = Path(shutil.copytree(shards.folder, tmp_path / "copy"))
     path = out / "train" / "docs-00000.parquet"

@@ -76,9 +76,7 @@ def test_any_number_of_workers_gives_the_same_bytes(prepared, corpus, tokenizer,
     assert contents(tmp_path / "out") == contents(prepared)
 
 
-@pytest.mark.parametrize(
-    ("share", "remark"), [(0.0, None), (1e-9, "assigned to validation"), (1 - 2**-50, "assigned to train")]
-)
+@pytest.mark.parametrize(("share", "remark"), [(0.0, None), (1e-9, "to validation"), (1 - 2**-50, "to train")])
 def test_repaired_documents_and_an_empty_split_are_remarked(tokenizer, tmp_path, share, remark):
     (tmp_path / "one.txt").write_bytes(b"caf\xe9 and more words\n" * 9)
     options = {"tokenizer": str(tokenizer), "validation": share}
@@ -160,9 +158,7 @@ def test_the_vocabulary_decides_the_width_of_a_token(tmp_path):
     words.save(str(tmp_path / "wide.json"))
     assert vocabulary_size(words) == 65_600
     (tmp_path / "a.txt").write_text("a a b")
-    manifest = prepare(
-        [str(tmp_path / "a.txt")], out=tmp_path / "out", tokenizer=str(tmp_path / "wide.json"), validation=0
-    )
+    manifest = prepare([f"{tmp_path}/a.txt"], out=tmp_path / "out", tokenizer=f"{tmp_path}/wide.json", validation=0)
     assert manifest.dtype == "uint32"
     assert Shards.open(tmp_path / "out").read(0, 4).tolist() == [65_000, 65_000, 1, 65_599]
     write_megatron(tmp_path / "m", [[1, 2]])

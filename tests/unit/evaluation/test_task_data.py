@@ -123,9 +123,7 @@ def test_lambada_standard_draws_from_validation_as_lm_eval_does(manager, tmp_pat
 
 @pytest.mark.parametrize(("name", "split"), [("arc_easy", "test"), ("hellaswag", "validation")])
 def test_a_map_may_draw_examples_from_the_evaluated_split_and_no_item_sees_itself(name, split, manager, tmp_path):
-    records = [
-        record | {"question": f"item {n}", "activity_label": f"item {n}"} for n, record in enumerate(NINE[name] * 2)
-    ]
+    records = [row | {"question": f"item {n}", "activity_label": f"item {n}"} for n, row in enumerate(NINE[name] * 2)]
     records = records[:3]
     write(tmp_path / name / f"{split}.jsonl", records)
     (tmp_path / "map.yaml").write_text(yaml.safe_dump({name: {"fewshot": split}}))
@@ -192,12 +190,8 @@ def test_what_is_not_a_whole_file_is_refused_by_name(manager, tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     write(tmp_path / "sciq" / "train.jsonl", [SCIQ])  # never evaluated
     (tmp_path / "map.yaml").write_text("arc_easy: {test: pipe.jsonl}\npiqa: {test: nowhere.jsonl}")
-    for name, message in (
-        ("arc_challenge", r"test\.jsonl\.xz"),
-        ("arc_easy", r"arc_easy\.test"),
-        ("piqa", r"piqa\.test"),
-        ("sciq", r"sciq/test\.jsonl"),
-    ):
+    wrong = {"arc_challenge": r"test\.jsonl\.xz", "arc_easy": r"arc_easy\.test", "piqa": r"piqa\.test"}
+    for name, message in (wrong | {"sciq": r"sciq/test\.jsonl"}).items():
         with pytest.raises(InputError, match=message):
             open_task(manager, name, 0, TaskData(tmp_path))
     with pytest.raises(InputError, match="--task-data"):

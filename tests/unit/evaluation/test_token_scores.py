@@ -146,13 +146,8 @@ def test_texts_are_kept_apart_by_rule_seed_salt_and_limits():
     scorer = TokenScorer(model)
     text = ids(1, 12)[0].tolist()
     ways = [
-        Reading(),
-        Reading(salt="a"),
-        Reading(max_iterations=2),
-        Reading(LearnedGate(0.2)),
-        Reading(Random(0.5), seed=1),
-        Reading(Random(0.5), seed=2),
-        Reading(depths={3: 1}),
+        *(Reading(), Reading(salt="a"), Reading(max_iterations=2), Reading(LearnedGate(0.2))),
+        *(Reading(Random(0.5), seed=1), Reading(Random(0.5), seed=2), Reading(depths={3: 1})),
     ]
     for how in ways:
         assert scorer.score(text, how).cached == 0

@@ -52,9 +52,8 @@ def test_a_file_is_left_out_for_a_reason(name, text, reason):
 
 def test_near_copies_are_left_out():
     near = CODE + "def something_else_entirely():\n    return 'of its own, in a line'\n"
-    files = [(PurePosixPath("a.py"), text.encode()) for text in (CODE, near, OTHER)] + [
-        (PurePosixPath("b.py"), b"\xff")
-    ]
+    files = [(PurePosixPath("a.py"), text.encode()) for text in (CODE, near, OTHER)]
+    files.append((PurePosixPath("b.py"), b"\xff"))
     documents, skipped = collect([("package", files)])
     assert [document["text"] for document in documents] == [CODE, OTHER]
     assert skipped == {"near copy": 1, "not UTF-8": 1}

@@ -165,13 +165,8 @@ def test_the_leaderboard_ranks_entries_within_the_compute_of_their_track(evidenc
     rows = [line.split(" | ") for line in leaderboard(replace(evidence, claims=claims))[2:]]
     places = {row[2]: (row[0].strip("| "), row[1]) for row in rows}
     assert next(iter(places)) == "PonderNet, K = 4", "the lowest loss first"
-    assert places == {
-        "PonderNet, K = 4": ("–", "1"),
-        "PonderNet, no exits, K = 2": ("1", "2"),
-        "AdaPonder, K = 4": ("–", "–"),
-        "PonderLM, K = 2": ("–", "3"),
-        "vanilla": ("2", "4"),
-    }
+    ranks = {"PonderNet, K = 4": ("–", "1"), "PonderNet, no exits, K = 2": ("1", "2"), "AdaPonder, K = 4": ("–", "–")}
+    assert places == ranks | {"PonderLM, K = 2": ("–", "3"), "vanilla": ("2", "4")}
 
 
 def test_a_run_is_done_when_its_measurements_are_there(evidence):

@@ -61,12 +61,8 @@ def test_valid_requests_pass(model, settings):
         ("max_new_tokens", (0, 1.5, None, "4", POSITIONS - len(PROMPT) + 2)),
         ("min_new_tokens", (-1, 41)),
         ("temperature", (-0.1, math.inf, math.nan, 1j, "hot", None)),
-        ("top_k", (-1, 2.5)),
-        ("top_p", (0, 1.1, math.nan)),
-        ("min_p", (-0.1, 2)),
-        ("repetition_penalty", (0, 5e-324, math.nan)),
-        ("presence_penalty", (9,)),
-        ("frequency_penalty", (-9,)),
+        *(("top_k", (-1, 2.5)), ("top_p", (0, 1.1, math.nan)), ("min_p", (-0.1, 2))),
+        *(("repetition_penalty", (0, 5e-324, math.nan)), ("presence_penalty", (9,)), ("frequency_penalty", (-9,))),
         ("logit_bias", ({VOCABULARY: 1.0}, {-1: 1.0}, {1.5: 1.0}, {1: math.nan}, {1: -math.inf}, {1: 101}, [1], None)),
         ("logit_bias", (dict.fromkeys(range(1025), 1.0),)),
         ("seed", (1.5, True, "1", None)),
@@ -114,18 +110,15 @@ def test_min_new_tokens_needs_a_token_that_does_not_stop(model):
     check(model, Request(PROMPT, max_new_tokens=9, min_new_tokens=1, stop_ids=others, ignore_eos=True))
 
 
-def test_tau_is_the_learned_gates_alone(model):
+def test_tau_is_the_learned_gates_alone_and_a_method_that_never_halts_takes_no_depths_and_no_policy(model):
     with pytest.raises(InputError, match=r"^tau"):
         check(model, Request(PROMPT, max_new_tokens=8, tau=0.5, policy=FixedDepth(1)))
     for method in ("ouro", "ponder"):
         with pytest.raises(InputError, match=r"^tau"):
             check(tiny(method, iterations=K), Request(PROMPT, max_new_tokens=8, tau=0.5))
-
-
-@pytest.mark.parametrize(("field", "value"), [("depths", [1]), ("policy", FixedDepth(1))])
-def test_a_method_that_never_halts_takes_no_depths_and_no_policy(field, value):
-    with pytest.raises(InputError, match=field):
-        check(tiny("ponder", iterations=K), Request(PROMPT, max_new_tokens=8, **{field: value}))
+    for field, value in (("depths", [1]), ("policy", FixedDepth(1))):
+        with pytest.raises(InputError, match=field):
+            check(tiny("ponder", iterations=K), Request(PROMPT, max_new_tokens=8, **{field: value}))
 
 
 def test_depths_of_a_completion():

@@ -214,9 +214,7 @@ def test_mean_depths_are_kept_for_the_latest_kinds():
     assert len(stand.scheduler._depths) == 1024
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"late": True, "burst": 2}, {"rows": 200}], ids=["at once", "late", "few pages"]
-)
+@pytest.mark.parametrize("options", [{}, {"late": True, "burst": 2}, {"rows": 200}], ids=["at once", "late", "few"])
 def test_a_short_request_takes_as_many_steps_as_alone_however_much_another_client_has_queued(options):
     def steps(load):
         stand = StandIn(**{"lanes": 3, "rows": 400, "chunk": 8} | options)

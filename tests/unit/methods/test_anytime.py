@@ -142,9 +142,8 @@ def test_gates_and_backbone_learn_from_their_own_loss_alone(method, execution, p
 
 def test_at_full_depth_it_is_ponderlm():
     options = {"iterations": K, "embedding_scale": 4.0}
-    ponder, anytime = (
-        AdaPonderForCausalLM.from_backbone(stock(), method=method, **options) for method in ("ponder", "anytime")
-    )
+    build = AdaPonderForCausalLM.from_backbone
+    ponder, anytime = (build(stock(), method=method, **options) for method in ("ponder", "anytime"))
     torch.testing.assert_close(anytime(ids(), policy=FixedDepth(K)).logits, ponder(ids()).logits, rtol=0, atol=1e-12)
 
 

@@ -33,20 +33,16 @@ def plain_sum(hidden, weight, targets, token_weights, *, bias=None):
 
 
 # Each operation plain, by torch, by kernels, and as the package calls it.
-EXPECTATIONS, LOSSES = (
-    (expectation_reference, expectation_kernels, expectation_op),
-    (loss_reference, loss_kernels, loss_op),
-)
+EXPECTATIONS = (expectation_reference, expectation_kernels, expectation_op)
+LOSSES = (loss_reference, loss_kernels, loss_op)
 OPS = {
     "expectation": [plain_vocab_expectation, *(module.vocab_expectation for module in EXPECTATIONS)],
     "loss": [plain_linear_cross_entropy, *(module.linear_cross_entropy for module in LOSSES)],
     "sum": [plain_sum, *(module.linear_cross_entropy_sum for module in LOSSES)],
 }
 PLAIN, TORCH, KERNELS, PUBLIC = range(4)
-IMPLEMENTATIONS = [
-    pytest.param(TORCH, "cpu", id="torch"),
-    *(pytest.param(KERNELS, *p.values, marks=p.marks, id=p.id) for p in PLACES),
-]
+IMPLEMENTATIONS = [pytest.param(TORCH, "cpu", id="torch")]
+IMPLEMENTATIONS += [pytest.param(KERNELS, *p.values, marks=p.marks, id=p.id) for p in PLACES]
 # (tokens, d, vocabulary, e): less than a block, exactly one, one and a bit, several.
 SHAPES = [(1, 1, 1, 1), (7, 5, 32, 3), (13, 16, 33, 16), (5, 8, 131, 8), (0, 5, 11, 3)]
 every_op = pytest.mark.parametrize("op", OPS)
@@ -160,9 +156,8 @@ def test_under_autocast_it_computes_as_the_head_would(op):
     leaves = leaves_of(op, shape, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         ours, plain = (differentiate(function(op, version, shape), leaves) for version in (PUBLIC, PLAIN))
-    assert [x.dtype for x in ours] == [torch.bfloat16 if op == "expectation" else torch.float32] + [torch.float32] * (
-        len(ours) - 1
-    )
+    first = torch.bfloat16 if op == "expectation" else torch.float32
+    assert [x.dtype for x in ours] == [first] + [torch.float32] * (len(ours) - 1)
     for mine, theirs in zip(ours, plain, strict=True):
         torch.testing.assert_close(mine.float(), theirs.float(), rtol=0.02, atol=0.03)
 

@@ -137,9 +137,8 @@ def version(module, lane: torch.Tensor, vanishes: bool, **options):
 @pytest.mark.parametrize(("room", "vanishes"), [(2, True), (SIZE, False)])
 def test_kernels_move_windows_alike(room, vanishes):
     lane = torch.tensor([2, 0, 3])
-    for (ours, wanted), (mine, theirs) in walk(
-        version(kernels, lane, vanishes), version(plain, lane, vanishes, every=True), lane, room
-    ):
+    versions = version(kernels, lane, vanishes), version(plain, lane, vanishes, every=True)
+    for (ours, wanted), (mine, theirs) in walk(*versions, lane, room):
         for one, other in zip((*ours[:2], *ours.begun), (*wanted[:2], *wanted.begun), strict=True):
             assert torch.equal(one, other)
         for one, other in zip((*mine[0][:-1], *mine[1]), (*theirs[0][:-1], *theirs[1]), strict=True):
@@ -148,9 +147,8 @@ def test_kernels_move_windows_alike(room, vanishes):
 
 def test_rows_of_live_places_alone_are_those_of_every_place():
     lane = torch.tensor([0, 1, 2])
-    for (live, every), (one, other) in walk(
-        version(plain, lane, False, every=False), version(plain, lane, False, every=True), lane
-    ):
+    versions = (version(plain, lane, False, every=every) for every in (False, True))
+    for (live, every), (one, other) in walk(*versions, lane):
         assert live.entries is not None
         assert len(live.lane) == max(1, (every.lane != LANES - 1).sum())
         for mine, theirs in zip((*live[:2], *live.begun), (*every[:2], *every.begun), strict=True):

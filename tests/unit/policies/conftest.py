@@ -9,10 +9,7 @@ from policy_support import K
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, AdaPonderForCausalLM]:
-    """One model of each method; no test changes them."""
-    return {
-        method: support.calm(support.tiny(method, iterations=K)).requires_grad_(False) for method in support.METHODS
-    }
+    return {name: support.calm(support.tiny(name, iterations=K)).requires_grad_(False) for name in support.METHODS}
 
 
 @pytest.fixture(scope="module")

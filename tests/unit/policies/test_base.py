@@ -61,17 +61,6 @@ def test_the_policies_that_look_ahead_are_refused_with_a_cache_and_in_generation
             model.generate(ids, policy=policy, max_new_tokens=2, do_sample=False, use_cache=use_cache)
 
 
-@pytest.mark.parametrize(
-    "policy", [FixedDepth(1), Random(0.5), lambda seen: seen.active], ids=["fixed", "random", "own"]
-)
-@pytest.mark.parametrize("method", ["ponder", "pause"])
-def test_the_methods_that_never_halt_take_no_policy(models, method, policy):
-    with pytest.raises(AdaPonderError, match=r"policy.*max_iterations"):
-        models[method](support.ids(), policy=policy)
-    with pytest.raises(AdaPonderError, match=r"policy.*max_iterations"):
-        models[method].generate(support.ids(), policy=policy, max_new_tokens=2, do_sample=False)
-
-
 UNFIT: list[tuple[str, str, Policy]] = [
     ("adaponder", "policy=fixed:9", FixedDepth(9)),
     ("mor", f"policy=fixed:{K + 1}", FixedDepth(K + 1)),
@@ -86,6 +75,8 @@ UNFIT: list[tuple[str, str, Policy]] = [
     ("ouro", "policy=router", RouterThreshold()),
     ("adaponder", "policy=exit:0.9", ExitThreshold(0.9)),
     ("mor", "policy=exit:0.9", ExitThreshold(0.9)),
+    *(("ponder", "policy.*max_iterations", policy) for policy in (FixedDepth(1), lambda seen: seen.active)),
+    ("pause", "policy.*max_iterations", FixedDepth(1)),
 ]
 
 
@@ -162,15 +153,12 @@ def test_a_policy_and_its_line_convert_into_each_other(line):
     ("line", "says"),
     [
         ("fast:1", "name one of .*gate.*ranked-shares.*, then a colon"),
+        *((line, "name one of") for line in ("gate:0.1@0.2", "ranked-uniform:0.9@0.1", "router:1", "")),
         ("gate:x", "not a number"),
-        ("gate:0.1@0.2", "name one of"),
         ("gate:1.5", "tau"),
         ("fixed:nan", "whole number"),
         ("random:0.1,0.2", "one value"),
         ("uniform:0.9", "calibrate --rule uniform"),
-        ("ranked-uniform:0.9@0.1", "name one of"),
-        ("router:1", "name one of"),
-        ("", "name one of"),
     ],
 )
 def test_the_wrong_line_is_refused_with_the_cure(line, says):

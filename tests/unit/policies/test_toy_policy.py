@@ -26,7 +26,6 @@ def model():
 def test_it_is_evaluated_by_its_word_and_kept_in_a_profile(tmp_path):
     folder = lab_support.saved(tmp_path / "model", lab_support.opinionated())
     text = lab_support.written(tmp_path / "text.jsonl", documents=4)
-
     store(folder, "sure", {"policy": "until-likely:0.2"})
     assert load_profile(folder, "sure") == UntilLikely(0.2)
     depths = []

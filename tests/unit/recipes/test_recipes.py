@@ -60,8 +60,6 @@ OF_ONE_METHOD = {
     for name, field in fields_of(kind).items()
 } | {"pause_token_id": "pause", "exit_threshold": "ouro", "exit_entropy_steps": "ouro"}
 OF_ONE_METHOD |= dict.fromkeys(("target_gain", "target_every", "freeze_gates", "lora_rank", "lora_alpha"), "none")
-
-
 # What a checkpoint brings along where the recipe leaves it open.
 OF_A_CHECKPOINT = ("embedding_scale", "initial_multiplier", "expectation_top_k")
 

@@ -25,9 +25,7 @@ def server():
 @pytest.fixture(scope="module")
 def solo():
     engine = Engine(tiny(), lanes=1)
-    return lambda prompt, **settings: engine.generate(
-        [Request(small_tokenizer()(prompt).input_ids, seed=5, **settings)]
-    )[0]
+    return lambda prompt, **how: engine.generate([Request(small_tokenizer()(prompt).input_ids, seed=5, **how)])[0]
 
 
 def events(response) -> list[dict]:

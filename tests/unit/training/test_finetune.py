@@ -55,19 +55,9 @@ def chats(base, tmp_path_factory) -> Path:
 
 
 def finetune(base: Path, *overrides: str, data: Path | None = None, name: str = "finetune/text"):
-    settings = [
-        f"model.backbone={base / 'run' / 'final'}",
-        f"data.source={base / 'shards' if data is None else data}",
-        "data.sequence=32",
-        "train.steps=6",
-        "train.global_batch=4",
-        "train.lr=1e-2",
-        "train.gate_lr=1e-2",
-        "train.save_every=3",
-        "train.keep=99",
-        "train.log_every=1",
-        "train.eval_tokens=256",
-    ]
+    train = {"steps": 6, "global_batch": 4, "lr": 0.01, "gate_lr": 0.01, "save_every": 3, "keep": 99, "log_every": 1}
+    settings = [f"model.backbone={base / 'run' / 'final'}", f"data.source={base / 'shards' if data is None else data}"]
+    settings += ["data.sequence=32", "train.eval_tokens=256", *(f"train.{key}={value}" for key, value in train.items())]
     return load_recipe(name, [*settings, *overrides])
 
 

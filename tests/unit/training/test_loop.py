@@ -138,7 +138,6 @@ def test_validation_is_what_evaluation_scores_and_never_holds_the_logits_of_all_
     trainer.model.register_forward_hook(lambda module, args, output: logits.append(output.logits))
     measured = trainer.evaluate(160)
     assert logits == [None, None]
-
     stream = trainer.validation.read(0, 161)
     text = Text(stream, np.zeros(1, np.int64), ("",), np.ones(1, np.int64), None)
     scores = score(trainer.model, text, Windows(32), how=ScoringOptions(execution="dense"))
@@ -215,9 +214,7 @@ with join("cpu") as world:
 """
 
 
-def launch(
-    processes: int, shards: Path, out: Path, runs: dict[str, list[str]], resume: dict[str, str] | None = None
-) -> None:
+def launch(processes: int, shards: Path, out: Path, runs: dict[str, list[str]], resume: dict | None = None) -> None:
     """Trains each of the runs, one after another, in so many processes; some resume from a checkpoint."""
     paths = [str(Path(__file__).parents[2]), str(Path(adaponder.__file__).parents[1])]
     script = out / "launch.py"
@@ -356,12 +353,8 @@ def test_a_warning_of_collapse_names_validation_and_comes_once(shards, tmp_path,
 @pytest.fixture
 def traced(monkeypatch):
     """Where there is no C++ compiler only the tracing half of torch.compile can run: the half that could go wrong."""
-
-    def with_backend(backend):
-        plain = torch.compile
-        monkeypatch.setattr(torch, "compile", lambda function, options=None: plain(function, backend=backend))
-
-    return with_backend
+    plain, patch = torch.compile, monkeypatch.setattr
+    return lambda backend: patch(torch, "compile", lambda function, options=None: plain(function, backend=backend))
 
 
 @pytest.mark.parametrize(
@@ -421,7 +414,6 @@ def test_the_capacity_of_mor_shrinks_along_half_a_cosine(shards, tmp_path):
         assert shares == pytest.approx([1 - way * (1 - capacity) for capacity in capacities], abs=1e-9), step
     at_once = policy_at(replace(plan, capacity_warmup=0), method, 0)
     assert at_once.schedule.shares == pytest.approx(capacities)
-
     train(small(shards, *four, "train.capacity_warmup=2", "train.steps=3"), out=tmp_path / "run", quiet=True)
     depths = [line["mean_depth"] for line in metrics(tmp_path / "run") if "mean_depth" in line]
     tokens = 32
