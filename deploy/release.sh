@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_CONSTRAINT="$root/co
 python3 -m venv "$work/tools"
 "$work/tools/bin/pip" install --quiet build==1.6.1 twine==7.0.0
 rm -rf "$root/dist"
-"$work/tools/bin/python" -m build --outdir "$root/dist" "$root" > "$work/build.log" || { tail -n 20 "$work/build.log"; exit 1; }
+"$work/tools/bin/python" -m build --outdir "$root/dist" "$root" > "$work/build.log" 2>&1 || { tail -n 20 "$work/build.log"; exit 1; }
 "$work/tools/bin/twine" check --strict "$root"/dist/*
 
 try() {  # $1: Python, $2: archive
@@ -41,6 +41,7 @@ try() {  # $1: Python, $2: archive
 }
 
 for python in $(compgen -c python3. | grep -xE 'python3\.(1[1-9]|[2-9][0-9])' | sort -uV); do
+  "$python" -c "import venv" 2> /dev/null || continue # a name without an interpreter behind it
   for archive in "$root"/dist/*.whl "$root"/dist/*.tar.gz; do
     try "$(command -v "$python")" "$archive"
   done
