@@ -51,6 +51,13 @@ function notice(failure, wait) {
   const then = wait ? ` Trying again in ${Math.ceil(wait)} s.` : "";
   line.textContent = failure ? failure.message.replace(/[.!?]?$/, (end) => end || ".") + then : "";
   line.classList.toggle("waits", Boolean(wait));
+  if (failure?.tokens) count(failure.tokens);
+}
+
+/** Shows how many tokens the text has, of as many as the model has positions for. */
+function count(tokens) {
+  byId("count").textContent = model.positions ? `${tokens} / ${model.positions} tokens` : `${tokens} tokens`;
+  byId("count").classList.toggle("over", tokens > model.positions);
 }
 
 function hover(slot) {
@@ -84,8 +91,7 @@ function draw() {
   grid.show(reading?.tokens ?? [], deepest);
   grid.light(state.selected, "selected");
   editor.spans.light(state.selected, "selected");
-  const tokens = reading?.tokens.length ?? 0;
-  byId("count").textContent = model.positions ? `${tokens} / ${model.positions} tokens` : `${tokens} tokens`;
+  count(reading?.tokens.length ?? 0);
   byId("work").classList.toggle("bare", !reading);
   drawInspector();
 }
@@ -258,6 +264,7 @@ async function start() {
   document.documentElement.dataset.ready = "yes";
 }
 
+byId("privacy").textContent = api.PRIVACY;
 startTheme(byId("theme"));
 wireTools();
 start();
