@@ -39,7 +39,8 @@ def page(
         served = Served(model, tokenizer, folder, name=name or default_name(checkpoint))
         sizes = write_page(served, out, source=checkpoint)
     weights, other = (f"{size / 1e6:,.2f} MB" for size in sizes.values())
-    console.print(line("written: ", (str(out), "bold"), f" (weights {weights}, everything else {other})"), soft_wrap=True)
+    contents = f" (weights {weights}, everything else {other})"
+    console.print(line("written: ", (str(out), "bold"), contents), soft_wrap=True)
     console.print(f"see it: python -m http.server --directory {out}", soft_wrap=True)
     result = {"checkpoint": checkpoint, "out": str(out), "bytes": sizes}
     write_json(json, result)

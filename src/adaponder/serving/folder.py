@@ -46,8 +46,8 @@ def _refuse(source: str, field: str, value: Any, supported: tuple[Any, ...]) -> 
 def require_tokenizer(content: dict[str, Any], source: str) -> None:
     """Raises unless the browser gives the same ids as this ``tokenizer.json``."""
     model, splits = content["model"], content["pre_tokenizer"] or {}
-    kind = model["type"], splits.get("type")
-    _refuse(source, "tokenizer", " after ".join(map(str, kind)), ("BPE after ByteLevel", "WordLevel after WhitespaceSplit"))
+    kind = f"{model['type']} after {splits.get('type')}"
+    _refuse(source, "tokenizer", kind, ("BPE after ByteLevel", "WordLevel after WhitespaceSplit"))
     _refuse(source, "tokenizer.normalizer", (content["normalizer"] or {}).get("type"), (None, "NFC"))
     post = content["post_processor"] or {}
     adds_tokens = any("SpecialToken" in piece for piece in post.get("single", ()))

@@ -43,11 +43,13 @@ function gelu(x) {
   if (x <= -REACH) return 0;
   if (x >= REACH) return x;
   const place = (x + REACH) * STEP;
-  const at = Math.floor(place);
+  const at = place | 0;
   const t = place - at;
-  const [low, lowSlope, high, highSlope] = [GELU[2 * at], GELU[2 * at + 1], GELU[2 * at + 2], GELU[2 * at + 3]];
-  const [a, b] = [2 * (low - high) + lowSlope + highSlope, 3 * (high - low) - 2 * lowSlope - highSlope];
-  return ((a * t + b) * t + lowSlope) * t + low;
+  const low = GELU[2 * at];
+  const slope = GELU[2 * at + 1];
+  const rise = GELU[2 * at + 2] - low;
+  const bend = GELU[2 * at + 3] + slope - 2 * rise;
+  return ((bend * t + rise - slope - bend) * t + slope) * t + low;
 }
 
 /** A linear layer whose output rows lie `width` floats apart. */
@@ -82,7 +84,7 @@ export class Model {
   constructor(facts, weights, options) {
     const { layers, hidden, heads, intermediate, vocabulary, positions } = facts.backbone;
     const memory = new Memory(options);
-    Object.assign(this, { facts, memory, hidden, size: hidden / heads, texts: [], clock: 0 });
+    Object.assign(this, { facts, memory, hidden, size: hidden / heads, texts: [], turns: [], clock: 0 });
     const norm = (name) => [weights(`${name}.weight`).data, weights(`${name}.bias`).data];
     const linear = (name) => new Linear(memory, weights(`${name}.weight`), weights(`${name}.bias`));
     this.layers = Array.from({ length: layers }, (_, layer) => {
@@ -171,6 +173,13 @@ export class Model {
     }
   }
 
+  /** Cosines and sines of a position; its angles are rounded to float32, as in the package. */
+  turn(position) {
+    const { frequencies } = this.facts.backbone;
+    const angles = () => frequencies.map((frequency) => Math.fround(Math.fround(frequency) * position));
+    return (this.turns[position] ??= [Math.cos, Math.sin].map((wave) => Float32Array.from(angles(), wave)));
+  }
+
   /** Rotates queries and keys, stores keys and values, and scales queries, for the rows' positions. */
   store(text, iteration, layer, rows) {
     const { hidden: d, size, memory: { floats }, facts: { backbone } } = this;
@@ -179,9 +188,7 @@ export class Model {
     const width = this.layers[0].qkv.width;
     rows.forEach(({ position }, row) => {
       const panel = keys + (position >> 4) * 16 * d + (position & 15);
-      // As the package: angles are rounded to float32.
-      const angles = backbone.frequencies.map((frequency) => Math.fround(Math.fround(frequency) * position));
-      const [cos, sin] = [angles.map(Math.cos).map(Math.fround), angles.map(Math.sin).map(Math.fround)];
+      const [cos, sin] = this.turn(position);
       for (let head = 0; head < backbone.heads; head += 1) {
         const query = this.room.qkv + row * width + head * 3 * size;
         for (const start of [query, query + size]) {

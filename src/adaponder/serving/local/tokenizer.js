@@ -5,6 +5,10 @@
 const GPT2 =
   /'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\p{White_Space}\p{L}\p{N}]+|\p{White_Space}+(?!\P{White_Space})|\p{White_Space}+/gu;
 const UNFINISHED = "\ufffd";
+// Tokens that wait for the end of a character, and how many of them can belong to one.
+const [MOST_WAITING, OF_A_CHARACTER] = [12, 3];
+
+const decoded = (bytes) => new TextDecoder("utf-8", { ignoreBOM: true }).decode(new Uint8Array(bytes));
 
 /** Characters of byte-level vocabularies by byte: printable Latin-1 stands for itself, U+0100 … for the other bytes. */
 function alphabet() {
@@ -76,22 +80,27 @@ export class Tokenizer {
   }
 
   bytes(id) {
-    return [...this.entries.get(id)].flatMap((letter) => BYTES.get(letter) ?? [...new TextEncoder().encode(letter)]);
+    return [...(this.entries.get(id) ?? "")].flatMap((letter) => BYTES.get(letter) ?? [...new TextEncoder().encode(letter)]);
   }
 
   /** Returns a function that gives the text which each next token completes; without a token, what is left. */
   speller() {
     let first = true;
-    const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
+    const waiting = [];
     return (id) => {
-      if (id === undefined) return this.decodes ? decoder.decode() : "";
       // Without a decoder, whole words stand with one space between them.
       if (!this.decodes) {
         const space = first ? "" : " ";
         first = false;
-        return space + (this.entries.get(id) ?? "");
+        return id === undefined ? "" : space + (this.entries.get(id) ?? "");
       }
-      return this.entries.has(id) ? decoder.decode(new Uint8Array(this.bytes(id)), { stream: true }) : "";
+      if (id !== undefined) waiting.push(id);
+      let end = waiting.length;
+      if (id !== undefined && decoded(waiting.flatMap((token) => this.bytes(token))).endsWith(UNFINISHED)) {
+        if (end < MOST_WAITING) return "";
+        end -= OF_A_CHARACTER;
+      }
+      return decoded(waiting.splice(0, end).flatMap((token) => this.bytes(token)));
     };
   }
 
@@ -108,7 +117,7 @@ export class Tokenizer {
     if (!this.entries.has(id)) return "";
     if (!this.decodes) return this.entries.get(id);
     const bytes = this.bytes(id);
-    const text = new TextDecoder("utf-8", { ignoreBOM: true }).decode(new Uint8Array(bytes));
+    const text = decoded(bytes);
     if (!text.includes(UNFINISHED)) return text;
     return `bytes:${bytes.map((byte) => `\\x${byte.toString(16).padStart(2, "0")}`).join("")}`;
   }

@@ -6,9 +6,16 @@ const half = (bits) => {
   return bits & 0x8000 ? -size : size;
 };
 
+function fromBrain(buffer) {
+  const from = new Uint16Array(buffer);
+  const to = new Uint32Array(from.length);
+  for (let at = 0; at < from.length; at += 1) to[at] = from[at] << 16;
+  return new Float32Array(to.buffer);
+}
+
 const DECODED = {
   F32: (buffer) => new Float32Array(buffer),
-  BF16: (buffer) => new Float32Array(Uint32Array.from(new Uint16Array(buffer), (bits) => bits << 16).buffer),
+  BF16: fromBrain,
   F16: (buffer) => Float32Array.from(new Uint16Array(buffer), half),
 };
 
