@@ -79,7 +79,7 @@ export class Answers {
       mean_depth: mean(depths),
       unknown_tokens: ids.filter((id) => id === local.unknown_id).length,
       ...(whole ? { full_loss: mean(tokens.slice(1).map((token) => token.full_nll)) } : {}),
-      usage: { tokens: ids.length, cached_tokens: kept, iterations: depths.reduce((sum, depth) => sum + depth, 0), ...spent, flops_full_depth: most.flops, kv_bytes_full_depth: most.kv_bytes },
+      usage: { tokens: ids.length, cached_tokens: kept, iterations: depths.reduce((sum, depth) => sum + depth, 0), ...spent, flops_full_depth: most.flops, flops_vanilla: this.vanilla(ids.length), kv_bytes_full_depth: most.kv_bytes },
       seconds: (performance.now() - began) / 1000,
       tokens,
     };
@@ -134,5 +134,11 @@ export class Answers {
       if (policy && iteration < iterations - 1) flops += head * policy.heads(iteration) * active;
     }
     return { flops, kv_bytes: 4 * cost.kv * reads };
+  }
+
+  /** FLOPs of the decoder without recurrence, which reads every token once. */
+  vanilla(tokens) {
+    const { backbone, cost } = this.local;
+    return tokens * (2 * backbone.vocabulary * backbone.hidden + 2 * cost.body + cost.attention * (tokens + 1));
   }
 }
