@@ -253,3 +253,37 @@ def test_half_precision_and_sequential_layers(visit):
     with visit(served) as explorer:
         (found,) = answers(explorer, [{"prompt": TEXT, "adaponder": {"gates": True, "iteration_top": 5, "seed": 3}}])
     compare(found, expected(served, TEXT, None, full=False))
+
+
+def test_the_page_of_puzzles_opens_on_one_and_marks_the_answers(visit):
+    """Examples come with the checkpoint; right answers are computed from the text, and losses are of answers."""
+    folder = sample_path("sample-hops")
+    model, _ = load(str(folder), dtype="float32")
+    served = Served(model, tokenizer_of(folder), folder, name="sample-hops")
+    with visit(served, "") as explorer:
+        page = explorer.page
+        first = explorer.text()
+        answer = expected(served, first, None)
+        loss = [token["nll"] for token in answer["tokens"][first.split().index("|") + 2 :: 2]]
+        marks = "all => all.map((one) => one.dataset.verdict)"
+        verdicts = page.eval_on_selector_all("#mirror [data-verdict]", marks)
+        assert (len(verdicts), explorer.stat("Loss")) == (6, f"{sum(loss) / 6:.3f}")
+        assert f"{verdicts.count('right')} of 6 answers right" in page.inner_text("#summary-a")
+        spent, full, plain = (answer["usage"][f"flops{name}"] for name in ("", "_full_depth", "_vanilla"))
+        assert explorer.stat("FLOPs saved") == f"{100 * (1 - spent / full):.0f} %"
+        assert f"than 4× for all; {spent / plain:.1f}× a plain model" in page.inner_text("#summary-a")
+        page.click("text=New puzzle")
+        explorer.until(f"document.getElementById('text').value !== {json.dumps(first)}")
+        explorer.settle()
+        # At depth 1 the model cannot know what takes four hops; words that it does not know are underlined.
+        explorer.fill(first + " qq zz")
+        page.select_option("#A-rule", "fixed")
+        explorer.dial(0)
+        assert "wrong" in page.eval_on_selector_all("#mirror [data-verdict]", marks)
+        assert page.eval_on_selector_all("#mirror .unknown", "all => all.map((one) => one.textContent)") == ["qq", "zz"]
+        page.set_viewport_size({"width": 390, "height": 844})
+        page.evaluate("document.querySelector('#grid-a [data-slot=\"40\"]').click()")
+        boxes = [page.locator(name).bounding_box() for name in ("#mirror", "#inspector")]
+        assert boxes[0]["y"] + boxes[0]["height"] <= boxes[1]["y"]
+        ends = page.eval_on_selector_all(".example", "all => all.map((one) => one.getBoundingClientRect().right)")
+        assert max(ends) <= 390

@@ -46,7 +46,7 @@ class Served:
         tokenizer("a")  # the first call sets defaults, which must not happen in two threads
         self.name, self.model, self.tokenizer = name, model, tokenizer
         self.profiles: Mapping[str, Mapping[str, Any]] = {} if folder is None else stored_profiles.stored(folder)
-        self.examples = None if folder is None else _examples(folder)
+        self.examples = None if folder is None else examples_of(folder)
         self.tokens = max_tokens(model, tokens)
         self.iterations: int = model.config.iterations
         self.vocabulary: int = model.config.vocab_size
@@ -88,7 +88,7 @@ class Served:
         }
 
 
-def _examples(folder: Path) -> dict[str, Any] | None:
+def examples_of(folder: Path) -> dict[str, Any] | None:
     """Returns the texts that the page offers: a checkpoint's ``examples.json``; ``None`` if it has none.
 
     ``{"answers": "hops", "examples": [{"name": "New puzzle", "texts": [...]}]}``; with ``answers`` the page checks
@@ -99,14 +99,13 @@ def _examples(folder: Path) -> dict[str, Any] | None:
         return None
     content = read_json(path)
     listed = content.get("examples")
-    texts = [
-        entry.get("texts") for entry in listed or () if isinstance(entry, dict) and isinstance(entry.get("name"), str)
-    ]
-    whole = isinstance(listed, list) and 0 < len(texts) == len(listed)
-    if not whole or not all(isinstance(item, list) and item and all(map(_is_text, item)) for item in texts):
+    if not listed or not isinstance(listed, list) or not all(map(_is_example, listed)):
         raise CheckpointError(f'{path} must hold {{"examples": [{{"name": …, "texts": […]}}]}}; correct or remove it')
     return {"answers": content.get("answers"), "examples": listed}
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)
+def _is_example(entry: Any) -> bool:
+    """Returns whether an entry has a name and at least one text, none of them empty."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("texts"), list) or not entry["texts"]:
+        return False
+    return all(isinstance(text, str) and text for text in (entry.get("name"), *entry["texts"]))

@@ -12,8 +12,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from adaponder import AdaPonderConfig
 from adaponder.checkpoints.shipped import sample_path
 from adaponder.commands.page import page
-from adaponder.errors import InputError
+from adaponder.errors import CheckpointError, InputError
 from adaponder.serving import folder
+from adaponder.serving.served import EXAMPLES, examples_of
 
 BACKBONE = {
     "model_type": "gpt_neox",
@@ -89,3 +90,13 @@ def test_the_command_writes_weights_as_they_are_and_refuses_too_many(tmp_path, m
     with pytest.raises(InputError, match="sample-hops: 1 MB of weights; a page takes at most 0"):
         page("sample-hops", out=tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+DAMAGED = ["{}", '{"examples": []}', '{"examples": [{"name": "a", "texts": [""]}]}', '{"examples": [7]}']
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_damaged_examples_of_a_checkpoint_are_refused(tmp_path, content):
+    (tmp_path / EXAMPLES).write_text(content)
+    with pytest.raises(CheckpointError, match=r"examples\.json must hold"):
+        examples_of(tmp_path)

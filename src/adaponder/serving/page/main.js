@@ -102,7 +102,7 @@ function shown(answer, detailed) {
   // What the detailed answer adds to the same tokens stays until its successor is there.
   if (!detailed && reading?.full_loss !== undefined && answer.loss === reading.loss) answer.full_loss = reading.full_loss;
   reading = answer;
-  for (const token of reading.tokens) token.unknown = token.id === model.unknown;
+  for (const token of reading.tokens) if (token.id === model.unknown) token.unknown = true;
   if (model.examples?.answers === "hops") judge(reading);
   // Exact tokens say what the text is: writing may have completed a character that it had left unfinished before.
   if (state.ids) set({ text: reading.tokens.map((token) => token.text).join("") });
