@@ -22,7 +22,7 @@ from adaponder.conversion.open import load
 from adaponder.evaluation.token_scores import Reading
 from adaponder.policies import parse_policy
 from adaponder.serving.answers import ScoreWriter
-from adaponder.serving.folder import METHODS, POLICIES, write_page
+from adaponder.serving.folder import POLICIES, methods, write_page
 from adaponder.serving.served import Served
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _near(found: Any, wanted: Any) -> None:
         assert found == (pytest.approx(wanted, rel=1e-4, abs=2e-4) if isinstance(wanted, float) else wanted)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", methods())
 def test_every_method_under_every_rule(visit, method):
     served = small(method)
     lines = [line for line in RULES if line.split(":")[0] in served.facts()["policies"]]

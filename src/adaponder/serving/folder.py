@@ -16,11 +16,11 @@ from adaponder.checkpoints.manifest import saving
 from adaponder.config import AdaPonderConfig
 from adaponder.conversion.convert import require_empty
 from adaponder.errors import InputError
+from adaponder.methods import method_class, method_names
 from adaponder.policies.choice import calibrated
 from adaponder.serving.served import Served
 
-# What local/model.js, local/policies.js and local/tokenizer.js implement.
-METHODS = ("adaponder", "ponder", "loop", "ouro", "pondernet", "anytime", "relay", "reread", "vanilla")
+# What local/policies.js implements.
 POLICIES = ("gate", "exit", "fixed", "entropy", "kl", "change", "random")
 MOST_BYTES = 50_000_000
 _CURE = "serve it with adaponder serve"
@@ -30,11 +30,16 @@ def require_runnable(config: AdaPonderConfig, source: str) -> None:
     """Raises unless the browser's model supports this config."""
     backbone = config.backbone_config
     _refuse(source, "backbone", backbone.model_type, ("gpt_neox",))
-    _refuse(source, "method", config.method, METHODS)
+    _refuse(source, "method", config.method, methods())
     _refuse(source, "reuse", config.reuse, ("state",))
     _refuse(source, "expectation_top_k", config.expectation_top_k, (None,))
     _refuse(source, "hidden_act", backbone.hidden_act, ("gelu",))
     _refuse(source, "rope_type", backbone.rope_parameters["rope_type"], ("default",))
+
+
+def methods() -> tuple[str, ...]:
+    """Returns the names of the methods that local/model.js computes."""
+    return tuple(name for name in method_names() if "browser_update" in vars(method_class(name)))
 
 
 def _refuse(source: str, field: str, value: Any, supported: tuple[Any, ...]) -> None:
@@ -82,7 +87,7 @@ def facts_of(served: Served) -> dict[str, Any]:
     facts = served.facts()
     facts["policies"] = [word for word in facts["policies"] if word in POLICIES]
     local = {
-        "method": config.method,
+        "update": method.browser_update,
         "iterations": served.iterations,
         "halts": method.halts,
         "exits": method.signal == "exit",

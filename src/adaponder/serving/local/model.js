@@ -331,7 +331,7 @@ export class Model {
 
   /** Halts rows, and gives the others the input of their next iteration: what `advance` of the method does. */
   advance(text, iteration, rows, logits, policy, seed) {
-    const { method, halts, state_scale: scale } = this.facts;
+    const { update, halts, state_scale: scale } = this.facts;
     const { exits } = this.facts;
     const gates = halts ? this.gate(iteration, rows.length) : [];
     const going = [];
@@ -354,11 +354,11 @@ export class Model {
     });
     const expected = this.facts.mixes && going.length ? this.expected(going.length) : null;
     going.forEach((row, index) => {
-      if (method === "loop") row.input = row.stream;
-      else if (method === "relay" || method === "ouro") row.input = row.hidden;
-      else if (method === "reread" || method === "pondernet") row.input = row.first.map((x, at) => x + scale * row.hidden[at]);
+      if (update === "stream") row.input = row.stream;
+      else if (update === "state") row.input = row.hidden;
+      else if (update === "reread") row.input = row.first.map((x, at) => x + scale * row.hidden[at]);
       else {
-        const weight = method === "adaponder" ? row.gate : 1;
+        const weight = update === "gated" ? row.gate : 1;
         const mixture = expected(index);
         row.input = row.input.map((x, at) => x + weight * mixture[at]);
       }
