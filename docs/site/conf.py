@@ -16,6 +16,7 @@ version = release = __version__
 
 extensions = [
     "formulas",
+    "live",
     "myst_parser",
     "options",
     "pages",

@@ -21,6 +21,7 @@ from adaponder.commands.evaluate import compare, evaluate
 from adaponder.commands.export import export
 from adaponder.commands.generate import generate
 from adaponder.commands.inspect import inspect
+from adaponder.commands.page import page
 from adaponder.commands.policies import policies
 from adaponder.commands.prepare import prepare
 from adaponder.commands.puzzle import puzzle
@@ -94,7 +95,7 @@ class Command(_PlainFlags, TyperCommand):
 
 # Every command by its heading in ``--help``, in the order of first use.
 COMMANDS: dict[str, dict[str, Callable[..., Any]]] = {
-    "Try it": {"demo": demo, "generate": generate, "puzzle": puzzle, "serve": serve},
+    "Try it": {"demo": demo, "generate": generate, "puzzle": puzzle, "serve": serve, "page": page},
     "Train": {"prepare": prepare, "recipes": recipes, "train": train, "sweep": sweep},
     "Measure": {
         "eval": evaluate,

@@ -6,13 +6,11 @@ import itertools
 import json
 import math
 import re
-import shutil
 import struct
 import urllib.parse
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
@@ -35,24 +33,6 @@ if TYPE_CHECKING:
 # A link from another model: the served one may have neither its rule nor its forced depth.
 FRAGMENT = "#text=def%20f(self)&a=gate:1e-5&forced=0-1&most=8"
 KEY = "a-key-of-many-characters"
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-LEFT_OUT = "{} is missing; install Chromium (Debian: apt install chromium) and the extras serve and dev"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """One browser for this file; it must close before other tests, as asyncio cannot run beside it in one thread."""
-    path = next((path for name in NAMES if (path := shutil.which(name))), None)
-    missing = [name for name in ("playwright", "fastapi", "uvicorn") if find_spec(name) is None]
-    if path is None or missing:
-        pytest.skip(LEFT_OUT.format(", ".join(missing) or "a browser"))
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        # Without its sandbox, which containers forbid: it opens our own page only.
-        opened = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
-        yield opened
-        opened.close()
 
 
 @pytest.fixture(scope="module")

@@ -101,8 +101,7 @@ def serve(
         import uvicorn  # noqa: F401
     except ImportError as problem:
         raise InputError(f"serve needs {problem.name}: pip install 'adaponder[serve]'") from None
-    if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}", name):
-        raise InputError(f"--name {name!r} must consist of letters, digits, dots, colons, dashes and underscores")
+    require_name(name)
     if not ray:
         shared.refuse(
             "one server: add --ray", replicas=replicas > 1, max_replicas=max_replicas, ray_address=ray_address
@@ -195,6 +194,12 @@ def open_worker(
     model, folder, tokenizer = opening.generator(checkpoint)
     served = Served(model, tokenizer, folder, name=name or default_name(checkpoint), tokens=engine.tokens)
     return Worker(open_engine, served)
+
+
+def require_name(name: str | None) -> None:
+    """Raises unless ``name``, the value of ``--name``, is a valid name of a served model."""
+    if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}", name):
+        raise InputError(f"--name {name!r} must consist of letters, digits, dots, colons, dashes and underscores")
 
 
 def default_name(checkpoint: str) -> str:

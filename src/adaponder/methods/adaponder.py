@@ -67,6 +67,7 @@ class AdaPonder(Ponder):
     has_ponder_term = True
     gate_meaning = "gate s"
     exported = True
+    browser_update = "gated"
 
     @classmethod
     def reuse_rule(cls, config: Recurrence) -> str:

@@ -78,6 +78,7 @@ class Anytime(AdaPonder):
     has_ponder_term = False
     gates_apart = True
     gate_meaning = "foreseen: a later iteration helps"
+    browser_update = "mixed"
 
     def training_policy(self, progress: float) -> Policy:
         """Returns a policy of random halts, with almost none at progress 0; from progress 1 on, ``self.halting``."""
@@ -109,6 +110,7 @@ class Relay(Anytime):
     """``E^{i+1} = h^i``, as in Ouro: the final-normed state is the next iteration's input."""
 
     mixes_vocabulary = False
+    browser_update = "state"
 
     def advance(self, rows: Rows, state: State) -> State:
         self.decide(rows, state.hidden)
@@ -119,6 +121,7 @@ class Reread(Anytime):
     """``E^{i+1} = E^0 + c h^i`` with ``c = state_scale``, as in PonderNet: adds the state to the first input."""
 
     mixes_vocabulary = False
+    browser_update = "reread"
 
     def start(self, rows: Rows, embedded: Tensor) -> State:
         x = self.scaled(embedded)

@@ -49,6 +49,7 @@ class Method(nn.Module, ABC):
         gates_decide: whether policies compare their threshold with one gate's value, not with a sum or product.
         after_halting: label in figures of the iterations after a token has halted.
         exported: whether ``adaponder export`` supports the method; not inherited.
+        browser_update: the name of ``advance`` in ``serving/local/model.js``; ``None``: not there; not inherited.
         keep_logits: whether to keep vocabulary logits for the backward pass instead of recomputing them.
     """
 
@@ -64,6 +65,7 @@ class Method(nn.Module, ABC):
     gates_decide: ClassVar[bool] = True
     after_halting: ClassVar[str] = "halted: K/V reused"
     exported: ClassVar[bool] = False
+    browser_update: ClassVar[str | None] = None
 
     def __init__(self, config: Recurrence):
         super().__init__()

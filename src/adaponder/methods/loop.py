@@ -9,6 +9,8 @@ from adaponder.methods.base import Method, State
 class Loop(Method):
     """Repeats the layers on their own output: E^0 is not added again, and only the last loop's output is normed."""
 
+    browser_update = "stream"
+
     def receive(self, rows: Rows, state: State, output: Pass) -> State:
         return State(output.stream, output.hidden)
 
@@ -20,3 +22,4 @@ class Vanilla(Loop):
     """The stock decoder: one iteration."""
 
     fixed_iterations = 1
+    browser_update = "stream"

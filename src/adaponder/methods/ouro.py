@@ -54,6 +54,7 @@ class Ouro(Method):
 
     halts = True
     signal = "exit"
+    browser_update = "state"
     exit_threshold = 1.0  # no exit before the last loop
     has_exit_loss = True
     gate_meaning = "exit probability"

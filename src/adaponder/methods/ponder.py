@@ -15,6 +15,7 @@ class Ponder(Method):
 
     mixes_vocabulary = True
     exported = True
+    browser_update = "mixed"
 
     def receive(self, rows: Rows, state: State, output: Pass) -> State:
         return State(state.input, output.hidden)

@@ -60,6 +60,7 @@ class PonderNet(Method):
 
     halts = True
     signal = "exit"
+    browser_update = "reread"
     exit_threshold = 0.5  # the median of the exit distribution
     gate_meaning = "exit probability"
     gates_decide = False  # a policy compares the probability of no exit so far, a product over steps

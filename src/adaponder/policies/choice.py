@@ -45,7 +45,7 @@ def choose_policy(
         return parse_policy(policy, name("policy")) if isinstance(policy, str) else policy
     if not 1 <= budget <= iterations:
         raise InputError(f"{name('budget')}={budget:g} must be a mean depth between 1 and {iterations}")
-    points = _calibrated(profiles, iterations)
+    points = calibrated(profiles, iterations)
     if not points:
         raise InputError(
             f"{name('budget')}={budget:g}: the checkpoint has no calibrated thresholds of the learned gate "
@@ -72,7 +72,7 @@ def profile_policy(profiles: Profiles, name: str, option: str) -> Policy:
     return parse_policy(profiles[name]["policy"], f"{option} {name}:")
 
 
-def _calibrated(profiles: Profiles, iterations: int) -> list[tuple[float, tuple[float, ...]]]:
+def calibrated(profiles: Profiles, iterations: int) -> list[tuple[float, tuple[float, ...]]]:
     """Returns (mean depth, thresholds) of each profile of the learned gate with finite thresholds, sorted by depth."""
     points = {}
     for profile in profiles.values():

@@ -275,7 +275,8 @@ class ScoreWriter:
             **({} if full is None else {"full_loss": _mean(full.nll)}),
             "usage": {"tokens": len(ids), "cached_tokens": scores.cached, "iterations": sum(depths)}
             | {name: getattr(spent, name) for name in ("flops", "kv_bytes")}
-            | {f"{name}_full_depth": getattr(most, name) for name in ("flops", "kv_bytes")},
+            | {f"{name}_full_depth": getattr(most, name) for name in ("flops", "kv_bytes")}
+            | {"flops_vanilla": spent.vanilla},
         }
         tokens = self._tokens(ids, scores.tokens, None if full is None else full.tokens, top=reading.top, gates=gates)
         answer["seconds"] = time.perf_counter() - began

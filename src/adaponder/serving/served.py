@@ -10,7 +10,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from adaponder.backbones.shape import shape_of
+from adaponder.errors import CheckpointError
 from adaponder.evaluation.lab import profiles as stored_profiles
+from adaponder.files import read_json
 from adaponder.inference.config import eos_ids, max_tokens
 from adaponder.methods.cost import parameters_of
 from adaponder.modeling import AdaPonderForCausalLM
@@ -18,6 +20,9 @@ from adaponder.policies import LearnedGate
 from adaponder.policies.base import registered_policies
 from adaponder.text import TokenSpeller, has_template
 from adaponder.text.spelling import unknown_id
+
+# Texts that the page offers, beside the weights.
+EXAMPLES = "examples.json"
 
 
 class Served:
@@ -41,6 +46,7 @@ class Served:
         tokenizer("a")  # the first call sets defaults, which must not happen in two threads
         self.name, self.model, self.tokenizer = name, model, tokenizer
         self.profiles: Mapping[str, Mapping[str, Any]] = {} if folder is None else stored_profiles.stored(folder)
+        self.examples = None if folder is None else examples_of(folder)
         self.tokens = max_tokens(model, tokens)
         self.iterations: int = model.config.iterations
         self.vocabulary: int = model.config.vocab_size
@@ -72,9 +78,34 @@ class Served:
             "parameters": parameters_of(config, shape=self.shape).total,
             "chat": self.template,
             "policies": policies,
+            "unknown": self.unknown_id,
+            "examples": self.examples,
             "profiles": [
                 {"name": name, "policy": profile["policy"]}
                 | {field: profile.get(field) for field in ("budget", "depth")}
                 for name, profile in self.profiles.items()
             ],
         }
+
+
+def examples_of(folder: Path) -> dict[str, Any] | None:
+    """Returns the texts that the page offers: a checkpoint's ``examples.json``; ``None`` if it has none.
+
+    ``{"answers": "hops", "examples": [{"name": "New puzzle", "texts": [...]}]}``; with ``answers`` the page checks
+    the model's answers to puzzles of that kind.
+    """
+    path = folder / EXAMPLES
+    if not path.is_file():
+        return None
+    content = read_json(path)
+    listed = content.get("examples")
+    if not listed or not isinstance(listed, list) or not all(map(_is_example, listed)):
+        raise CheckpointError(f'{path} must hold {{"examples": [{{"name": …, "texts": […]}}]}}; correct or remove it')
+    return {"answers": content.get("answers"), "examples": listed}
+
+
+def _is_example(entry: Any) -> bool:
+    """Returns whether an entry has a name and at least one text, none of them empty."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("texts"), list) or not entry["texts"]:
+        return False
+    return all(isinstance(text, str) and text for text in (entry.get("name"), *entry["texts"]))

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import adaponder.serving
 
-PAGE = Path(adaponder.serving.__file__).parent / "page"
+PAGE, LOCAL = (Path(adaponder.serving.__file__).parent / name for name in ("page", "local"))
 INDEX = (PAGE / "index.html").read_text()
 MODULES = {path.name: path.read_text() for path in sorted(PAGE.glob("*.js"))}
+# Of a page without a server, which has its own api.js.
+LOCAL_MODULES = {f"local/{path.name}": path.read_text() for path in sorted(LOCAL.glob("*.js"))}
 ATTRIBUTES = re.findall(r"\s([\w-]+)=\"([^\"]*)\"", INDEX)
 
 
@@ -24,10 +26,13 @@ def test_every_file_that_is_named_is_there_and_every_file_is_named():
         assert len(imported) == len(re.findall(r"^import [{*]", text, re.M)), name
         named |= set(imported)
     assert named == {path.name for path in PAGE.iterdir()}
+    text = "".join(LOCAL_MODULES.values())
+    named = {"api.js", *re.findall(r"(?:from \"\./|new URL\(\")([\w.]+\.js)\"", text)}
+    assert named == {path.name for path in LOCAL.iterdir()} | {"failure.js"}
 
 
 def test_no_other_host_is_named():
-    for path in PAGE.iterdir():
+    for path in [*PAGE.iterdir(), *LOCAL.iterdir()]:
         hosts = set(re.findall(r"(?:https?:)?//[a-z0-9-]+\.[a-z0-9.-]+[^\s\"'`)]*", path.read_text()))
         assert hosts <= {"http://www.w3.org/2000/svg"}, path.name
 
@@ -37,7 +42,7 @@ def test_nothing_is_made_from_markup_or_run_from_text():
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser|srcdoc|setHTML"
         r"|createContextualFragment|javascript:|cssText"
     )
-    assert not {name: match for name, text in MODULES.items() if (match := forbidden.search(text))}
+    assert not {name: match for name, text in (MODULES | LOCAL_MODULES).items() if (match := forbidden.search(text))}
 
 
 def test_every_label_has_its_field_and_every_control_its_name():

@@ -1,12 +1,11 @@
-// The server's routes. Every failure becomes a `Failure` with a sentence to show and, where waiting may help, a delay.
+// The server's routes; a page without a server has local/api.js in the place of this file.
 
-/** What went wrong; `again` is after how many seconds a further try makes sense, `null` where none does. */
-export class Failure extends Error {
-  constructor(message, { again = null, status = 0, gone = false } = {}) {
-    super(message);
-    Object.assign(this, { again, status, gone });
-  }
-}
+import { Failure } from "./failure.js";
+
+export { Failure };
+
+/** Where a text goes, for the foot of the page. */
+export const PRIVACY = "Nothing you type leaves this server";
 
 async function refusal(response) {
   let message = `The server answered ${response.status}.`;
@@ -20,7 +19,8 @@ async function refusal(response) {
   if (status === 401 || status === 403) message = `${message} Reload the page to sign in.`;
   const waits = Number(response.headers.get("retry-after"));
   const busy = status === 429 || status === 503;
-  return new Failure(message, { status, again: busy ? Math.max(1, waits || 1) : null });
+  const tokens = Number(/^prompt has (\d+) tokens/.exec(message)?.[1]) || null;
+  return new Failure(message, { status, tokens, again: busy ? Math.max(1, waits || 1) : null });
 }
 
 async function call(path, body, signal) {

@@ -4,6 +4,7 @@ import { h, put } from "./dom.js";
 import { offered, parse, place, told, turned, usual } from "./rules.js";
 
 const STEPS = 1000;
+const THRESHOLD = "After each read the rule gives the token a number; what lies on the far side of the threshold is not read again";
 
 export class Dial {
   /** `turnedTo(rule)` is called with the rule that was chosen; `match()` where there is another one to match. */
@@ -22,7 +23,7 @@ export class Dial {
     this.slider = h("input", { type: "range", id: `${this.name}-dial`, min: 0, max: STEPS, step: 1 });
     this.slider.addEventListener("input", () => this.turnedTo(turned(this.rule, this.slider.value / this.slider.max, model)));
     this.value = h("output", { class: "reading", for: `${this.name}-dial` });
-    this.sentence = h("p", { class: "quiet sentence", id: `${this.name}-sentence` });
+    this.sentence = h("p", { class: "quiet sentence", id: `${this.name}-sentence`, title: THRESHOLD });
     this.ends = h("div", { class: "slide" }, h("span", {}, "shallow"), this.slider, h("span", {}, "deep"));
     put(
       this.element,

@@ -1,6 +1,11 @@
-// Texts to begin with.
+// Texts to begin with: those of the checkpoint, or these of Python.
 
-export const EXAMPLES = [
+/** The examples of a model, `{name, texts}`: of several texts each call for one shows another. */
+export function examplesOf(model) {
+  return model.examples?.examples ?? PYTHON.map(({ name, text }) => ({ name, texts: [text] }));
+}
+
+const PYTHON = [
   {
     name: "Python",
     text: `import os

@@ -12,6 +12,7 @@ const EARLIER = 3;
 
 function heading(token, slot, count, deepest, close) {
   const chip = h("span", { class: "chip" }, visible(token.text, 40));
+  if (token.unknown) chip.title = "The tokenizer does not know this word: the model reads one token for all unknown words";
   wear(chip, token.depth, deepest);
   const reads = token.depth ? `read ${token.depth}× of ${deepest}` : "not read yet";
   return h(
@@ -27,6 +28,14 @@ function surprise(token) {
   if (token.nll === null || token.nll === undefined) return null;
   const odds = `The model gave it ${percentFine(Math.exp(-token.nll))} (${figure(token.nll)} nats).`;
   return h("p", { class: "quiet" }, odds);
+}
+
+/** What a token that asks a question is answered. */
+function asked({ question }) {
+  if (!question) return null;
+  const { needed, answer, says } = question;
+  const verdict = says === answer ? "right" : `wrong: it is ${answer}`;
+  return h("p", { class: "quiet" }, `Asks for ${needed} ${needed === 1 ? "hop" : "hops"}. The model answers ${says}, `, h("strong", {}, verdict), ".");
 }
 
 /** How the second rule of a comparison read the same token. */
@@ -152,6 +161,7 @@ export function inspect(element, { reading, other, slot, deepest, halts, rule, f
     element,
     heading(token, slot, reading.tokens.length, deepest, hands.close),
     surprise(token),
+    asked(token),
     second(other?.tokens.length === reading.tokens.length ? other : null, slot, deepest),
     actions(slot, deepest, halts, forced[slot], hands),
     guesses(token, next, (guess) => hands.replace(slot, guess)),

@@ -4,12 +4,13 @@ import * as api from "./api.js";
 import { Comparison } from "./compare.js";
 import { Dial } from "./dial.js";
 import { byId, h, put } from "./dom.js";
-import { EXAMPLES } from "./examples.js";
+import { examplesOf } from "./examples.js";
 import { json, offer, png, svgText } from "./export.js";
 import { Grid } from "./grid.js";
 import { inspect } from "./inspector.js";
 import { paint } from "./palette.js";
-import { question, Reader } from "./reader.js";
+import { judge } from "./puzzle.js";
+import { always, question, Reader } from "./reader.js";
 import { offered, runs, usual } from "./rules.js";
 import { scaled, written } from "./spelling.js";
 import { address, fromFragment, keepAddress, set, state, watch } from "./state.js";
@@ -51,6 +52,13 @@ function notice(failure, wait) {
   const then = wait ? ` Trying again in ${Math.ceil(wait)} s.` : "";
   line.textContent = failure ? failure.message.replace(/[.!?]?$/, (end) => end || ".") + then : "";
   line.classList.toggle("waits", Boolean(wait));
+  if (failure?.tokens) count(failure.tokens);
+}
+
+/** Shows how many tokens the text has, of as many as the model has positions for. */
+function count(tokens) {
+  byId("count").textContent = model.positions ? `${tokens} / ${model.positions} tokens` : `${tokens} tokens`;
+  byId("count").classList.toggle("over", tokens > model.positions);
 }
 
 function hover(slot) {
@@ -84,8 +92,7 @@ function draw() {
   grid.show(reading?.tokens ?? [], deepest);
   grid.light(state.selected, "selected");
   editor.spans.light(state.selected, "selected");
-  const tokens = reading?.tokens.length ?? 0;
-  byId("count").textContent = model.positions ? `${tokens} / ${model.positions} tokens` : `${tokens} tokens`;
+  count(reading?.tokens.length ?? 0);
   byId("work").classList.toggle("bare", !reading);
   drawInspector();
 }
@@ -95,6 +102,8 @@ function shown(answer, detailed) {
   // What the detailed answer adds to the same tokens stays until its successor is there.
   if (!detailed && reading?.full_loss !== undefined && answer.loss === reading.loss) answer.full_loss = reading.full_loss;
   reading = answer;
+  for (const token of reading.tokens) if (token.id === model.unknown) token.unknown = true;
+  if (model.examples?.answers === "hops") judge(reading);
   // Exact tokens say what the text is: writing may have completed a character that it had left unfinished before.
   if (state.ids) set({ text: reading.tokens.map((token) => token.text).join("") });
   draw();
@@ -193,12 +202,6 @@ function arrive(found) {
 }
 
 function wireTools() {
-  put(
-    byId("examples"),
-    EXAMPLES.map(({ name, text }) =>
-      h("button", { type: "button", class: "example", onclick: () => desk.stop() || set({ text, ids: null, forced: {}, selected: null }) }, name),
-    ),
-  );
   const subject = () => ({ reading, model, rule: state.a, text: state.text, compared: comparison.shown() });
   const keep = (id, make) => {
     byId(id).addEventListener("click", async () => {
@@ -220,6 +223,19 @@ function wireTools() {
   addEventListener("click", (event) => {
     if (!byId("keep").contains(event.target)) byId("keep").open = false;
   });
+}
+
+/** A button for each example; one of several texts shows the next of them. */
+function offerExamples() {
+  const buttons = examplesOf(model).map(({ name, texts }) => {
+    const show = () => {
+      desk.stop();
+      const text = texts[(texts.indexOf(state.text) + 1) % texts.length];
+      set({ text, ids: null, forced: {}, selected: null });
+    };
+    return h("button", { type: "button", class: "example", onclick: show }, name);
+  });
+  put(byId("examples"), buttons);
 }
 
 function introduce() {
@@ -246,6 +262,8 @@ async function start() {
   notice(null);
   paint(model.iterations);
   introduce();
+  offerExamples();
+  always.predictions = Boolean(model.examples?.answers);
   dial.open(model);
   comparison.open(model);
   desk.open(model);
@@ -253,11 +271,12 @@ async function start() {
   keepAddress(arrive);
   const own = usual(offered(model)[0], model);
   fresh = fromFragment(location.hash) === null;
-  arrive(fromFragment(location.hash) ?? { ...state, text: EXAMPLES[0].text, a: own });
+  arrive(fromFragment(location.hash) ?? { ...state, text: examplesOf(model)[0].texts[0], a: own });
   draw();
   document.documentElement.dataset.ready = "yes";
 }
 
+byId("privacy").textContent = api.PRIVACY;
 startTheme(byId("theme"));
 wireTools();
 start();

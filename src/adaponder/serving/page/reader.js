@@ -8,9 +8,13 @@ import { asked } from "./rules.js";
 const REST = 300; // ms after an answer
 const TOP = 5;
 
+/** Whether every question asks for predictions, and not only those about a text that rests. */
+export const always = { predictions: false };
+
 /** The body of a question. */
 export function question({ text, ids, forced, seed }, rule) {
   const body = { prompt: ids ?? text, adaponder: { ...asked(rule), gates: true } };
+  if (always.predictions) body.adaponder.iteration_top = TOP;
   // Chance falls here as it does in writing.
   if (rule.startsWith("random")) body.adaponder.seed = seed;
   if (Object.keys(forced).length) body.adaponder.depths = forced;

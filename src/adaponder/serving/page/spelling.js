@@ -83,7 +83,7 @@ function find(text, piece, place) {
  */
 export function align(text, tokens) {
   let place = 0;
-  return tokens.map(({ text: piece }) => {
+  return tokens.map(({ text: piece, unknown }) => {
     for (const wanted of [piece, piece.trim()]) {
       const start = wanted ? find(text, wanted, place) : -1;
       if (start >= 0) {
@@ -91,7 +91,12 @@ export function align(text, tokens) {
         return [start, place];
       }
     }
-    return [place, place];
+    // An unknown word does not stand in the text as its token is spelled.
+    const word = unknown ? /\S+/u.exec(text.slice(place)) : null;
+    if (!word) return [place, place];
+    const start = place + word.index;
+    place = start + word[0].length;
+    return [start, place];
   });
 }
 

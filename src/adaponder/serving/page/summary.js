@@ -19,7 +19,10 @@ function bars(tokens, deepest) {
     const swatch = h("span", { class: "swatch" }, `${index + 1}×`);
     wear(bar, index + 1, deepest);
     wear(swatch, index + 1, deepest);
-    const label = `${count} of ${tokens.length} tokens are read ${index + 1} ${index ? "times" : "time"}`;
+    let label = `${count} of ${tokens.length} tokens are read ${index + 1} ${index ? "times" : "time"}`;
+    if (!count && counts.slice(index + 1).some(Boolean)) {
+      label += `: whenever one was read ${index + 1}×, its gate was still at or above the threshold, and it was read again`;
+    }
     return h("li", { title: label, "aria-label": label, "data-count": count }, swatch, bar, h("span", { class: "count" }, String(count)));
   });
 }
@@ -35,13 +38,17 @@ function stat(name, value, note, title) {
 
 const UNKNOWN = "Text that the tokenizer does not know: the model reads one and the same token for all of it";
 
+const LOSS = "Mean negative log-likelihood of each token given those before it";
+const ANSWERS = "Mean negative log-likelihood of the answers; nothing else of a puzzle can be known beforehand";
+const KEPT = "A token that halts keeps the keys and values of its last read, and later reads of other tokens use them again";
+
 const saved = (used, full) => (full ? 1 - used / full : 0);
 const sign = (value, digits = 2) => {
   const rounded = Number(value.toFixed(digits));
   return `${rounded > 0 ? "+" : rounded < 0 ? "−" : "±"}${figure(Math.abs(rounded), digits)}`;
 };
 
-function costs(reading, other) {
+function costs(reading, other, deepest) {
   const { usage } = reading;
   const flops = saved(usage.flops, usage.flops_full_depth);
   const memory = saved(usage.kv_bytes, usage.kv_bytes_full_depth);
@@ -53,8 +60,13 @@ function costs(reading, other) {
     ];
   }
   return [
-    ["FLOPs saved", percent(flops), scaled([usage.flops, usage.flops_full_depth], "FLOP")],
-    ["K/V saved", percent(memory), scaled([usage.kv_bytes, usage.kv_bytes_full_depth], "B", 1024)],
+    [
+      "FLOPs saved",
+      percent(flops),
+      `than ${deepest}× for all; ${figure(usage.flops / usage.flops_vanilla, 1)}× a plain model`,
+      `${scaled([usage.flops, usage.flops_full_depth], "FLOP")} at ${deepest} reads of every token; a plain model reads each once`,
+    ],
+    ["K/V saved", percent(memory), scaled([usage.kv_bytes, usage.kv_bytes_full_depth], "B", 1024), KEPT],
   ];
 }
 
@@ -68,6 +80,8 @@ export function summarise(element, reading, deepest, other = null) {
   let loss = "nats per token";
   if (other) loss = `${sign(reading.loss - other.loss, 3)} vs. A`;
   else if (reading.full_loss !== null && reading.full_loss !== undefined) loss = `${figure(reading.full_loss, 3)} at full depth`;
+  const { answers } = reading;
+  if (answers && !other) loss = `${answers.right} of ${answers.count} answers right`;
   put(
     element,
     h("ol", { class: "histogram", "aria-label": "Tokens by depth" }, bars(reading.tokens, deepest)),
@@ -75,9 +89,9 @@ export function summarise(element, reading, deepest, other = null) {
       "dl",
       { class: "stats" },
       stat("Mean depth", figure(reading.mean_depth), gap),
-      stat("Loss", figure(reading.loss, 3), loss, "Mean negative log-likelihood of each token given those before it"),
+      stat("Loss", figure(answers && !other ? answers.loss : reading.loss, 3), loss, answers ? ANSWERS : LOSS),
       ...(reading.unknown_tokens ? [stat("Unknown", String(reading.unknown_tokens), "tokens", UNKNOWN)] : []),
-      ...costs(reading, other).map(([name, value, note]) => stat(name, value, note)),
+      ...costs(reading, other, deepest).map((entry) => stat(...entry)),
     ),
   );
 }

@@ -6,7 +6,7 @@ import { wear } from "./palette.js";
 import { align, hasHidden, parts } from "./spelling.js";
 
 // What a span shows of a piece.
-const PARTS = ["text", "slot", "depth", "forced", "written", "differs", "level"];
+const PARTS = ["text", "slot", "depth", "forced", "written", "differs", "level", "unknown", "verdict"];
 
 /** Fills a span with a token's text; characters without shape get a label that takes no room. */
 function spell(span, text) {
@@ -49,6 +49,8 @@ export class Spans {
       attribute(span, "data-slot", piece.slot ?? null);
       span.classList.toggle("forced", Boolean(piece.forced));
       span.classList.toggle("written", Boolean(piece.written));
+      span.classList.toggle("unknown", Boolean(piece.unknown));
+      attribute(span, "data-verdict", piece.verdict ?? null);
       attribute(span, "data-differs", piece.differs ?? null);
       attribute(span, "data-level", piece.level);
     });
@@ -80,7 +82,8 @@ export function pieces(text, tokens, extra = () => ({})) {
   let place = 0;
   align(text, tokens).forEach(([start, end], slot) => {
     if (start > place) found.push({ text: text.slice(place, start) });
-    if (end > start) found.push({ text: text.slice(start, end), slot, depth: tokens[slot].depth, ...extra(slot) });
+    const { depth, unknown, verdict } = tokens[slot];
+    if (end > start) found.push({ text: text.slice(start, end), slot, depth, unknown, verdict, ...extra(slot) });
     place = end;
   });
   if (place < text.length) found.push({ text: text.slice(place) });

@@ -1,0 +1,289 @@
+"""The page without a server gives the package's answers, for every method and rule, and asks nobody."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from explorer_support import TEXT, Explorer, byte_tokenizer, post, serving, small_model, spans
+
+from adaponder.checkpoints.loading import tokenizer_of
+from adaponder.checkpoints.shipped import NAMES, sample_path
+from adaponder.conversion.open import load
+from adaponder.evaluation.token_scores import Reading
+from adaponder.policies import parse_policy
+from adaponder.serving.answers import ScoreWriter
+from adaponder.serving.folder import POLICIES, methods, write_page
+from adaponder.serving.served import Served
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+RULES = ["gate:0.5", "gate:0.6,0.5,0.4", "fixed:3", "entropy:3", "kl:0.2", "change:0.5", "random:0.6", "exit:0.7"]
+ALPHABETS = [
+    "😀👩‍👩‍👧‍👦🏳️‍🌈🇩🇪👍🏽❤️‍🔥½²Ⅷ٣",
+    "e\u0301a\u0308n\u0303\u0323\u200d\u200b\ufeff\u00a0\u2003\u3000\u0085\u180e\u2028\u1680 ",
+    "\r\n\t \x0b\x0c\x1c\x1f\x7f\x00a",
+    "日本語テキスト한국어עבריתالعربيةहिन्दीไทย",
+    "it's they'll 'TIS we've I'd 'sx 'LL |= <unknown> ",
+    "𝔘𝔫𝔦𝐜𝐨𝐝𝐞𞤀𐐷𝟘🜁",
+    "".join(map(chr, range(32, 127))),
+]
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None: ...
+
+
+@contextmanager
+def hosted(folder: Path) -> Iterator[str]:
+    """Serves a folder's files as a static host does; yields the address."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=folder)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def visit(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Opens the page of a served model, from a folder that is written for it."""
+
+    @contextmanager
+    def opened(served: Served, fragment: str = "#text=a") -> Iterator[Explorer]:
+        folder = tmp_path_factory.mktemp("page") / "out"
+        write_page(served, folder, source="the model")
+        with hosted(folder) as address:
+            explorer = Explorer(browser, address)
+            explorer.page.set_default_timeout(60_000)
+            yield explorer.open(fragment)
+            explorer.check()
+            explorer.page.context.close()
+
+    return opened
+
+
+def small(method: str = "adaponder") -> Served:
+    return Served(small_model(method, 1 if method == "vanilla" else 4), byte_tokenizer(), name="small")
+
+
+def answers(explorer: Explorer, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the page's own questions are answered in the browser."""
+    script = """async (bodies) => {
+        const { score } = await import(new URL("page/api.js", location.href));
+        const found = [];
+        for (const body of bodies) found.push(await score(body));
+        return found; }"""
+    return explorer.page.evaluate(script, bodies)
+
+
+def expected(served: Served, text: str, line: str | None, *, full: bool = True, **how: Any) -> dict[str, Any]:
+    """The answer of the server's ``/score``."""
+    ids = served.tokenizer(text).input_ids
+    reading = Reading(policy=None if line is None else parse_policy(line), top=5, seed=3, **how)
+    parts = ScoreWriter(served)(ids, reading, gates=True, full_depth=full)
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            return json.loads(end.value)
+
+
+def compare(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Asserts equal tokens, depths, predictions and costs; gates and losses as float32 can have them."""
+    for answer in (found, wanted):
+        for key in ("seconds", "perplexity"):
+            del answer[key]
+        del answer["usage"]["cached_tokens"]
+        answer["policy"] = [float(number) for number in answer["policy"].split(":")[1].split(",")]
+    depths = [[token["depth"] for token in answer["tokens"]] for answer in (found, wanted)]
+    assert depths[0] == depths[1]
+    _near(found, wanted)
+
+
+def _near(found: Any, wanted: Any) -> None:
+    if isinstance(wanted, dict):
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            _near(found[key], value)
+    elif isinstance(wanted, list):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            _near(one, other)
+    else:
+        assert found == (pytest.approx(wanted, rel=1e-4, abs=2e-4) if isinstance(wanted, float) else wanted)
+
+
+@pytest.mark.parametrize("method", methods())
+def test_every_method_under_every_rule(visit, method):
+    served = small(method)
+    lines = [line for line in RULES if line.split(":")[0] in served.facts()["policies"]]
+    with visit(served) as explorer:
+        asked = [{"policy": line} for line in lines] + [{}]
+        details = {"gates": True, "iteration_top": 5, "seed": 3}
+        bodies = [{"prompt": TEXT, "full_depth": True, "adaponder": {**details, **how}} for how in asked]
+        found = answers(explorer, bodies)
+    for answer, line in zip(found, [*lines, None], strict=True):
+        compare(answer, expected(served, TEXT, line))
+    depths = {token["depth"] for answer in found for token in answer["tokens"]}
+    assert len(depths) == (served.iterations if lines else 1)
+
+
+def drawn(count: int, *, words: list[str], seed: int = 0) -> list[str]:
+    """Texts of this test's own code, of words of the vocabulary, and of characters that tokenizers stumble over."""
+    chance, code = random.Random(seed), Path(__file__).read_text() * 2
+
+    def text() -> str:
+        kind, start = chance.random(), chance.randrange(len(code) // 2)
+        piece = code[start : start + chance.randrange(1, 150)]
+        if kind < 0.3:
+            return piece if kind < 0.2 else piece.replace("\n", "\r\n")
+        if kind < 0.6:
+            return chance.choice([" ", "  ", "\n"]).join(chance.choices(words, k=chance.randrange(1, 40)))
+        if kind < 0.8:
+            numbers = (chance.choice([chance.randrange(0x3000), chance.randrange(0x1FFFF)]) for _ in range(40))
+            return "".join(chr(number) for number in numbers if not 0xD800 <= number < 0xE000)
+        return "".join(chance.choice(chance.choice(ALPHABETS)) for _ in range(chance.randrange(1, 80)))
+
+    return [text() for _ in range(count)]
+
+
+@pytest.mark.one_of(2)
+@pytest.mark.parametrize("name", sorted(NAMES, reverse=True))
+def test_a_shipped_checkpoint_on_two_hundred_texts_and_its_ids_on_two_thousand(visit, name):
+    folder = sample_path(name)
+    model, _ = load(str(folder), dtype="float32")
+    served = Served(model, tokenizer_of(folder), folder, name=name)
+    words = [*served.tokenizer.get_vocab(), "<|endoftext|>", "zz"]
+    texts = drawn(2000, words=words)
+    with visit(served) as explorer:
+        script = """async (texts) => {
+            const { Tokenizer } = await import(new URL("page/tokenizer.js", location.href));
+            const tokenizer = new Tokenizer(await (await fetch("model/tokenizer.json")).json());
+            const ids = texts.map((text) => tokenizer.encode(text));
+            return ids.map((all) => [all, tokenizer.pieces(all).join("")]); }"""
+        found = explorer.page.evaluate(script, texts)
+        wanted = [served.tokenizer(text).input_ids for text in texts]
+        assert [ids for ids, _ in found] == wanted
+        assert [text for _, text in found] == [served.tokenizer.decode(ids) for ids in wanted]
+        short = [text for text, ids in zip(texts, wanted, strict=True) if 1 < len(ids) <= 40][:200]
+        bodies = [{"prompt": text, "adaponder": {"gates": True, "iteration_top": 5}} for text in short]
+        scores = answers(explorer, bodies)
+    assert len(short) == 200
+    for answer, text in zip(scores, short, strict=True):
+        compare(answer, expected(served, text, None, full=False))
+
+
+def test_only_what_changed_is_computed_again(visit):
+    served = small()
+    lines = TEXT.splitlines(keepends=True) * 4
+    with visit(served) as explorer:
+        texts = ["".join(lines), "".join(lines) + "x", "".join(lines[:3]) + "y" + "".join(lines[3:])]
+        details = {"policy": "gate:0.5", "gates": True, "iteration_top": 5}
+        bodies = [{"prompt": text, "adaponder": details} for text in texts]
+        bodies.append({**bodies[1], "adaponder": {**details, "depths": {"70": 4}}})
+        found = answers(explorer, bodies)
+    counts = [len(served.tokenizer(text).input_ids) for text in texts]
+    before = len(served.tokenizer("".join(lines[:3])).input_ids)
+    kept = [answer["usage"]["cached_tokens"] for answer in found]
+    assert kept[:3] == [0, counts[0], before]
+    assert before <= kept[3] <= 70
+    for answer, text in zip(found[:3], texts, strict=True):
+        compare(answer, expected(served, text, "gate:0.5", full=False))
+    compare(found[3], expected(served, texts[1], "gate:0.5", full=False, depths={70: 4}))
+
+
+def test_the_page_types_writes_and_links_without_a_network(visit):
+    served = small()
+    with visit(served) as explorer, serving(served.model) as reference:
+        page = explorer.page
+        explorer.asked.clear()
+        explorer.fill(TEXT)
+        body = {"prompt": TEXT, "adaponder": {"policy": "gate:0.5"}}
+        assert explorer.tokens() == spans(post(reference, "score", **body))
+        # The same seed writes the same text as the server.
+        body = {"model": "small", "max_tokens": 30, "temperature": 0.8, "seed": 7, **body}
+        (choice,) = post(reference, "v1/completions", **body)["choices"]
+        for field, value in (("most", 30), ("temperature", 0.8), ("seed", 7)):
+            page.fill(f"#{field}", str(value))
+            page.keyboard.press("Tab")
+        page.click("#continue")
+        explorer.until(f"document.getElementById('text').value !== {json.dumps(TEXT)}")
+        explorer.settle()
+        assert explorer.text() == TEXT + choice["text"]
+        written = explorer.tokens()
+        link = explorer.fragment()
+        page.fill("#text", "x = " * 500)
+        page.wait_for_selector("#count.over")
+        assert page.inner_text("#count").endswith(f"/ {served.tokens} tokens")
+        assert str(served.tokens) in page.inner_text("#notice")
+        assert explorer.fragment() != link
+        page.evaluate("hash => { location.hash = hash; }", link)
+        explorer.settle()
+        assert explorer.tokens() == written
+        assert [url for url in explorer.asked if not url.endswith("icon.svg")] == []
+
+
+def test_rules_that_are_not_computed_in_the_browser_are_not_on_offer(visit):
+    with visit(small()) as explorer:
+        words = explorer.page.eval_on_selector_all("#A-rule option", "all => all.map((one) => one.value)")
+        assert set(words) <= set(POLICIES)
+        assert "model runs in this browser" in explorer.page.inner_text("footer")
+
+
+def test_half_precision_and_sequential_layers(visit):
+    """Weights that float16 holds exactly are decoded from it; attention and MLP follow one another."""
+    torch.manual_seed(1)
+    model = small_model("adaponder")
+    model.wrapped.stock.config.use_parallel_residual = False
+    layers: Any = model.wrapped.body.layers
+    for layer in layers:
+        layer.use_parallel_residual = False
+    model.config.backbone_config.use_parallel_residual = False
+    model.load_state_dict({name: value.half().float() for name, value in model.state_dict().items()})
+    served = Served(model, byte_tokenizer(), name="small")
+    with visit(served) as explorer:
+        (found,) = answers(explorer, [{"prompt": TEXT, "adaponder": {"gates": True, "iteration_top": 5, "seed": 3}}])
+    compare(found, expected(served, TEXT, None, full=False))
+
+
+def test_the_page_of_puzzles_opens_on_one_and_marks_the_answers(visit):
+    """Examples come with the checkpoint; right answers are computed from the text, and losses are of answers."""
+    folder = sample_path("sample-hops")
+    model, _ = load(str(folder), dtype="float32")
+    served = Served(model, tokenizer_of(folder), folder, name="sample-hops")
+    with visit(served, "") as explorer:
+        page = explorer.page
+        first = explorer.text()
+        answer = expected(served, first, None)
+        loss = [token["nll"] for token in answer["tokens"][first.split().index("|") + 2 :: 2]]
+        marks = "all => all.map((one) => one.dataset.verdict)"
+        verdicts = page.eval_on_selector_all("#mirror [data-verdict]", marks)
+        assert (len(verdicts), explorer.stat("Loss")) == (6, f"{sum(loss) / 6:.3f}")
+        assert f"{verdicts.count('right')} of 6 answers right" in page.inner_text("#summary-a")
+        spent, full, plain = (answer["usage"][f"flops{name}"] for name in ("", "_full_depth", "_vanilla"))
+        assert explorer.stat("FLOPs saved") == f"{100 * (1 - spent / full):.0f} %"
+        assert f"than 4× for all; {spent / plain:.1f}× a plain model" in page.inner_text("#summary-a")
+        page.click("text=New puzzle")
+        explorer.until(f"document.getElementById('text').value !== {json.dumps(first)}")
+        explorer.settle()
+        # At depth 1 the model cannot know what takes four hops; words that it does not know are underlined.
+        explorer.fill(first + " qq zz")
+        page.select_option("#A-rule", "fixed")
+        explorer.dial(0)
+        assert "wrong" in page.eval_on_selector_all("#mirror [data-verdict]", marks)
+        assert page.eval_on_selector_all("#mirror .unknown", "all => all.map((one) => one.textContent)") == ["qq", "zz"]
+        page.set_viewport_size({"width": 390, "height": 844})
+        page.evaluate("document.querySelector('#grid-a [data-slot=\"40\"]').click()")
+        boxes = [page.locator(name).bounding_box() for name in ("#mirror", "#inspector")]
+        assert boxes[0]["y"] + boxes[0]["height"] <= boxes[1]["y"]
+        ends = page.eval_on_selector_all(".example", "all => all.map((one) => one.getBoundingClientRect().right)")
+        assert max(ends) <= 390
