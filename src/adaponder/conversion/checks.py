@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
@@ -17,6 +17,7 @@ from adaponder.backbones.wrapper import relative_difference, rounding_bound
 from adaponder.errors import CheckpointError
 from adaponder.methods.adaponder import AdaPonder
 from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.policies import FixedDepth
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,39 @@ def compare_with_ponderlm(
     halved = relative_difference(nearer, expected)
     bound = 0.75 * as_is.difference + rounding_bound(expected.dtype) if same else None
     return [once, wide_open, as_is, Check("the same, gates half as far from 1", halved, bound)]
+
+
+def compare_with_loops(
+    model: AdaPonderForCausalLM, stock: PreTrainedModel, ids: Tensor, source: dict[str, Any], gate: dict[str, Tensor]
+) -> list[Check]:
+    """Compares ``model`` with a published looped model: logits after every loop, then the gate's probabilities.
+
+    ``source`` has the recurrence of the release, ``gate`` its exit gate, if it has one. A ``model`` of another method,
+    or of fewer loops, is compared after its first loop alone.
+    """
+    same = model.config.method == source["method"] and model.config.iterations >= source["iterations"]
+    body: Any = stock.base_model
+    hidden, checks, probabilities = stock.get_input_embeddings()(ids), [], []
+    for loop in range(1, 1 + (source["iterations"] if same and source["method"] == "ouro" else 1)):
+        hidden = body(inputs_embeds=hidden, use_cache=False).last_hidden_state
+        depth: dict[str, Any] = {"policy": FixedDepth(loop)} if model.method.halts else {}
+        ours = model(ids, max_iterations=loop, **depth)
+        theirs = model.wrapped.logits(hidden)
+        checks.append(
+            compare(
+                f"logits after loop {loop} equal the source's",
+                ours.logits,
+                theirs,
+                bounded=model.config.input_scale == 1,
+            )
+        )
+        if same and gate:
+            logit = nn.functional.linear(hidden, gate["exit.weight"], gate["exit.bias"])
+            probabilities.append((ours.gates[..., -1], torch.sigmoid(logit[..., 0])))
+    if probabilities:
+        ours, theirs = (torch.stack(part, -1) for part in zip(*probabilities, strict=True))
+        checks.append(compare("exit probabilities equal the source's", ours, theirs))
+    return checks
 
 
 @torch.no_grad()
