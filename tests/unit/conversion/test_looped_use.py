@@ -154,6 +154,19 @@ def test_the_error_of_int8_is_small_and_known_for_each_loop(release):
     assert errors == sorted(errors)  # it accumulates
 
 
+def test_the_page_quotes_the_record_of_published_code():
+    record = json.loads((EXAMPLES.parent / "benchmarks" / "records" / "published-code-cpu.json").read_text())
+    page = (EXAMPLES.parent / "docs" / "looped-models.md").read_text()
+    ouro, exits = record["ouro"], record["ouro"]["exits"]
+    bf16 = ouro["threshold 1 in bfloat16"]
+    assert f"Of {exits['tokens']:,} tokens of random models {list(exits.values())[1]}" in page
+    assert f"({bf16['answered from a loop before the last']} of {bf16['tokens']} tokens" in page
+    assert max(ouro["norms in float64"][name] for name in list(ouro["norms in float64"])[:3]) == 0
+    assert ouro["norms in float64"]["ours with early exits, minus a plain reference"] <= 2e-13
+    assert max(record["ponderlm"][name] for name in ("logits", "logits of every iteration")) <= 4e-15
+    assert "{:.1f}, {:.1f}, {:.1f} and {:.1f} %".format(*(100 * x for x in record["int8"]["error by loop"])) in page
+
+
 class Published:
     """What the release's code answers with, computed by the reference."""
 
