@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from adaponder import methods, registry
 from adaponder.policies.base import _BY_WORD
+from stock_support import make_stock
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -29,6 +30,7 @@ RUNS = {
         ["--steps", "1", "--out", "model"],
         r"594,435 of 4,497,414 parameters train\nbefore: loss 3\.[\s\S]*after:  loss [\s\S]*differ by \de-0[5-9]",
     ),
+    "save_published_outputs": (["stock"], r"published\.safetensors: ids \[\d+\], logits \[1, \d+, \d+\]"),
     "read_a_trace": (["runs/sample/trace.parquet"], r"tokens, loss \d\.\d+, mean depth [23]\.\d+ of 4"),
 }
 
@@ -59,6 +61,8 @@ def test_an_example_runs_and_shows_what_it_says(command, run, name):
     if name == "read_a_trace":
         (line,) = re.findall(r"^ +adaponder (.+)$", docstring(name), flags=re.MULTILINE)
         assert command(*line.split(), "--max-tokens", "200")[0] == 0
+    if name == "save_published_outputs":
+        make_stock(Path("stock"))
     printed = run(EXAMPLES / f"{name}.py", *arguments)
     assert re.search(shown, printed), printed
     if name == "train":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from adaponder.checkpoints.looped import is_published_auto_map, refuse_other_loops
 from adaponder.checkpoints.manifest import verify_files
 from adaponder.checkpoints.shipped import NAMES, full_name, shipped
 from adaponder.config import AdaPonderConfig, is_our_auto_map
@@ -107,7 +108,12 @@ def refuse_code(folder: Path) -> None:
         for path in sorted(folder.glob(pattern)):
             _require_own(path, folder.resolve())
     for path in sorted(folder.glob("*config*.json")):
-        _refuse_code_in(path, read_json(path))
+        settings = read_json(path)
+        if path.name == "config.json":
+            refuse_other_loops(path, settings)
+            if is_published_auto_map(settings):
+                del settings["auto_map"]
+        _refuse_code_in(path, settings)
     _refuse_adapter(folder)
 
 
@@ -267,8 +273,11 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
-def require_exact_keys(where: str, info: dict[str, Any]) -> None:
-    """Raises on missing, unexpected or mismatched keys in ``info``, Hugging Face's loading info."""
+def require_exact_keys(where: str, info: dict[str, Any], names: Mapping[str, str] | None = None) -> None:
+    """Raises on missing, unexpected or mismatched keys in ``info``, Hugging Face's loading info.
+
+    ``names`` maps parts of the checkpoint's names to the model's; the error has the checkpoint's names.
+    """
     problems = []
     for kind in ("missing", "unexpected", "mismatched"):
         if keys := info.get(f"{kind}_keys"):
@@ -276,7 +285,10 @@ def require_exact_keys(where: str, info: dict[str, Any]) -> None:
                 key if isinstance(key, str) else f"{key[0]} is {tuple(key[1])}, the model has {tuple(key[2])}"
                 for key in keys
             )
-            problems.append(f"{kind}: {listed(sorted(described))}")
+            problem = listed(sorted(described))
+            for published, ours in (names or {}).items():
+                problem = problem.replace(ours, published)
+            problems.append(f"{kind}: {problem}")
     if problems:
         raise CheckpointError(f"{where} does not fit the model; " + "; ".join(problems))
 

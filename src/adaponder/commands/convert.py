@@ -27,12 +27,18 @@ def _check_method(name: str) -> str | None:
 
 
 def convert(
-    source: Annotated[str, arg("A stock, PonderLM or AdaPonder checkpoint: folder or hub name.", "SRC")],
+    source: Annotated[str, arg("A stock, PonderLM, Ouro or AdaPonder checkpoint: folder or hub name.", "SRC")],
     *,
     out: Annotated[Path, folder("Where to save; must be new or empty.")],
     method: Annotated[
-        str, opt(f"{', '.join(method_names())}; or backbone: back to plain.", "NAME", check=_check_method)
-    ] = DEFAULT_METHOD,
+        str | None,
+        opt(
+            f"{', '.join(method_names())}; or backbone: back to plain. Default: a looped model's own, else "
+            f"{DEFAULT_METHOD}.",
+            "NAME",
+            check=_check_method,
+        ),
+    ] = None,
     text: Annotated[str | None, opt("Text, or a file of it: shows the loss at each depth.", "TEXT")] = None,
     revision: Annotated[str | None, opt("Branch, tag or commit of a hub source.", "NAME")] = None,
     json: Json = None,

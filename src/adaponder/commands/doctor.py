@@ -12,13 +12,14 @@ from typing import Annotated, Any
 
 import typer
 
-from adaponder.commands.shared import Json, arg, opt
+from adaponder.commands.shared import Json, arg, opt, show_checks
 from adaponder.errors import AdaPonderError, CheckpointError, InputError, listed
 from adaponder.terminal import console, table, write_json
 from adaponder.version import __version__
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "huggingface_hub", "triton", "lm_eval")
 _SEAL = "Take the files as they are: the tokenizer decides on end and padding, checksums are written anew."
+_AGAINST = "Compare logits and exits with a file of examples/save_published_outputs.py."
 _FLOORS = {"torch": "2.11", "transformers": "5.17"}
 
 
@@ -26,15 +27,18 @@ def doctor(
     checkpoint: Annotated[str | None, arg("Examine this checkpoint instead of the installation.", "CKPT")] = None,
     *,
     seal: Annotated[bool, opt(_SEAL, flag="--seal")] = False,
+    against: Annotated[Path | None, opt(_AGAINST, "FILE")] = None,
     json: Json = None,
 ) -> dict[str, Any]:
     """Show versions, devices, which kernels would run, and whether our FLOP counts agree with torch's.
 
     With CKPT, check that its files are unchanged and safe to open, and that its settings agree.
     """
-    if checkpoint is None and seal:
-        raise InputError("--seal: name the checkpoint to seal")
+    if checkpoint is None and (seal or against):
+        raise InputError("--seal: name the checkpoint to seal" if seal else "--against: name the checkpoint to compare")
     report = check_installation() if checkpoint is None else check_checkpoint(checkpoint, seal=seal)
+    if checkpoint is not None and against is not None and not report["problems"]:
+        report |= check_against(checkpoint, against)
     write_json(json, report)
     if report["problems"]:
         raise typer.Exit(1)
@@ -112,6 +116,32 @@ def check_checkpoint(checkpoint: str, *, seal: bool = False) -> dict[str, Any]:
     return report
 
 
+def check_against(checkpoint: str, file: Path) -> dict[str, Any]:
+    """Compares a checkpoint with outputs of published code in ``file``; returns ``against`` and ``problems``."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from adaponder.conversion.checks import compare_with_saved
+    from adaponder.conversion.open import load
+
+    try:
+        saved = load_file(file)
+        dtype = str(saved["logits"].dtype).removeprefix("torch.")
+        model, _ = load(checkpoint, dtype=dtype)
+        checks, depths = compare_with_saved(model, saved)
+    except (OSError, SafetensorError, KeyError) as error:
+        raise InputError(f"--against {file} is no file of save_published_outputs.py: {error}") from error
+    show_checks(f"{checkpoint} against {file}", checks)
+    if depths:
+        names = ("published", "reusing keys and values", "near ties")
+        rows = [(threshold, *(f"{mean[name]:.4g}" for name in names)) for threshold, mean in depths.items()]
+        console.print(table("Mean depth by exit threshold", ("threshold", *names), rows))
+    failed = [check.what for check in checks if not check.holds]
+    console.print(f"differs: {', '.join(failed)}" if failed else "equal", style="red" if failed else "green")
+    against = {"checks": {check.what: check.difference for check in checks}, "depths": depths}
+    return {"against": against, "problems": {"against": ", ".join(failed)} if failed else {}}
+
+
 def examine_checkpoint(folder: Path) -> dict[str, Any]:
     """Returns the result of each check by name (``checks``), and the errors of failed checks (``problems``)."""
     checks: dict[str, str] = {}
@@ -146,10 +176,14 @@ def seal_folder(folder: Path) -> list[str]:
 
 def _safe(folder: Path) -> str:
     from adaponder.checkpoints.loading import refuse_unsafe
+    from adaponder.checkpoints.looped import layout_of
     from adaponder.conversion.export import CODE
     from adaponder.conversion.exported import modeling_adaponder
+    from adaponder.files import read_json
 
     refuse_unsafe(folder)
+    if layout_of(read_json(folder / "config.json")) is not None:
+        return "nothing outside the folder; code of the release is never run"
     code = {path.name: path.read_bytes() for path in folder.glob("*.py")}
     if not code:
         return "no code, nothing outside the folder"

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from adaponder.backbones.wrapper import relative_difference, rounding_bound
-from adaponder.errors import CheckpointError
+from adaponder.errors import CheckpointError, InputError
 from adaponder.methods.adaponder import AdaPonder
 from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.policies import ExitThreshold, FixedDepth
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,87 @@ def compare_with_ponderlm(
     halved = relative_difference(nearer, expected)
     bound = 0.75 * as_is.difference + rounding_bound(expected.dtype) if same else None
     return [once, wide_open, as_is, Check("the same, gates half as far from 1", halved, bound)]
+
+
+def compare_with_loops(
+    model: AdaPonderForCausalLM, stock: PreTrainedModel, ids: Tensor, source: dict[str, Any], gate: dict[str, Tensor]
+) -> list[Check]:
+    """Compares ``model`` with a published looped model: logits after every loop, then the gate's probabilities.
+
+    ``source`` has the recurrence of the release, ``gate`` its exit gate, if it has one. A ``model`` of another method,
+    or of fewer loops, is compared after its first loop alone.
+    """
+    same = model.config.method == source["method"] and model.config.iterations >= source["iterations"]
+    body: Any = stock.base_model
+    hidden, checks, probabilities = stock.get_input_embeddings()(ids), [], []
+    for loop in range(1, 1 + (source["iterations"] if same and source["method"] == "ouro" else 1)):
+        hidden = body(inputs_embeds=hidden, use_cache=False).last_hidden_state
+        depth: dict[str, Any] = {"policy": FixedDepth(loop)} if model.method.halts else {}
+        ours = model(ids, max_iterations=loop, **depth)
+        theirs = model.wrapped.logits(hidden)
+        checks.append(
+            compare(
+                f"logits after loop {loop} equal the source's",
+                ours.logits,
+                theirs,
+                bounded=model.config.input_scale == 1,
+            )
+        )
+        if same and gate:
+            logit = nn.functional.linear(hidden, gate["exit.weight"], gate["exit.bias"])
+            probabilities.append((ours.gates[..., -1], torch.sigmoid(logit[..., 0])))
+    if probabilities:
+        ours, theirs = (torch.stack(part, -1) for part in zip(*probabilities, strict=True))
+        checks.append(compare("exit probabilities equal the source's", ours, theirs))
+    return checks
+
+
+@torch.no_grad()
+def compare_with_saved(model: AdaPonderForCausalLM, saved: dict[str, Tensor]) -> tuple[list[Check], dict[str, Any]]:
+    """Compares ``model`` with what published code computed; returns checks, and mean depths at each saved threshold.
+
+    ``saved`` has ``ids [time]`` and ``logits [loops, time, vocabulary]`` (or of the last loop alone); where there is an
+    exit gate also ``gates [time, loops]``, ``thresholds [n]`` and ``exits [n, time]``, the loops that logits are of.
+    Exits may differ where the cumulative probability equals a threshold to rounding; depths with keys and values reused
+    after an exit, as this package decodes, are reported without a bound.
+    """
+    ids, loops = saved["ids"][None].to(model.device), model.config.iterations
+    halts = model.method.halts
+    options: dict[str, Any] = {"policy": FixedDepth(loops)} if halts else {}
+    read = model(ids, output_iteration_logits=True, **options)
+    ours = read.iteration_logits[:, 0]
+    theirs = saved["logits"].to(ours.device)
+    if theirs.shape not in (ours.shape, ours[-1:].shape):
+        raise InputError(
+            f"logits of {list(theirs.shape)} (loops, time, vocabulary); this checkpoint has {list(ours.shape)}"
+        )
+    first = loops - len(theirs)
+    checks = [
+        compare(f"logits after loop {loop + 1}", ours[loop].to(theirs.dtype), theirs[loop - first])
+        for loop in range(first, loops)
+    ]
+    depths: dict[str, Any] = {}
+    if "gates" not in saved or read.gates is None:
+        return checks, depths
+    gates = saved["gates"].to(ours.device)
+    checks.append(compare("exit probabilities", read.gates[0].to(gates.dtype), gates))
+    reached = 1 - (1 - read.gates[0].double()).cumprod(-1)
+    bound = rounding_bound(theirs.dtype)
+    for threshold, exits in zip(saved["thresholds"].tolist(), saved["exits"].to(ours.device), strict=True):
+        past = reached >= threshold
+        past[:, -1] = True
+        differs = past.int().argmax(-1) + 1 != exits
+        near = ((reached[:, :-1] - threshold).abs() <= bound).any(-1)
+        checks.append(
+            Check(f"exits at {threshold:g}: share of tokens that differ", float((differs & ~near).double().mean()), 0.0)
+        )
+        alone = model(ids, policy=ExitThreshold(threshold)).depth
+        depths[f"{threshold:g}"] = {
+            "published": float(exits.double().mean()),
+            "reusing keys and values": float(alone.double().mean()),
+            "near ties": int((differs & near).sum()),
+        }
+    return checks, depths
 
 
 @torch.no_grad()

@@ -14,7 +14,14 @@ from transformers import PreTrainedModel
 from adaponder.checkpoints.loading import has_tokenizer, tokenizer_of
 from adaponder.checkpoints.manifest import saving, write_manifest
 from adaponder.checkpoints.special_tokens import SETTINGS, TOKENIZER, align, as_ids, read_special_tokens, with_padding
-from adaponder.conversion.checks import Check, compare, compare_with_ponderlm, probe_ids, require_checks
+from adaponder.conversion.checks import (
+    Check,
+    compare,
+    compare_with_loops,
+    compare_with_ponderlm,
+    probe_ids,
+    require_checks,
+)
 from adaponder.conversion.open import OpenedCheckpoint, is_ours, open_checkpoint
 from adaponder.errors import InputError
 from adaponder.methods.adaponder import AdaPonder
@@ -55,7 +62,7 @@ def convert(
     source: str,
     out: str | Path,
     *,
-    method: str = DEFAULT_METHOD,
+    method: str | None = None,
     text: str | None = None,
     revision: str | None = None,
     dtype: str = "auto",
@@ -64,7 +71,8 @@ def convert(
 ) -> Conversion:
     """Converts a checkpoint, checks that it computes what its source computes, and saves it with its tokenizer.
 
-    ``method="backbone"`` saves the plain stock decoder. Other options are fields of :class:`AdaPonderConfig`.
+    ``method="backbone"`` saves the plain stock decoder; ``None`` keeps the method of a published looped model and is
+    ``adaponder`` for any other source. Other options are fields of :class:`AdaPonderConfig`.
     Nothing is written unless every check holds.
     """
     out = Path(out)
@@ -73,6 +81,8 @@ def convert(
     if method == "backbone" and (useless := [*settings, *(["text"] if text is not None else [])]):
         raise InputError(f"--{useless[0].replace('_', '-')}: --method backbone reads each token once; leave it out")
     opened = open_checkpoint(source, revision=revision, dtype=dtype)
+    if method is None:
+        method = str(opened.recurrence["method"]) if opened.loops else DEFAULT_METHOD
     words = None if text is None else _tokens_of(text, opened.folder)
     torch.manual_seed(seed)  # for the parameters that the method adds
     ids = probe_ids(opened.model.config.get_text_config().vocab_size).to(opened.model.device)
@@ -114,13 +124,14 @@ def _to_family(
             f"--iterations {iterations}: K = {trained} of {opened.folder} is fixed by training; --max-iterations of "
             "generate, eval and analyze reads tokens fewer times"
         )
-    settings = opened.recurrence | recurrence | {"method": method}
-    stock = opened.model.backbone if is_ours(opened.model) else opened.model
-    model = AdaPonderForCausalLM.from_backbone(stock, **settings).eval()
+    model = opened.wrapped(**recurrence, method=method).eval()
+    stock = model.backbone
     checks = []
     with torch.no_grad():
         if opened.kind == "ponderlm":
             checks += compare_with_ponderlm(model, stock, ids, opened.recurrence)
+        elif opened.loops:
+            checks += compare_with_loops(model, stock, ids, opened.recurrence, opened.parameters)
         else:
             once = {"max_iterations": 1} if opened.kind == "adaponder" else {}
             # With another embedding scale it is another function: the difference is reported without a bound.

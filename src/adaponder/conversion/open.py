@@ -1,4 +1,4 @@
-"""Opens any checkpoint as a model (stock decoder, PonderLM's release, ours); missing or unexpected keys raise."""
+"""Opens any checkpoint as a model (stock decoder, PonderLM's, Ouro's, ours); missing or unexpected keys raise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
-from torch import nn
+from safetensors import safe_open
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from adaponder.checkpoints.loading import (
@@ -20,6 +21,14 @@ from adaponder.checkpoints.loading import (
     require_exact_keys,
     require_finite,
     require_room,
+)
+from adaponder.checkpoints.looped import (
+    LAYOUTS,
+    Layout,
+    layout_of,
+    require_gate,
+    translated_config,
+    translated_recurrence,
 )
 from adaponder.checkpoints.manifest import verify_files
 from adaponder.config import AdaPonderConfig
@@ -39,14 +48,30 @@ _PONDERLM_UNUSED = {"adapter.weight"}
 class OpenedCheckpoint:
     """The model of a checkpoint, and how the checkpoint was trained."""
 
-    kind: str  # stock, ponderlm or adaponder
+    kind: str  # stock, ponderlm, ouro, nanbeige or adaponder
     folder: Path
     model: PreTrainedModel  # the stock decoder; for adaponder an AdaPonderForCausalLM
     recurrence: dict[str, Any] = field(default_factory=dict)  # the config fields of training; empty for stock
+    parameters: dict[str, Tensor] = field(default_factory=dict)  # of the method, where they are published
+
+    @property
+    def loops(self) -> bool:
+        """Returns whether this is a published looped model, which opens as it was trained."""
+        return self.kind in LAYOUTS
+
+    def wrapped(self, **settings: Any) -> AdaPonderForCausalLM:
+        """Returns the decoder wrapped as it was trained, changed by ``settings``; without a recurrence ``vanilla``."""
+        settings = {"method": PLAIN_METHOD} | self.recurrence | settings
+        stock = self.model.backbone if is_ours(self.model) else self.model
+        model = AdaPonderForCausalLM.from_backbone(stock, **settings)
+        if self.loops and settings["method"] == "ouro":
+            gate = self.parameters or {name: torch.zeros_like(x) for name, x in model.method.state_dict().items()}
+            model.method.load_state_dict(gate)
+        return model
 
 
 def open_checkpoint(name: str, *, revision: str | None = None, dtype: str = "auto") -> OpenedCheckpoint:
-    """Opens a stock, PonderLM or AdaPonder checkpoint; raises on missing or unexpected keys."""
+    """Opens a stock, published looped or AdaPonder checkpoint; raises on missing or unexpected keys."""
     precision = as_dtype(dtype)
     folder = fetch(name, revision=revision)
     refuse_unsafe(folder)
@@ -57,12 +82,14 @@ def open_checkpoint(name: str, *, revision: str | None = None, dtype: str = "aut
         return OpenedCheckpoint("adaponder", folder, model, {key: getattr(model.config, key) for key in names})
     if checksums_wanted():
         verify_files(folder, may_be_missing=NOT_NEEDED)
+    layout = layout_of(raw)
     config = _stock_config(folder)
     ponders = bool(raw.get("ponderinglm"))
     for flag in _PONDERLM_FLAGS:
         if hasattr(config, flag):
             delattr(config, flag)
     config.architectures = None
+    parameters = {} if layout is None else _published_tensors(folder, raw, layout)
     with in_our_words(folder):
         require_room(folder, config)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -73,15 +100,38 @@ def open_checkpoint(name: str, *, revision: str | None = None, dtype: str = "aut
             trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that all of them are listed below
+            key_mapping=None if layout is None else layout.names,
         )
     model, info = loaded
-    if ponders:
-        info["unexpected_keys"] = set(info["unexpected_keys"]) - _PONDERLM_UNUSED
-    require_exact_keys(str(folder), info)
-    require_finite(str(folder), model.state_dict().items())
+    unused = _PONDERLM_UNUSED if ponders else () if layout is None else layout.gate
+    info["unexpected_keys"] = set(info["unexpected_keys"]).difference(unused)
+    require_exact_keys(str(folder), info, {} if layout is None else layout.names)
+    require_finite(str(folder), [*model.state_dict().items(), *parameters.items()])
     model.eval()
-    recurrence = _ponderlm_recurrence(raw, config) if ponders else {}
-    return OpenedCheckpoint("ponderlm" if ponders else "stock", folder, model, recurrence)
+    kind = raw["model_type"] if layout is not None else "ponderlm" if ponders else "stock"
+    parameters = {name: tensor.to(model.dtype) for name, tensor in parameters.items()}
+    return OpenedCheckpoint(kind, folder, model, _recurrence(folder, raw, config), parameters)
+
+
+def _published_tensors(folder: Path, raw: dict[str, Any], layout: Layout) -> dict[str, Tensor]:
+    """Returns the exit gate's tensors; raises if one is missing, or if a head contradicts ``tie_word_embeddings``."""
+    tied, head, table = raw.get("tie_word_embeddings", False), "lm_head.weight", "model.embed_tokens.weight"
+    tensors: dict[str, Tensor] = {}
+    wanted = {*layout.gate, *((head, table) if tied else (head,))}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in wanted.intersection(file.keys())}
+    config = folder / "config.json"
+    if not tied and head not in tensors:
+        raise CheckpointError(f"{config}: tie_word_embeddings={tied}, but the weights have no {head}")
+    if tied and head in tensors and not torch.equal(tensors[head], tensors.get(table, tensors[head][:0])):
+        raise CheckpointError(f"{config}: tie_word_embeddings={tied}, but {head} differs from {table}")
+    require_gate(folder, tensors, layout)
+    shapes = {"exit.weight": (1, raw["hidden_size"]), "exit.bias": (1,)}
+    for name, ours in layout.gate.items():
+        if tuple(tensors[name].shape) != shapes[ours]:
+            raise CheckpointError(f"{folder}: {name} is {tuple(tensors[name].shape)}, the gate is {shapes[ours]}")
+    return {ours: tensors[name] for name, ours in layout.gate.items()}
 
 
 def describe(name: str, *, verify: bool | None = None) -> AdaPonderConfig:
@@ -96,19 +146,29 @@ def describe(name: str, *, verify: bool | None = None) -> AdaPonderConfig:
             return AdaPonderConfig.from_pretrained(folder)
     config = _stock_config(folder)
     plain = {"method": PLAIN_METHOD, "embedding_scale": 1.0}
-    recurrence = _ponderlm_recurrence(raw, config) if raw.get("ponderinglm") else plain
-    return AdaPonderConfig(backbone_config=config, **recurrence)
+    return AdaPonderConfig(backbone_config=config, **(plain | _recurrence(folder, raw, config)))
 
 
 def _stock_config(folder: Path) -> PreTrainedConfig:
     """Returns the config of a stock decoder; raises on an unknown ``model_type`` and on impossible sizes."""
-    family = read_json(folder / "config.json").get("model_type")
+    raw = read_json(folder / "config.json")
+    family = raw.get("model_type")
+    if (layout := layout_of(raw)) is not None:
+        backbone = translated_config(folder / "config.json", raw, layout) | {"model_type": layout.family}
+        return AdaPonderConfig(backbone_config=backbone, method=PLAIN_METHOD, embedding_scale=1.0).backbone_config
     if family is not None and (not isinstance(family, str) or family not in CONFIG_MAPPING):
         raise CheckpointError(f"{folder}/config.json: model_type={family!r}: this transformers knows no such family")
     with in_our_words(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         AdaPonderConfig(backbone_config=config, method=PLAIN_METHOD, embedding_scale=1.0)
     return config
+
+
+def _recurrence(folder: Path, raw: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
+    """Returns the config fields of a published recurrence; empty for a stock decoder."""
+    if (layout := layout_of(raw)) is not None:
+        return translated_recurrence(folder / "config.json", raw, layout)
+    return _ponderlm_recurrence(raw, config) if raw.get("ponderinglm") else {}
 
 
 def _ponderlm_recurrence(raw: dict[str, Any], config) -> dict[str, Any]:
@@ -127,16 +187,14 @@ def _ponderlm_recurrence(raw: dict[str, Any], config) -> dict[str, Any]:
 def load(
     name: str, *, revision: str | None = None, dtype: str = "auto", device: str = "cpu", weights: str | None = None
 ) -> tuple[AdaPonderForCausalLM, Path]:
-    """Returns (model, folder) of any checkpoint; a stock decoder becomes ``vanilla``, PonderLM becomes ``ponder``.
+    """Returns (model, folder) of any checkpoint: published models as they were trained, a stock decoder as ``vanilla``.
 
     ``dtype="auto"`` is the saved precision, but at least float32 on a CPU, since many have no fast half precision.
     ``weights`` is passed to :func:`~adaponder.conversion.narrow.narrow`, which quantises the model.
     """
     target = as_device(device)
     opened = open_checkpoint(name, revision=revision, dtype=dtype)
-    model = opened.model
-    if not is_ours(model):
-        model = AdaPonderForCausalLM.from_backbone(model, **({"method": PLAIN_METHOD} | opened.recurrence))
+    model = opened.model if is_ours(opened.model) else opened.wrapped()
     if dtype == "auto" and target.type == "cpu" and model.dtype.itemsize < 4:
         nn.Module.to(model, torch.float32)
         model.config.dtype = torch.float32

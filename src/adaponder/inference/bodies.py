@@ -72,7 +72,10 @@ def build_body(model: AdaPonderForCausalLM, kind: str | None, *, rows: int, posi
 
 
 class Names(NamedTuple):
-    """The names of a decoder layer's modules; ``gate`` is ``None`` if the MLP is not gated."""
+    """The names of a decoder layer's modules; ``gate`` is ``None`` if the MLP is not gated.
+
+    ``after`` names the norms after attention and after the MLP, if the layer has them.
+    """
 
     attention: str
     qkv: tuple[str, ...]
@@ -80,15 +83,20 @@ class Names(NamedTuple):
     gate: str | None
     up: str
     down: str
+    after: tuple[str, ...] = ()
 
 
 NEOX = Names("attention", ("query_key_value",), "dense", None, "dense_h_to_4h", "dense_4h_to_h")
 LLAMA = Names("self_attn", ("q_proj", "k_proj", "v_proj"), "o_proj", "gate_proj", "up_proj", "down_proj")
 FAMILIES = {"gpt_neox": NEOX, "llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA}
+FAMILIES["hyperclovax"] = LLAMA._replace(after=("post_norm1", "post_norm2"))
 
 
 class FusedLayer(NamedTuple):
-    """The weights of a decoder layer: ``qkv`` and ``up`` include the norms before them, ``up`` also the activation."""
+    """The weights of a decoder layer: ``qkv`` and ``up`` include the norms before them, ``up`` also the activation.
+
+    ``after`` has the norms after attention and after the MLP, or ``None`` twice.
+    """
 
     qkv: Piece
     projection: Projection
@@ -96,6 +104,7 @@ class FusedLayer(NamedTuple):
     gate: Linear | None
     up: Piece
     down: Linear
+    after: tuple[Norm | None, Norm | None]
     scale: float
 
 
@@ -105,6 +114,8 @@ TurnedRows = tuple[LedgerRows, Turn]
 
 class FusedBody(Body):
     """Runs a GPT-NeoX layer in three kernels, a Llama-family layer in five, on the parameters of the stock modules.
+
+    Norms after attention and after the MLP are a kernel and a sum more each.
 
     Weights are not copied, so in-place changes take effect. If a parameter is replaced by another tensor (a merged
     adapter, a module moved to another device), a new body must be built.
@@ -148,6 +159,7 @@ class FusedBody(Body):
                 projection = shared._replace(query_norm=query.weight, key_norm=key.weight, epsilon=query.eps)
             qkv = tuple(linear_weights(getattr(block, name)) for name in names.qkv)
             up = (linear_weights(getattr(mlp, names.up)),)
+            after = [norm_weights(getattr(layer, name)) for name in names.after] or [None, None]
             layers.append(
                 FusedLayer(
                     qkv=Piece(qkv, norm_weights(layer.input_layernorm)),
@@ -156,6 +168,7 @@ class FusedBody(Body):
                     gate=None if names.gate is None else linear_weights(getattr(mlp, names.gate)),
                     up=Piece(up, norm_weights(layer.post_attention_layernorm), activation),
                     down=linear_weights(getattr(mlp, names.down)),
+                    after=(after[0], after[1]),
                     scale=block.scaling,
                 )
             )
@@ -178,7 +191,7 @@ class FusedBody(Body):
             mixed = self._attend(number, qkv, decode, prefill, pools)
             return residual_linears(x, (Term(mixed, layer.out), Term(inner, layer.down)))
         (qkv,) = normed_linears(x, (layer.qkv,))
-        x = residual_linears(x, (Term(self._attend(number, qkv, decode, prefill, pools), layer.out),))
+        x = _added(x, Term(self._attend(number, qkv, decode, prefill, pools), layer.out), layer.after[0])
         if layer.gate is None:
             (inner,) = normed_linears(x, (layer.up,))
         else:
@@ -186,7 +199,7 @@ class FusedBody(Body):
             assert norm is not None
             assert activation is not None
             inner = gated_linear(x, layer.gate, up, norm, activation=activation)
-        return residual_linears(x, (Term(inner, layer.down),))
+        return _added(x, Term(inner, layer.down), layer.after[1])
 
     def _split(self, position: Tensor, rows: LedgerRows) -> tuple[TurnedRows, TurnedRows | None]:
         """Splits a pass into decode rows and prefill rows (``None`` if none), each numbered from 0."""
@@ -217,6 +230,14 @@ class FusedBody(Body):
         return (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).flatten(1)
 
 
+def _added(residual: Tensor, term: Term, norm: Norm | None) -> Tensor:
+    """Returns ``residual + linear(x)``, with ``norm`` between product and sum if it is given."""
+    if norm is None:
+        return residual_linears(residual, (term,))
+    (product,) = normed_linears(term.x, (Piece((term.linear,)),))
+    return residual + row_norm(product, norm)
+
+
 def linear_weights(module: Any) -> Linear:
     """Returns the parameters of an ``nn.Linear``."""
     return Linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
@@ -237,6 +258,9 @@ def unsupported(backbone: Backbone) -> str | None:
     names = FAMILIES.get(config.model_type)
     if names is None:
         return f"{config.model_type} is not one of {', '.join(FAMILIES)}"
+    for multiplier in ("embedding_multiplier", "residual_multiplier"):
+        if getattr(config, multiplier, 1) != 1:
+            return f"{multiplier}={getattr(config, multiplier)} has no kernel"
     if config.hidden_act not in ACTIVATIONS:
         return f"hidden_act={config.hidden_act!r} has no kernel"
     rope = getattr(body.rotary_emb, "rope_type", None)
@@ -248,6 +272,7 @@ def unsupported(backbone: Backbone) -> str | None:
         linears += [getattr(block, name) for name in (*names.qkv, names.out)]
         linears += [getattr(layer.mlp, name) for name in (names.gate, names.up, names.down) if name is not None]
         norms += [layer.input_layernorm, layer.post_attention_layernorm]
+        norms += [getattr(layer, name) for name in names.after]
         norms += [getattr(block, name) for name in ("q_norm", "k_norm") if hasattr(block, name)]
     for module in linears:
         if type(module) is not nn.Linear:

@@ -89,9 +89,7 @@ def _from_checkpoint(name: str, settings: dict[str, Any]) -> AdaPonderForCausalL
     opened = open_checkpoint(name, dtype="float32")
     model = opened.model
     if not isinstance(model, AdaPonderForCausalLM) or opened.recurrence["method"] != settings["method"]:
-        stock = model.backbone if isinstance(model, AdaPonderForCausalLM) else model
-        inherited = {"embedding_scale": 1.0} if opened.kind == "stock" else opened.recurrence
-        return AdaPonderForCausalLM.from_backbone(stock, **inherited | settings)
+        return opened.wrapped(**settings)
     current = {item.name: getattr(model.config, item.name) for item in fields(Recurrence)}
     after = AdaPonderConfig(backbone_config=model.config.backbone_config, **current | settings)
     # gate_bias only initialises gates: it does not apply to trained ones.

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import HyperCLOVAXConfig
 
 from adaponder.backbones.wrapper import Backbone
 from adaponder.inference.bodies import Body, FusedBody, Pools, StockBody, unsupported
@@ -15,13 +16,21 @@ VARIANTS = {
     "neox-serial": ("gpt_neox", {"use_parallel_residual": False}),
     "neox-partial": ("gpt_neox", {"hidden_act": "gelu_pytorch_tanh", "rope_parameters": HALF_TURNED}),
     "llama-biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "sandwich": ("hyperclovax", {}),  # Ouro's layers
 }
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+SANDWICH = HyperCLOVAXConfig(
+    **{name: getattr(FAMILIES["llama"], name) for name in (*SIZES, "vocab_size", "initializer_range")},
+    attention_multiplier=0.3,
+)
 FUSED = ("gpt_neox", "llama", "mistral", "qwen2", "qwen3", "qwen2-mixed", *VARIANTS)
 
 
 def backbone_of(name: str) -> Backbone:
     family, changes = VARIANTS.get(name, (name, {}))
-    model = stock(family, **changes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, "hyperclovax", SANDWICH)
+        model = stock(family, **changes)
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():  # norms and biases that are not 1 and 0
         if parameter.ndim == 1:
@@ -96,12 +105,13 @@ class _Adapter(nn.Linear):
         (lambda body: setattr(body.config, "hidden_act", "mish"), "mish"),
         (lambda body: body.layers[1].to(torch.float32), "precisions"),
         (lambda body: body.layers[1].mlp.register_forward_hook(lambda *args: None), "hooks"),
-        (lambda body: setattr(body.layers[0], "input_layernorm", nn.Identity()), "Identity"),
+        (lambda body: setattr(body.layers[0], "post_norm2", nn.Identity()), "Identity"),
+        (lambda body: setattr(body.config, "residual_multiplier", 0.5), "residual"),
     ],
-    ids=["adapter", "rope", "activation", "precision", "hook", "norm"],
+    ids=["adapter", "rope", "activation", "precision", "hook", "norm", "multiplier"],
 )
 def test_changed_modules_are_left_to_the_stock_layers(change, reason):
-    backbone = backbone_of("gpt_neox")
+    backbone = backbone_of("sandwich" if reason in ("residual", "Identity") else "gpt_neox")
     change(backbone.body)
     assert reason in str(unsupported(backbone))
     assert "olmo2" in str(unsupported(backbone_of("olmo2")))

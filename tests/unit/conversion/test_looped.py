@@ -1,0 +1,239 @@
+"""Published looped models open by name and compute what an independent reference of their layout computes."""
+
+import copy
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+
+from adaponder.conversion.convert import convert
+from adaponder.conversion.open import describe, load
+from adaponder.errors import CheckpointError
+from adaponder.policies import ExitThreshold, FixedDepth
+from looped_support import NANBEIGE, OURO, plain_loops, publish, random_weights
+from support import widen_norms
+
+THRESHOLDS = (0.2, 0.5, 0.8, 1.0)
+
+
+@st.composite
+def layouts(draw, base):
+    """Small configs of a layout: grouped heads, head sizes, depth, loops, rotary base, tied or untied head."""
+    config = copy.deepcopy(base)
+    groups = draw(st.sampled_from([1, 2, 3]))
+    heads = groups * draw(st.sampled_from([1, 2]))
+    config |= {
+        "num_key_value_heads": groups,
+        "num_attention_heads": heads,
+        "head_dim": draw(st.sampled_from([4, 8, 12])),
+        "hidden_size": heads * draw(st.sampled_from([4, 8])),
+        "intermediate_size": draw(st.sampled_from([8, 20])),
+        "num_hidden_layers": draw(st.integers(1, 3)),
+        "vocab_size": draw(st.integers(11, 40)),
+        "rope_theta": draw(st.sampled_from([1e4, 1e6, 7e7])),
+        "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-5])),
+        "tie_word_embeddings": draw(st.booleans()),
+        "total_ut_steps" if base is OURO else "num_loops": draw(st.integers(1, 4)),
+    }
+    config.pop("layer_types", None)
+    return config
+
+
+def opened(folder):
+    model, _ = load(str(folder), dtype="float64")
+    widen_norms(model)
+    return model
+
+
+def texts(config, seed):
+    return torch.randint(config["vocab_size"], (2, 7), generator=torch.Generator().manual_seed(seed))
+
+
+def close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def exits(gates, threshold):
+    """The loop, counted from 1, from which published code takes a token's output, by the gates of all loops."""
+    reached = 1 - (1 - gates).cumprod(-1) >= threshold
+    reached[..., -1] = True
+    return reached.int().argmax(-1) + 1
+
+
+def hundred(*strategies):
+    """Runs a check on 100 random cases, in five batches, which ``make test`` runs the first of."""
+
+    def decorate(check):
+        def test(batch):
+            seed(batch)(settings(max_examples=20, derandomize=False, database=None)(given(*strategies)(check)))()
+
+        return pytest.mark.one_of(5)(pytest.mark.parametrize("batch", range(5))(test))
+
+    return decorate
+
+
+@hundred(layouts(OURO), st.integers(0, 2**16), st.sampled_from(THRESHOLDS))
+def test_an_ouro_release_equals_the_reference_at_every_loop_gate_and_exit(config, number, cached):
+    weights, ids, loops = random_weights(config, seed=number), texts(config, number), config["total_ut_steps"]
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        model = opened(publish(Path(folder), config, weights))
+        every = model(ids, output_iteration_logits=True, policy=FixedDepth(loops))
+        plain = plain_loops(config, weights, ids)
+        close(every.iteration_logits, torch.stack(plain.logits))
+        close(every.gates, torch.stack(plain.gates, -1))
+        assert torch.equal(model(ids).depth, torch.full_like(ids, loops))  # early_exit_threshold 1
+        for threshold in THRESHOLDS:
+            published = plain_loops(config, weights, ids, threshold=threshold, frozen=False)
+            assert torch.equal(exits(every.gates, threshold), published.depth)
+            early = plain_loops(config, weights, ids, threshold=threshold)
+            output = model(ids, policy=ExitThreshold(threshold))
+            assert torch.equal(output.depth, early.depth)
+            close(output.logits, early.logits[-1])
+        # With a cache, token by token: a token's keys and values are those of its own last loop.
+        early, ledger, policy = (
+            plain_loops(config, weights, ids, threshold=cached),
+            model.new_ledger(),
+            ExitThreshold(cached),
+        )
+        parts = [
+            model(part, past_key_values=ledger, policy=policy, use_cache=True) for part in ids.split([3, 1, 1, 2], 1)
+        ]
+        close(torch.cat([part.logits for part in parts], 1), early.logits[-1])
+        assert torch.equal(torch.cat([part.depth for part in parts], 1), early.depth)
+
+
+@hundred(layouts(NANBEIGE), st.integers(0, 2**16), st.booleans())
+def test_a_nanbeige_release_equals_the_reference_at_every_loop(config, number, skips):
+    config["skip_loop_final_norm"] = skips
+    weights, ids = random_weights(config, seed=number), texts(config, number)
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        model = opened(publish(Path(folder), config, weights))
+        plain = plain_loops(config, weights, ids)
+        close(model(ids, output_iteration_logits=True).iteration_logits, torch.stack(plain.logits))
+        ledger = model.new_ledger()
+        parts = [model(part, past_key_values=ledger, use_cache=True).logits for part in ids.split([4, 1, 2], 1)]
+        close(torch.cat(parts, 1), plain.logits[-1])
+    assert (model.config.method, model.config.iterations) == ("loop" if skips else "ouro", config["num_loops"])
+
+
+def changed(config, **settings):
+    return {name: value for name, value in (config | settings).items() if value is not ...}
+
+
+def without(*names):
+    return lambda weights: {name: tensor for name, tensor in weights.items() if name not in names}
+
+
+def renamed(old, new):
+    return lambda weights: {name.replace(old, new): tensor for name, tensor in weights.items()}
+
+
+def same(weights):
+    return weights
+
+
+GATE = "model.early_exit_gate"
+BAD = {
+    "no-gate": ({}, without(f"{GATE}.weight", f"{GATE}.bias"), f"no exit gate: {GATE}.bias, {GATE}.weight missing"),
+    "gate-without-bias": ({}, without(f"{GATE}.bias"), f"no exit gate: {GATE}.bias missing"),
+    "gate-of-another-size": ({}, lambda w: w | {f"{GATE}.weight": torch.zeros(1, 15)}, f"{GATE}.weight is (1, 15)"),
+    "no-norm-after-attention": ({}, renamed("input_layernorm_2", "extra"), "missing: model.layers.0.input_layernorm_2"),
+    "norms-of-gemma": (
+        {},
+        renamed("post_attention_layernorm_2", "post_feedforward_layernorm"),
+        "unexpected: model.layers.0.post_feedforward_layernorm",
+    ),
+    "no-loops": ({"total_ut_steps": 0}, same, "total_ut_steps=0 must be"),
+    "loops-in-words": ({"total_ut_steps": "4"}, same, "total_ut_steps='4' must be"),
+    "loops-unknown": ({"total_ut_steps": ...}, same, "total_ut_steps=None must be"),
+    "threshold": ({"early_exit_threshold": 1.5}, same, "early_exit_threshold=1.5 must be"),
+    "head-missing": ({}, without("lm_head.weight"), "tie_word_embeddings=False, but the weights have no lm_head"),
+    "head-not-tied": ({"tie_word_embeddings": True}, same, "tie_word_embeddings=True, but lm_head.weight differs"),
+    "window": ({"use_sliding_window": True}, same, "use_sliding_window=True: Ouro with it is not modelled"),
+    "window-of-a-layer": ({"layer_types": ["full_attention", "sliding_attention"]}, same, "layer_types: "),
+    "forced-step": ({"early_exit_step": 0}, same, "early_exit_step=0: "),
+    "no-size": ({"vocab_size": ...}, same, "vocab_size missing"),
+    "layers": ({"num_hidden_layers": 1, "layer_types": ...}, same, "unexpected: model.layers.1."),
+    "other-code": (
+        {"auto_map": {"AutoModelForCausalLM": "modeling_evil.OuroForCausalLM"}},
+        same,
+        "auto_map asks to run",
+    ),
+    "code-elsewhere": (
+        {"auto_map": {"AutoConfig": "configuration_ouro.Evil"}},
+        same,
+        "auto_map asks to run",
+    ),
+    "not-finite": ({}, lambda w: w | {f"{GATE}.bias": torch.tensor([torch.nan])}, "weights hold NaN: exit.bias"),
+}
+
+
+@pytest.mark.parametrize(("settings", "edit", "says"), BAD.values(), ids=BAD)
+def test_a_bad_layout_is_refused_with_the_field(tmp_path, settings, edit, says):
+    publish(tmp_path / "bad", changed(OURO, **settings), edit(random_weights(OURO)))
+    with pytest.raises(CheckpointError) as refusal:
+        load(str(tmp_path / "bad"))
+    assert says in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [("iquestloopcoder", "a gate per head mixes"), ("huginn_raven", "repeats its middle layers")],
+)
+def test_other_looped_models_are_refused_by_name_with_the_reason(tmp_path, family, says):
+    publish(tmp_path / "other", OURO | {"model_type": family}, {})
+    for read in (load, describe):
+        with pytest.raises(CheckpointError, match=f"model_type='{family}' cannot be opened: .*{says}"):
+            read(str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("flag", ["loop_share_kv", "enable_mhc", "qk_layernorm", "emb_neighbor_num"])
+def test_what_a_nanbeige_config_may_switch_on_is_refused(tmp_path, flag):
+    publish(tmp_path / "bad", NANBEIGE | {flag: 3}, random_weights(NANBEIGE))
+    with pytest.raises(CheckpointError, match=f"{flag}=3: Nanbeige with it is not modelled"):
+        load(str(tmp_path / "bad"))
+
+
+@pytest.mark.parametrize(
+    "config", [OURO, OURO | {"tie_word_embeddings": True}, NANBEIGE], ids=["ouro", "tied", "nanbeige"]
+)
+def test_a_release_converts_to_a_folder_that_computes_the_same(tmp_path, config):
+    config = config | {"torch_dtype": "float32", "early_exit_threshold": 0.7}
+    publish(tmp_path / "hub", config, random_weights(config, dtype=torch.float32))
+    done = convert(str(tmp_path / "hub"), tmp_path / "out")
+    loops = 2 if config["model_type"] == "nanbeige" else 4
+    assert (done.kind, done.method, done.iterations) == (config["model_type"], "ouro", loops)
+    assert len(done.checks) == loops + (config["model_type"] == "ouro")
+    assert all(check.holds and check.bound for check in done.checks)
+    hub, _ = load(str(tmp_path / "hub"))
+    saved, _ = load(str(tmp_path / "out"))
+    ids = texts(config, 0)
+    ours, theirs = saved(ids), hub(ids)
+    assert torch.equal(ours.logits, theirs.logits)
+    assert torch.equal(ours.depth, theirs.depth)
+    described = [describe(str(tmp_path / name)) for name in ("hub", "out")]
+    assert all(x.exit_threshold == saved.config.exit_threshold and x.iterations == loops for x in described)
+    if config["model_type"] == "ouro":
+        assert saved.config.exit_threshold == 0.7
+        assert 1 < ours.depth.float().mean() < 4
+
+
+def test_a_conversion_that_does_not_equal_its_source_writes_nothing(tmp_path, monkeypatch):
+    publish(tmp_path / "hub", OURO, random_weights(OURO))
+    monkeypatch.setattr("adaponder.halting.Logit.forward", lambda self, hidden: hidden.sum(-1))
+    with pytest.raises(CheckpointError, match="exit probabilities equal the source's: differs"):
+        convert(str(tmp_path / "hub"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_ouro_becomes_another_method_and_a_plain_decoder(tmp_path):
+    publish(tmp_path / "hub", OURO, random_weights(OURO))
+    done = convert(str(tmp_path / "hub"), tmp_path / "ada", method="adaponder", iterations=3)
+    assert (done.method, [check.holds for check in done.checks]) == ("adaponder", [True])
+    convert(str(tmp_path / "hub"), tmp_path / "ouro")
+    convert(str(tmp_path / "ouro"), tmp_path / "plain", method="backbone")
+    assert json.loads((tmp_path / "plain" / "config.json").read_text())["model_type"] == "hyperclovax"

@@ -1,0 +1,218 @@
+"""What a published Ouro is used for: engine, policies, profiles, server, lm-eval, adapters, int8, and its own code."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from adaponder import Engine, Request, cli
+from adaponder.conversion.convert import convert
+from adaponder.conversion.open import load
+from adaponder.evaluation.tasks.harness import HarnessLM
+from adaponder.inference.bodies import FusedBody, build_body
+from adaponder.policies import FixedDepth
+from adaponder.serving.served import Served
+from adaponder.text.prompts import chat_text
+from adaponder.training import lora
+from looped_support import OURO, plain_loops, publish, random_weights
+from serving_support import TEMPLATE, serving
+from stock_support import make_stock
+from support import widen_norms
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+THRESHOLD = 0.6
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory):
+    """A folder as the hub has it: weights, the release's code, a tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("release")
+    make_stock(folder)
+    size = len(AutoTokenizer.from_pretrained(folder))
+    config = OURO | {"vocab_size": size, "torch_dtype": "float32", "max_position_embeddings": 256}
+    publish(folder, config, random_weights(config, dtype=torch.float32))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "modeling_ouro.py").write_text("raise SystemExit('this code must never run')\n")
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 0}))
+    return folder
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path):
+    """Runs a command; returns its exit code and its JSON."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["adaponder", *map(str, arguments), "--json", str(tmp_path / "result.json")])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert end.value.code in (0, None, 1), capsys.readouterr().err
+        return int(end.value.code or 0), json.loads((tmp_path / "result.json").read_text())
+
+    return run
+
+
+def test_the_engine_decodes_at_each_tokens_exit_what_the_reference_does(tmp_path):
+    config = OURO | {"early_exit_threshold": THRESHOLD, "eos_token_id": None}
+    weights = random_weights(config)
+    model, _ = load(str(publish(tmp_path, config, weights)), dtype="float64")
+    widen_norms(model)
+    assert isinstance(build_body(model, None, rows=4, positions=64, width=1), FusedBody)
+    prompts = [[3, 14, 15, 9, 2], [6, 5], [35, 8, 9, 7, 9, 3, 2]]
+    engine = Engine(model, lanes=2)
+    requests = [Request(prompt, max_new_tokens=8, temperature=0) for prompt in prompts]
+    for prompt, [completion] in zip(prompts, engine.generate(requests), strict=True):
+        text = torch.tensor([[*prompt, *completion.ids]])
+        plain = plain_loops(config, weights, text, threshold=THRESHOLD)
+        assert completion.ids == plain.logits[-1][0, len(prompt) - 1 : -1].argmax(-1).tolist()
+        assert completion.depths == plain.depth[0, :-1].tolist()
+        assert len(set(completion.depths)) > 1
+
+
+def test_commands_take_a_release_forced_depths_thresholds_profiles_and_int8(release, call, tmp_path):
+    _, described = call("inspect", release)
+    assert described["config"]["method"] == "ouro"
+    assert call("doctor", release)[1]["checks"]["files"].endswith("code of the release is never run")
+    ask = ("--prompt", "def f(x):", "--max-new-tokens", "5", "--greedy")
+    depths = {rule: call("generate", release, *ask, "--policy", rule)[1] for rule in ("fixed:2", "exit:0.5", "exit:1")}
+    mean = {rule: result["mean_depth"] for rule, result in depths.items()}
+    assert mean["fixed:2"] == 2
+    assert mean["exit:1"] == 4
+    assert 1 <= mean["exit:0.5"] < 4
+    (tmp_path / "text.txt").write_text(EXAMPLES.joinpath("train.py").read_text())
+    few = ("--data", tmp_path / "text.txt", "--max-tokens", "300", "--window", "64")
+    assert call("eval", release, *few, "--weights", "int8")[0] == 0
+    convert(str(release), tmp_path / "ouro")
+    _, dial = call("calibrate", tmp_path / "ouro", *few, "--budget", "2.5", "--name", "half")
+    assert call("generate", tmp_path / "ouro", *ask, "--profile", "half")[1]["mean_depth"] <= 4
+    assert dial
+
+
+def test_the_tokenizer_and_chat_template_of_a_release_are_kept_and_served_with_depths(release, tmp_path):
+    done = convert(str(release), tmp_path / "ouro")
+    assert (tmp_path / "ouro" / "chat_template.jinja").read_text() == TEMPLATE
+    assert not list((tmp_path / "ouro").glob("*.py"))
+    assert done.remarks or json.loads((tmp_path / "ouro" / "generation_config.json").read_text())["eos_token_id"] == 0
+    for folder in (release, tmp_path / "ouro"):
+        model, _ = load(str(folder))
+        words = AutoTokenizer.from_pretrained(tmp_path / "ouro")
+        assert chat_text("messages", words, [{"role": "user", "content": "hi"}]) == "u hi a "
+        with serving(Served(model, words, name="ouro")) as server:
+            body = {"model": "ouro", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
+            full, early = (
+                server.post("/v1/chat/completions", body | more).json()
+                for more in ({}, {"adaponder": {"policy": "exit:0.5"}})
+            )
+            assert full["usage"]["adaponder"]["mean_depth"] == 4, full
+            assert 1 <= early["usage"]["adaponder"]["mean_depth"] < 4, early
+
+
+def test_lm_eval_scores_a_release(release):
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+
+    model, _ = load(str(release))
+    words = AutoTokenizer.from_pretrained(release)
+    harness = HarnessLM(model, words, batch_size=2)
+    pairs = [("def f(x):", " return x"), ("import", " json")]
+    requests = [Instance("loglikelihood", {}, pair, 0, ("some", 0, 1)) for pair in pairs]
+    for (context, ending), (score, _) in zip(pairs, harness.loglikelihood(requests), strict=True):
+        ids = torch.tensor([words.encode(context + ending)])
+        start = len(words.encode(context))
+        logits = model(ids).logits[0, start - 1 : -1].log_softmax(-1)
+        assert score == pytest.approx(float(logits.gather(-1, ids[0, start:, None]).sum()), abs=1e-4)
+
+
+def test_adapters_train_on_a_release_and_leave_its_gate(release):
+    pytest.importorskip("peft")
+    model, _ = load(str(release))
+    ids = torch.arange(12)[None]
+    before, gate = model(ids).logits, model.method.exit.weight.clone()
+    lora.attach(model, SimpleNamespace(lora_rank=2, lora_alpha=None))
+    assert torch.equal(model(ids).logits, before)
+    trained = [parameter for name, parameter in model.named_parameters() if "lora_B" in name]
+    assert len(trained) == 2 * 7
+    model.train()(ids, labels=ids).loss.backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in trained)
+    assert torch.equal(model.method.exit.weight, gate)
+
+
+def test_the_error_of_int8_is_small_and_known_for_each_loop(release):
+    wide, _ = load(str(release))
+    narrow, _ = load(str(release), weights="int8")
+    ids = torch.arange(60)[None]
+    exact, rounded = (
+        model(ids, output_iteration_logits=True, policy=FixedDepth(4)).iteration_logits for model in (wide, narrow)
+    )
+    errors = [float((a - b).norm() / a.norm()) for a, b in zip(exact, rounded, strict=True)]
+    assert all(0 < error < 0.2 for error in errors), errors
+    assert errors == sorted(errors)  # it accumulates
+
+
+def test_the_page_quotes_the_record_of_published_code():
+    record = json.loads((EXAMPLES.parent / "benchmarks" / "records" / "published-code-cpu.json").read_text())
+    page = (EXAMPLES.parent / "docs" / "looped-models.md").read_text()
+    ouro, exits = record["ouro"], record["ouro"]["exits"]
+    bf16 = ouro["threshold 1 in bfloat16"]
+    assert f"Of {exits['tokens']:,} tokens of random models {list(exits.values())[1]}" in page
+    assert f"({bf16['answered from a loop before the last']} of {bf16['tokens']} tokens" in page
+    assert max(ouro["norms in float64"][name] for name in list(ouro["norms in float64"])[:3]) == 0
+    assert ouro["norms in float64"]["ours with early exits, minus a plain reference"] <= 2e-13
+    assert max(record["ponderlm"][name] for name in ("logits", "logits of every iteration")) <= 4e-15
+    assert "{:.1f}, {:.1f}, {:.1f} and {:.1f} %".format(*(100 * x for x in record["int8"]["error by loop"])) in page
+
+
+class Published:
+    """What the release's code answers with, computed by the reference."""
+
+    def __init__(self, config, weights):
+        self.config, self.weights = SimpleNamespace(**config), weights
+        self.dictionary, self.model = config, self.gates
+
+    def gates(self, ids, use_cache):
+        gates = plain_loops(self.dictionary, self.weights, ids, frozen=False).gates
+        return None, None, [torch.logit(gate)[..., None].float() for gate in gates]
+
+    def __call__(self, ids, use_cache, exit_at_step=None, exit_threshold=1.0):
+        plain = plain_loops(self.dictionary, self.weights, ids, threshold=exit_threshold, frozen=False)
+        at = plain.depth - 1 if exit_at_step is None else torch.full_like(ids, exit_at_step)
+        chosen = torch.stack(plain.logits).gather(
+            0, at[None, ..., None].expand(1, *at.shape, plain.logits[0].shape[-1])
+        )
+        return SimpleNamespace(logits=chosen[0].float())
+
+
+@pytest.mark.parametrize("wrong", [None, "logits", "gates", "exits", "shape"])
+def test_doctor_compares_a_checkpoint_with_what_its_publishers_code_computed(release, call, tmp_path, wrong):
+    config = json.loads((release / "config.json").read_text())
+    weights = {name: tensor.double() for name, tensor in load_file(release / "model.safetensors").items()}
+    outputs = runpy.run_path(str(EXAMPLES / "save_published_outputs.py"))["outputs"]
+    saved = outputs(Published(config, weights), torch.arange(7, 27))
+    assert saved["exits"].shape == (4, 20)
+    if wrong == "logits":
+        saved["logits"][2, 5] += 1
+    if wrong == "gates":
+        saved["gates"][5, 1] += 0.01
+    if wrong == "exits":
+        saved["exits"][1] = saved["exits"][1] % 4 + 1
+    if wrong == "shape":
+        saved["logits"] = saved["logits"][:3]
+    save_file({name: tensor.contiguous() for name, tensor in saved.items()}, tmp_path / "published.safetensors")
+    if wrong == "shape":
+        with pytest.raises(AssertionError, match="has \\[4, 20"):
+            call("doctor", release, "--against", tmp_path / "published.safetensors")
+        return
+    code, report = call("doctor", release, "--against", tmp_path / "published.safetensors")
+    if wrong is None:
+        assert (code, report["problems"]) == (0, {})
+        assert set(report["against"]["depths"]) == {"0.3", "0.5", "0.7", "0.9"}
+        assert len(report["against"]["checks"]) == 4 + 1 + 4
+    else:
+        says = {"logits": "logits after loop 3", "gates": "exit probabilities", "exits": "exits at 0.5"}[wrong]
+        assert code == 1
+        assert says in report["problems"]["against"]
