@@ -152,6 +152,10 @@ METHOD_MODULES = {method_class(name).__module__ for name in method_names()}
 
 # Who may name a method all the same, and why: (file, what it names).
 ALLOWED = {
+    ("checkpoints/looped.py", "loop"): "what Nanbeige's released checkpoints are",
+    ("checkpoints/looped.py", "ouro"): "what Ouro's released checkpoints are",
+    ("conversion/open.py", "ouro"): "whose exit gate a release publishes",
+    ("conversion/checks.py", "ouro"): "which method equals Ouro's published code loop by loop",
     ("conversion/open.py", "ponder"): "what PonderLM's released checkpoints are",
     ("conversion/checks.py", "adaponder"): "which methods equal PonderLM at full depth",
     ("conversion/checks.py", "ponder"): "which methods equal PonderLM at full depth",
