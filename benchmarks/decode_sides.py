@@ -291,9 +291,9 @@ def steady(load: DecodeLoad, *, warmup: int, repeats: int, part: int) -> Row:
 
 
 def idle_share(load: DecodeLoad, seconds: float, launches: int = 4) -> float | None:
-    """Returns the share of a tick's ``seconds`` in which the GPU was idle; ``None`` without a GPU.
+    """Returns the share of a tick's wall time, ``seconds``, in which the GPU was idle; ``None`` without a GPU.
 
-    Times a few more launches with events on the GPU, which waits before each until the host has queued the launch.
+    GPU events time ``launches`` further launches; the GPU waits before each, so that the host can queue it completely.
     """
     engine = load.engine
     if engine.model.device.type != "cuda" or not engine.busy:

@@ -84,7 +84,7 @@ class SleepingEngine:
         return [event for event, _ in events]
 
     def _advance(self, key: tuple[int, int]) -> None:
-        """Reads a sample's prompt, or generates its next token."""
+        """Prefills a sample's prompt, or generates its next token."""
         completion, on_event = self._samples[key]
         request, position = completion.request, len(completion.tokens)
         if not completion.prompt_depths:

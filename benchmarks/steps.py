@@ -328,9 +328,9 @@ def search(time_batch: Callable[[int, bool], Timing | None], *, start: int) -> t
 
 
 def prefill(options: StepOptions) -> dict[str, Any]:
-    """Time reading a prompt of which a share halts: skipping their work (compact) against computing all (dense).
+    """Benchmark prefill when some tokens halt: compact execution, which skips them, against dense, which does not.
 
-    Without --keep the first iteration reads every token, the others half of them.
+    Without --keep, the first iteration computes every token, and each later one computes half of them.
 
     [dim]python -m benchmarks prefill --device cuda --batch 8 --keep 1,.5,.5,.5[/]
     """

@@ -28,7 +28,7 @@ Needed = Sequence[int | None]
 
 
 class Subject(NamedTuple):
-    """A model of the claim; ``result`` holds the fields of :class:`adaponder.analysis.demand.Demand`."""
+    """A trained model that a claim compares; ``result`` is its :class:`adaponder.analysis.demand.Demand` as a dict."""
 
     title: str
     seed: int

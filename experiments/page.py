@@ -160,7 +160,7 @@ def _statements(judged: Sequence[Judged], *, ours: bool) -> list[str]:
 
 
 def _questions(evidence: Evidence) -> list[str]:
-    """Returns the questions to the paper, each with its answer, table and test results."""
+    """Returns the questions of ``claims.yaml`` about the paper, each with its answer, table and test results."""
     lines: list[str] = []
     for question in evidence.claims["questions"]:
         lines += ["", f"**{question['asks']}**", ""]
@@ -177,7 +177,7 @@ def _questions(evidence: Evidence) -> list[str]:
 
 
 def _claims(evidence: Evidence) -> list[str]:
-    """Returns the tables of all claims outside ``_OWN_SECTION``, then the claims without any run that is done."""
+    """Returns the tables of each claim outside ``_OWN_SECTION``, then a list of claims that have no finished run."""
     lines, waiting = [], []
     for claim, says in evidence.queue.claims.items():
         if claim in _OWN_SECTION:

@@ -1,7 +1,7 @@
 """``python -m adaponder.lm_eval …`` runs lm-eval's own command line with AdaPonder models registered.
 
 ``--model hf`` opens an AdaPonder checkpoint like any other; ``--model adaponder`` also accepts policies and profiles
-(:class:`adaponder.commands.lm_eval_model.AdaPonderLM`). Both read tokens at adaptive depth.
+(:class:`adaponder.commands.lm_eval_model.AdaPonderLM`). Both evaluate at adaptive depth.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ _STEPS = ((48, 18, 59), (62, 73, 137), (33, 144, 140), (94, 201, 97), (253, 231,
 
 
 def depth_style(depth: int, deepest: int) -> str:
-    """Returns the rich style of a token of this depth; depth 0, a token that was not read, is dim."""
+    """Returns the rich style of a token of this depth; depth 0, a token that was not processed, is dim."""
     if depth < 1:
         return "dim"
     position = 0 if deepest == 1 else (depth - 1) * (len(_STEPS) - 1) / (deepest - 1)

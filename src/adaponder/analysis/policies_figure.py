@@ -180,7 +180,7 @@ def _draw_difference(axes: Axes, row: Entry, height: int, theme: Theme) -> None:
 
 
 def keep_probability(rows: Sequence[Entry], budget: float) -> Figure:
-    """Draws the share of tokens active at iteration 1 … K, one small panel per policy."""
+    """Draws the share of tokens active in each iteration, one small panel per policy."""
     with house():
         shown = [row for row in rows if row["budget"] == budget and row["active"]]
         columns = min(5, len(shown))

@@ -48,7 +48,7 @@ class Point:
         fields: value of every axis.
         runs: number of planned runs; ``loss.count`` of them have finished.
         requested: mean depth that the recipe aims at.
-        halted: mean share of validation tokens that have halted after iteration 1 … K-1.
+        halted: mean shares of validation tokens with depth at most 1 … K-1.
     """
 
     fields: Mapping[str, Any]

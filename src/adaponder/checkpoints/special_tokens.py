@@ -1,4 +1,4 @@
-"""Compares and aligns the end token, padding token and length of config, generation config and tokenizer."""
+"""Compares and aligns end token, padding token and maximum length of config, generation config and tokenizer."""
 
 from __future__ import annotations
 

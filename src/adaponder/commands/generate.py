@@ -68,7 +68,7 @@ def generate(
     drafts: Annotated[int | None, _speed(_DRAFTS, "N", min=0)] = None,
     opening: shared.NarrowOpening,
 ) -> Any:
-    """Continue prompts, each token coloured by its depth: how often it was read.
+    """Continue prompts, each token coloured by its depth, the number of its iterations.
 
     [dim]adaponder generate runs/demo --prompt "import " --policy fixed:2[/]
     [dim]adaponder generate runs/demo --prompt-file prompts.jsonl --samples 4 --json out.json[/]

@@ -1,4 +1,4 @@
-"""adaponder inspect: shows the sizes of a checkpoint and the cost of reading a token, from its config alone."""
+"""adaponder inspect: shows the sizes of a checkpoint and the cost of a token at each depth, from its config alone."""
 
 from __future__ import annotations
 

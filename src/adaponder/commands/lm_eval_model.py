@@ -31,7 +31,7 @@ class AdaPonderLM(HarnessLM):
         revision: branch, tag or commit of a hub name.
         dtype: float32, bfloat16, float16, float64, or auto: as saved.
         device: cpu, cuda, cuda:1, …; by default a GPU where there is one.
-        batch_size: texts read at once; changes speed and rounding, nothing else.
+        batch_size: texts per forward; changes speed and rounding, nothing else.
         max_batch_size: ignored; lm-eval passes it to every model, for ``batch_size="auto"``, which is refused here.
         seed: seed of random policies and of sampling.
     """

@@ -35,7 +35,7 @@ def puzzle(
     puzzles: Annotated[int, opt("How many puzzles; the first is shown.", "N", min=1, max=10_000)] = 64,
     json: Json = None,
 ) -> dict[str, Any]:
-    """Run a checkpoint on puzzles whose needed depth is known: easy words are read once, hard ones again and again.
+    """Run a checkpoint on puzzles whose needed depth is known: easy words take one iteration, hard ones more.
 
     [dim]adaponder puzzle --seed 5[/]
     """
@@ -82,7 +82,7 @@ def hops_of(folder: Path) -> Hops:
 
 
 class Readings(NamedTuple):
-    """The words of puzzles, and arrays ``[puzzles, words]`` about a model that read them.
+    """The words of puzzles, and a model's results on them as arrays ``[puzzles, words]``.
 
     ``answer`` is the id that the model predicts for the next word at its own ``depth``, ``once`` the id predicted at
     depth 1. Where the next word is an answer, ``need`` is the number of hops, ``right`` the correct id, and

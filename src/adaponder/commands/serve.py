@@ -87,7 +87,7 @@ def serve(
     ray_start: Annotated[float, _ray(_START, "SECONDS", check=shared.within("(0, 86400]"))] = 30.0,
     opening: shared.NarrowOpening,
 ) -> None:
-    """Serve a checkpoint: OpenAI's routes at /v1, and at / a page that shows where it reads more often.
+    """Serve a checkpoint: OpenAI's routes at /v1, and at / a page that shows the depth of each token.
 
     Any OpenAI client works. Fields that OpenAI lacks are under [bold]adaponder[/] in requests and answers.
 

@@ -58,7 +58,7 @@ def within(interval: str) -> Callable[[float], float]:
 
 
 def output_folder(path: Path | None) -> Path | None:
-    """Refuses a path that is not a writable folder and cannot be created as one."""
+    """Returns ``path``; raises unless it is a writable folder, or a new folder can be created there."""
     if path is not None:
         _refuse_unwritable(path)
         if path.exists() and not path.is_dir():
@@ -67,7 +67,7 @@ def output_folder(path: Path | None) -> Path | None:
 
 
 def output_file(path: Path | None) -> Path | None:
-    """Refuses a path where no file can be written; ``-`` is standard output."""
+    """Returns ``path``; raises unless a file can be written there. ``-`` is standard output."""
     if path is not None and path != STDOUT:
         _refuse_unwritable(path)
         if path.is_dir():

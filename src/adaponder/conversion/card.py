@@ -83,10 +83,11 @@ def card_text(
     measured: dict[str, Any] | None,
     license: str | None,
 ) -> str:
-    """Returns the text of README.md, ``card.md.jinja`` filled in: the hub's metadata, then the page.
+    """Renders ``card.md.jinja`` to the text of README.md: metadata for the hub in YAML, then the model card.
 
-    The card's examples open ``name``. ``measured`` has data, split, tokens, windows, and rows with label, loss,
-    perplexity, bits_per_byte, depth, flops and ratio; the first row is at the model's own depths.
+    The card's examples load the model by ``name``. ``training`` is from :func:`training_of`. ``measured`` has keys
+    data, split, tokens, windows and rows. Each row has label, loss, perplexity, bits_per_byte, depth, flops and ratio;
+    the model's default policy gives the first row, and fixed depths give the others.
     """
     metadata = ModelCardData(
         license=license or "unknown",

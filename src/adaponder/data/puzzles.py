@@ -162,7 +162,7 @@ def shuffled(entries: Sequence[Entry], draw: Draw) -> list[Entry]:
 
 
 def _hops_questions(words: Sequence[str]) -> Iterator[Question]:
-    """Yields the questions of a hops document, except questions whose letter starts no chain or leads into a cycle."""
+    """Yields the questions of a hops document, except questions whose letter has no step or leads into a cycle."""
     bar = words.index(BAR)
     leads = {words[place]: words[place + 1] for place in range(0, bar - 2, 3) if words[place + 2] == STOP}
     unasked = set(leads) - set(leads.values())
@@ -194,7 +194,7 @@ class Mano:
     answers: int = 1
 
     def check(self) -> None:
-        """Raises for settings out of range, or a length into which the tallest tree does not fit."""
+        """Raises for settings out of range, or if a full tree of height ``most`` does not fit into a document."""
         _require(self, "modulus", 2, MOST_NUMBERS - 1)
         _require(self, "most", 1, _MOST_HEIGHT)
         # A full tree has 2 ** (height + 1) - 1 words; modulus, equals sign, value and end token come on top.
@@ -298,7 +298,7 @@ def documents(settings: Hops | Mano) -> Iterator[list[str]]:
 
 
 def learns_answers(argument: str) -> bool:
-    """Returns whether an input is a puzzle whose answers alone are learned."""
+    """Returns whether an input is a puzzle with a training loss on its answers only, not on the other tokens."""
     return is_generated(argument) and bool(settings_of(argument).answers)
 
 
@@ -308,7 +308,7 @@ def version(argument: str) -> str:
 
 
 def questions(words: Sequence[str]) -> Iterator[Question]:
-    """Yields the questions of one document with the right answers; those in the text may be wrong."""
+    """Yields the questions of one document with the right answers; the answers in the text may be wrong."""
     return _hops_questions(words) if BAR in words else _mano_questions(words)
 
 

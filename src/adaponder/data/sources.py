@@ -1,8 +1,8 @@
-"""Finds and reads the documents of the inputs, in an order that depends on names and contents alone.
+"""Finds and reads the input documents, in an order that depends on names and contents alone.
 
-Invalid UTF-8 and lone surrogates become U+FFFD; empty documents are skipped. A binary file, with NUL or little valid
-UTF-8 near its start, is an error if the user named it. In a folder it is skipped, like hidden files, pipes, devices,
-and links to folders or to nothing. All of this is counted. A file that cannot be read is an error.
+Invalid UTF-8 and lone surrogates become U+FFFD. Empty documents are skipped; in folders, so are hidden files, pipes,
+devices, broken links, links to folders, and binary files (with NUL or little valid UTF-8 near the start). ``Counts``
+counts all of these. A binary file that the user names is an error, as is a file that cannot be read.
 """
 
 from __future__ import annotations

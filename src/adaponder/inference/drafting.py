@@ -68,7 +68,7 @@ class Drafting:
         end_windows(self.books, self.windows, self._lane, *results, log)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Scatters the values of the tick's rows to all window positions; undefined at positions without a row."""
+        """Scatters values, one per row of the tick, to their window positions; positions without a row get zeros."""
         if self._entries is None:
             return values
         spread = values.new_zeros(len(self._lane) * self.size, *values.shape[1:])

@@ -75,7 +75,7 @@ class Completion:
 
     @property
     def depths(self) -> list[int]:
-        """The depth of every prompt token and every generated token but the last, which the model has not read."""
+        """The depth of every prompt token and every generated token but the last, which the model has not processed."""
         # Token.depth belongs to the preceding token: that of the first generated token is the prompt's last depth.
         return self.prompt_depths + [token.depth for token in self.tokens[1:]]
 

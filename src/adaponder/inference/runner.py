@@ -34,9 +34,10 @@ class Launch:
     """A launched plan and its results, which are on the host after :meth:`wait`.
 
     Attributes:
-        decoding: the sequence of each log column and its ``kv`` at launch; a preempted sequence gets a new ``kv``.
-        log: the log of every tick, ``[ticks, n]`` (see :mod:`adaponder.ops.lanes`), and the extras.
-        chunks: each prefilled chunk, whether its tokens continue (bool ``[n]``), and its scores.
+        decoding: by log column, the sequence and its ``kv`` at launch. If the sequence has a new ``kv`` when results
+            arrive, because it was preempted or has finished, they are dropped.
+        log: the log ``[ticks, n, …]`` (see :mod:`adaponder.ops.lanes`), and :class:`Extras` stacked over ticks.
+        chunks: each prefilled chunk, which of its tokens continue to another iteration (bool ``[n]``), and its scores.
         failed: the exceptions raised by users' own policies, by sequence.
     """
 
@@ -48,7 +49,7 @@ class Launch:
     ready: Any = None
 
     def wait(self) -> tuple[Tensor, Extras]:
-        """Waits until the results are on the host and returns (log of every tick, extras)."""
+        """Waits until the results are on the host and returns :attr:`log`."""
         if self.ready is not None:
             self.ready.synchronize()
         assert self.log is not None

@@ -287,7 +287,7 @@ class Scheduler:
         return True
 
     def _take_pages(self, count: int, sequence: Sequence) -> list[int] | None:
-        """Allocates pages; if too few are free, evicts prefixes, then preempts higher ranks; ``None`` if that fails."""
+        """Allocates pages or returns ``None``; may evict prefixes, then preempt higher ranks (lower priority)."""
         while not self.prefixes.make_room(count):
             behind = [other for other in self.resident.values() if other.rank > sequence.rank]
             if behind:

@@ -125,7 +125,7 @@ class TickRunner:
     def _chunk_input(
         self, chunks: Sequence[Chunk], num_decode: int, reads_previous: bool
     ) -> tuple[TickColumns, Tensor, tuple[Cohort, ...]]:
-        """Returns the columns of the chunks' rows, the token ids of rows at iteration 0, and the cohorts."""
+        """Returns the chunks' columns (hidden states only if ``reads_previous``), ids of new tokens, and cohorts."""
         width, counts = self.width, [len(chunk.tokens) for chunk in chunks]
         new_ids = [chunk.sequence.tokens[index] for chunk in chunks if chunk.state is None for index in chunk.tokens]
         of_chunks = [(chunk.sequence.lane_number, chunk.iteration, chunk.sequence.passes - 1) for chunk in chunks]

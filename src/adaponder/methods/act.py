@@ -21,8 +21,8 @@ class AdaptiveComputationTime(Method):
     """``y = sum_n p_n s_n``: the head reads the mean of states, weighted by halting probability (Graves 2016).
 
     ``s_1 = Transformer(E^0)``, ``s_{n+1} = Transformer(s_n + t_n)``, each final-normed. One halting unit serves all
-    iterations, ``h_n = sigmoid(w s_n + b)``. A token halts at ``N``, the first iteration at which
-    ``h_1 + … + h_n >= 1 - epsilon`` (``exit_threshold``), or at K; ``p_n = h_n`` before, and the last iteration gets
+    iterations, ``h_n = sigmoid(w s_n + b)``. A token's depth is ``N``, the first ``n`` with
+    ``h_1 + … + h_n >= 1 - epsilon`` (``exit_threshold``), or K; ``p_n = h_n`` before, and the last iteration gets
     the remainder, ``p_N = R = 1 - (h_1 + … + h_{N-1})``. Tokens halt in training too.
 
     ``t_n`` is the step embedding: a learned vector for each iteration but the first, initially 0 (the Universal

@@ -117,8 +117,8 @@ def exit_log_probabilities(logit: Tensor) -> Tensor:
 def improvement_loss(logit: Tensor, losses: Tensor) -> Tensor:
     """Returns each token's binary cross-entropy of ``1 - lambda_t`` against its target, averaged over loops ``t``.
 
-    The target is ``sigmoid(50 (I_t - 0.005))``, where ``I_t = max(0, L_{t-1} - L_t)`` is the loop's gain. The first
-    loop has no gain, so K loops have K - 1 terms.
+    ``lambda_t = sigmoid(logit)`` is the exit probability. The target is ``sigmoid(50 (I_t - 0.005))``, where
+    ``I_t = max(0, L_{t-1} - L_t)`` is the loop's gain. The first loop has no gain, so K loops have K - 1 terms.
     """
     if len(losses) == 1:
         return torch.zeros_like(losses[0])

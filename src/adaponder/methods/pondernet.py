@@ -1,4 +1,4 @@
-"""PonderNet: a pass reads embedding plus last state; a loss keeps exit probabilities near a geometric prior."""
+"""PonderNet: a pass's input is embedding plus last state; a loss keeps exit probabilities near a geometric prior."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class LedgerGenerationMixin(GenerationMixin):
     def generate(self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any):
         """Runs Hugging Face's ``generate`` in every mode that works with a ledger as its cache.
 
-        See :meth:`forward` for ``policy``, ``max_iterations`` and ``seed``. The depths of all tokens that were read are
+        See :meth:`forward` for ``policy``, ``max_iterations`` and ``seed``. The depths of all processed tokens are
         in ``past_key_values.depth`` of the result.
         """
         given = {name: value for name, value in kwargs.items() if value is not None}

@@ -42,7 +42,7 @@ _PLAIN = Objective()
 
 
 class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrainedModel):
-    """A stock Hugging Face decoder that reads each token up to K times, as one method of the family prescribes.
+    """A stock Hugging Face decoder that runs up to K iterations per token, as one method of the family prescribes.
 
     ``model.backbone`` is the stock model; only its attention setting and its padding embedding's gradient change.
     ``model.method`` holds what the method adds (gates, routers).
@@ -152,7 +152,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> AdaPonderOutput | tuple:
-        """Reads each token up to K times and predicts the next.
+        """Runs up to K iterations per token and predicts the next token.
 
         Args:
             input_ids: ``[batch, time]``; with a cache, the tokens it does not hold yet.

@@ -231,7 +231,7 @@ async def score(context: Context, http: HttpRequest, body: ScoreBody) -> Respons
 
 
 async def tokenize(context: Context, http: HttpRequest, body: TokenizeBody) -> Response:
-    """Returns the tokens of a text; it may be empty, or longer than the model's positions."""
+    """Returns the token ids of a prompt and their texts; a prompt may be empty or exceed the model's positions."""
     served = context.served
     check_characters("prompt", len(body.prompt), context.limits)
 
@@ -245,7 +245,7 @@ async def tokenize(context: Context, http: HttpRequest, body: TokenizeBody) -> R
 
 
 async def detokenize(context: Context, http: HttpRequest, body: DetokenizeBody) -> Response:
-    """Returns the text of tokens."""
+    """Returns the text of token ids."""
     check_ids("tokens", body.tokens, context.served)
     tokenizer = context.served.tokenizer
     texts = await context.convert(http.scope[CLIENT], len(body.tokens), pieces, tokenizer, body.tokens)

@@ -48,7 +48,7 @@ class Writing:
 
     @property
     def depths(self) -> list[int]:
-        """Returns the depths of prompt and generated tokens; 0 for the last generated token, which is never read."""
+        """Returns the depths of prompt and generated tokens; 0 for the last generated token, which is not processed."""
         # Token.depth is the depth of the preceding token, whose last row predicted this one.
         after = [token.depth for token in self.tokens[1:]] + [0] * bool(self.tokens)
         return self.prompt_depths + after

@@ -58,7 +58,7 @@ def token_texts(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
 
 
 def unknown_id(tokenizer: Tokenizer, end_id: int | None) -> int | None:
-    """Returns the id of text that is not in the vocabulary; ``None`` for tokenizers that can write any text."""
+    """Returns the id of the unknown token (UNK); ``None`` if there is none, or if it is the end token ``end_id``."""
     model = json.loads(tokenizer.to_str())["model"]
     token = model.get("unk_token")
     unknown = model.get("unk_id") if token is None else tokenizer.token_to_id(token)

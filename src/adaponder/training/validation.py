@@ -46,7 +46,7 @@ def validate(
 ) -> dict[str, Any]:
     """Returns ``validation_loss``, mean ``validation_depth`` and ``validation_halted`` of the first ``tokens`` tokens.
 
-    ``validation_halted`` are the shares of tokens halted after iterations 1 … K-1. Only tokens with targets are
+    ``validation_halted`` are the shares of tokens with depth at most 1 … K-1. Only tokens with targets are
     counted (in conversations: the assistant's turns). ``together`` windows of ``length`` tokens form a batch; without
     ``across``, tokens attend only to their own document; ``options`` are further arguments of the model's forward.
     """

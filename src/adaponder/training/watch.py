@@ -34,7 +34,7 @@ def count_depths(depth: Tensor, iterations: int) -> Tensor:
 
 
 def depth_shares(counts: Tensor) -> tuple[float, list[float]]:
-    """Returns (mean depth, shares of tokens halted after iterations 1 … K-1) from the counts of each depth."""
+    """Returns (mean depth, shares of tokens with depth at most 1 … K-1) from the counts of each depth."""
     total = counts.sum()
     levels = torch.arange(1, len(counts) + 1, device=counts.device)
     mean = float((counts * levels).sum()) / (float(total) or math.nan)
@@ -137,7 +137,7 @@ class DepthCounts:
         self.batches: Any = None  # the data loader of the evaluation that is counted
 
     def watch(self, model: AdaPonderForCausalLM) -> None:
-        """Starts counting the forwards of ``model``."""
+        """Registers a forward hook on ``model`` that counts tokens by depth, unless the hook is there already."""
         if self._count not in model._forward_hooks.values():
             model.register_forward_hook(self._count)
 

@@ -150,7 +150,7 @@ class GainByIteration(Plate):
 
     Attributes:
         losses: ``[group, iteration]``, mean NLL at full depth: one group per depth, then a group of all tokens.
-        gains: fall of the mean NLL in iterations 2 … K, for all, for active and for halted tokens.
+        gains: fall of the mean NLL in iterations 1 … K-1, for all tokens, active tokens and halted tokens.
     """
 
     name = "gains"

@@ -23,8 +23,8 @@ class AdaPonderConfig(PreTrainedConfig):
     Attributes:
         backbone_config: config of the stock decoder.
         method: ``adaponder``, or ``ponder``, which has no gates.
-        iterations: K, the most times a token is read.
-        tau: a token halts once its gate s < tau; 0 lets every token be read K times.
+        iterations: K, the maximum number of passes over a token.
+        tau: a token halts once its gate s < tau; 0 gives every token K passes.
         gate_width: hidden width of a gate as a multiple of the hidden size; 0 makes it linear.
         shared_gate: one gate for all iterations instead of one each.
         embedding_scale: factor on the embeddings of tokens and on expected embeddings.

@@ -1,10 +1,10 @@
-"""AdaPonderLM in one file: a Transformer reads each token again until the token's gate closes.
+"""AdaPonderLM in one file: a Transformer processes each token again until the token's gate closes.
 
 Needs torch and transformers (5.17 or newer). Equations are those of *AdaPonderLM: Gated Pondering Language Models with
 Token-Wise Adaptive Depth*: one stock decoder makes ``K = config.iterations`` passes, ``i = 0 … K-1``. After each pass
 but the last, a gate reads each token's hidden state; a token whose gate is below ``config.tau`` halts for good and
 keeps its keys, values and hidden state. The expected next embedding is added to the input of an active token. Without
-gates (``method: ponder``) every token is read K times.
+gates (``method: ponder``) every token takes K passes.
 
 ``_ponder`` is Algorithm 1. A halted token keeps its keys and values (eq. 10) in two equal ways: ``_read_all`` computes
 every token, for training, and ``_read_active`` computes active tokens only, with a cache.
@@ -195,7 +195,7 @@ def scattered(where: Tensor, rows: Tensor) -> Tensor:
 
 
 class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
-    """A stock decoder (``backbone``) that reads each token up to K times, and its gates (``method``)."""
+    """A stock decoder (``backbone``) that makes up to K passes over each token, and its gates (``method``)."""
 
     config: AdaPonderConfig
     config_class = AdaPonderConfig
@@ -251,7 +251,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> AdaPonderOutput | tuple:
-        """Reads each token up to K times and predicts the next.
+        """Makes up to K passes over each token and predicts the next token.
 
         Args:
             input_ids: ``[batch, time]``; with a cache, the tokens it does not hold yet.

@@ -177,7 +177,10 @@ def threshold_dial(full: FullDepth, word: str, name: str | None = None) -> Dial:
 
 
 def uniform_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
-    """Returns the dial with a share ``(depth - 1) / (K - 1)`` of tokens active from iteration 2 to K (section 5.2)."""
+    """Returns the dial with the same share of tokens active in each of the iterations 1 … K-1 (section 5.2).
+
+    The tokens with the highest gates are active: by thresholds on the gates or, if ``ranked``, by rank in the sequence.
+    """
 
     def at(depth: float) -> Setting:
         keep = min(1.0, max(0.0, (depth - 1.0) / (full.iterations - 1)))
@@ -187,7 +190,7 @@ def uniform_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
 
 
 def geometric_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
-    """Returns the dial with shares ``r, r^2, …`` of tokens active from iteration 2 on; the depth sets ``r``."""
+    """Returns the dial with shares ``r, r^2, …`` of tokens active in iterations 1, 2, …; the mean depth sets ``r``."""
     powers = np.arange(1, full.iterations)
 
     def at(depth: float) -> Setting:
@@ -198,7 +201,7 @@ def geometric_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
 
 
 def decaying_dial(full: FullDepth, rate: float, *, ranked: bool = False) -> Dial:
-    """Returns the dial with active shares ``c, c r, c r^2, …`` (at most 1) and ``r = rate``; the depth sets ``c``."""
+    """Returns the dial with active shares ``c, c r, …`` (at most 1) from iteration 1 on; the mean depth sets ``c``."""
     decay = tuple(float(rate**i) for i in range(full.iterations - 1))
 
     def at(depth: float) -> Setting:

@@ -42,7 +42,7 @@ class Measurement:
         setting: the tuned value, in words; ``spec`` is the policy's ``--policy`` line, ``None`` if it has none.
         runs: number of scorings of the tuning half; ``tuning_depth`` is its mean depth at ``setting``.
         difference: the policy's loss minus that of the learned gate at the same budget, paired by document.
-        active: shares of tokens active at iteration 1 … K.
+        active: shares of tokens active in iterations 0 … K-1.
         mflops: MFLOPs per token, including logits computed only for the policy's decisions (``deciding_mflops``).
         missed: why the budget was not reached; the results are then missing or at another depth. ``None`` if reached.
     """
@@ -327,7 +327,7 @@ def ordered(ways: Sequence[Tuned], own_text: Text, *, seed: int = 0) -> list[Tun
 
 
 def propose(full: FullDepth, budget: float) -> list[tuple[float, ...]]:
-    """Proposes shares of tokens active at iteration 2 … K with mean depth ``budget`` and the lowest expected loss.
+    """Proposes shares of tokens active in iterations 1 … K-1 with mean depth ``budget`` and the lowest expected loss.
 
     The expected loss of a token that halts after d iterations is its loss after d iterations at full depth. From
     several starts, hill climbing moves depth between iterations while the expected loss falls. Shares close to those

@@ -45,7 +45,7 @@ class Begun(NamedTuple):
 
 
 def begin_rows(books: Books, lane: Tensor, *, width: int, vanishes: bool) -> Begun:
-    """Allocates the ``width`` pool rows (one per slot) of each lane's next iteration and enters them into the index."""
+    """Begins a tick: allocates ``width`` pool rows for each lane's next iteration and calls :func:`book_rows`."""
     books.tick.add_(1)
     count = torch.arange(width, device=lane.device)
     offset = (books.used[lane][:, None] + count).clamp(max=books.pages.shape[1] * books.page_size - 1)
@@ -60,9 +60,9 @@ def begin_rows(books: Books, lane: Tensor, *, width: int, vanishes: bool) -> Beg
 
 
 def book_rows(index: Tensor, lane: Tensor, slot: Tensor, iteration: Tensor, row: Tensor, *, vanishes: bool) -> None:
-    """Enters pool rows ``row [n]`` into the index at iterations ``iteration [n]`` and all later ones (law 3).
+    """Enters pool rows ``row [n]`` into ``Books.index`` for iterations ``iteration [n]`` and all later ones (law 3).
 
-    With ``vanishes`` (halted tokens cannot be attended to), later iterations get -1 instead.
+    With ``vanishes`` (methods whose halted tokens cannot be attended to), later iterations get -1 instead.
     """
     number = torch.arange(index.shape[1], device=index.device)
     same, later = number == iteration[:, None], number > iteration[:, None]

@@ -231,9 +231,10 @@ def decode_attention(
 ) -> Tensor:
     """Computes :func:`enter`, then :func:`ledger_attention`, for single-query rows: ``[num_single, heads, size]``.
 
-    These rows must not attend to one another, only to their own keys and those of earlier passes. The result is
-    written to ``out`` (contiguous) if given. ``dependent`` is programmatic dependent launch: the kernel starts while
-    its predecessor still runs; all inputs except ``qkv`` must be written before the last launch without ``dependent``.
+    These rows must not attend to one another, only to their own keys and to keys of earlier passes. The result is
+    written to ``out`` (contiguous) if given. ``dependent`` enables programmatic dependent launch: the kernel may start
+    before its predecessor ends. Then only ``qkv`` may come from dependent launches; all other inputs must be written
+    before the most recent ordinary launch.
     """
     single = rows.num_single
     first = rows.select(slice(single))
