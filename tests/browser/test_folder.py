@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from explorer_support import TEXT, Explorer, byte_tokenizer, post, serving, small_model, spans
+from explorer_support import TEXT, Explorer, byte_words, post, serving, small_model, spans
 
 from adaponder.checkpoints.loading import tokenizer_of
 from adaponder.checkpoints.shipped import NAMES, sample_path
@@ -72,7 +72,7 @@ def visit(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
 
 def small(method: str = "adaponder") -> Served:
-    return Served(small_model(method, 1 if method == "vanilla" else 4), byte_tokenizer(), name="small")
+    return Served(small_model(method, 1 if method == "vanilla" else 4), byte_words(), name="small")
 
 
 def answers(explorer: Explorer, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -249,7 +249,7 @@ def test_half_precision_and_sequential_layers(visit):
         layer.use_parallel_residual = False
     model.config.backbone_config.use_parallel_residual = False
     model.load_state_dict({name: value.half().float() for name, value in model.state_dict().items()})
-    served = Served(model, byte_tokenizer(), name="small")
+    served = Served(model, byte_words(), name="small")
     with visit(served) as explorer:
         (found,) = answers(explorer, [{"prompt": TEXT, "adaponder": {"gates": True, "iteration_top": 5, "seed": 3}}])
     compare(found, expected(served, TEXT, None, full=False))

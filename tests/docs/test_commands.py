@@ -161,7 +161,7 @@ def test_commands_of_the_tutorial_the_readme_and_the_page_of_commands_run(comman
                 (tmp_path / "runs" / name).symlink_to("src")
             (tmp_path / "pythia-70m-ada").symlink_to("runs/src/final")
     assert len(ran) >= 18
-    assert {*SMALLER, "doctor", "inspect", "puzzle", "recipes", "convert"} == set(ran)
+    assert {*SMALLER, "doctor", "inspect", "puzzle", "recipes", "convert", "page"} == set(ran)
     assert following == {"prepare": "train", "train": "eval", "eval": "calibrate", "calibrate": "generate"}
     assert (tmp_path / "analysis" / "report.html").is_file()
     assert "budget-3" in (tmp_path / "runs" / "src" / "final" / "profiles.json").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,8 +41,8 @@ def page(
         sizes = write_page(served, out, source=checkpoint)
     weights, other = (f"{size / 1e6:,.2f} MB" for size in sizes.values())
     contents = f" (weights {weights}, everything else {other})"
-    console.print(line("written: ", (str(out), "bold"), contents), soft_wrap=True)
-    console.print(f"see it: python -m http.server --directory {out}", soft_wrap=True)
+    console.print(line("→ ", (str(out), "bold"), contents), soft_wrap=True)
+    console.print_whole("See it: " + shlex.join(["python", "-m", "http.server", "--directory", str(out)]))
     result = {"checkpoint": checkpoint, "out": str(out), "bytes": sizes}
     write_json(json, result)
     return result

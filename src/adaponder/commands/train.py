@@ -62,11 +62,15 @@ def train(
         result = {"recipe": loaded.as_dict(), "step": outcome.step, "final": str(outcome.final or "")}
         write_json(json, result | _compared(outcome))
         if outcome.final is not None:
-            depths = map(str, range(1, loaded.model.iterations + 1))
-            console.print_next("eval", out, "--data", loaded.data.source, "--depths", ",".join(depths))
+            console.print_next("eval", out, "--data", loaded.data.source, *_every_depth(loaded.model.iterations))
     if outcome.final is None:
         raise typer.Exit(130)  # interrupted
     return outcome
+
+
+def _every_depth(iterations: int | None) -> list[str]:
+    """Returns eval's option for all depths; none if the iterations are those of a checkpoint that is continued."""
+    return ["--depths", ",".join(map(str, range(1, iterations + 1)))] if iterations else []
 
 
 def _compared(outcome: Outcome) -> dict[str, Any]:

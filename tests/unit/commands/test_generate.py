@@ -163,8 +163,8 @@ def test_one_prompt_is_shown_as_it_grows(monkeypatch, checkpoint):
     terminal = Screen()
     terminal._color_system = ColorSystem.TRUECOLOR
     terminal.file, terminal._force_terminal, terminal.is_interactive, terminal.width = io.StringIO(), True, True, 40
-    for module in (generate, interactive):
-        monkeypatch.setattr(module, "console", terminal)
+    for module in ("commands.generate", "commands.interactive", "terminal"):
+        monkeypatch.setattr(f"adaponder.{module}.console", terminal)
     monkeypatch.setattr(interactive, "_REFRESH", 0.0)
     (done,) = generate.generate(checkpoint, prompt=["The river ran"], greedy=True, max_new_tokens=40)
     sent = terminal.file.getvalue()

@@ -53,7 +53,12 @@ def no_work(monkeypatch, place, parser):
     monkeypatch.setattr("adaponder.recipes.recipe_names", lambda: ["cpu/demo"])
     commands = ("evaluate.scored", "doctor.check_installation", "generate.continue_prompts", "demo.show_recipe")
     others = ("evaluation.lab.lab.Lab", "analysis.trace.make_trace", "training.run.train", "data.prepare.prepare")
-    others += ("conversion.convert.convert", "conversion.export.export", "serving.server.run")
+    others += (
+        "conversion.convert.convert",
+        "conversion.export.export",
+        "serving.server.run",
+        "serving.folder.write_page",
+    )
     for name in (*(f"commands.{name}" for name in commands), *others):
         monkeypatch.setattr(f"adaponder.{name}", start)
 
@@ -77,6 +82,7 @@ BASE = {
     "analyze": ("ada", "--data", "text.txt", "--out", "report"),
     "export": ("ada", "--out", "exported"),
     "serve": ("ada", "--port", "0"),
+    "page": ("ada", "--out", "paged"),
 }
 
 
