@@ -122,6 +122,7 @@ def _near(found: Any, wanted: Any) -> None:
         assert found == (pytest.approx(wanted, rel=1e-4, abs=2e-4) if isinstance(wanted, float) else wanted)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("method", methods())
 def test_every_method_under_every_rule(visit, method):
     served = small(method)
