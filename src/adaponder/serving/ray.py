@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import secrets
 import signal
@@ -22,13 +23,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from adaponder.errors import InputError
+from adaponder.errors import InputError, in_one_line
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from adaponder.serving.settings import Settings
 
+_log = logging.getLogger("adaponder.serving")
 APPLICATION = "adaponder"
 # Environment variable for the proxy's process: the limits of connections as JSON.
 PROXY_LIMITS = "ADAPONDER_PROXY_LIMITS"
@@ -322,7 +324,8 @@ class ProxyGuard:
 
         try:
             await self.app(dict(scope), receive_again, send_answer)
-        except Exception:
+        except Exception as problem:  # Ray raises errors of many types for a lost replica
             if begun and answered:  # too late for another replica
                 raise
+            _log.warning("a request got no answer: %s", in_one_line(problem))
         return left or (begun and answered)

@@ -47,7 +47,7 @@ OURS = [(b"x-content-type-options", b"nosniff")]
     ],
     ids=["answered", "error of the app", "refusal of Ray", "another replica", "no replica", "no answer"],
 )
-def test_request_that_a_lost_replica_had_is_sent_again(monkeypatch, answers, expected):
+def test_request_that_a_lost_replica_had_is_sent_again(monkeypatch, caplog, answers, expected):
     monkeypatch.setattr(ours, "_TRY_AGAIN_SECONDS", (0,) * 4)
     parts = [{"type": "http.request", "body": part, "more_body": part == b"a"} for part in (b"a", b"b")]
     sent: list[Any] = []
@@ -73,6 +73,7 @@ def test_request_that_a_lost_replica_had_is_sent_again(monkeypatch, answers, exp
     asyncio.run(ours.ProxyGuard(app)({"type": "http", "path": "/score", "headers": []}, receive, send))
     status, tries = expected
     assert ([message.get("status") for message in sent], bodies) == ([status, None], [b"ab"] * tries)
+    assert ("the replica died" in caplog.text) == any(isinstance(answer, Exception) for answer in answers)
     if status == 503:
         assert dict(sent[0]["headers"])[b"retry-after"] == b"1"
         assert json.loads(sent[1]["body"])["error"]["code"] == "unavailable"
