@@ -130,7 +130,7 @@ def check_against(checkpoint: str, file: Path) -> dict[str, Any]:
         model, _ = load(checkpoint, dtype=dtype)
         checks, depths = compare_with_saved(model, saved)
     except (OSError, SafetensorError, KeyError) as error:
-        raise InputError(f"--against {file} is no file of save_published_outputs.py: {error}") from error
+        raise InputError(f"--against {file} was not written by save_published_outputs.py: {error}") from error
     show_checks(f"{checkpoint} against {file}", checks)
     if depths:
         names = ("published", "reusing keys and values", "near ties")
