@@ -27,7 +27,11 @@ settings.register_profile("adaponder", deadline=None, derandomize=True, max_exam
 settings.load_profile("adaponder")
 # A GPU machine may have the model's libraries alone; these files need others, and none has a test marked gpu.
 _NEEDED = {
-    "fastapi": ("serving", "unit/serving", "unit/benchmarks/test_serve.py", "unit/test_fields.py"),
+    "fastapi": ("browser", "serving", "unit/serving", "unit/benchmarks/test_serve.py", "unit/test_fields.py"),
+    "lm_eval": ("unit/conversion/test_looped_use.py",),
+    "peft": ("unit/checkpoints/test_manifest.py",),
+    "accelerate": ("unit/conversion/test_exported.py",),
+    "scipy": ("unit/experiments/test_demand_section.py",),
     "openai": ("contract/test_openai_client.py",),
     "datasets": ("unit/training/test_sft.py",),
 }

@@ -3,6 +3,7 @@
 import ast
 import functools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -193,3 +194,24 @@ def test_no_method_is_named_outside_its_file_and_every_exception_is_still_needed
     wrong = [f"{where}:{line} names {name}" for (where, name), line in found.items() if (where, name) not in ALLOWED]
     assert not wrong, "ask the method's class for the fact instead (methods/base.py):\n" + "\n".join(wrong)
     assert not set(ALLOWED) - set(found)
+
+
+@pytest.mark.every
+def test_gpu_tests_are_collected_where_only_the_libraries_of_a_gpu_machine_are():
+    """Hides every library that the package and its tests may do without."""
+    absent = (
+        "accelerate datasets fastapi httpx jsonschema lm_eval openai peft playwright psutil pydantic ray schemathesis "
+        "scipy starlette trl uvicorn wandb"
+    )
+    code = f"""
+import sys
+from importlib.machinery import PathFinder
+import pytest
+finder = PathFinder.find_spec
+PathFinder.find_spec = classmethod(lambda _, name, *rest: None if name in {absent.split()} else finder(name, *rest))
+sys.exit(pytest.main("--collect-only -q -m gpu -p no:cacheprovider -p hypothesis.extra.pytestplugin tests".split()))
+"""
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "tests collected" in done.stdout
