@@ -45,6 +45,7 @@ def test_generation_on_the_gpu_is_cached_uncached_and_counted(method):
     assert torch.equal(result.sequences, model.generate(prompt, **ask, use_cache=False))
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("execution", ["dense", "compact"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("method", METHODS)
@@ -104,6 +105,7 @@ def test_dense_training_does_not_wait_for_the_gpu():
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
 def test_compiled_dense_and_packed_passes_are_no_worse_than_eager_ones_in_half_precision(family, padded):
