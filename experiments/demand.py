@@ -19,8 +19,6 @@ from experiments.statistics import estimate, within
 from experiments.tables import markdown
 
 CLAIM, MEASURE = "hops", "demand"
-# Claims on other forms of the puzzle; their tables follow those of ``CLAIM``.
-OTHERS = ("hops-ends", "hops-capitals")
 # The least share of right answers with which a need is solved. This and the three aims were fixed before the runs.
 SOLVED = 0.95
 _RHO, _POINT, _SPARE = 0.9, 0.01, 0.25
@@ -42,10 +40,10 @@ class Subject(NamedTuple):
         return self.result["at_depth"][str(self.iterations)]
 
 
-def subjects(evidence: Evidence, claim: str = CLAIM) -> list[Subject]:
+def subjects(evidence: Evidence) -> list[Subject]:
     """Returns the models of the claim that have been measured, in the order of the queue."""
     models = []
-    for run in evidence.queue.of_claim(claim):
+    for run in evidence.queue.of_claim(CLAIM):
         if (result := evidence.measured(run.setting, MEASURE).get(run.seed)) is not None:
             halts = method_class(run.shaped.model.method).halts
             models.append(Subject(evidence.title(run.setting), run.seed, run.shaped.model.iterations, halts, result))
@@ -102,15 +100,6 @@ def best_of(halting: Sequence[Subject], needed: Needed) -> Subject | None:
     """Returns the model with the best rank correlation among models that reach ``SOLVED`` for every number of hops."""
     solved = (model for model in halting if min(model.full) >= SOLVED)
     return max(solved, key=lambda model: aims(model, needed).rho or 0.0, default=None)
-
-
-def section(evidence: Evidence, command: str) -> list[str]:
-    """Returns the tables of ``CLAIM``, then of each claim in ``OTHERS`` under its sentence and its command."""
-    lines = tables(subjects(evidence)) or ["Not run yet."]
-    for claim in OTHERS:
-        if other := tables(subjects(evidence, claim)):
-            lines += ["", f"**{evidence.queue.claims[claim]}** `{command.replace(CLAIM, claim)}`", "", *other]
-    return lines
 
 
 def tables(models: Sequence[Subject]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ import pandas as pd
 from adaponder.errors import InputError
 from experiments import statistics
 from experiments.evidence import Evidence
-from experiments.statistics import FAILS, HOLDS, NOT_RUN, UNRESOLVED, UNTESTABLE, Estimate, estimate
+from experiments.statistics import FAILS, HOLDS, NOT_RUN, UNTESTABLE, Estimate, estimate
 
 Test = Mapping[str, Any]
 NONE = "–"
@@ -121,30 +120,6 @@ def _collapse(evidence: Evidence, test: Test) -> _Found:
     return statistics.often(cases), f"{words} (mean depth {depths})"
 
 
-def _same_order(evidence: Evidence, test: Test) -> _Found:
-    """Tests whether pairs of settings with losses more than ``by`` apart had the same order after half of the steps.
-
-    A pair is unresolved unless the intervals of its differences, after all and after half of the steps, exclude 0.
-    """
-    turned, seeds, verdicts = [], 3, []
-    for (first, first_half), (second, second_half) in itertools.combinations(test["same_order"], 2):
-        full, half = evidence.minus(first, second), evidence.minus(first_half, second_half)
-        if full is None or half is None:
-            return NOT_RUN, NONE
-        seeds = min(seeds, len(full.values), len(half.values))
-        if abs(full.mean) <= test["by"]:
-            continue
-        same = full.mean * half.mean > 0
-        resolved = statistics.UNRESOLVED not in (statistics.lower(full), statistics.lower(half))
-        verdicts.append((HOLDS if same else FAILS) if resolved else UNRESOLVED)
-        if not same:
-            turned.append(f"{first} minus {second} is {full.mean:+.4f}, after half of the steps {half.mean:+.4f}")
-    counts = f"{len(verdicts) - len(turned)} of {len(verdicts)}"
-    words = f"{test['what']}: {counts} pairs that differ by more than {test['by']:g} do so in the same direction"
-    words += " (one seed)" if seeds < 2 else ""
-    return statistics.all_of(verdicts) if verdicts else UNRESOLVED, "; ".join([words, *turned])
-
-
 def _policy(evidence: Evidence, test: Test) -> _Found:
     compared = {seed: result["compared"] for seed, result in evidence.measured(test["run"], "policies").items()}
     first, second = (
@@ -221,7 +196,6 @@ KINDS: Mapping[str, Callable[[Evidence, Test], _Found]] = {
     "below_curve": _below_curve,
     "dial_below_curve": _below_curve,
     "collapse": _collapse,
-    "same_order": _same_order,
     "policy": _policy,
     "check_mark": _check_mark,
     "easier": _easier,

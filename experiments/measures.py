@@ -157,12 +157,6 @@ def reuse(subject: Subject) -> dict[str, Any]:
     return {"trained": trained, "as": scored, "gap": scored["state"]["loss"] - scored[trained]["loss"]}
 
 
-def rules(subject: Subject) -> dict[str, Any]:
-    """Measures the loss under generation's causal halting rule and under training's, which may use later tokens."""
-    training = ScoringOptions(policy=subject.model.method.training_policy(1.0))
-    return {"causal": _scored(subject, ScoringOptions()), "training": _scored(subject, training)}
-
-
 def _scored(subject: Subject, how: ScoringOptions) -> dict[str, float]:
     scores = score(subject.model, subject.text(), subject.windows(), how=how, batch_size=_BATCH)
     return {"loss": scores.loss, "depth": float(scores.depth.mean())}
@@ -203,5 +197,5 @@ def speed(subject: Subject) -> dict[str, Any]:
 
 # In the order of measuring: quick measurements first, and speed, which rounds the weights, last.
 MEASURES: Mapping[str, Callable[[Subject], dict[str, Any]]] = {
-    function.__name__: function for function in (steps, reuse, rules, demand, dial, policies, speed)
+    function.__name__: function for function in (steps, reuse, demand, dial, policies, speed)
 }

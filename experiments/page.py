@@ -22,7 +22,7 @@ from experiments.tables import markdown
 
 BEGIN, END = "<!-- made by python -m experiments results -->", "<!-- end -->"
 # Claims whose runs fill separate sections of the template.
-_OWN_SECTION = ("lr", "table1", "frontier", demand.CLAIM, *demand.OTHERS)
+_OWN_SECTION = ("lr", "table1", "frontier", demand.CLAIM)
 _FRONTIER = ("iterations", "x vanilla", "loss by seed", "minus the curve at equal iterations")
 _FRONTIER += ("minus the curve at equal FLOPs",)
 Statement = Mapping[str, Any]
@@ -85,7 +85,7 @@ def tables_page(evidence: Evidence, records: Path) -> str:
         **{name: tables.settings_table(evidence, **table) for name, table in claims["tables"].items()},
         "frontier": tables.settings_table(evidence, [*claims["curve"], *claims["frontier"]], _FRONTIER),
         "dial": tables.dial_table(evidence) or NOT_RUN,
-        "demand": demand.section(evidence, f"python -m experiments claim {demand.CLAIM} --device cuda"),
+        "demand": demand.tables(demand.subjects(evidence)) or NOT_RUN,
         "claims": _claims(evidence),
         "reruns": tables.reruns(evidence) or NOT_RUN,
         "apart": markdown(["record", "why"], [[f"`{name}`", why] for name, why in sorted(apart.items())]),

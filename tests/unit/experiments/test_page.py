@@ -215,27 +215,6 @@ def test_verdicts_follow_paired_differences(evidence):
     assert find(edited(far, one_depth), {"collapse": "ada"}).verdict == HOLDS
 
 
-def test_same_order_after_half_of_the_training(evidence):
-    def order(*pairs: tuple[str, str], by: float = 0.01, within: Evidence = evidence):
-        return find(within, {"same_order": pairs, "by": by, "what": "rates"})
-
-    # Vanilla is above K = 3 by 0.04 in full; "half" of them are vanilla and K = 2, or the other way round.
-    kept = order(("vanilla", "vanilla"), ("k3", "k2"))
-    assert kept == (HOLDS, "rates: 1 of 1 pairs that differ by more than 0.01 do so in the same direction")
-    turned = order(("vanilla", "k2"), ("k3", "vanilla"))
-    assert turned.verdict == FAILS
-    assert "0 of 1 pairs" in turned.words
-    assert "vanilla minus k3 is +0.04" in turned.words
-    assert order(("vanilla", "k2"), ("k3", "vanilla"), by=0.5).verdict == UNRESOLVED
-    # Of K = 3 and 4 the second is above with two seeds of three, which does not tell them apart.
-    assert order(("k4", "vanilla"), ("k3", "k2"), by=0.001).verdict == UNRESOLVED
-    alone = order(("vanilla-0.008", "vanilla-0.002"), ("vanilla", "k2"))
-    assert alone.verdict == UNRESOLVED
-    assert "(one seed)" in alone.words
-    gone = edited(evidence, {"mini-ponder-k2-lr-0.004": ELSEWHERE})
-    assert order(("vanilla-0.008", "k2"), ("vanilla", "vanilla-0.002"), within=gone).verdict == NOT_RUN
-
-
 def test_measurements_decide_analysis_claims(evidence):
     steps = {"tokens": [10, 20, 30, 40], "nll": [2.0, 1.0, 1.5, 2.5], "nll_at_full_depth": [2.0, 1.0, 1.5, 2.5]}
     compared = {name: {"loss": loss} for name, loss in (("learned gate", 3.0), ("geometric, ranked", 3.1))}
