@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
@@ -127,10 +126,7 @@ def run(
     for row in rows:
         if not row["works"]:
             console.print(f"{row['name']}: {row['problem']}", style="yellow")
-    record = bench.finish()
-    if any(row["works"] for row in rows):
-        bench.draw(panels(rows, bench.hardware["device"]))
-    return record
+    return bench.finish()
 
 
 def cases(
@@ -227,22 +223,3 @@ COLUMNS = {
     "peak GiB": harness.PEAK,
     "idle": number("idle_share", ".1%"),
 }
-
-
-def panels(rows: Sequence[Row], device: str) -> dict[str, Any]:
-    """Returns two panels for :func:`harness.draw`: tokens/s by lanes and by mean depth, without failed rows."""
-    works = [row for row in rows if row["works"]]
-    deepest = max((row["depth"] or 0 for row in works), default=0)
-    by_lanes, by_depth = defaultdict[str, list[Any]](list), defaultdict[str, list[Any]](list)
-    for row in works:
-        ours, name, speed = row["side"] == ENGINE, f"{row['shape']}, {row['side']}", row["tokens_per_second"]
-        context = f", context {row['context']}" if ours else ""
-        if row["kind"] != MEMORY and not (ours and (row["depth"] or deepest) != deepest):
-            by_lanes[name + context].append((row["lanes"], speed))
-        if row["kind"] == STEADY and ours and row["mean_depth"]:
-            by_depth[f"{name}, {row['lanes']} lanes{context}"].append((row["mean_depth"], speed))
-    lines = {label: points for label, points in by_depth.items() if len(points) > 1}
-    lanes: dict[str, Any] = {"xlabel": "lanes", "ylabel": "tokens/s", "xscale": "log", "yscale": "log"}
-    lanes["xticks"] = lanes["xticklabels"] = sorted({row["lanes"] for row in works})
-    depth = {"xlabel": "mean depth", "ylabel": "tokens/s", "ylim": (0, None)}
-    return {f"by lanes, {device}": (lanes, by_lanes), "by mean depth": (depth, lines)}

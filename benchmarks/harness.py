@@ -245,12 +245,6 @@ class Run:
         write_json(self.options.json, self.record)
         return self.record
 
-    def draw(self, panels: Mapping[str, Any]) -> None:
-        """Draws the figure beside the record, if the record is written."""
-        if self.path is not None:
-            path = draw(ROOT / "benchmarks" / self.path.stem, panels)[0]
-            console.print(line("the plot is ", (path.relative_to(ROOT), "bold")))
-
     def measure_all(
         self,
         variants: Iterable[Any],
@@ -325,21 +319,6 @@ def select(items: Sequence[Any], only: Sequence[str] | None, always: str | None 
             raise InputError(f"--only {word} matches none of the names: {'; '.join(names.values())}")
     selected = {name for name in names.values() for word in only or [""] if word in name}
     return [item for item, name in names.items() if name in selected or always in re.split("[:,] ", name)]
-
-
-def draw(path: Path, panels: Mapping[str, tuple[dict[str, Any], Mapping[str, Sequence[Any]]]]) -> list[Path]:
-    """Writes ``path``.png and ``path``.svg; ``panels`` maps a title to settings of the axes and lines by label."""
-    from adaponder.analysis.style import PAGE, house, new_figure, save, series
-
-    with house():
-        figure = new_figure(width=PAGE, height=4.2)
-        for axes, (title, (settings, lines)) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
-            for index, (label, points) in enumerate(lines.items()):
-                axes.plot(*zip(*sorted(points), strict=True), **series(index, len(lines)), label=label)
-            axes.set(title=title, **settings)
-            if lines:
-                axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize="small")
-        return list(save(figure, path))
 
 
 def print_table(title: str, columns: Columns, rows: Iterable[Row]) -> None:

@@ -94,9 +94,7 @@ def run(options: ServeOptions) -> dict[str, Any]:
     console.print(f"the client takes up to {limit:,.0f} tokens/s from an idle server")
     print_table("\nAll streams at once", _BURST, bursts)
     print_table("\nRequests that arrive at random times", _RATES, rows)
-    record = bench.finish()
-    bench.draw(panels(rows, most=bursts[0]["server_tokens_per_second"]))
-    return record
+    return bench.finish()
 
 
 def _load_server(options: ServeOptions, rates: Sequence[float]) -> tuple[list[Row], list[Row]]:
@@ -217,24 +215,3 @@ _RATES = {
     **{f"between ms {share}": number(f"between_tokens.{share}", ",.1f", 1e3) for share in PERCENTILES},
     "depth": number("mean_depth", ".2f"),
 }
-
-
-def panels(rows: Sequence[Row], *, most: float) -> dict[str, Any]:
-    """Returns panels for :func:`harness.draw`: tokens/s (``most`` is the maximum) and latencies by offered load."""
-    offered = [row["offered_tokens_per_second"] for row in rows]
-    answered = zip(offered, [row["tokens_per_second"] for row in rows], strict=True)
-    speeds = {"answered": list(answered), "offered": list(zip(offered, offered, strict=True))}
-    speeds["all streams at once"] = [(0.0, most), (max(offered), most)]
-    axes: dict[str, Any] = {"xlabel": "offered tokens/s", "xlim": (0, None), "ylim": (0, None)}
-    drawn: dict[str, Any] = {"through the server": (axes | {"ylabel": "tokens/s"}, speeds)}
-    for name, title in {"first_token": "to the first token", "between_tokens": "between tokens"}.items():
-        drawn[title] = (
-            axes | {"ylabel": "ms"},
-            {
-                share: [
-                    (load, 1e3 * row[name][share]) for load, row in zip(offered, rows, strict=True) if row[name][share]
-                ]
-                for share in PERCENTILES
-            },
-        )
-    return drawn

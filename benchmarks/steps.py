@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from typer import Option
 
 from adaponder.devices import autocast, product_dtype
-from adaponder.errors import InputError
 from adaponder.methods import Objective
 from adaponder.methods.cost import cost_of
 from adaponder.policies import ForcedDepths
@@ -21,7 +20,7 @@ from adaponder.recipes import Recipe, load_recipe
 from adaponder.terminal import console, line
 from adaponder.training.schedule import build_optimizer
 from benchmarks import harness, models
-from benchmarks.harness import SEVERAL, Common, Row, Run, Timing, number, ratio, speed
+from benchmarks.harness import SEVERAL, Common, Row, Run, number, ratio, speed
 from benchmarks.models import METHOD, PLAIN
 
 COMPILED_PLAIN = f"{PLAIN}, compiled"
@@ -166,23 +165,15 @@ class Variant:
         return torch.full(shape, models.config_of(recipe, self.method).iterations)
 
 
-def train(
-    options: StepOptions,
-    *,
-    largest: Annotated[bool, Option("--largest", help="Search the largest batch, too (GPU only).")] = False,
-) -> dict[str, Any]:
+def train(options: StepOptions) -> dict[str, Any]:
     """Time a training step: plain PonderLM, our ponder, and adaponder compiled, eager and checkpointed.
 
     With --keep, training that skips halted tokens is compared with dense training.
 
-    [dim]python -m benchmarks train --device cuda --batch 32 --largest[/]
+    [dim]python -m benchmarks train --device cuda --batch 32[/]
 
     [dim]python -m benchmarks train --device cuda --batch 32 --keep 1,.5,.5,.5[/]
     """
-    if largest and options.shares:
-        raise InputError("--largest and --keep exclude each other: the largest batch is searched at full depth")
-    if largest and options.target.type != "cuda":
-        raise InputError(f"--largest needs a GPU, not --device {options.device}: only a GPU reports full memory")
     recipe, depths, device = options.recipe, options.depths, options.target
     variants = train_variants(options.by, device, halting=depths is not None)
     selected = harness.select(variants, options.only, always=PLAIN)
@@ -220,8 +211,6 @@ def train(
     for name, times in ratios.items():
         if times is not None:
             console.print(f"{name.replace('_', ' ')}: {times:.3f} times the tokens/s, both run the same way")
-    if largest:
-        bench.keep(largest_batch=search_all(options))
     return bench.finish()
 
 
@@ -278,53 +267,6 @@ def compare_with_plain(rows: list[Row]) -> None:
     harness.add_ratios(rows, PLAIN, times_plain="tokens_per_second", memory_of_plain="peak_bytes")
     fields = {"times_compiled_plain": "tokens_per_second", "memory_of_compiled_plain": "peak_bytes"}
     harness.add_ratios(rows, COMPILED_PLAIN, **fields)
-
-
-def search_all(options: StepOptions) -> list[Row]:
-    """Returns and prints the largest batch that fits: of the plain version, and of ours with checkpointing."""
-    recipe, device = options.recipe, options.target
-    rows: list[Row] = []
-    ours = [Variant(METHOD, by, checkpointing=True) for by in dict.fromkeys((None, options.by))]
-    for variant in (Variant(PLAIN, None), *ours):
-        console.print(f"searching the largest batch of {variant.name} …")
-
-        def time_batch(batch: int, keep_graphs: bool, variant: Variant = variant) -> Timing | None:
-            step = partial(training_step, recipe, variant, batch, device)
-            timing = harness.time_step(step, device, warmup=1, repeats=1, keep_graphs=keep_graphs)
-            console.print(f"  {batch:,} sequences: {'does not fit' if timing is None else 'fits'}")
-            return timing
-
-        batch, timing = search(time_batch, start=options.sequences)
-        row = {"variant": variant.name, "batch": batch, "peak_bytes": timing and timing.peak_bytes}
-        rows.append(row | {"tokens_per_second": ratio(batch * recipe.data.sequence, timing and timing.median)})
-    columns = {
-        "variant": lambda row: row["variant"],
-        "sequences": lambda row: f"{row['batch']:,}" if row["batch"] else f"not even {options.sequences}",
-        "tokens/s": number("tokens_per_second", ",.0f"),
-        "peak GiB": harness.PEAK,
-    }
-    harness.print_table(f"\nThe largest batch that fits, in multiples of {options.sequences}", columns, rows)
-    return rows
-
-
-def search(time_batch: Callable[[int, bool], Timing | None], *, start: int) -> tuple[int, Timing | None]:
-    """Returns the largest multiple of ``start`` that fits into memory, and its timing; 0 if not even ``start`` fits.
-
-    The batch doubles until it no longer fits, then bisects: the answer and the next multiple have both been tried.
-    ``time_batch(batch, keep_graphs)`` times a batch, or returns ``None`` if it does not fit. The second trial of a
-    compiled variant compiles for a variable batch size, so that later trials keep the graphs. A trial takes
-    two steps, since only the second begins with the optimizer's moments in memory.
-    """
-    timings: dict[int, Timing | None] = {}
-    below, above = 0, 0  # nothing has failed yet: above is 0
-    while above - below != 1:
-        multiple = (below + above) // 2 if above else max(1, 2 * below)
-        timings[multiple] = time_batch(start * multiple, bool(timings))
-        if timings[multiple] is None:
-            above = multiple
-        else:
-            below = multiple
-    return below * start, timings.get(below)
 
 
 def prefill(options: StepOptions) -> dict[str, Any]:

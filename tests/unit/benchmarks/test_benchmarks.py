@@ -160,7 +160,7 @@ def test_what_is_timed_computes_the_same(op, backward):
 
 WRONG = {
     "ops": ("--device abacus", "--size 4,4"),
-    "train": ("--largest", "--keep 1,0.5", "--recipe paper/adaponder-2.8b-from-ponder"),
+    "train": ("--keep 1,0.5", "--recipe paper/adaponder-2.8b-from-ponder"),
     "prefill": ("--keep 1,0.5,0.6", "--keep all"),
     "decode": ("--lanes 0", "--only nothing", "--shape huge", "--depths 5"),
     "serve": ("--stand-in 64", "--stand-in x,8", "--stand-in 64,0"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bench_support import measured as run_command
-from benchmarks import decode, decode_sides, harness
+from benchmarks import decode, decode_sides
 from benchmarks.decode import COLUMNS, DecodeCase
 from benchmarks.decode_sides import as_row, limit, tick_bytes
 from benchmarks.models import SHARES, draw_depths, shape_config, shares_of
@@ -117,9 +117,6 @@ def test_the_record_has_every_figure_of_every_row(tmp_path):
     assert len(memory) == 2
     assert all(row["works"] and row["limit_share"] is None for row in memory)
     assert halted["times_engine"] == halted["tokens_per_second"] / stream["tokens_per_second"]
-    png, svg = harness.draw(tmp_path / "decode", decode.panels(list(rows.values()), "a CPU"))
-    assert png.stat().st_size > 5000
-    assert "tokens/s" not in svg.read_text()[:100]
 
 
 def test_requests_are_served_end_to_end(monkeypatch, tmp_path):

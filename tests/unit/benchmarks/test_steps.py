@@ -4,13 +4,12 @@ from functools import partial, partialmethod
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from adaponder.errors import EvaluationError, InputError
 from adaponder.recipes import load_recipe
 from bench_support import QUICK, SET, TINY, invoke, measured, tiny_recipe
 from benchmarks import models, steps
-from benchmarks.harness import Timing, measure, spread
+from benchmarks.harness import spread
 from benchmarks.steps import StepOptions, Variant
 
 CPU = torch.device("cpu")
@@ -119,41 +118,6 @@ def test_variants_have_names_of_their_own(monkeypatch):
     monkeypatch.setattr(models.AdaPonderForCausalLM, "compile_passes", lambda self, **how: options.append(how))
     Variant("adaponder", memory_budget=0.5).build(tiny_recipe(), CPU)
     assert options[0]["memory_budget"] == 0.5
-
-
-@pytest.mark.parametrize("most", [0, 1, 2, 3, 5, 13, 40])
-def test_the_largest_batch_is_found_in_few_trials(most):
-    tried = []
-
-    def time_batch(batch, keep_graphs):
-        assert keep_graphs == bool(tried), "the first trial alone starts without graphs"
-        tried.append((batch, batch <= most * 3 + 2))
-        return Timing([1.0], 10 * batch) if batch <= most * 3 + 2 else None
-
-    batch, timing = steps.search(time_batch, start=3)
-    assert (batch, timing) == (most * 3, Timing([1.0], 10 * batch) if most else None)
-    assert (most * 3, True) in tried or most == 0
-    assert (most * 3 + 3, False) in tried
-    assert len(tried) == len(set(tried)) <= 12
-
-
-@pytest.mark.compiler
-def test_searching_the_largest_batch_compiles_twice_however_far(monkeypatch):
-    """Once for the first batch, once for one that varies: a layer without and with rows to reuse, three small ones."""
-    compile_passes, training_step = models.AdaPonderForCausalLM.compile_passes, steps.training_step
-    graphs, recipe = [], tiny_recipe()
-    monkeypatch.setattr(models.AdaPonderForCausalLM, "compile_passes", partialmethod(compile_passes, backend="eager"))
-    counters.clear()
-    torch.compiler.reset()
-
-    def time_batch(batch, keep_graphs):
-        step = training_step(recipe, Variant("adaponder", checkpointing=True), batch, CPU)
-        timing = measure(step, CPU, warmup=1, repeats=1)
-        graphs.append(counters["stats"]["unique_graphs"])
-        return timing if batch <= 10 else None
-
-    assert steps.search(time_batch, start=2)[0] == 10
-    assert graphs == [5, *[10] * (len(graphs) - 1)]
 
 
 def test_training_that_skips_halted_tokens_is_compared_with_dense_training(monkeypatch, tmp_path):
