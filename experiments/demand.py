@@ -96,12 +96,6 @@ def aims(model: Subject, needed: Needed) -> Aims:
     return Aims(rank_correlation(result["by_depth"], needed), float(lost), spare)
 
 
-def best_of(halting: Sequence[Subject], needed: Needed) -> Subject | None:
-    """Returns the model with the best rank correlation among models that reach ``SOLVED`` for every number of hops."""
-    solved = (model for model in halting if min(model.full) >= SOLVED)
-    return max(solved, key=lambda model: aims(model, needed).rho or 0.0, default=None)
-
-
 def tables(models: Sequence[Subject]) -> list[str]:
     """Returns a table of models of fixed depth, a table of models that halt, and the verdicts; [] if all halt."""
     fixed, halting = [model for model in models if not model.halts], [model for model in models if model.halts]
@@ -151,17 +145,6 @@ def _verdicts(models: Sequence[Subject], halting: Sequence[Subject], needed: Nee
     best = f"{title}: the best of {len(accuracy)} settings that halt, by mean rank correlation"
     judged = [f"    - {what}: **{verdict}**" for what, verdict in verdicts.items()]
     return [*lines, f"- {best}. Over its seeds:", *judged]
-
-
-def figure_points(evidence: Evidence) -> tuple[Any, ...]:
-    """Returns the arguments of :func:`experiments.figures.draw_demand`; none if :func:`best_of` finds no model."""
-    models = subjects(evidence)
-    best = best_of([model for model in models if model.halts], needed_depths(models))
-    fixed = fixed_depths(models)
-    if best is None or not fixed:
-        return ()
-    result = best.result
-    return result["needs"], fixed, f"{best.title}, seed {best.seed}", result["accuracy"], result["by_depth"]
 
 
 def _hops(need: int) -> str:

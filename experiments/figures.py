@@ -11,56 +11,18 @@ from statistics import fmean
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from adaponder.analysis.style import LINES, MARKERS, PAGE, PALETTE, depth_colours, house, new_figure, series
-from experiments.demand import figure_points as demand_points
+from adaponder.analysis.style import MARKERS, PAGE, PALETTE, house, new_figure, series
 from experiments.evidence import Evidence
-from experiments.tables import learning_rates
 
 # The field of PNG metadata that holds the fingerprint of the drawn points.
 POINTS = "Description"
 # Characters of a line of the legend: three columns must fit on the page.
 _WIDEST = 40
-# The alias of the setting whose losses by step and by policy are drawn.
+# The alias of the setting whose losses by step are drawn.
 _ANALYSED = "ada"
 _WAYS = {"nll": "as it came out", "nll_at_depth_1": "every token at depth 1", "nll_at_full_depth": "at full depth"}
 Spot = tuple[float, float, float]
-
-
-def rate_points(evidence: Evidence) -> tuple[Any, ...]:
-    """Returns the argument of :func:`draw_rates`: ``{title: [(learning rate, loss of seed 0)]}``."""
-    tried = {title: sorted(by_rate.items()) for title, by_rate in learning_rates(evidence).items()}
-    curves = {title: [(x, float(run.loss)) for x, run in runs if run is not None] for title, runs in tried.items()}
-    return ({title: points for title, points in curves.items() if points},)
-
-
-def draw_rates(curves: Mapping[str, Sequence[tuple[float, float]]]) -> Figure:
-    """Draws loss against learning rate with a line per setting and a ring at its best rate; high losses are cut off.
-
-    Settings whose names are equal up to the first comma share a colour and differ in markers and line styles.
-    """
-    with house() as theme:
-        figure = new_figure(width=PAGE, height=4.0)
-        axes = figure.subplots()
-        names = [name.partition(",")[0] for name in curves]
-        families, colours = list(dict.fromkeys(names)), [theme.ink, *PALETTE]
-        for index, (name, points) in enumerate(curves.items()):
-            look: dict[str, Any] = {"color": colours[families.index(names[index]) % len(colours)]}
-            before = names[:index].count(names[index])
-            look |= {"marker": MARKERS[index % len(MARKERS)], "linestyle": LINES[before % len(LINES)]}
-            axes.plot(*zip(*points, strict=True), **look, label=name)
-            if len(points) > 1:
-                best = min(points, key=lambda point: point[1])
-                axes.plot(*best, "o", markersize=9, fillstyle="none", color=look["color"])
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(FixedLocator(sorted({rate for points in curves.values() for rate, _ in points})))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-        lowest = min(loss for points in curves.values() for _, loss in points)
-        axes.set(ylim=(lowest - 0.005, lowest + 0.12), xlabel="learning rate", ylabel="validation loss (nats)")
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    return figure
 
 
 def _spots(evidence: Evidence, names: Sequence[str], column: str) -> dict[str, Spot]:
@@ -133,72 +95,11 @@ def draw_steps(spots: Mapping[str, Sequence[tuple[int, float]]], shares: Mapping
     return figure
 
 
-def policy_points(evidence: Evidence) -> tuple[Any, ...]:
-    """Returns the argument of :func:`draw_policies`, ``{policy: [value per seed]}``, without oracle policies."""
-    gaps: dict[str, list[float]] = {}
-    for result in evidence.measured(_ANALYSED, "policies").values():
-        losses = {name: policy["loss"] for name, policy in result["compared"].items() if policy["loss"] is not None}
-        for name in (name for name in losses if name != "learned gate" and "oracle" not in name):
-            gaps.setdefault(name, []).append(losses[name] - losses["learned gate"])
-    return (gaps,) if gaps else ()
-
-
-def draw_policies(gaps: Mapping[str, Sequence[float]]) -> Figure:
-    """Draws the loss of each policy minus the learned gate's at equal depth: a point per seed, a bar at the mean."""
-    with house() as theme:
-        ordered = sorted(gaps, key=lambda name: -fmean(gaps[name]))
-        figure = new_figure(width=PAGE, height=0.9 + 0.22 * len(ordered))
-        axes = figure.subplots()
-        for place, values in enumerate(gaps[name] for name in ordered):
-            axes.plot(values, [place] * len(values), "o", color=PALETTE[0], markersize=3.5)
-            axes.plot([fmean(values)], [place], "|", color=theme.ink, markersize=11, markeredgewidth=1.4)
-        axes.axvline(0.0, color=theme.muted, linewidth=0.8)
-        axes.set_yticks(range(len(ordered)), ordered)
-        axes.set_xlabel("loss minus the learned gate's at equal mean depth (nats)")
-    return figure
-
-
-def draw_demand(
-    needs: Sequence[int],
-    fixed: Mapping[int, Sequence[float]],
-    name: str,
-    accuracy: Sequence[float],
-    by_depth: Sequence[Sequence[int]],
-) -> Figure:
-    """Draws the right answers of each ``fixed`` K and of the model ``name`` by number of hops, and that model's depths.
-
-    ``by_depth`` holds the model's numbers of questions: a row per number of hops (``needs``), a column per depth.
-    """
-    with house() as theme:
-        figure = new_figure(width=PAGE, height=3.0)
-        left, right = figure.subplots(1, 2, width_ratios=[1.25, 1.0])
-        for index, (iterations, shares) in enumerate(sorted(fixed.items())):
-            look = dict(series(index)) | {"color": depth_colours(max(fixed))[iterations - 1]}
-            left.plot(needs, [100 * share for share in shares], **look, label=f"every token read {iterations}x")
-        wrapped = textwrap.fill(name, _WIDEST)
-        left.plot(needs, [100 * share for share in accuracy], "*", color=theme.ink, markersize=8, label=wrapped)
-        left.set(xticks=needs, ylim=(0, 104), xlabel="hops that a question needs", ylabel="right answers (%)")
-        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-        table = [[100 * count / sum(row) for count in row] for row in by_depth]
-        right.imshow(table, cmap="Greys", vmin=0, vmax=130, aspect="auto")
-        for y, row in enumerate(table):
-            for x, share in enumerate(row):
-                right.text(x, y, f"{share:.0f}", ha="center", va="center", color="white" if share > 65 else "black")
-        right.set_xticks(range(len(table[0])), [f"{depth}x" for depth in range(1, len(table[0]) + 1)])
-        right.set_yticks(range(len(needs)), [str(need) for need in needs])
-        right.set(xlabel=f"read so often by {name.partition(',')[0]}", ylabel="hops")
-        right.grid(visible=False)
-    return figure
-
-
 # Two functions for each figure: the first returns the arguments of the second (none without records), which draws.
 FIGURES: Mapping[str, tuple[Callable[[Evidence], tuple[Any, ...]], Callable[..., Figure]]] = {
     "loss-against-flops": (cost_points, draw_line),
-    "loss-by-learning-rate": (rate_points, draw_rates),
     "loss-against-iterations": (frontier_points, draw_line),
     "loss-by-halting-step": (step_points, draw_steps),
-    "policies-at-equal-depth": (policy_points, draw_policies),
-    "depth-on-demand": (demand_points, draw_demand),
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from adaponder.errors import InputError
-from adaponder.files import read_json, write_whole
+from adaponder.files import write_whole
 from adaponder.terminal import console, line
 from experiments import demand, tables
 from experiments.evidence import ONE_DEPTH, Evidence, read_claims
@@ -71,7 +71,7 @@ def results_page(evidence: Evidence) -> str:
 
 def tables_page(evidence: Evidence, records: Path) -> str:
     """Returns the text of ``experiments/tables.md``; ``records`` is the folder of the records."""
-    claims, apart = evidence.claims, records_apart(evidence, records)
+    claims = evidence.claims
     # Settings with two seeds or more on the main corpus whose noise is not pooled.
     left_out = [name for name in evidence.pools[""]["stable"][1] if len(evidence.points(name)) > 1]
     parts = {
@@ -88,7 +88,7 @@ def tables_page(evidence: Evidence, records: Path) -> str:
         "demand": demand.tables(demand.subjects(evidence)) or NOT_RUN,
         "claims": _claims(evidence),
         "reruns": tables.reruns(evidence) or NOT_RUN,
-        "apart": markdown(["record", "why"], [[f"`{name}`", why] for name, why in sorted(apart.items())]),
+        "apart": [f"- `{name}`" for name in records_apart(evidence, records)],
     }
     return _filled("tables.template.md", parts)
 
@@ -190,17 +190,7 @@ def _claims(evidence: Evidence) -> list[str]:
     return [*lines, *(["", f"Not run yet: {', '.join(waiting)}."] if waiting else [])]
 
 
-def records_apart(evidence: Evidence, folder: Path) -> dict[str, str]:
-    """Maps each record file in ``folder`` that belongs to no run of the queue to the reason."""
+def records_apart(evidence: Evidence, folder: Path) -> list[str]:
+    """Returns the record files in ``folder`` that belong to no run of the queue."""
     used = {record["file"] for record in evidence.runs.record}
-    data = {record["file"]: record["data"] for record in evidence.records}
-    hashes = {corpus.hash for corpus in evidence.queue.corpora.values()}
-    why = {}
-    for path in (path for path in sorted(folder.glob("*.json")) if path.name not in used):
-        if path.name not in data:
-            named = read_json(path, InputError).get("data")
-            why[path.name] = "from before there was a queue" if isinstance(named, str) else "no single run of the queue"
-        else:
-            other = data[path.name] not in hashes
-            why[path.name] = f"other data: hash `{data[path.name]}`" if other else "the queue has no such run"
-    return why
+    return [path.name for path in sorted(folder.glob("*.json")) if path.name not in used]

@@ -159,28 +159,25 @@ def claim_table(evidence: Evidence, claim: str) -> list[str]:
     return settings_table(evidence, list(names), columns)
 
 
-def learning_rates(evidence: Evidence) -> dict[str, dict[float, pd.Series | None]]:
-    """Maps titles of the claim ``lr`` to ``{learning rate: seed 0's row of Evidence.runs, None if not run}``."""
-    tried: dict[str, dict[float, pd.Series | None]] = {}
-    for run in evidence.queue.of_claim("lr"):
-        if (rate := rate_of(run)) is not None:
-            points = evidence.points(run.setting)
-            tried.setdefault(evidence.title(run.setting), {})[rate] = points.loc[0] if 0 in points.index else None
-    return tried
-
-
 def lr_table(evidence: Evidence) -> list[str]:
     """Returns the losses of seed 0 by learning rate, the lowest in bold; with the mean depth if tokens halt."""
-    tried = learning_rates(evidence)
+    tried: dict[str, dict[float, dict[str, Any] | None]] = {}
+    for run in evidence.queue.of_claim("lr"):
+        if (rate := rate_of(run)) is not None:
+            by_seed = evidence.points(run.setting).to_dict("index")
+            tried.setdefault(evidence.title(run.setting), {})[rate] = by_seed.get(0)
+
+    def cell(run: Mapping[str, Any] | None, best: float) -> str:
+        if run is None:
+            return ""
+        loss = f"**{run['loss']:.4f}**" if run["loss"] == best else f"{run['loss']:.4f}"
+        return loss + (f" ({run['depth']:.2f})" if run["halted"] > 0 else "")
+
     rates, rows = sorted({rate for by_rate in tried.values() for rate in by_rate}), []
     for title, by_rate in tried.items():
-        done = {rate: run for rate, run in by_rate.items() if run is not None}
-        best = min(done, key=lambda rate: done[rate].loss) if len(done) > 1 else None
-        cells = dict.fromkeys(by_rate, "")
-        for rate, run in done.items():
-            depth = f" ({run.depth:.2f})" if run.halted > 0 else ""
-            cells[rate] = (f"**{run.loss:.4f}**" if rate == best else f"{run.loss:.4f}") + depth
-        rows.append([title, *(cells.get(rate, NONE) for rate in rates)])
+        losses = [run["loss"] for run in by_rate.values() if run is not None]
+        best = min(losses) if len(losses) > 1 else math.nan
+        rows.append([title, *(cell(by_rate[rate], best) if rate in by_rate else NONE for rate in rates)])
     return markdown(["", *(f"{rate:g}" for rate in rates)], rows)
 
 
