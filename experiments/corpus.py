@@ -16,7 +16,6 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -107,22 +106,16 @@ def is_permissive(licence: str) -> bool:
     return False
 
 
-def why_not(path: PurePosixPath, text: str) -> str:
-    """Returns the reason for leaving a source file out; empty if it is taken."""
+def is_source(path: PurePosixPath, text: str) -> bool:
+    """Returns whether a file is source code under its package's licence: no test, vendored or generated code, data."""
     lines = text.splitlines()
     if _LEFT_OUT & set(path.parts) or re.match(r"test_|conftest", path.name) or path.stem.endswith("_test"):
-        return "tests and vendored code"
-    if not _SHORTEST <= len(text) <= _LONGEST:
-        return "too short or too long"
-    if _COPYLEFT.search(text):
-        return "names another licence"
-    if any(map(_GENERATED.search, lines[:20])):
-        return "generated"
+        return False
+    if not _SHORTEST <= len(text) <= _LONGEST or _COPYLEFT.search(text) or any(map(_GENERATED.search, lines[:20])):
+        return False
     filled = [line.strip() for line in lines if line.strip()]
     literals = sum(bool(_LITERAL.match(line)) for line in filled)
-    if max(map(len, lines)) > _LONGEST_LINE or literals > 0.5 * len(filled):
-        return "data, not code"
-    return ""
+    return max(map(len, lines)) <= _LONGEST_LINE and literals <= 0.5 * len(filled)
 
 
 def source_files(wheel: Path) -> list[tuple[PurePosixPath, bytes]]:
@@ -132,29 +125,23 @@ def source_files(wheel: Path) -> list[tuple[PurePosixPath, bytes]]:
         return [(PurePosixPath(name), archive.read(name)) for name in names]
 
 
-def collect(
-    packages: Iterable[tuple[str, Iterable[tuple[PurePosixPath, bytes]]]],
-) -> tuple[list[dict[str, str]], Counter[str]]:
-    """Returns a document per source file that is taken, and the number of files left out for each reason.
+def collect(packages: Iterable[tuple[str, Iterable[tuple[PurePosixPath, bytes]]]]) -> list[dict[str, str]]:
+    """Returns a document per source file that is taken; ``packages`` yields (name, files).
 
-    ``packages`` yields (name, files). A text is a near copy if most of its long lines are in earlier texts.
+    A text is a near copy, and left out, if most of its long lines are in earlier texts.
     """
-    documents, skipped, seen = [], Counter[str](), set[int]()
+    documents, seen = [], set[int]()
     for package, (path, content) in ((package, file) for package, files in packages for file in files):
         try:
             text = content.decode("utf-8")
         except UnicodeDecodeError:
-            skipped["not UTF-8"] += 1
             continue
         telling = {line.strip() for line in text.splitlines() if len(line.strip()) >= _TELLING}
         hashes = {int.from_bytes(hashlib.blake2b(line.encode(), digest_size=8).digest()) for line in telling}
-        copied = not hashes or len(hashes & seen) > _SEEN_SHARE * len(hashes)
-        if reason := why_not(path, text) or ("near copy" if copied else ""):
-            skipped[reason] += 1
-            continue
-        seen |= hashes
-        documents.append({"text": text, "source": package})
-    return documents, skipped
+        if hashes and len(hashes & seen) <= _SEEN_SHARE * len(hashes) and is_source(path, text):
+            seen |= hashes
+            documents.append({"text": text, "source": package})
+    return documents
 
 
 def contents_of(documents: Sequence[dict[str, str]]) -> str:
@@ -180,7 +167,7 @@ def build(out: Path, *, lock: Path = LOCK, wheels: Path | None = None) -> None:
     """
     (locked, (count, contents)), folder = read_lock(lock), wheels or out / "wheels"
     download(lock, locked, folder)
-    documents, skipped = collect((wheel.name, source_files(folder / wheel.filename)) for wheel in locked)
+    documents = collect((wheel.name, source_files(folder / wheel.filename)) for wheel in locked)
     if (len(documents), contents_of(documents)) != (count, contents):
         raise InputError(
             f"{lock}: {len(documents)} documents with contents {contents_of(documents)[:16]}, "
@@ -192,5 +179,3 @@ def build(out: Path, *, lock: Path = LOCK, wheels: Path | None = None) -> None:
             replace_file(out / f"corpus-{number:02}.jsonl.xz", content)
     size = sum(len(document["text"].encode()) for document in documents)
     console.print(f"{out}: {len(documents):,} documents, {size / 1e6:.1f} MB, contents {contents[:16]}")
-    for reason, number in sorted(skipped.items()):
-        console.print(f"left out, {reason}: {number:,} files")
