@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 import typer
 
 from adaponder.cli import Command, main
+from adaponder.errors import InputError
 from adaponder.terminal import quiet_libraries
+
+Number = TypeVar("Number", int, float)
 
 
 def program(name: str, about: str) -> typer.Typer:
@@ -35,6 +38,23 @@ def add_command(app: typer.Typer, name: str, run: Callable[..., Any]) -> None:
     vars(command)["__signature__"] = inspect.Signature(parameters)
     command.__annotations__ = {field.name: field.annotation for field in parameters}
     app.command(name, cls=Command)(command)
+
+
+def numbers(
+    option: str, text: str | None, kind: Callable[[str], Number], low: float, high: float, count: int | None = None
+) -> list[Number]:
+    """Parses an option such as ``1,2,3`` whose numbers must be between ``low`` and ``high``; [] if it is not given."""
+    if text is None:
+        return []
+    try:
+        values = [kind(word) for word in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or len(values) != (count or len(values)):
+        raise InputError(f"{option} {text} must be {f'{count} ' if count else ''}numbers separated by commas")
+    if wrong := [value for value in values if not low <= value <= high]:
+        raise InputError(f"{option} {text}: {wrong[0]:g} must be between {low:g} and {high:g}")
+    return values
 
 
 def run_program(app: typer.Typer) -> None:

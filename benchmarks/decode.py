@@ -13,15 +13,16 @@ from typer import Option
 from adaponder.errors import AdaPonderError, InputError, in_one_line
 from adaponder.terminal import console
 from benchmarks import harness
+from benchmarks.cli import numbers
 from benchmarks.harness import Common, Precision, Row, Run, number, ratio
 from benchmarks.models import ITERATIONS, SHAPES, SHARES, shares_of
 
 # Sides in the engine: our method, the same with drafted tokens, and the plain decoder.
 ENGINE, DRAFTING, VANILLA = "engine", "drafting", "vanilla"
-# Sides outside of it: our ``generate``, Hugging Face's on the plain decoder, and its continuous batching.
-PORTABLE, HF, HF_BATCH = "portable", "hf generate", "hf continuous"
+# Sides outside of it: our ``generate``, and Hugging Face's on the plain decoder.
+PORTABLE, HF = "portable", "hf generate"
 IN_ENGINE = (ENGINE, DRAFTING, VANILLA)
-PLAIN_SIDES = (VANILLA, HF, HF_BATCH)
+PLAIN_SIDES = (VANILLA, HF)
 STEADY, MEMORY, WHOLE = "steady", "memory", "end to end"
 # Lanes, contexts and lengths of the whole table, and what is enough on a CPU.
 ON_GPU: dict[str, Any] = {"lanes": (1, 4, 16, 64, 256), "contexts": (128, 512, 2048), "new": 128}
@@ -33,7 +34,7 @@ class DecodeCase:
     """A measurement of decoding, with ``lanes`` sequences at a time and prompts of ``context`` tokens.
 
     Attributes:
-        side: the implementation that decodes: one of ``IN_ENGINE``, ``PORTABLE``, ``HF`` and ``HF_BATCH``.
+        side: the implementation that decodes: one of ``IN_ENGINE``, ``PORTABLE`` and ``HF``.
         shape: a name in :data:`SHAPES`, or a checkpoint.
         depth: forced mean depth; ``None``: the model decides.
         kind: ``steady``: every lane decodes. ``memory``: many requests share a KV cache with rows for ``lanes``
@@ -92,9 +93,9 @@ def run(
     precision = harness.precision(dtype, device)
     if unknown := set(shape or ()) - set(SHAPES):
         raise InputError(f"--shape {unknown.pop()} must be one of {', '.join(SHAPES)}")
-    counts = harness.numbers("--lanes", lanes, int, 1, 4096)
-    lengths = harness.numbers("--contexts", contexts, int, 1, 2**20)
-    means = harness.numbers("--depths", depths, float, 1, ITERATIONS)
+    counts = numbers("--lanes", lanes, int, 1, 4096)
+    lengths = numbers("--contexts", contexts, int, 1, 2**20)
+    means = numbers("--depths", depths, float, 1, ITERATIONS)
     if scenario is not None and (subset or checkpoint or shape or means):
         raise InputError(f"--scenario {scenario} has its own shape and depths: leave the other options out")
     if (checkpoint is None) != (data is None):
@@ -149,15 +150,14 @@ def cases(
         result += [DecodeCase(ENGINE, shape, many, middle, depth) for depth in depths]
         result += [DecodeCase(ENGINE, shape, max(2, many // 2), middle, depth, MEMORY, new) for depth in (full, low)]
         result.append(DecodeCase(DRAFTING, shape, min(lanes), short, full))
-        result += _other_sides(shape, (min(lanes), many), short, full, new)
+        result += _other_sides(shape, (min(lanes), many), short, full)
     return list(dict.fromkeys(result))
 
 
-def _other_sides(shape: str, lanes: tuple[int, int], context: int, full: float, new: int) -> list[DecodeCase]:
-    """Returns cases of the plain decoder, of ``generate`` at depth ``full``, and of Hugging Face's decoders."""
+def _other_sides(shape: str, lanes: tuple[int, int], context: int, full: float) -> list[DecodeCase]:
+    """Returns cases of the plain decoder, of ``generate`` at depth ``full``, and of Hugging Face's ``generate``."""
     depths = {VANILLA: 1.0, PORTABLE: full, HF: 1.0}
-    steady = [DecodeCase(side, shape, count, context, depth) for side, depth in depths.items() for count in lanes]
-    return [*steady, DecodeCase(HF_BATCH, shape, lanes[1], context, 1.0, WHOLE, new)]
+    return [DecodeCase(side, shape, count, context, depth) for side, depth in depths.items() for count in lanes]
 
 
 def subset_cases(shapes: Sequence[str]) -> list[DecodeCase]:
@@ -167,7 +167,7 @@ def subset_cases(shapes: Sequence[str]) -> list[DecodeCase]:
         *(DecodeCase(side, shape, 1, 128) for shape in shapes for side in (ENGINE, DRAFTING)),
         *(DecodeCase(ENGINE, last, 64, 512, depth) for depth in (4.0, 3.7, 2.0)),
         *(DecodeCase(ENGINE, last, 32, 512, depth, MEMORY) for depth in (4.0, 2.0)),
-        *_other_sides(last, (1, 64), 128, float(ITERATIONS), DecodeCase.new),
+        *_other_sides(last, (1, 64), 128, float(ITERATIONS)),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Measures the cases of ``benchmarks decode`` in the engine, with ``generate``, and with Hugging Face's decoders."""
+"""Measures the cases of ``benchmarks decode`` in the engine, with ``generate``, and with Hugging Face's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import GenerationConfig
 
 from adaponder.backbones.shape import shape_of
 from adaponder.config import AdaPonderConfig
@@ -23,14 +22,14 @@ from adaponder.inference.request import Request
 from adaponder.methods import method_class
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import ForcedDepths
-from benchmarks.decode import DRAFTING, HF, HF_BATCH, IN_ENGINE, MEMORY, PLAIN_SIDES, PORTABLE, STEADY, DecodeCase
+from benchmarks.decode import DRAFTING, HF, IN_ENGINE, MEMORY, PLAIN_SIDES, PORTABLE, STEADY, DecodeCase
 from benchmarks.harness import Row, forget, measure, spread
 from benchmarks.models import build, draw_depths, mean_depth, shape_config
 from benchmarks.serve_client import Answer, percentiles
 
 Numbers = Sequence[float]
 # New tokens of a side outside the engine; fewer for the slow one.
-_NEW = {PORTABLE: 12, HF: 48, HF_BATCH: 48}
+_NEW = {PORTABLE: 12, HF: 48}
 # Seconds until every lane must decode.
 _LONGEST_WAIT = 120.0
 # Cycles, about 20 ms, for which the device waits before a launch that is timed alone.
@@ -103,12 +102,11 @@ class Sides:
         """Returns the case's model; frees the previous model if it differs."""
         if self.opened is not None:
             return self.opened[0]
-        stock = case.side in (HF, HF_BATCH)
-        key = stock, case.shape, case.side in PLAIN_SIDES
+        key = case.side == HF, case.shape, case.side in PLAIN_SIDES
         if self._kept[0] != key:
             self._kept = None, None
             forget(self.device)
-            model = build(self._config(case), device=self.device, dtype=self.dtype, seed=self.seed, stock=stock)
+            model = build(self._config(case), device=self.device, dtype=self.dtype, seed=self.seed, stock=key[0])
             self._kept = key, model
         return self._kept[1]
 
@@ -135,22 +133,8 @@ class Sides:
         """Measures a case without the engine, from the first new token to the last; returns as :meth:`_in_engine`."""
         new, model = _NEW[case.side], self._model(case)
         generator = torch.Generator().manual_seed(self.seed)
-        ids = torch.randint(self._config(case).vocab_size, (case.lanes, case.context), generator=generator)
-        if case.side == HF_BATCH:
-            # With the prefill, since it does not report when a token came.
-            settings = GenerationConfig(max_new_tokens=new, do_sample=True, eos_token_id=-1, pad_token_id=0)
-            how: dict[str, Any] = {"inputs": ids.tolist(), "generation_config": settings, "progress_bar": False}
-            outputs: list[Any] = []
-
-            def generate_all() -> None:
-                outputs[:] = model.generate_batch(**how).values()
-
-            seconds = measure(generate_all, self.device, warmup=1, repeats=1).median
-            tokens = sum(len(output.generated_tokens) for output in outputs)
-            if not tokens:
-                raise RuntimeError("generate_batch made no token")
-            return as_row([tokens / seconds], resident_lanes=case.lanes), (1.0,), 0.0
-        ids = ids.to(self.device)
+        shape = case.lanes, case.context
+        ids = torch.randint(self._config(case).vocab_size, shape, generator=generator).to(self.device)
         fixed: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": True, "pad_token_id": 0}
         if case.shares is not None:
             depths = [draw_depths(case.shares, case.context + new, seed=self.seed + lane) for lane in range(case.lanes)]

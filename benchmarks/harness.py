@@ -24,7 +24,6 @@ from benchmarks import ROOT, child_environment
 from benchmarks.record import commit_of, provenance
 
 Item = TypeVar("Item")
-Number = TypeVar("Number", int, float)
 SEVERAL = "; may be repeated."
 Precision = Literal["bfloat16", "float16", "float32"]
 Row = dict[str, Any]
@@ -176,23 +175,6 @@ class Common(Recorded):
     @property
     def how_often(self) -> dict[str, int]:
         return {"warmup": self.warmup, "repeats": self.repeats}
-
-
-def numbers(
-    option: str, text: str | None, kind: Callable[[str], Number], low: float, high: float, count: int | None = None
-) -> list[Number]:
-    """Parses a list such as ``1,2,3`` whose numbers must be between ``low`` and ``high``."""
-    if text is None:
-        return []
-    try:
-        values = [kind(word) for word in text.split(",")]
-    except ValueError:
-        values = []
-    if not values or len(values) != (count or len(values)):
-        raise InputError(f"{option} {text} must be {count or 'some'} numbers separated by commas")
-    if wrong := [value for value in values if not low <= value <= high]:
-        raise InputError(f"{option} {text}: {wrong[0]:g} must be between {low:g} and {high:g}")
-    return values
 
 
 def precision(dtype: str | None, device: torch.device) -> str:

@@ -16,6 +16,7 @@ from adaponder.ops.linear_cross_entropy import linear_cross_entropy_sum, plain_l
 from adaponder.ops.vocab_expectation import plain_vocab_expectation, vocab_expectation
 from adaponder.terminal import console
 from benchmarks import harness
+from benchmarks.cli import numbers
 from benchmarks.harness import Common, Precision, Row, Run, number, ratio, speed
 
 EXPECTATION, LOSS = "vocab_expectation", "linear_cross_entropy"
@@ -78,7 +79,7 @@ def run(
     """
     device = options.target
     precision = harness.precision(dtype, device)
-    sizes = [Size(*harness.numbers("--size", text, int, 1, 2**40, count=3)) for text in size or ()]
+    sizes = [Size(*numbers("--size", text, int, 1, 2**40, count=3)) for text in size or ()]
     sizes = sizes or (ON_GPU if device.type == "cuda" else ON_CPU)
     selected = harness.select(cases(sizes), options.only, always=PLAIN)
     bench = Run(options, "ops", {"sizes": [list(size) for size in sizes], "dtype": precision})

@@ -17,6 +17,7 @@ from adaponder.errors import EvaluationError, InputError
 from adaponder.policies import parse_policy
 from adaponder.terminal import console
 from benchmarks import harness
+from benchmarks.cli import numbers
 from benchmarks.harness import SEVERAL, Recorded, Row, Run, number, print_table
 from benchmarks.record import versions
 from benchmarks.serve_client import KEY, PERCENTILES, ServerLoad, get_json, poisson_times, started, steady_rate, summary
@@ -75,8 +76,8 @@ def run(options: ServeOptions) -> dict[str, Any]:
     [dim]python -m benchmarks serve --stand-in 64,8 --stand-in 256,8[/]
     """
     as_dtype(options.dtype)
-    stand_ins = [harness.numbers("--stand-in", text, float, 0.05, 10_000, count=2) for text in options.stand_in or ()]
-    rates = harness.numbers("--rates", options.rates, float, 0.001, 100_000)
+    stand_ins = [numbers("--stand-in", text, float, 0.05, 10_000, count=2) for text in options.stand_in or ()]
+    rates = numbers("--rates", options.rates, float, 0.001, 100_000)
     if (options.checkpoint is not None) + (options.url is not None) + bool(options.stand_in) != 1:
         raise InputError("give exactly one of CKPT, --url URL and --stand-in LANES,MS")
     if any(after <= before for before, after in pairwise(rates)):

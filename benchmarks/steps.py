@@ -20,6 +20,7 @@ from adaponder.recipes import Recipe, load_recipe
 from adaponder.terminal import console, line
 from adaponder.training.schedule import build_optimizer
 from benchmarks import harness, models
+from benchmarks.cli import numbers
 from benchmarks.harness import SEVERAL, Common, Row, Run, number, ratio, speed
 from benchmarks.models import METHOD, PLAIN
 
@@ -76,7 +77,7 @@ class StepOptions(Common):
 
     @cached_property
     def shares(self) -> list[float]:
-        return harness.numbers("--keep", self.keep, float, 0, 1)
+        return numbers("--keep", self.keep, float, 0, 1)
 
     @cached_property
     def depths(self) -> Tensor | None:
@@ -208,9 +209,6 @@ def train(options: StepOptions) -> dict[str, Any]:
         ratios["compact_over_dense"] = ratio(speeds.get(compact.name), speeds.get(best.name))
         ratios["compact_over_dense_by_flops"] = flops[0] / flops[1]
     bench.keep(**ratios)
-    for name, times in ratios.items():
-        if times is not None:
-            console.print(f"{name.replace('_', ' ')}: {times:.3f} times the tokens/s, both run the same way")
     return bench.finish()
 
 

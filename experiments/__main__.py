@@ -6,24 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from adaponder.errors import InputError
-from adaponder.terminal import console, line, table, write_json
-from benchmarks.cli import add_command, program, run_program
+from adaponder.terminal import console, line, table
+from benchmarks.cli import add_command, numbers, program, run_program
 from experiments.queue import Experiment, Queue, read_queue
 
 if TYPE_CHECKING:
     from experiments.runner import Setup
 
 QUEUE = Path(__file__).with_name("queue.yaml")
-SeedsOption = Annotated[str, typer.Option(metavar="0,1,…", help="These seeds instead of the queue's.")]
+SeedsOption = Annotated[str | None, typer.Option(metavar="0,1,…", help="These seeds instead of the queue's.")]
 JobsOption = Annotated[int, typer.Option(min=1, max=64, help="Runs that share the device.")]
 MinutesOption = Annotated[float | None, typer.Option(min=0.01, help="Start only runs that end within this time.")]
 OneClaim = Annotated[str | None, typer.Argument(help="Only the runs of this claim.")]
-JsonOption = Annotated[Path | None, typer.Option(metavar="PATH", help="Write the listed runs as JSON.")]
 
 
 @dataclass(frozen=True)
@@ -62,47 +61,44 @@ class TrainOptions(QueueOptions):
         return self.setup(self.runs, self.device, commit)
 
 
-def list_runs(options: QueueOptions, claim: OneClaim = None, seeds: SeedsOption = "", json: JsonOption = None) -> None:
+def list_runs(options: QueueOptions, claim: OneClaim = None, seeds: SeedsOption = None) -> None:
     """Shows runs, their states and their results."""
     if seeds and claim is None:
         raise InputError("--seeds needs a claim, whose seeds it replaces")
     setup = options.setup()
-    _show(setup, setup.queue.of_claim(claim, _numbers(seeds)) if claim else setup.queue.experiments, json)
+    _show(setup, setup.queue.of_claim(claim, _seeds(seeds)) if claim else setup.queue.experiments)
 
 
-def next_runs(
-    options: TrainOptions, minutes: MinutesOption = None, jobs: JobsOption = 1, json: JsonOption = None
-) -> None:
+def next_runs(options: TrainOptions, minutes: MinutesOption = None, jobs: JobsOption = 1) -> None:
     """Trains the next runs of the whole queue, in its order."""
-    _train(options.where, options.where.queue.experiments, minutes, jobs, json)
+    _train(options.where, options.where.queue.experiments, minutes, jobs)
 
 
 def claim(
     options: TrainOptions,
     name: Annotated[str, typer.Argument(help="A claim of the queue.")],
-    seeds: SeedsOption = "",
+    seeds: SeedsOption = None,
     minutes: MinutesOption = None,
     jobs: JobsOption = 1,
-    json: JsonOption = None,
 ) -> None:
     """Trains the runs of one claim."""
-    _train(options.where, options.where.queue.of_claim(name, _numbers(seeds)), minutes, jobs, json)
+    _train(options.where, options.where.queue.of_claim(name, _seeds(seeds)), minutes, jobs)
 
 
 def run(
     options: TrainOptions,
-    label: Annotated[str, typer.Argument(help="The run's label, as list --json writes it.")],
-    seeds: SeedsOption = "",
+    label: Annotated[str, typer.Argument(help="The run's label, as list shows it.")],
+    seeds: SeedsOption = None,
     beside: Annotated[int, typer.Option(min=0, hidden=True)] = 0,
 ) -> None:
     """Trains one run in this process and writes its record, with the measurements of all claims."""
     from experiments.measures import TIMED, measuring
     from experiments.records import carry_out
 
-    queue, seed_lists = options.where.queue, ([], _numbers(seeds))
+    queue, seed_lists = options.where.queue, ([], _seeds(seeds))
     known = (run for name in queue.claims for numbers in seed_lists for run in queue.of_claim(name, numbers))
     if (experiment := next((run for run in known if run.label == label), None)) is None:
-        raise InputError(f"{label}: no such run in the queue; python -m experiments list --json PATH writes the labels")
+        raise InputError(f"{label}: no such run in the queue; python -m experiments list shows the labels")
     names = [name for name in queue.measures_of(experiment) if name not in TIMED or not beside]
     measure = measuring(names, device=options.device, dtype=experiment.shaped.train.dtype)
     path = carry_out(experiment, options.where, beside=beside, measure=measure)
@@ -136,7 +132,7 @@ app.command()(results)
 app.command()(corpus)
 
 
-def _train(setup: Setup, selected: Sequence[Experiment], minutes: float | None, jobs: int, json: Path | None) -> None:
+def _train(setup: Setup, selected: Sequence[Experiment], minutes: float | None, jobs: int) -> None:
     """Trains the selected runs that have no record, shows all selected runs, and exits with the exit code."""
     from experiments.measures import TIMED
     from experiments.runner import work_through
@@ -154,7 +150,7 @@ def _train(setup: Setup, selected: Sequence[Experiment], minutes: float | None, 
         why = "that time the device are left out: start them with --jobs 1"
         selected = leave_out(why, [run for run in selected if set(run.measures) & set(TIMED)])
     code = work_through(selected, setup, minutes=minutes, jobs=jobs)
-    _show(setup, selected, json)
+    _show(setup, selected)
     raise typer.Exit(code)
 
 
@@ -172,36 +168,25 @@ def _data_hash(folder: Path, queue: Queue) -> str:
     return data_hash
 
 
-def _numbers(text: str) -> list[int]:
-    if not all(word.strip().isdigit() for word in text.split(",") if text):
-        raise InputError(f"--seeds {text} must be numbers separated by commas, such as 0,1,2")
-    return [int(word) for word in text.split(",") if text]
+def _seeds(text: str | None) -> list[int]:
+    return numbers("--seeds", text, int, 0, 2**31 - 1)
 
 
-def _show(setup: Setup, selected: Sequence[Experiment], json: Path | None) -> None:
-    """Prints a table per claim with the state, loss and depth of each run, and writes the runs as JSON."""
+def _show(setup: Setup, selected: Sequence[Experiment]) -> None:
+    """Prints a table per claim with the label, state, loss and depth of each run."""
     from experiments.records import read_records
 
-    known, entries = read_records(setup.records), []
+    known = read_records(setup.records)
     for name in dict.fromkeys(experiment.claim for experiment in selected):
         rows = []
         for run in (run for run in selected if run.claim == name):
-            record, state, figures = setup.record_of(run, known), "waiting", ("—", "—", "—")
-            entry: dict[str, Any] = {"claim": name, "recipe": run.recipe, "set": list(run.changes)}
-            if record is not None:
-                last, state = record["validation"][-1], "done"
-                entry |= {"record": record["file"]} | last
-                loss, depth = f"{last['validation_loss']:.4f}", f"{last['validation_depth']:.2f}"
-                figures = (f"{record['embedding_scale']:.4g}", loss, depth)
-            entries.append(entry | {"seed": run.seed, "label": run.label, "state": state})
-            # One column describes the run, so that a narrow terminal keeps its settings beside its figures.
-            words = [run.recipe, *(change.partition(".")[2] for change in run.changes)]
-            words += [f"from {run.source.setting}"] if run.source else []
-            words += [f"on {run.corpus}"] if run.corpus else []
-            rows.append((" ".join(words), str(run.seed), *figures, state))
-        columns = ("run", "seed", "emb. scale", "loss", "depth", "state")
+            cells = ("—", "—", "—", "waiting")
+            if (record := setup.record_of(run, known)) is not None:
+                last, scale = record["validation"][-1], f"{record['embedding_scale']:.4g}"
+                cells = (scale, f"{last['validation_loss']:.4f}", f"{last['validation_depth']:.2f}", "done")
+            rows.append((run.label, *cells))
+        columns = ("run", "emb. scale", "loss", "depth", "state")
         console.print(table(f"\n{name}: {setup.queue.claims[name]}", columns, rows))
-    write_json(json, {"data": setup.queue.main.hash, "runs": entries})
 
 
 if __name__ == "__main__":

@@ -44,23 +44,17 @@ def _model(recipe: str, changes: tuple[str, ...]) -> tuple[AdaPonderConfig, Shap
     return config, shape_of(config), loaded.data.sequence
 
 
-def costs(experiment: Experiment, shares: Sequence[float]) -> dict[str, float]:
+@cache
+def costs(experiment: Experiment, shares: tuple[float, ...]) -> dict[str, float]:
     """Returns the compute of a run; ``shares[d - 1]`` is the share of tokens with depth d.
 
     ``mflops``: MFLOP per token at inference, which skips halted tokens; ``ratio``: those MFLOP divided by the plain
     decoder's; ``training``: PFLOP of the dense training, forward and backward, without recomputation.
     """
-    mflops, ratio, training = _costs(experiment.recipe, experiment.changes, tuple(round(x, 4) for x in shares))
-    return {"mflops": mflops, "ratio": ratio, "training": training * experiment.tokens / 1e9}
-
-
-@cache
-def _costs(recipe: str, changes: tuple[str, ...], shares: tuple[float, ...]) -> tuple[float, float, float]:
-    """Returns (MFLOP per token, ratio to the plain decoder, MFLOP per token of a training step)."""
-    config, shape, length = _model(recipe, changes)
+    config, shape, length = _model(experiment.recipe, experiment.changes)
     # Depths with these shares at positions that multiples of the golden ratio spread evenly over the windows.
     place = torch.arange(_WINDOWS * length, dtype=torch.float64) * 0.6180339887498949 % 1.0
-    bounds = itertools.accumulate(shares[:-1])
+    bounds = itertools.accumulate(round(share, 4) for share in shares[:-1])
     depths = sum(((place >= bound).long() for bound in bounds), torch.ones(len(place), dtype=torch.long))
     skipping = cost_of(depths.view(_WINDOWS, length), config, shape=shape)
     training = training_flops(config, sequence=length, shape=shape)
@@ -68,7 +62,8 @@ def _costs(recipe: str, changes: tuple[str, ...], shares: tuple[float, ...]) -> 
         # Exits are never taken: the loss needs only the logits of the last iteration.
         scored = method_class(config.method).states_scored(config.iterations)
         training -= 3 * (scored - 1) * 2 * shape.vocabulary * shape.hidden
-    return skipping.flops / len(depths) / 1e6, skipping.ratio, training / 1e6
+    mflops, per_token = skipping.flops / len(depths) / 1e6, training / 1e6
+    return {"mflops": mflops, "ratio": skipping.ratio, "training": per_token * experiment.tokens / 1e9}
 
 
 def row_of(experiment: Experiment, record: Mapping[str, Any], corpus: Corpus) -> dict[str, Any]:
@@ -91,7 +86,7 @@ def row_of(experiment: Experiment, record: Mapping[str, Any], corpus: Corpus) ->
         "halted": 1.0 - shares[-1],
         "most": max(shares),
         "gates_closed": closed,
-        **costs(experiment, shares),
+        **costs(experiment.with_seed(0), shares),  # a seed changes no cost
         "record": record,
     }
 

@@ -159,8 +159,9 @@ def _easier(evidence: Evidence, test: Test) -> _Found:
 
 
 def _gap(evidence: Evidence, test: Test) -> _Found:
-    gaps = estimate(_by_seed(evidence, test["gap"], "reuse", lambda result: result["gap"]))
-    return statistics.higher(gaps), f"{evidence.title(test['gap'])}, skipping minus as trained: {shown(gaps)}"
+    gaps = _by_seed(evidence, test["gap"], "reuse", lambda result: result["gap"])
+    words = f"{evidence.title(test['gap'])}, skipping minus as trained: {shown(estimate(gaps))}"
+    return statistics.lower(estimate(-gaps)), words
 
 
 def _faster(evidence: Evidence, test: Test) -> _Found:

@@ -99,8 +99,9 @@ def work_through(chosen: Sequence[Experiment], setup: Setup, *, minutes: float |
         return math.inf if minutes is None else begin + 60 * minutes - time.monotonic()
 
     def until_done(new: Experiment) -> float:
+        """Estimates the seconds until all runs end, if the run ``new`` shares the device with those that run."""
         work = sum(seconds[run.experiment] * undone(run.experiment, setup) for run in running)
-        return wall_seconds(work + seconds[new], setup.queue)
+        return setup.queue.seconds["start"] + _MARGIN * (work + seconds[new])
 
     try:
         # SIGTERM is handled as Ctrl-C, so that child processes end too.
@@ -219,14 +220,6 @@ def _speed_key(recipe: Mapping[str, Any]) -> str:
     """Returns a key of a recipe's model, batch and execution: runs with equal keys are equally fast."""
     train = {key: recipe["train"][key] for key in _SPEED if key in recipe["train"]}
     return identity({"model": recipe["model"] | {"embedding_scale": 1.0}, "data": recipe["data"], "train": train})
-
-
-def wall_seconds(work: float, queue: Queue) -> float:
-    """Estimates the seconds until all runs that share the device end, of which one has not started yet.
-
-    ``work`` is the sum of the seconds that each of them would still need alone.
-    """
-    return queue.seconds["start"] + _MARGIN * work
 
 
 def undone(experiment: Experiment, setup: Setup) -> float:

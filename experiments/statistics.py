@@ -131,11 +131,6 @@ def lower(difference: Estimate | None) -> str:
     return HOLDS if difference.high < 0 else FAILS if difference.low > 0 else UNRESOLVED
 
 
-def higher(difference: Estimate | None) -> str:
-    """Judges "the first is higher than the second" by the interval of first minus second."""
-    return lower(difference and difference._replace(mean=-difference.mean))
-
-
 def within(value: Estimate | None, low: float, high: float) -> str:
     """Judges "the value lies between ``low`` and ``high``".
 

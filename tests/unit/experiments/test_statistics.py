@@ -71,10 +71,10 @@ def test_one_seed_resolves_nothing():
     for noise in (None, Noise(0.001, 40)):
         one = statistics.estimate({0: -0.5}, noise)
         assert one is not None
-        assert (statistics.lower(one), statistics.higher(one), statistics.equal(one)) == (UNRESOLVED,) * 3
+        assert (statistics.lower(one), statistics.equal(one)) == (UNRESOLVED,) * 2
         assert shown(one).endswith(" (seed 0 alone)")
         assert ("[" in shown(one)) == (noise is not None), "without a pool one seed has no interval"
-    assert {statistics.lower(None), statistics.higher(None), statistics.equal(None), statistics.often({})} == {NOT_RUN}
+    assert {statistics.lower(None), statistics.equal(None), statistics.often({})} == {NOT_RUN}
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,6 @@ def test_one_seed_resolves_nothing():
 )
 def test_verdicts_need_the_whole_interval_and_equality_power(low, high, difference, equality):
     assert (statistics.lower(between(low, high)), statistics.equal(between(low, high))) == (difference, equality)
-    assert statistics.higher(between(-high, -low)) == difference
 
 
 @pytest.mark.parametrize(
