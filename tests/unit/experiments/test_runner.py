@@ -84,7 +84,9 @@ def test_runs_leave_one_record_each_and_are_never_repeated(tmp_path, place, monk
     assert records[0]["averaged"]["steps"] == 1, "the last tenth of two steps"
     listing = {name: options[name] for name in ("queue", "data", "records")}
     for given, state in (({}, "done"), ({"data": None}, "waiting")):  # the queue's own data is not this
-        assert command("list", "lr", **listing | given).output.count(state) == 2
+        output = command("list", "lr", **listing | given).output
+        assert output.count(state) == 2
+        assert all(label in output for label in labels)
     assert command("list", "lr", seeds="0,7", queue=options["queue"]).output.count("waiting") == 4
 
 
