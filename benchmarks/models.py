@@ -133,7 +133,7 @@ def _backbone(hidden: int, layers: int, heads: int, inner: int, **family: Any) -
 
 
 def _ouro(hidden: int, layers: int, heads: int, inner: int, **sizes: int) -> dict[str, Any]:
-    """Returns the backbone's config as a published Ouro of these sizes opens: full attention, norms around each part."""
+    """Returns the backbone's config as a published Ouro of these sizes opens, with its norms around each part."""
     published = {"model_type": "ouro", "vocab_size": 49152, "max_position_embeddings": 65536, "rope_theta": 1e6}
     published |= {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
     layout = LAYOUTS["ouro"]

@@ -135,7 +135,7 @@ def publish(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) ->
 
 
 def turned(x: Tensor, base: float, size: int) -> Tensor:
-    """Rotates the first ``size`` numbers of each head of ``x [batch, heads, time, …]``; published angles are float32."""
+    """Rotates the first ``size`` numbers of each head, ``[batch, heads, time, …]``; published angles are float32."""
     frequency = 1.0 / (base ** (torch.arange(0, size, 2).float() / size))
     angle = torch.arange(x.shape[2]).float()[:, None] * frequency
     cos, sin = (torch.cat([part, part], -1).double() for part in (angle.cos(), angle.sin()))

@@ -95,7 +95,9 @@ def evaluate(
     }
     sentence = ""
     if opening.weights is not None:
-        narrowed, result["weights"], sentence = narrow(subject, opening.weights, scorings, text, by_label.values(), score)
+        narrowed, result["weights"], sentence = narrow(
+            subject, opening.weights, scorings, text, by_label.values(), score
+        )
         scorings += narrowed
     result["rows"] = [scoring.as_dict() for scoring in scorings]
     console.print(described(data, text, windows))

@@ -116,9 +116,7 @@ def open_checkpoint(name: str, *, revision: str | None = None, dtype: str = "aut
     return OpenedCheckpoint(kind, folder, model, _recurrence(folder, raw, config), parameters)
 
 
-def _published_tensors(
-    folder: Path, raw: dict[str, Any], head: str, table: str, *names: str
-) -> dict[str, Tensor]:
+def _published_tensors(folder: Path, raw: dict[str, Any], head: str, table: str, *names: str) -> dict[str, Tensor]:
     """Returns the tensors ``names`` that are there; raises if the ``head`` contradicts ``tie_word_embeddings``."""
     tied, tensors = raw.get("tie_word_embeddings", False), dict[str, Tensor]()
     wanted = {*names, *((head, table) if tied else (head,))}

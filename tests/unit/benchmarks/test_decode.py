@@ -133,7 +133,9 @@ def test_the_shape_of_ouro_is_that_of_its_release(tmp_path):
     sizes = {"vocab_size": 49152, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24}
     sizes |= {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128, "max_position_embeddings": 65536}
     (tmp_path / "config.json").write_text(json.dumps(OURO | sizes | {"layer_types": None}))
-    published, shape = (config.backbone_config.to_dict() for config in (describe(str(tmp_path)), shape_config("ouro-1.4b")))
+    published, shape = (
+        config.backbone_config.to_dict() for config in (describe(str(tmp_path)), shape_config("ouro-1.4b"))
+    )
     ignored = {"dtype", "bos_token_id", "eos_token_id", "pad_token_id"}
     assert {name for name in published if published[name] != shape[name]} <= ignored
     assert shape["use_post_norm"]

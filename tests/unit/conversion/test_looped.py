@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from adaponder import Engine, Request
 from adaponder.conversion.convert import convert
 from adaponder.conversion.open import describe, load
 from adaponder.errors import CheckpointError
+from adaponder.inference.bodies import FusedBody, build_body
 from adaponder.policies import ExitThreshold, FixedDepth
+from kernel_support import PLACES
 from looped_support import NANBEIGE, OURO, PONDERLM, plain_loops, plain_ponderlm, publish, random_weights
 from support import widen_norms
 
@@ -117,7 +120,11 @@ def test_an_ouro_release_equals_the_reference_at_every_loop_gate_and_exit(config
         close(output.logits, early.logits[-1])
     # With a cache, token by token: a token's keys and values are those of its own last loop.
     cached = THRESHOLDS[number % len(THRESHOLDS)]
-    early, ledger, policy = plain_loops(config, weights, ids, threshold=cached), model.new_ledger(), ExitThreshold(cached)
+    early, ledger, policy = (
+        plain_loops(config, weights, ids, threshold=cached),
+        model.new_ledger(),
+        ExitThreshold(cached),
+    )
     parts = [model(part, past_key_values=ledger, policy=policy, use_cache=True) for part in ids.split([3, 1, 1, 2], 1)]
     close(torch.cat([part.logits for part in parts], 1), early.logits[-1])
     assert torch.equal(torch.cat([part.depth for part in parts], 1), early.depth)
@@ -145,6 +152,37 @@ def test_a_ponderlm_release_equals_the_reference_at_every_iteration(config, weig
     close(model(ids, output_iteration_logits=True).iteration_logits, torch.stack(plain))
     close(with_a_cache(model, ids), plain[-1])
     assert (model.config.method, model.config.iterations) == ("ponder", config["pondering_steps"] + 1)
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_the_engine_decodes_at_each_tokens_exit_what_the_reference_does(tmp_path, device):
+    threshold = 0.6
+    config = OURO | {"early_exit_threshold": threshold, "eos_token_id": None}
+    for prompt, completion, weights in decoded(tmp_path, config, device):
+        plain = plain_loops(config, weights, torch.tensor([[*prompt, *completion.ids]]), threshold=threshold)
+        assert completion.ids == plain.logits[-1][0, len(prompt) - 1 : -1].argmax(-1).tolist()
+        assert completion.depths == plain.depth[0, :-1].tolist()
+        assert len(set(completion.depths)) > 1
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("skips", [False, True], ids=["normed", "skipping"])
+def test_the_engine_decodes_nanbeige_as_the_reference_does(tmp_path, skips, device):
+    config = NANBEIGE | {"skip_loop_final_norm": skips, "eos_token_id": None}
+    for prompt, completion, weights in decoded(tmp_path, config, device):
+        plain = plain_loops(config, weights, torch.tensor([[*prompt, *completion.ids]]))
+        assert completion.ids == plain.logits[-1][0, len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def decoded(folder, config, device):
+    """Yields (prompt, completion, weights) of greedy requests to an engine with a fused body."""
+    weights = random_weights(config)
+    model = opened(publish(folder, config, weights)).to(device)
+    assert isinstance(build_body(model, None, rows=4, positions=64, width=1), FusedBody)
+    prompts = [[3, 14, 15, 9, 2], [6, 5], [35, 8, 9, 7, 9, 3, 2]]
+    requests = [Request(prompt, max_new_tokens=8, temperature=0) for prompt in prompts]
+    for prompt, [completion] in zip(prompts, Engine(model, lanes=2).generate(requests), strict=True):
+        yield prompt, completion, weights
 
 
 def changed(config, **settings):
@@ -221,7 +259,11 @@ BAD_NANBEIGE = {
         lambda w: w | {"model.layers.0.input_layernorm_2.weight": torch.ones(16)},
         "unexpected: model.layers.0.input_layernorm_2.weight",
     ),
-    "no-norm": ({}, without("model.layers.1.post_attention_layernorm.weight"), "missing: model.layers.1.post_attention"),
+    "no-norm": (
+        {},
+        without("model.layers.1.post_attention_layernorm.weight"),
+        "missing: model.layers.1.post_attention",
+    ),
     "head-missing": ({}, without("lm_head.weight"), "tie_word_embeddings=False, but the weights have no lm_head"),
     "head-not-tied": ({"tie_word_embeddings": True}, same, "tie_word_embeddings=True, but lm_head.weight differs"),
     "layers": ({"num_hidden_layers": 3}, same, "missing: model.layers.2."),
@@ -234,7 +276,11 @@ BAD_PONDERLM = {
     "steps-true": ({"pondering_steps": True}, same, "pondering_steps=True must be"),
     "steps-without-end": ({"pondering_steps": 10**9}, same, "pondering_steps=1000000000 must be"),
     "scale-in-words": ({"scale_embeds": "false"}, same, "scale_embeds='false' must be true or false"),
-    "multiply-in-words": ({"mutiply_pondering_steps": "no"}, same, "mutiply_pondering_steps='no' must be true or false"),
+    "multiply-in-words": (
+        {"mutiply_pondering_steps": "no"},
+        same,
+        "mutiply_pondering_steps='no' must be true or false",
+    ),
     "head-missing": ({}, without("embed_out.weight"), "tie_word_embeddings=False, but the weights have no embed_out"),
     "head-not-tied": ({"tie_word_embeddings": True}, same, "tie_word_embeddings=True, but embed_out.weight differs"),
     "no-norm": ({}, without("gpt_neox.final_layer_norm.bias"), "missing: gpt_neox.final_layer_norm.bias"),

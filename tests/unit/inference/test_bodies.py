@@ -1,6 +1,7 @@
 """Tests that a fused body equals the stock layers: mixed iterations, decode and prefill rows, every family."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -98,12 +99,13 @@ def test_a_fused_body_equals_the_stock_layers(name, apart):
     assert max(errors(backbone, body)) <= 1e-12
 
 
-LOWER = [("cpu", torch.float16)]  # the interpreter is wrong for bf16
-LOWER += [pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+ON_GPU = itertools.product(["sandwich", "llama", "gpt_neox"], ["cuda"], [torch.float32, torch.bfloat16, torch.float16])
 
 
-@pytest.mark.parametrize(("device", "dtype"), LOWER)
-@pytest.mark.parametrize("name", ["sandwich", "llama", "gpt_neox"])
+@pytest.mark.parametrize(
+    ("name", "device", "dtype"),
+    [("sandwich", "cpu", torch.float16), *(pytest.param(*case, marks=pytest.mark.gpu) for case in ON_GPU)],
+)
 @torch.no_grad()
 def test_kernels_are_as_near_to_the_truth_as_the_stock_layers(name, device, dtype, monkeypatch):
     if device == "cpu":
@@ -117,7 +119,7 @@ def test_kernels_are_as_near_to_the_truth_as_the_stock_layers(name, device, dtyp
     for body in bodies[1:]:
         body.gathers = True
     errors = torch.zeros(2, dtype=torch.float64)
-    for seed in range(4):
+    for seed in range(1 if device == "cpu" else 4):
         truth = read(bodies[2], seed)
         for number, body in enumerate(bodies[:2]):
             errors[number] += max(map(error, read(body, seed, dtype, device), truth))
