@@ -105,10 +105,10 @@ def run(
     usual = ON_GPU if device.type == "cuda" else ON_CPU
     sizes: dict[str, Any] = usual | {"lanes": counts or usual["lanes"], "contexts": lengths or usual["contexts"]}
     if scenario is not None:
-        on_gpu = device.type == "cuda"  # elsewhere a trial
-        size: dict[str, Any] = {} if on_gpu else {"shape": "ouro-tiny", "lanes": (1, 2), "context": 16, "new": 8}
-        size |= {"lanes": counts} if counts else {}
-        name, every = f"decode-{scenario}", served(**size | ({"context": lengths[0]} if lengths else {}))
+        tiny: dict[str, Any] = {"shape": "ouro-tiny", "lanes": (1, 2), "context": 16, "new": 8}
+        size = {} if device.type == "cuda" else tiny
+        size |= ({"lanes": counts} if counts else {}) | ({"context": lengths[0]} if lengths else {})
+        name, every = f"decode-{scenario}", served(**size)
     elif checkpoint is not None:
         name = "decode-checkpoint"
         where = itertools.product((ENGINE, DRAFTING), (checkpoint,), sizes["lanes"], sizes["contexts"], (None,))
