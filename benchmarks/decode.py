@@ -77,7 +77,7 @@ def run(
     tokens: Annotated[int, Option(metavar="N", min=1, help="New tokens of each lane per repetition.")] = 16,
     subset: Annotated[bool, Option("--subset", help="Only the rows that aims are stated for.")] = False,
     scenario: Annotated[
-        Literal["ouro"] | None, Option(metavar="NAME", help="ouro: Ouro-1.4B's shape, 1,024 in, 128 out.")
+        Literal["ouro"] | None, Option(metavar="NAME", help="ouro: Ouro-1.4B's layers, 1,024 in, 128 out, by depth.")
     ] = None,
     dtype: Annotated[Precision | None, Option(metavar="NAME", help="bfloat16 (GPU), float16 or float32 (CPU).")] = None,
 ) -> dict[str, Any]:
@@ -105,7 +105,10 @@ def run(
     usual = ON_GPU if device.type == "cuda" else ON_CPU
     sizes: dict[str, Any] = usual | {"lanes": counts or usual["lanes"], "contexts": lengths or usual["contexts"]}
     if scenario is not None:
-        name, every = f"decode-{scenario}", served("ouro-1.4b", counts or (1, 32, 128), (lengths or [1024])[0])
+        tiny: dict[str, Any] = {"shape": "ouro-tiny", "lanes": (1, 2), "context": 16, "new": 8}
+        size = {} if device.type == "cuda" else tiny
+        size |= ({"lanes": counts} if counts else {}) | ({"context": lengths[0]} if lengths else {})
+        name, every = f"decode-{scenario}", served(**size)
     elif checkpoint is not None:
         name = "decode-checkpoint"
         where = itertools.product((ENGINE, DRAFTING), (checkpoint,), sizes["lanes"], sizes["contexts"], (None,))
@@ -171,9 +174,14 @@ def subset_cases(shapes: Sequence[str]) -> list[DecodeCase]:
     ]
 
 
-def served(shape: str, lanes: Sequence[int] = (1, 32, 128), context: int = 1024) -> list[DecodeCase]:
-    """Returns end-to-end cases at full depth, one for each number of concurrent requests in ``lanes``."""
-    return [DecodeCase(ENGINE, shape, count, context, kind=WHOLE) for count in lanes]
+def served(
+    shape: str = "ouro-1.4b", lanes: Sequence[int] = (1, 32, 128), context: int = 1024, new: int = 128
+) -> list[DecodeCase]:
+    """Returns end-to-end cases for each number of concurrent requests and mean depth, then those of equal memory."""
+    depths = (4.0, 3.0, 2.5, 2.0)
+    middle = sorted(lanes)[len(lanes) // 2]
+    cases = [DecodeCase(ENGINE, shape, count, context, depth, WHOLE, new) for count in lanes for depth in depths]
+    return cases + [DecodeCase(ENGINE, shape, middle, context, depth, MEMORY, new) for depth in depths]
 
 
 def row_of(case: DecodeCase, measure: Callable[[DecodeCase], Row]) -> Row:

@@ -19,6 +19,7 @@ from typer import Option
 
 from adaponder.devices import as_device
 from adaponder.errors import EvaluationError, InputError
+from adaponder.files import read_json
 from adaponder.terminal import STDOUT, console, line, table, write_json
 from benchmarks import ROOT, child_environment
 from benchmarks.record import commit_of, provenance
@@ -170,6 +171,7 @@ class Common(Recorded):
     only: Annotated[
         list[str] | None, Option(metavar="WORD", help=f"Only plain and variants named with WORD; no record{SEVERAL}")
     ] = None
+    resume: Annotated[Path | None, Option(metavar="PATH", help="Keep the rows of an earlier --json file.")] = None
     trust: Annotated[bool, Option("--trust", help="Do not check the kernels first; the record says so.")] = False
 
     @property
@@ -241,10 +243,12 @@ class Run:
         At the end or when interrupted, prints consecutive rows with equal ``title`` in a table with these ``columns``.
         """
         rows: list[Row] = []
+        earlier = self._earlier_rows()
         try:
             for variant in variants:
-                console.print(f"measuring {variant.name} …")
-                rows.append(measure_one(variant))
+                if variant.name not in earlier:
+                    console.print(f"measuring {variant.name} …")
+                rows.append(earlier.get(variant.name) or measure_one(variant))
                 compare(rows)
                 self.keep(rows=rows)
         except KeyboardInterrupt:
@@ -256,6 +260,24 @@ class Run:
             for heading, group in groupby(rows, title):
                 print_table(heading, columns, group)
         return rows
+
+    def _earlier_rows(self) -> dict[str, Row]:
+        """Returns the rows of ``--resume`` by name; raises if they were measured under other conditions."""
+        path = getattr(self.options, "resume", None)
+        if path is None:
+            return {}
+        earlier = read_json(path)
+        for name in ("command", "commit", "versions", "seed", "tested"):
+            if earlier[name] != self.record[name]:
+                raise InputError(f"--resume {path}: {name} was {earlier[name]}, and is {self.record[name]} now")
+        if (device := earlier["hardware"]["device"]) != self.hardware["device"]:
+            raise InputError(f"--resume {path}: the device was {device}, and is {self.hardware['device']} now")
+        how = ("dtype", "tokens", "scenario", "warmup", "repeats")
+        then, now = ({name: x["settings"].get(name) for name in how} for x in (earlier, self.record))
+        if then != now:
+            raise InputError(f"--resume {path}: settings were {then}, and are {now} now")
+        rows = [row for row in earlier["metrics"]["rows"] if row.get("works", True)]
+        return {row.get("name") or row["variant"]: row for row in rows}
 
     def time_all(
         self,

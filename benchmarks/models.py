@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from adaponder.backbones.wrapper import relative_difference, rounding_bound
+from adaponder.checkpoints.looped import LAYOUTS, translated_config
 from adaponder.config import AdaPonderConfig
 from adaponder.data.tokenizers import TRAIN
 from adaponder.devices import autocast, product_dtype
@@ -131,12 +132,21 @@ def _backbone(hidden: int, layers: int, heads: int, inner: int, **family: Any) -
     return common | sizes | {"intermediate_size": inner} | family
 
 
-_LLAMA = {"model_type": "llama", "vocab_size": 49152, "tie_word_embeddings": False}
+def _ouro(hidden: int, layers: int, heads: int, inner: int, **sizes: int) -> dict[str, Any]:
+    """Returns the backbone's config as a published Ouro of these sizes opens, with its norms around each part."""
+    published = {"model_type": "ouro", "vocab_size": 49152, "max_position_embeddings": 65536, "rope_theta": 1e6}
+    published |= {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    layout = LAYOUTS["ouro"]
+    config = translated_config("Ouro", published | {"intermediate_size": inner} | sizes, layout)
+    return {"model_type": layout.family} | {name: value for name, value in config.items() if value is not None}
+
+
 # The method and the backbone of each shape.
 SHAPES = {
     "70m": ("adaponder", _backbone(512, 6, 8, 2048)),
     "410m": ("adaponder", _backbone(1024, 24, 16, 4096)),
-    "ouro-1.4b": ("ouro", _backbone(2048, 24, 16, 5632, **_LLAMA)),
+    "ouro-1.4b": ("ouro", _ouro(2048, 24, 16, 5632)),
+    "ouro-tiny": ("ouro", _ouro(16, 2, 2, 24, vocab_size=61, max_position_embeddings=512)),
     "tiny": ("adaponder", _backbone(16, 2, 2, 24, vocab_size=61, max_position_embeddings=512)),
 }
 
@@ -157,7 +167,7 @@ def build(config: AdaPonderConfig, *, device: torch.device, dtype: torch.dtype, 
         return nn.Module.to(AdaPonderForCausalLM(config), dtype).eval()
 
 
-# Shares of tokens with depth 1, 2, 3, 4, by mean depth.
+# Shares of tokens with depth 1, 2, 3, 4, by mean depth. Between 2 and 3, at 2.5, is the uniform prior of Ouro's exits.
 SHARES = {
     4.0: (0.0, 0.0, 0.0, 1.0),
     3.7: (0.0, 0.1, 0.1, 0.8),

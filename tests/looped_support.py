@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,6 +60,32 @@ NANBEIGE |= {
 }
 
 
+PONDERLM: dict[str, Any] = {
+    "architectures": ["GPTNeoXForCausalLM"],
+    "model_type": "gpt_neox",
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "hidden_act": "gelu",
+    "rotary_pct": 0.25,
+    "rotary_emb_base": 10_000,
+    "layer_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+    "use_parallel_residual": True,
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float64",
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "ponderinglm": True,
+    "pondering_steps": 3,
+    "scale_embeds": True,
+    "mutiply_pondering_steps": True,
+}
+
+
 def random_weights(config: dict[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """Random tensors under their published names; far from 0 and 1, so that no mistake is rounded away."""
     generator = torch.Generator().manual_seed(seed)
@@ -67,6 +94,18 @@ def random_weights(config: dict[str, Any], *, seed: int = 0, dtype: torch.dtype 
         return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale + around).to(dtype)
 
     width, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    if config["model_type"] == "gpt_neox":
+        weights = {"gpt_neox.embed_in.weight": draw(vocabulary, width), "embed_out.weight": draw(vocabulary, width)}
+        weights["adapter.weight"] = draw(width, 2 * width)  # published, and used by no forward
+        sizes = {"attention.query_key_value": (3 * width, width), "attention.dense": (width, width)}
+        sizes |= {"mlp.dense_h_to_4h": (inner, width), "mlp.dense_4h_to_h": (width, inner)}
+        layers = [f"gpt_neox.layers.{number}." for number in range(config["num_hidden_layers"])]
+        norms = [f"{layer}{name}_layernorm" for layer in layers for name in ("input", "post_attention")]
+        for name in (*norms, "gpt_neox.final_layer_norm"):
+            weights |= {f"{name}.weight": draw(width, around=1.0), f"{name}.bias": draw(width)}
+        for layer, (name, (rows, columns)) in itertools.product(layers, sizes.items()):
+            weights |= {f"{layer}{name}.weight": draw(rows, columns), f"{layer}{name}.bias": draw(rows)}
+        return weights
     heads, groups, size = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     norms = ["input_layernorm", "post_attention_layernorm"]
     weights = {"model.embed_tokens.weight": draw(vocabulary, width), "model.norm.weight": draw(width, around=1.0)}
@@ -95,6 +134,22 @@ def publish(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) ->
     return folder
 
 
+def turned(x: Tensor, base: float, size: int) -> Tensor:
+    """Rotates the first ``size`` numbers of each head, ``[batch, heads, time, …]``; published angles are float32."""
+    frequency = 1.0 / (base ** (torch.arange(0, size, 2).float() / size))
+    angle = torch.arange(x.shape[2]).float()[:, None] * frequency
+    cos, sin = (torch.cat([part, part], -1).double() for part in (angle.cos(), angle.sin()))
+    first, second = x[..., :size].chunk(2, -1)
+    return torch.cat([x[..., :size] * cos + torch.cat([-second, first], -1) * sin, x[..., size:]], -1)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Returns causal attention of ``[batch, heads, time, size]``, the heads joined."""
+    time = torch.arange(q.shape[2])
+    scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(time[None, :] > time[:, None], -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
 class Loops(NamedTuple):
     """What a looped model computes: logits and exit probability of each loop, ``depth [batch, time]`` of each token."""
 
@@ -119,15 +174,8 @@ def plain_loops(
     def norm(x: Tensor, name: str) -> Tensor:
         return weights[f"{name}.weight"] * x / (x.square().mean(-1, keepdim=True) + config["rms_norm_eps"]).sqrt()
 
-    time = torch.arange(ids.shape[1])
-    # Published rotary angles are float32, in any precision of the model.
-    frequency = 1.0 / (config["rope_theta"] ** (torch.arange(0, size, 2).float() / size))
-    angle = time.float()[:, None] * frequency
-    cos, sin = (torch.cat([part, part], -1).double() for part in (angle.cos(), angle.sin()))
-
     def turn(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, -1)
-        return x * cos + torch.cat([-second, first], -1) * sin
+        return turned(x, config["rope_theta"], size)
 
     def split(x: Tensor, number: int) -> Tensor:
         return x.unflatten(-1, (number, size)).transpose(1, 2)
@@ -152,9 +200,7 @@ def plain_loops(
                 )
             reused[number] = (k, v)
             k, v = (part.repeat_interleave(heads // groups, 1) for part in (k, v))
-            scores = q @ k.transpose(-1, -2) / size**0.5
-            scores = scores.masked_fill(time[None, :] > time[:, None], -torch.inf)
-            y = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2) @ weights[f"{layer}self_attn.o_proj.weight"].T
+            y = attended(q, k, v) @ weights[f"{layer}self_attn.o_proj.weight"].T
             x = x + (norm(y, f"{layer}input_layernorm_2") if sandwich else y)
             y = norm(x, f"{layer}post_attention_layernorm")
             gate, up = (y @ weights[f"{layer}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
@@ -173,3 +219,37 @@ def plain_loops(
             if frozen:
                 active = ~exited
     return Loops(logits, gates, depth.clamp(max=loops))
+
+
+def plain_ponderlm(config: dict[str, Any], weights: dict[str, Tensor], ids: Tensor) -> list[Tensor]:
+    """Returns the logits of every iteration: each adds the expected embedding under its logits to the input."""
+    width, heads, steps = config["hidden_size"], config["num_attention_heads"], config["pondering_steps"]
+    size = width // heads
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        scaled = centred / (centred.square().mean(-1, keepdim=True) + config["layer_norm_eps"]).sqrt()
+        return weights[f"{name}.weight"] * scaled + weights[f"{name}.bias"]
+
+    def logits(x: Tensor) -> Tensor:
+        for number in range(config["num_hidden_layers"]):
+            layer = f"gpt_neox.layers.{number}."
+            joined = linear(norm(x, f"{layer}input_layernorm"), f"{layer}attention.query_key_value")
+            q, k, v = joined.unflatten(-1, (heads, 3, size)).permute(3, 0, 2, 1, 4)
+            q, k = (turned(part, config["rotary_emb_base"], int(size * config["rotary_pct"])) for part in (q, k))
+            mixed = x + linear(attended(q, k, v), f"{layer}attention.dense")
+            y = norm(x if config["use_parallel_residual"] else mixed, f"{layer}post_attention_layernorm")
+            inner = functional.gelu(linear(y, f"{layer}mlp.dense_h_to_4h"))
+            x = mixed + linear(inner, f"{layer}mlp.dense_4h_to_h")
+        return norm(x, "gpt_neox.final_layer_norm") @ weights["embed_out.weight"].T
+
+    table = weights["gpt_neox.embed_in.weight"] * (width**0.5 if config["scale_embeds"] else 1.0)
+    state = table[ids] * (max(1, steps) if config["mutiply_pondering_steps"] else 1)
+    found = [logits(state)]
+    for _ in range(steps):
+        state = state + found[-1].softmax(-1) @ table
+        found.append(logits(state))
+    return found

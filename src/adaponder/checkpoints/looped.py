@@ -115,6 +115,8 @@ def translated_config(where: Any, config: dict[str, Any], layout: Layout) -> dic
     rope = ("rope_parameters",) if fields["rope_parameters"] is not None else ("rope_theta", "rope_scaling")
     for name in ({"rope_parameters", "rope_theta", "rope_scaling"}).difference(rope):
         del fields[name]
+    if fields.get("rope_scaling", ...) is None:
+        del fields["rope_scaling"]  # a warning of transformers, which has another name for it
     return {name: config[name] for name in _SIZES} | fields
 
 
@@ -127,9 +129,17 @@ def translated_recurrence(where: Any, config: dict[str, Any], layout: Layout) ->
     threshold = 1.0 if threshold is None else threshold  # published code then runs every loop
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 < threshold <= 1:
         raise CheckpointError(f"{where}: early_exit_threshold={shown(threshold)} must be above 0 and at most 1")
+    require_flags(where, config, "skip_loop_final_norm")
     skips = not layout.gate and config.get("skip_loop_final_norm")
     recurrence: dict[str, Any] = {"method": "loop" if skips else "ouro", "iterations": loops, "embedding_scale": 1.0}
     return recurrence if skips else recurrence | {"exit_threshold": float(threshold)}
+
+
+def require_flags(where: Any, config: dict[str, Any], *names: str) -> None:
+    """Raises if a flag of ``config`` is given and neither true nor false: the text "false" would count as true."""
+    for name in names:
+        if config.get(name) not in (None, True, False):
+            raise CheckpointError(f"{where}: {name}={shown(config[name])} must be true or false")
 
 
 def require_gate(where: Any, names: Iterable[str], layout: Layout) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -95,8 +95,10 @@ def evaluate(
     }
     sentence = ""
     if opening.weights is not None:
-        narrowed, result["weights"], sentence = narrow(subject, opening.weights, scorings[0], text, how, score)
-        scorings.append(narrowed)
+        narrowed, result["weights"], sentence = narrow(
+            subject, opening.weights, scorings, text, by_label.values(), score
+        )
+        scorings += narrowed
     result["rows"] = [scoring.as_dict() for scoring in scorings]
     console.print(described(data, text, windows))
     show_scorings(checkpoint, scorings)
@@ -158,14 +160,14 @@ def show_scorings(title: str, scorings: list[Scoring], *, several_models: bool =
 def narrow(
     subject: shared.Subject,
     weights: str,
-    before: Scoring,
+    scorings: Sequence[Scoring],
     text: Text,
-    how: ScoringOptions,
+    ways: Iterable[ScoringOptions],
     score: Callable[..., Scoring],
-) -> tuple[Scoring, dict[str, Any], str]:
-    """Narrows the weights of ``subject`` in place and scores the text again with ``score(label, how)``.
+) -> tuple[list[Scoring], dict[str, Any], str]:
+    """Narrows the weights of ``subject`` in place and repeats the ``scorings`` in the same ``ways``.
 
-    Returns the new scoring, the changes for the JSON result, and a sentence about them.
+    Returns the new scorings, the changes for the JSON result, and sentences about them, one per scoring.
     """
     from adaponder.conversion.narrow import narrow, weight_bytes
     from adaponder.evaluation.summary import paired_difference
@@ -173,18 +175,28 @@ def narrow(
     sizes = [weight_bytes(subject.model)]
     narrow(subject.model, weights)
     sizes.append(weight_bytes(subject.model))
-    after = score(f"{before.label}, {weights} weights", how)
-    difference = paired_difference(text, before.scores.nll, after.scores.nll, seed=how.seed)
-    depths = [before.summary.depth, after.summary.depth]
-    other_depth = float((before.scores.depth != after.scores.depth).mean())
-    interval = "" if difference.interval is None else f" (95 % {difference.interval})"
+    repeated, differences = [], {}
+    for before, how in zip(scorings, ways, strict=True):
+        after = score(f"{before.label}, {weights} weights", how)
+        repeated.append(after)
+        differences[before.label] = paired_difference(text, before.scores.nll, after.scores.nll, seed=how.seed)
+    first, last = scorings[0], repeated[0]
+    depths = [first.summary.depth, last.summary.depth]
+    other_depth = float((first.scores.depth != last.scores.depth).mean())
+    own, *forced = (
+        f"{difference.mean:+.4f} nats per token"
+        + ("" if difference.interval is None else f" (95 % {difference.interval})")
+        for difference in differences.values()
+    )
     sentence = (
-        f"{weights} weights: {difference.mean:+.4f} nats per token{interval}, mean depth {depths[0]:.3f} to "
+        f"{weights} weights: {own}, mean depth {depths[0]:.3f} to "
         f"{depths[1]:.3f}, {other_depth:.1%} of the tokens at another depth; {sizes[0] / 1e6:,.1f} MB of weights "
         f"become {sizes[1] / 1e6:,.1f}"
     )
-    changes = {"weights": weights, "difference": difference.as_dict(), "depth": depths}
-    return after, changes | {"other_depth": other_depth, "bytes": sizes}, sentence
+    lines = [sentence, *(f"{before.label}: {change}" for before, change in zip(scorings[1:], forced, strict=True))]
+    changes = {"weights": weights, "difference": differences.pop(first.label).as_dict(), "depth": depths}
+    changes |= {"by_depth": {label: difference.as_dict() for label, difference in differences.items()}}
+    return repeated, changes | {"other_depth": other_depth, "bytes": sizes}, "\n".join(lines)
 
 
 def described(data: str, text: Text, windows: Windows) -> str:

@@ -26,6 +26,7 @@ from adaponder.checkpoints.looped import (
     LAYOUTS,
     Layout,
     layout_of,
+    require_flags,
     require_gate,
     translated_config,
     translated_recurrence,
@@ -34,7 +35,7 @@ from adaponder.checkpoints.manifest import verify_files
 from adaponder.config import AdaPonderConfig
 from adaponder.conversion.narrow import narrow
 from adaponder.devices import as_device, as_dtype
-from adaponder.errors import CheckpointError
+from adaponder.errors import CheckpointError, shown
 from adaponder.files import checksums_wanted, read_json
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.registry import PLAIN_METHOD
@@ -89,7 +90,9 @@ def open_checkpoint(name: str, *, revision: str | None = None, dtype: str = "aut
         if hasattr(config, flag):
             delattr(config, flag)
     config.architectures = None
-    parameters = {} if layout is None else _published_tensors(folder, raw, layout)
+    parameters = {} if layout is None else _published_gate(folder, raw, layout)
+    if ponders and raw.get("model_type") == "gpt_neox":
+        _published_tensors(folder, raw, "embed_out.weight", "gpt_neox.embed_in.weight")
     with in_our_words(folder):
         require_room(folder, config)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -113,11 +116,10 @@ def open_checkpoint(name: str, *, revision: str | None = None, dtype: str = "aut
     return OpenedCheckpoint(kind, folder, model, _recurrence(folder, raw, config), parameters)
 
 
-def _published_tensors(folder: Path, raw: dict[str, Any], layout: Layout) -> dict[str, Tensor]:
-    """Returns the exit gate's tensors; raises if one is missing, or if a head contradicts ``tie_word_embeddings``."""
-    tied, head, table = raw.get("tie_word_embeddings", False), "lm_head.weight", "model.embed_tokens.weight"
-    tensors: dict[str, Tensor] = {}
-    wanted = {*layout.gate, *((head, table) if tied else (head,))}
+def _published_tensors(folder: Path, raw: dict[str, Any], head: str, table: str, *names: str) -> dict[str, Tensor]:
+    """Returns the tensors ``names`` that are there; raises if the ``head`` contradicts ``tie_word_embeddings``."""
+    tied, tensors = raw.get("tie_word_embeddings", False), dict[str, Tensor]()
+    wanted = {*names, *((head, table) if tied else (head,))}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             tensors |= {name: file.get_tensor(name) for name in wanted.intersection(file.keys())}
@@ -126,6 +128,12 @@ def _published_tensors(folder: Path, raw: dict[str, Any], layout: Layout) -> dic
         raise CheckpointError(f"{config}: tie_word_embeddings={tied}, but the weights have no {head}")
     if tied and head in tensors and not torch.equal(tensors[head], tensors.get(table, tensors[head][:0])):
         raise CheckpointError(f"{config}: tie_word_embeddings={tied}, but {head} differs from {table}")
+    return tensors
+
+
+def _published_gate(folder: Path, raw: dict[str, Any], layout: Layout) -> dict[str, Tensor]:
+    """Returns the exit gate's tensors by the names of ours; raises if one is missing or of another shape."""
+    tensors = _published_tensors(folder, raw, "lm_head.weight", "model.embed_tokens.weight", *layout.gate)
     require_gate(folder, tensors, layout)
     shapes = {"exit.weight": (1, raw["hidden_size"]), "exit.bias": (1,)}
     for name, ours in layout.gate.items():
@@ -174,8 +182,9 @@ def _recurrence(folder: Path, raw: dict[str, Any], config: PreTrainedConfig) -> 
 def _ponderlm_recurrence(raw: dict[str, Any], config) -> dict[str, Any]:
     """Translates the flags of a PonderLM config to fields of :class:`AdaPonderConfig`."""
     steps = raw.get("pondering_steps")
-    if not isinstance(steps, int) or steps < 0:
-        raise CheckpointError(f"config.json: pondering_steps={steps!r} must be a whole number, at least 0")
+    if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < 1024:
+        raise CheckpointError(f"config.json: pondering_steps={shown(steps)} must be a whole number from 0 to 1023")
+    require_flags("config.json", raw, "scale_embeds", "mutiply_pondering_steps")
     return {
         "method": "ponder",
         "iterations": steps + 1,

@@ -1,14 +1,20 @@
 """benchmarks decode: depths have their means, limits count the bytes that move, and a row that fails stops no other."""
 
+import json
+
 import pytest
 import torch
 
+from adaponder.conversion.open import describe
+from adaponder.errors import InputError
+from bench_support import invoke
 from bench_support import measured as run_command
 from benchmarks import decode, decode_sides
 from benchmarks.decode import COLUMNS, DecodeCase
 from benchmarks.decode_sides import as_row, limit, tick_bytes
 from benchmarks.models import SHARES, draw_depths, shape_config, shares_of
 from harness_support import reader, words
+from looped_support import OURO
 
 QUICK = ("--trust", "--no-record", "--warmup", "0", "--repeats", "2", "--tokens", "3", "--commit", "abc")
 
@@ -62,7 +68,8 @@ def test_cases_are_told_apart_and_hold_what_the_aims_are_stated_for():
     assert {case for case in few if case.kind == "steady"} <= set(every)
     assert DecodeCase("engine", "70m", 1, 128) in few
     assert DecodeCase("engine", "410m", 64, 512, 3.7) in few
-    assert {(case.context, case.new) for case in decode.served("ouro-1.4b")} == {(1024, 128)}
+    assert {(case.context, case.new) for case in decode.served()} == {(1024, 128)}
+    assert len(decode.served()) == 3 * 4 + 4
 
 
 def test_a_case_that_fails_is_a_row_and_the_rest_goes_on():
@@ -119,13 +126,38 @@ def test_the_record_has_every_figure_of_every_row(tmp_path):
     assert halted["times_engine"] == halted["tokens_per_second"] / stream["tokens_per_second"]
 
 
-def test_requests_are_served_end_to_end(monkeypatch, tmp_path):
-    monkeypatch.setattr(decode, "served", lambda *how: [DecodeCase("engine", "tiny", 2, 6, 4.0, "end to end", 3)])
-    found = measured("--scenario=ouro", tmp_path=tmp_path)
-    (row,) = found["metrics"]["rows"]
-    assert row["works"], row["problem"]
-    assert row["kind"] == "end to end"
-    assert 0 < row["resident_lanes"] <= 2
+def test_the_shape_of_ouro_is_that_of_its_release(tmp_path):
+    """In sizes, and in the layers that it opens as: norms after attention and after the MLP, no multipliers."""
+    sizes = {"vocab_size": 49152, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24}
+    sizes |= {"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 128, "max_position_embeddings": 65536}
+    (tmp_path / "config.json").write_text(json.dumps(OURO | sizes | {"layer_types": None}))
+    published, shape = (
+        config.backbone_config.to_dict() for config in (describe(str(tmp_path)), shape_config("ouro-1.4b"))
+    )
+    ignored = {"dtype", "bos_token_id", "eos_token_id", "pad_token_id"}
+    assert {name for name in published if published[name] != shape[name]} <= ignored
+    assert shape["use_post_norm"]
+
+
+def test_ouro_is_served_at_each_depth_and_rows_of_an_earlier_call_are_kept(tmp_path):
+    every = ("--scenario=ouro", "--contexts=6")
+    found = measured(*every, "--only=2 lanes, context 6, depth 2,", tmp_path=tmp_path)
+    served, memory = rows = found["metrics"]["rows"]
+    assert [row["kind"] for row in rows] == ["end to end", "memory"]
+    assert all(row["works"] and 1 < row["mean_depth"] < 3 for row in rows), [row["problem"] for row in rows]
+    assert 0 < served["resident_lanes"] <= 2
+    assert 0 < memory["resident_lanes"] <= 6  # pages are longer than these sequences
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(json.dumps(found))
+    again = measured(*every, "--only=2 lanes, context 6, depth 2", "--resume", str(earlier), tmp_path=tmp_path)
+    kept = {row["name"]: row["rates"] for row in again["metrics"]["rows"]}
+    assert len(kept) == 4
+    assert all(kept[row["name"]] == row["rates"] for row in rows)
+    assert "times_engine" in again["metrics"]["rows"][0]
+    for other in (("--commit=abd",), ("--repeats=3",)):
+        result = invoke("decode", *QUICK, *every, "--only=depth 2,", "--resume", str(earlier), *other)
+        assert isinstance(result.exception, InputError)
+        assert "--resume" in str(result.exception)
 
 
 def test_a_checkpoint_decides_its_own_depths(tmp_path):

@@ -1,5 +1,8 @@
 """Tests that a fused body equals the stock layers: mixed iterations, decode and prefill rows, every family."""
 
+import copy
+import itertools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,8 +10,10 @@ from transformers import HyperCLOVAXConfig
 
 from adaponder.backbones.wrapper import Backbone
 from adaponder.inference.bodies import Body, FusedBody, Pools, StockBody, unsupported
+from adaponder.ops import dispatch
 from adaponder.ops.ledger_attention import Cohort, LedgerRows
-from support import FAMILIES, stock
+from kernel_support import error
+from support import FAMILIES, stock, widen_norms
 
 LANES, ITERATIONS, SLOTS, ROWS = 3, 3, 12, 120
 HALF_TURNED = FAMILIES["gpt_neox"].rope_parameters | {"partial_rotary_factor": 0.5}
@@ -26,11 +31,11 @@ SANDWICH = HyperCLOVAXConfig(
 FUSED = ("gpt_neox", "llama", "mistral", "qwen2", "qwen3", "qwen2-mixed", *VARIANTS)
 
 
-def backbone_of(name: str) -> Backbone:
+def backbone_of(name: str, dtype: torch.dtype = torch.float64) -> Backbone:
     family, changes = VARIANTS.get(name, (name, {}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FAMILIES, "hyperclovax", SANDWICH)
-        model = stock(family, **changes)
+        model = stock(family, dtype=dtype, **changes)
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():  # norms and biases that are not 1 and 0
         if parameter.ndim == 1:
@@ -59,17 +64,18 @@ def scattered(seed: int) -> tuple[Tensor, LedgerRows]:
     return slot + torch.tensor([3, 0, 1, 0, 0, 0, 0]), rows
 
 
-def read(body: Body, seed: int) -> tuple[Tensor, ...]:
+def read(body: Body, seed: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple[Tensor, ...]:
     """Returns what two passes return, and the pools after them."""
     generator = torch.Generator().manual_seed(seed)
-    pools = Pools.empty(body.row_shapes(), ROWS, torch.float64, torch.device("cpu"))
+    pools = Pools.empty(body.row_shapes(), ROWS, dtype, torch.device(device))
     for pool in (*pools.keys, *pools.values):
         pool.copy_(torch.randn(pool.shape, generator=generator, dtype=torch.float64))
     results: list[Tensor] = []
     for number in range(2):
         position, rows = scattered(seed + number)
-        x = torch.randn(len(rows.lane), 16, generator=generator, dtype=torch.float64)
-        output = body.forward(x, position, rows, pools)
+        tensors = {name: value.to(device) for name, value in rows._asdict().items() if isinstance(value, Tensor)}
+        x = torch.randn(len(rows.lane), 16, generator=generator, dtype=torch.float64).to(device, dtype)
+        output = body.forward(x, position.to(device), rows._replace(**tensors), pools)
         results += [output.hidden, output.stream]
     return (*results, *pools.keys, *pools.values)
 
@@ -91,6 +97,34 @@ def test_a_fused_body_equals_the_stock_layers(name, apart):
     body = fused(backbone, apart)
     assert body.row_shapes() == StockBody(backbone, stream=True).row_shapes()
     assert max(errors(backbone, body)) <= 1e-12
+
+
+ON_GPU = itertools.product(["sandwich", "llama", "gpt_neox"], ["cuda"], [torch.float32, torch.bfloat16, torch.float16])
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype"),
+    [("sandwich", "cpu", torch.float16), *(pytest.param(*case, marks=pytest.mark.gpu) for case in ON_GPU)],
+)
+@torch.no_grad()
+def test_kernels_are_as_near_to_the_truth_as_the_stock_layers(name, device, dtype, monkeypatch):
+    if device == "cpu":
+        if torch.cuda.is_available():
+            pytest.skip("kernels are compiled for the GPU in this process, not interpreted")
+        monkeypatch.setattr(dispatch, "has_kernels", lambda *_, **__: True)
+    narrow = backbone_of(name, torch.float32).stock.to(device, dtype)
+    wide = copy.deepcopy(narrow).to("cpu", torch.float64)
+    widen_norms(wide)
+    bodies = [fused(Backbone(narrow)), StockBody(Backbone(narrow), stream=True), StockBody(Backbone(wide), stream=True)]
+    for body in bodies[1:]:
+        body.gathers = True
+    errors = torch.zeros(2, dtype=torch.float64)
+    for seed in range(1 if device == "cpu" else 4):
+        truth = read(bodies[2], seed)
+        for number, body in enumerate(bodies[:2]):
+            errors[number] += max(map(error, read(body, seed, dtype, device), truth))
+    kernels, plain = errors.tolist()
+    assert 0 < kernels <= 1.25 * plain + torch.finfo(dtype).eps
 
 
 class _Adapter(nn.Linear):
