@@ -1,5 +1,5 @@
-// Runs a CUDA kernel on a CPU: each thread is a fiber, the scheduler takes them in a random order, and asynchronous
-// copies end at random times, so that a missing barrier or wait gives a wrong result.
+// Runs a CUDA kernel on a CPU: each thread is a fiber, the scheduler takes them in a random order and lets a warp or a
+// block rest for a while, and asynchronous copies end at random times, so that a missing barrier or wait gives a wrong result.
 #pragma once
 #include <cmath>
 #include <csetjmp>
@@ -118,14 +118,17 @@ inline bool launch(int num_blocks, int threads, size_t memory, unsigned seed, st
         makecontext(&fiber.context, start, 0);
         order.push_back(i);
     }
-    for (int idle = 0; !order.empty() && idle < 100000;) {
-        // Warps in a random order; the lanes of a warp one after another.
+    for (int round = 0, idle = 0, resting = 0, size = 0; !order.empty() && idle < 100000; round++) {
+        if (round % 64 == 0) {  // every other time a block, else a warp
+            size = round % 128 ? 32 : threads;
+            resting = random() % (fibers.size() / size);
+        }
         const int first = random() % order.size();
         bool ran = false;
         for (size_t n = 0; n < order.size(); n++) {
             Fiber& fiber = fibers[order[(first + n) % order.size()]];
             if (fiber.waits_on && *fiber.waits_on == fiber.generation) continue;
-            if (random() % 4 == 0) continue;
+            if (order[(first + n) % order.size()] / size == resting || random() % 4 == 0) continue;
             run(fiber);
             ran = ran || fiber.done || fiber.waits_on;
         }

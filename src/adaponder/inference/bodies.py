@@ -169,7 +169,7 @@ class FusedBody(Body):
 
     def forward(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools) -> Pass:
         if len(x) == 1 == rows.num_single and self.independent and isinstance(self.row_pass, RowPass):
-            return Pass(*self.row_pass(x, position, rows, *pools))
+            return Pass(*self.row_pass(x, position, rows, pools))
         split, stream = self._split(position, rows), x
         for number in range(len(self.layers)):
             stream = self._layer(number, stream, *split, pools)

@@ -61,7 +61,7 @@ class Decoder(NamedTuple):
 
 
 class RowPass:
-    """A pass of ``decoder`` over one row by ``blocks`` blocks; ``launch`` runs the kernel compiled for ``constants``."""
+    """A pass of ``decoder`` over one row, by ``blocks`` blocks; ``launch`` runs the kernel with these constants."""
 
     def __init__(self, decoder: Decoder, constants: dict[str, int | float], blocks: int, launch: Launch):
         self.decoder, self.blocks, self.launch = decoder, blocks, launch
@@ -78,29 +78,30 @@ class RowPass:
         self._table: tuple[int, Tensor] | None = None
 
     def __call__(
-        self, x: Tensor, position: Tensor, rows: LedgerRows, keys: list[Tensor], values: list[Tensor]
+        self, x: Tensor, position: Tensor, rows: LedgerRows, pools: tuple[list[Tensor], list[Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Returns hidden state and residual stream, ``[1, d]``, of row ``x [1, d]``; writes its keys and values."""
+        """Returns hidden state and residual stream, ``[1, d]``, of row ``x [1, d]``; writes its keys and values.
+
+        ``pools`` are the keys and the values of all rows, ``[rows, key heads, size]`` per layer.
+        """
         norm, x = self.decoder.norm, x.contiguous()
         hidden, stream = torch.empty_like(x), torch.empty_like(x)
         shift = norm.weight if norm.bias is None else norm.bias
-        self.launch(
-            self.blocks,
-            self.threads,
-            [x, hidden, stream, self._addresses(keys, values), norm.weight, shift, rows.index]
-            + [rows.lane, rows.slot, rows.iteration, rows.row, position, self.decoder.cos, self.decoder.sin]
-            + [self.epsilons, self.scratch, self.counter, int(norm.bias is not None), *rows.index.stride()[:2]],
-        )
+        arguments = (
+            x, hidden, stream, self._addresses(*pools), norm.weight, shift, rows.index, rows.lane, rows.slot,
+            rows.iteration, rows.row, position, self.decoder.cos, self.decoder.sin, self.epsilons, self.scratch,
+            self.counter, int(norm.bias is not None), *rows.index.stride()[:2],
+        )  # fmt: skip
+        self.launch(self.blocks, self.threads, arguments)
         return hidden, stream
 
     def _addresses(self, keys: list[Tensor], values: list[Tensor]) -> Tensor:
         """Returns the table of addresses ``[layers, entries]``; kept, because an engine's pools stay in place."""
         if self._table is None or self._table[0] != keys[0].data_ptr():
+            layers = zip(self.decoder.layers, keys, values, self.decoder.windows, strict=True)
             lines = [
-                _layer_addresses(layer) + [key.data_ptr(), value.data_ptr(), window or 0]
-                for layer, key, value, window in zip(
-                    self.decoder.layers, keys, values, self.decoder.windows, strict=True
-                )
+                [*_layer_addresses(layer), key.data_ptr(), value.data_ptr(), window or 0]
+                for layer, key, value, window in layers
             ]
             self._table = keys[0].data_ptr(), torch.tensor(lines, dtype=torch.int64).to(keys[0].device)
         return self._table[1]
@@ -149,9 +150,9 @@ def constants_for(decoder: Decoder, blocks: int) -> dict[str, int | float] | str
         return f"hidden size {hidden} and MLP size {inner} leave no shared memory for the weights"
     return {
         "D": hidden, "INNER": inner, "HEADS": heads, "KEY_HEADS": key_heads, "SIZE": size, "ROTARY": rotary,
-        "LAYERS": layers, "PARALLEL": int(decoder.parallel), "PACKED": int(packed), "GATED": int(first.gate is not None),
-        "NORM": 1 if norm.centred else 2, "AFTER": int(first.after[0] is not None),
-        "HEAD_NORM": int(first.projection.query_norm is not None),
+        "LAYERS": layers, "PARALLEL": int(decoder.parallel), "PACKED": int(packed),
+        "GATED": int(first.gate is not None), "NORM": 1 if norm.centred else 2,
+        "AFTER": int(first.after[0] is not None), "HEAD_NORM": int(first.projection.query_norm is not None),
         "ACTIVATION": _ACTIVATIONS[first.up.activation or ""], "FP16": int(norm.weight.dtype == torch.float16),
         "SCALE": first.scale * 1.4426950408889634, "THREADS": threads, "SEGMENT": segment, "SLOTS": min(slots, 16),
         "MOST_TASKS": most_tasks, "SHARED_BYTES": _SHARED_BYTES,
