@@ -151,15 +151,15 @@ DEVICE float widened(const half_t* values, int k) { return values == nullptr ? 0
 
 struct Block {
     Shared& shared;
-    const Arguments& given;
+    const Arguments& arguments;
     const int thread, warp, lane, number, blocks;
     float x[EACH];           // the residual stream; each block has all of it
     unsigned barriers = 0;   // grid barriers that this block has reached
     unsigned issued = 0, used = 0;
     int next_layer = 0, next_product = 0, next_task;
 
-    DEVICE Block(Shared& shared, const Arguments& given, int thread, int number, int blocks)
-        : shared(shared), given(given), thread(thread), warp(thread >> 5), lane(thread & 31), number(number),
+    DEVICE Block(Shared& shared, const Arguments& arguments, int thread, int number, int blocks)
+        : shared(shared), arguments(arguments), thread(thread), warp(thread >> 5), lane(thread & 31), number(number),
           blocks(blocks), next_task(thread >> 5) {}
 
     DEVICE int first_pair(int product, int block) const { return (long long)pairs_of(product) * block / blocks; }
@@ -256,12 +256,12 @@ struct Block {
     DEVICE void arrive() {
         __syncthreads();
         barriers++;
-        if (thread == 0) add_release(given.counter);
+        if (thread == 0) add_release(arguments.counter);
     }
 
     DEVICE void wait() {
         if (thread == 0)
-            while (load_acquire(given.counter) < barriers * blocks) {}
+            while (load_acquire(arguments.counter) < barriers * blocks) {}
         __syncthreads();
     }
 
@@ -305,17 +305,17 @@ struct Block {
         }
         if (ready()) {
             float added[EACH];
-            for (int i = 0; i < EACH; i++) added[i] = __ldcg(given.delta + thread + i * THREADS);
+            for (int i = 0; i < EACH; i++) added[i] = __ldcg(arguments.delta + thread + i * THREADS);
             float power = 1.0f;
-            if (AFTER) power = rsqrtf(moments(added, false).y + given.epsilon);
+            if (AFTER) power = rsqrtf(moments(added, false).y + arguments.epsilon);
             for (int i = 0; i < EACH; i++) x[i] += added[i] * power * after_gain[i];
         }
-        const float2 found = moments(x, NORM == 1);
-        const float power = rsqrtf(found.y + given.epsilon);
+        const float2 moment = moments(x, NORM == 1);
+        const float power = rsqrtf(moment.y + arguments.epsilon);
         for (int i = 0; i < EACH; i++) {
             const int k = stored_at(thread + i * THREADS);
             for (int n = 0; n < count; n++)
-                shared.normed[n][k] = (x[i] - found.x) * power * gain[n][i] + shift[n][i];
+                shared.normed[n][k] = (x[i] - moment.x) * power * gain[n][i] + shift[n][i];
         }
         __syncthreads();
     }
@@ -335,13 +335,13 @@ struct Block {
             const int row = 2 * first + i;
             float sum = summed(ENTER, 0, i / 2, i & 1);
             if (row >= QKV) {
-                given.inner[row - QKV] = activate(sum + widened(weights[UP_BIAS], row - QKV));
+                arguments.inner[row - QKV] = activate(sum + widened(weights[UP_BIAS], row - QKV));
             } else {
                 const int key = row - WIDTH, value = key - KEY_HEADS * SIZE;
                 if (PACKED || key < 0) sum += widened(weights[Q_BIAS], row);
                 else if (value < 0) sum += widened(weights[K_BIAS], key);
                 else sum += widened(weights[V_BIAS], value);
-                given.qkv[row] = sum;
+                arguments.qkv[row] = sum;
             }
         }
     }
@@ -353,7 +353,7 @@ struct Block {
         for (int i = thread; i < (GATED ? count : 2 * count); i += THREADS) {
             const int row = GATED ? first + i : 2 * first + i;
             const float up = summed(MIX, 0, GATED ? i : i / 2, GATED ? 1 : i & 1) + widened(weights[UP_BIAS], row);
-            given.inner[row] =
+            arguments.inner[row] =
                 GATED ? activate(summed(MIX, 0, i, 0) + widened(weights[GATE_BIAS], row)) * up : activate(up);
         }
     }
@@ -367,7 +367,7 @@ struct Block {
             const int row = 2 * first + i;
             float sum = summed(product, 0, i / 2, i & 1) + widened(weights[entry], row);
             if (PARALLEL) sum += summed(DOWN_PRODUCT, 1, i / 2, i & 1) + widened(weights[DOWN_BIAS], row);
-            given.delta[row] = sum;
+            arguments.delta[row] = sum;
         }
     }
 
@@ -411,10 +411,10 @@ struct Block {
             float square = 0.0f;
             for (int i = 0; i < 8; i++) square += values[i] * values[i];
             for (int step = KEY_LANES / 2; step; step >>= 1) square += __shfl_xor_sync(~0u, square, step);
-            power = rsqrtf(square / SIZE + given.head_epsilon);
+            power = rsqrtf(square / SIZE + arguments.head_epsilon);
             for (int i = 0; i < 8; i++) values[i] *= power * widen(norm[first + i]);
         }
-        const long long angle = *given.position * ROTARY;
+        const long long angle = *arguments.position * ROTARY;
         for (int i = 0; i < 8; i++) {
             const int k = first + i;
             if (k >= ROTARY) break;
@@ -422,7 +422,7 @@ struct Block {
             const int other = left ? k + ROTARY / 2 : k - ROTARY / 2;
             float partner = __ldcg(head + other);
             if (HEAD_NORM) partner *= power * widen(norm[other]);
-            values[i] = values[i] * given.cos[angle + k] + (left ? -partner : partner) * given.sin[angle + k];
+            values[i] = values[i] * arguments.cos[angle + k] + (left ? -partner : partner) * arguments.sin[angle + k];
         }
     }
 
@@ -430,13 +430,13 @@ struct Block {
     template <typename Ready>
     DEVICE void attend(int layer, int& splits, Ready ready) {
         const half_t* const* weights = shared.table[layer];
-        const int slot = (int)*given.slot, window = (int)(long long)weights[WINDOW];
+        const int slot = (int)*arguments.slot, window = (int)(long long)weights[WINDOW];
         const int begin = window > 0 ? max(slot + 1 - window, 0) : 0, length = slot - begin;
         const int most = max(blocks / HEADS, 1), share = (length + most - 1) / most;
         const int span = max((share + BLOCK_KEYS - 1) / BLOCK_KEYS, 1) * BLOCK_KEYS;
         splits = max((length + span - 1) / span, 1);
-        const int* ids = given.index + *given.lane * (long long)given.index_lane
-                       + *given.iteration * (long long)given.index_iteration;
+        const int* ids = arguments.index + *arguments.lane * (long long)arguments.index_lane
+                       + *arguments.iteration * (long long)arguments.index_iteration;
         half_t* const key_pool = const_cast<half_t*>(weights[KEY_POOL]);
         half_t* const value_pool = const_cast<half_t*>(weights[VALUE_POOL]);
         Keys block;
@@ -450,14 +450,14 @@ struct Block {
             const half_t *keys = key_pool + group * SIZE, *values = value_pool + group * SIZE;
             const int first = begin + split * span, end = min(first + span, slot);
             float query[8], sums[8], top = -INFINITY, total = 0.0f;
-            read_head(given.qkv + head * QUERY_STEP, weights[QUERY_NORM], query);
+            read_head(arguments.qkv + head * QUERY_STEP, weights[QUERY_NORM], query);
             for (int i = 0; i < 8; i++) sums[i] = 0.0f;
             if (split == 0 && warp == 0) {  // the row's own key and value
                 float key[8], score = 0.0f;
-                const float* at = given.qkv + FIRST_KEY + group * QUERY_STEP;
+                const float* at = arguments.qkv + FIRST_KEY + group * QUERY_STEP;
                 read_head(at, weights[KEY_NORM], key);
-                const bool writes = lane < KEY_LANES && head % (HEADS / KEY_HEADS) == 0 && *given.row >= 0;
-                const long long place = (*given.row * KEY_HEADS + group) * SIZE + lane % KEY_LANES * 8;
+                const bool writes = lane < KEY_LANES && head % (HEADS / KEY_HEADS) == 0 && *arguments.row >= 0;
+                const long long place = (*arguments.row * KEY_HEADS + group) * SIZE + lane % KEY_LANES * 8;
                 for (int i = 0; i < 8; i++) {
                     const half_t rounded = narrow(key[i]);
                     const half_t value = narrow(__ldcg(at + VALUE_STEP + lane % KEY_LANES * 8 + i));
@@ -497,7 +497,7 @@ struct Block {
                     top = higher;
                 }
             }
-            merge_block(top, total, sums, given.partial + (head * most + split) * PARTIAL);
+            merge_block(top, total, sums, arguments.partial + (head * most + split) * PARTIAL);
         }
     }
 
@@ -534,7 +534,7 @@ struct Block {
     DEVICE void read_attention(int splits) {
         const int most = max(blocks / HEADS, 1);
         for (int k = 4 * thread; k < WIDTH; k += 4 * THREADS) {
-            const float* part = given.partial + k / SIZE * most * PARTIAL;
+            const float* part = arguments.partial + k / SIZE * most * PARTIAL;
             float level = -INFINITY, total = 0.0f;
             float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             for (int i = 0; i < splits; i++) level = fmaxf(level, __ldcg(part + i * PARTIAL + SIZE));
@@ -568,7 +568,7 @@ struct Block {
         arrive();
         auto vector = [&](int) { return shared.vector; };
         if (PARALLEL) {  // the down product does not need attention
-            read_vector(given.inner, INNER);
+            read_vector(arguments.inner, INNER);
             multiply(DOWN_PRODUCT, 1, vector);
         }
         wait();
@@ -582,7 +582,7 @@ struct Block {
             leave_mlp(number_of_layer);
             arrive();
             wait();
-            read_vector(given.inner, INNER);
+            read_vector(arguments.inner, INNER);
             multiply(DOWN_PRODUCT, 0, vector);
             leave_sum(number_of_layer, DOWN_PRODUCT, DOWN_BIAS);
             arrive();
@@ -595,22 +595,22 @@ struct Block {
         if (lane == 0)
             for (int i = 0; i < SLOTS; i++) init_barrier(&shared.loaded[warp][i]);
         fence_barriers();
-        for (int i = 0; i < EACH; i++) x[i] = widen(given.x[thread + i * THREADS]);
+        for (int i = 0; i < EACH; i++) x[i] = widen(arguments.x[thread + i * THREADS]);
         __syncthreads();
         for (int i = 0; i < SLOTS; i++) load_next();
         for (int i = 0; i < LAYERS; i++) layer(i);
-        const half_t* gains[2] = {given.final_norm, given.final_shift};
+        const half_t* gains[2] = {arguments.final_norm, arguments.final_shift};
         enter(gains, 1, shared.table[LAYERS - 1][AFTER_2], [&] { wait(); return true; });
         for (int i = 0; i < EACH; i++) {
             const int k = thread + i * THREADS;
             if (k % blocks != number) continue;
-            given.stream[k] = narrow(x[i]);
-            given.hidden[k] = narrow(shared.normed[0][stored_at(k)]);
+            arguments.stream[k] = narrow(x[i]);
+            arguments.hidden[k] = narrow(shared.normed[0][stored_at(k)]);
         }
         // The last block to leave resets the counters for the next launch.
         if (thread == 0) {
             __threadfence();
-            if (atomicAdd(given.counter + 1, 1u) == (unsigned)blocks - 1) given.counter[0] = given.counter[1] = 0;
+            if (atomicAdd(arguments.counter + 1, 1u) == (unsigned)blocks - 1) arguments.counter[0] = arguments.counter[1] = 0;
         }
     }
 };
@@ -622,17 +622,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) row_pass(
     const half_t* final_shift, const int* index, const long long* lane, const long long* slot,
     const long long* iteration, const long long* row, const long long* position, const float* cos, const float* sin,
     const float* epsilons, float* scratch, unsigned* counter, int shifted, int index_lane, int index_iteration) {
-    Arguments given;
-    given.x = x, given.hidden = hidden, given.stream = stream, given.final_norm = final_norm;
-    given.final_shift = shifted ? final_shift : nullptr;
-    given.index = index, given.lane = lane, given.slot = slot, given.iteration = iteration, given.row = row;
-    given.position = position, given.cos = cos, given.sin = sin, given.counter = counter;
-    given.epsilon = epsilons[0], given.head_epsilon = epsilons[1];
-    given.index_lane = index_lane, given.index_iteration = index_iteration;
-    given.qkv = scratch;
-    given.inner = given.qkv + QKV;
-    given.delta = given.inner + INNER;
-    given.partial = given.delta + D;
-    Block block(*(Shared*)shared_memory(), given, threadIdx.x, blockIdx.x, gridDim.x);
+    float *const inner = scratch + QKV, *const delta = inner + INNER;
+    const Arguments arguments = {x, final_norm, shifted ? final_shift : nullptr, hidden, stream, index, lane, slot,
+                                 iteration, row, position, cos, sin, scratch, inner, delta + D, delta, counter,
+                                 index_lane, index_iteration, epsilons[0], epsilons[1]};
+    Block block(*(Shared*)shared_memory(), arguments, threadIdx.x, blockIdx.x, gridDim.x);
     block.run(table);
 }
