@@ -35,6 +35,8 @@ _OPT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ff
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 LATENT |= {"num_key_value_heads": 2, "first_k_dense_replace": 2}
 DEEPSEEK_V3 = transformers.DeepseekV3Config(**_SHAPE, **LATENT)
+# Norms also after attention and after the MLP, as in Ouro.
+SANDWICH = transformers.HyperCLOVAXConfig(**_SHAPE, num_key_value_heads=1, attention_multiplier=0.3)
 
 FAMILIES: dict[str, PreTrainedConfig] = {
     "gpt_neox": transformers.GPTNeoXConfig(**_SHAPE),
@@ -65,7 +67,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 
 def stock(family="gpt_neox", *, seed: int = 0, dtype: torch.dtype = torch.float64, **settings) -> PreTrainedModel:
     """Returns a random stock decoder in evaluation mode; in float64 its RMSNorms are float64 too (stock ones round)."""
-    config = copy.deepcopy(DEEPSEEK_V3 if family == "deepseek_v3" else FAMILIES[family])
+    config = copy.deepcopy({"deepseek_v3": DEEPSEEK_V3, "hyperclovax": SANDWICH}.get(family) or FAMILIES[family])
     config.update(settings)
     torch.manual_seed(seed)
     before = torch.get_default_dtype()

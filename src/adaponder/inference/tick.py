@@ -22,7 +22,7 @@ from adaponder.inference.config import EngineShape, eos_ids
 from adaponder.inference.drafting import Drafting
 from adaponder.inference.lanes import Lanes, join_states, resume_state, select_state, store_state
 from adaponder.inference.policies import LanePolicies
-from adaponder.inference.sampler import Features, SamplerState, Scores, prompt_log_probabilities
+from adaponder.inference.sampler import Features, Sampled, SamplerState, Scores, prompt_log_probabilities
 from adaponder.inference.sequence import Chunk
 from adaponder.methods import State
 from adaponder.modeling import AdaPonderForCausalLM
@@ -114,12 +114,17 @@ class TickRunner:
         ]
         rows = TickRows(self, columns, num_decode, cohorts)
         state = self._start(rows, begun.token, state_row, chunks, ids)
-        state, hidden = self._pass(body or self.body, rows, state, context)
+        state = self._pass(body or self.body, rows, state, context)
+        hidden = state.hidden
+        sampled = self._sample(rows, begun, hidden, features) if num_decode else None
+        rows.active = (rows.iteration < rows.last)[:, None]
+        if self.passes > 1:
+            state = self.method.advance(rows, state)
         state = state._replace(hidden=hidden if reads_previous else None)
         extras = Extras()
-        if num_decode:
+        if sampled is not None:
             decoded = select_state(state, slice(num_decode))
-            extras = self._finish_decode(rows, begun, state_row, decoded, hidden, features, log)
+            extras = self._finish_decode(rows, begun, state_row, decoded, sampled(), features, log)
         return extras, self._finish_chunks(chunks, rows, state, hidden)
 
     def _chunk_input(
@@ -161,8 +166,8 @@ class TickRunner:
         states += [chunk.state for chunk in chunks if chunk.state is not None]
         return join_states(states)
 
-    def _pass(self, body: Body, rows: TickRows, state: State, context: int) -> tuple[State, Tensor]:
-        """Runs the backbone and the method's update; returns the state for the next pass and the hidden states."""
+    def _pass(self, body: Body, rows: TickRows, state: State, context: int) -> State:
+        """Runs the backbone; returns the state as the method receives its output."""
         width, num_decode, cohorts = self.width, rows.num_decode, rows.cohorts
         lane, slot, iteration, row = rows.lane, rows.position, rows.iteration, rows.row.flatten()
         if width > 1:
@@ -177,12 +182,28 @@ class TickRunner:
         position = rows.position if width == 1 else rows.position.repeat_interleave(width)
         output = body.forward(state.input.flatten(0, 1), position, ledger, self.pools)
         grid = (len(rows.lane), width, -1)
-        state = self.method.receive(rows, state, Pass(output.hidden.view(grid), output.stream.view(grid)))
-        hidden = state.hidden
-        rows.active = (rows.iteration < rows.last)[:, None]
-        if self.passes > 1:
-            state = self.method.advance(rows, state)
-        return state, hidden
+        return self.method.receive(rows, state, Pass(output.hidden.view(grid), output.stream.view(grid)))
+
+    def _sample(self, rows: TickRows, begun: Begun, hidden: Tensor, features: Features) -> Callable[[], Sampled]:
+        """Begins to sample the next token of each decoding row and returns a function that returns the result.
+
+        In a CUDA graph, sampling is a branch beside the method's update, since neither fills the GPU with few rows.
+        """
+        logits = rows.backbone.decode_logits(hidden)
+        asked = logits, rows.lane[: rows.num_decode], begun.place, features
+        if self.passes == 1 or not (logits.is_cuda and torch.cuda.is_current_stream_capturing()):
+            sampled = self.sampler.choose(*asked)
+            return lambda: sampled
+        main, branch = torch.cuda.current_stream(), torch.cuda.Stream()
+        branch.wait_stream(main)
+        with torch.cuda.stream(branch):
+            sampled = self.sampler.choose(*asked)
+
+        def joined() -> Sampled:
+            main.wait_stream(branch)
+            return sampled
+
+        return joined
 
     def _finish_decode(
         self,
@@ -190,14 +211,13 @@ class TickRunner:
         begun: Begun,
         state_row: Tensor,
         state: State,
-        hidden: Tensor,
+        sampled: Sampled,
         features: Features,
         log: Tensor,
     ) -> Extras:
-        """Samples, then advances each decoding lane to its token's next iteration or to the next token."""
+        """Advances each decoding lane to its token's next iteration or to the sampled token."""
         lanes, num_decode = self.lanes, rows.num_decode
         lane, active = rows.lane[:num_decode], rows.active[:num_decode, 0]
-        sampled = self.sampler.choose(rows.backbone.decode_logits(hidden), lane, begun.place, features)
         if features.penalised:
             self.sampler.record(sampled.token, lane, ~active)
         if self.drafts is not None:
