@@ -19,10 +19,11 @@ from benchmarks.models import ITERATIONS, SHAPES, SHARES, shares_of
 
 # Sides in the engine: our method, the same with drafted tokens, and the plain decoder.
 ENGINE, DRAFTING, VANILLA = "engine", "drafting", "vanilla"
-# Sides outside of it: our ``generate``, and Hugging Face's on the plain decoder.
-PORTABLE, HF = "portable", "hf generate"
+# Sides outside of it: our ``generate``, and Hugging Face's on the plain decoder; compiled, its cache is static.
+PORTABLE, HF, HF_COMPILED = "portable", "hf generate", "hf compiled"
 IN_ENGINE = (ENGINE, DRAFTING, VANILLA)
-PLAIN_SIDES = (VANILLA, HF)
+HF_SIDES = (HF, HF_COMPILED)
+PLAIN_SIDES = (VANILLA, *HF_SIDES)
 STEADY, MEMORY, WHOLE = "steady", "memory", "end to end"
 # Lanes, contexts and lengths of the whole table, and what is enough on a CPU.
 ON_GPU: dict[str, Any] = {"lanes": (1, 4, 16, 64, 256), "contexts": (128, 512, 2048), "new": 128}
@@ -34,7 +35,7 @@ class DecodeCase:
     """A measurement of decoding, with ``lanes`` sequences at a time and prompts of ``context`` tokens.
 
     Attributes:
-        side: the implementation that decodes: one of ``IN_ENGINE``, ``PORTABLE`` and ``HF``.
+        side: the implementation that decodes: one of ``IN_ENGINE``, ``PORTABLE`` and ``HF_SIDES``.
         shape: a name in :data:`SHAPES`, or a checkpoint.
         depth: forced mean depth; ``None``: the model decides.
         kind: ``steady``: every lane decodes. ``memory``: many requests share a KV cache with rows for ``lanes``
@@ -159,7 +160,7 @@ def cases(
 
 def _other_sides(shape: str, lanes: tuple[int, int], context: int, full: float) -> list[DecodeCase]:
     """Returns cases of the plain decoder, of ``generate`` at depth ``full``, and of Hugging Face's ``generate``."""
-    depths = {VANILLA: 1.0, PORTABLE: full, HF: 1.0}
+    depths = {VANILLA: 1.0, PORTABLE: full, HF: 1.0, HF_COMPILED: 1.0}
     return [DecodeCase(side, shape, count, context, depth) for side, depth in depths.items() for count in lanes]
 
 

@@ -22,14 +22,25 @@ from adaponder.inference.request import Request
 from adaponder.methods import method_class
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import ForcedDepths
-from benchmarks.decode import DRAFTING, HF, IN_ENGINE, MEMORY, PLAIN_SIDES, PORTABLE, STEADY, DecodeCase
+from benchmarks.decode import (
+    DRAFTING,
+    HF,
+    HF_COMPILED,
+    HF_SIDES,
+    IN_ENGINE,
+    MEMORY,
+    PLAIN_SIDES,
+    PORTABLE,
+    STEADY,
+    DecodeCase,
+)
 from benchmarks.harness import Row, forget, measure, spread
 from benchmarks.models import build, draw_depths, mean_depth, shape_config
 from benchmarks.serve_client import Answer, percentiles
 
 Numbers = Sequence[float]
 # New tokens of a side outside the engine; fewer for the slow one.
-_NEW = {PORTABLE: 12, HF: 48}
+_NEW = {PORTABLE: 12, HF: 48, HF_COMPILED: 96}
 # Seconds until every lane must decode.
 _LONGEST_WAIT = 120.0
 # Cycles, about 20 ms, for which the device waits before a launch that is timed alone.
@@ -102,7 +113,7 @@ class Sides:
         """Returns the case's model; frees the previous model if it differs."""
         if self.opened is not None:
             return self.opened[0]
-        key = case.side == HF, case.shape, case.side in PLAIN_SIDES
+        key = case.side in HF_SIDES, case.shape, case.side in PLAIN_SIDES
         if self._kept[0] != key:
             self._kept = None, None
             forget(self.device)
@@ -140,12 +151,15 @@ class Sides:
             depths = [draw_depths(case.shares, case.context + new, seed=self.seed + lane) for lane in range(case.lanes)]
             fixed["policy"] = ForcedDepths(torch.tensor(depths, device=self.device))
 
+        compiled = case.side == HF_COMPILED  # transformers compiles the forward of a static cache on a GPU
+        fixed |= {"cache_implementation": "static"} if compiled else {}
+
         @torch.no_grad()
         def generate(new: int) -> None:
             model.generate(ids, max_new_tokens=new, min_new_tokens=new, **fixed)
 
         first = measure(lambda: generate(1), self.device, warmup=1, repeats=1).median
-        timing = measure(lambda: generate(new), self.device, warmup=0, repeats=2)
+        timing = measure(lambda: generate(new), self.device, warmup=int(compiled), repeats=2)
         shares, rates = case.shares or (1.0,), [case.lanes * (new - 1) / max(1e-9, t - first) for t in timing.seconds]
         more = {"resident_lanes": case.lanes, "peak_bytes": timing.peak_bytes, "shares": shares}
         row = as_row(rates, first=[first], between=[case.lanes / rate for rate in rates], **more)
