@@ -110,6 +110,7 @@ def test_a_common_prefix_of_prompts_is_computed_once():
         *(({"policy": policy}, False) for policy in (Random(0.6), lambda rows: rows.gate > 0.5)),
         *((change, False) for change in ({"seed": 1}, {"salt": "mine"}, {"max_iterations": 2}, {"depths": [1]})),
     ],
+    ids=["same", "policy", "rule", "seed", "salt", "iterations", "depths"],
 )
 def test_a_prompt_is_shared_only_where_every_decision_is_equal(change, shares):
     model, engine = opened(lanes=1, prefix_block=4)
