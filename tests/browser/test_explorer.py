@@ -247,6 +247,8 @@ def test_two_rules_side_by_side_and_what_differs(explorer):
     page.set_viewport_size({"width": 390, "height": 844})
     page.evaluate("document.querySelector('#grid-a [data-slot=\"5\"]').click()")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    widths = "all => all.map((label) => label.getBoundingClientRect().width)"
+    assert min(page.eval_on_selector_all("#inspector .chart text", widths)) > 0
     page.click("#inspector .close")
     assert page.is_hidden("#inspector")
     page.click("#compare")
