@@ -2,7 +2,6 @@
 
 import { attribute, h, put } from "./dom.js";
 import { offered, parse, place, told, turned, usual } from "./rules.js";
-import { explained } from "./tips.js";
 
 const STEPS = 1000;
 
@@ -22,7 +21,7 @@ export class Dial {
     );
     this.slider = h("input", { type: "range", id: `${this.name}-dial`, min: 0, max: STEPS, step: 1 });
     this.slider.addEventListener("input", () => this.turnedTo(turned(this.rule, this.slider.value / this.slider.max, model)));
-    this.value = h("output", { class: "reading", for: `${this.name}-dial`, ...explained("") });
+    this.value = h("output", { class: "reading", for: `${this.name}-dial` });
     this.sentence = h("p", { class: "quiet sentence", id: `${this.name}-sentence` });
     this.ends = h("div", { class: "slide" }, h("span", {}, "shallow"), this.slider, h("span", {}, "deep"));
     put(

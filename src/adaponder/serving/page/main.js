@@ -53,6 +53,8 @@ function notice(failure, wait) {
   const then = wait ? ` Trying again in ${Math.ceil(wait)} s.` : "";
   line.textContent = failure ? failure.message.replace(/[.!?]?$/, (end) => end || ".") + then : "";
   line.classList.toggle("waits", Boolean(wait));
+  // The numbers below are those of the text before.
+  byId("work").classList.toggle("stale", Boolean(failure?.tokens));
   if (failure?.tokens) count(failure.tokens);
 }
 
