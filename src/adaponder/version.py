@@ -1,3 +1,3 @@
 """Holds the version, which is written in no other place."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -83,8 +83,9 @@ class Explorer:
         asked: addresses of all requests.
     """
 
-    def __init__(self, browser: Browser, address: str):
-        context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+    def __init__(self, browser: Browser, address: str, **device: Any):
+        device = {"viewport": {"width": 1280, "height": 900}, **device}
+        context = browser.new_context(reduced_motion="reduce", **device)
         context.set_default_timeout(15_000)
         self.address, self.page = address, context.new_page()
         self.heard: list[str] = []

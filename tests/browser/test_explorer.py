@@ -245,8 +245,11 @@ def test_two_rules_side_by_side_and_what_differs(explorer):
     assert len(set(backs)) == len(set(marks))
     # A phone shows all of it without scrolling sideways.
     page.set_viewport_size({"width": 390, "height": 844})
-    page.evaluate("document.querySelector('#grid-a [data-slot=\"5\"]').click()")
+    deepest = explorer.columns().index(ITERATIONS)
+    page.evaluate(f"document.querySelector('#grid-a [data-slot=\"{deepest}\"]').click()")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    widths = "all => all.map((label) => label.getBoundingClientRect().width)"
+    assert min(page.eval_on_selector_all("#inspector .chart text", widths)) > 0
     page.click("#inspector .close")
     assert page.is_hidden("#inspector")
     page.click("#compare")

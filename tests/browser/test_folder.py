@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 RULES = ["gate:0.5", "gate:0.6,0.5,0.4", "fixed:3", "entropy:3", "kl:0.2", "change:0.5", "random:0.6", "exit:0.7"]
+VERDICTS = "all => all.map((one) => one.dataset.verdict)"
 ALPHABETS = [
     "😀👩‍👩‍👧‍👦🏳️‍🌈🇩🇪👍🏽❤️‍🔥½²Ⅷ٣",
     "e\u0301a\u0308n\u0303\u0323\u200d\u200b\ufeff\u00a0\u2003\u3000\u0085\u180e\u2028\u1680 ",
@@ -73,6 +74,12 @@ def visit(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
 def small(method: str = "adaponder") -> Served:
     return Served(small_model(method, 1 if method == "vanilla" else 4), byte_words(), name="small")
+
+
+def shipped_checkpoint(name: str) -> Served:
+    folder = sample_path(name)
+    model, _ = load(str(folder), dtype="float32")
+    return Served(model, tokenizer_of(folder), folder, name=name)
 
 
 def answers(explorer: Explorer, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -160,9 +167,7 @@ def drawn(count: int, *, words: list[str], seed: int = 0) -> list[str]:
 @pytest.mark.one_of(2)
 @pytest.mark.parametrize("name", sorted(NAMES, reverse=True))
 def test_a_shipped_checkpoint_on_two_hundred_texts_and_its_ids_on_two_thousand(visit, name):
-    folder = sample_path(name)
-    model, _ = load(str(folder), dtype="float32")
-    served = Served(model, tokenizer_of(folder), folder, name=name)
+    served = shipped_checkpoint(name)
     words = [*served.tokenizer.get_vocab(), "<|endoftext|>", "zz"]
     texts = drawn(2000, words=words)
     with visit(served) as explorer:
@@ -226,10 +231,12 @@ def test_the_page_types_writes_and_links_without_a_network(visit):
         page.wait_for_selector("#count.over")
         assert page.inner_text("#count").endswith(f"/ {served.tokens} tokens")
         assert str(served.tokens) in page.inner_text("#notice")
+        assert page.locator("#work.stale").count() == 1
         assert explorer.fragment() != link
         page.evaluate("hash => { location.hash = hash; }", link)
         explorer.settle()
         assert explorer.tokens() == written
+        assert page.locator("#work.stale").count() == 0
         assert [url for url in explorer.asked if not url.endswith("icon.svg")] == []
 
 
@@ -256,18 +263,93 @@ def test_half_precision_and_sequential_layers(visit):
     compare(found, expected(served, TEXT, None, full=False))
 
 
+def test_the_page_of_the_sample_opens_on_its_own_texts(visit):
+    served = shipped_checkpoint("sample")
+    assert served.examples is not None
+    with visit(served, "") as explorer:
+        page = explorer.page
+        names = page.eval_on_selector_all(".example", "all => all.map((one) => one.textContent)")
+        assert names == [example["name"] for example in served.examples["examples"]]
+        assert page.inner_text("#about") == served.examples["about"]
+        texts = served.examples["examples"][0]["texts"]
+        for text in [*texts, texts[0]]:
+            explorer.until(f"document.getElementById('text').value === {json.dumps(text)}")
+            page.click(f"text={names[0]}")
+
+
+def test_both_texts_of_a_comparison_have_their_answers_marked(visit):
+    with visit(shipped_checkpoint("sample-hops"), "") as explorer:
+        page = explorer.page
+        page.click("#compare")
+        page.select_option("#B-rule", "fixed")
+        page.evaluate("""() => { const dial = document.getElementById("B-dial");
+            dial.value = 0; dial.dispatchEvent(new Event("input")); }""")
+        explorer.until("document.querySelectorAll('#copy .token[data-depth=\"1\"]').length > 40")
+        first, second = (page.eval_on_selector_all(f"{side} [data-verdict]", VERDICTS) for side in ("#mirror", "#copy"))
+        assert len(first) == len(second) == 6
+        assert second.count("right") < first.count("right")
+        assert f"{second.count('right')} of 6 answers right" in page.inner_text("#summary-b")
+        # A question that A answers right and B wrong: the inspector says both.
+        wrong = next(slot for slot, pair in enumerate(zip(first, second, strict=True)) if pair == ("right", "wrong"))
+        answer = page.locator("#mirror [data-verdict]").nth(wrong).get_attribute("data-slot")
+        page.evaluate(f"document.querySelector('#grid-a [data-slot=\"{int(answer) - 1}\"]').click()")
+        shown = page.inner_text("#inspector")
+        assert ("right." in shown, "wrong." in shown) == (True, True)
+        # What the model gave a letter that a puzzle draws at random is no finding.
+        page.evaluate("document.querySelector('#grid-a [data-slot=\"3\"]').click()")
+        assert "The model gave it" not in page.inner_text("#inspector")
+
+
+def test_explanations_are_reached_by_touch_and_by_keyboard(browser, tmp_path):
+    write_page(shipped_checkpoint("sample-hops"), tmp_path / "out", source="sample-hops")
+    with hosted(tmp_path / "out") as address:
+        explorer = Explorer(browser, address, viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+        explorer.open("#text=b%20c%20.%20%7C%20b&a=fixed:4")
+        page = explorer.page
+        explorer.until("document.querySelectorAll('#summary-a li[data-tip]').length === 3")
+        targets = [
+            "li[data-count='0'] >> nth=2",
+            ".keys [data-tip]",
+            *(f".stat >> nth={n} >> dt > span" for n in range(4)),
+        ]
+        words = [
+            "after 3 reads",
+            "keeps its keys and values",
+            "on average",
+            "predicts",
+            "a plain model",
+            "keys and values",
+        ]
+        for target, word in zip(targets, words, strict=True):
+            assert page.is_hidden("#tip")
+            page.tap(target)
+            assert page.is_visible("#tip")
+            assert word in page.inner_text("#tip").lower()
+            box = page.locator("#tip").bounding_box()
+            assert box["x"] >= 0
+            assert box["x"] + box["width"] <= 390
+            page.tap("h1")
+        page.select_option("#A-rule", "gate")
+        page.tap("#dial-a output")
+        assert "halts" in page.inner_text("#tip")
+        page.keyboard.press("Escape")
+        assert page.is_hidden("#tip")
+        page.focus("#A-dial")
+        page.keyboard.press("Tab")
+        assert page.is_visible("#tip")
+        explorer.check()
+        page.context.close()
+
+
 def test_the_page_of_puzzles_opens_on_one_and_marks_the_answers(visit):
     """Examples come with the checkpoint; right answers are computed from the text, and losses are of answers."""
-    folder = sample_path("sample-hops")
-    model, _ = load(str(folder), dtype="float32")
-    served = Served(model, tokenizer_of(folder), folder, name="sample-hops")
+    served = shipped_checkpoint("sample-hops")
     with visit(served, "") as explorer:
         page = explorer.page
         first = explorer.text()
         answer = expected(served, first, None)
         loss = [token["nll"] for token in answer["tokens"][first.split().index("|") + 2 :: 2]]
-        marks = "all => all.map((one) => one.dataset.verdict)"
-        verdicts = page.eval_on_selector_all("#mirror [data-verdict]", marks)
+        verdicts = page.eval_on_selector_all("#mirror [data-verdict]", VERDICTS)
         assert (len(verdicts), explorer.stat("Loss")) == (6, f"{sum(loss) / 6:.3f}")
         assert f"{verdicts.count('right')} of 6 answers right" in page.inner_text("#summary-a")
         spent, full, plain = (answer["usage"][f"flops{name}"] for name in ("", "_full_depth", "_vanilla"))
@@ -280,7 +362,7 @@ def test_the_page_of_puzzles_opens_on_one_and_marks_the_answers(visit):
         explorer.fill(first + " qq zz")
         page.select_option("#A-rule", "fixed")
         explorer.dial(0)
-        assert "wrong" in page.eval_on_selector_all("#mirror [data-verdict]", marks)
+        assert "wrong" in page.eval_on_selector_all("#mirror [data-verdict]", VERDICTS)
         assert page.eval_on_selector_all("#mirror .unknown", "all => all.map((one) => one.textContent)") == ["qq", "zz"]
         page.set_viewport_size({"width": 390, "height": 844})
         page.evaluate("document.querySelector('#grid-a [data-slot=\"40\"]').click()")

@@ -91,17 +91,21 @@ class Served:
 def examples_of(folder: Path) -> dict[str, Any] | None:
     """Returns the texts that the page offers: a checkpoint's ``examples.json``; ``None`` if it has none.
 
-    ``{"answers": "hops", "examples": [{"name": "New puzzle", "texts": [...]}]}``; with ``answers`` the page checks
-    the model's answers to puzzles of that kind.
+    ``{"about": "A puzzle: ...", "answers": "hops", "examples": [{"name": "New puzzle", "texts": [...]}]}``: ``about``
+    stands above the text; with ``answers`` the page checks the model's answers to puzzles of that kind.
     """
     path = folder / EXAMPLES
     if not path.is_file():
         return None
     content = read_json(path)
-    listed = content.get("examples")
+    about, answers, listed = (content.get(name) for name in ("about", "answers", "examples"))
     if not listed or not isinstance(listed, list) or not all(map(_is_example, listed)):
         raise CheckpointError(f'{path} must hold {{"examples": [{{"name": …, "texts": […]}}]}}; correct or remove it')
-    return {"answers": content.get("answers"), "examples": listed}
+    if not isinstance(about, str | None):
+        raise CheckpointError(f"{path}: about must be a text; correct or remove it")
+    if answers not in (None, "hops"):
+        raise CheckpointError(f'{path}: answers={answers!r} must be "hops" or absent')
+    return {"about": about, "answers": answers, "examples": listed}
 
 
 def _is_example(entry: Any) -> bool:

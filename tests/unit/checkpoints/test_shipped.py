@@ -18,6 +18,7 @@ from adaponder.data.puzzles import BAR, STOP, Hops
 from adaponder.errors import CheckpointError, InputError
 from adaponder.evaluation.lab import profiles
 from adaponder.recipes import load_recipe
+from adaponder.serving.served import examples_of
 from experiments.queue import identity, read_queue
 
 ROOT = Path(__file__).parents[3]
@@ -26,7 +27,7 @@ RECORD = ROOT / "experiments" / "records" / "sample-python-closed-seed-0.json"
 
 
 @pytest.mark.parametrize(
-    ("folder", "apart", "size"), [(SAMPLE, {"profiles.json"}, 8e6), (HOPS, {"examples.json"}, 2e6)]
+    ("folder", "apart", "size"), [(SAMPLE, {"profiles.json", "examples.json"}, 8e6), (HOPS, {"examples.json"}, 2e6)]
 )
 def test_they_are_whole_and_small(folder, apart, size):
     verify_files(folder)
@@ -49,6 +50,13 @@ def test_a_name_means_a_folder_here_first_and_its_full_name_always_the_package(t
     (tmp_path / name).write_text("")
     with pytest.raises(InputError, match=f"comes with adaponder is adaponder:{name}"):
         fetch(name)
+
+
+def test_the_page_of_the_sample_opens_on_text_that_it_was_not_trained_on():
+    first = examples_of(SAMPLE)["examples"][0]["texts"]
+    held_out = (SAMPLE / TEXT).read_text()
+    assert first
+    assert all(text in held_out for text in first)
 
 
 def test_the_text_of_a_sample_is_its_own_and_other_names_are_refused(tmp_path, monkeypatch):

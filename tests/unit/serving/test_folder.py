@@ -92,11 +92,18 @@ def test_the_command_writes_weights_as_they_are_and_refuses_too_many(tmp_path, m
     assert not (tmp_path / "other").exists()
 
 
-DAMAGED = ["{}", '{"examples": []}', '{"examples": [{"name": "a", "texts": [""]}]}', '{"examples": [7]}']
+DAMAGED = [
+    ("{}", "must hold"),
+    ('{"examples": []}', "must hold"),
+    ('{"examples": [{"name": "a", "texts": [""]}]}', "must hold"),
+    ('{"examples": [7]}', "must hold"),
+    ('{"about": 7, "examples": [{"name": "a", "texts": ["a"]}]}', "about"),
+    ('{"answers": "hop", "examples": [{"name": "a", "texts": ["a"]}]}', "answers='hop'"),
+]
 
 
-@pytest.mark.parametrize("content", DAMAGED)
-def test_damaged_examples_of_a_checkpoint_are_refused(tmp_path, content):
+@pytest.mark.parametrize(("content", "wrong"), DAMAGED)
+def test_damaged_examples_of_a_checkpoint_are_refused(tmp_path, content, wrong):
     (tmp_path / EXAMPLES).write_text(content)
-    with pytest.raises(CheckpointError, match=r"examples\.json must hold"):
+    with pytest.raises(CheckpointError, match=rf"examples\.json:? {wrong}"):
         examples_of(tmp_path)

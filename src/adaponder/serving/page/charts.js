@@ -42,7 +42,7 @@ export function gateChart(gates, thresholds, deepest) {
   const drawn = decades.filter((_, index) => -floor <= 3 || (decades.length - 1 - index) % 2 === 0);
   const value = (gate, index) => {
     const left = count > 1 && index === count - 1;
-    return s("text", { class: left ? "value left" : "value", x: across(index, count) + (left ? -9 : 9), y: y(gate) - 6 }, short(gate));
+    return s("text", { class: left ? "value before" : "value", x: across(index, count) + (left ? -9 : 9), y: y(gate) - 6 }, short(gate));
   };
   const said = gates.map((gate, index) => `after read ${index + 1}: ${short(gate)}`).join(", ");
   return frame(

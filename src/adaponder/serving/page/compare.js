@@ -4,9 +4,9 @@ import * as api from "./api.js";
 import { Dial, equalBudget } from "./dial.js";
 import { byId, onPointer } from "./dom.js";
 import { Grid } from "./grid.js";
+import { marked } from "./puzzle.js";
 import { question, Reader } from "./reader.js";
 import { offered, usual } from "./rules.js";
-import { figure } from "./spelling.js";
 import { set, state } from "./state.js";
 import { summarise } from "./summary.js";
 import { pieces, Spans } from "./text.js";
@@ -18,7 +18,7 @@ export class Comparison {
     this.grid = new Grid(byId("grid-b"), { name: "b", hovered, selected });
     this.reader = new Reader({
       shown: (answer) => {
-        this.reading = answer;
+        this.reading = marked(answer, this.model);
         this.draw();
         drawn();
       },
@@ -122,9 +122,7 @@ export class Comparison {
     button.disabled = true;
     try {
       const measure = async (rule) => (await api.score(question(state, rule))).mean_depth;
-      const { rule, depth } = await equalBudget(state.b, this.model, target, measure);
-      set({ b: rule });
-      button.title = `Mean depth ${figure(depth)} for ${figure(target)}`;
+      set({ b: await equalBudget(state.b, this.model, target, measure) });
     } catch (failure) {
       this.notice(failure);
     } finally {

@@ -1,10 +1,9 @@
 // The dial of one rule: which rule, and how deep; to the right is always deeper.
 
-import { h, put } from "./dom.js";
+import { attribute, h, put } from "./dom.js";
 import { offered, parse, place, told, turned, usual } from "./rules.js";
 
 const STEPS = 1000;
-const THRESHOLD = "After each read the rule gives the token a number; what lies on the far side of the threshold is not read again";
 
 export class Dial {
   /** `turnedTo(rule)` is called with the rule that was chosen; `match()` where there is another one to match. */
@@ -23,14 +22,14 @@ export class Dial {
     this.slider = h("input", { type: "range", id: `${this.name}-dial`, min: 0, max: STEPS, step: 1 });
     this.slider.addEventListener("input", () => this.turnedTo(turned(this.rule, this.slider.value / this.slider.max, model)));
     this.value = h("output", { class: "reading", for: `${this.name}-dial` });
-    this.sentence = h("p", { class: "quiet sentence", id: `${this.name}-sentence`, title: THRESHOLD });
+    this.sentence = h("p", { class: "quiet sentence", id: `${this.name}-sentence` });
     this.ends = h("div", { class: "slide" }, h("span", {}, "shallow"), this.slider, h("span", {}, "deep"));
     put(
       this.element,
       h("label", { class: "sr", for: `${this.name}-rule` }, `Rule ${this.name}`),
       this.choice,
       h("label", { class: "sr", for: `${this.name}-dial` }, `Depth by rule ${this.name}`),
-      this.match && h("button", { type: "button", class: "match", id: "match", title: "Turn this dial until both have the same mean depth on this text", onclick: this.match }, "Equal budget"),
+      this.match && h("button", { type: "button", class: "match", id: "match", "data-tip": "Turns this dial until both texts have the same mean depth", onclick: this.match }, "Equal budget"),
       this.ends,
       this.value,
       this.sentence,
@@ -41,11 +40,13 @@ export class Dial {
   show(rule) {
     if (!this.model || !rule) return;
     this.rule = rule;
-    const { word, value, text, scale, symbol, steps } = parse(rule);
+    const { word, value, text, scale, symbol, steps, meaning } = parse(rule);
     const { sentence } = told(rule);
     this.choice.value = word;
     this.ends.hidden = !scale;
     this.value.textContent = scale ? `${symbol} ${Number.isFinite(value) ? value : text}` : "";
+    attribute(this.value, "data-tip", meaning ?? null);
+    attribute(this.value, "tabindex", meaning ? 0 : null);
     this.sentence.textContent = `${sentence[0].toUpperCase()}${sentence.slice(1)}.`;
     const most = steps ? Math.max(1, steps(this.model)) : STEPS;
     this.slider.max = String(most);
@@ -56,15 +57,14 @@ export class Dial {
 
 /**
  * The rule of the same word whose mean depth on a text comes nearest to `target`: halves the dial as often as `tries`
- * says. `measure(rule)` returns a mean depth; deeper is always to the right.
+ * says. `measure(rule)` resolves to a mean depth; deeper is always to the right.
  */
 export async function equalBudget(rule, model, target, measure, tries = 11) {
   const { scale, steps } = parse(rule);
-  if (!scale) return { rule, depth: await measure(rule) };
+  if (!scale) return rule;
   if (steps) {
     const all = Array.from({ length: model.iterations }, (_, index) => `${parse(rule).word}:${index + 1}`);
-    const near = all.reduce((best, one) => (Math.abs(parse(one).value - target) < Math.abs(parse(best).value - target) ? one : best));
-    return { rule: near, depth: parse(near).value };
+    return all.reduce((best, one) => (Math.abs(parse(one).value - target) < Math.abs(parse(best).value - target) ? one : best));
   }
   let [low, high] = [0, 1];
   let best = null;
@@ -76,5 +76,5 @@ export async function equalBudget(rule, model, target, measure, tries = 11) {
     if (depth < target) low = (low + high) / 2;
     else high = (low + high) / 2;
   }
-  return best;
+  return best.rule;
 }

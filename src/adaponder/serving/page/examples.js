@@ -1,11 +1,11 @@
-// Texts to begin with: those of the checkpoint, or these of Python.
+// Texts to begin with: those of the checkpoint, else these.
 
 /** The examples of a model, `{name, texts}`: of several texts each call for one shows another. */
 export function examplesOf(model) {
-  return model.examples?.examples ?? PYTHON.map(({ name, text }) => ({ name, texts: [text] }));
+  return model.examples?.examples ?? GENERAL.map(({ name, text }) => ({ name, texts: [text] }));
 }
 
-const PYTHON = [
+const GENERAL = [
   {
     name: "Python",
     text: `import os
@@ -41,20 +41,6 @@ blue = 3
 red = 1
 green = 2
 blue = 3
-`,
-  },
-  {
-    name: "Arithmetic",
-    text: `>>> 7 * 8
-56
->>> 12 + 30
-42
->>> 99 - 1
-98
->>> 6 * 7
-42
->>> 250 // 4
-62
 `,
   },
   {

@@ -12,7 +12,6 @@ const EARLIER = 3;
 
 function heading(token, slot, count, deepest, close) {
   const chip = h("span", { class: "chip" }, visible(token.text, 40));
-  if (token.unknown) chip.title = "The tokenizer does not know this word: the model reads one token for all unknown words";
   wear(chip, token.depth, deepest);
   const reads = token.depth ? `read ${token.depth}× of ${deepest}` : "not read yet";
   return h(
@@ -24,8 +23,9 @@ function heading(token, slot, count, deepest, close) {
   );
 }
 
-function surprise(token) {
-  if (token.nll === null || token.nll === undefined) return null;
+/** What the model gave a token; of a puzzle only answers can be expected. */
+function surprise(token, puzzle) {
+  if (token.nll === null || token.nll === undefined || (puzzle && !token.verdict)) return null;
   const odds = `The model gave it ${percentFine(Math.exp(-token.nll))} (${figure(token.nll)} nats).`;
   return h("p", { class: "quiet" }, odds);
 }
@@ -35,16 +35,17 @@ function asked({ question }) {
   if (!question) return null;
   const { needed, answer, says } = question;
   const verdict = says === answer ? "right" : `wrong: it is ${answer}`;
-  return h("p", { class: "quiet" }, `Asks for ${needed} ${needed === 1 ? "hop" : "hops"}. The model answers ${says}, `, h("strong", {}, verdict), ".");
+  return h("p", { class: "quiet" }, `This question takes ${needed} ${needed === 1 ? "hop" : "hops"}. The model answers ${says}, `, h("strong", {}, verdict), ".");
 }
 
 /** How the second rule of a comparison read the same token. */
 function second(other, slot, deepest) {
   const token = other?.tokens[slot];
   if (!token) return null;
-  const next = other.tokens[slot + 1];
-  const loss = next ? `, and then had a loss of ${figure(next.nll)} nats on the next` : "";
-  return h("p", { class: "quiet" }, `B read it ${token.depth}× of ${deepest}${loss}.`);
+  const next = other.answers ? null : other.tokens[slot + 1];
+  let then = next ? `, and then had a loss of ${figure(next.nll)} nats on the next` : "";
+  if (token.question) then = ` and answers ${token.question.says}, ${token.question.says === token.question.answer ? "right" : "wrong"}`;
+  return h("p", { class: "quiet" }, `B read it ${token.depth}× of ${deepest}${then}.`);
 }
 
 function percentFine(share) {
@@ -70,7 +71,9 @@ function gatesOf(token, rule, deepest) {
 function guesses(token, next, replace) {
   if (!token.iteration_top?.length) return null;
   const last = token.iteration_top.length - 1;
-  const rows = token.iteration_top.map((top, index) =>
+  const shown = token.iteration_top.map((top, index) => top.slice(0, index === last ? LAST : EARLIER));
+  const framed = next && shown.flat().some((guess) => guess.id === next.id);
+  const rows = shown.map((top, index) =>
     h(
       "li",
       {},
@@ -78,7 +81,7 @@ function guesses(token, next, replace) {
       h(
         "span",
         { class: "guesses" },
-        top.slice(0, index === last ? LAST : EARLIER).map((guess) => {
+        top.map((guess) => {
           const share = Math.exp(guess.logprob);
           const true_ = next && guess.id === next.id;
           return h(
@@ -88,7 +91,6 @@ function guesses(token, next, replace) {
               class: true_ ? "guess true" : "guess",
               "--share": share,
               "data-id": guess.id,
-              title: true_ ? "This is what comes next" : "Write this next and continue from there",
               "aria-label": `${spoken(guess.text)}, ${percentFine(share)}${true_ ? ", this comes next" : ""}`,
               onclick: () => replace(guess),
             },
@@ -104,7 +106,7 @@ function guesses(token, next, replace) {
     {},
     h("h3", {}, "What comes next? After each read"),
     h("ol", { class: "tops" }, rows),
-    h("p", { class: "quiet" }, "Choose one to write it here and continue."),
+    h("p", { class: "quiet" }, `${framed ? "The framed one comes next in the text. " : ""}Choose one to write it here and continue.`),
   );
 }
 
@@ -160,13 +162,14 @@ export function inspect(element, { reading, other, slot, deepest, halts, rule, f
   put(
     element,
     heading(token, slot, reading.tokens.length, deepest, hands.close),
-    surprise(token),
+    token.unknown && h("p", { class: "quiet" }, "The tokenizer does not know this word: the model reads one token for all unknown words."),
+    surprise(token, reading.answers),
     asked(token),
     second(other?.tokens.length === reading.tokens.length ? other : null, slot, deepest),
     actions(slot, deepest, halts, forced[slot], hands),
     guesses(token, next, (guess) => hands.replace(slot, guess)),
     gatesOf(token, rule, deepest),
-    gain(token, next, deepest),
+    reading.answers && !token.question ? null : gain(token, next, deepest),
     token.iteration_top ? null : h("p", { class: "quiet later" }, "Predictions and full depth follow when the text rests."),
   );
   if (focused !== undefined) element.querySelector(`[data-force="${focused}"]`)?.focus();

@@ -9,7 +9,7 @@ import { json, offer, png, svgText } from "./export.js";
 import { Grid } from "./grid.js";
 import { inspect } from "./inspector.js";
 import { paint } from "./palette.js";
-import { judge } from "./puzzle.js";
+import { marked } from "./puzzle.js";
 import { always, question, Reader } from "./reader.js";
 import { offered, runs, usual } from "./rules.js";
 import { scaled, written } from "./spelling.js";
@@ -17,6 +17,7 @@ import { address, fromFragment, keepAddress, set, state, watch } from "./state.j
 import { sentence, summarise } from "./summary.js";
 import { Editor } from "./text.js";
 import { startTheme } from "./theme.js";
+import { startTips } from "./tips.js";
 import { Desk } from "./desk.js";
 
 let model = null;
@@ -52,6 +53,8 @@ function notice(failure, wait) {
   const then = wait ? ` Trying again in ${Math.ceil(wait)} s.` : "";
   line.textContent = failure ? failure.message.replace(/[.!?]?$/, (end) => end || ".") + then : "";
   line.classList.toggle("waits", Boolean(wait));
+  // The numbers below are those of the text before.
+  byId("work").classList.toggle("stale", Boolean(failure?.tokens));
   if (failure?.tokens) count(failure.tokens);
 }
 
@@ -101,9 +104,7 @@ function draw() {
 function shown(answer, detailed) {
   // What the detailed answer adds to the same tokens stays until its successor is there.
   if (!detailed && reading?.full_loss !== undefined && answer.loss === reading.loss) answer.full_loss = reading.full_loss;
-  reading = answer;
-  for (const token of reading.tokens) if (token.id === model.unknown) token.unknown = true;
-  if (model.examples?.answers === "hops") judge(reading);
+  reading = marked(answer, model);
   // Exact tokens say what the text is: writing may have completed a character that it had left unfinished before.
   if (state.ids) set({ text: reading.tokens.map((token) => token.text).join("") });
   draw();
@@ -190,7 +191,7 @@ function firstLook() {
   if (!matchMedia("(min-width: 1081px)").matches || state.selected !== null || !reading) return;
   const rank = (slot) => 1000 * reading.tokens[slot].depth + (reading.tokens[slot + 1]?.nll ?? 0);
   const slots = reading.tokens.map((_, slot) => slot).slice(0, -1);
-  if (slots.length) set({ selected: slots.reduce((best, slot) => (rank(slot) > rank(best) ? slot : best)) });
+  if (slots.length) choose(slots.reduce((best, slot) => (rank(slot) > rank(best) ? slot : best)));
 }
 
 /** Goes to what an address says; rules that this model cannot run are replaced by its own, depths are left out. */
@@ -240,6 +241,9 @@ function offerExamples() {
 
 function introduce() {
   document.title = `${model.name} – AdaPonder`;
+  byId("about").textContent = model.examples?.about ?? "";
+  byId("about").hidden = !model.examples?.about;
+  if (!model.halts) byId("lede").textContent = `This one reads every token ${model.iterations === 1 ? "once" : `${model.iterations} times`}. Type, and look at its predictions.`;
   const reads = model.iterations === 1 ? "1 read" : `up to ${model.iterations} reads`;
   put(byId("model"), h("strong", {}, model.name), ` ${scaled(model.parameters, " parameters")} · ${reads} per token`);
   for (const axis of [byId("axis"), byId("axis-b")]) {
@@ -278,5 +282,6 @@ async function start() {
 
 byId("privacy").textContent = api.PRIVACY;
 startTheme(byId("theme"));
+startTips();
 wireTools();
 start();

@@ -15,11 +15,18 @@ function questions(words) {
   return found;
 }
 
+/** Marks unknown words of a reading and, for a model of puzzles, right and wrong answers; returns the reading. */
+export function marked(reading, model) {
+  for (const token of reading.tokens) if (token.id === model.unknown) token.unknown = true;
+  if (model.examples?.answers === "hops") judge(reading);
+  return reading;
+}
+
 /**
  * Marks what a reading answers: the token of an answer gets a `verdict`, the token that asks a `question`, the reading
  * `answers` with how many are right and their mean loss.
  */
-export function judge(reading) {
+function judge(reading) {
   const { tokens } = reading;
   const losses = [];
   let [right, count] = [0, 0];

@@ -14,11 +14,14 @@ const logarithmic = (low, high) => ({
 
 const digits = (value) => Number(value.toPrecision(3));
 
+const THRESHOLD = "After each read the rule computes a number for each token. Once the number crosses this threshold, the token is not read again.";
+
 const KNOWN = {
   gate: {
     name: "Learned gate",
     says: (value) => `a token is read again while its gate is at least ${value}`,
     symbol: "τ",
+    meaning: "After each read a small network, the gate, gives each token a number between 0 and 1. Below this threshold the token halts: it is not read again.",
     scale: () => logarithmic(0.999, 1e-5),
     round: digits,
     start: (model) => model.tau ?? 0.5,
@@ -27,6 +30,7 @@ const KNOWN = {
     name: "Exit probability",
     says: (value) => `a token exits once its exit probability adds up to ${value}`,
     symbol: "q",
+    meaning: THRESHOLD,
     scale: () => linear(0.01, 1),
     round: digits,
     start: () => 0.5,
@@ -46,6 +50,7 @@ const KNOWN = {
     name: "Entropy",
     says: (value) => `a token is read again while the prediction's entropy is at least ${value} nats`,
     symbol: "H",
+    meaning: THRESHOLD,
     scale: (model) => linear(Math.log(model.vocabulary ?? 50000), 0),
     round: digits,
     start: () => 2,
@@ -54,6 +59,7 @@ const KNOWN = {
     name: "Divergence",
     says: (value) => `a token is read again while the last read moved its prediction by ${value} nats or more`,
     symbol: "KL",
+    meaning: THRESHOLD,
     scale: () => logarithmic(10, 1e-4),
     round: digits,
     start: () => 0.05,
@@ -62,6 +68,7 @@ const KNOWN = {
     name: "Change of state",
     says: (value) => `a token is read again while the last read moved its state by ${value} of its length or more`,
     symbol: "Δ",
+    meaning: THRESHOLD,
     scale: () => logarithmic(2, 1e-3),
     round: digits,
     start: () => 0.2,
@@ -78,6 +85,7 @@ const KNOWN = {
     name: "Budget",
     says: (value) => `thresholds calibrated for a mean depth of ${value}`,
     symbol: "mean depth",
+    meaning: "Thresholds of the gates that gave this mean depth on other text. On this text it may differ.",
     scale: (model) => linear(1, model.iterations),
     round: (value) => Math.round(value * 20) / 20,
     start: (model) => calibrated(model).sort((one, other) => one.budget - other.budget)[0].budget,

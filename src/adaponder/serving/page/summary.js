@@ -3,6 +3,7 @@
 import { h, put } from "./dom.js";
 import { wear } from "./palette.js";
 import { figure, percent, scaled } from "./spelling.js";
+import { explained } from "./tips.js";
 
 /** Numbers of tokens of depth 1 … deepest. */
 export function histogram(tokens, deepest) {
@@ -11,7 +12,13 @@ export function histogram(tokens, deepest) {
   return counts;
 }
 
-function bars(tokens, deepest) {
+/** Why no token has a depth, where others were read more often. */
+function skipped(depth, policy) {
+  const why = policy?.startsWith("gate:") ? "every token that was read so often had a gate at or above the threshold" : "by this rule every token was read again";
+  return `No token stopped after ${depth} ${depth === 1 ? "read" : "reads"}: ${why}.`;
+}
+
+function bars({ tokens, policy }, deepest) {
   const counts = histogram(tokens, deepest);
   const most = Math.max(1, ...counts);
   return counts.map((count, index) => {
@@ -19,28 +26,26 @@ function bars(tokens, deepest) {
     const swatch = h("span", { class: "swatch" }, `${index + 1}×`);
     wear(bar, index + 1, deepest);
     wear(swatch, index + 1, deepest);
-    let label = `${count} of ${tokens.length} tokens are read ${index + 1} ${index ? "times" : "time"}`;
-    if (!count && counts.slice(index + 1).some(Boolean)) {
-      label += `: whenever one was read ${index + 1}×, its gate was still at or above the threshold, and it was read again`;
-    }
-    return h("li", { title: label, "aria-label": label, "data-count": count }, swatch, bar, h("span", { class: "count" }, String(count)));
+    const label = `${count} of ${tokens.length} tokens are read ${index + 1} ${index ? "times" : "time"}`;
+    const why = !count && counts.slice(index + 1).some(Boolean) ? explained(skipped(index + 1, policy)) : {};
+    return h("li", { "aria-label": label, "data-count": count, ...why }, swatch, bar, h("span", { class: "count" }, String(count)));
   });
 }
 
-function stat(name, value, note, title) {
+function stat(name, value, note, meaning) {
   return h(
     "div",
-    { class: "stat", "data-stat": name, title },
-    h("dt", {}, name),
+    { class: "stat", "data-stat": name },
+    h("dt", {}, h("span", explained(meaning), name)),
     h("dd", {}, h("span", { class: "value" }, value), h("span", { class: "note" }, note)),
   );
 }
 
-const UNKNOWN = "Text that the tokenizer does not know: the model reads one and the same token for all of it";
-
-const LOSS = "Mean negative log-likelihood of each token given those before it";
-const ANSWERS = "Mean negative log-likelihood of the answers; nothing else of a puzzle can be known beforehand";
-const KEPT = "A token that halts keeps the keys and values of its last read, and later reads of other tokens use them again";
+const DEPTH = "How many times a token was read, on average.";
+const UNKNOWN = "Words that the tokenizer does not know: the model reads one and the same token for all of them.";
+const LOSS = "How badly the model predicts each token from those before it: the mean negative log-likelihood. Lower is better.";
+const ANSWERS = "How badly the model predicts the answers: their mean negative log-likelihood. The rest of a puzzle is random and does not count.";
+const KEPT = "A token that halts keeps the keys and values of its last read. Other tokens attend to them in later reads, without computing them again.";
 
 const saved = (used, full) => (full ? 1 - used / full : 0);
 const sign = (value, digits = 2) => {
@@ -52,21 +57,18 @@ function costs(reading, other, deepest) {
   const { usage } = reading;
   const flops = saved(usage.flops, usage.flops_full_depth);
   const memory = saved(usage.kv_bytes, usage.kv_bytes_full_depth);
+  const spent = `${scaled([usage.flops, usage.flops_full_depth], "FLOP")} that ${deepest} reads of every token would cost. A plain model reads each token once.`;
+  let notes = [`than ${deepest}× for all; ${figure(usage.flops / usage.flops_vanilla, 1)}× a plain model`, scaled([usage.kv_bytes, usage.kv_bytes_full_depth], "B", 1024)];
   if (other) {
     const points = (mine, theirs) => `${sign(100 * (mine - theirs), 0)} points vs. A`;
-    return [
-      ["FLOPs saved", percent(flops), points(flops, saved(other.usage.flops, other.usage.flops_full_depth))],
-      ["K/V saved", percent(memory), points(memory, saved(other.usage.kv_bytes, other.usage.kv_bytes_full_depth))],
+    notes = [
+      points(flops, saved(other.usage.flops, other.usage.flops_full_depth)),
+      points(memory, saved(other.usage.kv_bytes, other.usage.kv_bytes_full_depth)),
     ];
   }
   return [
-    [
-      "FLOPs saved",
-      percent(flops),
-      `than ${deepest}× for all; ${figure(usage.flops / usage.flops_vanilla, 1)}× a plain model`,
-      `${scaled([usage.flops, usage.flops_full_depth], "FLOP")} at ${deepest} reads of every token; a plain model reads each once`,
-    ],
-    ["K/V saved", percent(memory), scaled([usage.kv_bytes, usage.kv_bytes_full_depth], "B", 1024), KEPT],
+    ["FLOPs saved", percent(flops), notes[0], spent],
+    ["K/V saved", percent(memory), notes[1], KEPT],
   ];
 }
 
@@ -77,19 +79,20 @@ export function summarise(element, reading, deepest, other = null) {
     return;
   }
   const gap = other ? `${sign(reading.mean_depth - other.mean_depth)} vs. A` : `of at most ${deepest}`;
-  let loss = "nats per token";
-  if (other) loss = `${sign(reading.loss - other.loss, 3)} vs. A`;
-  else if (reading.full_loss !== null && reading.full_loss !== undefined) loss = `${figure(reading.full_loss, 3)} at full depth`;
   const { answers } = reading;
-  if (answers && !other) loss = `${answers.right} of ${answers.count} answers right`;
+  const counted = (one) => (one.answers ?? one).loss;
+  let loss = "nats per token";
+  if (other) loss = `${sign(counted(reading) - counted(other), 3)} vs. A`;
+  else if (reading.full_loss !== null && reading.full_loss !== undefined) loss = `${figure(reading.full_loss, 3)} at full depth`;
+  if (answers) loss = `${answers.right} of ${answers.count} answers right${other ? `; ${loss}` : ""}`;
   put(
     element,
-    h("ol", { class: "histogram", "aria-label": "Tokens by depth" }, bars(reading.tokens, deepest)),
+    h("ol", { class: "histogram", "aria-label": "Tokens by depth" }, bars(reading, deepest)),
     h(
       "dl",
       { class: "stats" },
-      stat("Mean depth", figure(reading.mean_depth), gap),
-      stat("Loss", figure(answers && !other ? answers.loss : reading.loss, 3), loss, answers ? ANSWERS : LOSS),
+      stat("Mean depth", figure(reading.mean_depth), gap, DEPTH),
+      stat("Loss", figure(counted(reading), 3), loss, answers ? ANSWERS : LOSS),
       ...(reading.unknown_tokens ? [stat("Unknown", String(reading.unknown_tokens), "tokens", UNKNOWN)] : []),
       ...costs(reading, other, deepest).map((entry) => stat(...entry)),
     ),
