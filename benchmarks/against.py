@@ -140,8 +140,7 @@ def main(
         raise typer.BadParameter("name a checkout of another commit")
     results = []
     for name in case or ["tiny"]:
-        result = compare(other.resolve(), name, device=device, rounds=rounds, steps=steps)
-        results.append(result)
+        results.append(result := compare(other.resolve(), name, device=device, rounds=rounds, steps=steps))
         spread = f"{min(result['ratios']):.3f} to {max(result['ratios']):.3f}"
         print(f"{name:20} this {1e3 * result['this']:9.2f} ms   other {1e3 * result['other']:9.2f} ms", end="   ")
         print(f"ratio {result['ratio']:.4f} ({spread})", flush=True)

@@ -22,25 +22,12 @@ from adaponder.inference.request import Request
 from adaponder.methods import method_class
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import ForcedDepths
-from benchmarks.decode import (
-    DRAFTING,
-    HF,
-    HF_COMPILED,
-    HF_SIDES,
-    IN_ENGINE,
-    MEMORY,
-    PLAIN_SIDES,
-    PORTABLE,
-    STEADY,
-    DecodeCase,
-)
+from benchmarks.decode import DRAFTING, HF, HF_COMPILED, MEMORY, OUTSIDE, PLAIN_SIDES, STEADY, DecodeCase
 from benchmarks.harness import Row, forget, measure, spread
 from benchmarks.models import build, draw_depths, mean_depth, shape_config
 from benchmarks.serve_client import Answer, percentiles
 
 Numbers = Sequence[float]
-# New tokens of a side outside the engine; fewer for the slow one.
-_NEW = {PORTABLE: 12, HF: 48, HF_COMPILED: 96}
 # Seconds until every lane must decode.
 _LONGEST_WAIT = 120.0
 # Cycles, about 20 ms, for which the device waits before a launch that is timed alone.
@@ -95,7 +82,7 @@ class Sides:
     def measure(self, case: DecodeCase) -> Row:
         """Returns the measured fields of a case's row."""
         try:
-            row, shares, context = self._in_engine(case) if case.side in IN_ENGINE else self._outside(case)
+            row, shares, context = self._in_engine(case) if case.side not in OUTSIDE else self._outside(case)
         except BaseException:
             self._kept = None, None
             raise
@@ -113,7 +100,7 @@ class Sides:
         """Returns the case's model; frees the previous model if it differs."""
         if self.opened is not None:
             return self.opened[0]
-        key = case.side in HF_SIDES, case.shape, case.side in PLAIN_SIDES
+        key = case.side in (HF, HF_COMPILED), case.shape, case.side in PLAIN_SIDES
         if self._kept[0] != key:
             self._kept = None, None
             forget(self.device)
@@ -142,7 +129,7 @@ class Sides:
 
     def _outside(self, case: DecodeCase) -> tuple[Row, Sequence[float], float]:
         """Measures a case without the engine, from the first new token to the last; returns as :meth:`_in_engine`."""
-        new, model = _NEW[case.side], self._model(case)
+        new, model = OUTSIDE[case.side], self._model(case)
         generator = torch.Generator().manual_seed(self.seed)
         shape = case.lanes, case.context
         ids = torch.randint(self._config(case).vocab_size, shape, generator=generator).to(self.device)

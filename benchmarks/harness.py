@@ -263,19 +263,17 @@ class Run:
 
     def _earlier_rows(self) -> dict[str, Row]:
         """Returns the rows of ``--resume`` by name; raises if they were measured under other conditions."""
-        path = getattr(self.options, "resume", None)
-        if path is None:
+        if (path := getattr(self.options, "resume", None)) is None:
             return {}
         earlier = read_json(path)
-        for name in ("command", "commit", "versions", "seed", "tested"):
-            if earlier[name] != self.record[name]:
-                raise InputError(f"--resume {path}: {name} was {earlier[name]}, and is {self.record[name]} now")
-        if (device := earlier["hardware"]["device"]) != self.hardware["device"]:
-            raise InputError(f"--resume {path}: the device was {device}, and is {self.hardware['device']} now")
+        same = ("command", "commit", "versions", "seed", "tested")
+        facts = [(name, earlier[name], self.record[name]) for name in same]
+        facts.append(("device", earlier["hardware"]["device"], self.hardware["device"]))
         how = ("dtype", "tokens", "scenario", "warmup", "repeats")
-        then, now = ({name: x["settings"].get(name) for name in how} for x in (earlier, self.record))
-        if then != now:
-            raise InputError(f"--resume {path}: settings were {then}, and are {now} now")
+        facts += [(name, earlier["settings"].get(name), self.record["settings"].get(name)) for name in how]
+        for name, then, now in facts:
+            if then != now:
+                raise InputError(f"--resume {path}: {name} was {then}, and is {now} now")
         rows = [row for row in earlier["metrics"]["rows"] if row.get("works", True)]
         return {row.get("name") or row["variant"]: row for row in rows}
 

@@ -58,9 +58,7 @@ class StepOptions(Common):
         list[str] | None, Option("--set", metavar="a.b=c", help=f"Change a field of the recipe{SEVERAL}")
     ] = None
     batch: Annotated[int | None, Option(metavar="N", min=1, help="Sequences at once; default: micro_batch.")] = None
-    keep: Annotated[str | None, Option(metavar="1,.5,…", help="Share of random tokens that each iteration reads.")] = (
-        None
-    )
+    keep: Annotated[str | None, Option(metavar="1,.5,…", help="Share of tokens that each iteration reads.")] = None
     compiles: Annotated[bool, Option("--compile/--no-compile", help="Measure compiled variants, too.")] = True
 
     @cached_property
@@ -263,8 +261,8 @@ def flops_per_token(recipe: Recipe, variant: Variant, depths: Tensor | None = No
 def compare_with_plain(rows: list[Row]) -> None:
     """Fills in each row's speed and memory relative to both plain versions, eager and compiled."""
     harness.add_ratios(rows, PLAIN, times_plain="tokens_per_second", memory_of_plain="peak_bytes")
-    fields = {"times_compiled_plain": "tokens_per_second", "memory_of_compiled_plain": "peak_bytes"}
-    harness.add_ratios(rows, COMPILED_PLAIN, **fields)
+    of_compiled = {"times_compiled_plain": "tokens_per_second", "memory_of_compiled_plain": "peak_bytes"}
+    harness.add_ratios(rows, COMPILED_PLAIN, **of_compiled)
 
 
 def prefill(options: StepOptions) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from adaponder.analysis.tables import spearman
 from adaponder.methods import method_class
 from experiments.evidence import Evidence
 from experiments.judging import NONE, shown
@@ -74,9 +75,7 @@ def rank_correlation(by_depth: Sequence[Sequence[int]], needed: Needed) -> float
     """Returns Spearman's correlation of depth and needed depth over questions; ``None`` if either is constant."""
     rows = zip(needed, by_depth, strict=True)
     cells = [(need, depth, n) for need, counts in rows if need is not None for depth, n in enumerate(counts, 1)]
-    questions = np.repeat([cell[:2] for cell in cells], [cell[2] for cell in cells], axis=0) if cells else []
-    ranks = pd.DataFrame(questions, columns=pd.Index(["need", "depth"])).rank()
-    return float(ranks.corr().to_numpy()[0, 1]) if (ranks.nunique() > 1).all() else None
+    return spearman(*np.array(cells).T) if cells else None
 
 
 class Aims(NamedTuple):

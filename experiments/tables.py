@@ -10,21 +10,10 @@ from typing import Any
 
 import pandas as pd
 
+from experiments import statistics as stats
 from experiments.evidence import Evidence
 from experiments.judging import NONE, judge, shown
 from experiments.queue import Experiment
-from experiments.statistics import (
-    FAILS,
-    HOLDS,
-    MARGIN,
-    NOT_RUN,
-    POWER,
-    UNRESOLVED,
-    detectable,
-    power_of_equality,
-    seeds_for,
-    seeds_for_equality,
-)
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
@@ -118,7 +107,7 @@ def settings_table(evidence: Evidence, rows: Sequence[str], columns: Sequence[st
 
     def cell(name: str, column: str, points: pd.DataFrame) -> str:
         if points.empty:
-            return NOT_RUN if column == columns[0] else NONE
+            return stats.NOT_RUN if column == columns[0] else NONE
         if column in CELLS:
             return CELLS[column](evidence, name, points)
         base = column.removeprefix("minus ")
@@ -257,11 +246,11 @@ def noise_table(evidence: Evidence) -> list[str]:
             noise = evidence.pools[corpus][pool][0]
             if noise is not None:
                 error = noise.error(seeds)
-                cells = [f"{noise.deviation:.4f}", str(noise.freedom), f"{detectable(error, noise.freedom):.4f}"]
-                cells += [f"{power_of_equality(error, noise.freedom):.2f}", str(seeds_for_equality(noise))]
-                rows.append([f"{corpus or 'mixed'}, {what}", *cells, str(seeds_for(0.003, noise))])
-    head = ["corpus", "residual deviation", "degrees of freedom", f"difference found with probability {POWER:g}"]
-    head += [f"power of “equal within {MARGIN:g}”", "seeds that equality needs", "seeds that 0.003 needs"]
+                cells = [f"{noise.deviation:.4f}", str(noise.freedom), f"{stats.detectable(error, noise.freedom):.4f}"]
+                cells += [f"{stats.power_of_equality(error, noise.freedom):.2f}", str(stats.seeds_for_equality(noise))]
+                rows.append([f"{corpus or 'mixed'}, {what}", *cells, str(stats.seeds_for(0.003, noise))])
+    head = ["corpus", "residual deviation", "degrees of freedom", f"difference found with probability {stats.POWER:g}"]
+    head += [f"power of “equal within {stats.MARGIN:g}”", "seeds that equality needs", "seeds that 0.003 needs"]
     return markdown(head, rows)
 
 
@@ -277,9 +266,9 @@ def analyses_table(evidence: Evidence) -> list[str]:
         verdicts = [judge(other, statement["tests"])[0] for statement in evidence.claims["statements"]]
         before = before or verdicts
         changed = [f"{i}: {new}" for i, (old, new) in enumerate(zip(before, verdicts, strict=True), 1) if old != new]
-        counts = [str(verdicts.count(verdict)) for verdict in (HOLDS, FAILS, UNRESOLVED)]
+        counts = [str(verdicts.count(verdict)) for verdict in (stats.HOLDS, stats.FAILS, stats.UNRESOLVED)]
         rows.append([what, *counts, "; ".join(changed) or NONE])
-    return markdown(["noise", HOLDS, FAILS, UNRESOLVED, "statements (by number) that change"], rows)
+    return markdown(["noise", stats.HOLDS, stats.FAILS, stats.UNRESOLVED, "statements (by number) that change"], rows)
 
 
 def reruns(evidence: Evidence) -> list[str]:

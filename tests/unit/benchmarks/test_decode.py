@@ -178,10 +178,10 @@ def test_a_checkpoint_decides_its_own_depths(tmp_path):
 
 
 def test_hugging_face_decodes_the_plain_shape(monkeypatch):
-    monkeypatch.setattr(decode_sides, "_NEW", dict.fromkeys(decode_sides._NEW, 4))
+    monkeypatch.setattr(decode_sides, "OUTSIDE", dict.fromkeys(decode.OUTSIDE, 4))
     how = {"warmup": 0, "repeats": 1, "part": 2}
     sides = decode_sides.Sides(torch.device("cpu"), torch.float32, 0, 1e9, how)
-    for side in (*decode.HF_SIDES, decode.VANILLA):
+    for side in (decode.HF, decode.HF_COMPILED, decode.VANILLA):
         row = sides.measure(DecodeCase(side, "tiny", 2, 6, 1.0))
         assert row["tokens_per_second"] > 0
         assert row["mean_depth"] == 1.0
