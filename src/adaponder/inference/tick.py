@@ -26,6 +26,7 @@ from adaponder.inference.sampler import Features, Sampled, SamplerState, Scores,
 from adaponder.inference.sequence import Chunk
 from adaponder.methods import State
 from adaponder.modeling import AdaPonderForCausalLM
+from adaponder.ops.dispatch import runs_unproven
 from adaponder.ops.lanes import Begun, begin_rows, book_rows, end_rows, ponder_rows
 from adaponder.ops.ledger_attention import Cohort, LedgerRows
 from adaponder.ops.precision import widened
@@ -191,7 +192,8 @@ class TickRunner:
         """
         logits = rows.backbone.decode_logits(hidden)
         asked = logits, rows.lane[: rows.num_decode], begun.place, features
-        if self.passes == 1 or not (logits.is_cuda and torch.cuda.is_current_stream_capturing()):
+        captured = logits.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self.passes == 1 or not captured or not runs_unproven():
             sampled = self.sampler.choose(*asked)
             return lambda: sampled
         main, branch = torch.cuda.current_stream(), torch.cuda.Stream()

@@ -53,6 +53,11 @@ def runs_fused(like: Tensor, *_: object, **__: object) -> bool:
     return not torch.compiler.is_compiling() and has_kernels(like) and compute_dtype(like) in _FUSED_DTYPES
 
 
+def runs_unproven() -> bool:
+    """Returns whether paths may run that no GPU has timed yet (``ADAPONDER_UNPROVEN=1``); they pass the CPU's tests."""
+    return os.environ.get("ADAPONDER_UNPROVEN") == "1"
+
+
 def on_device_of(tensor: Tensor) -> AbstractContextManager:
     """Context manager that makes the tensor's device current, because Triton launches on the current device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

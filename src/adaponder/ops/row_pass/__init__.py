@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from adaponder.ops.cuda import CompileError, Kernel, compile_source
-from adaponder.ops.dispatch import has_kernels
+from adaponder.ops.dispatch import has_kernels, runs_unproven
 from adaponder.ops.ledger_attention import LedgerRows, Projection
 from adaponder.ops.row_linear import Linear, Norm, Piece
 
@@ -169,6 +169,8 @@ def build_row_pass(decoder: Decoder) -> RowPass | str:
     like = decoder.norm.weight
     if not has_kernels(like):
         return "no CUDA device"
+    if not runs_unproven():
+        return "ADAPONDER_UNPROVEN is not 1"
     properties = torch.cuda.get_device_properties(like.device)
     if properties.major != 9:
         return f"compute capability {properties.major}.{properties.minor}"
