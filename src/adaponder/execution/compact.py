@@ -154,8 +154,9 @@ class Packed(Sparse):
         stored_index = self.stored().flatten()[index].nonzero().squeeze(1) if self.reuse == "kv" else None
         rows = self._present(index)
         # With reuse="absent" no token attends to halted ones; none ever attends to padding.
-        present = self.active if self.reuse == "absent" else None if tokens.plain else tokens.real
-        key, sequence, lanes = Places(tokens.slot, tokens.order, tokens.document, present), rows // time, None
+        present = self.active if self.reuse == "absent" else None if tokens.unpadded else tokens.real
+        key = Places(tokens.slot, tokens.order, tokens.document, present, tokens.spans)
+        sequence, lanes = rows // time, None
         if self.backbone.unfolds and not self.pads:
             # Sequences with nothing to compute are left out: their keys need not be unfolded.
             lanes, sequence = sequence.unique(return_inverse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.compiler import is_exporting
 
 from adaponder.errors import CacheError, InputError
 from adaponder.execution.ledger import Ledger
+from adaponder.ops.masks import spans_of
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,11 @@ class Tokens:
     def plain(self) -> bool:
         """Whether there is no padding, no packed document and no cached token: an ordinary causal pass."""
         return self.unpadded and self.document is None and not self.past
+
+    @cached_property
+    def spans(self) -> Tensor | None:
+        """The documents as :func:`adaponder.ops.masks.spans_of` describes them."""
+        return None if self.document is None else spans_of(self.document)
 
     @property
     def last_slot(self) -> int:
