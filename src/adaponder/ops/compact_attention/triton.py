@@ -83,8 +83,8 @@ def gradients(
     constants = _constants(query, keys, rows, BACKWARD_WARPS)
     sequences, slots = rows.key.slot.shape
     blocks = triton.cdiv(slots, constants["KEYS"])
-    # For each block of keys, the first query that sees it and the end of those that do: queries are ordered by sequence
-    # and slot.
+    # For each block of keys, the first query that sees some of it, the first that sees all of it, and the end of those
+    # that see it: queries are ordered by sequence and slot.
     place = rows.sequence * slots + rows.query.slot[0]
     base = torch.arange(sequences, device=place.device)[:, None] * slots
     low = base + torch.arange(blocks, device=place.device) * constants["KEYS"]
@@ -92,8 +92,8 @@ def gradients(
     if rows.key.spans is not None:
         last = pad(rows.key.spans[2], (0, blocks * constants["KEYS"] - slots)).unflatten(1, (blocks, -1)).amax(2)
         high = base + last + 1
-    edges = torch.stack((low, high.expand_as(low))).flatten()
-    row_ranges = torch.searchsorted(place, edges)
+    whole = (low + constants["KEYS"] - 1).minimum(base + slots - 1)
+    row_ranges = torch.searchsorted(place, torch.stack((low, whole, high.expand_as(low))).flatten())
     with on_device_of(query):
         _query_kernel[(triton.cdiv(count, constants["ROWS"]), heads)](
             *inputs, grad_query, *_places(rows), count, scale, *strides, **constants
@@ -302,10 +302,8 @@ def _query_kernel(
     exists, inside = row < count, part < SIZE
     sequence = tl.load(sequences + row, mask=exists, other=-1)
     slot = tl.load(slots + row, mask=exists, other=-1).to(tl.int32)
-    q, g, level, along = _queries(
-        query, grads, normaliser, alongs, row, exists, head, part, inside, query_row, query_head, grad_row, grad_head,
-        HEADS,
-    )  # fmt: skip
+    q, g, level, along = _queries(query, grads, normaliser, alongs, row, exists, head, part, inside,
+                                  query_row, query_head, grad_row, grad_head, HEADS)  # fmt: skip
     document = _of_rows(spans, 0, sequence, slot, length, exists, DOCUMENTS)
     opening = _of_rows(spans, tokens, sequence, slot, length, exists, DOCUMENTS)
     sums = tl.zeros([ROWS, PADDED], tl.float32)
@@ -316,9 +314,13 @@ def _query_kernel(
         seen = tl.max(tl.where(member, slot, -1), 0) + 1
         key_base = keys + which * key_sequence + (head // GROUPS) * key_head
         value_base = values + which * value_sequence + (head // GROUPS) * value_head
-        low = 0
-        if DOCUMENTS:
-            low, _ = _ranges(slot, member, exists, opening, seen, HOLES, DOCUMENTS, KEYS)
+        low, plain = _ranges(slot, member, exists, opening, seen, HOLES, DOCUMENTS, KEYS)
+        for start in range(0, plain, KEYS):
+            column = start + tl.arange(0, KEYS)
+            k = _load(key_base + column[:, None] * key_slot + part[None, :], inside[None, :], SIZE == PADDED)
+            v = _load(value_base + column[:, None] * value_slot + part[None, :], inside[None, :], SIZE == PADDED)
+            weight, slope = _weights(q, k, v, g, level, along, scale, PRECISION)
+            sums += tl.dot((weight * slope).to(k.dtype), k, input_precision=PRECISION)
         for start in range(low, seen, KEYS):
             column = start + tl.arange(0, KEYS)
             there = (column < seen)[:, None] & inside[None, :]
@@ -335,7 +337,7 @@ def _query_kernel(
 @triton.jit
 def _key_kernel(
     query, keys, values, grads, normaliser, alongs, grad_keys, grad_values,
-    row_ranges,  # for each block of keys: the first query that sees it, and the end of those that do
+    row_ranges,  # for each block of keys: first queries that see some of it, and all of it, and the end of both
     all_blocks,
     sequences, slots, present, present_sequence, spans, tokens,
     length,  # slots per sequence
@@ -360,23 +362,27 @@ def _key_kernel(
     here = present + which * present_sequence
     key_sums = tl.zeros([KEYS, PADDED], tl.float32)
     value_sums = tl.zeros([KEYS, PADDED], tl.float32)
-    first, end = tl.load(row_ranges + block), tl.load(row_ranges + all_blocks + block)
+    first, end = tl.load(row_ranges + block), tl.load(row_ranges + 2 * all_blocks + block)
+    plain = end
+    if not (HOLES or DOCUMENTS):
+        plain = first + tl.cdiv(tl.load(row_ranges + all_blocks + block) - first, ROWS) * ROWS
     for group in range(GROUPS):
         head = key_group * GROUPS + group
-        for begin in range(first, end, ROWS):
-            row = begin + tl.arange(0, ROWS)
-            exists = row < end
-            slot = tl.load(slots + row, mask=exists, other=-1).to(tl.int32)
-            q, g, level, along = _queries(
-                query, grads, normaliser, alongs, row, exists, head, part, inside, query_row, query_head, grad_row,
-                grad_head, HEADS,
-            )  # fmt: skip
-            weight, slope = _weights(q, k, v, g, level, along, scale, PRECISION)
-            document = _of_rows(spans, 0, which, slot, length, exists, DOCUMENTS)
-            mask = _visible(column, slot, exists, document, here, spans, which, length, HOLES, DOCUMENTS)
-            weight = tl.where(mask, weight, 0.0)
-            value_sums += tl.dot(tl.trans(weight.to(g.dtype)), g, input_precision=PRECISION)
-            key_sums += tl.dot(tl.trans((weight * slope).to(q.dtype)), q, input_precision=PRECISION)
+        for phase in tl.static_range(2):
+            # Rows that see the whole block need no mask; rows beyond the end are zeros, which add nothing.
+            for begin in range(first if phase == 0 else plain, plain if phase == 0 else end, ROWS):
+                row = begin + tl.arange(0, ROWS)
+                exists = row < end
+                q, g, level, along = _queries(query, grads, normaliser, alongs, row, exists, head, part, inside,
+                                              query_row, query_head, grad_row, grad_head, HEADS)  # fmt: skip
+                weight, slope = _weights(q, k, v, g, level, along, scale, PRECISION)
+                if phase == 0:
+                    slot = tl.load(slots + row, mask=exists, other=-1).to(tl.int32)
+                    document = _of_rows(spans, 0, which, slot, length, exists, DOCUMENTS)
+                    mask = _visible(column, slot, exists, document, here, spans, which, length, HOLES, DOCUMENTS)
+                    weight = tl.where(mask, weight, 0.0)
+                value_sums += tl.dot(tl.trans(weight.to(g.dtype)), g, input_precision=PRECISION)
+                key_sums += tl.dot(tl.trans((weight * slope).to(q.dtype)), q, input_precision=PRECISION)
     into = which * into_sequence + key_group * into_head + column[:, None] * into_slot + part[None, :]
     tl.store(grad_keys + into, key_sums * scale, mask=there)
     tl.store(grad_values + into, value_sums, mask=there)
