@@ -75,7 +75,8 @@ class Trainer:
         self.micro_batches = MicroBatches(self.recipe, self.sampler, self.world)
         self.tally = Tally()
         self.wrapped: nn.Module | None = None
-        self.last_step: tuple[Tensor, Tensor] | None = None  # gradient norm and loss, not yet checked
+        self.last_step: Tensor | None = None  # gradient norm and loss on their way to the host, not yet checked
+        self.arrival: torch.cuda.Event | None = None  # of these
         self.logged: int | None = None  # the last step with a line of metrics
         self.before: dict[str, Any] | None = None  # validation of the initial checkpoint
         self.after: dict[str, Any] | None = None  # the latest validation
@@ -157,7 +158,9 @@ class Trainer:
         self.tally.tokens += train.global_batch * self.recipe.data.sequence
         # The previous step is checked while this one runs: a NaN is noticed one step late, but always before a save.
         self.require_finite()
-        self.last_step = norm.detach(), total
+        self.last_step = torch.stack((norm.detach(), total.to(norm.dtype))).to("cpu", non_blocking=True)
+        # Reading a number otherwise would wait for everything launched so far.
+        self.arrival = torch.cuda.current_stream().record_event() if norm.is_cuda else None
         if self.controller and self.controller.due(step):
             self.controller.turn(self.world.sum(self.controller.sums))
 
@@ -212,7 +215,9 @@ class Trainer:
         """Raises if the gradient norm of the last step is not finite. Earlier steps are already checked."""
         if self.last_step is None:
             return
-        step, norm, loss = self.step - 1, *map(float, self.last_step)
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        step, norm, loss = self.step - 1, *self.last_step.tolist()
         self.last_step = None
         if math.isfinite(norm):
             return
