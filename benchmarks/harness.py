@@ -57,6 +57,16 @@ def measure(step: Callable[[], object], device: torch.device, *, warmup: int, re
     """Times each of ``repeats`` steps after ``warmup`` steps, without synchronising with a GPU in between."""
     for _ in range(warmup):
         step()
+    # As in training: the garbage collector need not visit what the warm-up has compiled.
+    gc.collect()
+    gc.freeze()
+    try:
+        return _time_repeats(step, device, repeats)
+    finally:
+        gc.unfreeze()
+
+
+def _time_repeats(step: Callable[[], object], device: torch.device, repeats: int) -> Timing:
     if device.type != "cuda":
         clock = [time.perf_counter()]
         for _ in range(repeats):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import time
@@ -91,15 +92,23 @@ class Trainer:
 
     def train(self) -> bool:
         """Takes all remaining steps, phase by phase. Returns false if stopped before the last step."""
-        for phase in phases(self.recipe.train):
-            if self.step >= phase.end:
-                continue
-            self._enter(phase.backbone_trains)
-            while self.step < phase.end:
-                self._one_step()
-                if self._after_step(phase.end):
-                    return False
-        return True
+        try:
+            for phase in phases(self.recipe.train):
+                if self.step >= phase.end:
+                    continue
+                self._enter(phase.backbone_trains)
+                first = self.step
+                while self.step < phase.end:
+                    self._one_step()
+                    if self.step == first:
+                        # Compiled graphs are a million objects that stay: the garbage collector need not visit them.
+                        gc.collect()
+                        gc.freeze()
+                    if self._after_step(phase.end):
+                        return False
+            return True
+        finally:
+            gc.unfreeze()
 
     def _enter(self, backbone_trains: bool) -> None:
         """Begins a phase: sets which parameters train, wraps the model in DDP or FSDP, and builds the optimizer."""
