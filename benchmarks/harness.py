@@ -55,16 +55,26 @@ def spread(values: Sequence[float]) -> float:
 
 def measure(step: Callable[[], object], device: torch.device, *, warmup: int, repeats: int) -> Timing:
     """Times each of ``repeats`` steps after ``warmup`` steps, without synchronising with a GPU in between."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     for _ in range(warmup):
         step()
+    # As in training: the garbage collector need not visit what the warm-up has compiled.
+    gc.collect()
+    gc.freeze()
+    try:
+        return _time_repeats(step, device, repeats)
+    finally:
+        gc.unfreeze()
+
+
+def _time_repeats(step: Callable[[], object], device: torch.device, repeats: int) -> Timing:
     if device.type != "cuda":
         clock = [time.perf_counter()]
         for _ in range(repeats):
             step()
             clock.append(time.perf_counter())
         return Timing([after - before for before, after in pairwise(clock)], None)
-    # The last warm-up may still be running, but memory is counted when it is allocated.
-    torch.cuda.reset_peak_memory_stats(device)
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     for mark in marks[:-1]:
         mark.record()
@@ -72,7 +82,9 @@ def measure(step: Callable[[], object], device: torch.device, *, warmup: int, re
     marks[-1].record()
     torch.cuda.synchronize(device)
     seconds = [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
-    return Timing(seconds, torch.cuda.max_memory_allocated(device))
+    # The memory of a CUDA graph counts as allocated only while it is captured, but nothing else can use it.
+    torch.cuda.empty_cache()
+    return Timing(seconds, max(torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)))
 
 
 def if_it_fits(compute: Callable[[], Item]) -> Item | None:

@@ -76,6 +76,22 @@ def batches(recipe: Recipe, batch: int, device: torch.device) -> Iterator[tuple[
     return itertools.cycle([(row[:, :-1], row[:, 1:]) for row in tokens])
 
 
+# Masks of a batch: documents of 512 tokens on average, or padding of up to a quarter of each sequence.
+DOCUMENTS, PADDING = "packed documents", "left padding"
+
+
+def mask_inputs(kind: str, recipe: Recipe, batch: int, device: torch.device) -> dict[str, Tensor]:
+    """Returns the arguments of a forward that mask attention; none if ``kind`` is empty."""
+    if not kind:
+        return {}
+    generator, time = torch.Generator().manual_seed(recipe.train.seed), recipe.data.sequence
+    if kind == DOCUMENTS:
+        starts = torch.rand(batch, time, generator=generator) < 1 / 512
+        return {"document_ids": starts.cumsum(1).to(device)}
+    padding = torch.randint(1 + time // 4, (batch, 1), generator=generator)
+    return {"attention_mask": (torch.arange(time) >= padding).long().to(device)}
+
+
 def choose_depths(keep: Sequence[float], recipe: Recipe, batch: int) -> Tensor:
     """Returns random depths (:func:`depths_of`); raises unless ``keep`` falls from 1, with a share per iteration."""
     text, iterations = "--keep " + ",".join(f"{share:g}" for share in keep), config_of(recipe, METHOD).iterations

@@ -18,11 +18,12 @@ from adaponder.methods.cost import cost_of
 from adaponder.policies import ForcedDepths
 from adaponder.recipes import Recipe, load_recipe
 from adaponder.terminal import console, line
+from adaponder.training.graphs import StepGraphs, add_gradients
 from adaponder.training.schedule import build_optimizer
 from benchmarks import harness, models
 from benchmarks.cli import numbers
 from benchmarks.harness import SEVERAL, Common, Row, Run, number, ratio, speed
-from benchmarks.models import METHOD, PLAIN
+from benchmarks.models import DOCUMENTS, METHOD, PADDING, PLAIN
 
 COMPILED_PLAIN = f"{PLAIN}, compiled"
 _TRAIN_COLUMNS = {
@@ -120,6 +121,8 @@ class Variant:
         checkpointing: keeps the activations of one pass at a time and recomputes the others.
         memory_budget: the share of a compiled pass's activations that is kept; the rest is recomputed.
         keep_logits: keeps the vocabulary's logits of every iteration for backward.
+        cuda_graphs: runs forward and backward of a training step as CUDA graphs.
+        masked: why attention is masked, ``DOCUMENTS`` or ``PADDING``; empty: it is causal.
     """
 
     method: str
@@ -128,6 +131,8 @@ class Variant:
     checkpointing: bool = False
     memory_budget: float = 1.0
     keep_logits: bool = False
+    cuda_graphs: bool = False
+    masked: str = ""
 
     @property
     def graphs(self) -> tuple[Any, ...]:
@@ -141,6 +146,7 @@ class Variant:
         words = [self.method, {None: "eager", "layer": "compiled"}.get(self.by, f"compiled by {self.by}")]
         words += [f"memory budget {self.memory_budget:g}" if self.memory_budget != 1 else ""]
         words += ["checkpointed" * self.checkpointing, "logits kept" * self.keep_logits, self.execution or ""]
+        words += ["CUDA graphs" * self.cuda_graphs, self.masked]
         return ", ".join(filter(None, words))
 
     def build(self, recipe: Recipe, device: torch.device) -> Any:
@@ -201,10 +207,13 @@ def train(options: StepOptions) -> dict[str, Any]:
     best = Variant(METHOD, options.by, None if depths is None else "dense")
     ponder, compact = Variant("ponder", options.by), replace(best, execution="compact")
     speeds = {row["variant"]: row["tokens_per_second"] for row in rows}
+    fast = [replace(variant, cuda_graphs=True).name for variant in (best, compact)]
     ratios = {"adaponder_over_ponder": ratio(speeds.get(best.name), speeds.get(ponder.name))}
     if depths is not None:
         flops = [flops_per_token(recipe, variant, depths) for variant in (best, compact)]
         ratios["compact_over_dense"] = ratio(speeds.get(compact.name), speeds.get(best.name))
+        if fast[0] in speeds:
+            ratios["compact_over_dense_as_graphs"] = ratio(speeds.get(fast[1]), speeds[fast[0]])
         ratios["compact_over_dense_by_flops"] = flops[0] / flops[1]
     bench.keep(**ratios)
     return bench.finish()
@@ -218,11 +227,19 @@ def train_variants(by: str | None, device: torch.device, *, halting: bool = Fals
     """
     plain = [Variant(PLAIN, None), *([Variant(PLAIN)] if by else [])]
     ponder, best = (Variant(method, by) for method in ("ponder", METHOD))
+    compiled_on_gpu = by is not None and device.type == "cuda"
     if halting:
-        return [*plain, ponder, *(replace(best, execution=execution) for execution in ("dense", "compact"))]
+        ways = [replace(best, execution=execution) for execution in ("dense", "compact")]
+        if compiled_on_gpu:
+            ways += [replace(way, cuda_graphs=True) for way in ways] + [replace(way, masked=DOCUMENTS) for way in ways]
+        return [*plain, ponder, *ways]
     ours = [Variant(METHOD, None)] if by else []
     ours += [ponder, best, replace(best, keep_logits=True), replace(best, checkpointing=True)]
-    return [*plain, *ours, *([replace(best, memory_budget=0.5)] if by and device.type == "cuda" else [])]
+    if compiled_on_gpu:
+        ours += [replace(best, masked=kind) for kind in (DOCUMENTS, PADDING)]
+        ours += [replace(best, keep_logits=kept, cuda_graphs=True) for kept in (False, True)]
+        ours += [replace(best, memory_budget=0.5)]
+    return [*plain, *ours]
 
 
 def training_step(
@@ -234,20 +251,36 @@ def training_step(
     """
     settings, model, draws = recipe.train, variant.build(recipe, device), models.batches(recipe, batch, device)
     optimizer = build_optimizer(model, settings)
-    how: dict[str, Any] = {"execution": variant.execution or "dense", "output_logits": False}
+    execution = variant.execution or "dense"
+    how: dict[str, Any] = {"output_logits": False}
     how["objective"] = Objective(ponder_weight=settings.ponder_weight, ponder_fraction=settings.k_max)
     if depths is not None and variant.method == METHOD:
         how["policy"] = ForcedDepths(depths.to(device))
 
-    def step() -> Tensor:
-        ids, targets = next(draws)
+    masks = models.mask_inputs(variant.masked, recipe, batch, device)
+    graphs = StepGraphs(model, execution, patience=1) if variant.cuda_graphs else None
+
+    def forward(inputs: dict[str, Tensor], execution: Any) -> Any:
         with autocast(settings.dtype, device):
-            loss = model(ids, targets) if variant.method == PLAIN else model(ids, targets=targets, **how).loss
-        loss.backward()
+            return model(**inputs, execution=execution, **how)
+
+    def backward(ids: Tensor, targets: Tensor) -> Any:
+        if variant.method == PLAIN:
+            with autocast(settings.dtype, device):
+                loss = model(ids, targets)
+            loss.backward()
+            return loss
+        inputs = {"input_ids": ids, "targets": targets, **masks}
+        if graphs is not None:
+            return graphs.run(None, inputs, forward).loss
+        return add_gradients(forward(inputs, execution), 1).loss
+
+    def step() -> Tensor:
+        loss = backward(*next(draws))
         nn.utils.clip_grad_norm_(model.parameters(), settings.clip or float("inf"))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return loss.detach().clone()
 
     return step
 

@@ -23,7 +23,9 @@ NAME = "adaponder"
 
 
 class Lane(NamedTuple):
-    """Rows of several sequences packed into one batch entry; decoders receive it as the keyword argument ``lane``.
+    """Rows of several sequences, packed into one batch entry or in order ``[sequences, slots]``, for our attention.
+
+    Decoders receive it as the keyword argument ``lane``.
 
     ``windows`` has the window of each layer (after :meth:`of_layer`, of one layer). A layer that receives the lane
     appends to ``arrived``; the pass counts these entries, because a decoder that drops the keyword attends wrongly.
@@ -71,14 +73,14 @@ def attend(
     if lane is not None:
         lane.arrived.append(True)
         mixed = lane.mix(
-            query[0].transpose(0, 1).to(value.dtype),
+            query.transpose(1, 2).flatten(0, 1).to(value.dtype),
             key,
             value,
             lane.windows[module.layer_idx if len(lane.windows) > 1 else 0],
             scale=kwargs.get("scaling"),
             dropout=kwargs.get("dropout", 0.0),
         )
-        return mixed[None], None
+        return mixed.unflatten(0, (query.shape[0], -1)), None
     if torch.compiler.is_compiling():
         # Under autocast, rotary embedding widens queries to float32; attention would narrow them anyway.
         query = query.to(value.dtype).transpose(1, 2).contiguous().transpose(1, 2)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from adaponder.backbones.attention import Lane
 from adaponder.backbones.families import decoder_layers
-from adaponder.backbones.views import IterationView
+from adaponder.backbones.views import GridView, IterationView
 from adaponder.errors import BackboneError
 from adaponder.ops import joined
 
@@ -80,7 +80,7 @@ class Layers:
             return shared[-1][1]
 
         arguments, named = tuple(map(of_layer, arguments)), {name: of_layer(value) for name, value in named.items()}
-        if any(isinstance(value, Lane) for value, _ in shared):
+        if any(isinstance(value, GridView) for value, _ in shared):
             _vary_rows(arguments, named)
         result = self.forwards[type(layer)](layer, *arguments, **named)
         for value, layer_value in shared:

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from transformers.cache_utils import Cache
 
 from adaponder.errors import BackboneError, CacheError
@@ -104,7 +106,7 @@ class DenseView(IterationView):
     def __init__(self, layers: int, *, previous: list[KeysValues] | None, active: Tensor | None):
         super().__init__(layers)
         self.previous = previous
-        self.active = None if active is None else active[:, None, :, None]
+        self.active = None if active is None else _columns(active)
 
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
         if self.previous is not None and self.active is not None:
@@ -126,8 +128,10 @@ class GridView(IterationView):
         grids: per layer keys and values ``[batch, heads, slots, size]``; ``None`` before the first pass.
         shape: (batch, slots).
         lanes: indices of the sequences whose keys and values are returned; ``None``: all.
-        sequence, slot: ``[stored]``, sequence and slot of each row that is stored.
-        kept: ``[stored]``, indices of the rows to store among the pass's rows; ``None``: all.
+        sequence, slot: ``[rows]``, sequence and slot of each row.
+        kept: indices of the rows to store; ``None``: all.
+        place: ``[batch, slots]``, the row to store of each token, -1 for none; needed for gradients and padding rows,
+            which it does not name. ``None``: rows are stored in place.
     """
 
     def __init__(
@@ -140,10 +144,11 @@ class GridView(IterationView):
         sequence: Tensor,
         slot: Tensor,
         kept: Tensor | None,
+        place: Tensor | None = None,
     ):
         super().__init__(layers)
         self.previous, self.shape, self.lanes = grids, shape, lanes
-        self.sequence, self.slot, self.kept = sequence, slot, kept
+        self.sequence, self.slot, self.kept, self.place = sequence, slot, kept, place
 
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
         old_keys, old_values = (None, None) if self.previous is None else self.previous[layer]
@@ -153,15 +158,40 @@ class GridView(IterationView):
 
     def _put(self, new: Tensor, grid: Tensor | None) -> Tensor:
         rows = new[0].transpose(0, 1)
-        if self.kept is not None:
-            rows = rows[self.kept]
         if grid is None:
             batch, slots = self.shape
             grid = new.new_zeros(batch, new.shape[1], slots, new.shape[3])
-        elif torch.is_grad_enabled() and (grid.requires_grad or rows.requires_grad):
-            grid = grid.clone()  # autograd may have saved the old grid
-        grid[self.sequence, :, self.slot] = rows
+        if self.place is not None:
+            return _Merged.apply(grid, rows, self.place, self.sequence, self.slot)
+        kept = slice(None) if self.kept is None else self.kept
+        grid[self.sequence[kept], :, self.slot[kept]] = rows[kept]
         return grid
+
+
+class _Merged(torch.autograd.Function):
+    """Returns a grid in which rows ``[n, heads, size]`` replace the entries of their tokens; the old grid stays.
+
+    Forward and backward are gathers, which the compiler fuses with what is before and after them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, grid: Tensor, rows: Tensor, place: Tensor, sequence: Tensor, slot: Tensor) -> Tensor:
+        ctx.save_for_backward(place, sequence, slot)
+        # The grid comes first, because its layout decides that of the result: compiled graphs depend on it.
+        return torch.where(_columns(place < 0), grid, rows[place.clamp_min(0)].transpose(1, 2))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        place, sequence, slot = ctx.saved_tensors
+        stored = place[sequence, slot] == torch.arange(len(sequence), device=place.device)
+        grad_rows = torch.where(stored[:, None, None], grad[sequence, :, slot], 0)
+        return torch.where(_columns(place >= 0), 0, grad), grad_rows, None, None, None
+
+
+def _columns(mask: Tensor) -> Tensor:
+    """Returns a mask of tokens ``[batch, slots]`` in the shape of their keys and values."""
+    return mask[:, None, :, None]
 
 
 @dataclass(frozen=True)

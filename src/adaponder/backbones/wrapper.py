@@ -27,6 +27,7 @@ from adaponder.backbones.views import DenseView, GridView, IterationView, KeysVa
 from adaponder.errors import BackboneError, ConfigError
 from adaponder.ops import gelu, rotary
 from adaponder.ops.compact_attention import PackedRows
+from adaponder.ops.dispatch import has_half_kernels, runs_unproven
 from adaponder.ops.finite import first_not_finite
 from adaponder.ops.masks import Places, masked_attention, visible
 from adaponder.ops.vocab_expectation import vocab_expectation
@@ -70,7 +71,7 @@ class Backbone:
         """Compiles a layer (``by="layer"``) or a whole pass (``by="pass"``), and the functions that run between passes.
 
         There is one graph for first iterations, one for iterations that reuse rows and one for packed rows. Packed rows
-        run uncompiled if attention has windows, documents or dropout. Passes over a ledger always run uncompiled.
+        run uncompiled if attention has windows or dropout. Passes over a ledger always run uncompiled.
         ``memory_budget`` is the share of a pass's activations to keep; backward recomputes the others, at least cost.
         """
         if by not in ("layer", "pass"):
@@ -103,8 +104,12 @@ class Backbone:
             return False
         if not isinstance(lane, Lane):
             return lane is None
-        plain = lane.rows.query.document is None and set(lane.windows) == {None}
-        return plain and not (self.body.training and has_attention_dropout(self.stock.config))
+        plain = lane.rows.query.document is None or lane.rows.key.spans is not None
+        return (
+            plain
+            and set(lane.windows) == {None}
+            and not (self.body.training and has_attention_dropout(self.stock.config))
+        )
 
     def _compiled_pass(self) -> Callable[..., PassOutput]:
         if self._one_pass not in self._compiled:
@@ -115,6 +120,12 @@ class Backbone:
             else:
                 self._compiled[self._one_pass] = compiling.compiled(self._one_pass, *how)
         return self._compiled[self._one_pass]
+
+    def masks_by_kernels(self, x: Tensor) -> bool:
+        """Returns whether a pass over ``x`` with a mask may run kernels that skip what the mask hides."""
+        drops = self.body.training and has_attention_dropout(self.stock.config)
+        able = has_half_kernels(x) and runs_unproven()
+        return able and set(self.layer_windows) == {None} and not drops and self.packs()
 
     def packs(self) -> bool:
         """Returns whether attention takes packed rows of several sequences; the first call tries it with one token."""
@@ -196,7 +207,7 @@ class Backbone:
         if mask is not None:
             one_pass = partial(_under_mask, one_pass)
         if lane is not None:
-            if compiles and isinstance(lane, Lane):
+            if compiles and isinstance(lane, Lane) and view is GridView:
                 _vary(x, position, lane, holding)
             # A decoder that receives a mask does not build its own mask of rows x rows.
             nothing = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=x.device)

@@ -66,7 +66,7 @@ def check_installation() -> dict[str, Any]:
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         devices.append({"name": f"cuda:{index}", "what": f"{about.name}, {about.total_memory / 2**30:.0f} GiB"})
-    operations = sorted(path.parent.name for path in Path(__file__).parents[1].glob("ops/*/__init__.py"))
+    operations = sorted(path.parent.name for path in Path(__file__).parents[1].glob("ops/*/torch.py"))
     kernels = [
         {"op": op, "device": device["name"], "runs": would_run(op, device["name"])}
         for device in devices

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,11 @@ from adaponder.ops.masks import Places
 class Sparse(Execution):
     """Base class of packed and cached execution: converts grids ``[batch, time, …]`` to rows and back.
 
-    A row index is an index into the flattened grid, ``sequence * time + t``.
+    A row index is an index into the flattened grid, ``sequence * time + t``. Padding rows have the index ``batch *
+    time``: they compute what the last token does, and their results are dropped.
     """
+
+    pads = False  # whether there may be padding rows
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -34,12 +37,20 @@ class Sparse(Execution):
         """
         if mask is self.tokens.real:
             if self._real_index is None:
-                self._real_index = mask.flatten().nonzero().squeeze(1)
+                everything = torch.arange(mask.numel(), device=mask.device) if self.tokens.unpadded else None
+                self._real_index = mask.flatten().nonzero().squeeze(1) if everything is None else everything
             return self._real_index
         assert mask is self.active
         if self._active_index is None:
-            self._active_index = self.active.flatten().nonzero().squeeze(1)
+            self._active_index = self._find_active()
         return self._active_index
+
+    def _find_active(self) -> Tensor:
+        return self.active.flatten().nonzero().squeeze(1)
+
+    def _every(self, mask: Tensor) -> bool:
+        """Returns whether the mask is true for all tokens, as far as is known without waiting for the device."""
+        return self.tokens.unpadded and mask is self.tokens.real
 
     def _halt(self, continues: Tensor) -> None:
         super()._halt(continues)
@@ -60,7 +71,7 @@ class Sparse(Execution):
 
         ``sequence`` is, for each row, the index of its sequence in ``key`` and in the keys and values of the view.
         """
-        tokens = self.tokens
+        tokens, row_index = self.tokens, self._present(row_index)
 
         def lane(grid: Tensor) -> Tensor:
             return grid.flatten(0, 1)[row_index][None]
@@ -80,27 +91,54 @@ class Sparse(Execution):
 
     def _map(self, function: Callable[[Tensor], Tensor], grid: Tensor, *, all_real: bool) -> Tensor:
         mask = self.tokens.real if all_real else self.active
+        if self._every(mask):
+            return function(grid)
         index = self.index_of(mask)
-        rows = function(grid.flatten(0, 1)[index])
-        return rows.new_zeros(mask.numel(), *rows.shape[1:]).index_copy(0, index, rows).unflatten(0, mask.shape)
+        return self._scatter(index, function(grid.flatten(0, 1)[self._present(index)]))
 
     def _rows(self, grid: Tensor) -> Tensor:
-        return grid.flatten(0, 1)[self.index_of(self.active)]
+        return grid.flatten(0, 1)[self._present(self.index_of(self.active))]
 
     def _grid(self, rows: Tensor) -> Tensor:
-        grid = torch.zeros(self.active.numel(), dtype=torch.bool, device=rows.device)
-        return grid.index_copy(0, self.index_of(self.active), rows).view(self.active.shape)
+        return self._scatter(self.index_of(self.active), rows)
+
+    def _present(self, index: Tensor) -> Tensor:
+        """Returns row indices in which padding rows have the index of the last token."""
+        return index.clamp_max(self.active.numel() - 1) if self.pads else index
+
+    def _scatter(self, index: Tensor, rows: Tensor) -> Tensor:
+        """Returns a grid ``[batch, time, …]`` of rows, which is zero where there is no row."""
+        size = self.active.numel()
+        grid = rows.new_zeros(size + self.pads, *rows.shape[1:]).index_copy(0, index, rows)
+        return grid[:size].unflatten(0, self.active.shape)
 
 
 class Packed(Sparse):
     """Computes the rows of all sequences as one batch entry, without padding and without a cache for decoding.
 
-    Each row attends to its own sequence (:class:`adaponder.backbones.attention.Lane`).
+    Each row attends to its own sequence (:class:`adaponder.backbones.attention.Lane`). With ``limits`` the pass after
+    the n-th halting decision computes ``limits[n]`` rows, however many tokens are active, so that no shape depends on
+    data: a batch without padding never waits for the device, and a CUDA graph can hold it. Rows beyond the limit are
+    dropped, which makes the results wrong: compare ``depth`` with the limits before using them.
     """
 
-    def __init__(self, *args: Any, **options: Any):
+    def __init__(self, *args: Any, limits: Sequence[int] | None = None, **options: Any):
         super().__init__(*args, **options)
         self.grids: list[KeysValues] | None = None
+        self.limits, self.pads = limits, limits is not None
+
+    def compiled(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return self.backbone.compiled(function) if self.pads else function
+
+    def _find_active(self) -> Tensor:
+        flat = self.active.flatten()
+        if self.limits is None:
+            return super()._find_active()
+        limit, size = self.limits[self.passes - 1], flat.numel()
+        place = torch.where(flat, flat.cumsum(0) - 1, limit).clamp_max(limit)
+        # The last entry takes all that have no row.
+        every = torch.arange(size, device=flat.device)
+        return torch.full((limit + 1,), size, device=flat.device).scatter(0, place, every)[:limit]
 
     def _pass(self, x: Tensor) -> Pass:
         tokens, time = self.tokens, x.shape[1]
@@ -114,20 +152,23 @@ class Packed(Sparse):
         if not index.numel():
             return Pass(x, x)  # undefined, but gates whose tokens have all halted get gradients of 0, as in dense
         stored_index = self.stored().flatten()[index].nonzero().squeeze(1) if self.reuse == "kv" else None
-        stored = index if stored_index is None else index[stored_index]
+        rows = self._present(index)
         # With reuse="absent" no token attends to halted ones; none ever attends to padding.
-        present = self.active if self.reuse == "absent" else None if tokens.plain else tokens.real
-        key, sequence, lanes = Places(tokens.slot, tokens.order, tokens.document, present), index // time, None
-        if self.backbone.unfolds:
+        present = self.active if self.reuse == "absent" else None if tokens.unpadded else tokens.real
+        key = Places(tokens.slot, tokens.order, tokens.document, present, tokens.spans)
+        sequence, lanes = rows // time, None
+        if self.backbone.unfolds and not self.pads:
             # Sequences with nothing to compute are left out: their keys need not be unfolded.
             lanes, sequence = sequence.unique(return_inverse=True)
             key = key.of(lanes)
         holding = {"grids": self.grids, "shape": tuple(x.shape[:2]), "lanes": lanes, "kept": stored_index}
-        holding |= {"sequence": stored // time, "slot": stored % time}
+        holding |= {"sequence": rows // time, "slot": rows % time}
+        if self.pads or torch.is_grad_enabled():
+            stored = torch.arange(len(index), device=index.device) if stored_index is None else stored_index
+            nowhere = torch.full((self.active.numel() + self.pads,), -1, device=index.device)
+            place = nowhere.scatter(0, index if stored_index is None else index[stored], stored)
+            holding["place"] = place[: self.active.numel()].view(self.active.shape)
         output = self._read_lane(x, index, sequence=sequence, key=key, view=GridView, holding=holding)
         self.grids = output.rows
 
-        def grid(rows: Tensor) -> Tensor:
-            return torch.zeros_like(x, dtype=rows.dtype).flatten(0, 1).index_copy(0, index, rows[0]).view(x.shape)
-
-        return Pass(grid(output.hidden), grid(output.stream))
+        return Pass(self._scatter(index, output.hidden[0]), self._scatter(index, output.stream[0]))

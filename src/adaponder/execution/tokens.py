@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.compiler import is_exporting
 
 from adaponder.errors import CacheError, InputError
 from adaponder.execution.ledger import Ledger
+from adaponder.ops.masks import spans_of
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Tokens:
         slot: index of the token in its sequence, padding and cached tokens included; causal masks compare slots.
         order: index among the real tokens of its sequence; sliding windows compare it.
         document: document ids; attention stays within a document. ``None``: each sequence is one document.
-        plain: whether there is no padding, no packed document and no cached token: an ordinary causal pass.
+        unpadded: whether all tokens are real, as far as is known without waiting for the device.
         past: number of slots in the cache.
         per_token: number of slots of a token (more than one for pause).
     """
@@ -32,9 +34,19 @@ class Tokens:
     slot: Tensor
     order: Tensor
     document: Tensor | None = None
-    plain: bool = False
+    unpadded: bool = False
     past: int = 0
     per_token: int = 1
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is no padding, no packed document and no cached token: an ordinary causal pass."""
+        return self.unpadded and self.document is None and not self.past
+
+    @cached_property
+    def spans(self) -> Tensor | None:
+        """The documents as :func:`adaponder.ops.masks.spans_of` describes them."""
+        return None if self.document is None else spans_of(self.document)
 
     @property
     def last_slot(self) -> int:
@@ -58,7 +70,7 @@ class Tokens:
             slot=spread(self.slot),
             order=spread(self.order),
             document=None if self.document is None else self.document.repeat_interleave(times, 1),
-            plain=self.plain,
+            unpadded=self.unpadded,
             past=self.past * times,
             per_token=self.per_token * times,
         )
@@ -158,9 +170,7 @@ def arrange_tokens(
         document=document_ids,
         past=past,
         # An exported graph must not depend on the values of the mask.
-        plain=not past
-        and document_ids is None
-        and (attention_mask is None or (not is_exporting() and bool(real.all()))),
+        unpadded=attention_mask is None or (not past and not is_exporting() and bool(real.all())),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -140,7 +140,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         document_ids: Tensor | None = None,
         policy: PolicyLike | None = None,
         max_iterations: int | None = None,
-        execution: str | None = None,
+        execution: str | Sequence[int] | None = None,
         allow_mismatch: bool = False,
         objective: Objective | LossFunction | None = None,
         output_logits: bool = True,
@@ -167,7 +167,9 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             document_ids: ids of documents packed into a sequence: attention stays within equal ids, positions restart.
             policy: decides depths instead of the method's default policy.
             max_iterations: limit on each token's iterations.
-            execution: ``dense`` or ``compact``; by default dense in training, else compact if that skips tokens.
+            execution: ``dense`` or ``compact``; by default dense in training, else compact if that skips tokens. A
+                sequence of numbers, one for each pass after the first, is compact execution with so many rows in these
+                passes; if more tokens reach one (``depth`` shows it), the output is wrong.
             allow_mismatch: skip halted tokens although ``reuse="kv"`` updates their hidden state.
             objective: the loss; by default ``training_objective`` in training and cross-entropy in evaluation.
             output_logits: return logits; if false, the loss computes them in chunks, which saves memory.
@@ -318,11 +320,18 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         )
 
     def _execution(
-        self, name: str | None, tokens: Tokens, control: Control, ledger: Ledger | None, allow_mismatch: bool
+        self, name: Any, tokens: Tokens, control: Control, ledger: Ledger | None, allow_mismatch: bool
     ) -> Execution:
         """Returns the execution of a forward; by default compact with a ledger or if halted tokens can be skipped."""
-        if name not in (None, "dense", "compact"):
+        limits = tuple(name) if isinstance(name, list | tuple) else None
+        if limits is None and name not in (None, "dense", "compact"):
             raise InputError(f"execution={name!r} must be dense or compact")
+        passes = self.method.passes(control.iterations)
+        if limits is not None and not (len(limits) == passes - 1 and ledger is None and self.wrapped.packs()):
+            raise InputError(
+                f"execution={limits} needs a number for each pass after the first, attention that takes packed rows "
+                "('sdpa') and no cache"
+            )
         if name == "dense" and ledger is not None:
             raise InputError("execution='dense' keeps no ledger: leave out use_cache and past_key_values")
         reuse, iterations = self.method.reuse(), control.iterations
@@ -341,10 +350,10 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             "stream": self.method.needs_stream(iterations),
         }
         batch = (self.wrapped, self.method.arrange(tokens, iterations), control)
-        if name != "compact" and ledger is None and not (name is None and skips):
+        if limits is None and name != "compact" and ledger is None and not (name is None and skips):
             return Dense(*batch, **options)
         if ledger is None and self.wrapped.packs():
-            return Packed(*batch, **options)
+            return Packed(*batch, **options, limits=limits)
         return Cached(*batch, **options, ledger=self.new_ledger(iterations) if ledger is None else ledger)
 
     def _warn_of_objective(self) -> None:

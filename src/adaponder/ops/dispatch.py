@@ -50,7 +50,12 @@ def runs_fused(like: Tensor, *_: object, **__: object) -> bool:
 
     Under ``torch.compile`` this is false: the compiler traces and fuses the torch version.
     """
-    return not torch.compiler.is_compiling() and has_kernels(like) and compute_dtype(like) in _FUSED_DTYPES
+    return not torch.compiler.is_compiling() and has_half_kernels(like)
+
+
+def has_half_kernels(like: Tensor) -> bool:
+    """Returns whether Triton kernels may run in the precision of matrix products with ``like``: bf16 or fp16."""
+    return has_kernels(like) and compute_dtype(like) in _FUSED_DTYPES
 
 
 def runs_unproven() -> bool:

@@ -20,18 +20,34 @@ class Places:
     """Slots ``[lanes, n]`` of queries or keys, and their order among real tokens, in which windows are measured.
 
     ``present`` is false for keys that only the query of the same slot attends to (padding; halted tokens of ``mor``).
+    ``spans`` describes the documents to kernels (:func:`spans_of`).
     """
 
     slot: Tensor
     order: Tensor
     document: Tensor | None = None
     present: Tensor | None = None
+    spans: Tensor | None = None
 
     def of(self, lanes: Tensor | slice, columns: slice = slice(None)) -> Places:
         """Selects the entries of the given lanes and columns."""
         document = None if self.document is None else self.document[lanes, columns]
         present = None if self.present is None else self.present[lanes, columns]
-        return Places(self.slot[lanes, columns], self.order[lanes, columns], document, present)
+        spans = None if self.spans is None else self.spans[:, lanes, columns]
+        return Places(self.slot[lanes, columns], self.order[lanes, columns], document, present, spans)
+
+
+def spans_of(document: Tensor) -> Tensor:
+    """Returns each slot's document id and the first and the last slot with that id, ``[3, lanes, slots]``."""
+    ids, order = document.sort(dim=1, stable=True)
+    index = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    new = torch.ones_like(ids, dtype=torch.bool)
+    new[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    first = torch.where(new, index, 0).cummax(1).values
+    ends = new.roll(-1, 1)  # the first entry is new, so the last one ends a document
+    last = torch.where(ends, index, ids.shape[1]).flip(1).cummin(1).values.flip(1)
+    slots = [torch.empty_like(order).scatter(1, order, order.gather(1, edge)) for edge in (first, last)]
+    return torch.stack([document.to(order.dtype), *slots])
 
 
 def visible(query: Places, key: Places, *, window: int | None) -> Tensor:

@@ -148,6 +148,11 @@ class TrainRecipe:
     memory_budget: float = setting(
         1.0, "with compile, the share of activations kept for backward; the rest is computed again", "(0, 1]"
     )
+    cuda_graphs: bool | None = setting(
+        None,
+        "on one GPU, run forward and backward as CUDA graphs once the objective has been the same for 16 forwards, so "
+        "that the device does not wait for the host; takes up to twice the memory of activations; None: no",
+    )
     gradient_checkpointing: bool = setting(
         False, "compute each iteration again in backward instead of keeping its activations"
     )
@@ -259,6 +264,8 @@ class TrainRecipe:
                 "execution=compact with parallel=fsdp: a process whose tokens have all halted would leave the others "
                 "waiting for its shards; use parallel=ddp"
             )
+        if self.cuda_graphs and self.gradient_checkpointing:
+            yield "cuda_graphs with gradient_checkpointing: a graph cannot compute a pass again; use memory_budget"
         if self.memory_budget < 1 and not self.compile:
             yield f"memory_budget={self.memory_budget} below 1 needs compile=true"
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,14 @@ from adaponder.training.checkpoint import Saver, load_optimizer
 from adaponder.training.controller import DepthController, controller_of
 from adaponder.training.data import MicroBatches
 from adaponder.training.distributed import World, accumulating, global_bottom_k_mean, wrap
+from adaponder.training.graphs import StepGraphs, add_gradients
 from adaponder.training.lora import trains
 from adaponder.training.schedule import build_optimizer, objective_at, phase_at, phases, policy_at, set_learning_rate
 from adaponder.training.telemetry import Telemetry
 from adaponder.training.validation import validate
 from adaponder.training.watch import Tally, collapse, utilisation
 
-BEFORE = "before.json"
+BEFORE, ITEMS = "before.json", "num_items_in_batch"
 
 
 @dataclass
@@ -75,13 +78,16 @@ class Trainer:
         self.micro_batches = MicroBatches(self.recipe, self.sampler, self.world)
         self.tally = Tally()
         self.wrapped: nn.Module | None = None
-        self.last_step: tuple[Tensor, Tensor] | None = None  # gradient norm and loss, not yet checked
+        self.last_step: Tensor | None = None  # gradient norm and loss on their way to the host, not yet checked
+        self.arrival: torch.cuda.Event | None = None  # of these
         self.logged: int | None = None  # the last step with a line of metrics
         self.before: dict[str, Any] | None = None  # validation of the initial checkpoint
         self.after: dict[str, Any] | None = None  # the latest validation
         self.bottom_k = global_bottom_k_mean(self.world) if train.ponder_scope == "micro" else bottom_k_mean
         self.saver = Saver(self.recipe, self.run, self.world, self.model, self.sampler.shards)
         self.controller: DepthController | None = controller_of(train, self.model, self.world, self.controller_state)
+        if train.cuda_graphs and (self.world.device.type != "cuda" or self.world.size > 1):
+            raise TrainingError("train.cuda_graphs=true needs a single process on a GPU")
         if train.exit_stage == 2 and self.model.method.has_exit_loss and train.freeze_backbone_steps < train.steps:
             raise TrainingError(
                 f"train.exit_stage=2 trains the exits only: set train.freeze_backbone_steps={train.steps}, and "
@@ -90,15 +96,23 @@ class Trainer:
 
     def train(self) -> bool:
         """Takes all remaining steps, phase by phase. Returns false if stopped before the last step."""
-        for phase in phases(self.recipe.train):
-            if self.step >= phase.end:
-                continue
-            self._enter(phase.backbone_trains)
-            while self.step < phase.end:
-                self._one_step()
-                if self._after_step(phase.end):
-                    return False
-        return True
+        try:
+            for phase in phases(self.recipe.train):
+                if self.step >= phase.end:
+                    continue
+                self._enter(phase.backbone_trains)
+                first = self.step
+                while self.step < phase.end:
+                    self._one_step()
+                    if self.step == first:
+                        # Compiled graphs are a million objects that stay: the garbage collector need not visit them.
+                        gc.collect()
+                        gc.freeze()
+                    if self._after_step(phase.end):
+                        return False
+            return True
+        finally:
+            gc.unfreeze()
 
     def _enter(self, backbone_trains: bool) -> None:
         """Begins a phase: sets which parameters train, wraps the model in DDP or FSDP, and builds the optimizer."""
@@ -118,6 +132,7 @@ class Trainer:
             # FSDP shards in place, once, and follows requires_grad; DDP reads it when constructed.
             self.wrapped = wrap(self.model, self.world, parallel=train.parallel)
         self.optimizer = build_optimizer(self.model, train)
+        self.graphs = StepGraphs(self.model, train.execution) if train.cuda_graphs else None
         # The optimizer's state belongs to one phase: the first step of each phase uses a new optimizer.
         if self.resumed_from is not None and self.step > phase_at(train, self.step).start:
             load_optimizer(self.optimizer, self.resumed_from)
@@ -139,14 +154,14 @@ class Trainer:
         assert self.wrapped is not None  # set by _enter
         for index, arguments in enumerate(inputs):
             with accumulating(self.wrapped, last=index + 1 == len(inputs)):
-                output = self._forward(arguments, objective, mean_targets, policy)
-                assert output.loss is not None
-                loss = output.loss / len(inputs)
-                loss.backward()
-                total = total + loss.detach()
+                compute, arguments = partial(self._forward, objective, policy), arguments | {ITEMS: mean_targets}
+                if self.graphs is None:
+                    output = add_gradients(compute(arguments, train.execution), len(inputs))
+                else:
+                    output = self.graphs.run((objective, policy), arguments, compute, share=len(inputs))
+                total = total + output.loss / len(inputs)
                 self.tally.count(output, len(inputs), self.model.config.iterations)
                 if self.controller and output.gates is not None:
-                    assert output.depth is not None
                     self.controller.add(output.depth, output.gates, step)
         norm = self._clip(train.clip or math.inf)
         self.optimizer.step()
@@ -157,7 +172,9 @@ class Trainer:
         self.tally.tokens += train.global_batch * self.recipe.data.sequence
         # The previous step is checked while this one runs: a NaN is noticed one step late, but always before a save.
         self.require_finite()
-        self.last_step = norm.detach(), total
+        self.last_step = torch.stack((norm.detach(), total.to(norm.dtype))).to("cpu", non_blocking=True)
+        # Reading a number otherwise would wait for everything launched so far.
+        self.arrival = torch.cuda.current_stream().record_event() if norm.is_cuda else None
         if self.controller and self.controller.due(step):
             self.controller.turn(self.world.sum(self.controller.sums))
 
@@ -194,7 +211,7 @@ class Trainer:
         return stop and not last
 
     def _forward(
-        self, inputs: dict[str, Tensor], objective: Objective, mean_targets: Tensor, policy: Policy | None
+        self, objective: Objective, policy: Policy | None, inputs: dict[str, Tensor], execution: Any
     ) -> AdaPonderOutput:
         train, device = self.recipe.train, self.world.device
         assert self.wrapped is not None  # set by _enter
@@ -202,9 +219,8 @@ class Trainer:
             return self.wrapped(
                 **{name: value.to(device, non_blocking=True) for name, value in inputs.items()},
                 objective=objective,
-                num_items_in_batch=mean_targets,
                 output_logits=False,
-                execution=train.execution,
+                execution=execution,
                 **({} if policy is None else {"policy": policy}),
             )
 
@@ -212,7 +228,9 @@ class Trainer:
         """Raises if the gradient norm of the last step is not finite. Earlier steps are already checked."""
         if self.last_step is None:
             return
-        step, norm, loss = self.step - 1, *map(float, self.last_step)
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        step, norm, loss = self.step - 1, *self.last_step.tolist()
         self.last_step = None
         if math.isfinite(norm):
             return

@@ -110,6 +110,10 @@ def test_variants_have_names_of_their_own(monkeypatch):
     assert len(set(names)) == len(names)
     assert names[:3] == ["plain", "plain, compiled", "adaponder, eager"]
     assert [variant.memory_budget for variant in on_gpu if variant.memory_budget != 1] == [0.5]
+    assert names.count("adaponder, compiled, CUDA graphs") == names.count("adaponder, compiled, left padding") == 1
+    halting = [variant.name for variant in steps.train_variants("layer", torch.device("cuda"), halting=True)]
+    assert {"adaponder, compiled, compact, CUDA graphs", "adaponder, compiled, compact, packed documents"} < {*halting}
+    assert len(set(halting)) == len(halting)
     assert all(variant.memory_budget == 1 for variant in steps.train_variants("layer", CPU))
     by_pass = {variant.name for variant in steps.train_variants("pass", CPU)}
     assert StepOptions(overrides=["train.compile_by=pass"]).by == "pass"
@@ -118,6 +122,19 @@ def test_variants_have_names_of_their_own(monkeypatch):
     monkeypatch.setattr(models.AdaPonderForCausalLM, "compile_passes", lambda self, **how: options.append(how))
     Variant("adaponder", memory_budget=0.5).build(tiny_recipe(), CPU)
     assert options[0]["memory_budget"] == 0.5
+
+
+def test_masked_steps_read_what_their_masks_leave():
+    recipe = tiny_recipe()
+    starts = models.mask_inputs(models.DOCUMENTS, recipe, 64, CPU)["document_ids"]
+    assert (starts.diff(dim=1) >= 0).all()
+    assert starts.max() > 0
+    mask = models.mask_inputs(models.PADDING, recipe, 64, CPU)["attention_mask"]
+    assert (mask.diff(dim=1) >= 0).all()
+    assert 0 < (1 - mask).sum(1).max() <= recipe.data.sequence // 4
+    causal, padded = (Variant("adaponder", None, masked=kind) for kind in ("", models.PADDING))
+    losses = [float(steps.training_step(recipe, variant, 8, CPU)()) for variant in (causal, padded)]
+    assert losses[0] != losses[1]
 
 
 def test_training_that_skips_halted_tokens_is_compared_with_dense_training(monkeypatch, tmp_path):

@@ -1,5 +1,6 @@
 """Attention of scattered rows: torch version, kernels and compiled call, against attention written out."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ from adaponder.ops import compact_attention as op
 from adaponder.ops.compact_attention import PackedRows, compact_attention
 from adaponder.ops.compact_attention import torch as reference
 from adaponder.ops.compact_attention import triton as kernels
-from adaponder.ops.masks import Places
+from adaponder.ops.masks import Places, spans_of
 from kernel_support import PLACES, SEEDS, SLACK, differentiate, draw, errors, precisions
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -26,8 +27,8 @@ def _small_blocks(request, monkeypatch):
         monkeypatch.setattr(kernels, "BLOCKS", {128: (16, 16, 2)})
 
 
-def scattered(active: Tensor, *, holes: bool, device: str) -> PackedRows:
-    """Returns the rows of the active slots of each sequence; with holes, some keys are absent."""
+def scattered(active: Tensor, *, holes: bool, device: str, documents: bool = False) -> PackedRows:
+    """Returns the rows of the active slots; with holes, some keys are absent; an id of ``documents`` returns later."""
     sequences, slots = active.shape
     place = active.flatten().nonzero().squeeze(1).to(device)
     slot = torch.arange(slots, device=device).expand(sequences, -1)
@@ -35,7 +36,12 @@ def scattered(active: Tensor, *, holes: bool, device: str) -> PackedRows:
     if holes:
         present = torch.rand(sequences, slots, generator=torch.Generator().manual_seed(3)).to(device) < 0.7
     here = (place % slots)[None]
-    return PackedRows(place // slots, Places(here, here), Places(slot, slot, present=present))
+    if not documents:
+        return PackedRows(place // slots, Places(here, here), Places(slot, slot, present=present))
+    document = torch.randint(2, (sequences, slots), generator=torch.Generator().manual_seed(5)).cumsum(1) // 5
+    document = document.where(document != 3, 1).to(device)
+    key = Places(slot, slot, document, present, spans_of(document))
+    return PackedRows(place // slots, Places(here, here, document.flatten()[place][None]), key)
 
 
 def patterns() -> dict[str, Tensor]:
@@ -74,6 +80,14 @@ def test_attention_of_scattered_rows_is_no_worse_than_the_reference(device, patt
     compare_attention(active, rows, heads=heads, key_heads=key_heads, size=size, device=device)
 
 
+@pytest.mark.parametrize("holes", [False, True], ids=["whole", "holes"])
+@pytest.mark.parametrize("device", PLACES)
+def test_rows_of_packed_documents_are_no_worse_than_the_reference(device, holes):
+    active = torch.rand(2, 70, generator=torch.Generator().manual_seed(4)) < torch.tensor([[0.6], [0.9]])
+    rows = scattered(active, holes=holes, device=device, documents=True)
+    compare_attention(active, rows, heads=2, key_heads=1, size=16, device=device)
+
+
 @pytest.mark.every
 @pytest.mark.parametrize("device", PLACES)
 def test_rows_that_see_whole_blocks_of_keys_are_no_worse_either(device):
@@ -84,13 +98,14 @@ def test_rows_that_see_whole_blocks_of_keys_are_no_worse_either(device):
 
 @pytest.mark.gpu
 @pytest.mark.large
+@pytest.mark.parametrize("documents", [False, True], ids=["sequences", "documents"])
 @pytest.mark.parametrize("holes", [False, True], ids=["whole", "holes"])
 @pytest.mark.parametrize(("heads", "key_heads", "size"), [(4, 4, 64), (6, 2, 80), (4, 1, 128)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_real_heads_on_a_gpu(dtype, heads, key_heads, size, holes):
+def test_real_heads_on_a_gpu(dtype, heads, key_heads, size, holes, documents):
     generator = torch.Generator().manual_seed(1)
     active = torch.rand(5, 700, generator=generator) < torch.tensor([0.9, 0.02, 0.5, 0.0, 1.0])[:, None]
-    rows = scattered(active, holes=holes, device="cuda")
+    rows = scattered(active, holes=holes, device="cuda", documents=documents)
     case = attention_case(active, heads=heads, key_heads=key_heads, size=size, device="cuda", dtype=dtype)
     judge_attention(compact_attention, [case], rows)
 
@@ -162,7 +177,7 @@ def test_scattered_rows_equal_the_same_rows_of_full_attention_and_never_run_by_c
 def test_a_compiled_pass_calls_the_reference_forward_and_backward(pattern, dtype, monkeypatch):
     monkeypatch.setattr(op, "is_compiling", lambda: True)
     active = patterns()[pattern]
-    rows = scattered(active, holes=pattern == "ragged", device="cpu")
+    rows = scattered(active, holes=pattern == "ragged", device="cpu", documents=pattern == "gaps")
     query, keys, values = attention_case(active, heads=4, key_heads=2, size=8, dtype=dtype)
     given = [3 * query, keys, values]
     plain = partial(reference.compact_attention, rows=rows)
@@ -170,9 +185,12 @@ def test_a_compiled_pass_calls_the_reference_forward_and_backward(pattern, dtype
     ours = errors(differentiate(partial(compact_attention, rows=rows), given), truth)
     for mine, theirs in zip(ours, errors(differentiate(plain, given), truth), strict=True):
         assert mine <= 1.1 * theirs + SLACK.get(dtype, 8) * torch.finfo(dtype).eps
-    for unknown in ({"dropout": 0.1}, {"window": 3}):
+    without_spans = replace(
+        rows, query=replace(rows.query, document=rows.query.slot), key=replace(rows.key, spans=None)
+    )
+    for described, unknown in ((rows, {"dropout": 0.1}), (rows, {"window": 3}), (without_spans, {})):
         with pytest.raises(ValueError, match="cannot be part of a compiled pass"):
-            compact_attention(*given, rows, **unknown)
+            compact_attention(*given, described, **unknown)
 
 
 @pytest.mark.parametrize(
@@ -183,17 +201,17 @@ def test_a_compiled_pass_calls_the_reference_forward_and_backward(pattern, dtype
     ],
 )
 def test_the_compiled_call_keeps_the_rules_of_an_operation(device, dtype):
-    rows = scattered(patterns()["ragged"], holes=True, device=device)
+    rows = scattered(patterns()["ragged"], holes=True, device=device, documents=True)
     query = draw(len(rows.sequence), 4, 16, seed=1, dtype=dtype, device=device)
     keys, values = (draw(4, 2, SLOTS, 16, seed=seed, dtype=dtype, device=device) for seed in (2, 3))
     leaves = [x.requires_grad_() for x in (query, keys, values)]
-    places = rows.sequence, rows.query.slot, rows.key.slot, rows.key.present
+    places = rows.sequence, rows.query.slot, rows.key.slot, rows.key.present, rows.key.spans
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     checks += ("test_aot_dispatch_dynamic",) if device == "cpu" else ()
     torch.library.opcheck(torch.ops.adaponder.compact_attention.default, (*leaves, *places, 0.3), test_utils=checks)
 
 
-def test_windows_dropout_documents_and_values_of_another_size_do_not_fit_the_kernels():
+def test_windows_dropout_and_values_of_another_size_do_not_fit_the_kernels():
     rows = scattered(patterns()["ragged"], holes=False, device="cpu")
     query, keys = torch.randn(len(rows.sequence), 2, 16), torch.randn(4, 2, SLOTS, 16)
     fits = partial(kernels.fits, query, keys, rows=rows)

@@ -1,5 +1,6 @@
 """The loop against a plain one, resume against never having stopped, several processes against one."""
 
+import gc
 import json
 import math
 import os
@@ -448,3 +449,31 @@ def test_weights_and_biases_gets_what_the_log_gets(shards, tmp_path, monkeypatch
     logged = [call.args[0] for call in wandb.init.return_value.log.call_args_list]
     assert [scalars["loss"] for scalars in logged if "loss" in scalars] == losses(tmp_path / "with")
     wandb.init.return_value.finish.assert_called_once()
+
+
+@pytest.mark.gpu
+def test_a_training_step_does_not_wait_for_the_gpu(shards, tmp_path):
+    class Watched(Trainer):
+        def _one_step(self):
+            torch.cuda.set_sync_debug_mode("error" if self.step >= 2 else "default")
+            try:
+                super()._one_step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+    recipe = small(shards, "train.log_every=0", "train.save_every=0")
+    assert train(recipe, out=tmp_path / "run", device="cuda", trainer_class=Watched).step == 8
+
+
+def test_the_garbage_collector_leaves_out_what_a_run_keeps_until_it_ends(shards, tmp_path):
+    frozen = []
+
+    class Watched(Trainer):
+        def _after_step(self, phase_end):
+            frozen.append(gc.get_freeze_count())
+            return super()._after_step(phase_end)
+
+    before = gc.get_freeze_count()
+    train(small(shards, "train.steps=6", "train.save_every=0"), out=tmp_path / "run", trainer_class=Watched)
+    assert min(frozen) > before + 10_000
+    assert gc.get_freeze_count() == 0

@@ -5,9 +5,9 @@
 (padding; halted tokens of ``mor``); it always sees its own slot.
 
 ``torch.py`` calls torch's attention for each sequence with an explicit mask and supports every case. ``triton.py`` has
-three kernels (CUDA with 160 KiB of shared memory, bf16 and fp16, head size up to 128, causal, grouped heads). No mask
-is stored, and no key after the last visible slot is read. A compiled pass calls a custom op, which takes no windows,
-packed documents or dropout; passes that need those are not compiled.
+three kernels (CUDA with 160 KiB of shared memory, bf16 and fp16, head size up to 128, causal, grouped heads, packed
+documents). No mask is stored, and no key after the last visible slot is read. A compiled pass calls a custom op, which
+takes no windows or dropout; passes that need those are not compiled.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def compact_attention(
     """Computes attention of packed queries by Triton kernels if possible, else torch; in a custom op if compiling."""
     true_scale = query.shape[-1] ** -0.5 if scale is None else scale
     if is_compiling():
-        if dropout or window is not None or rows.query.document is not None:
+        if dropout or window is not None or (rows.query.document is not None and rows.key.spans is None):
             raise ValueError(
-                f"dropout={dropout}, window={window} or packed documents cannot be part of a compiled pass"
+                f"dropout={dropout}, window={window} or documents without spans cannot be part of a compiled pass"
             )
-        places = rows.sequence, rows.query.slot, rows.key.slot, rows.key.present
+        places = rows.sequence, rows.query.slot, rows.key.slot, rows.key.present, rows.key.spans
         return _mix(query, keys, values, *places, true_scale)[0]
     if kernels := _kernels_for(query, keys, values, rows, window=window, dropout=dropout):
         return kernels.compact_attention(query, keys, values, rows, true_scale)
@@ -62,9 +62,12 @@ def _kernels_for(
     return triton if triton.fits(query, keys, values, rows, window=window, dropout=dropout) else None
 
 
-def _rows(sequence: Tensor, query_slot: Tensor, key_slot: Tensor, present: Tensor | None) -> PackedRows:
+def _rows(sequence: Tensor, query_slot: Tensor, key_slot: Tensor, *masks: Tensor | None) -> PackedRows:
+    present, spans = masks
+    document, of_query = (None, None) if spans is None else (spans[0], spans[0][sequence, query_slot])
     # Only windows read the order, and there are none here: the slots serve as order.
-    return PackedRows(sequence, Places(query_slot, query_slot), Places(key_slot, key_slot, present=present))
+    key = Places(key_slot, key_slot, document, present, spans)
+    return PackedRows(sequence, Places(query_slot, query_slot, of_query), key)
 
 
 @custom_op("adaponder::compact_attention", mutates_args=())
@@ -76,10 +79,11 @@ def _mix(
     query_slot: Tensor,
     key_slot: Tensor,
     present: Tensor | None,
+    spans: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Returns the attention output and the softmax's log-normaliser, which is zeros if torch computed the output."""
-    rows = _rows(sequence, query_slot, key_slot, present)
+    rows = _rows(sequence, query_slot, key_slot, present, spans)
     if kernels := _kernels_for(query, keys, values, rows):
         return kernels.mix(query, keys, values, rows, scale)
     mixed = reference.compact_attention(query, keys, values, rows, scale=scale)
@@ -104,9 +108,10 @@ def _gradients(
     query_slot: Tensor,
     key_slot: Tensor,
     present: Tensor | None,
+    spans: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = _rows(sequence, query_slot, key_slot, present)
+    rows = _rows(sequence, query_slot, key_slot, present, spans)
     if kernels := _kernels_for(query, keys, values, rows):
         return kernels.gradients(grad, query, keys, values, mixed, normaliser, rows, scale)
     return reference.gradients(grad, query, keys, values, rows, scale=scale)
@@ -124,7 +129,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_gradients(grad.contiguous(), *ctx.saved_tensors, ctx.scale), None, None, None, None, None)
+    return (*_gradients(grad.contiguous(), *ctx.saved_tensors, ctx.scale), *[None] * 6)
 
 
 _mix.register_autograd(_backward, setup_context=_remember)

@@ -19,6 +19,7 @@ class PackedRows:
     """Describes the ``n`` queries of a pass, packed and ordered by sequence and slot, and the keys of all tokens.
 
     ``sequence [n]`` is the sequence of each query. ``query`` has tensors ``[1, n]``, ``key`` ``[sequences, slots]``.
+    Kernels need the ``spans`` of the keys, if there are documents.
     """
 
     sequence: Tensor

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from adaponder.ops.compact_attention.torch import PackedRows
 from adaponder.ops.dispatch import on_device_of
@@ -36,7 +37,7 @@ def compact_attention(query: Tensor, keys: Tensor, values: Tensor, rows: PackedR
 def fits(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, *, window: int | None, dropout: float) -> bool:
     """Returns whether the kernels support these arguments; the torch version supports all."""
     packed = all(x.stride(-1) == 1 for x in (query, keys, values))
-    plain = window is None and rows.query.document is None and not dropout
+    plain = window is None and (rows.query.document is None or rows.key.spans is not None) and not dropout
     sized = keys.shape[-1] == values.shape[-1] and query.shape[-1] <= max(BLOCKS)
     if not query.is_cuda:
         return plain and packed and sized
@@ -82,18 +83,23 @@ def gradients(
     constants = _constants(query, keys, rows, BACKWARD_WARPS)
     sequences, slots = rows.key.slot.shape
     blocks = triton.cdiv(slots, constants["KEYS"])
-    # For each block of keys, the first query that sees it: queries are ordered by sequence and slot.
+    # For each block of keys, the first query that sees some of it, the first that sees all of it, and the end of those
+    # that see it: queries are ordered by sequence and slot.
     place = rows.sequence * slots + rows.query.slot[0]
-    edges = torch.arange(sequences, device=place.device)[:, None] * slots
-    edges = (edges + torch.arange(blocks, device=place.device) * constants["KEYS"]).flatten()
-    first_row = torch.searchsorted(place, edges)
-    end_row = torch.searchsorted(place, torch.arange(1, sequences + 1, device=place.device) * slots)
+    base = torch.arange(sequences, device=place.device)[:, None] * slots
+    low = base + torch.arange(blocks, device=place.device) * constants["KEYS"]
+    high = base + slots
+    if rows.key.spans is not None:
+        last = pad(rows.key.spans[2], (0, blocks * constants["KEYS"] - slots)).unflatten(1, (blocks, -1)).amax(2)
+        high = base + last + 1
+    whole = (low + constants["KEYS"] - 1).minimum(base + slots - 1)
+    row_ranges = torch.searchsorted(place, torch.stack((low, whole, high.expand_as(low))).flatten())
     with on_device_of(query):
         _query_kernel[(triton.cdiv(count, constants["ROWS"]), heads)](
             *inputs, grad_query, *_places(rows), count, scale, *strides, **constants
         )
         _key_kernel[(sequences * blocks, keys.shape[1])](
-            *inputs, grad_keys, grad_values, first_row, end_row, *_places(rows), slots, scale,
+            *inputs, grad_keys, grad_values, row_ranges, sequences * blocks, *_places(rows), scale,
             *strides, *grad_keys.stride()[:3], **constants,
         )  # fmt: skip
     return grad_query, grad_keys, grad_values
@@ -115,12 +121,15 @@ class _CompactAttention(torch.autograd.Function):
         return *gradients(grad.contiguous(), *ctx.saved_tensors, ctx.rows, ctx.scale), None, None
 
 
-def _places(rows: PackedRows) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Returns each query's sequence and slot, the mask of present keys and its stride (a dummy and 0 without mask)."""
-    present = rows.key.present
-    if present is None:
-        return rows.sequence, rows.query.slot, rows.sequence, 0
-    return rows.sequence, rows.query.slot, present, present.stride(0)
+def _places(rows: PackedRows) -> tuple[Any, ...]:
+    """Returns each query's sequence and slot, the mask of present keys and its stride, documents, and sizes.
+
+    Where there is no mask or no document, a dummy stands for it.
+    """
+    sequences, slots = rows.key.slot.shape
+    mask = (rows.sequence, 0) if rows.key.present is None else (rows.key.present, rows.key.present.stride(0))
+    spans = rows.sequence if rows.key.spans is None else rows.key.spans
+    return rows.sequence, rows.query.slot, *mask, spans, sequences * slots, slots
 
 
 def _strides(query: Tensor, keys: Tensor, values: Tensor, mixed: Tensor) -> tuple[int, ...]:
@@ -136,6 +145,7 @@ def _constants(query: Tensor, keys: Tensor, rows: PackedRows, warps: int) -> dic
         "SIZE": query.shape[2],
         "PADDED": max(16, triton.next_power_of_2(query.shape[2])),
         "HOLES": rows.key.present is not None,
+        "DOCUMENTS": rows.key.spans is not None,
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
         "ROWS": block_rows,
         "KEYS": block_keys,
@@ -145,12 +155,51 @@ def _constants(query: Tensor, keys: Tensor, rows: PackedRows, warps: int) -> dic
 
 
 @triton.jit
-def _visible(column, slot, member, present, HOLES: tl.constexpr):
-    """Returns the mask ``[queries, keys]`` of a block: present slots up to the query's own, which is always visible."""
+def _visible(
+    column, slot, member, document, present, spans, which, length, HOLES: tl.constexpr, DOCUMENTS: tl.constexpr
+):
+    """Returns the mask ``[queries, keys]`` of a block: present slots up to the query's own, which is always visible.
+
+    ``present`` points at the mask of the sequence ``which``; ``document [queries]`` is that of each query.
+    """
     mask = column[None, :] <= slot[:, None]
     if HOLES:
-        mask = mask & ((present[None, :] != 0) | (column[None, :] == slot[:, None]))
+        here = tl.load(present + column, mask=column < length, other=0)
+        mask = mask & ((here[None, :] != 0) | (column[None, :] == slot[:, None]))
+    if DOCUMENTS:
+        of_key = tl.load(spans + which * length + column, mask=column < length, other=0)
+        mask = mask & (of_key[None, :] == document[:, None])
     return mask & member[:, None]
+
+
+@triton.jit
+def _of_rows(spans, offset, sequence, slot, length, mask, DOCUMENTS: tl.constexpr):
+    """Loads the entries of queries from a part of ``spans``; zeros without documents."""
+    if DOCUMENTS:
+        return tl.load(spans + offset + sequence * length + slot, mask=mask, other=0)
+    return slot * 0
+
+
+@triton.jit
+def _queries(
+    query, grads, normaliser, alongs, row, exists, head, part, inside, query_row, query_head, grad_row, grad_head,
+    HEADS: tl.constexpr,
+):  # fmt: skip
+    """Loads the inputs of backward that belong to queries; zeros for rows that do not exist."""
+    wide, whole = row.to(tl.int64), exists[:, None] & inside[None, :]
+    q = tl.load(query + wide[:, None] * query_row + head * query_head + part[None, :], mask=whole, other=0.0)
+    g = tl.load(grads + wide[:, None] * grad_row + head * grad_head + part[None, :], mask=whole, other=0.0)
+    level = tl.load(normaliser + wide * HEADS + head, mask=exists, other=0.0)
+    along = tl.load(alongs + wide * HEADS + head, mask=exists, other=0.0)
+    return q, g, level, along
+
+
+@triton.jit
+def _weights(q, k, v, grad, level, along, scale, PRECISION: tl.constexpr):
+    """Returns a block's attention weights and the gradients of its scores over them, not masked."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * 1.4426950408889634)
+    weight = tl.exp2(scores - level[:, None])
+    return weight, tl.dot(grad, tl.trans(v), input_precision=PRECISION) - along[:, None]
 
 
 @triton.jit
@@ -173,13 +222,25 @@ def _absorb(scores, v, top, total, sums, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _ranges(slot, member, exists, opening, seen, HOLES: tl.constexpr, DOCUMENTS: tl.constexpr, KEYS: tl.constexpr):
+    """Returns where keys begin that need a mask, and the end of those that all queries of a block see."""
+    if DOCUMENTS:
+        return tl.min(tl.where(member, opening, seen), 0).to(tl.int32) // KEYS * KEYS, 0
+    if HOLES:
+        return 0, 0
+    # Most keys are visible to every row of the block and need no mask.
+    plain = (tl.min(tl.where(exists, tl.where(member, slot, -1), seen), 0) + 1) // KEYS * KEYS
+    return plain, plain
+
+
+@triton.jit
 def _forward_kernel(
-    query, keys, values, mixed, normaliser, sequences, slots, present, present_sequence, count,
+    query, keys, values, mixed, normaliser, sequences, slots, present, present_sequence, spans, tokens, length, count,
     scale,  # of the scores, over ln 2 because of exp2
     query_row, query_head, key_sequence, key_head, key_slot, value_sequence, value_head, value_slot,
     mixed_row, mixed_head,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, HOLES: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0) * ROWS
     head = tl.program_id(1)
@@ -190,6 +251,8 @@ def _forward_kernel(
     slot = tl.load(slots + row, mask=exists, other=-1).to(tl.int32)
     at = query + row.to(tl.int64)[:, None] * query_row + head * query_head + part[None, :]
     q = tl.load(at, mask=exists[:, None] & inside[None, :], other=0.0)
+    document = _of_rows(spans, 0, sequence, slot, length, exists, DOCUMENTS)
+    opening = _of_rows(spans, tokens, sequence, slot, length, exists, DOCUMENTS)
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, PADDED], tl.float32)
@@ -200,22 +263,22 @@ def _forward_kernel(
         seen = tl.max(tl.where(member, slot, -1), 0) + 1  # number of keys that some row of this sequence sees
         key_base = keys + which * key_sequence + (head // GROUPS) * key_head
         value_base = values + which * value_sequence + (head // GROUPS) * value_head
-        # Most keys are visible to every row of the block and need no mask.
-        plain = 0 if HOLES else (tl.min(tl.where(exists, tl.where(member, slot, -1), seen), 0) + 1) // KEYS * KEYS
+        low, plain = _ranges(slot, member, exists, opening, seen, HOLES, DOCUMENTS, KEYS)
         for start in range(0, plain, KEYS):
             column = start + tl.arange(0, KEYS)
             k = _load(key_base + column[:, None] * key_slot + part[None, :], inside[None, :], SIZE == PADDED)
             v = _load(value_base + column[:, None] * value_slot + part[None, :], inside[None, :], SIZE == PADDED)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             top, total, sums = _absorb(scores, v, top, total, sums, PRECISION)
-        for start in range(plain, seen, KEYS):
+        for start in range(low, seen, KEYS):
             column = start + tl.arange(0, KEYS)
             there = (column < seen)[:, None] & inside[None, :]
             k = tl.load(key_base + column[:, None] * key_slot + part[None, :], mask=there, other=0.0)
             v = tl.load(value_base + column[:, None] * value_slot + part[None, :], mask=there, other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-            here = tl.load(present + which * present_sequence + column, mask=column < seen, other=0) if HOLES else 0
-            scores = tl.where(_visible(column, slot, member, here, HOLES), scores, -float("inf"))
+            here = present + which * present_sequence
+            mask = _visible(column, slot, member, document, here, spans, which, length, HOLES, DOCUMENTS)
+            scores = tl.where(mask, scores, -float("inf"))
             top, total, sums = _absorb(scores, v, top, total, sums, PRECISION)
     total = tl.where(exists, total, 1.0)
     out = mixed + row.to(tl.int64)[:, None] * mixed_row + head * mixed_head + part[None, :]
@@ -226,25 +289,23 @@ def _forward_kernel(
 @triton.jit
 def _query_kernel(
     query, keys, values, grads, normaliser, alongs, grad_query,
-    sequences, slots, present, present_sequence, count, scale,
+    sequences, slots, present, present_sequence, spans, tokens, length, count, scale,
     query_row, query_head, key_sequence, key_head, key_slot, value_sequence, value_head, value_slot,
     grad_row, grad_head,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, HOLES: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0) * ROWS
     head = tl.program_id(1)
     row = begin + tl.arange(0, ROWS)
     part = tl.arange(0, PADDED)
     exists, inside = row < count, part < SIZE
-    whole = exists[:, None] & inside[None, :]
     sequence = tl.load(sequences + row, mask=exists, other=-1)
     slot = tl.load(slots + row, mask=exists, other=-1).to(tl.int32)
-    wide = row.to(tl.int64)
-    q = tl.load(query + wide[:, None] * query_row + head * query_head + part[None, :], mask=whole, other=0.0)
-    g = tl.load(grads + wide[:, None] * grad_row + head * grad_head + part[None, :], mask=whole, other=0.0)
-    level = tl.load(normaliser + wide * HEADS + head, mask=exists, other=0.0)
-    along = tl.load(alongs + wide * HEADS + head, mask=exists, other=0.0)
+    q, g, level, along = _queries(query, grads, normaliser, alongs, row, exists, head, part, inside,
+                                  query_row, query_head, grad_row, grad_head, HEADS)  # fmt: skip
+    document = _of_rows(spans, 0, sequence, slot, length, exists, DOCUMENTS)
+    opening = _of_rows(spans, tokens, sequence, slot, length, exists, DOCUMENTS)
     sums = tl.zeros([ROWS, PADDED], tl.float32)
     first = tl.load(sequences + begin)
     last = tl.load(sequences + tl.minimum(begin + ROWS, count) - 1)
@@ -253,31 +314,38 @@ def _query_kernel(
         seen = tl.max(tl.where(member, slot, -1), 0) + 1
         key_base = keys + which * key_sequence + (head // GROUPS) * key_head
         value_base = values + which * value_sequence + (head // GROUPS) * value_head
-        for start in range(0, seen, KEYS):
+        low, plain = _ranges(slot, member, exists, opening, seen, HOLES, DOCUMENTS, KEYS)
+        for start in range(0, plain, KEYS):
+            column = start + tl.arange(0, KEYS)
+            k = _load(key_base + column[:, None] * key_slot + part[None, :], inside[None, :], SIZE == PADDED)
+            v = _load(value_base + column[:, None] * value_slot + part[None, :], inside[None, :], SIZE == PADDED)
+            weight, slope = _weights(q, k, v, g, level, along, scale, PRECISION)
+            sums += tl.dot((weight * slope).to(k.dtype), k, input_precision=PRECISION)
+        for start in range(low, seen, KEYS):
             column = start + tl.arange(0, KEYS)
             there = (column < seen)[:, None] & inside[None, :]
             k = tl.load(key_base + column[:, None] * key_slot + part[None, :], mask=there, other=0.0)
             v = tl.load(value_base + column[:, None] * value_slot + part[None, :], mask=there, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * 1.4426950408889634)
-            here = tl.load(present + which * present_sequence + column, mask=column < seen, other=0) if HOLES else 0
-            weight = tl.where(_visible(column, slot, member, here, HOLES), tl.exp2(scores - level[:, None]), 0.0)
-            grad_weight = tl.dot(g, tl.trans(v), input_precision=PRECISION)
-            grad_scores = weight * (grad_weight - along[:, None])
-            sums += tl.dot(grad_scores.to(k.dtype), k, input_precision=PRECISION)
-    out = grad_query + wide[:, None] * grad_row + head * grad_head + part[None, :]
-    tl.store(out, sums * scale, mask=whole)
+            weight, slope = _weights(q, k, v, g, level, along, scale, PRECISION)
+            here = present + which * present_sequence
+            mask = _visible(column, slot, member, document, here, spans, which, length, HOLES, DOCUMENTS)
+            sums += tl.dot((tl.where(mask, weight, 0.0) * slope).to(k.dtype), k, input_precision=PRECISION)
+    out = grad_query + row.to(tl.int64)[:, None] * grad_row + head * grad_head + part[None, :]
+    tl.store(out, sums * scale, mask=exists[:, None] & inside[None, :])
 
 
 @triton.jit
 def _key_kernel(
-    query, keys, values, grads, normaliser, alongs, grad_keys, grad_values, first_row, end_row,
-    sequences, slots, present, present_sequence,
+    query, keys, values, grads, normaliser, alongs, grad_keys, grad_values,
+    row_ranges,  # for each block of keys: first queries that see some of it, and all of it, and the end of both
+    all_blocks,
+    sequences, slots, present, present_sequence, spans, tokens,
     length,  # slots per sequence
     scale,
     query_row, query_head, key_sequence, key_head, key_slot, value_sequence, value_head, value_slot,
     grad_row, grad_head, into_sequence, into_head, into_slot,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, HOLES: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     key_group = tl.program_id(1)
@@ -291,28 +359,30 @@ def _key_kernel(
     value_at = values + which * value_sequence + key_group * value_head
     k = tl.load(key_at + column[:, None] * key_slot + part[None, :], mask=there, other=0.0)
     v = tl.load(value_at + column[:, None] * value_slot + part[None, :], mask=there, other=0.0)
-    here = tl.load(present + which * present_sequence + column, mask=column < length, other=0) if HOLES else 0
+    here = present + which * present_sequence
     key_sums = tl.zeros([KEYS, PADDED], tl.float32)
     value_sums = tl.zeros([KEYS, PADDED], tl.float32)
-    first, end = tl.load(first_row + block), tl.load(end_row + which)
+    first, end = tl.load(row_ranges + block), tl.load(row_ranges + 2 * all_blocks + block)
+    plain = end
+    if not (HOLES or DOCUMENTS):
+        plain = first + tl.cdiv(tl.load(row_ranges + all_blocks + block) - first, ROWS) * ROWS
     for group in range(GROUPS):
         head = key_group * GROUPS + group
-        for begin in range(first, end, ROWS):
-            row = begin + tl.arange(0, ROWS)
-            exists = row < end
-            whole = exists[:, None] & inside[None, :]
-            slot = tl.load(slots + row, mask=exists, other=-1).to(tl.int32)
-            wide = row.to(tl.int64)
-            q = tl.load(query + wide[:, None] * query_row + head * query_head + part[None, :], mask=whole, other=0.0)
-            g = tl.load(grads + wide[:, None] * grad_row + head * grad_head + part[None, :], mask=whole, other=0.0)
-            level = tl.load(normaliser + wide * HEADS + head, mask=exists, other=0.0)
-            along = tl.load(alongs + wide * HEADS + head, mask=exists, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * 1.4426950408889634)
-            weight = tl.where(_visible(column, slot, exists, here, HOLES), tl.exp2(scores - level[:, None]), 0.0)
-            value_sums += tl.dot(tl.trans(weight.to(g.dtype)), g, input_precision=PRECISION)
-            grad_weight = tl.dot(g, tl.trans(v), input_precision=PRECISION)
-            grad_scores = weight * (grad_weight - along[:, None])
-            key_sums += tl.dot(tl.trans(grad_scores.to(q.dtype)), q, input_precision=PRECISION)
+        for phase in tl.static_range(2):
+            # Rows that see the whole block need no mask; rows beyond the end are zeros, which add nothing.
+            for begin in range(first if phase == 0 else plain, plain if phase == 0 else end, ROWS):
+                row = begin + tl.arange(0, ROWS)
+                exists = row < end
+                q, g, level, along = _queries(query, grads, normaliser, alongs, row, exists, head, part, inside,
+                                              query_row, query_head, grad_row, grad_head, HEADS)  # fmt: skip
+                weight, slope = _weights(q, k, v, g, level, along, scale, PRECISION)
+                if phase == 0:
+                    slot = tl.load(slots + row, mask=exists, other=-1).to(tl.int32)
+                    document = _of_rows(spans, 0, which, slot, length, exists, DOCUMENTS)
+                    mask = _visible(column, slot, exists, document, here, spans, which, length, HOLES, DOCUMENTS)
+                    weight = tl.where(mask, weight, 0.0)
+                value_sums += tl.dot(tl.trans(weight.to(g.dtype)), g, input_precision=PRECISION)
+                key_sums += tl.dot(tl.trans((weight * slope).to(q.dtype)), q, input_precision=PRECISION)
     into = which * into_sequence + key_group * into_head + column[:, None] * into_slot + part[None, :]
     tl.store(grad_keys + into, key_sums * scale, mask=there)
     tl.store(grad_values + into, value_sums, mask=there)

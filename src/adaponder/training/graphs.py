@@ -1,0 +1,144 @@
+"""Runs the forward and backward of training steps as CUDA graphs, which the host launches at once.
+
+A graph needs constant shapes. In compact execution each pass computes a constant number of rows, a few more than the
+latest step needed; after the forward the host compares it with the number of active tokens, and a forward whose tokens
+did not fit is computed again without a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from adaponder.errors import TrainingError
+from adaponder.modeling import AdaPonderForCausalLM
+
+# Computes the model's output, an AdaPonderOutput, for tensor arguments and an ``execution``.
+Forward = Callable[[dict[str, Tensor], Any], Any]
+# A pass computes a multiple of 1 / STEPS of a batch's tokens.
+STEPS = 32
+# Graphs for different numbers of rows that are kept.
+_MOST = 16
+
+
+class Recorded(NamedTuple):
+    """The graphs of a forward and its backward; they read ``inputs``, write ``output`` and add to ``grad``."""
+
+    inputs: dict[str, Tensor]
+    output: Any
+    forward: Callable[[], None]
+    backward: Callable[[], None]
+
+
+class StepGraphs:
+    """Runs forward and backward: the first times eagerly, later from graphs, which share their memory.
+
+    ``patience`` is the number of eager calls with equal settings before graphs are captured.
+    """
+
+    def __init__(self, model: AdaPonderForCausalLM, execution: str, *, patience: int = 16):
+        self.model, self.execution, self.patience = model, execution, patience
+        self.settings: Any = None
+        self.limits: tuple[int, ...] | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self.calls = 0
+        self.graphs: dict[Hashable, Recorded] = {}
+        self.grads: dict[Tensor, Tensor] = {}
+        self.pool: Any = None
+
+    def run(self, settings: Any, inputs: dict[str, Tensor], forward: Forward, *, share: int = 1) -> Any:
+        """Adds the gradients of ``loss / share`` and returns the output without its graph.
+
+        ``settings`` are equal for calls with the same ``forward``. The next call may overwrite the output.
+        """
+        if settings != self.settings:
+            self.settings = settings
+            self._forget()
+        self.calls += 1
+        execution = self.limits or self.execution
+        recorded = self.graphs.get(execution)
+        if recorded is None:
+            output = forward(inputs, execution)
+        else:
+            for name, buffer in recorded.inputs.items():
+                buffer.copy_(inputs[name], non_blocking=True)
+            recorded.forward()
+            output = recorded.output
+        counts = self._counts(output)
+        fits = self.limits is None or all(n <= most for n, most in zip(counts, self.limits, strict=True))
+        if not fits:
+            recorded, output = None, None  # frees what the forward kept for backward
+            output = forward(inputs, self.execution)
+            counts = self._counts(output)
+        if recorded is None:
+            output = add_gradients(output, share)
+        else:
+            self._hold_gradients()
+            recorded.backward()
+        if recorded is None and fits and self.calls > self.patience and (self.limits or self.execution != "compact"):
+            self._capture(execution, inputs, forward, share)
+        if counts:
+            self.limits = fitted(self.limits, counts, output.depth.numel())
+        return output
+
+    def _counts(self, output: Any) -> list[int]:
+        """Returns how many tokens were active in each pass after the first; none in dense execution."""
+        if self.execution != "compact":
+            return []
+        later = torch.arange(1, self.model.method.passes(self.model.config.iterations), device=output.depth.device)
+        return (output.depth[..., None] > later).sum((0, 1)).tolist()
+
+    def _capture(self, execution: Any, inputs: dict[str, Tensor], forward: Forward, share: int) -> None:
+        """Captures what the eager call has just done; nothing is computed."""
+        if len(self.graphs) == _MOST:
+            self.graphs.clear()
+        buffers = {name: value.to(self.model.device, copy=True) for name, value in inputs.items()}
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                self.grads.setdefault(parameter, parameter.grad)
+        self._hold_gradients()
+        try:
+            replay_forward, output = self._record(lambda: forward(buffers, execution))
+            replay_backward, _ = self._record((output.loss / share).backward)
+        except RuntimeError as error:
+            raise TrainingError(f"train.cuda_graphs must be false: this step cannot be captured ({error})") from error
+        self.graphs[execution] = Recorded(
+            buffers, tree_map_only(Tensor, Tensor.detach, output), replay_forward, replay_backward
+        )
+
+    def _record(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Captures a call; returns a function that replays it, and the result that each replay overwrites."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            result = function()
+        self.pool = graph.pool()
+        return graph.replay, result
+
+    def _hold_gradients(self) -> None:
+        """Moves every gradient to where the graphs add to it."""
+        cleared = [buffer for parameter, buffer in self.grads.items() if parameter.grad is None]
+        if cleared:
+            torch._foreach_zero_(cleared)
+        for parameter, buffer in self.grads.items():
+            if parameter.grad is not None and parameter.grad is not buffer:
+                buffer.copy_(parameter.grad)
+            parameter.grad = buffer
+
+
+def fitted(limits: Sequence[int] | None, counts: Sequence[int], tokens: int) -> tuple[int, ...]:
+    """Returns rows per pass for ``counts`` active tokens: ``limits`` where they are enough and not far too many."""
+    step = -(-tokens // STEPS)
+    wanted = [min(tokens, -(-count // step) * step) for count in counts]
+    return tuple(max(want, min(limit, want + step)) for want, limit in zip(wanted, limits or wanted, strict=True))
+
+
+def add_gradients(output: Any, share: int) -> Any:
+    """Adds the gradients of ``loss / share``; returns the output without its graph."""
+    (output.loss / share).backward()
+    return tree_map_only(Tensor, Tensor.detach, output)

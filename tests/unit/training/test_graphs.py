@@ -1,0 +1,163 @@
+"""Training steps from graphs equal eager ones: on a GPU as CUDA graphs, elsewhere as calls that are made again."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from adaponder import Objective
+from adaponder.errors import ConfigError, TrainingError
+from adaponder.policies import ForcedDepths
+from adaponder.training.graphs import STEPS, StepGraphs, fitted
+from adaponder.training.run import train
+from kernel_support import PLACES
+from support import ids, tiny
+from training_support import losses, small
+
+
+def _tensors(output):
+    return [output.loss, output.depth, output.gates, *output.terms.values()]
+
+
+class Again(StepGraphs):
+    """Replays by computing again, where there are no CUDA graphs: reads and writes the same tensors as a graph."""
+
+    latest = None
+
+    def _record(self, function):
+        if hasattr(function, "__self__"):  # backward of the loss, which the latest forward computed
+            return (lambda: (self.latest.loss / self.share).backward()), None
+        first = function()
+
+        def replay():
+            self.latest = function()
+            for mine, theirs in zip(_tensors(first), _tensors(self.latest), strict=True):
+                mine.detach().copy_(theirs.detach())
+
+        return replay, first
+
+    def run(self, *arguments, share=1):
+        self.share = share
+        return super().run(*arguments, share=share)
+
+
+def batches(device, count):
+    """Returns tokens and forced depths: those of two batches in turn, and once of a batch of full depth."""
+    for number in range(count):
+        depths = torch.randint(1, 5, (4, 32), generator=torch.Generator().manual_seed(number % 2))
+        depths = depths.fill_(4) if number == count // 3 else depths
+        yield {"input_ids": ids(4, 32, seed=number).to(device), "depths": depths.to(device)}
+
+
+def trained(graphs, model, execution, device, *, micro_steps, steps=12, change_at=None):
+    """Returns losses, depths and weights of some steps of SGD; ``change_at``: the step with another objective."""
+    low = torch.autocast("cuda", torch.bfloat16) if device == "cuda" else nullcontext()
+    found, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.01)
+    drawn = batches(device, steps * micro_steps)
+    for step in range(steps):
+        objective = Objective(ponder_weight=0.1, ponder_fraction=0.3 if step == change_at else 0.5)
+
+        def forward(inputs, execution, objective=objective):
+            policy, tokens = ForcedDepths(inputs["depths"]), inputs["input_ids"]
+            with low:
+                how = {"targets": tokens, "policy": policy, "objective": objective, "output_logits": False}
+                return model(tokens, execution=execution, **how)
+
+        for _ in range(micro_steps):
+            inputs = next(drawn)
+            if graphs is None:
+                output = forward(inputs, execution)
+                (output.loss / micro_steps).backward()
+            else:
+                output = graphs.run(objective, inputs, forward, share=micro_steps)
+            found += [output.loss.detach().clone(), output.depth.clone(), output.terms["ponder"].detach().clone()]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return [*found, *(parameter.detach().clone() for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize(("execution", "micro_steps"), [("dense", 1), ("dense", 2), ("compact", 1), ("compact", 2)])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["eager", "compiled"])
+def test_steps_from_graphs_equal_eager_steps(device, execution, micro_steps, compiled, monkeypatch):
+    if compiled and device == "cpu":
+        pytest.skip("compiled passes are captured on a GPU only")
+    dtype = torch.float32 if device == "cuda" else torch.float64
+    models = [tiny("adaponder", iterations=4, dtype=dtype).to(device).train() for _ in range(2)]
+    if compiled:
+        torch.compiler.reset()
+        for model in models:
+            model.compile_passes()
+    expected = trained(None, models[0], execution, device, micro_steps=micro_steps, change_at=6)
+    replayed, kind = [], StepGraphs if device == "cuda" else Again
+    graphs = kind(models[1], execution, patience=1)
+    record = graphs._record
+
+    def counting(function):
+        replay, result = record(function)
+        return lambda: replayed.append(replay()), result
+
+    monkeypatch.setattr(graphs, "_record", counting)
+    found = trained(graphs, models[1], execution, device, micro_steps=micro_steps, change_at=6)
+    tolerance = {"rtol": 2e-2, "atol": 2e-3} if device == "cuda" else {"rtol": 1e-9, "atol": 1e-11}
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, **tolerance)
+    assert len(replayed) >= 4
+
+
+def test_rows_are_fitted_to_the_latest_counts():
+    tokens, step = STEPS * 8, 8
+    assert fitted(None, (16, 9, 0), tokens) == (16, 16, 0)
+    assert fitted((16, 16, 8), (17, 16, 0), tokens) == (24, 16, 8), "grows at once, keeps one step more than it needs"
+    assert fitted((64, 32, 32), (17, 24, 25), tokens) == (24 + step, 32, 32)
+    assert fitted(None, (tokens, tokens - 1), tokens) == (tokens, tokens)
+    assert fitted(None, (1,), 5) == (1,)
+
+
+def test_tokens_that_do_not_fit_are_computed_again(monkeypatch):
+    model = tiny("adaponder", iterations=4).train()
+    executions, graphs = [], Again(model, "compact", patience=1)
+
+    def forward(inputs, execution):
+        executions.append(execution)
+        depths = ForcedDepths(inputs["depths"])
+        return model(inputs["input_ids"], targets=inputs["input_ids"], execution=execution, policy=depths)
+
+    for depth in (1, 1, 1, 3):
+        graphs.run(None, {"input_ids": ids(4, 32), "depths": torch.full((4, 32), depth)}, forward)
+    assert executions[-1] == "compact", "not the 0 rows of the graph"
+    assert graphs.limits == (128, 128, 0)
+
+
+def test_a_step_that_cannot_be_captured_is_refused(monkeypatch):
+    def fails(self, function):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(StepGraphs, "_record", fails)
+    model = tiny("adaponder").train()
+    graphs = StepGraphs(model, "dense", patience=0)
+    with pytest.raises(TrainingError, match="cuda_graphs"):
+        graphs.run(None, {"input_ids": ids()}, lambda inputs, how: model(**inputs, labels=ids(), execution=how))
+
+
+def test_graphs_need_a_gpu_and_whole_passes(shards, tmp_path):
+    with pytest.raises(TrainingError, match="cuda_graphs"):
+        train(small(shards, "train.cuda_graphs=true"), out=tmp_path / "run")
+    with pytest.raises(ConfigError, match="cuda_graphs"):
+        small(shards, "train.cuda_graphs=true", "train.gradient_checkpointing=true")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("execution", ["dense", "compact"])
+def test_a_run_with_graphs_equals_one_without(shards, tmp_path, execution, monkeypatch):
+    replays, record = [], StepGraphs._record
+    monkeypatch.setattr(StepGraphs, "_record", lambda self, call: replays.append(call) or record(self, call))
+    found = []
+    for graphs in ("true", "false"):
+        recipe = small(shards, "train.steps=40", "train.save_every=0", f"train.execution={execution}")
+        recipe = replace(recipe, train=replace(recipe.train, cuda_graphs=graphs == "true"))
+        train(recipe, out=tmp_path / graphs, device="cuda")
+        found.append(losses(tmp_path / graphs))
+    assert replays
+    assert found[0] == pytest.approx(found[1], rel=2e-2)
