@@ -118,8 +118,10 @@ struct Shared {
     float sums[2][MOST_TASKS][2];                         // [which product][task][row of its pair]
     alignas(16) float partial[WARPS][PARTIAL];
     float reduced[2][WARPS];
+    float cosine[SIZE], sine[SIZE];                       // of the row's position
     unsigned long long loaded[WARPS][SLOTS];
     const half_t* table[LAYERS][ENTRIES];
+    int first_pair[PRODUCTS], pair_count[PRODUCTS];       // this block's share of each product
 };
 
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the ring has too many slots");
@@ -153,6 +155,9 @@ struct Block {
     Shared& shared;
     const Arguments& arguments;
     const int thread, warp, lane, number, blocks;
+    const int place;         // the row's slot in its sequence
+    const int* const ids;    // the pool rows that it reads
+    const long long row;     // the pool row that it writes
     float x[EACH];           // the residual stream; each block has all of it
     unsigned barriers = 0;   // grid barriers that this block has reached
     unsigned issued = 0, used = 0;
@@ -160,10 +165,13 @@ struct Block {
 
     DEVICE Block(Shared& shared, const Arguments& arguments, int thread, int number, int blocks)
         : shared(shared), arguments(arguments), thread(thread), warp(thread >> 5), lane(thread & 31), number(number),
-          blocks(blocks), next_task(thread >> 5) {}
+          blocks(blocks), place((int)*arguments.slot),
+          ids(arguments.index + *arguments.lane * (long long)arguments.index_lane
+              + *arguments.iteration * (long long)arguments.index_iteration),
+          row(*arguments.row), next_task(thread >> 5) {}
 
-    DEVICE int first_pair(int product, int block) const { return (long long)pairs_of(product) * block / blocks; }
-    DEVICE int pair_count(int product) const { return first_pair(product, number + 1) - first_pair(product, number); }
+    DEVICE int first_pair(int product) const { return shared.first_pair[product]; }
+    DEVICE int pair_count(int product) const { return shared.pair_count[product]; }
     DEVICE int segments(int product) const { return inputs_of(product) / SEGMENT; }
     DEVICE int tasks(int product) const { return pair_count(product) * segments(product); }
 
@@ -199,7 +207,7 @@ struct Block {
         if (lane == 0) {
             const int slot = issued % SLOTS, count = segments(next_product);
             const half_t *first, *second;
-            locate(next_layer, next_product, first_pair(next_product, number) + next_task / count,
+            locate(next_layer, next_product, first_pair(next_product) + next_task / count,
                    next_task % count * SEGMENT, first, second);
             unsigned long long* barrier = &shared.loaded[warp][slot];
             expect_bytes(barrier, 2 * SEGMENT * sizeof(half_t));
@@ -217,7 +225,7 @@ struct Block {
         for (int task = warp; task < total; task += WARPS) {
             const int slot = used % SLOTS;
             wait_for_bytes(&shared.loaded[warp][slot], used / SLOTS & 1);
-            const float* values_at = input(first_pair(product, number) + task / count) + task % count * SEGMENT;
+            const float* values_at = input(first_pair(product) + task / count) + task % count * SEGMENT;
             float sums[2] = {0.0f, 0.0f};
 #pragma unroll
             for (int start = 0; start < SEGMENT; start += 256) {
@@ -326,48 +334,30 @@ struct Block {
         __syncthreads();
     }
 
-    // Adds the bias to the QKV product and, for parallel layers, activates the up product; writes both.
-    DEVICE void leave_entry(int layer) {
+    // The bias of a row of a product; of both rows of a gated pair the second's.
+    DEVICE float bias_of(int layer, int product, int row) const {
         const half_t* const* weights = shared.table[layer];
-        __syncthreads();
-        const int first = first_pair(ENTER, number), count = pair_count(ENTER);
-        for (int i = thread; i < 2 * count; i += THREADS) {
-            const int row = 2 * first + i;
-            float sum = summed(ENTER, 0, i / 2, i & 1);
-            if (row >= QKV) {
-                arguments.inner[row - QKV] = activate(sum + widened(weights[UP_BIAS], row - QKV));
-            } else {
-                const int key = row - WIDTH, value = key - KEY_HEADS * SIZE;
-                if (PACKED || key < 0) sum += widened(weights[Q_BIAS], row);
-                else if (value < 0) sum += widened(weights[K_BIAS], key);
-                else sum += widened(weights[V_BIAS], value);
-                arguments.qkv[row] = sum;
-            }
-        }
+        if (product == OUT_PRODUCT)
+            return widened(weights[OUT_BIAS], row) + (PARALLEL ? widened(weights[DOWN_BIAS], row) : 0.0f);
+        if (product == DOWN_PRODUCT) return widened(weights[DOWN_BIAS], row);
+        if (product == GATED_PRODUCT) return widened(weights[UP_BIAS], row);
+        const int key = row - WIDTH, value = key - KEY_HEADS * SIZE;
+        if (row >= QKV) return widened(weights[UP_BIAS], row - QKV);
+        if (PACKED || key < 0) return widened(weights[Q_BIAS], row);
+        return value < 0 ? widened(weights[K_BIAS], key) : widened(weights[V_BIAS], value);
     }
 
-    DEVICE void leave_mlp(int layer) {
-        const half_t* const* weights = shared.table[layer];
+    // Computes a product and hands `leave` the number and the sum of each of the block's rows; biases are loaded ahead.
+    template <typename Input, typename Leave>
+    DEVICE void compute(int layer, int product, Input input, Leave leave) {
+        const bool pairs = GATED && product == GATED_PRODUCT;
+        const int first = first_pair(product) * (pairs ? 1 : 2), count = pair_count(product) * (pairs ? 1 : 2);
+        float bias = thread < count ? bias_of(layer, product, first + thread) : 0.0f;
+        multiply(product, 0, input);
         __syncthreads();
-        const int first = first_pair(MIX, number), count = pair_count(MIX);
-        for (int i = thread; i < (GATED ? count : 2 * count); i += THREADS) {
-            const int row = GATED ? first + i : 2 * first + i;
-            const float up = summed(MIX, 0, GATED ? i : i / 2, GATED ? 1 : i & 1) + widened(weights[UP_BIAS], row);
-            arguments.inner[row] =
-                GATED ? activate(summed(MIX, 0, i, 0) + widened(weights[GATE_BIAS], row)) * up : activate(up);
-        }
-    }
-
-    // Writes what a layer adds to the residual stream: of one product, or of out and down in parallel layers.
-    DEVICE void leave_sum(int layer, int product, int entry) {
-        const half_t* const* weights = shared.table[layer];
-        __syncthreads();
-        const int first = first_pair(product, number), count = pair_count(product);
-        for (int i = thread; i < 2 * count; i += THREADS) {
-            const int row = 2 * first + i;
-            float sum = summed(product, 0, i / 2, i & 1) + widened(weights[entry], row);
-            if (PARALLEL) sum += summed(DOWN_PRODUCT, 1, i / 2, i & 1) + widened(weights[DOWN_BIAS], row);
-            arguments.delta[row] = sum;
+        for (int i = thread; i < count; i += THREADS) {
+            if (i >= THREADS) bias = bias_of(layer, product, first + i);
+            leave(first + i, bias + (pairs ? summed(product, 0, i, 1) : summed(product, 0, i / 2, i & 1)), i);
         }
     }
 
@@ -376,7 +366,7 @@ struct Block {
         uint4 key[STEPS], value[STEPS];
     };
 
-    DEVICE void load_keys(Keys& block, const int* ids, const half_t* keys, const half_t* values, int start, int end) {
+    DEVICE void load_keys(Keys& block, const half_t* keys, const half_t* values, int start, int end) {
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
             const int at = start + (i * WARPS + warp) * KEYS + lane / KEY_LANES;
@@ -405,8 +395,14 @@ struct Block {
     // Reads this lane's eight elements of a head of the QKV product, normed and rotated.
     DEVICE void read_head(const float* head, const half_t* norm, float (&values)[8]) const {
         const int first = lane % KEY_LANES * 8;
-        float power = 1.0f;
-        for (int i = 0; i < 8; i++) values[i] = __ldcg(head + first + i);
+        float power = 1.0f, partner[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {  // all loads before their first use
+            const int k = first + i, other = k < ROTARY / 2 ? k + ROTARY / 2 : k - ROTARY / 2;
+            values[i] = __ldcg(head + k);
+            partner[i] = k < ROTARY ? __ldcg(head + other) : 0.0f;
+            if (HEAD_NORM) partner[i] *= k < ROTARY ? widen(norm[other]) : 0.0f;
+        }
         if (HEAD_NORM) {
             float square = 0.0f;
             for (int i = 0; i < 8; i++) square += values[i] * values[i];
@@ -414,15 +410,12 @@ struct Block {
             power = rsqrtf(square / SIZE + arguments.head_epsilon);
             for (int i = 0; i < 8; i++) values[i] *= power * widen(norm[first + i]);
         }
-        const long long angle = *arguments.position * ROTARY;
+#pragma unroll
         for (int i = 0; i < 8; i++) {
             const int k = first + i;
-            if (k >= ROTARY) break;
-            const bool left = k < ROTARY / 2;
-            const int other = left ? k + ROTARY / 2 : k - ROTARY / 2;
-            float partner = __ldcg(head + other);
-            if (HEAD_NORM) partner *= power * widen(norm[other]);
-            values[i] = values[i] * arguments.cos[angle + k] + (left ? -partner : partner) * arguments.sin[angle + k];
+            if (k < ROTARY)
+                values[i] = values[i] * shared.cosine[k]
+                          + (k < ROTARY / 2 ? -power : power) * partner[i] * shared.sine[k];
         }
     }
 
@@ -430,25 +423,23 @@ struct Block {
     template <typename Ready>
     DEVICE void attend(int layer, int& splits, Ready ready) {
         const half_t* const* weights = shared.table[layer];
-        const int slot = (int)*arguments.slot, window = (int)(long long)weights[WINDOW];
-        const int begin = window > 0 ? max(slot + 1 - window, 0) : 0, length = slot - begin;
+        const int window = (int)(long long)weights[WINDOW];
+        const int begin = window > 0 ? max(place + 1 - window, 0) : 0, length = place - begin;
         const int most = max(blocks / HEADS, 1), share = (length + most - 1) / most;
         const int span = max((share + BLOCK_KEYS - 1) / BLOCK_KEYS, 1) * BLOCK_KEYS;
         splits = max((length + span - 1) / span, 1);
-        const int* ids = arguments.index + *arguments.lane * (long long)arguments.index_lane
-                       + *arguments.iteration * (long long)arguments.index_iteration;
         half_t* const key_pool = const_cast<half_t*>(weights[KEY_POOL]);
         half_t* const value_pool = const_cast<half_t*>(weights[VALUE_POOL]);
         Keys block;
         if (number < HEADS * splits) {
             const int group = number % HEADS / (HEADS / KEY_HEADS) * SIZE, start = begin + number / HEADS * span;
-            load_keys(block, ids, key_pool + group, value_pool + group, start, min(start + span, slot));
+            load_keys(block, key_pool + group, value_pool + group, start, min(start + span, place));
         }
         ready();
         for (int item = number; item < HEADS * splits; item += blocks) {
             const int head = item % HEADS, split = item / HEADS, group = head / (HEADS / KEY_HEADS);
             const half_t *keys = key_pool + group * SIZE, *values = value_pool + group * SIZE;
-            const int first = begin + split * span, end = min(first + span, slot);
+            const int first = begin + split * span, end = min(first + span, place);
             float query[8], sums[8], top = -INFINITY, total = 0.0f;
             read_head(arguments.qkv + head * QUERY_STEP, weights[QUERY_NORM], query);
             for (int i = 0; i < 8; i++) sums[i] = 0.0f;
@@ -456,8 +447,8 @@ struct Block {
                 float key[8], score = 0.0f;
                 const float* at = arguments.qkv + FIRST_KEY + group * QUERY_STEP;
                 read_head(at, weights[KEY_NORM], key);
-                const bool writes = lane < KEY_LANES && head % (HEADS / KEY_HEADS) == 0 && *arguments.row >= 0;
-                const long long place = (*arguments.row * KEY_HEADS + group) * SIZE + lane % KEY_LANES * 8;
+                const bool writes = lane < KEY_LANES && head % (HEADS / KEY_HEADS) == 0 && row >= 0;
+                const long long place = (row * KEY_HEADS + group) * SIZE + lane % KEY_LANES * 8;
                 for (int i = 0; i < 8; i++) {
                     const half_t rounded = narrow(key[i]);
                     const half_t value = narrow(__ldcg(at + VALUE_STEP + lane % KEY_LANES * 8 + i));
@@ -469,7 +460,7 @@ struct Block {
                 if (lane < KEY_LANES) { top = score * SCALE; total = 1.0f; }
             }
             for (int start = first; start < end || start == first; start += BLOCK_KEYS) {
-                if (item != number || start != first) load_keys(block, ids, keys, values, start, end);
+                if (item != number || start != first) load_keys(block, keys, values, start, end);
                 float score[STEPS], higher = top;
 #pragma unroll
                 for (int i = 0; i < STEPS; i++) {
@@ -537,15 +528,17 @@ struct Block {
             const float* part = arguments.partial + k / SIZE * most * PARTIAL;
             float level = -INFINITY, total = 0.0f;
             float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            for (int i = 0; i < splits; i++) level = fmaxf(level, __ldcg(part + i * PARTIAL + SIZE));
-            for (int i = 0; i < splits; i++) {
-                const float top = __ldcg(part + i * PARTIAL + SIZE);
-                if (top == -INFINITY) continue;
-                const float weight = exp2f(top - level);
-                const float4 values = __ldcg((const float4*)(part + i * PARTIAL + k % SIZE));
-                total += weight * __ldcg(part + i * PARTIAL + SIZE + 1);
-                sum.x += weight * values.x; sum.y += weight * values.y;
-                sum.z += weight * values.z; sum.w += weight * values.w;
+#pragma unroll 4
+            for (int i = 0; i < splits; i++, part += PARTIAL) {
+                const float top = __ldcg(part + SIZE), weights = __ldcg(part + SIZE + 1);
+                const float4 values = __ldcg((const float4*)(part + k % SIZE));
+                const float higher = fmaxf(level, top);
+                if (higher == -INFINITY) continue;
+                const float fading = exp2f(level - higher), share = exp2f(top - higher);
+                total = total * fading + weights * share;
+                sum.x = sum.x * fading + values.x * share; sum.y = sum.y * fading + values.y * share;
+                sum.z = sum.z * fading + values.z * share; sum.w = sum.w * fading + values.w * share;
+                level = higher;
             }
             const float factor = 1.0f / total;
             *(float4*)(shared.vector + stored_at(k)) =
@@ -560,8 +553,11 @@ struct Block {
         const half_t* gains[4] = {weights[NORM_1], weights[SHIFT_1], weights[NORM_2], weights[SHIFT_2]};
         auto ready = [&] { if (number_of_layer) wait(); return number_of_layer > 0; };
         enter(gains, PARALLEL ? 2 : 1, before[AFTER_2], ready);
-        multiply(ENTER, 0, [&](int pair) { return shared.normed[pair >= QKV / 2]; });
-        leave_entry(number_of_layer);
+        compute(number_of_layer, ENTER, [&](int pair) { return shared.normed[pair >= QKV / 2]; },
+                [&](int row, float sum, int) {
+                    if (row < QKV) arguments.qkv[row] = sum;
+                    else arguments.inner[row - QKV] = activate(sum);
+                });
         arrive();
         int splits;
         attend(number_of_layer, splits, [&] { wait(); });
@@ -573,18 +569,21 @@ struct Block {
         }
         wait();
         read_attention(splits);
-        multiply(OUT_PRODUCT, 0, vector);
-        leave_sum(number_of_layer, OUT_PRODUCT, OUT_BIAS);
+        compute(number_of_layer, OUT_PRODUCT, vector, [&](int row, float sum, int i) {
+            arguments.delta[row] = PARALLEL ? sum + summed(DOWN_PRODUCT, 1, i / 2, i & 1) : sum;
+        });
         arrive();
         if (!PARALLEL) {
             enter(gains + 2, 1, weights[AFTER_1], [&] { wait(); return true; });
-            multiply(MIX, 0, [&](int) { return shared.normed[0]; });
-            leave_mlp(number_of_layer);
+            compute(number_of_layer, MIX, [&](int) { return shared.normed[0]; }, [&](int row, float sum, int i) {
+                if (GATED) sum *= activate(summed(MIX, 0, i, 0) + widened(weights[GATE_BIAS], row));
+                arguments.inner[row] = GATED ? sum : activate(sum);
+            });
             arrive();
             wait();
             read_vector(arguments.inner, INNER);
-            multiply(DOWN_PRODUCT, 0, vector);
-            leave_sum(number_of_layer, DOWN_PRODUCT, DOWN_BIAS);
+            compute(number_of_layer, DOWN_PRODUCT, vector,
+                    [&](int row, float sum, int) { arguments.delta[row] = sum; });
             arrive();
         }
     }
@@ -595,6 +594,15 @@ struct Block {
         if (lane == 0)
             for (int i = 0; i < SLOTS; i++) init_barrier(&shared.loaded[warp][i]);
         fence_barriers();
+        if (thread < PRODUCTS) {
+            const int pairs = pairs_of(thread);
+            shared.first_pair[thread] = pairs * number / blocks;
+            shared.pair_count[thread] = pairs * (number + 1) / blocks - pairs * number / blocks;
+        }
+        if (thread < ROTARY) {
+            shared.cosine[thread] = arguments.cos[*arguments.position * ROTARY + thread];
+            shared.sine[thread] = arguments.sin[*arguments.position * ROTARY + thread];
+        }
         for (int i = 0; i < EACH; i++) x[i] = widen(arguments.x[thread + i * THREADS]);
         __syncthreads();
         for (int i = 0; i < SLOTS; i++) load_next();
@@ -610,7 +618,8 @@ struct Block {
         // The last block to leave resets the counters for the next launch.
         if (thread == 0) {
             __threadfence();
-            if (atomicAdd(arguments.counter + 1, 1u) == (unsigned)blocks - 1) arguments.counter[0] = arguments.counter[1] = 0;
+            if (atomicAdd(arguments.counter + 1, 1u) == (unsigned)blocks - 1)
+                arguments.counter[0] = arguments.counter[1] = 0;
         }
     }
 };
