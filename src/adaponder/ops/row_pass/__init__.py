@@ -144,11 +144,8 @@ def constants_for(decoder: Decoder, blocks: int) -> dict[str, int | float] | str
     products += [] if decoder.parallel else [(inner if first.gate is not None else inner // 2, hidden)]
     most_tasks = max(-(-pairs // blocks) * (inputs // segment) for pairs, inputs in products)
     warps, layers = threads // 32, len(decoder.layers)
-    fixed = (
-        4 * (2 * hidden + max(width, inner) + 4 * most_tasks + warps * (size + 6) + 2 * size)
-        + 8 * layers * _ENTRIES
-        + 256
-    )
+    floats = 2 * hidden + max(width, inner) + 4 * most_tasks + warps * (size + 6) + 2 * size
+    fixed = 4 * floats + 8 * layers * _ENTRIES + 256
     slots = (_SHARED_BYTES - fixed) // (warps * (4 * segment + 8))
     if slots < 2:
         return f"hidden size {hidden} and MLP size {inner} leave no shared memory for the weights"
