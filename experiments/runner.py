@@ -29,7 +29,8 @@ _MARGIN = 1.1
 # Tokens of 3,000 steps of 32 x 1,024, to which the queue's ``seconds.iteration`` refers.
 _TIMED_TOKENS = 3000 * 32 * 1024
 # Fields of train that, with the model and the data, decide a run's speed.
-_SPEED = ("global_batch", "micro_batch", "dtype", "execution", "compile", "memory_budget", "gradient_checkpointing")
+_SPEED = ("global_batch", "micro_batch", "dtype", "execution", "compile", "memory_budget", "cuda_graphs")
+_SPEED += ("gradient_checkpointing",)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def test_every_recipe_builds_on_the_meta_device_with_the_parameters_it_says(name
 
 PAPER = [name for name in recipe_names() if name.startswith("paper/")]
 # How fast a run is and what it keeps; what it computes is the same.
-OF_THE_MACHINE = {*FREE_TRAIN, "execution", "compile", "memory_budget", "gradient_checkpointing"}
+OF_THE_MACHINE = {*FREE_TRAIN, "execution", "compile", "memory_budget", "cuda_graphs", "gradient_checkpointing"}
 # Settings that only one method reads, by the first word of their meaning; no paper has those of "none".
 OF_ONE_METHOD = {
     name: next((word for word in METHODS if re.match(rf"(for )?{word}\b", field.meaning)), None)
