@@ -8,6 +8,7 @@ did not fit is computed again without a graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -81,9 +82,10 @@ class StepGraphs:
         else:
             self._hold_gradients()
             recorded.backward()
-        if recorded is None and fits and self.calls > self.patience and (self.limits or self.execution != "compact"):
+        limited = self.limits is not None or self.execution != "compact"
+        if recorded is None and fits and limited and self.calls > self.patience:
             self._capture(execution, inputs, forward, share)
-        if counts:
+        if self.execution == "compact":
             self.limits = fitted(self.limits, counts, output.depth.numel())
         return output
 
@@ -97,7 +99,7 @@ class StepGraphs:
     def _capture(self, execution: Any, inputs: dict[str, Tensor], forward: Forward, share: int) -> None:
         """Captures what the eager call has just done; nothing is computed."""
         if len(self.graphs) == _MOST:
-            self.graphs.clear()
+            self.graphs, self.pool = {}, None  # a memory pool ends with its last graph
         buffers = {name: value.to(self.model.device, copy=True) for name, value in inputs.items()}
         for parameter in self.model.parameters():
             if parameter.grad is not None:
@@ -105,12 +107,11 @@ class StepGraphs:
         self._hold_gradients()
         try:
             replay_forward, output = self._record(lambda: forward(buffers, execution))
-            replay_backward, _ = self._record((output.loss / share).backward)
+            # A backward runs on the streams of its forward: the division must be captured, too.
+            replay_backward, output = self._record(partial(add_gradients, output, share))
         except RuntimeError as error:
             raise TrainingError(f"train.cuda_graphs must be false: this step cannot be captured ({error})") from error
-        self.graphs[execution] = Recorded(
-            buffers, tree_map_only(Tensor, Tensor.detach, output), replay_forward, replay_backward
-        )
+        self.graphs[execution] = Recorded(buffers, output, replay_forward, replay_backward)
 
     def _record(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Captures a call; returns a function that replays it, and the result that each replay overwrites."""
@@ -134,8 +135,8 @@ class StepGraphs:
 def fitted(limits: Sequence[int] | None, counts: Sequence[int], tokens: int) -> tuple[int, ...]:
     """Returns rows per pass for ``counts`` active tokens: ``limits`` where they are enough and not far too many."""
     step = -(-tokens // STEPS)
-    wanted = [min(tokens, -(-count // step) * step) for count in counts]
-    return tuple(max(want, min(limit, want + step)) for want, limit in zip(wanted, limits or wanted, strict=True))
+    needed = [min(tokens, -(-count // step) * step) for count in counts]
+    return tuple(max(need, min(limit, need + step)) for need, limit in zip(needed, limits or needed, strict=True))
 
 
 def add_gradients(output: Any, share: int) -> Any:

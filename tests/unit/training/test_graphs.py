@@ -2,14 +2,16 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaponder import Objective
 from adaponder.errors import ConfigError, TrainingError
 from adaponder.policies import ForcedDepths
-from adaponder.training.graphs import STEPS, StepGraphs, fitted
+from adaponder.training.graphs import STEPS, StepGraphs, add_gradients, fitted
 from adaponder.training.run import train
 from kernel_support import PLACES
 from support import ids, tiny
@@ -26,8 +28,9 @@ class Again(StepGraphs):
     latest = None
 
     def _record(self, function):
-        if hasattr(function, "__self__"):  # backward of the loss, which the latest forward computed
-            return (lambda: (self.latest.loss / self.share).backward()), None
+        if isinstance(function, partial):  # backward of the loss, which the latest forward computed
+            output, share = function.args
+            return (lambda: add_gradients(self.latest, share)), output
         first = function()
 
         def replay():
@@ -36,10 +39,6 @@ class Again(StepGraphs):
                 mine.detach().copy_(theirs.detach())
 
         return replay, first
-
-    def run(self, *arguments, share=1):
-        self.share = share
-        return super().run(*arguments, share=share)
 
 
 def batches(device, count):
@@ -115,19 +114,87 @@ def test_rows_are_fitted_to_the_latest_counts():
     assert fitted(None, (1,), 5) == (1,)
 
 
-def test_tokens_that_do_not_fit_are_computed_again(monkeypatch):
+def test_tokens_that_do_not_fit_are_computed_again():
     model = tiny("adaponder", iterations=4).train()
     executions, graphs = [], Again(model, "compact", patience=1)
 
     def forward(inputs, execution):
         executions.append(execution)
+        return _forward(model)(inputs, execution)
+
+    for depth in (1, 1, 1, 3):
+        graphs.run(None, _inputs(depth), forward)
+    assert executions[-1] == "compact", "not the 0 rows of the graph"
+    assert graphs.limits == (128, 128, 0)
+
+
+class Watched(Again):
+    """Keeps the memory pool at each capture, and the operations that a capture leaves outside of its graphs."""
+
+    def __init__(self, *arguments, **options):
+        self.pools, self.outside, self.recording = [], None, False
+        super().__init__(*arguments, **options)
+
+    def _record(self, function):
+        self.pools.append(self.pool)
+        self.pool, self.recording = self.pool or object(), True
+        result = super()._record(function)
+        self.recording = False
+        return result
+
+    def _capture(self, *arguments):
+        watched = self
+
+        class Operations(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, arguments=(), options=None):
+                if not watched.recording:
+                    watched.outside.add(str(function))
+                return function(*arguments, **options or {})
+
+        self.outside = set()
+        with Operations():
+            super()._capture(*arguments)
+
+
+def _forward(model):
+    def forward(inputs, execution):
         depths = ForcedDepths(inputs["depths"])
         return model(inputs["input_ids"], targets=inputs["input_ids"], execution=execution, policy=depths)
 
-    for depth in (1, 1, 1, 3):
-        graphs.run(None, {"input_ids": ids(4, 32), "depths": torch.full((4, 32), depth)}, forward)
-    assert executions[-1] == "compact", "not the 0 rows of the graph"
-    assert graphs.limits == (128, 128, 0)
+    return forward
+
+
+def _inputs(depth):
+    return {"input_ids": ids(4, 32), "depths": torch.full((4, 32), depth)}
+
+
+def test_a_capture_computes_nothing_outside_of_its_graphs():
+    model = tiny("adaponder", iterations=4).train()
+    graphs = Watched(model, "dense", patience=1)
+    for _ in range(2):
+        graphs.run(None, _inputs(2), _forward(model), share=2)
+    assert graphs.graphs
+    assert graphs.outside <= {"aten._to_copy.default", "aten.detach.default", "aten.copy_.default"}
+
+
+def test_graphs_that_replace_all_others_have_a_new_memory_pool(monkeypatch):
+    monkeypatch.setattr("adaponder.training.graphs._MOST", 1)
+    model = tiny("adaponder", iterations=4).train()
+    graphs = Watched(model, "compact", patience=0)
+    for depth in (1, 1, 3, 3):
+        graphs.run(None, _inputs(depth), _forward(model))
+    first, shared, second, shared_again = graphs.pools
+    assert first is second is None
+    assert None not in (shared, shared_again)
+    assert shared is not shared_again
+
+
+def test_one_pass_in_compact_execution_is_captured():
+    model = tiny("vanilla").train()
+    graphs = Again(model, "compact", patience=1)
+    for _ in range(2):
+        graphs.run(None, {"input_ids": ids()}, lambda inputs, how: model(**inputs, labels=ids(), execution=how))
+    assert list(graphs.graphs) == ["compact"]
 
 
 def test_a_step_that_cannot_be_captured_is_refused(monkeypatch):

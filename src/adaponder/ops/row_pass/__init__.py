@@ -128,7 +128,8 @@ def constants_for(decoder: Decoder, blocks: int) -> dict[str, int | float] | str
     hidden, inner, width = norm.weight.shape[0], first.down.weight.shape[1], heads * size
     norms = [norm, *(norm for layer in decoder.layers for norm in (layer.qkv.norm, layer.up.norm, *layer.after))]
     tensors = [tensor for layer in decoder.layers for tensor in (layer.out.weight, layer.down.weight)]
-    tensors += [linear.weight for layer in decoder.layers for linear in (*layer.qkv.linears, *layer.up.linears)]
+    linears = (x for layer in decoder.layers for x in (layer.gate, *layer.qkv.linears, *layer.up.linears))
+    tensors += [linear.weight for linear in linears if linear is not None]
     if norm.weight.dtype not in (torch.bfloat16, torch.float16):
         return f"weights in {norm.weight.dtype}"
     if size not in (32, 64, 128) or any(number % 256 for number in (hidden, inner, width)):
