@@ -1,4 +1,4 @@
-"""Runs the forward and backward of training steps as CUDA graphs, which the host launches at once.
+"""Runs the forward and backward of training steps as CUDA graphs, each launched by a single call of the host.
 
 A graph needs constant shapes. In compact execution each pass computes a constant number of rows, a few more than the
 latest step needed; after the forward the host compares it with the number of active tokens, and a forward whose tokens
@@ -22,7 +22,7 @@ from adaponder.modeling import AdaPonderForCausalLM
 Forward = Callable[[dict[str, Tensor], Any], Any]
 # A pass computes a multiple of 1 / STEPS of a batch's tokens.
 STEPS = 32
-# Graphs for different numbers of rows that are kept.
+# The most graphs to keep; they differ in their numbers of rows.
 _MOST = 16
 
 
@@ -36,7 +36,7 @@ class Recorded(NamedTuple):
 
 
 class StepGraphs:
-    """Runs forward and backward: the first times eagerly, later from graphs, which share their memory.
+    """Runs forward and backward eagerly at first, then as CUDA graphs, which share a memory pool.
 
     ``patience`` is the number of eager calls with equal settings before graphs are captured.
     """
@@ -122,7 +122,7 @@ class StepGraphs:
         return graph.replay, result
 
     def _hold_gradients(self) -> None:
-        """Moves every gradient to where the graphs add to it."""
+        """Makes the buffers that the graphs add to the parameters' gradients; cleared gradients begin at zero."""
         cleared = [buffer for parameter, buffer in self.grads.items() if parameter.grad is None]
         if cleared:
             torch._foreach_zero_(cleared)
@@ -133,7 +133,7 @@ class StepGraphs:
 
 
 def fitted(limits: Sequence[int] | None, counts: Sequence[int], tokens: int) -> tuple[int, ...]:
-    """Returns rows per pass for ``counts`` active tokens: ``limits`` where they are enough and not far too many."""
+    """Returns rows per pass: ``counts`` rounded up to steps; a larger old limit shrinks to one step above."""
     step = -(-tokens // STEPS)
     needed = [min(tokens, -(-count // step) * step) for count in counts]
     return tuple(max(need, min(limit, need + step)) for need, limit in zip(needed, limits or needed, strict=True))

@@ -99,8 +99,8 @@ def row_at(slot: int, seed: int) -> tuple[Tensor, LedgerRows]:
     index[torch.rand(index.shape, generator=generator) < 0.97] = -1
     row = torch.tensor([0])
     index[1, 1, slot] = 0
-    one = torch.tensor([1])
-    rows = LedgerRows(index, one, torch.tensor([slot]), one, row, num_single=1)
+    lane = iteration = torch.tensor([1])
+    rows = LedgerRows(index, lane, torch.tensor([slot]), iteration, row, num_single=1)
     return torch.tensor([slot]), rows
 
 

@@ -52,7 +52,7 @@ def batches(device, count):
 def trained(graphs, model, execution, device, *, micro_steps, steps=12, change_at=None):
     """Returns losses, depths and weights of some steps of SGD; ``change_at``: the step with another objective."""
     low = torch.autocast("cuda", torch.bfloat16) if device == "cuda" else nullcontext()
-    found, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.01)
+    results, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.01)
     drawn = batches(device, steps * micro_steps)
     for step in range(steps):
         objective = Objective(ponder_weight=0.1, ponder_fraction=0.3 if step == change_at else 0.5)
@@ -70,10 +70,10 @@ def trained(graphs, model, execution, device, *, micro_steps, steps=12, change_a
                 (output.loss / micro_steps).backward()
             else:
                 output = graphs.run(objective, inputs, forward, share=micro_steps)
-            found += [output.loss.detach().clone(), output.depth.clone(), output.terms["ponder"].detach().clone()]
+            results += [output.loss.detach().clone(), output.depth.clone(), output.terms["ponder"].detach().clone()]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return [*found, *(parameter.detach().clone() for parameter in model.parameters())]
+    return [*results, *(parameter.detach().clone() for parameter in model.parameters())]
 
 
 @pytest.mark.parametrize("device", PLACES)
@@ -98,9 +98,9 @@ def test_steps_from_graphs_equal_eager_steps(device, execution, micro_steps, com
         return lambda: replayed.append(replay()), result
 
     monkeypatch.setattr(graphs, "_record", counting)
-    found = trained(graphs, models[1], execution, device, micro_steps=micro_steps, change_at=6)
+    actual = trained(graphs, models[1], execution, device, micro_steps=micro_steps, change_at=6)
     tolerance = {"rtol": 2e-2, "atol": 2e-3} if device == "cuda" else {"rtol": 1e-9, "atol": 1e-11}
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(mine, theirs, **tolerance)
     assert len(replayed) >= 4
 
@@ -220,11 +220,11 @@ def test_graphs_need_a_gpu_and_whole_passes(shards, tmp_path):
 def test_a_run_with_graphs_equals_one_without(shards, tmp_path, execution, monkeypatch):
     replays, record = [], StepGraphs._record
     monkeypatch.setattr(StepGraphs, "_record", lambda self, call: replays.append(call) or record(self, call))
-    found = []
+    curves = []
     for graphs in ("true", "false"):
         recipe = small(shards, "train.steps=40", "train.save_every=0", f"train.execution={execution}")
         recipe = replace(recipe, train=replace(recipe.train, cuda_graphs=graphs == "true"))
         train(recipe, out=tmp_path / graphs, device="cuda")
-        found.append(losses(tmp_path / graphs))
+        curves.append(losses(tmp_path / graphs))
     assert replays
-    assert found[0] == pytest.approx(found[1], rel=2e-2)
+    assert curves[0] == pytest.approx(curves[1], rel=2e-2)
