@@ -95,11 +95,8 @@ def run(
         return row | {"copy_share": ratio(ratio(moved, median), bench.hardware["copy_bytes"])}
 
     prepare = partial(operation, device=device, dtype=getattr(torch, precision), seed=options.seed or 0)
-    about: dict[str, Any] = {
-        "title": lambda row: "\n{}: {}, {}".format(*_work_key(row), precision),
-        "columns": _COLUMNS,
-    }
-    bench.time_all(selected, prepare, report, compare=compare_with_plain, **about)
+    about: dict[str, Any] = {"title": lambda row: "\n{}: {}, {}".format(*_work_key(row), precision)}
+    bench.time_all(selected, prepare, report, compare=compare_with_plain, columns=_COLUMNS, **about)
     return bench.finish()
 
 

@@ -38,7 +38,7 @@ class Recorded(NamedTuple):
 class StepGraphs:
     """Runs forward and backward eagerly at first, then as CUDA graphs, which share a memory pool.
 
-    ``patience`` is the number of eager calls with equal settings before graphs are captured.
+    ``patience`` is the number of eager calls with equal settings before a capture, at least 1 in compact execution.
     """
 
     def __init__(self, model: AdaPonderForCausalLM, execution: str, *, patience: int = 16):
@@ -82,8 +82,7 @@ class StepGraphs:
         else:
             self._hold_gradients()
             recorded.backward()
-        limited = self.limits is not None or self.execution != "compact"
-        if recorded is None and fits and limited and self.calls > self.patience:
+        if recorded is None and fits and self.calls > self.patience:
             self._capture(execution, inputs, forward, share)
         if self.execution == "compact":
             self.limits = fitted(self.limits, counts, output.depth.numel())

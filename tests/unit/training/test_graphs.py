@@ -180,7 +180,7 @@ def test_a_capture_computes_nothing_outside_of_its_graphs():
 def test_graphs_that_replace_all_others_have_a_new_memory_pool(monkeypatch):
     monkeypatch.setattr("adaponder.training.graphs._MOST", 1)
     model = tiny("adaponder", iterations=4).train()
-    graphs = Watched(model, "compact", patience=0)
+    graphs = Watched(model, "compact", patience=1)
     for depth in (1, 1, 3, 3):
         graphs.run(None, _inputs(depth), _forward(model))
     first, shared, second, shared_again = graphs.pools
