@@ -278,11 +278,12 @@ class Run:
         if (path := getattr(self.options, "resume", None)) is None:
             return {}
         earlier = read_json(path)
-        same = ("command", "commit", "versions", "seed", "tested")
+        same = ("command", "commit", "versions", "seed", "tested", "recipe")
         facts = [(name, earlier[name], self.record[name]) for name in same]
         facts.append(("device", earlier["hardware"]["device"], self.hardware["device"]))
-        how = ("dtype", "tokens", "scenario", "warmup", "repeats")
-        facts += [(name, earlier["settings"].get(name), self.record["settings"].get(name)) for name in how]
+        old, new = earlier["settings"], self.record["settings"]
+        how = sorted({*old, *new}.difference(("only", "subset", "shares", "sizes")))  # these choose rows
+        facts += [(name, old.get(name), new.get(name)) for name in how]
         for name, then, now in facts:
             if then != now:
                 raise InputError(f"--resume {path}: {name} was {then}, and is {now} now")

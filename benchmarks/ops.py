@@ -62,7 +62,8 @@ class OpCase:
 
     @property
     def name(self) -> str:
-        return f"{self.op}: {self.implementation}, {'with backward' if self.backward else 'forward'}"
+        size = " x ".join(map(str, self.size))
+        return f"{self.op}: {self.implementation}, {'with backward' if self.backward else 'forward'}, {size}"
 
 
 def run(
@@ -89,16 +90,13 @@ def run(
     def report(case: OpCase, median: float | None) -> Row:
         flops, moved = work_of(case.op, case.size, backward=case.backward)
         row = {"op": case.op, **case.size._asdict(), "implementation": case.implementation, "backward": case.backward}
-        row |= {"flops": flops, "bytes": moved, "milliseconds": median and median * 1e3}
+        row |= {"variant": case.name, "flops": flops, "bytes": moved, "milliseconds": median and median * 1e3}
         row |= {"matmul_share": ratio(ratio(flops, median), bench.hardware["matmul_flops"])}
         return row | {"copy_share": ratio(ratio(moved, median), bench.hardware["copy_bytes"])}
 
     prepare = partial(operation, device=device, dtype=getattr(torch, precision), seed=options.seed or 0)
-    about: dict[str, Any] = {
-        "title": lambda row: "\n{}: {}, {}".format(*_work_key(row), precision),
-        "columns": _COLUMNS,
-    }
-    bench.time_all(selected, prepare, report, compare=compare_with_plain, **about)
+    about: dict[str, Any] = {"title": lambda row: "\n{}: {}, {}".format(*_work_key(row), precision)}
+    bench.time_all(selected, prepare, report, compare=compare_with_plain, columns=_COLUMNS, **about)
     return bench.finish()
 
 

@@ -138,7 +138,7 @@ def turned(x: Tensor, base: float, size: int) -> Tensor:
     """Rotates the first ``size`` numbers of each head, ``[batch, heads, time, …]``; published angles are float32."""
     frequency = 1.0 / (base ** (torch.arange(0, size, 2).float() / size))
     angle = torch.arange(x.shape[2]).float()[:, None] * frequency
-    cos, sin = (torch.cat([part, part], -1).double() for part in (angle.cos(), angle.sin()))
+    cos, sin = (torch.cat([half, half], -1).double() for half in (angle.cos(), angle.sin()))
     first, second = x[..., :size].chunk(2, -1)
     return torch.cat([x[..., :size] * cos + torch.cat([-second, first], -1) * sin, x[..., size:]], -1)
 
@@ -239,7 +239,7 @@ def plain_ponderlm(config: dict[str, Any], weights: dict[str, Tensor], ids: Tens
             layer = f"gpt_neox.layers.{number}."
             joined = linear(norm(x, f"{layer}input_layernorm"), f"{layer}attention.query_key_value")
             q, k, v = joined.unflatten(-1, (heads, 3, size)).permute(3, 0, 2, 1, 4)
-            q, k = (turned(part, config["rotary_emb_base"], int(size * config["rotary_pct"])) for part in (q, k))
+            q, k = (turned(x, config["rotary_emb_base"], int(size * config["rotary_pct"])) for x in (q, k))
             mixed = x + linear(attended(q, k, v), f"{layer}attention.dense")
             y = norm(x if config["use_parallel_residual"] else mixed, f"{layer}post_attention_layernorm")
             inner = functional.gelu(linear(y, f"{layer}mlp.dense_h_to_4h"))
@@ -248,8 +248,8 @@ def plain_ponderlm(config: dict[str, Any], weights: dict[str, Tensor], ids: Tens
 
     table = weights["gpt_neox.embed_in.weight"] * (width**0.5 if config["scale_embeds"] else 1.0)
     state = table[ids] * (max(1, steps) if config["mutiply_pondering_steps"] else 1)
-    found = [logits(state)]
+    results = [logits(state)]
     for _ in range(steps):
-        state = state + found[-1].softmax(-1) @ table
-        found.append(logits(state))
-    return found
+        state = state + results[-1].softmax(-1) @ table
+        results.append(logits(state))
+    return results

@@ -130,7 +130,7 @@ def lines_of(settings: Sequence[Point]) -> list[Line]:
 
 
 def _along(axis: str, settings: Sequence[Point]) -> list[Line]:
-    """Returns a line for each combination of the other axes' values, sorted by the axis where it has numbers."""
+    """Groups points into lines, one for each combination of the other axes' values; sorts a numeric axis."""
     if all(_is_number(point.fields[axis]) for point in settings):
         settings = sorted(settings, key=lambda point: point.fields[axis])
     groups: dict[str, list[Point]] = {}

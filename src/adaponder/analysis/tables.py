@@ -87,7 +87,7 @@ class Means(NamedTuple):
 
     @property
     def range(self) -> tuple[float, float]:
-        """Returns the lowest and the highest of all means and ends of intervals."""
+        """Returns the minimum and the maximum over all means and interval bounds."""
         return float(np.nanmin([self.mean, self.low])), float(np.nanmax([self.mean, self.high]))
 
     def frame(self, name: str, **columns: Any) -> pd.DataFrame:

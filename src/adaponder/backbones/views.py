@@ -130,8 +130,8 @@ class GridView(IterationView):
         lanes: indices of the sequences whose keys and values are returned; ``None``: all.
         sequence, slot: ``[rows]``, sequence and slot of each row.
         kept: indices of the rows to store; ``None``: all.
-        place: ``[batch, slots]``, the row to store of each token, -1 for none; needed for gradients and padding rows,
-            which it does not name. ``None``: rows are stored in place.
+        place: ``[batch, slots]``, the index of the row to store for each token, -1 for none; required for gradients
+            and for padding rows, which belong to no token. ``None``: rows are written into the old grid.
     """
 
     def __init__(
@@ -163,8 +163,8 @@ class GridView(IterationView):
             grid = new.new_zeros(batch, new.shape[1], slots, new.shape[3])
         if self.place is not None:
             return _Merged.apply(grid, rows, self.place, self.sequence, self.slot)
-        kept = slice(None) if self.kept is None else self.kept
-        grid[self.sequence[kept], :, self.slot[kept]] = rows[kept]
+        stored = slice(None) if self.kept is None else self.kept
+        grid[self.sequence[stored], :, self.slot[stored]] = rows[stored]
         return grid
 
 

@@ -122,7 +122,7 @@ class Backbone:
         return self._compiled[self._one_pass]
 
     def masks_by_kernels(self, x: Tensor) -> bool:
-        """Returns whether a pass over ``x`` with a mask may run kernels that skip what the mask hides."""
+        """Returns whether a pass over ``x`` may run attention kernels that skip masked keys, without a mask."""
         drops = self.body.training and has_attention_dropout(self.stock.config)
         able = has_half_kernels(x) and runs_unproven()
         return able and set(self.layer_windows) == {None} and not drops and self.packs()

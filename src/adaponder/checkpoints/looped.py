@@ -116,7 +116,7 @@ def translated_config(where: Any, config: dict[str, Any], layout: Layout) -> dic
     for name in ({"rope_parameters", "rope_theta", "rope_scaling"}).difference(rope):
         del fields[name]
     if fields.get("rope_scaling", ...) is None:
-        del fields["rope_scaling"]  # a warning of transformers, which has another name for it
+        del fields["rope_scaling"]  # its presence makes transformers warn of the old name
     return {name: config[name] for name in _SIZES} | fields
 
 

@@ -165,7 +165,7 @@ def narrow(
     ways: Iterable[ScoringOptions],
     score: Callable[..., Scoring],
 ) -> tuple[list[Scoring], dict[str, Any], str]:
-    """Narrows the weights of ``subject`` in place and repeats the ``scorings`` in the same ``ways``.
+    """Narrows the weights of ``subject`` in place and repeats the ``scorings``, each with its entry of ``ways``.
 
     Returns the new scorings, the changes for the JSON result, and sentences about them, one per scoring.
     """
@@ -183,17 +183,17 @@ def narrow(
     first, last = scorings[0], repeated[0]
     depths = [first.summary.depth, last.summary.depth]
     other_depth = float((first.scores.depth != last.scores.depth).mean())
-    own, *forced = (
+    change, *changes_by_depth = (
         f"{difference.mean:+.4f} nats per token"
         + ("" if difference.interval is None else f" (95 % {difference.interval})")
         for difference in differences.values()
     )
     sentence = (
-        f"{weights} weights: {own}, mean depth {depths[0]:.3f} to "
+        f"{weights} weights: {change}, mean depth {depths[0]:.3f} to "
         f"{depths[1]:.3f}, {other_depth:.1%} of the tokens at another depth; {sizes[0] / 1e6:,.1f} MB of weights "
         f"become {sizes[1] / 1e6:,.1f}"
     )
-    lines = [sentence, *(f"{before.label}: {change}" for before, change in zip(scorings[1:], forced, strict=True))]
+    lines = [sentence, *map(": ".join, zip([*differences][1:], changes_by_depth, strict=True))]
     changes = {"weights": weights, "difference": differences.pop(first.label).as_dict(), "depth": depths}
     changes |= {"by_depth": {label: difference.as_dict() for label, difference in differences.items()}}
     return repeated, changes | {"other_depth": other_depth, "bytes": sizes}, "\n".join(lines)

@@ -117,7 +117,7 @@ def open_checkpoint(name: str, *, revision: str | None = None, dtype: str = "aut
 
 
 def _published_tensors(folder: Path, raw: dict[str, Any], head: str, table: str, *names: str) -> dict[str, Tensor]:
-    """Returns the tensors ``names`` that are there; raises if the ``head`` contradicts ``tie_word_embeddings``."""
+    """Returns the tensors ``names``, if present; raises if the ``head`` contradicts ``tie_word_embeddings``."""
     tied, tensors = raw.get("tie_word_embeddings", False), dict[str, Tensor]()
     wanted = {*names, *((head, table) if tied else (head,))}
     for path in sorted(folder.glob("*.safetensors")):

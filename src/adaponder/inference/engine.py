@@ -271,7 +271,7 @@ class Engine:
 
     @property
     def clients(self) -> dict[str, tuple[int, int]]:
-        """The numbers of (waiting, running) sequences of each client that has any."""
+        """Returns the numbers of (waiting, running) sequences by client, for clients that have any."""
         running = Counter(sequence.client for sequence in self.scheduler.resident.values())
         return {client: (len(queue), running[client]) for client, queue in self.scheduler.queues.items()}
 

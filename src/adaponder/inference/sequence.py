@@ -105,7 +105,7 @@ class Sequence:
 
     Attributes:
         order: (request, sample), the order of arrival.
-        rank: (number of older residents of its client, order): pages go to lower ranks first.
+        rank: (number of its client's older sequences that hold a lane, order); lower ranks get pages first.
         leader: the sample that prefills the shared prompt; ``None`` if this sample does.
         tokens: prompt and generated tokens.
         depths: the depth of each token, 0 while unknown.

@@ -191,15 +191,15 @@ class TickRunner:
         In a CUDA graph, sampling is a branch beside the method's update, since neither fills the GPU with few rows.
         """
         logits = rows.backbone.decode_logits(hidden)
-        asked = logits, rows.lane[: rows.num_decode], begun.place, features
+        inputs = logits, rows.lane[: rows.num_decode], begun.place, features
         captured = logits.is_cuda and torch.cuda.is_current_stream_capturing()
         if self.passes == 1 or not captured or not runs_unproven():
-            sampled = self.sampler.choose(*asked)
+            sampled = self.sampler.choose(*inputs)
             return lambda: sampled
         main, branch = torch.cuda.current_stream(), torch.cuda.Stream()
         branch.wait_stream(main)
         with torch.cuda.stream(branch):
-            sampled = self.sampler.choose(*asked)
+            sampled = self.sampler.choose(*inputs)
 
         def joined() -> Sampled:
             main.wait_stream(branch)

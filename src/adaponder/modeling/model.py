@@ -168,8 +168,8 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             policy: decides depths instead of the method's default policy.
             max_iterations: limit on each token's iterations.
             execution: ``dense`` or ``compact``; by default dense in training, else compact if that skips tokens. A
-                sequence of numbers, one for each pass after the first, is compact execution with so many rows in these
-                passes; if more tokens reach one (``depth`` shows it), the output is wrong.
+                sequence of numbers means compact execution with a constant number of rows in each pass after the first;
+                if more tokens are active in a pass (compare ``depth``), the output is wrong.
             allow_mismatch: skip halted tokens although ``reuse="kv"`` updates their hidden state.
             objective: the loss; by default ``training_objective`` in training and cross-entropy in evaluation.
             output_logits: return logits; if false, the loss computes them in chunks, which saves memory.

@@ -15,7 +15,7 @@ _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_…
 
 
 class CompileError(RuntimeError):
-    """CUDA source that NVRTC refused, or an NVRTC that was not found."""
+    """Raised if NVRTC refuses the source or is not installed."""
 
 
 def compile_source(source: str, options: Sequence[str]) -> bytes:
@@ -40,7 +40,7 @@ def compile_source(source: str, options: Sequence[str]) -> bytes:
 
 
 class Kernel:
-    """A compiled kernel on one device; the blocks of a launch all run at once and may wait for one another."""
+    """A compiled kernel on one device; its launches are cooperative, so that blocks may wait for one another."""
 
     def __init__(self, code: bytes, name: str, device: torch.device, shared_bytes: int):
         self.device, self.shared_bytes = device, shared_bytes
@@ -91,4 +91,4 @@ def _nvrtc() -> ctypes.CDLL:
             return ctypes.CDLL(name)
         except OSError:
             continue
-    raise CompileError("the library NVRTC was not found; it comes with PyTorch's CUDA builds")
+    raise CompileError("the library NVRTC was not found: install a CUDA build of PyTorch, which contains it")

@@ -112,6 +112,6 @@ class MicroBatches:
         The losses, averaged over micro-steps and processes, are then the mean over all targets of the step.
         """
         mine = sum(int((arguments["targets"] != -100).sum()) for arguments in inputs)
-        # Not created on the device, for which the host would wait.
+        # Creating the tensor on the device would make the host wait.
         total = self.world.sum(torch.tensor(mine).to(self.world.device, non_blocking=True))
         return total.clamp_min(1).double() / (self.world.size * self.count)

@@ -1,4 +1,4 @@
-"""Runs the forward and backward of training steps as CUDA graphs, which the host launches at once.
+"""Runs the forward and backward of training steps as CUDA graphs, each launched by a single call of the host.
 
 A graph needs constant shapes. In compact execution each pass computes a constant number of rows, a few more than the
 latest step needed; after the forward the host compares it with the number of active tokens, and a forward whose tokens
@@ -8,6 +8,7 @@ did not fit is computed again without a graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from adaponder.modeling import AdaPonderForCausalLM
 Forward = Callable[[dict[str, Tensor], Any], Any]
 # A pass computes a multiple of 1 / STEPS of a batch's tokens.
 STEPS = 32
-# Graphs for different numbers of rows that are kept.
+# The most graphs to keep; they differ in their numbers of rows.
 _MOST = 16
 
 
@@ -35,9 +36,9 @@ class Recorded(NamedTuple):
 
 
 class StepGraphs:
-    """Runs forward and backward: the first times eagerly, later from graphs, which share their memory.
+    """Runs forward and backward eagerly at first, then as CUDA graphs, which share a memory pool.
 
-    ``patience`` is the number of eager calls with equal settings before graphs are captured.
+    ``patience`` is the number of eager calls with equal settings before a capture, at least 1 in compact execution.
     """
 
     def __init__(self, model: AdaPonderForCausalLM, execution: str, *, patience: int = 16):
@@ -81,9 +82,9 @@ class StepGraphs:
         else:
             self._hold_gradients()
             recorded.backward()
-        if recorded is None and fits and self.calls > self.patience and (self.limits or self.execution != "compact"):
+        if recorded is None and fits and self.calls > self.patience:
             self._capture(execution, inputs, forward, share)
-        if counts:
+        if self.execution == "compact":
             self.limits = fitted(self.limits, counts, output.depth.numel())
         return output
 
@@ -97,7 +98,7 @@ class StepGraphs:
     def _capture(self, execution: Any, inputs: dict[str, Tensor], forward: Forward, share: int) -> None:
         """Captures what the eager call has just done; nothing is computed."""
         if len(self.graphs) == _MOST:
-            self.graphs.clear()
+            self.graphs, self.pool = {}, None  # a memory pool ends with its last graph
         buffers = {name: value.to(self.model.device, copy=True) for name, value in inputs.items()}
         for parameter in self.model.parameters():
             if parameter.grad is not None:
@@ -105,12 +106,11 @@ class StepGraphs:
         self._hold_gradients()
         try:
             replay_forward, output = self._record(lambda: forward(buffers, execution))
-            replay_backward, _ = self._record((output.loss / share).backward)
+            # A backward runs on the streams of its forward: the division must be captured, too.
+            replay_backward, output = self._record(partial(add_gradients, output, share))
         except RuntimeError as error:
             raise TrainingError(f"train.cuda_graphs must be false: this step cannot be captured ({error})") from error
-        self.graphs[execution] = Recorded(
-            buffers, tree_map_only(Tensor, Tensor.detach, output), replay_forward, replay_backward
-        )
+        self.graphs[execution] = Recorded(buffers, output, replay_forward, replay_backward)
 
     def _record(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Captures a call; returns a function that replays it, and the result that each replay overwrites."""
@@ -121,7 +121,7 @@ class StepGraphs:
         return graph.replay, result
 
     def _hold_gradients(self) -> None:
-        """Moves every gradient to where the graphs add to it."""
+        """Makes the buffers that the graphs add to the parameters' gradients; cleared gradients begin at zero."""
         cleared = [buffer for parameter, buffer in self.grads.items() if parameter.grad is None]
         if cleared:
             torch._foreach_zero_(cleared)
@@ -132,10 +132,10 @@ class StepGraphs:
 
 
 def fitted(limits: Sequence[int] | None, counts: Sequence[int], tokens: int) -> tuple[int, ...]:
-    """Returns rows per pass for ``counts`` active tokens: ``limits`` where they are enough and not far too many."""
+    """Returns rows per pass: ``counts`` rounded up to steps; a larger old limit shrinks to one step above."""
     step = -(-tokens // STEPS)
-    wanted = [min(tokens, -(-count // step) * step) for count in counts]
-    return tuple(max(want, min(limit, want + step)) for want, limit in zip(wanted, limits or wanted, strict=True))
+    needed = [min(tokens, -(-count // step) * step) for count in counts]
+    return tuple(max(need, min(limit, need + step)) for need, limit in zip(needed, limits or needed, strict=True))
 
 
 def add_gradients(output: Any, share: int) -> Any:

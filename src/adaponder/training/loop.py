@@ -79,7 +79,7 @@ class Trainer:
         self.tally = Tally()
         self.wrapped: nn.Module | None = None
         self.last_step: Tensor | None = None  # gradient norm and loss on their way to the host, not yet checked
-        self.arrival: torch.cuda.Event | None = None  # of these
+        self.arrival: torch.cuda.Event | None = None  # reached when both numbers are there
         self.logged: int | None = None  # the last step with a line of metrics
         self.before: dict[str, Any] | None = None  # validation of the initial checkpoint
         self.after: dict[str, Any] | None = None  # the latest validation
@@ -105,7 +105,7 @@ class Trainer:
                 while self.step < phase.end:
                     self._one_step()
                     if self.step == first:
-                        # Compiled graphs are a million objects that stay: the garbage collector need not visit them.
+                        # The garbage collector need not visit the million objects of compiled graphs, which stay.
                         gc.collect()
                         gc.freeze()
                     if self._after_step(phase.end):
@@ -173,7 +173,7 @@ class Trainer:
         # The previous step is checked while this one runs: a NaN is noticed one step late, but always before a save.
         self.require_finite()
         self.last_step = torch.stack((norm.detach(), total.to(norm.dtype))).to("cpu", non_blocking=True)
-        # Reading a number otherwise would wait for everything launched so far.
+        # Without the event, reading them would wait for everything launched in the meantime.
         self.arrival = torch.cuda.current_stream().record_event() if norm.is_cuda else None
         if self.controller and self.controller.due(step):
             self.controller.turn(self.world.sum(self.controller.sums))

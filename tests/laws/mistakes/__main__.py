@@ -117,7 +117,7 @@ def _record(name: str, outcome: Outcome, about: dict) -> None:
     """Writes down what caught a mistake, and at which commit; forgets mistakes that have left the catalogue."""
     record = json.loads(RECORD.read_text())
     record["caught"][name] = {"commit": about["commit"], "by": sorted(outcome.refuted)}
-    known = {each.name for each in load()}
+    known = {mistake.name for mistake in load()}
     caught = {name: record["caught"][name] for name in sorted(known & record["caught"].keys())}
     commits = {entry["commit"] for entry in caught.values()}
     runs = {run["commit"]: run for run in [*record["runs"], about] if run["commit"] in commits}

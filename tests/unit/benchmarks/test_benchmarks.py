@@ -123,6 +123,15 @@ def test_only_what_is_asked_for_is_measured_and_no_record_stands_for_all(tmp_pat
     assert "--only faster" in str(result.exception)
 
 
+def test_ops_resume_by_size(tmp_path):
+    first = measured("ops", *SMALL, "--no-record", "--size=8,4,9", folder=tmp_path)
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(json.dumps(first))
+    again = measured("ops", *SMALL, "--no-record", "--size=8,4,9", "--resume", str(earlier), folder=tmp_path)
+    assert [row["seconds"] for row in again["metrics"]["rows"]] == [row["seconds"] for row in first["metrics"]["rows"]]
+    assert len({tuple(row["seconds"]) for row in first["metrics"]["rows"]}) == len(first["metrics"]["rows"])
+
+
 def test_the_roofline_counts_the_unavoidable_work():
     size = ops.Size(2, 3, 5)
     product = 2 * 2 * 3 * 5

@@ -1,5 +1,6 @@
 """benchmarks train and prefill: the plain version computes what ours does, and rows are compared within one run."""
 
+import json
 from functools import partial, partialmethod
 
 import pytest
@@ -77,6 +78,18 @@ def test_ratios_of_train_are_of_one_run(trained):
     assert rows["plain"]["loss"] == pytest.approx(rows["ponder, eager"]["loss"], rel=1e-5)
     for name in ours[2:]:
         assert rows["adaponder, eager"]["loss"] == pytest.approx(rows[name]["loss"], rel=1e-5)
+
+
+def test_rows_of_another_recipe_or_batch_are_not_resumed(trained, tmp_path):
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(json.dumps(trained))
+    resumed = ("train", *QUICK, "--no-compile", "--commit", "abc", *SET, "--resume", str(earlier))
+    rows = measured(*resumed, "--batch=2", folder=tmp_path)["metrics"]["rows"]
+    assert [row["seconds"] for row in rows] == [row["seconds"] for row in trained["metrics"]["rows"]]
+    for others, name in (("--batch=3",), "batch"), (("--batch=2", "--set=train.clip=2"), "recipe"):
+        result = invoke(*resumed, *others)
+        assert isinstance(result.exception, InputError)
+        assert f"{name} was" in str(result.exception)
 
 
 def test_a_share_of_matmul_counts_every_product_three_times():

@@ -125,16 +125,18 @@ def test_an_ouro_release_equals_the_reference_at_every_loop_gate_and_exit(config
         model.new_ledger(),
         ExitThreshold(cached),
     )
-    parts = [model(part, past_key_values=ledger, policy=policy, use_cache=True) for part in ids.split([3, 1, 1, 2], 1)]
-    close(torch.cat([part.logits for part in parts], 1), early.logits[-1])
-    assert torch.equal(torch.cat([part.depth for part in parts], 1), early.depth)
+    outputs = [
+        model(chunk, past_key_values=ledger, policy=policy, use_cache=True) for chunk in ids.split([3, 1, 1, 2], 1)
+    ]
+    close(torch.cat([output.logits for output in outputs], 1), early.logits[-1])
+    assert torch.equal(torch.cat([output.depth for output in outputs], 1), early.depth)
 
 
 def with_a_cache(model, ids):
     """Returns the logits of a text that is read in three parts."""
     ledger = model.new_ledger()
-    parts = [model(part, past_key_values=ledger, use_cache=True).logits for part in ids.split([4, 1, 2], 1)]
-    return torch.cat(parts, 1)
+    outputs = [model(chunk, past_key_values=ledger, use_cache=True).logits for chunk in ids.split([4, 1, 2], 1)]
+    return torch.cat(outputs, 1)
 
 
 @hundred(NANBEIGE)

@@ -15,6 +15,7 @@ from adaponder.backbones.wrapper import Backbone
 from adaponder.inference.bodies import FusedBody, Pools
 from adaponder.ops.cuda import CompileError, compile_source, pack
 from adaponder.ops.ledger_attention import LedgerRows
+from adaponder.ops.row_linear import Linear
 from adaponder.ops.row_pass import SOURCE, RowPass, constants_for, options_for
 from support import stock
 
@@ -98,8 +99,8 @@ def row_at(slot: int, seed: int) -> tuple[Tensor, LedgerRows]:
     index[torch.rand(index.shape, generator=generator) < 0.97] = -1
     row = torch.tensor([0])
     index[1, 1, slot] = 0
-    one = torch.tensor([1])
-    rows = LedgerRows(index, one, torch.tensor([slot]), one, row, num_single=1)
+    lane = iteration = torch.tensor([1])
+    rows = LedgerRows(index, lane, torch.tensor([slot]), iteration, row, num_single=1)
     return torch.tensor([slot]), rows
 
 
@@ -137,6 +138,16 @@ def test_the_kernel_is_no_worse_than_the_layers_one_by_one(name, folder):
         ours = passed(bodies[torch.bfloat16], kernel, slot, seed, torch.bfloat16)
         assert_no_worse(ours, plain, true)
         assert kernel.counter.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["out", "gate", "down"])
+def test_a_matrix_that_is_not_contiguous_is_refused(name):
+    decoder = body_of("llama", torch.bfloat16).decoder()
+    weight, bias = getattr(decoder.layers[1], name)
+    columns = Linear(weight.t().contiguous().t(), bias)
+    layers = [decoder.layers[0], decoder.layers[1]._replace(**{name: columns})]
+    assert isinstance(constants_for(decoder, 132), dict)
+    assert constants_for(decoder._replace(layers=layers), 132) == "weights that are not contiguous"
 
 
 @pytest.mark.gpu

@@ -2,14 +2,16 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaponder import Objective
 from adaponder.errors import ConfigError, TrainingError
 from adaponder.policies import ForcedDepths
-from adaponder.training.graphs import STEPS, StepGraphs, fitted
+from adaponder.training.graphs import STEPS, StepGraphs, add_gradients, fitted
 from adaponder.training.run import train
 from kernel_support import PLACES
 from support import ids, tiny
@@ -26,8 +28,9 @@ class Again(StepGraphs):
     latest = None
 
     def _record(self, function):
-        if hasattr(function, "__self__"):  # backward of the loss, which the latest forward computed
-            return (lambda: (self.latest.loss / self.share).backward()), None
+        if isinstance(function, partial):  # backward of the loss, which the latest forward computed
+            output, share = function.args
+            return (lambda: add_gradients(self.latest, share)), output
         first = function()
 
         def replay():
@@ -36,10 +39,6 @@ class Again(StepGraphs):
                 mine.detach().copy_(theirs.detach())
 
         return replay, first
-
-    def run(self, *arguments, share=1):
-        self.share = share
-        return super().run(*arguments, share=share)
 
 
 def batches(device, count):
@@ -53,7 +52,7 @@ def batches(device, count):
 def trained(graphs, model, execution, device, *, micro_steps, steps=12, change_at=None):
     """Returns losses, depths and weights of some steps of SGD; ``change_at``: the step with another objective."""
     low = torch.autocast("cuda", torch.bfloat16) if device == "cuda" else nullcontext()
-    found, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.01)
+    results, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.01)
     drawn = batches(device, steps * micro_steps)
     for step in range(steps):
         objective = Objective(ponder_weight=0.1, ponder_fraction=0.3 if step == change_at else 0.5)
@@ -71,10 +70,10 @@ def trained(graphs, model, execution, device, *, micro_steps, steps=12, change_a
                 (output.loss / micro_steps).backward()
             else:
                 output = graphs.run(objective, inputs, forward, share=micro_steps)
-            found += [output.loss.detach().clone(), output.depth.clone(), output.terms["ponder"].detach().clone()]
+            results += [output.loss.detach().clone(), output.depth.clone(), output.terms["ponder"].detach().clone()]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return [*found, *(parameter.detach().clone() for parameter in model.parameters())]
+    return [*results, *(parameter.detach().clone() for parameter in model.parameters())]
 
 
 @pytest.mark.parametrize("device", PLACES)
@@ -99,9 +98,9 @@ def test_steps_from_graphs_equal_eager_steps(device, execution, micro_steps, com
         return lambda: replayed.append(replay()), result
 
     monkeypatch.setattr(graphs, "_record", counting)
-    found = trained(graphs, models[1], execution, device, micro_steps=micro_steps, change_at=6)
+    actual = trained(graphs, models[1], execution, device, micro_steps=micro_steps, change_at=6)
     tolerance = {"rtol": 2e-2, "atol": 2e-3} if device == "cuda" else {"rtol": 1e-9, "atol": 1e-11}
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(mine, theirs, **tolerance)
     assert len(replayed) >= 4
 
@@ -115,19 +114,87 @@ def test_rows_are_fitted_to_the_latest_counts():
     assert fitted(None, (1,), 5) == (1,)
 
 
-def test_tokens_that_do_not_fit_are_computed_again(monkeypatch):
+def test_tokens_that_do_not_fit_are_computed_again():
     model = tiny("adaponder", iterations=4).train()
     executions, graphs = [], Again(model, "compact", patience=1)
 
     def forward(inputs, execution):
         executions.append(execution)
+        return _forward(model)(inputs, execution)
+
+    for depth in (1, 1, 1, 3):
+        graphs.run(None, _inputs(depth), forward)
+    assert executions[-1] == "compact", "not the 0 rows of the graph"
+    assert graphs.limits == (128, 128, 0)
+
+
+class Watched(Again):
+    """Keeps the memory pool at each capture, and the operations that a capture leaves outside of its graphs."""
+
+    def __init__(self, *arguments, **options):
+        self.pools, self.outside, self.recording = [], None, False
+        super().__init__(*arguments, **options)
+
+    def _record(self, function):
+        self.pools.append(self.pool)
+        self.pool, self.recording = self.pool or object(), True
+        result = super()._record(function)
+        self.recording = False
+        return result
+
+    def _capture(self, *arguments):
+        watched = self
+
+        class Operations(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, arguments=(), options=None):
+                if not watched.recording:
+                    watched.outside.add(str(function))
+                return function(*arguments, **options or {})
+
+        self.outside = set()
+        with Operations():
+            super()._capture(*arguments)
+
+
+def _forward(model):
+    def forward(inputs, execution):
         depths = ForcedDepths(inputs["depths"])
         return model(inputs["input_ids"], targets=inputs["input_ids"], execution=execution, policy=depths)
 
-    for depth in (1, 1, 1, 3):
-        graphs.run(None, {"input_ids": ids(4, 32), "depths": torch.full((4, 32), depth)}, forward)
-    assert executions[-1] == "compact", "not the 0 rows of the graph"
-    assert graphs.limits == (128, 128, 0)
+    return forward
+
+
+def _inputs(depth):
+    return {"input_ids": ids(4, 32), "depths": torch.full((4, 32), depth)}
+
+
+def test_a_capture_computes_nothing_outside_of_its_graphs():
+    model = tiny("adaponder", iterations=4).train()
+    graphs = Watched(model, "dense", patience=1)
+    for _ in range(2):
+        graphs.run(None, _inputs(2), _forward(model), share=2)
+    assert graphs.graphs
+    assert graphs.outside <= {"aten._to_copy.default", "aten.detach.default", "aten.copy_.default"}
+
+
+def test_graphs_that_replace_all_others_have_a_new_memory_pool(monkeypatch):
+    monkeypatch.setattr("adaponder.training.graphs._MOST", 1)
+    model = tiny("adaponder", iterations=4).train()
+    graphs = Watched(model, "compact", patience=1)
+    for depth in (1, 1, 3, 3):
+        graphs.run(None, _inputs(depth), _forward(model))
+    first, shared, second, shared_again = graphs.pools
+    assert first is second is None
+    assert None not in (shared, shared_again)
+    assert shared is not shared_again
+
+
+def test_one_pass_in_compact_execution_is_captured():
+    model = tiny("vanilla").train()
+    graphs = Again(model, "compact", patience=1)
+    for _ in range(2):
+        graphs.run(None, {"input_ids": ids()}, lambda inputs, how: model(**inputs, labels=ids(), execution=how))
+    assert list(graphs.graphs) == ["compact"]
 
 
 def test_a_step_that_cannot_be_captured_is_refused(monkeypatch):
@@ -153,11 +220,11 @@ def test_graphs_need_a_gpu_and_whole_passes(shards, tmp_path):
 def test_a_run_with_graphs_equals_one_without(shards, tmp_path, execution, monkeypatch):
     replays, record = [], StepGraphs._record
     monkeypatch.setattr(StepGraphs, "_record", lambda self, call: replays.append(call) or record(self, call))
-    found = []
+    curves = []
     for graphs in ("true", "false"):
         recipe = small(shards, "train.steps=40", "train.save_every=0", f"train.execution={execution}")
         recipe = replace(recipe, train=replace(recipe.train, cuda_graphs=graphs == "true"))
         train(recipe, out=tmp_path / graphs, device="cuda")
-        found.append(losses(tmp_path / graphs))
+        curves.append(losses(tmp_path / graphs))
     assert replays
-    assert found[0] == pytest.approx(found[1], rel=2e-2)
+    assert curves[0] == pytest.approx(curves[1], rel=2e-2)

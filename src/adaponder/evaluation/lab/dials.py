@@ -334,7 +334,7 @@ def tune(dial: Dial, budget: float, measure: Callable[[Setting], Scores], *, ite
 
 
 def _between(low: tuple[float, float], high: tuple[float, float], budget: float) -> float:
-    """Interpolates the depth to aim at between two (aimed, measured) depths around ``budget``, 5 to 95 % of the way."""
+    """Returns the next depth to aim at: interpolates two (aimed, measured) pairs at ``budget``, 5 % off both ends."""
     width = high[0] - low[0]
     rise = high[1] - low[1]
     fraction = (budget - low[1]) / rise if rise > 0 else 0.5

@@ -124,7 +124,7 @@ class _CompactAttention(torch.autograd.Function):
 def _places(rows: PackedRows) -> tuple[Any, ...]:
     """Returns each query's sequence and slot, the mask of present keys and its stride, documents, and sizes.
 
-    Where there is no mask or no document, a dummy stands for it.
+    Another tensor stands in for a missing mask or missing documents.
     """
     sequences, slots = rows.key.slot.shape
     mask = (rows.sequence, 0) if rows.key.present is None else (rows.key.present, rows.key.present.stride(0))
@@ -223,7 +223,7 @@ def _absorb(scores, v, top, total, sums, PRECISION: tl.constexpr):
 
 @triton.jit
 def _ranges(slot, member, exists, opening, seen, HOLES: tl.constexpr, DOCUMENTS: tl.constexpr, KEYS: tl.constexpr):
-    """Returns where keys begin that need a mask, and the end of those that all queries of a block see."""
+    """Returns the first key that needs a mask, and the end of the keys that all queries of a block see."""
     if DOCUMENTS:
         return tl.min(tl.where(member, opening, seen), 0).to(tl.int32) // KEYS * KEYS, 0
     if HOLES:

@@ -127,8 +127,8 @@ def constants_for(decoder: Decoder, blocks: int) -> dict[str, int | float] | str
     heads, key_heads, size, packed, rotary = first.projection[:5]
     hidden, inner, width = norm.weight.shape[0], first.down.weight.shape[1], heads * size
     norms = [norm, *(norm for layer in decoder.layers for norm in (layer.qkv.norm, layer.up.norm, *layer.after))]
-    tensors = [tensor for layer in decoder.layers for tensor in (layer.out.weight, layer.down.weight)]
-    tensors += [linear.weight for layer in decoder.layers for linear in (*layer.qkv.linears, *layer.up.linears)]
+    linears = [(x.gate, x.out, x.down, *x.qkv.linears, *x.up.linears) for x in decoder.layers]
+    tensors = [linear.weight for group in linears for linear in group if linear is not None]
     if norm.weight.dtype not in (torch.bfloat16, torch.float16):
         return f"weights in {norm.weight.dtype}"
     if size not in (32, 64, 128) or any(number % 256 for number in (hidden, inner, width)):

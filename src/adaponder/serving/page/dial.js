@@ -56,15 +56,15 @@ export class Dial {
 }
 
 /**
- * The rule of the same word whose mean depth on a text comes nearest to `target`: halves the dial as often as `tries`
- * says. `measure(rule)` resolves to a mean depth; deeper is always to the right.
+ * Returns the rule of the same kind whose mean depth on a text is nearest to `target`, by at most `tries` bisections of
+ * the dial. `measure(rule)` resolves to a mean depth; deeper is always to the right.
  */
 export async function equalBudget(rule, model, target, measure, tries = 11) {
   const { scale, steps } = parse(rule);
   if (!scale) return rule;
   if (steps) {
     const all = Array.from({ length: model.iterations }, (_, index) => `${parse(rule).word}:${index + 1}`);
-    return all.reduce((best, one) => (Math.abs(parse(one).value - target) < Math.abs(parse(best).value - target) ? one : best));
+    return all.reduce((best, other) => (Math.abs(parse(other).value - target) < Math.abs(parse(best).value - target) ? other : best));
   }
   let [low, high] = [0, 1];
   let best = null;

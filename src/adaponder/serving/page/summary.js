@@ -12,9 +12,9 @@ export function histogram(tokens, deepest) {
   return counts;
 }
 
-/** Why no token has a depth, where others were read more often. */
+/** Explains why no token has this depth although others were read more often. */
 function skipped(depth, policy) {
-  const why = policy?.startsWith("gate:") ? "every token that was read so often had a gate at or above the threshold" : "by this rule every token was read again";
+  const why = policy?.startsWith("gate:") ? "every token that was read this often had a gate at or above the threshold" : "by this rule every token was read again";
   return `No token stopped after ${depth} ${depth === 1 ? "read" : "reads"}: ${why}.`;
 }
 
@@ -80,7 +80,7 @@ export function summarise(element, reading, deepest, other = null) {
   }
   const gap = other ? `${sign(reading.mean_depth - other.mean_depth)} vs. A` : `of at most ${deepest}`;
   const { answers } = reading;
-  const counted = (one) => (one.answers ?? one).loss;
+  const counted = (scored) => (scored.answers ?? scored).loss;
   let loss = "nats per token";
   if (other) loss = `${sign(counted(reading) - counted(other), 3)} vs. A`;
   else if (reading.full_loss !== null && reading.full_loss !== undefined) loss = `${figure(reading.full_loss, 3)} at full depth`;

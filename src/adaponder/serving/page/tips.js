@@ -1,13 +1,13 @@
-// Explanations that are reached by pointer, touch and keyboard: an element with `data-tip` shows its text in a box beside it.
+// Tooltips for pointer, touch and keyboard: an element with `data-tip` shows its text in a box beside it.
 
 import { h } from "./dom.js";
 
 const GAP = 8; // px, also to the edge of the window
 
-/** Attributes of an element that is explained: one can point at it, tap it or move the focus to it. */
+/** Returns the attributes of an element with a tooltip, which can be hovered, tapped or focused. */
 export const explained = (text) => ({ "data-tip": text, tabindex: "0" });
 
-/** Shows explanations on this page: on hover, tap and focus, until the pointer leaves, another tap, Escape or scrolling. */
+/** Shows tooltips on hover, tap and focus; hides them when the pointer leaves, on another tap, Escape or scrolling. */
 export function startTips() {
   const box = document.body.appendChild(h("div", { class: "tip", id: "tip", role: "tooltip", hidden: true }));
   let owner = null;
@@ -18,16 +18,16 @@ export function startTips() {
     if (!element) return;
     element.setAttribute("aria-describedby", box.id);
     box.textContent = element.dataset.tip;
-    const [at, own] = [element.getBoundingClientRect(), box.getBoundingClientRect()];
-    const left = Math.min(at.left, document.documentElement.clientWidth - own.width - GAP);
-    const below = at.bottom + GAP + own.height <= innerHeight;
+    const [at, tip] = [element.getBoundingClientRect(), box.getBoundingClientRect()];
+    const left = Math.min(at.left, document.documentElement.clientWidth - tip.width - GAP);
+    const below = at.bottom + GAP + tip.height <= innerHeight;
     box.style.left = `${Math.max(GAP, left)}px`;
-    box.style.top = `${below ? at.bottom + GAP : Math.max(GAP, at.top - GAP - own.height)}px`;
+    box.style.top = `${below ? at.bottom + GAP : Math.max(GAP, at.top - GAP - tip.height)}px`;
   };
   const ownerOf = ({ target }) => target.closest?.("[data-tip]") ?? null;
   addEventListener("pointerover", (event) => event.pointerType === "mouse" && show(ownerOf(event)));
   addEventListener("click", (event) => {
-    // A tap on a button does what it says.
+    // A tap on a button runs its action and shows no tooltip.
     const element = ownerOf(event);
     show(element?.tagName === "BUTTON" ? null : element);
   });
