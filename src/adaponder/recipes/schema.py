@@ -266,6 +266,8 @@ class TrainRecipe:
             )
         if self.cuda_graphs and self.gradient_checkpointing:
             yield "cuda_graphs with gradient_checkpointing: a graph cannot compute a pass again; use memory_budget"
+        if self.cuda_graphs and self.target_depth is not None:
+            yield "cuda_graphs with target_depth: steering changes the objective too often for a graph; leave one out"
         if self.memory_budget < 1 and not self.compile:
             yield f"memory_budget={self.memory_budget} below 1 needs compile=true"
 

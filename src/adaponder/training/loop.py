@@ -172,7 +172,7 @@ class Trainer:
         self.tally.tokens += train.global_batch * self.recipe.data.sequence
         # The previous step is checked while this one runs: a NaN is noticed one step late, but always before a save.
         self.require_finite()
-        self.last_step = torch.stack((norm.detach(), total.to(norm.dtype))).to("cpu", non_blocking=True)
+        self.last_step = torch.stack((norm.detach(), total.to(norm.dtype))).to("cpu", non_blocking=norm.is_cuda)
         # Without the event, reading them would wait for everything launched in the meantime.
         self.arrival = torch.cuda.current_stream().record_event() if norm.is_cuda else None
         if self.controller and self.controller.due(step):

@@ -172,6 +172,8 @@ def test_only_what_may_be_left_open_is_nothing(tiny):
         (["train.memory_budget=0.5"], "train.memory_budget"),
         (["model.iterations=3", "train.target_depth=3.5"], "train.target_depth"),
         (["train.target_depth=2", "train.ponder_weight=0"], "train.target_depth"),
+        (["train.target_depth=2", "train.cuda_graphs=true"], "train.cuda_graphs"),
+        (["train.gradient_checkpointing=true", "train.cuda_graphs=true"], "train.cuda_graphs"),
         (["train.exit_entropy_steps=[1, 3]"], "train.exit_entropy_steps"),
         (["train.exit_entropy=[1, 0]", "train.exit_entropy_steps=[3, 1]"], "train.exit_entropy_steps"),
         (["train.lora_rank=2", "train.compile=true"], "train.lora_rank"),
