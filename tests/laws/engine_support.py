@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -184,11 +184,10 @@ def assert_alike(first: Completion, second: Completion) -> None:
     """Asserts that two completions of a request agree; numbers up to float64's rounding."""
     for name in ("ids", "depths", "finish_reason"):
         assert getattr(first, name) == getattr(second, name), first.request
-    for completion_tokens in zip(first.tokens, second.tokens, strict=True):
-        assert_near(*map(asdict, completion_tokens))
+    assert_near(first.tokens, second.tokens)
     prompts = [completion.prompt_log_probabilities for completion in (first, second)]
     assert (prompts[0] is None) == (prompts[1] is None)
-    assert_near(*([asdict(token) for token in prompt or ()] for prompt in prompts))
+    assert_near(*(prompt or () for prompt in prompts))
 
 
 def assert_near(first: Any, second: Any, tolerance: float = 1e-9) -> None:

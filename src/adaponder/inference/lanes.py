@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,7 +62,8 @@ class Lanes:
         self.books.pages[lane, index] = page.int()
 
     def _columns(self, entries: Sequence[tuple[int, ...]]) -> Any:
-        return torch.tensor(entries).to(self.books.token.device, non_blocking=True).unbind(1)
+        columns = torch.from_numpy(np.array(entries, dtype=np.int64))  # faster than torch.tensor
+        return columns.to(self.books.token.device, non_blocking=True).unbind(1)
 
 
 def write_lane(buffer: Tensor, lane: int, values: Sequence[Any]) -> None:

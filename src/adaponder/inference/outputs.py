@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from adaponder.inference.request import Request
 
@@ -12,8 +12,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 TopTokens = tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PromptToken:
+class PromptToken(NamedTuple):
     """One prompt token and its log-probability given the tokens before it (``None`` for the first token)."""
 
     id: int
@@ -21,8 +20,7 @@ class PromptToken:
     top: TopTokens = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(NamedTuple):
     """One generated token.
 
     Attributes:
@@ -85,8 +83,7 @@ class Completion:
         return sum(self.depths) / len(self.depths) if self.depths else 0.0
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """A new ``token`` of one sample of a request or, at its end, the ``completion``."""
 
     request: int

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from copy import copy
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from adaponder.inference.outputs import Event, FinishReason, PromptToken, Token, TopTokens
 from adaponder.inference.runner import Launch, Runner
 from adaponder.inference.sampler import Scores
 from adaponder.inference.scheduler import Scheduler
-from adaponder.inference.sequence import FINISHED, Chunk, Sequence, TokenProgress
+from adaponder.inference.sequence import FINISHED, Chunk, Sequence
 from adaponder.inference.tick import Extras
 from adaponder.ops.lanes import GOES_ON, NOT_A_NUMBER
 
-# Where the results of a row are in a launch's log: (tick, column).
-Entry = tuple[int, int]
+# A sequence's log of draft windows: by tick and entry, the sampled ids and the iterations; by tick, how many tokens are
+# accepted (see :func:`end_windows <adaponder.ops.lanes.end_windows>`).
+WindowLog = tuple[list[int], list[int], list[int]]
+
+
+class Sampled(NamedTuple):
+    """New tokens of a sequence; ``entries``: ``tick * window + entry`` of the last iteration that sampled each."""
+
+    ids: list[int]
+    depths: list[int]
+    entries: list[int]
 
 
 class Postprocessor:
@@ -24,110 +38,128 @@ class Postprocessor:
 
     def __init__(self, runner: Runner, scheduler: Scheduler):
         self.runner, self.scheduler, self.prefixes = runner, scheduler, scheduler.prefixes
+        self.window = 1 if runner.drafts is None else runner.drafts.size
         self.counts = dict.fromkeys(("ticks", "rows", "tokens", "drafted", "accepted"), 0)
 
     def process(self, launch: Launch) -> list[Event]:
         """Waits for a launch, processes its results and returns the new events."""
-        tokens, extras = launch.wait()
+        values, outputs = launch.wait()
         events: list[Event] = []
         self.counts["ticks"] += launch.ticks
         for sequence, error in launch.failed.items():
             if sequence.state != FINISHED:
                 events.append(self.finish(sequence, "error", error=f"policy: {type(error).__name__}: {error}"))
-        results = tokens.transpose(0, 1).tolist()  # by lane
-        process = self._decode if self.runner.drafts is None else self._decode_window
+        arrays: list[Any] = [None if output is None else output.numpy() for output in outputs]
+        extras, by_lane, drafts = Extras(*arrays), values.numpy().swapaxes(0, 1), self.window > 1
+        logs: Any = _split(by_lane, self.window) if drafts else by_lane.tolist()
+        read = self._read_window if drafts else self._read
         # Results of sequences that have finished or been preempted since the launch are dropped.
         for column, (sequence, kv) in enumerate(launch.decoding):
             if sequence.kv is kv:
-                process(sequence, results[column], extras, column, events)
+                kv.in_flight -= launch.ticks * self.runner.width
+                ends = sequence.submission.stop_ids
+                if not sequence.request.ignore_eos:
+                    ends = ends.union(self.runner.eos_ids)
+                sampled = read(sequence, logs[column], ends)
+                if tokens := self._tokens(sequence, sampled, extras, column, launch.ticks):
+                    self._append(sequence, tokens, ends, events)
         for chunk, active, scores in launch.chunks:
             if chunk in chunk.sequence.chunks:
                 self._prefill(chunk, active.tolist(), scores)
         return events
 
-    def _decode(self, sequence: Sequence, tokens: list[int], extras: Extras, column: int, events: list[Event]) -> None:
-        """Processes a sequence's log: for each tick the id of the next token, or ``GOES_ON`` if the token continues."""
-        rows = len(tokens) * self.runner.width
-        sequence.kv.in_flight -= rows
-        sequence.kv.decode.used += rows
-        self.counts["rows"] += rows
-        progress = sequence.window.pop(0, None) or TokenProgress()
-        for tick, token_id in enumerate(tokens):
-            self._record_iteration(sequence, progress, extras, (tick, column))
-            if token_id == GOES_ON:
+    def _read(self, sequence: Sequence, log: list[int], ends: Collection[int]) -> Sampled:
+        """Returns a sequence's new tokens up to one that ends it; ``log``: by tick, the next token or ``GOES_ON``."""
+        start, remaining, width = -sequence.num_iterations, sequence.num_remaining, self.runner.width
+        sequence.kv.decode.used += len(log) * width
+        self.counts["rows"] += len(log) * width
+        ids, depths, entries = sampled = Sampled([], [], [])
+        for tick, token_id in enumerate(log):
+            if token_id != GOES_ON:
+                ids.append(token_id)
+                depths.append((tick + 1 - start) * width)
+                entries.append(tick)
+                start = tick + 1
+                if token_id in ends or len(ids) == remaining:
+                    break
+        sequence.num_iterations = len(log) - start
+        return sampled
+
+    def _read_window(self, sequence: Sequence, log: WindowLog, ends: Collection[int]) -> Sampled:
+        """Returns the new tokens of a sequence with a draft window, up to one that ends it."""
+        size, front, remaining = self.window, len(sequence.tokens) - 1, sequence.num_remaining
+        choices, iterations, counts = (past + new for past, new in zip(sequence.window, log, strict=True))
+        first = stop = len(sequence.window[2])
+        # The last tick that accepted a token: the next token was drafted unless it started later.
+        latest = max((tick for tick in range(first) if counts[tick]), default=-1)
+        certain, accepted = int(iterations[first * size + front % size] == 0), 0
+        ids, depths, entries = sampled = Sampled([], [], [])
+        for tick, count in enumerate(counts[first:], first):
+            stop += 1
+            for _ in range(count):
+                entry = tick * size + front % size
+                while iterations[entry] < 0:  # the token halted before one in front of it
+                    entry -= size
+                token_id, depth = choices[entry], iterations[entry] + 1
+                ids.append(token_id)
+                depths.append(depth)
+                entries.append(entry - first * size)
+                accepted += entry // size - depth < latest
+                latest, front = tick, front + 1
+                if token_id in ends or len(ids) == remaining:
+                    break
+            else:
+                if count and stop < len(counts):
+                    certain += iterations[stop * size + front % size] == 0
                 continue
-            if self._append(sequence, self._token(sequence, progress, token_id, extras, (tick, column)), events):
-                return
-            progress = TokenProgress()
-        sequence.window[0] = progress
+            break
+        computed = iterations[first * size : stop * size]
+        rows = len(computed) - computed.count(-1)
+        self.counts["rows"] += rows
+        self.counts["drafted"] += computed.count(0) - certain
+        self.counts["accepted"] += accepted
+        sequence.kv.decode.used += self.runner.passes * len(ids)
+        sequence.completion.dropped_rows += rows - sum(depths)
+        kept = self.runner.passes - 1  # a token leaves the window in as many ticks after its first, or earlier
+        sequence.window = choices[-kept * size :], iterations[-kept * size :], counts[-kept:]
+        return sampled
 
-    def _decode_window(
-        self, sequence: Sequence, lines: list[list[int]], extras: Extras, column: int, events: list[Event]
-    ) -> None:
-        """Processes the log of a sequence's draft window, one line per tick, and appends the accepted tokens."""
-        assert self.runner.drafts is not None
-        size, window, completion = self.runner.drafts.size, sequence.window, sequence.completion
-        sequence.kv.in_flight -= len(lines)
-        for tick, line in enumerate(lines):
-            front = len(sequence.tokens) - 1
-            for place, (token_id, iteration) in enumerate(zip(line[:size], line[size:-1], strict=True)):
-                if iteration < 0:
-                    continue
-                if iteration == 0:
-                    window[place] = TokenProgress(drafted=(place - front) % size > 0)
-                    self.counts["drafted"] += window[place].drafted
-                self.counts["rows"] += 1
-                completion.dropped_rows += 1
-                progress, entry = window[place], (tick, column * size + place)
-                self._record_iteration(sequence, progress, extras, entry)
-                progress.token = self._token(sequence, progress, token_id, extras, entry)
-            for position in range(front, front + line[-1]):
-                progress = window[position % size]
-                assert progress.token is not None
-                self.counts["accepted"] += progress.drafted
-                sequence.kv.decode.used += self.runner.passes
-                completion.dropped_rows -= progress.token.depth
-                if self._append(sequence, progress.token, events):
-                    return
+    def _tokens(self, sequence: Sequence, sampled: Sampled, extras: Extras, column: int, ticks: int) -> list[Token]:
+        """Returns new tokens with the outputs that their request asks for."""
+        request, width = sequence.request, self.runner.width
+        if not (request.gates or request.iteration_top or request.log_probabilities is not None):
+            return list(map(Token, sampled.ids, sampled.depths))
+        first, row, tokens = len(sequence.extras), column * self.window, []
+        history = sequence.extras + [(extras, tick, row) for tick in range(ticks)]
+        for token_id, depth, entry in zip(*sampled, strict=True):
+            stop, place = first + entry // self.window + 1, entry % self.window
+            rows = [(values, (tick, row + place)) for values, tick, row in history[stop - depth // width : stop]]
+            tokens.append(_recorded(sequence, token_id, depth, rows))
+        sequence.extras = history[-self.runner.passes :]
+        return tokens
 
-    def _record_iteration(self, sequence: Sequence, progress: TokenProgress, extras: Extras, entry: Entry) -> None:
-        """Records one completed iteration of a token (gates, top tokens)."""
-        request = sequence.request
-        progress.iterations += 1
-        if request.gates and extras.gate is not None and progress.iterations < sequence.iterations:
-            progress.gates.append(float(extras.gate[entry]))
-        if request.iteration_top:
-            progress.top.append(_top_tokens(extras, entry, request.iteration_top))
-
-    def _token(self, sequence: Sequence, progress: TokenProgress, token_id: int, extras: Extras, entry: Entry) -> Token:
-        """Builds the :class:`Token` sampled after the current token's latest iteration, with the requested outputs."""
-        depth, count = progress.iterations * self.runner.width, sequence.request.log_probabilities
-        score, top = None, ()
-        if count is not None and extras.log_probability is not None:
-            score, top = float(extras.log_probability[entry]), _top_tokens(extras, entry, count)
-        return Token(token_id, depth, score, top, tuple(progress.gates), tuple(progress.top))
-
-    def _append(self, sequence: Sequence, token: Token, events: list[Event]) -> bool:
-        """Appends a generated token; returns whether the sequence has finished."""
-        request = sequence.request
-        if token.id == NOT_A_NUMBER:
+    def _append(self, sequence: Sequence, tokens: list[Token], ends: Collection[int], events: list[Event]) -> None:
+        """Appends generated tokens to a sequence and finishes it if the last one ends it."""
+        last = tokens[-1].id
+        if last == NOT_A_NUMBER:
+            tokens.pop()
+        depths = [token.depth for token in tokens]
+        self.scheduler.record_depth(sequence.submission.kind, len(tokens), sum(depths) // self.runner.width)
+        sequence.depths += depths
+        sequence.tokens += [token.id for token in tokens]
+        sequence.completion.tokens += tokens
+        self.counts["tokens"] += len(tokens)
+        events += map(Event, repeat(sequence.order[0]), repeat(sequence.sample), tokens)
+        if last == NOT_A_NUMBER:
             error = (
                 f"the model's logits are NaN after {len(sequence.tokens)} tokens: its weights are damaged, or it "
                 "overflows in this precision"
             )
             events.append(self.finish(sequence, "error", error=error))
-            return True
-        sequence.set_depth([len(sequence.tokens) - 1], token.depth)
-        self.scheduler.record_depth(sequence.submission.kind, 1, token.depth // self.runner.width)
-        sequence.tokens.append(token.id)
-        sequence.completion.tokens.append(token)
-        self.counts["tokens"] += 1
-        events.append(Event(*sequence.order, token))
-        if token.id in request.stop_ids or (token.id in self.runner.eos_ids and not request.ignore_eos):
-            events.append(self.finish(sequence, "stop", stop_id=token.id))
+        elif last in ends:
+            events.append(self.finish(sequence, "stop", stop_id=last))
         elif not sequence.num_remaining:
             events.append(self.finish(sequence, "length"))
-        return sequence.state == FINISHED
 
     def _prefill(self, chunk: Chunk, active: list[bool], scores: Scores | None) -> None:
         """Processes one iteration of a chunk: records the depths of halted tokens and removes them from the chunk."""
@@ -174,9 +206,28 @@ class Postprocessor:
         return sequence.final_event(reason, stop_id=stop_id, error=error)
 
 
-def _top_tokens(extras: Extras, entry: Entry, count: int) -> TopTokens:
-    if not count or extras.top_ids is None or extras.top_log_probabilities is None:
-        return ()
+def _split(log: np.ndarray, size: int) -> list[WindowLog]:
+    """Splits the log of draft windows, ``[lanes, ticks, 2 * size + 1]``."""
+    lanes, ticks, _ = log.shape
+    columns = np.split(log, (size, 2 * size), axis=2)
+    flat = (values.reshape(lanes, ticks * values.shape[2]).tolist() for values in columns)
+    return list(zip(*flat, strict=True))
+
+
+def _recorded(sequence: Sequence, token_id: int, depth: int, rows: list[tuple[Any, tuple[int, int]]]) -> Token:
+    """Builds a token with the outputs that its request asks for; ``rows``: by iteration, extras and an index."""
+    request, score, top, gates, early = sequence.request, None, (), (), ()
+    extras, row = rows[-1]
+    if request.log_probabilities is not None:
+        score, top = float(extras.log_probability[row]), _top_tokens(extras, row, request.log_probabilities)
+    if request.gates and extras.gate is not None:
+        gates = tuple(float(extras.gate[row]) for extras, row in rows[: sequence.iterations - 1])
+    if request.iteration_top:
+        early = tuple(_top_tokens(extras, row, request.iteration_top) for extras, row in rows)
+    return Token(token_id, depth, score, top, gates, early)
+
+
+def _top_tokens(extras: Any, entry: tuple[int, int], count: int) -> TopTokens:
     ids, values = extras.top_ids[entry][:count], extras.top_log_probabilities[entry][:count]
     return tuple(zip(ids.tolist(), values.tolist(), strict=True))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +12,11 @@ from torch import Tensor
 from adaponder.inference.config import EngineShape
 from adaponder.inference.kv_cache import KVRows
 from adaponder.inference.lanes import select_state
-from adaponder.inference.outputs import Completion, Event, FinishReason, PromptToken, Token, TopTokens
+from adaponder.inference.outputs import Completion, Event, FinishReason, PromptToken
 from adaponder.inference.request import Request, forced_depths
 from adaponder.inference.sampler import Features
 from adaponder.methods import State
+from adaponder.ops.lanes import NOT_A_NUMBER
 from adaponder.policies import Policy
 
 WAITING, PREFILLING, DECODING, FINISHED = "waiting", "prefilling", "decoding", "finished"
@@ -25,6 +27,7 @@ class Submission:
 
     Attributes:
         namespace: the prefix-cache namespace; ``None`` disables sharing.
+        stop_ids: entries of the log that end a sample, without the model's end-of-text ids.
         kind: (policy, iterations): the scheduler averages depths over requests of one kind.
         forced: the depths that the request prescribes, by slot; they replace the policy's.
         forced_mean: the mean of these depths if the request prescribes all, else ``None``.
@@ -38,6 +41,7 @@ class Submission:
         self.passes = min(shape.passes, iterations)
         self.prompt = [int(token) for token in request.prompt]
         self.features = Features.of(request)
+        self.stop_ids = frozenset((NOT_A_NUMBER, *map(int, request.stop_ids)))
         self.kind: Hashable = (policy.fingerprint, iterations)
         self.forced = forced_depths(request)
         slots = range(len(self.prompt) + request.max_new_tokens - 1)
@@ -86,20 +90,6 @@ class Chunk:
         self.tokens = [self.tokens[number] for number in numbers]
 
 
-@dataclass(slots=True)
-class TokenProgress:
-    """Records the iterations of a token that is being decoded: their number, gates and top tokens.
-
-    With drafting, ``drafted`` is true for drafts, and ``token`` is the next token, sampled by the latest iteration.
-    """
-
-    drafted: bool = False
-    iterations: int = 0
-    gates: list[float] = field(default_factory=list)
-    top: list[TopTokens] = field(default_factory=list)
-    token: Token | None = None
-
-
 class Sequence:
     """One sample of a request.
 
@@ -111,8 +101,10 @@ class Sequence:
         depths: the depth of each token, 0 while unknown.
         num_scheduled: tokens assigned to prefill chunks, cached ones included.
         chunks: prefill chunks that are not finished.
-        window: the progress of each token in the draft window, under the key ``position % window size``; without
-            drafting, only key 0 is used, for the current token.
+        num_iterations: the current token's iterations in processed ticks, without drafting.
+        window: with drafting, the log of the last processed ticks, in which a token of the window may have started.
+        extras: where the extras of the last processed ticks are, if the request asks for any: (extras of the launch,
+            tick, first row of the sequence).
         lane: ``None`` while the sequence waits.
     """
 
@@ -137,7 +129,9 @@ class Sequence:
         self.kv = KVRows(self.submission.page_size)
         self.chunks: list[Chunk] = []
         self.num_scheduled = 0
-        self.window: dict[int, TokenProgress] = {}
+        self.num_iterations = 0
+        self.window: tuple[list[int], list[int], list[int]] = ([], [], [])
+        self.extras: list[tuple[Any, int, int]] = []
 
     @property
     def lane_number(self) -> int:

@@ -10,7 +10,17 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "laws"))
-from engine_support import assert_alike, assert_all_as_alone, assert_empty, odd_ones, portable, run, run_all, solo
+from engine_support import (
+    assert_alike,
+    assert_all_as_alone,
+    assert_empty,
+    assert_near,
+    odd_ones,
+    portable,
+    run,
+    run_all,
+    solo,
+)
 
 from adaponder import FixedDepth
 from adaponder.errors import InputError
@@ -81,8 +91,9 @@ def test_a_stop_id_inside_a_window_ends_the_completion():
     model, request = agreeing(), greedy(temperature=1.0, seed=3)
     ids = solo(model, request, tokens=40)[0].ids
     stopped = replace(request, stop_ids=(ids[2],))
-    done, _ = drafted(model, stopped)
-    assert (done.ids, done.finish_reason, done.stop_id) == (ids[: ids.index(ids[2]) + 1], "stop", ids[2])
+    for burst in (1, 16):  # tokens that a launch samples after the stop id are dropped
+        done, _ = drafted(model, stopped, burst=burst)
+        assert (done.ids, done.finish_reason, done.stop_id) == (ids[: ids.index(ids[2]) + 1], "stop", ids[2])
     drafted(model, replace(stopped, min_new_tokens=7))
 
 
@@ -146,3 +157,20 @@ def test_rows_of_wrong_drafts_are_counted():
     done, statistics = drafted(tiny("adaponder", iterations=K, seed=1).eval(), greedy(4, 12), late=False)
     assert done.dropped_rows > 0
     assert statistics["rows"] == sum(done.depths) + done.dropped_rows
+
+
+@pytest.mark.parametrize("drafts", [0, 1, K - 1])
+def test_results_and_counts_do_not_depend_on_the_ticks_of_a_launch(drafts):
+    """The iterations of a token, and the ticks in which it waits in a window, may lie in several launches."""
+    model = tiny("adaponder", iterations=K, seed=1).eval()
+    request = greedy(4, 14, gates=True, log_probabilities=2, iteration_top=1)
+    results = []
+    for burst in (1, 2, 5, 16):
+        engine = opened(model, drafts=drafts, burst=burst, late=False)
+        (done,) = engine.generate([request])[0]
+        # Without drafts, ticks after the last token count too.
+        counts = [engine.statistics[name] for name in ("rows", "drafted", "accepted") if drafts]
+        results.append((done.tokens, done.depths, done.dropped_rows, counts))
+    assert len({token.depth for token in done.tokens}) > 1
+    for result in results[1:]:
+        assert_near(result, results[0])
