@@ -175,9 +175,12 @@ def _visible(
 @triton.jit
 def _of_rows(spans, offset, sequence, slot, length, mask, DOCUMENTS: tl.constexpr):
     """Loads the entries of queries from a part of ``spans``; zeros without documents."""
+    # A function has one return type, but spans are int64 and slots int32.
     if DOCUMENTS:
-        return tl.load(spans + offset + sequence * length + slot, mask=mask, other=0)
-    return slot * 0
+        entries = tl.load(spans + offset + sequence * length + slot, mask=mask, other=0)
+    else:
+        entries = slot * 0
+    return entries
 
 
 @triton.jit
