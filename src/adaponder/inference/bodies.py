@@ -19,7 +19,6 @@ from adaponder.ops.ledger_attention import LedgerRows, Projection, Scratch, Turn
 from adaponder.ops.masks import Places
 from adaponder.ops.precision import wide_dtype
 from adaponder.ops.row_linear import Linear, Norm, Piece, Term, gated_linear, normed_linears, residual_linears, row_norm
-from adaponder.ops.row_pass import Decoder, LayerWeights, RowPass, build_row_pass
 
 # Activation names in a decoder's config, and the kernels' names for them.
 ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu"}
@@ -93,6 +92,22 @@ FAMILIES = {"gpt_neox": NEOX, "llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, 
 FAMILIES["hyperclovax"] = LLAMA._replace(after=("post_norm1", "post_norm2"))
 
 
+class FusedLayer(NamedTuple):
+    """The weights of a decoder layer: ``qkv`` and ``up`` include the norms before them, ``up`` also the activation.
+
+    ``after`` has the norms after attention and after the MLP, or ``None`` twice.
+    """
+
+    qkv: Piece
+    projection: Projection
+    out: Linear
+    gate: Linear | None
+    up: Piece
+    down: Linear
+    after: tuple[Norm | None, Norm | None]
+    scale: float
+
+
 # Rows of a pass and their rotary angles.
 TurnedRows = tuple[LedgerRows, Turn]
 
@@ -100,8 +115,7 @@ TurnedRows = tuple[LedgerRows, Turn]
 class FusedBody(Body):
     """Runs a GPT-NeoX layer in three kernels, a Llama-family layer in five, on the parameters of the stock modules.
 
-    Norms after attention and after the MLP are a kernel and a sum more each. A pass of one decode row is a single
-    kernel if :mod:`adaponder.ops.row_pass` supports the shapes; ``row_pass`` is that kernel, or the reason.
+    Norms after attention and after the MLP are a kernel and a sum more each.
 
     Weights are not copied, so in-place changes take effect. If a parameter is replaced by another tensor (a merged
     adapter, a module moved to another device), a new body must be built.
@@ -130,12 +144,8 @@ class FusedBody(Body):
         self.dependent = like.is_cuda and torch.cuda.get_device_capability(like.device) >= (9, 0)
         if like.is_cuda:
             self.scratch = attention.scratch_for(rows, self.heads, self.size, like.device)
-        self.row_pass = build_row_pass(self.decoder())
 
-    def decoder(self) -> Decoder:
-        return Decoder(self.layers, self.norm, self.windows, self.cos, self.sin, self.parallel)
-
-    def _layers(self, backbone: Backbone) -> list[LayerWeights]:
+    def _layers(self, backbone: Backbone) -> list[FusedLayer]:
         body: Any = backbone.body
         config: Any = backbone.stock.config
         names, activation = FAMILIES[config.model_type], ACTIVATIONS[config.hidden_act]
@@ -151,7 +161,7 @@ class FusedBody(Body):
             up = (linear_weights(getattr(mlp, names.up)),)
             after = [norm_weights(getattr(layer, name)) for name in names.after] or [None, None]
             layers.append(
-                LayerWeights(
+                FusedLayer(
                     qkv=Piece(qkv, norm_weights(layer.input_layernorm)),
                     projection=projection,
                     out=linear_weights(getattr(block, names.out)),
@@ -168,8 +178,6 @@ class FusedBody(Body):
         return [((self.key_heads, self.size), (self.key_heads, self.size))] * len(self.windows)
 
     def forward(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools) -> Pass:
-        if len(x) == 1 == rows.num_single and self.independent and isinstance(self.row_pass, RowPass):
-            return Pass(*self.row_pass(x, position, rows, pools))
         split, stream = self._split(position, rows), x
         for number in range(len(self.layers)):
             stream = self._layer(number, stream, *split, pools)
