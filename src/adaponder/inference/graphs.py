@@ -13,10 +13,9 @@ from adaponder.execution.base import Pass
 from adaponder.inference.bodies import Body, FusedBody, Pools, RowShape
 from adaponder.inference.sampler import Features
 from adaponder.inference.tick import Extras, TickRunner, pad_lanes, to_host
-from adaponder.ops.dispatch import runs_unproven
 from adaponder.ops.ledger_attention import LedgerRows, Tiles, by_kernels
 
-_SHORT, _SEVERAL = 16 if runs_unproven() else 4, 8
+_SHORT, _SEVERAL = 4, 8
 _SPARE_TILES = 64  # in addition to the tiles of a single cohort of all rows
 
 

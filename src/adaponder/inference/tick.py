@@ -26,7 +26,6 @@ from adaponder.inference.sampler import Features, Sampled, SamplerState, Scores,
 from adaponder.inference.sequence import Chunk
 from adaponder.methods import State
 from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.ops.dispatch import runs_unproven
 from adaponder.ops.lanes import Begun, begin_rows, book_rows, end_rows, ponder_rows
 from adaponder.ops.ledger_attention import Cohort, LedgerRows
 from adaponder.ops.precision import widened
@@ -193,7 +192,7 @@ class TickRunner:
         logits = rows.backbone.decode_logits(hidden)
         inputs = logits, rows.lane[: rows.num_decode], begun.place, features
         captured = logits.is_cuda and torch.cuda.is_current_stream_capturing()
-        if self.passes == 1 or not captured or not runs_unproven():
+        if self.passes == 1 or not captured:
             sampled = self.sampler.choose(*inputs)
             return lambda: sampled
         main, branch = torch.cuda.current_stream(), torch.cuda.Stream()
