@@ -58,7 +58,7 @@ test-ray: setup  ## replicas on Ray Serve: throughput, a killed replica, keys an
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev,scale]'
 	$(PYTEST) $(BIN)/python tests/serving/ray_check.py --record
 
-test-compiler: setup  ## what torch's compiler changes, in every variant
+test-compiler: setup  ## what torch's compiler changes, in every variant; every kernel compiles for a GPU
 	$(PYTEST) $(BIN)/python -m pytest -n $(JOBS) -m compiler
 
 $(FLOOR)/.ready: pyproject.toml constraints.txt

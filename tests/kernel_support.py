@@ -1,6 +1,7 @@
 """Where kernels are tested (compiled on a GPU, else in Triton's interpreter), and the errors that they may have.
 
 The interpreter is right for float32 and float16 and wrong for bf16, which is tested on a GPU alone (``-m gpu``).
+It checks no types: ``kernel_compiler.py`` compiles every launch for a GPU.
 """
 
 import math
