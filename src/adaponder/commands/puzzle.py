@@ -159,7 +159,7 @@ def show(read: Readings, rows: list[dict[str, Any]], *, deepest: int) -> None:
     ]
     title = f"\n{sum(row['questions'] for row in rows)} questions of {len(read.words)} puzzles"
     console.print(table(title, ("hops", "right", "mean depth", "right if read once"), cells))
-    console.print("The last question of a puzzle, whatever its hops, can be told by elimination.", style="dim")
+    console.print("The last question of each puzzle can be answered by elimination.", style="dim")
 
 
 def _steps(read: Readings, deepest: int) -> Text:

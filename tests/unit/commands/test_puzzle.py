@@ -91,6 +91,7 @@ def test_the_command_shows_a_puzzle_and_the_tally_and_a_seed_gives_it_again(mode
         assert len(chain) == question.needed
         assert chain[-1] == question.answer
     assert "30 questions of 5 puzzles" in text
+    assert "can be answered by elimination." in text
 
 
 @pytest.mark.parametrize("prepared", [False, True], ids=["named", "prepared"])
