@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from adaponder.cli import Command
 from adaponder.errors import InputError
 from adaponder.terminal import console, line, table
 from benchmarks.cli import add_command, numbers, program, run_program
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
 
 QUEUE = Path(__file__).with_name("queue.yaml")
 SeedsOption = Annotated[str | None, typer.Option(metavar="0,1,…", help="These seeds instead of the queue's.")]
-JobsOption = Annotated[int, typer.Option(min=1, max=64, help="Runs that share the device.")]
-MinutesOption = Annotated[float | None, typer.Option(min=0.01, help="Start only runs that end within this time.")]
-OneClaim = Annotated[str | None, typer.Argument(help="Only the runs of this claim.")]
+JobsOption = Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Runs that share the device.")]
+MinutesOption = Annotated[
+    float | None, typer.Option(metavar="MINUTES", min=0.01, help="Start only runs that end within this time.")
+]
+OneClaim = Annotated[str | None, typer.Argument(metavar="CLAIM", help="Only the runs of this claim.")]
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class TrainOptions(QueueOptions):
     """Options of the commands that train runs."""
 
     runs: Annotated[Path, typer.Option(metavar="DIR", help="Run folders and logs.")] = Path("runs/experiments")
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")] = "cpu"
+    device: Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1, …")] = "cpu"
     commit: Annotated[str | None, typer.Option(metavar="NAME", help="Commit to name in records, without git.")] = None
 
     @cached_property
@@ -76,7 +79,7 @@ def next_runs(options: TrainOptions, minutes: MinutesOption = None, jobs: JobsOp
 
 def claim(
     options: TrainOptions,
-    name: Annotated[str, typer.Argument(help="A claim of the queue.")],
+    name: Annotated[str, typer.Argument(metavar="CLAIM", help="A claim of the queue.")],
     seeds: SeedsOption = None,
     minutes: MinutesOption = None,
     jobs: JobsOption = 1,
@@ -87,7 +90,7 @@ def claim(
 
 def run(
     options: TrainOptions,
-    label: Annotated[str, typer.Argument(help="The run's label, as list shows it.")],
+    label: Annotated[str, typer.Argument(metavar="LABEL", help="The run's label, as list shows it.")],
     seeds: SeedsOption = None,
     beside: Annotated[int, typer.Option(min=0, hidden=True)] = 0,
 ) -> None:
@@ -128,8 +131,8 @@ app = program(
 )
 for name, command in {"list": list_runs, "next": next_runs, "claim": claim, "run": run}.items():
     add_command(app, name, command)
-app.command()(results)
-app.command()(corpus)
+for command in (results, corpus):
+    app.command(cls=Command)(command)
 
 
 def _train(setup: Setup, selected: Sequence[Experiment], minutes: float | None, jobs: int) -> None:

@@ -83,9 +83,9 @@ def request_bytes(body: dict[str, Any], path: str = "/v1/completions", *, client
     return head.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content
 
 
-def connect(server: Running) -> socket.socket:
+def connect(server: Running, *, source: str = "127.0.0.1") -> socket.socket:
     address = urlsplit(server.address)
-    return socket.create_connection((address.hostname, address.port), timeout=10)
+    return socket.create_connection((address.hostname, address.port), timeout=10, source_address=(source, 0))
 
 
 @contextmanager
@@ -107,7 +107,8 @@ def serving(
     worker = Worker(open_engine, served)
     listening = listen("127.0.0.1", 0)
     how = {"ws": "none", "lifespan": "on", "log_level": "critical", "timeout_graceful_shutdown": 5}
-    config = uvicorn.Config(make_app(worker, settings), http=bounded(settings.limits), **how)
+    how["limit_concurrency"] = settings.limits.connections
+    config = uvicorn.Config(make_app(worker, settings), http=bounded(settings.limits, settings.access), **how)
     server = uvicorn.Server(config)
     loops: list[asyncio.AbstractEventLoop] = []
 

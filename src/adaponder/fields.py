@@ -116,11 +116,11 @@ def check_fields(values: Any, prefix: str = "", *, kind: type | None = None) -> 
 
 def fits(value: Any, hint: Any, field: Field) -> bool:
     """Returns whether a value has the type ``hint`` and lies in the field's range; numbers must be finite."""
-    if field.choices is not None:
-        return isinstance(value, str) and value in field.choices()
     origin, arguments = typing.get_origin(hint), get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return any(fits(value, argument, field) for argument in arguments)
+    if field.choices is not None and hint is not type(None):
+        return isinstance(value, str) and value in field.choices()
     if origin is Literal:
         return any(type(value) is type(word) and value == word for word in arguments)
     if origin in (list, tuple):

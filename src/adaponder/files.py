@@ -13,7 +13,7 @@ import shutil
 import stat
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -136,25 +136,50 @@ def read_yaml(path: Path, error: type[AdaPonderError]) -> Any:
 _NEVER = threading.Event()
 
 
-def sha256_of(path: Path, error: type[AdaPonderError] = CheckpointError, *, ended: threading.Event = _NEVER) -> str:
-    """Returns the SHA-256 of a file as hex; once ``ended`` is set, stops early with a meaningless result."""
+def sha256_of(
+    path: Path,
+    error: type[AdaPonderError] = CheckpointError,
+    *,
+    ended: threading.Event = _NEVER,
+    count: Callable[[int], None] = lambda size: None,
+) -> str:
+    """Returns the SHA-256 of a file as hex; once ``ended`` is set, stops early with a meaningless result.
+
+    ``count`` is called with the number of bytes of each block.
+    """
     digest = hashlib.sha256()
     with open_plain(path, error) as file:
         try:
             while not ended.is_set() and (block := file.read(_BLOCK)):
                 digest.update(block)
+                count(len(block))
         except OSError as problem:
             raise error(f"{path} cannot be read: {problem.strerror or problem}") from None
     return digest.hexdigest()
 
 
-def sha256_of_each(paths: Sequence[Path], error: type[AdaPonderError] = CheckpointError) -> list[str]:
-    """Returns the SHA-256 of each file, computed in threads that stop early on Ctrl-C."""
-    ended = threading.Event()
+def sha256_of_each(
+    paths: Sequence[Path],
+    error: type[AdaPonderError] = CheckpointError,
+    *,
+    progress: Callable[[int], None] = lambda read: None,
+) -> list[str]:
+    """Returns the SHA-256 of each file, computed in threads that stop early on Ctrl-C.
+
+    ``progress`` is called in these threads, one at a time, with the number of bytes read so far.
+    """
+    ended, counting, read = threading.Event(), threading.Lock(), 0
+
+    def count(size: int) -> None:
+        nonlocal read
+        with counting:
+            read += size
+            progress(read)
+
     # Hashing and reading release the GIL, so the threads run in parallel.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         try:
-            return list(pool.map(lambda path: sha256_of(path, error, ended=ended), paths))
+            return list(pool.map(lambda path: sha256_of(path, error, ended=ended, count=count), paths))
         finally:
             ended.set()
 

@@ -33,7 +33,7 @@ def method_names() -> tuple[str, ...]:
     return tuple(_SCALES)
 
 
-def check_method(name: str, prefix: str = "") -> str:
+def check_method(name: str | None, prefix: str = "") -> str:
     """Returns ``name`` if it is a registered method; else raises an error that begins with ``prefix`` and the field."""
     if isinstance(name, str) and name in REMOVED_METHODS:
         version = REMOVED_METHODS[name]

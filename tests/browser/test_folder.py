@@ -19,7 +19,7 @@ from explorer_support import TEXT, Explorer, byte_words, post, serving, small_mo
 from adaponder.checkpoints.loading import tokenizer_of
 from adaponder.checkpoints.shipped import NAMES, sample_path
 from adaponder.conversion.open import load
-from adaponder.evaluation.token_scores import Reading
+from adaponder.evaluation.token_scores import ScoreSettings
 from adaponder.policies import parse_policy
 from adaponder.serving.answers import ScoreWriter
 from adaponder.serving.folder import POLICIES, methods, write_page
@@ -95,8 +95,8 @@ def answers(explorer: Explorer, bodies: list[dict[str, Any]]) -> list[dict[str, 
 def expected(served: Served, text: str, line: str | None, *, full: bool = True, **how: Any) -> dict[str, Any]:
     """The answer of the server's ``/score``."""
     ids = served.tokenizer(text).input_ids
-    reading = Reading(policy=None if line is None else parse_policy(line), top=5, seed=3, **how)
-    parts = ScoreWriter(served)(ids, reading, gates=True, full_depth=full)
+    settings = ScoreSettings(policy=None if line is None else parse_policy(line), top=5, seed=3, **how)
+    parts = ScoreWriter(served)(ids, settings, gates=True, full_depth=full)
     while True:
         try:
             next(parts)

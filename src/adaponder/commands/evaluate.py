@@ -306,7 +306,7 @@ def compare(
     if difference.interval is None:
         words = f"too few documents for an interval ({len(text.starts)} of {FEW})"
     else:
-        verdict = "told apart" if difference.told_apart else "not told apart"
+        verdict = "significant" if difference.significant else "not significant"
         words = f"95 % {difference.interval}, paired by document: {verdict} on this text"
     console.print(f"\nB - A: {difference.mean:+.4f} nats per token; {words}")
     easier, equal = difference.wins, difference.ties

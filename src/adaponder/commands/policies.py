@@ -154,7 +154,7 @@ def cells(row: Measurement) -> tuple[str, ...]:
         return (row.policy, flag, f"cannot: {row.missed}", "–", "–", "–", "–", "", "–")
     gap, interval = "", ""
     if row.difference is not None:
-        gap = f"{row.difference.mean:+.4f}" + ("*" if row.difference.told_apart else " ")
+        gap = f"{row.difference.mean:+.4f}" + ("*" if row.difference.significant else " ")
         interval = "" if row.difference.interval is None else str(row.difference.interval)
     tuning_depth = "" if row.tuning_depth is None else f"{row.tuning_depth:.3f}"
     measured = (f"{row.depth:.3f}", f"{row.loss:.4f}", gap, interval, f"{row.mflops:,.2f}")

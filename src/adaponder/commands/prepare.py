@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from adaponder.data.manifest import Manifest
     from adaponder.data.prepare import Progress
 
+_STAGES = {"checksums": "hashing the inputs", "tokenizer": "training the tokenizer"}
+
 
 def prepare(
     inputs: Annotated[
@@ -59,7 +61,7 @@ def prepare(
 
         def show_progress(now: Progress) -> None:
             tokens = f"{now.documents:,} documents, {now.tokens:,} tokens" if now.tokens else ""
-            stage = "training the tokenizer" if now.stage == "tokenizer" else "tokenising"
+            stage = _STAGES.get(now.stage, "tokenising")
             # A hub dataset has no size in bytes: without a total the bar only shows activity.
             bar.update(line, description=stage, completed=now.read, total=now.total or None, tokens=tokens)
 

@@ -86,7 +86,7 @@ class Readings(NamedTuple):
 
     ``answer`` is the id that the model predicts for the next word at its own ``depth``, ``once`` the id predicted at
     depth 1. Where the next word is an answer, ``need`` is the number of hops, ``right`` the correct id, and
-    ``forced`` whether elimination gives the answer; elsewhere these three are 0.
+    ``by_elimination`` whether elimination gives the answer; elsewhere these three are 0.
     """
 
     words: list[list[str]]
@@ -95,7 +95,7 @@ class Readings(NamedTuple):
     once: np.ndarray
     need: np.ndarray
     right: np.ndarray
-    forced: np.ndarray
+    by_elimination: np.ndarray
 
 
 def read_puzzles(model: AdaPonderForCausalLM, settings: Hops) -> Readings:
@@ -108,12 +108,12 @@ def read_puzzles(model: AdaPonderForCausalLM, settings: Hops) -> Readings:
 
     words = list(documents(settings))
     ids = torch.from_numpy(np.stack([ids_of(document) for document in words])).to(model.device)
-    need, right, forced = np.zeros((3, *ids.shape), np.int64)
+    need, right, by_elimination = np.zeros((3, *ids.shape), np.int64)
     for row, document in enumerate(words):
         for question in questions(document):
             need[row, question.place - 1] = question.needed
             right[row, question.place - 1] = ids_of([question.answer])[0]
-            forced[row, question.place - 1] = question.forced
+            by_elimination[row, question.place - 1] = question.by_elimination
 
     def answers(**how: Any) -> tuple[np.ndarray, np.ndarray]:
         outputs = [model(batch, **how) for batch in ids.split(_AT_ONCE)]
@@ -123,18 +123,18 @@ def read_puzzles(model: AdaPonderForCausalLM, settings: Hops) -> Readings:
     with torch.inference_mode():
         answer, depth = answers()
         once, _ = answers(**at_depth(model, 1))
-    return Readings(words, answer, depth, once, need, right, forced.astype(bool))
+    return Readings(words, answer, depth, once, need, right, by_elimination.astype(bool))
 
 
 def by_need(read: Readings) -> list[dict[str, Any]]:
     """Returns for each number of hops: questions, share of right answers, mean depth, and the share right at depth 1.
 
-    The last row has no number of hops: it counts the last question of each puzzle, whose answer is forced.
+    The last row has no number of hops: it counts the last question of each puzzle, whose answer follows by elimination.
     """
     import numpy as np
 
     needs = np.unique(read.need[read.need > 0]).tolist()
-    groups = [(need, (read.need == need) & ~read.forced) for need in needs]
+    groups = [(need, (read.need == need) & ~read.by_elimination) for need in needs]
     return [
         {
             "hops": need,
@@ -143,7 +143,7 @@ def by_need(read: Readings) -> list[dict[str, Any]]:
             "depth": float(read.depth[asked].mean()),
             "right_once": float((read.once == read.right)[asked].mean()),
         }
-        for need, asked in [*groups, (None, read.forced)]
+        for need, asked in [*groups, (None, read.by_elimination)]
         if asked.any()
     ]
 
@@ -159,7 +159,7 @@ def show(read: Readings, rows: list[dict[str, Any]], *, deepest: int) -> None:
     ]
     title = f"\n{sum(row['questions'] for row in rows)} questions of {len(read.words)} puzzles"
     console.print(table(title, ("hops", "right", "mean depth", "right if read once"), cells))
-    console.print("The last question of a puzzle, whatever its hops, can be told by elimination.", style="dim")
+    console.print("The last question of each puzzle can be answered by elimination.", style="dim")
 
 
 def _steps(read: Readings, deepest: int) -> Text:
@@ -193,7 +193,7 @@ def _questions(read: Readings, deepest: int) -> list[Text]:
                 f" read {times:<8} says {answer}, ",
                 verdict,
                 (f"   {' '.join(chain)}", "dim"),
-                ("   asked last" if read.forced[0, place] else "", "dim"),
+                ("   asked last" if read.by_elimination[0, place] else "", "dim"),
             )
         )
     return lines

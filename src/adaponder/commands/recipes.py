@@ -89,7 +89,8 @@ def list_recipes(shipped: Sequence[Recipe]) -> None:
         tokens = recipe.train.steps * recipe.train.global_batch * recipe.data.sequence
         size = f"{recipe.train.steps:,} steps, {_brief(tokens)} tokens"
         # Two lines each, because the columns of a table would be too narrow in a small window.
-        console.print(line((recipe.name, "bold"), f"  {recipe.model.method}{iterations}, {size}"), soft_wrap=True)
+        method = recipe.model.method or "method of the checkpoint"
+        console.print(line((recipe.name, "bold"), f"  {method}{iterations}, {size}"), soft_wrap=True)
         console.print(Padding(recipe.about, (0, 0, 0, 4)), style="dim")
 
 

@@ -38,7 +38,7 @@ _LONGEST = "Longest sequence; default: as far as the backbone's positions reach.
 _DRAFTS = "Draft at most N tokens ahead, as --drafts of generate."
 _HOST = "Address to listen on; all but loopback addresses need a key or --no-auth."
 _PROXY = "Proxy (address or network) whose X-Forwarded-For names clients; may be repeated."
-_START = "Time in which a replica must open its engine, and later answer a health check."
+_START = "Time in which a replica must open its engine, and later answer a health check: Ray has one limit for both."
 _ROWS = "Rows of the KV cache; default: what memory allows, at most what is used."
 
 
@@ -164,7 +164,7 @@ def _serve(worker: Worker, settings: Settings, listening: socket.socket) -> None
         console.print(f"API key: {'needed' if settings.access.keys else 'none needed'}; page: {address}/")
         console.print("Ctrl-C or SIGTERM stops it after the requests under way; a second one at once", style="dim")
 
-    run(make_app(worker, settings), worker, listening, settings.limits, started=started)
+    run(make_app(worker, settings), worker, listening, settings.limits, settings.access, started=started)
 
 
 def open_worker(

@@ -39,10 +39,11 @@ def train(
     [dim]torchrun --nproc-per-node 8 -m adaponder train paper/adaponder-70m --device cuda --resume auto[/]
     """
     from adaponder.recipes import load_recipe
+    from adaponder.training.build import with_method
     from adaponder.training.run import train as train_recipe
 
     overrides = [*(overrides or ()), *([] if seed is None else [f"train.seed={seed}"])]
-    loaded = load_recipe(recipe, overrides)
+    loaded = with_method(load_recipe(recipe, overrides))
     out = out or Path("runs") / loaded.name.replace("/", "-")
     if out.parent == Path("runs"):
         out.parent.mkdir(parents=True, exist_ok=True)

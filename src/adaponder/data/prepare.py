@@ -39,7 +39,10 @@ _MOST_WORKERS = 1024
 
 
 class Progress(NamedTuple):
-    """Progress of one ``stage`` (``tokenizer``, ``tokens`` or ``done``): ``read`` of ``total`` input bytes are read."""
+    """Progress of one ``stage``: ``read`` of ``total`` input bytes are read.
+
+    The stages are ``checksums``, whose calls come from other threads, ``tokenizer``, ``tokens`` and ``done``.
+    """
 
     stage: str
     documents: int
@@ -92,7 +95,7 @@ def prepare(
     with _locked(out):
         fingerprint: dict[str, Any] = {
             # Checksums of whole files: a rerun must not mix shards of an input before and after it was changed.
-            "inputs": sources.describe(parts),
+            "inputs": sources.describe(parts, lambda *read: progress(Progress("checksums", 0, 0, *read))),
             "tokenizer": tokenizer,
             "tokenizer_file": _file_hash(tokenizer),
             "end_token": end_token,

@@ -78,13 +78,13 @@ class Question(NamedTuple):
     Attributes:
         place: index of the answer among the document's words.
         needed: the question's number of hops, or the height of its tree.
-        forced: whether the answer follows by elimination, because earlier questions cover all other chains.
+        by_elimination: whether the answer follows by elimination, because earlier questions cover all other chains.
     """
 
     place: int
     needed: int
     answer: str
-    forced: bool = False
+    by_elimination: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _hops_questions(words: Sequence[str]) -> Iterator[Question]:
         while word in leads and hops < len(leads):
             word, hops = leads[word], hops + 1
         if hops and word not in leads:
-            yield Question(place, hops, word, forced=not unasked)
+            yield Question(place, hops, word, by_elimination=not unasked)
 
 
 @dataclass(frozen=True)
@@ -322,6 +322,6 @@ def needed(ids: np.ndarray) -> np.ndarray:
     start = 0
     for end in [*np.flatnonzero(ids == END_ID).tolist(), len(ids)]:
         for question in questions(words_of(ids[start:end])):
-            depths[start + question.place] = 0 if question.forced else question.needed
+            depths[start + question.place] = 0 if question.by_elimination else question.needed
         start = end + 1
     return depths

@@ -96,10 +96,17 @@ def _parts(argument: str, path: Path, counts: Counts) -> Iterable[InputPart]:
     raise InputError(f"input {argument}: no such file or folder (nor {STDLIB}, a puzzle or {HUB}NAME)")
 
 
-def describe(parts: Sequence[InputPart]) -> list[dict[str, Any]]:
-    """Returns for each input its number of files, their bytes, and a hash of their names and contents."""
+def describe(
+    parts: Sequence[InputPart], progress: Callable[[int, int], None] = lambda read, total: None
+) -> list[dict[str, Any]]:
+    """Returns for each input its number of files, their bytes, and a hash of their names and contents.
+
+    ``progress`` is called with the number of bytes hashed so far, and in all.
+    """
     files = [path for part in parts for path in part.files]
-    sums = dict(zip(files, sha256_of_each(files, DataError), strict=True))
+    total = sum(size for part in parts for _, size, _ in part.stamps)
+    checksums = sha256_of_each(files, DataError, progress=lambda read: progress(read, total))
+    sums = dict(zip(files, checksums, strict=True))
     by_argument: dict[str, list[InputPart]] = {}
     for part in parts:
         by_argument.setdefault(part.argument, []).append(part)

@@ -123,12 +123,12 @@ class Difference:
     ties: float = 0.0  # absent from results of 0.1.0 and before
 
     @property
-    def told_apart(self) -> bool:
+    def significant(self) -> bool:
         """Returns whether the difference is significant: whether its interval excludes zero."""
         return self.interval is not None and (self.interval.low > 0 or self.interval.high < 0)
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"told_apart": self.told_apart}
+        return asdict(self) | {"told_apart": self.significant}  # the key that published records have
 
 
 def paired_difference(text: Text, first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Difference:

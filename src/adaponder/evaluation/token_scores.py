@@ -31,7 +31,7 @@ _WORTH_COPYING = 32
 
 
 @dataclass(frozen=True)
-class Reading:
+class ScoreSettings:
     """Settings for scoring a text; ``None`` means the model's default.
 
     Attributes:
@@ -48,11 +48,11 @@ class Reading:
     seed: int = 0
     salt: str = ""
 
-    def at_full_depth(self, model: AdaPonderForCausalLM) -> Reading:
+    def at_full_depth(self, model: AdaPonderForCausalLM) -> ScoreSettings:
         """Returns settings with every token at the maximum depth, without ``depths`` and ``top``."""
         deepest = self.max_iterations or model.config.iterations
         policy = FixedDepth(deepest) if model.method.halts else None
-        return Reading(policy, self.max_iterations, seed=self.seed, salt=self.salt)
+        return ScoreSettings(policy, self.max_iterations, seed=self.seed, salt=self.salt)
 
 
 @dataclass
@@ -118,7 +118,7 @@ class TokenScorer:
         """Returns the number of bytes of cached keys and values."""
         return sum(entry.ledger.nbytes for entry in self._cache)
 
-    def score(self, ids: Sequence[int], how: Reading) -> TokenScores:
+    def score(self, ids: Sequence[int], how: ScoreSettings) -> TokenScores:
         """Scores a text of at least one token; raises :class:`InputError` for invalid ids or settings."""
         parts = self.in_parts(ids, how, len(ids))
         while True:
@@ -127,7 +127,7 @@ class TokenScorer:
             except StopIteration as end:
                 return end.value
 
-    def in_parts(self, ids: Sequence[int], how: Reading, size: int) -> Generator[None, None, TokenScores]:
+    def in_parts(self, ids: Sequence[int], how: ScoreSettings, size: int) -> Generator[None, None, TokenScores]:
         """Equals :meth:`score`, as a generator that yields after every ``size`` tokens.
 
         Other texts may be scored in between. Tokens scored so far are cached even if the generator is closed early.
@@ -158,7 +158,7 @@ class TokenScorer:
         self._measure(scores, [*ids[1:], 0], how.top)
         return TokenScores(scores, past)
 
-    def _check(self, ids: list[int], how: Reading) -> None:
+    def _check(self, ids: list[int], how: ScoreSettings) -> None:
         config = self.model.config
         if not ids:
             raise InputError("prompt is empty; pass at least one token")
@@ -199,7 +199,7 @@ class TokenScorer:
 
     @torch.inference_mode()
     def _read(
-        self, ids: list[int], past: int, end: int, ledger: Ledger, how: Reading, rule: Policy
+        self, ids: list[int], past: int, end: int, ledger: Ledger, how: ScoreSettings, rule: Policy
     ) -> list[TokenScore]:
         """Scores the tokens from ``past`` to ``end``; the ledger has the rows of earlier tokens."""
         scores = [TokenScore() for _ in ids[past:end]]

@@ -132,7 +132,10 @@ class Engine:
 
     @torch.no_grad()
     def warm_up(self) -> None:
-        """Captures the decode graphs that the currently decoding sequences need until all have finished (GPU only)."""
+        """Captures the decode graphs of the longest context that the decoding sequences may reach (GPU only).
+
+        Graphs of shorter contexts are captured when a tick first needs them.
+        """
         with self._exclusive():
             decoding = [sequence for sequence in self.scheduler.resident.values() if sequence.state == DECODING]
             if self.runner.graphs is not None and decoding and not self.runner.policies.callables():

@@ -44,8 +44,8 @@ class Cost:
 
     Attributes:
         tokens: number of real tokens, without padding.
-        reads: sum of the tokens' depths.
-        rows: number of rows that the layers computed; above ``reads`` if halted tokens are computed again.
+        total_depth: sum of the tokens' depths.
+        rows: number of rows that the layers computed; above ``total_depth`` if halted tokens are computed again.
         body, attention, head, expectation, gates: FLOPs of the layers' weight matrices, of both attention products
             (scores and weighted values), of the returned logits, of expected embeddings, and of gates or routers.
         kv_bytes: bytes of these tokens' keys and values in the cache.
@@ -53,7 +53,7 @@ class Cost:
     """
 
     tokens: int
-    reads: int
+    total_depth: int
     rows: int
     body: int
     attention: int
@@ -71,7 +71,7 @@ class Cost:
     @property
     def iterations(self) -> float:
         """Returns the mean depth of real tokens; the paper's "3.8x" is a mean depth of 3.8."""
-        return self.reads / max(1, self.tokens)
+        return self.total_depth / max(1, self.tokens)
 
     @property
     def flops(self) -> int:
@@ -122,7 +122,7 @@ def cost_of(
     reuse = method.reuse_rule(config)
     layout = {"passes": method.passes(iterations), "slots": method.slots_per_token(iterations), "reuse": reuse}
     active = [int((depth > i).sum()) for i in range(iterations)]
-    tokens, reads = active[0], sum(active)
+    tokens, total_depth = active[0], sum(active)
     with_logits = tokens if logits is None else logits
     rows, attended = _reading(depth, past, shape, attention, **layout)
     vanilla_rows, vanilla_attention = _reading(depth.clamp(max=1), past.clamp(max=1), shape, attention)
@@ -132,14 +132,14 @@ def cost_of(
     gates = sum(([tokens] * iterations if every_gate else active)[: method.gates_asked(iterations)])
     return Cost(
         tokens=tokens,
-        reads=reads,
+        total_depth=total_depth,
         rows=rows,
         body=2 * shape.body * rows,
         attention=attended,
         head=head,
         expectation=mixed * expectation_flops(shape),
         gates=gates * method.gate_flops(config),
-        kv_bytes=(iterations * tokens if reuse == "none" else reads) * shape.kv * dtype.itemsize,
+        kv_bytes=(iterations * tokens if reuse == "none" else total_depth) * shape.kv * dtype.itemsize,
         vanilla=2 * shape.body * vanilla_rows + vanilla_attention + head,
     )
 

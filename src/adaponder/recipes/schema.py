@@ -25,16 +25,16 @@ FREE_TRAIN = ("eval_every", "eval_tokens", "save_every", "keep", "log_every", "k
 def _open_recurrence() -> Any:
     """Makes a frozen dataclass with the fields of ``Recurrence``, all ``None`` (unset) by default except ``method``.
 
-    An unset field takes the value that a checkpoint was trained with, else the config's default. ``ponder_on`` is left
-    out, because the section ``train`` has it.
+    An unset field takes the value that a checkpoint was trained with, else the config's default; ``method`` may be
+    unset only for a checkpoint. ``ponder_on`` is left out, because the section ``train`` has it.
     """
     hints = typing.get_type_hints(Recurrence)
     columns: list[Any] = []
     for item in fields(Recurrence):
-        always = item.name == "method"
-        hint, default = (hints[item.name], item.default) if always else (hints[item.name] | None, None)
+        default = item.default if item.name == "method" else None
         if item.name != "ponder_on":
-            columns.append((item.name, hint, dataclasses.field(default=default, metadata=item.metadata)))
+            column = dataclasses.field(default=default, metadata=item.metadata)
+            columns.append((item.name, hints[item.name] | None, column))
     return dataclasses.make_dataclass("OpenRecurrence", columns, frozen=True, kw_only=True)
 
 
@@ -55,7 +55,8 @@ class ModelRecipe(OpenRecurrence):
     )
 
     def __post_init__(self) -> None:
-        check_method(self.method, "model.")
+        if self.method is not None or not isinstance(self.backbone, str):
+            check_method(self.method, "model.")
         check_fields(self, "model.")
         if isinstance(self.backbone, str) and self.backbone:
             return

@@ -15,7 +15,7 @@ import torch
 
 from adaponder.errors import AdaPonderError
 from adaponder.evaluation.meter import Meter
-from adaponder.evaluation.token_scores import Reading, TokenScore, TokenScorer
+from adaponder.evaluation.token_scores import ScoreSettings, TokenScore, TokenScorer
 from adaponder.inference.outputs import PromptToken, Token, TopTokens
 from adaponder.inference.request import Request
 from adaponder.methods.cost import Cost
@@ -179,7 +179,7 @@ def finite(value: float) -> float:
     return value if math.isfinite(value) else _IMPOSSIBLE
 
 
-def text_cost(served: Served, depths: Sequence[int], how: Request | Reading, *, logits: int) -> Cost:
+def text_cost(served: Served, depths: Sequence[int], how: Request | ScoreSettings, *, logits: int) -> Cost:
     """Returns the cost of a forward with these ``depths``, the policy of ``how``, and logits for ``logits`` tokens."""
     model = served.model
     meter = Meter(model.config, dtype=model.dtype, device=model.device, shape=served.shape)
@@ -249,25 +249,25 @@ class ScoreWriter:
         self.served, self.scorer = served, TokenScorer(served.model)
 
     def __call__(
-        self, ids: Sequence[int], reading: Reading, *, gates: bool, full_depth: bool
+        self, ids: Sequence[int], how: ScoreSettings, *, gates: bool, full_depth: bool
     ) -> Generator[None, None, bytes]:
         """Returns the answer of ``/score`` as JSON; yields where other work may run.
 
         ``gates`` adds the gates of each token, ``full_depth`` its loss at full depth.
         """
         began, served = time.perf_counter(), self.served
-        scores = yield from self.scorer.in_parts(ids, reading, _PART)
+        scores = yield from self.scorer.in_parts(ids, how, _PART)
         full = None
         if full_depth:
             yield
-            full = yield from self.scorer.in_parts(ids, reading.at_full_depth(served.model), _PART)
+            full = yield from self.scorer.in_parts(ids, how.at_full_depth(served.model), _PART)
         loss, depths = _mean(scores.nll), scores.depths
-        full_depths = [reading.max_iterations or served.iterations] * len(ids)
-        spent, most = (text_cost(served, read, reading, logits=len(ids)) for read in (depths, full_depths))
+        full_depths = [how.max_iterations or served.iterations] * len(ids)
+        spent, most = (text_cost(served, read, how, logits=len(ids)) for read in (depths, full_depths))
         answer: dict[str, Any] = {
             "object": "score",
             "model": served.name,
-            "policy": self._policy_line(reading),
+            "policy": self._policy_line(how),
             "loss": loss,
             "perplexity": None if loss is None else math.exp(min(loss, 700.0)),
             "mean_depth": sum(depths) / len(ids),
@@ -278,7 +278,7 @@ class ScoreWriter:
             | {f"{name}_full_depth": getattr(most, name) for name in ("flops", "kv_bytes")}
             | {"flops_vanilla": spent.vanilla},
         }
-        tokens = self._tokens(ids, scores.tokens, None if full is None else full.tokens, top=reading.top, gates=gates)
+        tokens = self._tokens(ids, scores.tokens, None if full is None else full.tokens, top=how.top, gates=gates)
         answer["seconds"] = time.perf_counter() - began
         return f'{_json(answer)[:-1]},"tokens":[{tokens}]}}'.encode()
 
@@ -306,10 +306,10 @@ class ScoreWriter:
             tokens.append("{" + ",".join(fields) + "}")
         return ",".join(tokens)
 
-    def _policy_line(self, reading: Reading) -> str | None:
+    def _policy_line(self, how: ScoreSettings) -> str | None:
         """Returns the policy as a line for ``--policy``; ``None`` if it cannot be written as one."""
         with suppress(AdaPonderError):
-            return (reading.policy or self.served.model.method.default_policy(training=False)).as_line()
+            return (how.policy or self.served.model.method.default_policy(training=False)).as_line()
         return None
 
 

@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from adaponder.errors import AdaPonderError
-from adaponder.evaluation.token_scores import Reading
+from adaponder.evaluation.token_scores import ScoreSettings
 from adaponder.inference.config import PAGE
 from adaponder.serving.access import CLIENT, AccessControl, BodyLimits
 from adaponder.serving.answers import AnswerWriter, ScoreWriter, usage_of
@@ -214,9 +214,9 @@ async def score(context: Context, http: HttpRequest, body: ScoreBody) -> Respons
     client = http.scope[CLIENT]
     ids = await encode_prompt(body.prompt, context.served, context.limits, partial(context.convert, client))
     context.admit(client, jobs=1)
-    reading = Reading(**depth, top=extension.iteration_top, seed=extension.seed or 0, salt=client.salt)
+    how = ScoreSettings(**depth, top=extension.iteration_top, seed=extension.seed or 0, salt=client.salt)
     answer = Answer(context.limits, context.metrics)
-    scores = context.scores(ids, reading, gates=extension.gates, full_depth=body.full_depth)
+    scores = context.scores(ids, how, gates=extension.gates, full_depth=body.full_depth)
     job = context.worker.job(scores, client.name)
     answer.cancel = job.cancel
 

@@ -1,6 +1,6 @@
 """Serves the app on a socket: limits on headers, and a shutdown that lets running requests finish.
 
-This module imports neither torch nor the rest of the server, so Ray's proxy can use :class:`BoundedConnection`.
+This module does not import torch, so Ray's proxy can use :class:`BoundedConnection`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from adaponder.errors import InputError
+from adaponder.serving.fairness import Places
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from adaponder.serving.settings import Limits
+    from adaponder.serving.settings import Access, Limits
     from adaponder.serving.worker import Worker
 
 _KEEP_ALIVE_SECONDS = 30
@@ -69,7 +70,15 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def run(app: ASGIApp, worker: Worker, listening: socket.socket, limits: Limits, *, started: Callable[[], None]) -> None:
+def run(
+    app: ASGIApp,
+    worker: Worker,
+    listening: socket.socket,
+    limits: Limits,
+    access: Access | None = None,
+    *,
+    started: Callable[[], None],
+) -> None:
     """Serves until SIGTERM or Ctrl-C, then lets running requests finish; a second signal ends at once.
 
     ``started`` is called once requests are answered. Raises :class:`KeyboardInterrupt` after Ctrl-C.
@@ -77,7 +86,7 @@ def run(app: ASGIApp, worker: Worker, listening: socket.socket, limits: Limits, 
     sys.setswitchinterval(_SWITCH_SECONDS)
     config = uvicorn.Config(
         app,
-        http=bounded(limits),
+        http=bounded(limits, access),
         ws="none",
         lifespan="on",
         log_level="warning",
@@ -149,27 +158,43 @@ class Server(uvicorn.Server):
 class BoundedConnection(HttpToolsProtocol):
     """A connection whose headers must be short and arrive in time, and whose client must read its answers.
 
-    Its attributes are fields of :class:`adaponder.serving.settings.Limits`. It works around faults of uvicorn 0.54 with
-    httptools, which limits neither the bytes nor the time of headers, so that a client could fill memory or hold
-    connections (CVE-2025-48956), waits forever for a client that does not read, and marks only the last of several
-    pipelined requests as disconnected.
+    Its numbers are fields of :class:`adaponder.serving.settings.Limits`. ``places`` counts the connections of each
+    client, so that none can hold all of them; ``holder_of`` names the client of an address, by default none, which is
+    not counted. The class works around faults of uvicorn 0.54 with httptools, which limits neither the bytes nor the
+    time of headers, so that a client could fill memory or hold connections (CVE-2025-48956), waits forever for a client
+    that does not read, and marks only the last of several pipelined requests as disconnected.
     """
 
     header_bytes: ClassVar[int] = 1 << 15
     header_seconds: ClassVar[float] = 10.0
     stall_seconds: ClassVar[float] = 30.0
+    most_connections: ClassVar[int] = 2048
+    places: ClassVar[Places]
+    holder_of: ClassVar[Callable[[str], str | None]] = staticmethod(lambda address: None)
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         self._head_bytes: int | None = 0  # None while a body arrives
         self._running: Any = None
         self._head_timer = self._stall_timer = None
+        self._holder: str | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._expect_head()
+        holder = self.holder_of(self.client[0]) if self.client else None
+        if holder is None:
+            return
+        if self.places.missing(holder, 1, room=self.most_connections, at_once=0):
+            self.connections.discard(self)  # uvicorn would count it, for all clients, until it is closed
+            self._refuse("429 Too Many Requests")
+        else:
+            self._holder = holder
+            self.places.take(holder)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._holder is not None:
+            self.places.give_back(self._holder)
         for timer in (self._head_timer, self._stall_timer):
             if timer is not None:
                 timer.cancel()
@@ -233,6 +258,9 @@ class BoundedConnection(HttpToolsProtocol):
             self.transport.close()
 
 
-def bounded(limits: Limits) -> type[BoundedConnection]:
-    """Returns a connection class with these limits."""
-    return type("BoundedConnection", (BoundedConnection,), limits.of_connections())
+def bounded(limits: Limits, access: Access | None = None) -> type[BoundedConnection]:
+    """Returns a connection class with these limits; with ``access``, clients share the connections fairly."""
+    attributes: dict[str, Any] = limits.of_connections() | {"places": Places(), "most_connections": limits.connections}
+    if access is not None:
+        attributes["holder_of"] = access.holder_of
+    return type("BoundedConnection", (BoundedConnection,), attributes)

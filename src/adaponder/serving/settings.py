@@ -25,6 +25,9 @@ _SECRET = secrets.token_bytes(16)
 _ORIGIN = re.compile(r"https?://[a-z0-9.\[\]:-]{1,255}")
 
 
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """Limits on one request, on waiting requests, and on the time that clients may take."""
@@ -33,7 +36,7 @@ class Limits:
     body_seconds: float = setting(20.0, "Time in which a body must arrive.", _SECONDS)
     header_bytes: int = setting(1 << 15, "Longest request line and headers together.", _COUNT)
     header_seconds: float = setting(10.0, "Time in which the headers must arrive.", _SECONDS)
-    connections: int = setting(2048, "Connections open at a time.", _COUNT)
+    connections: int = setting(2048, "Connections open at a time; each client gets a share.", _COUNT)
     waiting: int = setting(512, "Sequences that may wait for a lane; further requests are answered 429.", "[0, 1e12]")
     texts: int = setting(64, "Texts that may wait to be tokenised; further ones are answered 429.", "[0, 1e12]")
     jobs: int = setting(32, "Texts that may wait to be scored; further ones are answered 429.", _COUNT)
@@ -141,15 +144,21 @@ class Access:
         If that is a trusted proxy, the client is the last address in ``X-Forwarded-For`` that is no trusted proxy. IPv6
         addresses are grouped by /64, since a client usually has a whole /64 network.
         """
-        networks = [ipaddress.ip_network(proxy) for proxy in self.proxies]
         client = _address(address)
         for hop in reversed([hop.strip() for line in forwarded for hop in line.split(",")]):
             nearer = _address(hop)
-            if nearer is None or not any(client in network for network in networks if client is not None):
+            if nearer is None or not self._is_proxy(client):
                 break
             client = nearer
         group = int(client) >> 64 if client is not None and client.version == 6 else client
         return Client(hashlib.blake2b(str(group).encode(), key=_SECRET, digest_size=6).hexdigest())
+
+    def holder_of(self, address: str) -> str | None:
+        """Returns the name of the client whose share a connection is part of; ``None`` for a trusted proxy."""
+        return None if self._is_proxy(_address(address)) else self.client_of(address, ()).name
+
+    def _is_proxy(self, address: _Address | None) -> bool:
+        return address is not None and any(address in ipaddress.ip_network(proxy) for proxy in self.proxies)
 
     def knows_host(self, name: str) -> bool:
         """Returns whether a ``Host`` header may be ``name``, a host name or IP address without a port."""
@@ -163,7 +172,7 @@ class Access:
         return True
 
 
-def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _address(text: str) -> _Address | None:
     try:
         address = ipaddress.ip_address(text)
     except ValueError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -11,11 +11,18 @@ from transformers import CONFIG_MAPPING
 
 from adaponder.backbones.initialisation import depth_scaled_
 from adaponder.config import AdaPonderConfig
-from adaponder.conversion.open import open_checkpoint
+from adaponder.conversion.open import describe, open_checkpoint
 from adaponder.errors import ConfigError, did_you_mean
 from adaponder.fields import Recurrence
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import Recipe
+
+
+def with_method(recipe: Recipe) -> Recipe:
+    """Returns the recipe with its checkpoint's own method if ``model.method`` is ``None``."""
+    if recipe.model.method is not None:
+        return recipe
+    return replace(recipe, model=replace(recipe.model, method=describe(recipe.model.backbone).method))
 
 
 def build_model(recipe: Recipe, vocabulary: int) -> AdaPonderForCausalLM:

@@ -20,7 +20,7 @@ from adaponder.methods import method_class
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import Recipe
 from adaponder.terminal import console
-from adaponder.training.build import build_model, config_of, weights_dtype
+from adaponder.training.build import build_model, config_of, weights_dtype, with_method
 from adaponder.training.checkpoint import restore_random_state
 from adaponder.training.data import open_data, require_own_tokenizer, sampler_of
 from adaponder.training.distributed import World, join
@@ -59,6 +59,7 @@ def train(
     takes a checkpoint's weights and starts at step 0. ``allow_changes`` lets a resumed run differ from the settings of
     its checkpoint. ``wandb`` names a Weights & Biases project to log to as well.
     """
+    recipe = with_method(recipe)
     config_of(recipe)  # raises if no model can be built, before any data is prepared
     check_resume(resume, weights_only=weights_only, allow_changes=allow_changes)
     with join(device) as world, owned(out, world, resume):

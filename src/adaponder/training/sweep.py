@@ -29,7 +29,7 @@ from adaponder.files import parse_yaml
 from adaponder.methods import method_class
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.recipes import Recipe, load_recipe
-from adaponder.training.build import config_of
+from adaponder.training.build import config_of, with_method
 from adaponder.training.checkpoint import STATE, newest_complete, verify_checkpoint
 from adaponder.training.data import sampler_of, shards_folder
 from adaponder.training.distributed import World
@@ -81,7 +81,7 @@ def plan(
     The runs are the product of the axes ``grids`` (text, see :func:`parse_axis`). With ``one_at_a_time`` they are the
     recipe itself and, for each other value of each axis, the recipe with that value.
     """
-    base, axes = load_recipe(name, overrides), [parse_axis(text) for text in grids]
+    base, axes = with_method(load_recipe(name, overrides)), [parse_axis(text) for text in grids]
     _check_arguments(axes, seeds, {override.partition("=")[0] for override in overrides}, one_at_a_time=one_at_a_time)
     base_values = {field: value_of(base, field) for field, _ in axes}
     choices = [[(field, value) for value in values] for field, values in axes]
@@ -92,7 +92,7 @@ def plan(
         if seed != base.train.seed:
             changed += (f"train.seed={seed}",)
         try:
-            recipe = load_recipe(name, [*overrides, *changed])
+            recipe = with_method(load_recipe(name, [*overrides, *changed]))
             config_of(recipe)  # raises if no model can be built
             fields = {field: value_of(recipe, field) for field in base_values}
         except ConfigError as error:

@@ -115,7 +115,7 @@ def test_its_depth_follows_the_hops_and_its_answers_are_right():
     assert 3 < rows[2]["depth"] < 3.6 < rows[3]["depth"]
     assert all(row["right_once"] < 0.75 for row in rows[1:-1])
     assert rows[-1]["hops"] is None
-    assert rows[-1]["depth"] < 1.2, "the last question is told by elimination"
+    assert rows[-1]["depth"] < 1.2, "the last question is answered by elimination"
     in_steps = [[word not in (BAR, STOP) for word in words[: words.index(BAR)]] for words in read.words]
     assert np.mean([read.depth[row, : len(steps)][steps].mean() for row, steps in enumerate(in_steps)]) < 1.02
 

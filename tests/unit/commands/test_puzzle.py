@@ -36,24 +36,25 @@ def test_what_is_counted_is_what_a_reader_of_the_text_finds(model, monkeypatch):
         for question in questions(words):
             assert read.need[row, question.place - 1] == question.needed
             assert WORDS[read.right[row, question.place - 1]] == question.answer
-            assert read.forced[row, question.place - 1] == question.forced == (question.place == len(words) - 1)
+            last = question.place == len(words) - 1
+            assert read.by_elimination[row, question.place - 1] == question.by_elimination == last
             asked += 1
     assert int((read.need > 0).sum()) == asked == 42
-    assert read.forced.sum() == 7
+    assert read.by_elimination.sum() == 7
 
 
 def test_answers_are_counted_by_need():
     need = np.array([[0, 1, 2, 1], [2, 0, 1, 4]])
     right, answer, once = np.full((2, 4), 7), np.array([[7, 7, 3, 7], [7, 7, 3, 7]]), np.array([[7, 3, 7, 3]] * 2)
-    depth, forced = np.array([[4, 1, 2, 2], [3, 4, 1, 4]]), np.zeros((2, 4), bool)
+    depth, by_elimination = np.array([[4, 1, 2, 2], [3, 4, 1, 4]]), np.zeros((2, 4), bool)
     rows = [
         {"hops": 1, "questions": 3, "right": 2 / 3, "depth": 4 / 3, "right_once": 1 / 3},
         {"hops": 2, "questions": 2, "right": 1 / 2, "depth": 5 / 2, "right_once": 1.0},
         {"hops": 4, "questions": 1, "right": 1.0, "depth": 4.0, "right_once": 0.0},
     ]
-    assert puzzle.by_need(puzzle.Readings([], answer, depth, once, need, right, forced)) == rows
-    forced[1, [0, 3]] = True
-    assert puzzle.by_need(puzzle.Readings([], answer, depth, once, need, right, forced)) == [
+    assert puzzle.by_need(puzzle.Readings([], answer, depth, once, need, right, by_elimination)) == rows
+    by_elimination[1, [0, 3]] = True
+    assert puzzle.by_need(puzzle.Readings([], answer, depth, once, need, right, by_elimination)) == [
         rows[0],
         {"hops": 2, "questions": 1, "right": 0.0, "depth": 2.0, "right_once": 1.0},
         {"hops": None, "questions": 2, "right": 1.0, "depth": 7 / 2, "right_once": 1 / 2},
@@ -91,6 +92,7 @@ def test_the_command_shows_a_puzzle_and_the_tally_and_a_seed_gives_it_again(mode
         assert len(chain) == question.needed
         assert chain[-1] == question.answer
     assert "30 questions of 5 puzzles" in text
+    assert "can be answered by elimination." in text
 
 
 @pytest.mark.parametrize("prepared", [False, True], ids=["named", "prepared"])

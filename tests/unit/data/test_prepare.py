@@ -94,6 +94,18 @@ def test_what_one_worker_refuses_several_refuse_too(tmp_path, tokenizer):
             prepare([str(tmp_path / name)], out=tmp_path / f"{name} out", tokenizer=str(tokenizer), workers=2)
 
 
+def test_hashing_the_inputs_reports_every_block(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr("adaponder.files._BLOCK", 10)
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("text " * 20)
+    seen = []
+    prepare(
+        [f"{tmp_path}/a.txt", f"{tmp_path}/b.txt"], out=tmp_path / "out", tokenizer=str(tokenizer), progress=seen.append
+    )
+    hashed = [(now.read, now.total) for now in seen if now.stage == "checksums"]
+    assert hashed == [(read, 200) for read in range(10, 201, 10)]
+
+
 def test_a_worker_that_dies_is_reported_and_the_others_end(corpus, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("adaponder.data.prepare._CHUNK_DOCUMENTS", 1)
 
@@ -222,4 +234,4 @@ def test_what_is_finished_needs_its_tokenizer_no_more(prepared, corpus, tmp_path
     monkeypatch.undo()
     before, seen = contents(tmp_path / "out"), []
     again = prepare([str(corpus)], out=tmp_path / "out", tokenizer="somebody/words", progress=seen.append)
-    assert (again, contents(tmp_path / "out"), seen) == (manifest, before, [])
+    assert (again, contents(tmp_path / "out"), {now.stage for now in seen}) == (manifest, before, {"checksums"})

@@ -79,14 +79,14 @@ def test_the_needed_depth_stands_at_the_answer_and_nowhere_else():
 def test_the_last_chain_can_be_inferred_by_elimination():
     steps = ["c", "a", ".", "d", "e", ".", "a", "b", ".", "|"]
 
-    def forced(*asked: str) -> list[bool]:
-        return [question.forced for question in questions([*steps, *asked])]
+    def by_elimination(*asked: str) -> list[bool]:
+        return [question.by_elimination for question in questions([*steps, *asked])]
 
-    assert forced("c", "b", "d", "e") == [False, True]
-    assert forced("d", "e", "c", "b") == [False, True]
-    assert forced("d", "e", "a", "b") == [False, False], "a letter within a chain leaves its first one unasked"
-    assert forced("d", "e", "d", "e") == [False, False]
-    assert forced("d", "e") == [False], "a document that was cut"
+    assert by_elimination("c", "b", "d", "e") == [False, True]
+    assert by_elimination("d", "e", "c", "b") == [False, True]
+    assert by_elimination("d", "e", "a", "b") == [False, False], "a letter within a chain leaves its first one unasked"
+    assert by_elimination("d", "e", "d", "e") == [False, False]
+    assert by_elimination("d", "e") == [False], "a document that was cut"
     assert needed(ids_of([*steps, "c", "b", "d", "e"])).tolist() == [*[0] * 11, 2, 0, 0]
 
 
@@ -100,11 +100,11 @@ def test_plain_interpretation_answers_every_question(name):
         assert [words[question.place] for question in found] == [question.answer for question in found]
         assert all(1 <= question.needed <= settings.most for question in found)
         places = np.flatnonzero(needed(ids_of(words)))
-        assert places.tolist() == [question.place for question in found if not question.forced]
+        assert places.tolist() == [question.place for question in found if not question.by_elimination]
         # Nothing is left unread: all words are context, questions or filling.
         if isinstance(settings, puzzles.Hops):
             assert len(found) == settings.questions
-            assert [question.forced for question in found] == [False] * (len(found) - 1) + [True]
+            assert [question.by_elimination for question in found] == [False] * (len(found) - 1) + [True]
             assert words.index("|") == 3 * sum(settings.hops) == 3 * sum(question.needed for question in found)
         else:
             assert set(words[found[-1].place + 1 :]) <= {"."}
@@ -200,7 +200,7 @@ def test_answers_alone_are_learned_and_the_text_is_the_same_as_where_everything_
         assert np.array_equal(ids, plain.read_blocks(start, length)[0])
         assert plain.learned_blocks(start, length) is None
         learned = masked.learned_blocks(start, length)[0]
-        # Every answer, also one that is forced; where a document ends with an answer, its end token with it.
+        # Every answer, also by elimination; where a document ends with an answer, its end token with it.
         asked = np.zeros(length, bool)
         for first, end in pairwise([-1, *np.flatnonzero(ids == END_ID).tolist()]):
             asked[[first + 1 + question.place for question in questions(words_of(ids[first + 1 : end]))]] = True

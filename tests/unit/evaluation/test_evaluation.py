@@ -238,11 +238,11 @@ def test_a_paired_difference_sees_what_two_intervals_would_hide():
     noise = np.random.default_rng(0).normal(5.0, 2.0, text.predictions)
     result = paired_difference(text, noise, noise - 0.01)
     assert result.mean == pytest.approx(-0.01)
-    assert result.told_apart
+    assert result.significant
     assert (result.wins, result.ties) == (1.0, 0.0)
     half = np.where(np.arange(text.predictions) % 2 == 0, noise, noise + 1.0)
     assert (paired_difference(text, noise, half).wins, paired_difference(text, noise, half).ties) == (0.0, 0.5)
-    assert not paired_difference(text, noise, noise).told_apart
+    assert not paired_difference(text, noise, noise).significant
     with pytest.raises(InputError):
         paired_difference(text, noise, noise[1:])
 

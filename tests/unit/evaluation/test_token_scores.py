@@ -7,12 +7,12 @@ import torch
 
 from adaponder.errors import EvaluationError, InputError
 from adaponder.evaluation import token_scores
-from adaponder.evaluation.token_scores import Reading, TokenScorer
+from adaponder.evaluation.token_scores import ScoreSettings, TokenScorer
 from adaponder.policies import Custom, Entropy, FixedDepth, LearnedGate, Random
 from support import METHODS, POSITIONS, VOCABULARY, ids, tiny
 
 
-def by_forward(model, text, how: Reading) -> list[dict]:
+def by_forward(model, text, how: ScoreSettings) -> list[dict]:
     """What a forward without a cache says of each token: depth, gates, and logits after each of its iterations."""
     shown = []
     policy = how.policy
@@ -52,7 +52,7 @@ def in_parts(scorer, text, how, size):
 
 def check(model, scorer, text, how=None, size=None) -> int:
     """Compares with :func:`by_forward`; returns how many tokens were cached."""
-    how = how or Reading(top=3)
+    how = how or ScoreSettings(top=3)
     scores = scorer.score(text, how) if size is None else in_parts(scorer, text, how, size)[0]
     assert len(scores.tokens) == len(text)
     for slot, (score, expected) in enumerate(zip(scores.tokens, by_forward(model, text, how), strict=True)):
@@ -87,12 +87,12 @@ def test_edits_equal_an_uncached_forward(method):
 @pytest.mark.parametrize(
     "how",
     [
-        Reading(FixedDepth(2), top=1),
-        Reading(Entropy(2.0), top=2),
-        Reading(Random(0.5), seed=3, top=1),
-        Reading(LearnedGate(0.3), 2, top=1),
-        Reading(depths={0: 3, 4: 1, 13: 3, 60: 2}, top=1),
-        Reading(Custom(lambda rows: rows.gate > 0.4), top=1),
+        ScoreSettings(FixedDepth(2), top=1),
+        ScoreSettings(Entropy(2.0), top=2),
+        ScoreSettings(Random(0.5), seed=3, top=1),
+        ScoreSettings(LearnedGate(0.3), 2, top=1),
+        ScoreSettings(depths={0: 3, 4: 1, 13: 3, 60: 2}, top=1),
+        ScoreSettings(Custom(lambda rows: rows.gate > 0.4), top=1),
     ],
     ids=["fixed", "entropy", "random", "at most 2", "forced", "callable"],
 )
@@ -105,7 +105,9 @@ def test_any_policy_and_forced_depths(how):
     assert cached == (0 if isinstance(how.policy, Custom) else 13)
 
 
-@pytest.mark.parametrize("how", [Reading(top=2), Reading(depths={0: 3, 13: 3}, top=1)], ids=["learned", "forced"])
+@pytest.mark.parametrize(
+    "how", [ScoreSettings(top=2), ScoreSettings(depths={0: 3, 13: 3}, top=1)], ids=["learned", "forced"]
+)
 def test_a_text_read_in_parts_equals_one_read_at_once(how):
     model = tiny()
     text = ids(1, 22)[0].tolist()
@@ -127,17 +129,17 @@ def test_more_likeliest_tokens_are_told_of_tokens_that_were_read_without():
     model = tiny()
     scorer = TokenScorer(model)
     text = ids(1, 12)[0].tolist()
-    assert not any(score.top for score in scorer.score(text, Reading()).tokens)
+    assert not any(score.top for score in scorer.score(text, ScoreSettings()).tokens)
     for top in (3, 1, VOCABULARY + 5):
-        assert check(model, scorer, text, Reading(top=top)) == 12
+        assert check(model, scorer, text, ScoreSettings(top=top)) == 12
 
 
 def test_notes_of_a_score_are_gone_when_it_says_something_else():
     scorer = TokenScorer(tiny())
     text = ids(1, 12)[0].tolist()
-    for score in scorer.score(text, Reading()).tokens:
+    for score in scorer.score(text, ScoreSettings()).tokens:
         score.notes["mark"] = True
-    scores = scorer.score([*text[:8], 1, 2], Reading()).tokens
+    scores = scorer.score([*text[:8], 1, 2], ScoreSettings()).tokens
     assert [bool(score.notes) for score in scores] == [True] * 7 + [False] * 3  # the eighth has another next token
 
 
@@ -146,24 +148,24 @@ def test_texts_are_kept_apart_by_rule_seed_salt_and_limits():
     scorer = TokenScorer(model)
     text = ids(1, 12)[0].tolist()
     ways = [
-        *(Reading(), Reading(salt="a"), Reading(max_iterations=2), Reading(LearnedGate(0.2))),
-        *(Reading(Random(0.5), seed=1), Reading(Random(0.5), seed=2), Reading(depths={3: 1})),
+        *(ScoreSettings(), ScoreSettings(salt="a"), ScoreSettings(max_iterations=2), ScoreSettings(LearnedGate(0.2))),
+        *(ScoreSettings(Random(0.5), seed=1), ScoreSettings(Random(0.5), seed=2), ScoreSettings(depths={3: 1})),
     ]
     for how in ways:
         assert scorer.score(text, how).cached == 0
     for how in ways:
         assert scorer.score(text, how).cached == 12
-    assert scorer.score(text, Reading(seed=9)).cached == 12  # the gate does not look at it
+    assert scorer.score(text, ScoreSettings(seed=9)).cached == 12  # the gate does not look at it
 
 
 def test_only_the_last_texts_are_kept_and_few_bytes():
     scorer = TokenScorer(tiny(), max_texts=2)
     first, *others = [ids(1, 10, seed=seed)[0].tolist() for seed in range(3)]
     for text in (first, *others):
-        scorer.score(text, Reading())
-    assert [scorer.score(text, Reading()).cached for text in (*others, first)] == [10, 10, 0]
+        scorer.score(text, ScoreSettings())
+    assert [scorer.score(text, ScoreSettings()).cached for text in (*others, first)] == [10, 10, 0]
     small = TokenScorer(scorer.model, max_bytes=100)
-    small.score(first, Reading())
+    small.score(first, ScoreSettings())
     assert small.nbytes == 0
 
 
@@ -182,18 +184,18 @@ def test_a_text_that_branches_early_leaves_the_kept_one_alone(monkeypatch):
 def test_what_cannot_be_scored_is_refused_by_name():
     scorer = TokenScorer(tiny())
     for text, how, field in (
-        ([], Reading(), "prompt"),
-        ([VOCABULARY], Reading(), "prompt"),
-        ([1] * (POSITIONS + 1), Reading(), "prompt"),
-        ([1, 2], Reading(depths={0: 9}), "depths"),
-        ([1, 2], Reading(max_iterations=9), "max_iterations"),
+        ([], ScoreSettings(), "prompt"),
+        ([VOCABULARY], ScoreSettings(), "prompt"),
+        ([1] * (POSITIONS + 1), ScoreSettings(), "prompt"),
+        ([1, 2], ScoreSettings(depths={0: 9}), "depths"),
+        ([1, 2], ScoreSettings(max_iterations=9), "max_iterations"),
     ):
         with pytest.raises(InputError, match=field):
             scorer.score(text, how)
     with pytest.raises(InputError, match="depths"):
-        TokenScorer(tiny("loop")).score([1, 2], Reading(depths={0: 1}))
+        TokenScorer(tiny("loop")).score([1, 2], ScoreSettings(depths={0: 1}))
     broken = tiny()
     with torch.no_grad():
         broken.get_output_embeddings().weight.fill_(float("nan"))
     with pytest.raises(EvaluationError, match="finite"):
-        TokenScorer(broken).score([1, 2, 3], Reading())
+        TokenScorer(broken).score([1, 2, 3], ScoreSettings())

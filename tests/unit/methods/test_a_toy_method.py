@@ -95,7 +95,7 @@ def test_it_is_evaluated_and_metered(model, text):
     assert parameters_of(model.config).added == sum(parameter.numel() for parameter in model.method.parameters())
     assert check_flops(NAME).ratio == 1.0
     halted, full = (cost_of(torch.tensor([depths]), model.config) for depths in ([1, 2, 3], [3, 3, 3]))
-    assert (halted.reads, halted.gates) == (6, (3 + 2) * 2 * model.config.hidden_size)
+    assert (halted.total_depth, halted.gates) == (6, (3 + 2) * 2 * model.config.hidden_size)
     assert halted.flops < full.flops
     assert halted.expectation == full.expectation == 0
 

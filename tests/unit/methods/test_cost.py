@@ -95,7 +95,7 @@ def test_a_compact_forward_costs_its_depths_as_torch_counts_them(method, every_g
     cost = square(depth, model.config, every_gate=every_gate, logits=DEPTHS.numel())
     assert torch.equal(depth, possible(method, DEPTHS))
     assert cost.flops == flops
-    assert cost.rows == cost.reads == int(depth.sum())
+    assert cost.rows == cost.total_depth == int(depth.sum())
 
 
 @pytest.mark.parametrize("method", ["pause", *HALTING])
@@ -117,7 +117,7 @@ def test_tokens_that_are_read_on_after_halting_cost_their_rows(reuse):
     cost = square(depth, model.config, logits=DEPTHS.numel())
     assert cost.flops == flops
     assert cost.rows == K * cost.tokens
-    assert cost.reads == int(DEPTHS.sum())
+    assert cost.total_depth == int(DEPTHS.sum())
     assert cost.kv_bytes == model(ids(2, 5), use_cache=True, **options).past_key_values.nbytes
 
 
@@ -188,7 +188,7 @@ def test_one_iteration_costs_what_the_stock_model_costs(method):
 def test_the_table_by_depth_is_decoding_one_token(method):
     config, shape = CONFIGS[method], shape_in("gpt_neox")
     table = per_depth(config, context=5, shape=shape)
-    assert [cost.reads for cost in table] == list(range(1, config.iterations + 1))
+    assert [cost.total_depth for cost in table] == list(range(1, config.iterations + 1))
     assert all(deeper.flops > cost.flops for cost, deeper in pairwise(table))
     depth = torch.full((1, 6), config.iterations)
     assert table[-1] + cost_of(depth[:, :5], config, shape=shape) == cost_of(depth, config, shape=shape)

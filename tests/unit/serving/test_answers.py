@@ -5,7 +5,7 @@ import json
 import pytest
 
 from adaponder import Engine, Request
-from adaponder.evaluation.token_scores import Reading
+from adaponder.evaluation.token_scores import ScoreSettings
 from adaponder.policies import LearnedGate
 from adaponder.serving import answers
 from adaponder.serving.answers import ScoreWriter, text_cost
@@ -220,7 +220,7 @@ def scored(writer: ScoreWriter, ids: list[int], *, top: int, **options) -> dict:
     """Returns the numbers and texts of an answer by path, without seconds and cached tokens."""
 
     def parts():
-        answers.append((yield from writer(ids, Reading(LearnedGate(0.4), top=top), **options)))
+        answers.append((yield from writer(ids, ScoreSettings(LearnedGate(0.4), top=top), **options)))
 
     answers: list[bytes] = []
     list(parts())

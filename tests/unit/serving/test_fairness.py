@@ -1,6 +1,7 @@
 """No client starves another: places, turns and threads are shared, and Retry-After says when a place is free."""
 
 import asyncio
+import socket
 import threading
 import time
 from contextlib import ExitStack, suppress
@@ -150,6 +151,28 @@ def test_conversions_that_do_not_end_are_abandoned():
     asyncio.run(main())
 
 
+def test_idle_connections_of_one_client_leave_room_for_others():
+    limits, health = Limits(connections=18, header_seconds=60), b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with serving(settings=Settings(limits=limits)) as server, ExitStack() as stack:
+
+        def answer(connection: socket.socket) -> bytes:
+            with suppress(ConnectionResetError):  # refused before it read the request
+                connection.sendall(health)
+                return connection.recv(12)
+            return b"HTTP/1.1 429"
+
+        idle = [stack.enter_context(connect(server)) for _ in range(16)]  # eight ninths
+        assert answer(idle[-1]) == b"HTTP/1.1 200"
+        assert answer(stack.enter_context(connect(server))) == b"HTTP/1.1 429"
+        with connect(server, source="127.0.0.2") as other:
+            assert answer(other) == b"HTTP/1.1 200"
+        idle[0].close()
+        for _ in range(500):  # until the server has noticed
+            if (latest := answer(stack.enter_context(connect(server)))) == b"HTTP/1.1 200":
+                break
+        assert latest == b"HTTP/1.1 200"
+
+
 def test_clients_without_keys_are_told_apart_by_address():
     access = Access(proxies=("10.0.0.1", "10.1.0.0/16"))
 
@@ -163,6 +186,8 @@ def test_clients_without_keys_are_told_apart_by_address():
     assert name("10.0.0.1", "9.9.9.9", "5.6.7.8, 10.1.2.3") == name("5.6.7.8")
     assert name("10.0.0.1", "9.9.9.9, unknown") == name("10.0.0.1") == name("10.0.0.1", "")
     assert len(name("fe80::1%eth0")) == 12
+    assert access.holder_of("10.1.2.3") is None, "a proxy's connections are its clients'"
+    assert access.holder_of("1.2.3.4") == name("1.2.3.4")
     with pytest.raises(InputError, match="trusted-proxy"):
         Access(proxies=("proxy.example.org",))
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from adaponder.evaluation.token_scores import Reading, TokenScorer
+from adaponder.evaluation.token_scores import ScoreSettings, TokenScorer
 from adaponder.methods.cost import cost_of
 from adaponder.policies import LearnedGate, choose_policy
 from adaponder.serving import routes
@@ -98,8 +98,8 @@ def test_scores_equal_the_model_s(server, monkeypatch):
     answer = server.post("/score", body).json()
     model = tiny()
     ids = small_tokenizer()("abc de").input_ids
-    scores = TokenScorer(model).score(ids, Reading(LearnedGate(0.4), top=2))
-    full = TokenScorer(model).score(ids, Reading().at_full_depth(model))
+    scores = TokenScorer(model).score(ids, ScoreSettings(LearnedGate(0.4), top=2))
+    full = TokenScorer(model).score(ids, ScoreSettings().at_full_depth(model))
     tokens = answer["tokens"]
     assert "".join(token["text"] for token in tokens) == "abc de"
     assert [token["depth"] for token in tokens] == scores.depths

@@ -84,6 +84,21 @@ def moved(run: Path, base: Path) -> set[str]:
     return {name for name, value in after.items() if not torch.equal(value, before[name])}
 
 
+@pytest.mark.parametrize("method", ["ouro", "vanilla"])
+def test_a_checkpoint_keeps_its_method_unless_the_user_names_another(base, tmp_path, method):
+    settings = ["train.steps=1", "train.save_every=0", "train.eval_tokens=64"]
+    train(small(base / "shards", *settings, method=method), out=tmp_path / "run", quiet=True)
+    recipe = finetune(tmp_path, *settings, data=base / "shards")
+    train(recipe, out=tmp_path / "tuned", quiet=True)
+    assert read_json(tmp_path / "tuned" / "final" / "config.json")["method"] == method
+    assert weights(tmp_path / "tuned" / "final").keys() == weights(tmp_path / "run" / "final").keys()
+    assert load_recipe(str(tmp_path / "tuned" / "recipe.yaml")).model.method == method
+    assert train(recipe, out=tmp_path / "tuned", resume="auto", quiet=True).trainer is None, "the run is finished"
+    other = finetune(tmp_path, *settings, "model.method=adaponder", data=base / "shards")
+    model = train(other, out=tmp_path / "other", quiet=True).trainer.model
+    assert model.config.method == "adaponder"
+
+
 def test_targets_are_the_assistants_words_alone(base, chats):
     recipe = finetune(base, data=chats, name="finetune/chat")
     batches = MicroBatches(recipe, sampler_of(recipe, Shards.open(chats)), World())

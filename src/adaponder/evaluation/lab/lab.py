@@ -66,8 +66,8 @@ class Measurement:
     flops_ratio: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        told_apart = None if self.difference is None else self.difference.told_apart
-        return asdict(self) | {"told_apart": told_apart}
+        significant = None if self.difference is None else self.difference.significant
+        return asdict(self) | {"told_apart": significant}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Measurement:
@@ -320,7 +320,7 @@ def ordered(ways: Sequence[Tuned], own_text: Text, *, seed: int = 0) -> list[Tun
         rank = 1 if way is simplest else 2
         if simplest.scores is not None and way is not simplest:
             gain = paired_difference(own_text, simplest.scores.nll, way.scores.nll, seed=seed)
-            rank = 0 if gain.told_apart and gain.mean < 0 else 2
+            rank = 0 if gain.significant and gain.mean < 0 else 2
         return way.missed is not None, rank, way.scores.loss
 
     return sorted(ways, key=merit)
