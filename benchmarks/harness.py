@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
-from typer import Option
 
+from adaponder.commands.shared import Json, opt
 from adaponder.devices import as_device
 from adaponder.errors import EvaluationError, InputError
 from adaponder.files import read_json
@@ -163,11 +163,11 @@ def check_kernels(device: torch.device) -> None:
 class Recorded:
     """Options of every benchmark."""
 
-    device: Annotated[str, Option(metavar="NAME", help="cpu, cuda, cuda:1, …")] = "cpu"
-    commit: Annotated[str | None, Option(metavar="NAME", help="The measured commit; default: from git.")] = None
-    record: Annotated[bool, Option("--record/--no-record", help="Write a record to benchmarks/records/.")] = True
-    json: Annotated[Path | None, Option(metavar="PATH", help="Write JSON after each row; - for stdout.")] = None
-    seed: Annotated[int | None, Option(metavar="N", min=0, help="Default: the recipe's, or 0.")] = None
+    device: Annotated[str, opt("cpu, cuda, cuda:1, …", "NAME")] = "cpu"
+    commit: Annotated[str | None, opt("The measured commit; default: from git.", "NAME")] = None
+    record: Annotated[bool, opt("Write a record to benchmarks/records/.", flag="--record/--no-record")] = True
+    json: Json = None
+    seed: Annotated[int | None, opt("Default: the recipe's, or 0.", "N", min=0)] = None
 
     @property
     def target(self) -> torch.device:
@@ -178,13 +178,13 @@ class Recorded:
 class Common(Recorded):
     """Options of the benchmarks that time kernels: train, prefill, decode and ops."""
 
-    repeats: Annotated[int, Option(metavar="N", min=1, max=100_000, help="Timed repetitions; the median counts.")] = 10
-    warmup: Annotated[int, Option(metavar="N", min=0, max=100_000, help="Untimed repetitions before them.")] = 3
-    only: Annotated[
-        list[str] | None, Option(metavar="WORD", help=f"Only plain and variants named with WORD; no record{SEVERAL}")
-    ] = None
-    resume: Annotated[Path | None, Option(metavar="PATH", help="Keep the rows of an earlier --json file.")] = None
-    trust: Annotated[bool, Option("--trust", help="Do not check the kernels first; the record says so.")] = False
+    repeats: Annotated[int, opt("Timed repetitions; the median counts.", "N", min=1, max=100_000)] = 10
+    warmup: Annotated[int, opt("Untimed repetitions before them.", "N", min=0, max=100_000)] = 3
+    only: Annotated[list[str] | None, opt(f"Only plain and variants named with WORD; no record{SEVERAL}", "WORD")] = (
+        None
+    )
+    resume: Annotated[Path | None, opt("Keep the rows of an earlier --json file.", "PATH")] = None
+    trust: Annotated[bool, opt("Do not check the kernels first; the record says so.", flag="--trust")] = False
 
     @property
     def how_often(self) -> dict[str, int]:

@@ -10,13 +10,13 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from typer import Option
 
+from adaponder.commands.shared import opt
 from adaponder.ops.linear_cross_entropy import linear_cross_entropy_sum, plain_linear_cross_entropy
 from adaponder.ops.vocab_expectation import plain_vocab_expectation, vocab_expectation
 from adaponder.terminal import console
 from benchmarks import harness
-from benchmarks.cli import numbers
+from benchmarks.cli import tuples
 from benchmarks.harness import Common, Precision, Row, Run, number, ratio, speed
 
 EXPECTATION, LOSS = "vocab_expectation", "linear_cross_entropy"
@@ -67,12 +67,10 @@ class OpCase:
 
 
 def run(
-    options: Common,
     *,
-    size: Annotated[
-        list[str] | None, Option(metavar="TOKENS,D,VOCABULARY", help=f"Such as 65536,512,50304{harness.SEVERAL}")
-    ] = None,
-    dtype: Annotated[Precision | None, Option(metavar="NAME", help="bfloat16 (default on a GPU) or float32.")] = None,
+    size: Annotated[list[str] | None, opt(f"Such as 65536,512,50304{harness.SEVERAL}", "TOKENS,D,VOCABULARY")] = None,
+    dtype: Annotated[Precision | None, opt("bfloat16 (default on a GPU) or float32.", "NAME")] = None,
+    options: Common,
 ) -> dict[str, Any]:
     """Time the operations over the vocabulary by themselves, against the device's own matmul and copy.
 
@@ -80,7 +78,7 @@ def run(
     """
     device = options.target
     precision = harness.precision(dtype, device)
-    sizes = [Size(*numbers("--size", text, int, 1, 2**40, count=3)) for text in size or ()]
+    sizes = [Size(*numbers) for numbers in tuples("--size", size, 3, int, "[1, 1099511627776]")]
     sizes = sizes or (ON_GPU if device.type == "cuda" else ON_CPU)
     selected = harness.select(cases(sizes), options.only, always=PLAIN)
     bench = Run(options, "ops", {"sizes": [list(size) for size in sizes], "dtype": precision})

@@ -10,28 +10,29 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from adaponder.commands.shared import arg, listed, opt
 from adaponder.errors import InputError
 from adaponder.terminal import console, line, table
-from benchmarks.cli import add_command, numbers, program, run_program
+from benchmarks.cli import program, run_program
 from experiments.queue import Experiment, Queue, read_queue
 
 if TYPE_CHECKING:
     from experiments.runner import Setup
 
 QUEUE = Path(__file__).with_name("queue.yaml")
-SeedsOption = Annotated[str | None, typer.Option(metavar="0,1,…", help="These seeds instead of the queue's.")]
-JobsOption = Annotated[int, typer.Option(min=1, max=64, help="Runs that share the device.")]
-MinutesOption = Annotated[float | None, typer.Option(min=0.01, help="Start only runs that end within this time.")]
-OneClaim = Annotated[str | None, typer.Argument(help="Only the runs of this claim.")]
+SeedsOption = Annotated[str | None, opt("These seeds instead of the queue's.", "0,1,…")]
+JobsOption = Annotated[int, opt("Runs that share the device.", min=1, max=64)]
+MinutesOption = Annotated[float | None, opt("Start only runs that end within this time.", min=0.01)]
+QueueOption = Annotated[Path, opt("The queue of runs.", "YAML")]
 
 
 @dataclass(frozen=True)
 class QueueOptions:
     """Options of all commands that read the queue."""
 
-    queue: Annotated[Path, typer.Option(metavar="YAML", help="The queue of runs.")] = QUEUE
-    records: Annotated[Path | None, typer.Option(metavar="DIR", help="Records; default: beside the queue.")] = None
-    data: Annotated[Path | None, typer.Option(metavar="DIR", help="Prepared main corpus; default: the queue's.")] = None
+    queue: QueueOption = QUEUE
+    records: Annotated[Path | None, opt("Records; default: beside the queue.", "DIR")] = None
+    data: Annotated[Path | None, opt("Prepared main corpus; default: the queue's.", "DIR")] = None
 
     def setup(self, runs: Path = Path(), device: str = "cpu", commit: str = "") -> Setup:
         """Reads the queue; ``--data`` replaces the folder and the hash of the main corpus."""
@@ -49,9 +50,9 @@ class QueueOptions:
 class TrainOptions(QueueOptions):
     """Options of the commands that train runs."""
 
-    runs: Annotated[Path, typer.Option(metavar="DIR", help="Run folders and logs.")] = Path("runs/experiments")
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …")] = "cpu"
-    commit: Annotated[str | None, typer.Option(metavar="NAME", help="Commit to name in records, without git.")] = None
+    runs: Annotated[Path, opt("Run folders and logs.", "DIR")] = Path("runs/experiments")
+    device: Annotated[str, opt("cpu, cuda, cuda:1, …")] = "cpu"
+    commit: Annotated[str | None, opt("Commit to name in records, without git.", "NAME")] = None
 
     @cached_property
     def where(self) -> Setup:
@@ -61,7 +62,12 @@ class TrainOptions(QueueOptions):
         return self.setup(self.runs, self.device, commit)
 
 
-def list_runs(options: QueueOptions, claim: OneClaim = None, seeds: SeedsOption = None) -> None:
+def list_runs(
+    *,
+    claim: Annotated[str | None, arg("Only the runs of this claim.", "NAME")] = None,
+    seeds: SeedsOption = None,
+    options: QueueOptions,
+) -> None:
     """Shows runs, their states and their results."""
     if seeds and claim is None:
         raise InputError("--seeds needs a claim, whose seeds it replaces")
@@ -69,33 +75,35 @@ def list_runs(options: QueueOptions, claim: OneClaim = None, seeds: SeedsOption 
     _show(setup, setup.queue.of_claim(claim, _seeds(seeds)) if claim else setup.queue.experiments)
 
 
-def next_runs(options: TrainOptions, minutes: MinutesOption = None, jobs: JobsOption = 1) -> None:
+def next_runs(*, minutes: MinutesOption = None, jobs: JobsOption = 1, options: TrainOptions) -> None:
     """Trains the next runs of the whole queue, in its order."""
     _train(options.where, options.where.queue.experiments, minutes, jobs)
 
 
 def claim(
-    options: TrainOptions,
-    name: Annotated[str, typer.Argument(help="A claim of the queue.")],
+    *,
+    name: Annotated[str, arg("A claim of the queue.", "NAME")],
     seeds: SeedsOption = None,
     minutes: MinutesOption = None,
     jobs: JobsOption = 1,
+    options: TrainOptions,
 ) -> None:
     """Trains the runs of one claim."""
     _train(options.where, options.where.queue.of_claim(name, _seeds(seeds)), minutes, jobs)
 
 
 def run(
-    options: TrainOptions,
-    label: Annotated[str, typer.Argument(help="The run's label, as list shows it.")],
+    *,
+    label: Annotated[str, arg("The run's label, as list shows it.", "LABEL")],
     seeds: SeedsOption = None,
     beside: Annotated[int, typer.Option(min=0, hidden=True)] = 0,
+    options: TrainOptions,
 ) -> None:
     """Trains one run in this process and writes its record, with the measurements of all claims."""
     from experiments.measures import TIMED, measuring
     from experiments.records import carry_out
 
-    queue, seed_lists = options.where.queue, ([], _seeds(seeds))
+    queue, seed_lists = options.where.queue, ((), _seeds(seeds))
     known = (run for name in queue.claims for numbers in seed_lists for run in queue.of_claim(name, numbers))
     if (experiment := next((run for run in known if run.label == label), None)) is None:
         raise InputError(f"{label}: no such run in the queue; python -m experiments list shows the labels")
@@ -105,7 +113,7 @@ def run(
     console.print(line("record in ", (path, "bold")), soft_wrap=True)
 
 
-def results(queue: Annotated[Path, typer.Option(metavar="YAML", help="The queue of runs.")] = QUEUE) -> None:
+def results(queue: QueueOption = QUEUE) -> None:
     """Writes docs/results.md, its tables and figures and README's table from the records."""
     from experiments.page import write
 
@@ -113,8 +121,8 @@ def results(queue: Annotated[Path, typer.Option(metavar="YAML", help="The queue 
 
 
 def corpus(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for corpus-NN.jsonl.xz.")],
-    wheels: Annotated[Path | None, typer.Option(metavar="DIR", help="Downloaded wheels; default: OUT/wheels.")] = None,
+    out: Annotated[Path, opt("Folder for corpus-NN.jsonl.xz.", "DIR")],
+    wheels: Annotated[Path | None, opt("Downloaded wheels; default: OUT/wheels.", "DIR")] = None,
 ) -> None:
     """Builds the open corpus from the wheels in experiments/corpus.lock; every sha256 is checked."""
     from experiments.corpus import build
@@ -125,11 +133,8 @@ def corpus(
 app = program(
     "experiments",
     "Trains the runs that test the paper's claims, one record each, and writes the results page from the records.",
+    {"list": list_runs, "next": next_runs, "claim": claim, "run": run, "results": results, "corpus": corpus},
 )
-for name, command in {"list": list_runs, "next": next_runs, "claim": claim, "run": run}.items():
-    add_command(app, name, command)
-app.command()(results)
-app.command()(corpus)
 
 
 def _train(setup: Setup, selected: Sequence[Experiment], minutes: float | None, jobs: int) -> None:
@@ -168,8 +173,8 @@ def _data_hash(folder: Path, queue: Queue) -> str:
     return data_hash
 
 
-def _seeds(text: str | None) -> list[int]:
-    return numbers("--seeds", text, int, 0, 2**31 - 1)
+def _seeds(text: str | None) -> tuple[int, ...]:
+    return listed("--seeds", text, int, "[0, 2147483647]")
 
 
 def _show(setup: Setup, selected: Sequence[Experiment]) -> None:

@@ -214,7 +214,7 @@ def test_wrong_use_starts_nothing(tmp_path, monkeypatch, place):
     for words, more, message in (
         (("next",), {"minutes": 5}, "no run of this kind has been timed on cpu"),
         (("claim", "lr"), {"data": tmp_path / "nothing"}, "prepare it with: adaponder prepare TEXT"),
-        (("claim", "lr"), {"seeds": "1,x"}, "must be numbers"),
+        (("claim", "lr"), {"seeds": "1,x"}, "--seeds"),
         (("run", "mini-nothing"), {}, "no such run"),
     ):
         with pytest.raises(InputError, match=message):
