@@ -112,14 +112,6 @@ def forget(device: torch.device, *, graphs: bool = True) -> None:
         torch.cuda.empty_cache()
 
 
-def time_step(
-    prepare: Callable[[], Callable[[], object]], device: torch.device, *, keep_graphs: bool = False, **how: int
-) -> Timing | None:
-    """Times the step that ``prepare`` builds, or returns ``None`` if memory does not suffice."""
-    forget(device, graphs=not keep_graphs)
-    return if_it_fits(lambda: measure(prepare(), device, **how))
-
-
 def matmul_rate(device: torch.device) -> float:
     """Returns the FLOP/s of a large matrix product, in bfloat16 on a GPU and float32 on a CPU."""
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
@@ -238,7 +230,7 @@ class Run:
         if self.path is not None:
             write_json(self.path, self.record)
             console.print(line("the record is ", (self.path.relative_to(ROOT), "bold")))
-        write_json(self.options.json, self.record)
+        self.keep()
         return self.record
 
     def measure_all(
@@ -302,12 +294,13 @@ class Run:
         ``report`` returns further fields of the row from the median seconds, which are ``None`` if memory did not
         suffice. Consecutive variants with equal ``graphs`` share compiled graphs.
         """
+        device, how = self.options.target, self.options.how_often
         graphs = {variant: getattr(variant, "graphs", variant) for variant in variants}
         shares_graphs = {after: graphs[before] == graphs[after] for before, after in pairwise(variants)}
 
         def measure_one(variant: Any) -> Row:
-            how: dict[str, Any] = {"keep_graphs": shares_graphs.get(variant, False), **self.options.how_often}
-            timing = time_step(lambda: prepare(variant), self.options.target, **how)
+            forget(device, graphs=not shares_graphs.get(variant))
+            timing = if_it_fits(lambda: measure(prepare(variant), device, **how))
             fields: Row = {"fits": timing is not None, "spread": None, "seconds": [], "peak_bytes": None}
             fields |= {} if timing is None else {"spread": spread(timing.seconds), **vars(timing)}
             return report(variant, timing and timing.median) | fields

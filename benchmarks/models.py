@@ -148,13 +148,11 @@ def _backbone(hidden: int, layers: int, heads: int, inner: int, **family: Any) -
     return common | sizes | {"intermediate_size": inner} | family
 
 
-def _ouro(hidden: int, layers: int, heads: int, inner: int, **sizes: int) -> dict[str, Any]:
+def _ouro(*sizes: int, **family: int) -> dict[str, Any]:
     """Returns the backbone's config as a published Ouro of these sizes opens, with its norms around each part."""
     published = {"model_type": "ouro", "vocab_size": 49152, "max_position_embeddings": 65536, "rope_theta": 1e6}
-    published |= {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
-    layout = LAYOUTS["ouro"]
-    config = translated_config("Ouro", published | {"intermediate_size": inner} | sizes, layout)
-    return {"model_type": layout.family} | {name: value for name, value in config.items() if value is not None}
+    config = translated_config("Ouro", _backbone(*sizes, **published | family), LAYOUTS["ouro"])
+    return {"model_type": LAYOUTS["ouro"].family} | {name: value for name, value in config.items() if value is not None}
 
 
 # The method and the backbone of each shape.
