@@ -18,7 +18,7 @@ from adaponder.devices import hardware_name
 from adaponder.errors import InputError
 from adaponder.methods import method_class
 from adaponder.terminal import console, errors, line
-from benchmarks import ROOT, child_environment
+from benchmarks import ROOT, child_environment, stop
 from experiments.queue import Experiment, Queue, identity
 from experiments.records import read_records, record_of
 
@@ -129,7 +129,7 @@ def work_through(chosen: Sequence[Experiment], setup: Setup, *, minutes: float |
         console.print(f"interrupted: {len(running)} runs are stopped without a record; the same command repeats them")
         return 130
     finally:
-        _stop(running)
+        stop(*(run.process for run in running), patience=10.0)
         signal.signal(signal.SIGTERM, handler)
     if waiting:
         console.print(f"{len(waiting)} runs are left: none of them fits into the time")
@@ -155,18 +155,6 @@ def _failed(ended: Running) -> bool:
     last = ended.log.read_text(errors="replace").strip().splitlines()[-1:]
     errors.print(line((f"{ended.experiment.label} failed: ", "bold red"), *last), soft_wrap=True)
     return True
-
-
-def _stop(running: Sequence[Running]) -> None:
-    """Ends the processes of runs with SIGTERM, and after 10 seconds with SIGKILL."""
-    for run in running:
-        run.process.send_signal(signal.SIGTERM)
-    for run in running:
-        try:
-            run.process.wait(10)
-        except subprocess.TimeoutExpired:
-            run.process.kill()
-            run.process.wait()
 
 
 def _progress(running: Sequence[Running], setup: Setup, waiting: int, left: float) -> str:
