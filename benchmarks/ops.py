@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -41,9 +42,6 @@ class Size(NamedTuple):
     tokens: int
     hidden: int
     vocabulary: int
-
-    def __str__(self) -> str:
-        return f"{self.tokens:,} tokens, d = {self.hidden:,}, vocabulary {self.vocabulary:,}"
 
 
 # Batches of the paper's 70M and 410M on a GPU; a CPU gets what it computes in a moment.
@@ -93,8 +91,9 @@ def run(
         return row | {"copy_share": ratio(ratio(moved, median), bench.hardware["copy_bytes"])}
 
     prepare = partial(operation, device=device, dtype=getattr(torch, precision), seed=options.seed or 0)
-    about: dict[str, Any] = {"title": lambda row: "\n{}: {}, {}".format(*_work_key(row), precision)}
-    bench.time_all(selected, prepare, report, compare=compare_with_plain, columns=_COLUMNS, **about)
+    title = "\n{op}: {tokens:,} tokens, d = {hidden:,}, vocabulary {vocabulary:,}, " + precision
+    about: dict[str, Any] = {"title": lambda row: title.format(**row), "columns": _COLUMNS}
+    bench.time_all(selected, prepare, report, compare=compare_with_plain, **about)
     return bench.finish()
 
 
@@ -168,13 +167,9 @@ def operation(case: OpCase, *, device: torch.device, dtype: torch.dtype, seed: i
 
 def compare_with_plain(rows: list[Row]) -> None:
     """Fills in each row's speed and memory relative to the plain version of the same operation and size."""
-    plain = {(_work_key(row), row["backward"]): row for row in rows if row["implementation"] == PLAIN}
+    same = itemgetter("op", "tokens", "hidden", "vocabulary", "backward")
+    plain = {same(row): row for row in rows if row["implementation"] == PLAIN}
     for row in rows:
-        base = plain.get((_work_key(row), row["backward"]), {})
+        base = plain.get(same(row), {})
         row["memory_of_plain"] = ratio(row["peak_bytes"], base.get("peak_bytes"))
         row["times_plain"] = ratio(base.get("milliseconds"), row["milliseconds"])
-
-
-def _work_key(row: Row) -> tuple[str, Size]:
-    """Returns the operation of a row and its size."""
-    return row["op"], Size(row["tokens"], row["hidden"], row["vocabulary"])
