@@ -1,8 +1,13 @@
-"""Runs a benchmark: checks the kernels, times variants after a warm-up, prints tables and writes the record."""
+"""Runs a benchmark: checks the kernels, times variants after a warm-up, prints tables and writes the record.
+
+Records of benchmarks, training runs and soak tests begin with the same :func:`provenance`.
+"""
 
 from __future__ import annotations
 
+import datetime
 import gc
+import platform
 import re
 import statistics
 import subprocess
@@ -10,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -21,8 +27,8 @@ from adaponder.devices import as_device
 from adaponder.errors import EvaluationError, InputError
 from adaponder.files import read_json
 from adaponder.terminal import STDOUT, console, line, table, write_json
+from adaponder.version import __version__
 from benchmarks import ROOT, child_environment
-from benchmarks.record import commit_of, provenance
 
 Item = TypeVar("Item")
 SEVERAL = "; may be repeated."
@@ -30,8 +36,9 @@ Precision = Literal["bfloat16", "float16", "float32"]
 Row = dict[str, Any]
 Cell = Callable[[Row], str]
 Columns = Mapping[str, Cell]
-Compare = Callable[[list[Row]], object]
 _NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+# Changes to these paths since the commit mark it ``-dirty``.
+MEASURED = ("src", "benchmarks/plain.py")
 # Left out of file names.
 _COMMON = {"paper", "cpu", "adaponder", "nvidia", "geforce", "amd", "instinct"}
 
@@ -238,7 +245,7 @@ class Run:
         variants: Iterable[Any],
         measure_one: Callable[[Any], Row],
         *,
-        compare: Compare,
+        compare: Callable[[list[Row]], object],
         title: Cell,
         columns: Columns,
     ) -> list[Row]:
@@ -306,6 +313,52 @@ class Run:
             return report(variant, timing and timing.median) | fields
 
         return self.measure_all(variants, measure_one, **after)
+
+
+def provenance(device: torch.device | str, *, commit: str) -> dict[str, Any]:
+    """Returns the fields that every record begins with: date, commit, hardware and versions."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit,
+        "hardware": device_name(torch.device(device)),
+        "versions": versions(),
+    }
+
+
+def versions(*packages: str) -> dict[str, str | None]:
+    """Returns the versions of adaponder, Python, torch, transformers, triton and further ``packages``."""
+    installed: dict[str, str | None] = {"adaponder": __version__, "python": platform.python_version()}
+    for package in ("torch", "transformers", "triton", *packages):
+        try:
+            installed[package] = version(package)
+        except PackageNotFoundError:
+            installed[package] = None
+    return installed
+
+
+def device_name(device: torch.device) -> str:
+    """Returns the GPU's name, or the CPU's architecture and thread count."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def commit_of(stated: str | None, *, required: bool, paths: Sequence[str] = MEASURED) -> str:
+    """Returns ``stated`` or, if it is ``None``, the checkout's commit, with ``-dirty`` if ``paths`` have changed."""
+    if stated is not None:
+        return stated
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD")
+    except (OSError, subprocess.CalledProcessError):
+        if required:
+            raise InputError("--commit is needed where there is no git: name it, or use --no-record") from None
+        return "unknown"
+    return head + ("-dirty" if _git("diff", "--name-only", "HEAD", "--", *paths) else "")
+
+
+def _git(*arguments: str) -> str:
+    """Returns what a git command prints; raises if it fails."""
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
 
 
 def record_path(name: str, device: torch.device) -> Path:

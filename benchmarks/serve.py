@@ -17,8 +17,7 @@ from adaponder.policies import parse_policy
 from adaponder.terminal import console
 from benchmarks import harness
 from benchmarks.cli import tuples
-from benchmarks.harness import SEVERAL, Recorded, Row, Run, number, print_table
-from benchmarks.record import versions
+from benchmarks.harness import SEVERAL, Recorded, Row, Run, number, print_table, versions
 from benchmarks.serve_client import KEY, PERCENTILES, ServerLoad, get_json, poisson_times, started, steady_rate, summary
 
 PACKAGES = ("fastapi", "starlette", "uvicorn", "httptools", "uvloop", "httpx")
@@ -126,9 +125,9 @@ def _load_stand_ins(
             load = options.load(server.url, streams=lanes)
             engine, bodies = SleepingEngine(model, lanes=lanes, tick=tick / 1e3), load.bodies(lanes, part=0)
             # Half of the engine's repetitions before and half after, so that both meet the same machine.
-            speeds, before = [engine_rate(engine, bodies) for _ in range(2)], server.cpu_seconds()
+            speeds, before = [engine_rate(engine, bodies) for _ in range(2)], sum(server.usage.cpu_times()[:2])
             burst = all_at_once(load, repeats=options.repeats, what=f"{lanes} tokens per {tick:g} ms")
-            after = server.cpu_seconds()
+            after = sum(server.usage.cpu_times()[:2])
             speeds += [engine_rate(engine, bodies) for _ in range(2)]
             burst |= against_engine(burst["server_tokens_per_second"], median(speeds))
             burst |= {"lanes": lanes, "tick_ms": tick, "engine_repetitions": speeds}

@@ -283,10 +283,6 @@ class ServerProcess:
         """Returns the resident memory of the process in bytes."""
         return self.usage.memory_info().rss
 
-    def cpu_seconds(self) -> float:
-        """Returns the CPU time of the process in seconds."""
-        return sum(self.usage.cpu_times()[:2])
-
 
 @contextmanager
 def started(

@@ -23,6 +23,7 @@ QUEUE = Path(__file__).with_name("queue.yaml")
 SeedsOption = Annotated[str | None, opt("These seeds instead of the queue's.", "0,1,…")]
 JobsOption = Annotated[int, opt("Runs that share the device.", min=1, max=64)]
 MinutesOption = Annotated[float | None, opt("Start only runs that end within this time.", min=0.01)]
+OneClaim = Annotated[str | None, arg("Only the runs of this claim.", "NAME")]
 QueueOption = Annotated[Path, opt("The queue of runs.", "YAML")]
 
 
@@ -56,18 +57,13 @@ class TrainOptions(QueueOptions):
 
     @cached_property
     def where(self) -> Setup:
-        from benchmarks.record import commit_of
+        from benchmarks.harness import commit_of
 
         commit = commit_of(self.commit, required=True, paths=("src", "experiments"))
         return self.setup(self.runs, self.device, commit)
 
 
-def list_runs(
-    *,
-    claim: Annotated[str | None, arg("Only the runs of this claim.", "NAME")] = None,
-    seeds: SeedsOption = None,
-    options: QueueOptions,
-) -> None:
+def list_runs(*, claim: OneClaim = None, seeds: SeedsOption = None, options: QueueOptions) -> None:
     """Shows runs, their states and their results."""
     if seeds and claim is None:
         raise InputError("--seeds needs a claim, whose seeds it replaces")
@@ -103,8 +99,8 @@ def run(
     from experiments.measures import TIMED, measuring
     from experiments.records import carry_out
 
-    queue, seed_lists = options.where.queue, ((), _seeds(seeds))
-    known = (run for name in queue.claims for numbers in seed_lists for run in queue.of_claim(name, numbers))
+    queue = options.where.queue
+    known = [*queue.experiments, *(run.with_seed(seed) for run in queue.experiments for seed in _seeds(seeds))]
     if (experiment := next((run for run in known if run.label == label), None)) is None:
         raise InputError(f"{label}: no such run in the queue; python -m experiments list shows the labels")
     names = [name for name in queue.measures_of(experiment) if name not in TIMED or not beside]
@@ -142,18 +138,18 @@ def _train(setup: Setup, selected: Sequence[Experiment], minutes: float | None, 
     from experiments.measures import TIMED
     from experiments.runner import work_through
 
-    def leave_out(why: str, runs: Sequence[Experiment]) -> list[Experiment]:
+    left_out = {
+        f"are left out until their text is prepared: {corpus.prepare}": [run for run in selected if run.corpus == name]
+        for name, corpus in setup.queue.corpora.items()
+        if corpus.folder is not None and not (Path(corpus.folder) / "manifest.json").is_file()
+    }
+    if jobs > 1:
+        timed = [run for run in selected if set(run.measures) & set(TIMED)]
+        left_out["that time the device are left out: start them with --jobs 1"] = timed
+    for why, runs in left_out.items():
         if runs:
             console.print(f"{len(runs)} runs {why}", soft_wrap=True)
-        return [run for run in selected if run not in runs]
-
-    for corpus in setup.queue.corpora.values():
-        if corpus.folder is not None and not (Path(corpus.folder) / "manifest.json").is_file():
-            why = f"are left out until their text is prepared: {corpus.prepare}"
-            selected = leave_out(why, [run for run in selected if run.corpus == corpus.name])
-    if jobs > 1:
-        why = "that time the device are left out: start them with --jobs 1"
-        selected = leave_out(why, [run for run in selected if set(run.measures) & set(TIMED)])
+            selected = [run for run in selected if run not in runs]
     code = work_through(selected, setup, minutes=minutes, jobs=jobs)
     _show(setup, selected)
     raise typer.Exit(code)

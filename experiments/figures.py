@@ -115,6 +115,5 @@ def fingerprint(points: Any) -> str:
 
 def save(figure: Figure, path: Path, points: Any) -> None:
     """Writes a PNG that holds the fingerprint of its ``points`` in its metadata."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with house():
         figure.savefig(path, dpi=150, metadata={"Software": None, POINTS: fingerprint(points)})

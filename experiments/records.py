@@ -23,7 +23,7 @@ from adaponder.evaluation.text import Windows, open_text, open_vocabulary
 from adaponder.files import lock, read_json, write_whole
 from adaponder.training.loop import Trainer
 from adaponder.training.run import train
-from benchmarks.record import provenance
+from benchmarks.harness import provenance
 from experiments.queue import Corpus, Experiment, identity
 
 if TYPE_CHECKING:
