@@ -37,13 +37,10 @@ def vocabulary_of(recipe: Recipe) -> int:
     """Returns the vocabulary size that the recipe states, or the vocabulary size of the tokenizer that it trains."""
     if not isinstance(recipe.model.backbone, dict):
         raise InputError(f"--recipe {recipe.name} continues a checkpoint: choose one with a shape in model.backbone")
-    stated = recipe.model.backbone.get("vocab_size")
-    if stated is not None:
-        return int(stated)
-    learned = recipe.data.tokenizer.removeprefix(TRAIN)
-    if learned == recipe.data.tokenizer or not learned.isdecimal():
+    size = str(recipe.model.backbone.get("vocab_size") or recipe.data.tokenizer.removeprefix(TRAIN))
+    if not size.isdecimal():
         raise InputError(f"--recipe {recipe.name} has no vocabulary size: add --set model.backbone.vocab_size=50304")
-    return int(learned)
+    return int(size)
 
 
 def build_ours(recipe: Recipe, method: str, device: torch.device = CPU) -> AdaPonderForCausalLM:

@@ -87,9 +87,8 @@ def work_through(chosen: Sequence[Experiment], setup: Setup, *, minutes: float |
     begin = time.monotonic()
     known = read_records(setup.records)
     # A label in several claims is trained once, if its records lack a measurement of any of them.
-    labels = {experiment.label: experiment for experiment in reversed(chosen)}
-    unserved = {run.label for run in chosen if setup.record_of(run, known) is None}
-    waiting = [experiment for experiment in list(labels.values())[::-1] if experiment.label in unserved]
+    labels = {run.label for run in chosen}
+    waiting = [*{run.label: run for run in chosen if setup.record_of(run, known) is None}.values()]
     console.print(f"{len(labels)} runs: {len(labels) - len(waiting)} have a record, {len(waiting)} to do")
     seconds = dict.fromkeys(waiting, 0.0) if minutes is None else seconds_alone(setup, waiting, known)
     setup.runs.mkdir(parents=True, exist_ok=True)
