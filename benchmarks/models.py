@@ -25,7 +25,7 @@ from adaponder.policies import ForcedDepths
 from adaponder.recipes import Recipe
 from adaponder.terminal import console
 from adaponder.training.build import build_model
-from benchmarks.harness import forget, if_it_fits
+from benchmarks.harness import forget
 from benchmarks.plain import PlainPonder
 
 # The method that is measured, and the name of the plain PonderLM, which computes what our ``ponder`` does.
@@ -122,9 +122,7 @@ def check_executions(recipe: Recipe, depths: Tensor, device: torch.device) -> fl
         iterations: list[Iteration] = []
         how: dict[str, Any] = {"execution": execution, "policy": policy, "on_iteration": iterations.append}
         with autocast(recipe.train.dtype, device):
-            output = if_it_fits(lambda how=how: model(ids, **how, logits_to_keep=1, output_gates=False))
-        if output is None:
-            raise InputError(f"--batch {len(depths)} is too large to compare dense and compact: use a smaller one")
+            output = model(ids, **how, logits_to_keep=1, output_gates=False)
         if not torch.equal(output.depth.cpu(), depths):
             raise EvaluationError(f"{execution} execution did not use the forced depths: nothing is timed")
         states.append(iterations[-1].hidden)
