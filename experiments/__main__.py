@@ -97,7 +97,7 @@ def run(
 ) -> None:
     """Trains one run in this process and writes its record, with the measurements of all claims."""
     from experiments.measures import TIMED, measuring
-    from experiments.records import carry_out
+    from experiments.runner import carry_out
 
     queue = options.where.queue
     known = [*queue.experiments, *(run.with_seed(seed) for run in queue.experiments for seed in _seeds(seeds))]
@@ -175,7 +175,7 @@ def _seeds(text: str | None) -> tuple[int, ...]:
 
 def _show(setup: Setup, selected: Sequence[Experiment]) -> None:
     """Prints a table per claim with the label, state, loss and depth of each run."""
-    from experiments.records import read_records
+    from experiments.runner import read_records
 
     known = read_records(setup.records)
     for name in dict.fromkeys(experiment.claim for experiment in selected):

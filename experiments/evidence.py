@@ -23,7 +23,7 @@ from adaponder.methods.cost import Parameters, cost_of, parameters_of, training_
 from adaponder.recipes import load_recipe
 from adaponder.training.build import config_of
 from experiments.queue import Corpus, Experiment, Queue
-from experiments.records import record_of, records_of
+from experiments.runner import record_of, records_of
 from experiments.statistics import Estimate, Noise, at_depth, estimate, two_way
 
 # A checkpoint is compared at a depth if the dial reached a mean depth this near to it: its budgets are 0.25 apart.

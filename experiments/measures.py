@@ -25,7 +25,7 @@ from adaponder.evaluation.text import Text, Windows, open_text, open_vocabulary
 from adaponder.inference import Engine, Request
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.terminal import console
-from experiments.records import Measure
+from experiments.runner import Measure
 from experiments.statistics import at_depth
 
 # Validation tokens of a measurement; a policy is tuned on one half of them and measured on the other.

@@ -22,7 +22,7 @@ from experiments import demand, tables
 from experiments.evidence import ONE_DEPTH, Evidence, read_claims
 from experiments.judging import NONE, Finding, find, judge
 from experiments.queue import read_queue
-from experiments.records import read_records
+from experiments.runner import read_records
 from experiments.statistics import FAILS, HOLDS, MARGIN, NOT_RUN, POWER, VERDICTS
 from experiments.tables import markdown
 

@@ -11,12 +11,11 @@ from typer.testing import CliRunner
 
 from adaponder.errors import InputError
 from adaponder.files import lock
-from experiments import records as record_files
 from experiments import runner
 from experiments.__main__ import app
 from experiments.measures import MEASURES
 from experiments.queue import Corpus, read_queue
-from experiments.records import read_records, record_of
+from experiments.runner import read_records, record_of
 from queue_support import written
 
 
@@ -234,6 +233,6 @@ def test_two_runs_that_end_together_do_not_take_one_record_name(tmp_path, monkey
         finally:
             os.close(descriptor)
 
-    monkeypatch.setattr(record_files, "_write", write)
+    monkeypatch.setattr(runner, "_write", write)
     assert command("run", "tiny-seed-0", **place({})).code == 0
     assert locked == [True]
