@@ -49,7 +49,9 @@ def write(experiments: Path) -> None:
     root, evidence = experiments.parent, read_evidence(experiments)
     pages = {path: with_table(path, lines) for path, lines in tables_within(evidence, root).items()}
     for name, values in (points := all_points(evidence)).items():
-        save(FIGURES[name][1](*values), root / "docs" / "figures" / f"{name}.png", values)
+        with house():
+            about = {"Software": None, POINTS: fingerprint(values)}
+            FIGURES[name][1](*values).savefig(root / "docs" / "figures" / f"{name}.png", dpi=150, metadata=about)
     pages[root / "docs" / "results.md"] = results_page(evidence)
     pages[experiments / "tables.md"] = tables_page(evidence, experiments / "records")
     for path, text in pages.items():
@@ -294,9 +296,3 @@ def all_points(evidence: Evidence) -> dict[str, tuple[Any, ...]]:
 def fingerprint(points: Any) -> str:
     """Returns a hash of the arguments of a drawing function."""
     return hashlib.sha256(json.dumps(points, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def save(figure: Figure, path: Path, points: Any) -> None:
-    """Writes a PNG that holds the fingerprint of its ``points`` in its metadata."""
-    with house():
-        figure.savefig(path, dpi=150, metadata={"Software": None, POINTS: fingerprint(points)})
