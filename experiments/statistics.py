@@ -83,7 +83,7 @@ def estimate(values: Mapping[int, float] | pd.Series, noise: Noise | None = None
     if series.empty:
         return None
     count, by_seed = len(series), {int(str(seed)): float(value) for seed, value in series.items()}
-    error = noise.error(count) if noise else float(series.sem())
+    error = noise.error(count) if noise else float(np.std(series, ddof=1)) / math.sqrt(count) if count > 1 else math.nan
     return Estimate(float(series.mean()), error, noise.freedom if noise else count - 1, by_seed)
 
 
