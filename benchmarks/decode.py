@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
 import torch
-from typer import Option
 
+from adaponder.commands.shared import listed, opt
 from adaponder.errors import AdaPonderError, InputError, in_one_line
 from adaponder.terminal import console
 from benchmarks import harness
-from benchmarks.cli import numbers
 from benchmarks.harness import Common, Precision, Row, Run, number, ratio
 from benchmarks.models import ITERATIONS, SHAPES, SHARES, shares_of
 
@@ -65,22 +64,18 @@ class DecodeCase:
 
 
 def run(
-    options: Common,
     *,
-    shape: Annotated[
-        list[str] | None, Option(metavar="NAME", help=f"{', '.join(SHAPES)}; random weights{harness.SEVERAL}")
-    ] = None,
-    checkpoint: Annotated[str | None, Option(metavar="CKPT", help="Its gates decide depth; needs --data.")] = None,
-    data: Annotated[str | None, Option(metavar="SRC", help="The text that the prompts are cut from.")] = None,
-    lanes: Annotated[str | None, Option(metavar="1,64", help="Sequences at a time.")] = None,
-    contexts: Annotated[str | None, Option(metavar="128,…", help="Tokens of a prompt.")] = None,
-    depths: Annotated[str | None, Option(metavar="4,2", help="Forced mean depths, 1 to 4.")] = None,
-    tokens: Annotated[int, Option(metavar="N", min=1, help="New tokens of each lane per repetition.")] = 16,
-    subset: Annotated[bool, Option("--subset", help="Only the rows that aims are stated for.")] = False,
-    scenario: Annotated[
-        Literal["ouro"] | None, Option(metavar="NAME", help="ouro: Ouro-1.4B's layers, 1,024 in, 128 out, by depth.")
-    ] = None,
-    dtype: Annotated[Precision | None, Option(metavar="NAME", help="bfloat16 (GPU), float16 or float32 (CPU).")] = None,
+    shape: Annotated[list[str] | None, opt(f"{', '.join(SHAPES)}; random weights{harness.SEVERAL}", "NAME")] = None,
+    checkpoint: Annotated[str | None, opt("Its gates decide depth; needs --data.", "CKPT")] = None,
+    data: Annotated[str | None, opt("The text that the prompts are cut from.", "SRC")] = None,
+    lanes: Annotated[str | None, opt("Sequences at a time.", "1,64")] = None,
+    contexts: Annotated[str | None, opt("Tokens of a prompt.", "128,…")] = None,
+    depths: Annotated[str | None, opt("Forced mean depths, 1 to 4.", "4,2")] = None,
+    tokens: Annotated[int, opt("New tokens of each lane per repetition.", "N", min=1)] = 16,
+    subset: Annotated[bool, opt("Only the rows that aims are stated for.", flag="--subset")] = False,
+    scenario: Annotated[Literal["ouro"] | None, opt("ouro: Ouro-1.4B, 1,024 in, 128 out, by depth.", "NAME")] = None,
+    dtype: Annotated[Precision | None, opt("bfloat16 (GPU), float16 or float32 (CPU).", "NAME")] = None,
+    options: Common,
 ) -> dict[str, Any]:
     """Time decoding in the engine, beside generate and Hugging Face: by lanes, context length and depth.
 
@@ -94,9 +89,9 @@ def run(
     precision = harness.precision(dtype, device)
     if unknown := set(shape or ()) - set(SHAPES):
         raise InputError(f"--shape {unknown.pop()} must be one of {', '.join(SHAPES)}")
-    counts = numbers("--lanes", lanes, int, 1, 4096)
-    lengths = numbers("--contexts", contexts, int, 1, 2**20)
-    means = numbers("--depths", depths, float, 1, ITERATIONS)
+    counts = listed("--lanes", lanes, int, "[1, 4096]")
+    lengths = listed("--contexts", contexts, int, "[1, 1048576]")
+    means = listed("--depths", depths, float, f"[1, {ITERATIONS}]")
     if scenario is not None and (subset or checkpoint or shape or means):
         raise InputError(f"--scenario {scenario} has its own shape and depths: leave the other options out")
     if (checkpoint is None) != (data is None):

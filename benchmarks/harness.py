@@ -1,8 +1,13 @@
-"""Runs a benchmark: checks the kernels, times variants after a warm-up, prints tables and writes the record."""
+"""Runs a benchmark: checks the kernels, times variants after a warm-up, prints tables and writes the record.
+
+Records of benchmarks, training runs and soak tests begin with the same :func:`provenance`.
+"""
 
 from __future__ import annotations
 
+import datetime
 import gc
+import platform
 import re
 import statistics
 import subprocess
@@ -10,19 +15,20 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
-from typer import Option
 
+from adaponder.commands.shared import Json, opt
 from adaponder.devices import as_device
 from adaponder.errors import EvaluationError, InputError
 from adaponder.files import read_json
 from adaponder.terminal import STDOUT, console, line, table, write_json
+from adaponder.version import __version__
 from benchmarks import ROOT, child_environment
-from benchmarks.record import commit_of, provenance
 
 Item = TypeVar("Item")
 SEVERAL = "; may be repeated."
@@ -30,8 +36,9 @@ Precision = Literal["bfloat16", "float16", "float32"]
 Row = dict[str, Any]
 Cell = Callable[[Row], str]
 Columns = Mapping[str, Cell]
-Compare = Callable[[list[Row]], object]
 _NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+# Changes to these paths since the commit mark it ``-dirty``.
+MEASURED = ("src", "benchmarks/plain.py")
 # Left out of file names.
 _COMMON = {"paper", "cpu", "adaponder", "nvidia", "geforce", "amd", "instinct"}
 
@@ -112,14 +119,6 @@ def forget(device: torch.device, *, graphs: bool = True) -> None:
         torch.cuda.empty_cache()
 
 
-def time_step(
-    prepare: Callable[[], Callable[[], object]], device: torch.device, *, keep_graphs: bool = False, **how: int
-) -> Timing | None:
-    """Times the step that ``prepare`` builds, or returns ``None`` if memory does not suffice."""
-    forget(device, graphs=not keep_graphs)
-    return if_it_fits(lambda: measure(prepare(), device, **how))
-
-
 def matmul_rate(device: torch.device) -> float:
     """Returns the FLOP/s of a large matrix product, in bfloat16 on a GPU and float32 on a CPU."""
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
@@ -163,11 +162,11 @@ def check_kernels(device: torch.device) -> None:
 class Recorded:
     """Options of every benchmark."""
 
-    device: Annotated[str, Option(metavar="NAME", help="cpu, cuda, cuda:1, …")] = "cpu"
-    commit: Annotated[str | None, Option(metavar="NAME", help="The measured commit; default: from git.")] = None
-    record: Annotated[bool, Option("--record/--no-record", help="Write a record to benchmarks/records/.")] = True
-    json: Annotated[Path | None, Option(metavar="PATH", help="Write JSON after each row; - for stdout.")] = None
-    seed: Annotated[int | None, Option(metavar="N", min=0, help="Default: the recipe's, or 0.")] = None
+    device: Annotated[str, opt("cpu, cuda, cuda:1, …", "NAME")] = "cpu"
+    commit: Annotated[str | None, opt("The measured commit; default: from git.", "NAME")] = None
+    record: Annotated[bool, opt("Write a record to benchmarks/records/.", flag="--record/--no-record")] = True
+    json: Json = None
+    seed: Annotated[int | None, opt("Default: the recipe's, or 0.", "N", min=0)] = None
 
     @property
     def target(self) -> torch.device:
@@ -178,13 +177,13 @@ class Recorded:
 class Common(Recorded):
     """Options of the benchmarks that time kernels: train, prefill, decode and ops."""
 
-    repeats: Annotated[int, Option(metavar="N", min=1, max=100_000, help="Timed repetitions; the median counts.")] = 10
-    warmup: Annotated[int, Option(metavar="N", min=0, max=100_000, help="Untimed repetitions before them.")] = 3
-    only: Annotated[
-        list[str] | None, Option(metavar="WORD", help=f"Only plain and variants named with WORD; no record{SEVERAL}")
-    ] = None
-    resume: Annotated[Path | None, Option(metavar="PATH", help="Keep the rows of an earlier --json file.")] = None
-    trust: Annotated[bool, Option("--trust", help="Do not check the kernels first; the record says so.")] = False
+    repeats: Annotated[int, opt("Timed repetitions; the median counts.", "N", min=1, max=100_000)] = 10
+    warmup: Annotated[int, opt("Untimed repetitions before them.", "N", min=0, max=100_000)] = 3
+    only: Annotated[list[str] | None, opt(f"Only plain and variants named with WORD; no record{SEVERAL}", "WORD")] = (
+        None
+    )
+    resume: Annotated[Path | None, opt("Keep the rows of an earlier --json file.", "PATH")] = None
+    trust: Annotated[bool, opt("Do not check the kernels first; the record says so.", flag="--trust")] = False
 
     @property
     def how_often(self) -> dict[str, int]:
@@ -238,7 +237,7 @@ class Run:
         if self.path is not None:
             write_json(self.path, self.record)
             console.print(line("the record is ", (self.path.relative_to(ROOT), "bold")))
-        write_json(self.options.json, self.record)
+        self.keep()
         return self.record
 
     def measure_all(
@@ -246,7 +245,7 @@ class Run:
         variants: Iterable[Any],
         measure_one: Callable[[Any], Row],
         *,
-        compare: Compare,
+        compare: Callable[[list[Row]], object],
         title: Cell,
         columns: Columns,
     ) -> list[Row]:
@@ -302,17 +301,64 @@ class Run:
         ``report`` returns further fields of the row from the median seconds, which are ``None`` if memory did not
         suffice. Consecutive variants with equal ``graphs`` share compiled graphs.
         """
+        device, how = self.options.target, self.options.how_often
         graphs = {variant: getattr(variant, "graphs", variant) for variant in variants}
         shares_graphs = {after: graphs[before] == graphs[after] for before, after in pairwise(variants)}
 
         def measure_one(variant: Any) -> Row:
-            how: dict[str, Any] = {"keep_graphs": shares_graphs.get(variant, False), **self.options.how_often}
-            timing = time_step(lambda: prepare(variant), self.options.target, **how)
+            forget(device, graphs=not shares_graphs.get(variant))
+            timing = if_it_fits(lambda: measure(prepare(variant), device, **how))
             fields: Row = {"fits": timing is not None, "spread": None, "seconds": [], "peak_bytes": None}
             fields |= {} if timing is None else {"spread": spread(timing.seconds), **vars(timing)}
             return report(variant, timing and timing.median) | fields
 
         return self.measure_all(variants, measure_one, **after)
+
+
+def provenance(device: torch.device | str, *, commit: str) -> dict[str, Any]:
+    """Returns the fields that every record begins with: date, commit, hardware and versions."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit,
+        "hardware": device_name(torch.device(device)),
+        "versions": versions(),
+    }
+
+
+def versions(*packages: str) -> dict[str, str | None]:
+    """Returns the versions of adaponder, Python, torch, transformers, triton and further ``packages``."""
+    installed: dict[str, str | None] = {"adaponder": __version__, "python": platform.python_version()}
+    for package in ("torch", "transformers", "triton", *packages):
+        try:
+            installed[package] = version(package)
+        except PackageNotFoundError:
+            installed[package] = None
+    return installed
+
+
+def device_name(device: torch.device) -> str:
+    """Returns the GPU's name, or the CPU's architecture and thread count."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def commit_of(stated: str | None, *, required: bool, paths: Sequence[str] = MEASURED) -> str:
+    """Returns ``stated`` or, if it is ``None``, the checkout's commit, with ``-dirty`` if ``paths`` have changed."""
+    if stated is not None:
+        return stated
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD")
+    except (OSError, subprocess.CalledProcessError):
+        if required:
+            raise InputError("--commit is needed where there is no git: name it, or use --no-record") from None
+        return "unknown"
+    return head + ("-dirty" if _git("diff", "--name-only", "HEAD", "--", *paths) else "")
+
+
+def _git(*arguments: str) -> str:
+    """Returns what a git command prints; raises if it fails."""
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
 
 
 def record_path(name: str, device: torch.device) -> Path:

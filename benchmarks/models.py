@@ -25,7 +25,7 @@ from adaponder.policies import ForcedDepths
 from adaponder.recipes import Recipe
 from adaponder.terminal import console
 from adaponder.training.build import build_model
-from benchmarks.harness import forget, if_it_fits
+from benchmarks.harness import forget
 from benchmarks.plain import PlainPonder
 
 # The method that is measured, and the name of the plain PonderLM, which computes what our ``ponder`` does.
@@ -37,13 +37,10 @@ def vocabulary_of(recipe: Recipe) -> int:
     """Returns the vocabulary size that the recipe states, or the vocabulary size of the tokenizer that it trains."""
     if not isinstance(recipe.model.backbone, dict):
         raise InputError(f"--recipe {recipe.name} continues a checkpoint: choose one with a shape in model.backbone")
-    stated = recipe.model.backbone.get("vocab_size")
-    if stated is not None:
-        return int(stated)
-    learned = recipe.data.tokenizer.removeprefix(TRAIN)
-    if learned == recipe.data.tokenizer or not learned.isdecimal():
+    size = str(recipe.model.backbone.get("vocab_size") or recipe.data.tokenizer.removeprefix(TRAIN))
+    if not size.isdecimal():
         raise InputError(f"--recipe {recipe.name} has no vocabulary size: add --set model.backbone.vocab_size=50304")
-    return int(learned)
+    return int(size)
 
 
 def build_ours(recipe: Recipe, method: str, device: torch.device = CPU) -> AdaPonderForCausalLM:
@@ -125,9 +122,7 @@ def check_executions(recipe: Recipe, depths: Tensor, device: torch.device) -> fl
         iterations: list[Iteration] = []
         how: dict[str, Any] = {"execution": execution, "policy": policy, "on_iteration": iterations.append}
         with autocast(recipe.train.dtype, device):
-            output = if_it_fits(lambda how=how: model(ids, **how, logits_to_keep=1, output_gates=False))
-        if output is None:
-            raise InputError(f"--batch {len(depths)} is too large to compare dense and compact: use a smaller one")
+            output = model(ids, **how, logits_to_keep=1, output_gates=False)
         if not torch.equal(output.depth.cpu(), depths):
             raise EvaluationError(f"{execution} execution did not use the forced depths: nothing is timed")
         states.append(iterations[-1].hidden)
@@ -148,13 +143,11 @@ def _backbone(hidden: int, layers: int, heads: int, inner: int, **family: Any) -
     return common | sizes | {"intermediate_size": inner} | family
 
 
-def _ouro(hidden: int, layers: int, heads: int, inner: int, **sizes: int) -> dict[str, Any]:
+def _ouro(*sizes: int, **family: int) -> dict[str, Any]:
     """Returns the backbone's config as a published Ouro of these sizes opens, with its norms around each part."""
     published = {"model_type": "ouro", "vocab_size": 49152, "max_position_embeddings": 65536, "rope_theta": 1e6}
-    published |= {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
-    layout = LAYOUTS["ouro"]
-    config = translated_config("Ouro", published | {"intermediate_size": inner} | sizes, layout)
-    return {"model_type": layout.family} | {name: value for name, value in config.items() if value is not None}
+    config = translated_config("Ouro", _backbone(*sizes, **published | family), LAYOUTS["ouro"])
+    return {"model_type": LAYOUTS["ouro"].family} | {name: value for name, value in config.items() if value is not None}
 
 
 # The method and the backbone of each shape.

@@ -6,17 +6,18 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from typer import Option
 
+from adaponder.commands.shared import opt
 from adaponder.ops.linear_cross_entropy import linear_cross_entropy_sum, plain_linear_cross_entropy
 from adaponder.ops.vocab_expectation import plain_vocab_expectation, vocab_expectation
 from adaponder.terminal import console
 from benchmarks import harness
-from benchmarks.cli import numbers
+from benchmarks.cli import tuples
 from benchmarks.harness import Common, Precision, Row, Run, number, ratio, speed
 
 EXPECTATION, LOSS = "vocab_expectation", "linear_cross_entropy"
@@ -42,9 +43,6 @@ class Size(NamedTuple):
     hidden: int
     vocabulary: int
 
-    def __str__(self) -> str:
-        return f"{self.tokens:,} tokens, d = {self.hidden:,}, vocabulary {self.vocabulary:,}"
-
 
 # Batches of the paper's 70M and 410M on a GPU; a CPU gets what it computes in a moment.
 ON_GPU = (Size(65536, 512, 50304), Size(16384, 1024, 50304))
@@ -67,12 +65,10 @@ class OpCase:
 
 
 def run(
-    options: Common,
     *,
-    size: Annotated[
-        list[str] | None, Option(metavar="TOKENS,D,VOCABULARY", help=f"Such as 65536,512,50304{harness.SEVERAL}")
-    ] = None,
-    dtype: Annotated[Precision | None, Option(metavar="NAME", help="bfloat16 (default on a GPU) or float32.")] = None,
+    size: Annotated[list[str] | None, opt(f"Such as 65536,512,50304{harness.SEVERAL}", "TOKENS,D,VOCABULARY")] = None,
+    dtype: Annotated[Precision | None, opt("bfloat16 (default on a GPU) or float32.", "NAME")] = None,
+    options: Common,
 ) -> dict[str, Any]:
     """Time the operations over the vocabulary by themselves, against the device's own matmul and copy.
 
@@ -80,7 +76,7 @@ def run(
     """
     device = options.target
     precision = harness.precision(dtype, device)
-    sizes = [Size(*numbers("--size", text, int, 1, 2**40, count=3)) for text in size or ()]
+    sizes = [Size(*numbers) for numbers in tuples("--size", size, 3, int, "[1, 1099511627776]")]
     sizes = sizes or (ON_GPU if device.type == "cuda" else ON_CPU)
     selected = harness.select(cases(sizes), options.only, always=PLAIN)
     bench = Run(options, "ops", {"sizes": [list(size) for size in sizes], "dtype": precision})
@@ -95,8 +91,9 @@ def run(
         return row | {"copy_share": ratio(ratio(moved, median), bench.hardware["copy_bytes"])}
 
     prepare = partial(operation, device=device, dtype=getattr(torch, precision), seed=options.seed or 0)
-    about: dict[str, Any] = {"title": lambda row: "\n{}: {}, {}".format(*_work_key(row), precision)}
-    bench.time_all(selected, prepare, report, compare=compare_with_plain, columns=_COLUMNS, **about)
+    title = "\n{op}: {tokens:,} tokens, d = {hidden:,}, vocabulary {vocabulary:,}, " + precision
+    about: dict[str, Any] = {"title": lambda row: title.format(**row), "columns": _COLUMNS}
+    bench.time_all(selected, prepare, report, compare=compare_with_plain, **about)
     return bench.finish()
 
 
@@ -170,13 +167,9 @@ def operation(case: OpCase, *, device: torch.device, dtype: torch.dtype, seed: i
 
 def compare_with_plain(rows: list[Row]) -> None:
     """Fills in each row's speed and memory relative to the plain version of the same operation and size."""
-    plain = {(_work_key(row), row["backward"]): row for row in rows if row["implementation"] == PLAIN}
+    same = itemgetter("op", "tokens", "hidden", "vocabulary", "backward")
+    plain = {same(row): row for row in rows if row["implementation"] == PLAIN}
     for row in rows:
-        base = plain.get((_work_key(row), row["backward"]), {})
+        base = plain.get(same(row), {})
         row["memory_of_plain"] = ratio(row["peak_bytes"], base.get("peak_bytes"))
         row["times_plain"] = ratio(base.get("milliseconds"), row["milliseconds"])
-
-
-def _work_key(row: Row) -> tuple[str, Size]:
-    """Returns the operation of a row and its size."""
-    return row["op"], Size(row["tokens"], row["hidden"], row["vocabulary"])

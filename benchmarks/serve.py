@@ -10,16 +10,14 @@ from itertools import pairwise
 from statistics import median
 from typing import Annotated, Any
 
-from typer import Argument, Option
-
+from adaponder.commands.shared import arg, listed, opt
 from adaponder.devices import DTYPES, as_dtype
 from adaponder.errors import EvaluationError, InputError
 from adaponder.policies import parse_policy
 from adaponder.terminal import console
 from benchmarks import harness
-from benchmarks.cli import numbers
-from benchmarks.harness import SEVERAL, Recorded, Row, Run, number, print_table
-from benchmarks.record import versions
+from benchmarks.cli import tuples
+from benchmarks.harness import SEVERAL, Recorded, Row, Run, number, print_table, versions
 from benchmarks.serve_client import KEY, PERCENTILES, ServerLoad, get_json, poisson_times, started, steady_rate, summary
 
 PACKAGES = ("fastapi", "starlette", "uvicorn", "httptools", "uvloop", "httpx")
@@ -33,20 +31,20 @@ _CLIENT_STREAMS, _CLIENT_TOKENS = 64, 1500
 class ServeOptions(Recorded):
     """Options of ``benchmarks serve``: ``checkpoint``, ``url`` or ``stand_in`` (a sleeping engine) is measured."""
 
-    checkpoint: Annotated[str | None, Argument(metavar="CKPT", help="Start its server; time its engine, too.")] = None
-    url: Annotated[str | None, Option(metavar="URL", help=f"A running server; its key is read from {KEY}.")] = None
-    stand_in: Annotated[
-        list[str] | None, Option(metavar="LANES,MS", help=f"An engine that sleeps MS ms for LANES tokens{SEVERAL}")
-    ] = None
-    rates: Annotated[str | None, Option(metavar="1,…", help="Requests/s; default: 10 to 125 % of the maximum.")] = None
-    seconds: Annotated[float, Option(metavar="S", min=0.1, max=3600, help="Duration of each rate.")] = 10.0
-    context: Annotated[int, Option(metavar="N", min=1, max=2**20, help="Tokens of a random prompt.")] = 32
-    new: Annotated[int, Option(metavar="N", min=2, max=2**20, help="Tokens that each request generates.")] = 64
-    streams: Annotated[int, Option(metavar="N", min=1, max=4096, help="Requests at once for the maximum.")] = 64
-    repeats: Annotated[int, Option(metavar="N", min=1, max=1000, help="Repetitions of the maximum.")] = 3
-    timeout: Annotated[float, Option(metavar="S", min=0.1, max=3600, help="A longer request has failed.")] = 120.0
-    policy: Annotated[str | None, Option(metavar="RULE", help="Such as fixed:2; default: the server's.")] = None
-    dtype: Annotated[str, Option(metavar="NAME", help=f"Of CKPT: {', '.join(DTYPES)}.")] = "auto"
+    checkpoint: Annotated[str | None, arg("Start its server; time its engine, too.", "CKPT")] = None
+    url: Annotated[str | None, opt(f"A running server; its key is read from {KEY}.", "URL")] = None
+    stand_in: Annotated[list[str] | None, opt(f"An engine that sleeps MS ms for LANES tokens{SEVERAL}", "LANES,MS")] = (
+        None
+    )
+    rates: Annotated[str | None, opt("Requests/s; default: 10 to 125 % of the maximum.", "1,…")] = None
+    seconds: Annotated[float, opt("Duration of each rate.", "S", min=0.1, max=3600)] = 10.0
+    context: Annotated[int, opt("Tokens of a random prompt.", "N", min=1, max=2**20)] = 32
+    new: Annotated[int, opt("Tokens that each request generates.", "N", min=2, max=2**20)] = 64
+    streams: Annotated[int, opt("Requests at once for the maximum.", "N", min=1, max=4096)] = 64
+    repeats: Annotated[int, opt("Repetitions of the maximum.", "N", min=1, max=1000)] = 3
+    timeout: Annotated[float, opt("A longer request has failed.", "S", min=0.1, max=3600)] = 120.0
+    policy: Annotated[str | None, opt("Such as fixed:2; default: the server's.", "RULE")] = None
+    dtype: Annotated[str, opt(f"Of CKPT: {', '.join(DTYPES)}.", "NAME")] = "auto"
 
     @property
     def kind(self) -> str:
@@ -76,8 +74,8 @@ def run(options: ServeOptions) -> dict[str, Any]:
     [dim]python -m benchmarks serve --stand-in 64,8 --stand-in 256,8[/]
     """
     as_dtype(options.dtype)
-    stand_ins = [numbers("--stand-in", text, float, 0.05, 10_000, count=2) for text in options.stand_in or ()]
-    rates = numbers("--rates", options.rates, float, 0.001, 100_000)
+    stand_ins = tuples("--stand-in", options.stand_in, 2, float, "[0.05, 10000]")
+    rates = listed("--rates", options.rates, float, "[0.001, 100000]")
     if (options.checkpoint is not None) + (options.url is not None) + bool(options.stand_in) != 1:
         raise InputError("give exactly one of CKPT, --url URL and --stand-in LANES,MS")
     if any(after <= before for before, after in pairwise(rates)):
@@ -127,9 +125,9 @@ def _load_stand_ins(
             load = options.load(server.url, streams=lanes)
             engine, bodies = SleepingEngine(model, lanes=lanes, tick=tick / 1e3), load.bodies(lanes, part=0)
             # Half of the engine's repetitions before and half after, so that both meet the same machine.
-            speeds, before = [engine_rate(engine, bodies) for _ in range(2)], server.cpu_seconds()
+            speeds, before = [engine_rate(engine, bodies) for _ in range(2)], sum(server.usage.cpu_times()[:2])
             burst = all_at_once(load, repeats=options.repeats, what=f"{lanes} tokens per {tick:g} ms")
-            after = server.cpu_seconds()
+            after = sum(server.usage.cpu_times()[:2])
             speeds += [engine_rate(engine, bodies) for _ in range(2)]
             burst |= against_engine(burst["server_tokens_per_second"], median(speeds))
             burst |= {"lanes": lanes, "tick_ms": tick, "engine_repetitions": speeds}

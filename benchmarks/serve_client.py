@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from adaponder.errors import EvaluationError, InputError
-from benchmarks import child_environment
+from benchmarks import child_environment, stop
 
 KEY = "ADAPONDER_API_KEY"
 PERCENTILES = ("p50", "p95", "p99")
@@ -283,10 +283,6 @@ class ServerProcess:
         """Returns the resident memory of the process in bytes."""
         return self.usage.memory_info().rss
 
-    def cpu_seconds(self) -> float:
-        """Returns the CPU time of the process in seconds."""
-        return sum(self.usage.cpu_times()[:2])
-
 
 @contextmanager
 def started(
@@ -309,12 +305,7 @@ def started(
             server.url = match.group()
             yield server
         finally:
-            process.terminate()
-            try:
-                process.wait(30.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            stop(process, patience=30.0)
 
 
 async def echo(tick: float) -> None:

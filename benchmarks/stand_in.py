@@ -18,7 +18,6 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from adaponder.data.tokenizers import END, train_bpe
-from adaponder.errors import InputError
 from adaponder.inference.config import eos_ids, max_tokens
 from adaponder.inference.engine import Engine
 from adaponder.inference.outputs import Completion, Event, FinishReason, Token
@@ -55,8 +54,6 @@ class SleepingEngine:
 
     def submit(self, request: Request, on_event: Callback | None = None) -> int:
         check_request(request, self.model, positions=self.tokens, iterations=self.iterations, eos_ids=self.eos_ids)
-        if request.prompt_log_probabilities is not None or request.log_probabilities is not None:
-            raise InputError("log_probabilities: the stand-in has no distribution; leave them out")
         number = next(self._numbers)
         for sample in range(request.samples):
             self._samples[number, sample] = Completion(request, sample, list(request.prompt)), on_event

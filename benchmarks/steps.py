@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
-from typer import Option
 
+from adaponder.commands.shared import Overrides, listed, opt
 from adaponder.devices import autocast, product_dtype
 from adaponder.methods import Objective
 from adaponder.methods.cost import cost_of
@@ -21,8 +21,7 @@ from adaponder.terminal import console, line
 from adaponder.training.graphs import StepGraphs, add_gradients
 from adaponder.training.schedule import build_optimizer
 from benchmarks import harness, models
-from benchmarks.cli import numbers
-from benchmarks.harness import SEVERAL, Common, Row, Run, number, ratio, speed
+from benchmarks.harness import Common, Row, Run, number, ratio, speed
 from benchmarks.models import DOCUMENTS, METHOD, PADDING, PLAIN
 
 COMPILED_PLAIN = f"{PLAIN}, compiled"
@@ -53,14 +52,12 @@ class StepOptions(Common):
     """Options of train and prefill: a recipe's model and its batches of random tokens."""
 
     recipe_name: Annotated[
-        str | None, Option("--recipe", metavar="RECIPE", help="Default: paper/adaponder-70m, on a CPU cpu/demo.")
+        str | None, opt("Default: paper/adaponder-70m, on a CPU cpu/demo.", "RECIPE", flag="--recipe")
     ] = None
-    overrides: Annotated[
-        list[str] | None, Option("--set", metavar="a.b=c", help=f"Change a field of the recipe{SEVERAL}")
-    ] = None
-    batch: Annotated[int | None, Option(metavar="N", min=1, help="Sequences at once; default: micro_batch.")] = None
-    keep: Annotated[str | None, Option(metavar="1,.5,…", help="Share of tokens that each iteration reads.")] = None
-    compiles: Annotated[bool, Option("--compile/--no-compile", help="Measure compiled variants, too.")] = True
+    overrides: Overrides = None
+    batch: Annotated[int | None, opt("Sequences at once; default: micro_batch.", "N", min=1)] = None
+    keep: Annotated[str | None, opt("Share of tokens that each iteration reads.", "1,.5,…")] = None
+    compiles: Annotated[bool, opt("Measure compiled variants, too.", flag="--compile/--no-compile")] = True
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -76,7 +73,7 @@ class StepOptions(Common):
 
     @cached_property
     def shares(self) -> list[float]:
-        return numbers("--keep", self.keep, float, 0, 1)
+        return list(listed("--keep", self.keep, float, "[0, 1]"))
 
     @cached_property
     def depths(self) -> Tensor | None:

@@ -10,31 +10,30 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from adaponder.cli import Command
+from adaponder.commands.shared import arg, listed, opt
 from adaponder.errors import InputError
 from adaponder.terminal import console, line, table
-from benchmarks.cli import add_command, numbers, program, run_program
+from benchmarks.cli import program, run_program
 from experiments.queue import Experiment, Queue, read_queue
 
 if TYPE_CHECKING:
     from experiments.runner import Setup
 
 QUEUE = Path(__file__).with_name("queue.yaml")
-SeedsOption = Annotated[str | None, typer.Option(metavar="0,1,…", help="These seeds instead of the queue's.")]
-JobsOption = Annotated[int, typer.Option(metavar="N", min=1, max=64, help="Runs that share the device.")]
-MinutesOption = Annotated[
-    float | None, typer.Option(metavar="MINUTES", min=0.01, help="Start only runs that end within this time.")
-]
-OneClaim = Annotated[str | None, typer.Argument(metavar="CLAIM", help="Only the runs of this claim.")]
+SeedsOption = Annotated[str | None, opt("These seeds instead of the queue's.", "0,1,…")]
+JobsOption = Annotated[int, opt("Runs that share the device.", "N", min=1, max=64)]
+MinutesOption = Annotated[float | None, opt("Start only runs that end within this time.", "MINUTES", min=0.01)]
+OneClaim = Annotated[str | None, arg("Only the runs of this claim.", "CLAIM")]
+QueueOption = Annotated[Path, opt("The queue of runs.", "YAML")]
 
 
 @dataclass(frozen=True)
 class QueueOptions:
     """Options of all commands that read the queue."""
 
-    queue: Annotated[Path, typer.Option(metavar="YAML", help="The queue of runs.")] = QUEUE
-    records: Annotated[Path | None, typer.Option(metavar="DIR", help="Records; default: beside the queue.")] = None
-    data: Annotated[Path | None, typer.Option(metavar="DIR", help="Prepared main corpus; default: the queue's.")] = None
+    queue: QueueOption = QUEUE
+    records: Annotated[Path | None, opt("Records; default: beside the queue.", "DIR")] = None
+    data: Annotated[Path | None, opt("Prepared main corpus; default: the queue's.", "DIR")] = None
 
     def setup(self, runs: Path = Path(), device: str = "cpu", commit: str = "") -> Setup:
         """Reads the queue; ``--data`` replaces the folder and the hash of the main corpus."""
@@ -52,19 +51,19 @@ class QueueOptions:
 class TrainOptions(QueueOptions):
     """Options of the commands that train runs."""
 
-    runs: Annotated[Path, typer.Option(metavar="DIR", help="Run folders and logs.")] = Path("runs/experiments")
-    device: Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1, …")] = "cpu"
-    commit: Annotated[str | None, typer.Option(metavar="NAME", help="Commit to name in records, without git.")] = None
+    runs: Annotated[Path, opt("Run folders and logs.", "DIR")] = Path("runs/experiments")
+    device: Annotated[str, opt("cpu, cuda, cuda:1, …", "NAME")] = "cpu"
+    commit: Annotated[str | None, opt("Commit to name in records, without git.", "NAME")] = None
 
     @cached_property
     def where(self) -> Setup:
-        from benchmarks.record import commit_of
+        from benchmarks.harness import commit_of
 
         commit = commit_of(self.commit, required=True, paths=("src", "experiments"))
         return self.setup(self.runs, self.device, commit)
 
 
-def list_runs(options: QueueOptions, claim: OneClaim = None, seeds: SeedsOption = None) -> None:
+def list_runs(*, claim: OneClaim = None, seeds: SeedsOption = None, options: QueueOptions) -> None:
     """Shows runs, their states and their results."""
     if seeds and claim is None:
         raise InputError("--seeds needs a claim, whose seeds it replaces")
@@ -72,34 +71,36 @@ def list_runs(options: QueueOptions, claim: OneClaim = None, seeds: SeedsOption 
     _show(setup, setup.queue.of_claim(claim, _seeds(seeds)) if claim else setup.queue.experiments)
 
 
-def next_runs(options: TrainOptions, minutes: MinutesOption = None, jobs: JobsOption = 1) -> None:
+def next_runs(*, minutes: MinutesOption = None, jobs: JobsOption = 1, options: TrainOptions) -> None:
     """Trains the next runs of the whole queue, in its order."""
     _train(options.where, options.where.queue.experiments, minutes, jobs)
 
 
 def claim(
-    options: TrainOptions,
-    name: Annotated[str, typer.Argument(metavar="CLAIM", help="A claim of the queue.")],
+    *,
+    name: Annotated[str, arg("A claim of the queue.", "CLAIM")],
     seeds: SeedsOption = None,
     minutes: MinutesOption = None,
     jobs: JobsOption = 1,
+    options: TrainOptions,
 ) -> None:
     """Trains the runs of one claim."""
     _train(options.where, options.where.queue.of_claim(name, _seeds(seeds)), minutes, jobs)
 
 
 def run(
-    options: TrainOptions,
-    label: Annotated[str, typer.Argument(metavar="LABEL", help="The run's label, as list shows it.")],
+    *,
+    label: Annotated[str, arg("The run's label, as list shows it.", "LABEL")],
     seeds: SeedsOption = None,
     beside: Annotated[int, typer.Option(min=0, hidden=True)] = 0,
+    options: TrainOptions,
 ) -> None:
     """Trains one run in this process and writes its record, with the measurements of all claims."""
     from experiments.measures import TIMED, measuring
-    from experiments.records import carry_out
+    from experiments.runner import carry_out
 
-    queue, seed_lists = options.where.queue, ([], _seeds(seeds))
-    known = (run for name in queue.claims for numbers in seed_lists for run in queue.of_claim(name, numbers))
+    queue = options.where.queue
+    known = [*queue.experiments, *(run.with_seed(seed) for run in queue.experiments for seed in _seeds(seeds))]
     if (experiment := next((run for run in known if run.label == label), None)) is None:
         raise InputError(f"{label}: no such run in the queue; python -m experiments list shows the labels")
     names = [name for name in queue.measures_of(experiment) if name not in TIMED or not beside]
@@ -108,7 +109,7 @@ def run(
     console.print(line("record in ", (path, "bold")), soft_wrap=True)
 
 
-def results(queue: Annotated[Path, typer.Option(metavar="YAML", help="The queue of runs.")] = QUEUE) -> None:
+def results(queue: QueueOption = QUEUE) -> None:
     """Writes docs/results.md, its tables and figures and README's table from the records."""
     from experiments.page import write
 
@@ -116,8 +117,8 @@ def results(queue: Annotated[Path, typer.Option(metavar="YAML", help="The queue 
 
 
 def corpus(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for corpus-NN.jsonl.xz.")],
-    wheels: Annotated[Path | None, typer.Option(metavar="DIR", help="Downloaded wheels; default: OUT/wheels.")] = None,
+    out: Annotated[Path, opt("Folder for corpus-NN.jsonl.xz.", "DIR")],
+    wheels: Annotated[Path | None, opt("Downloaded wheels; default: OUT/wheels.", "DIR")] = None,
 ) -> None:
     """Builds the open corpus from the wheels in experiments/corpus.lock; every sha256 is checked."""
     from experiments.corpus import build
@@ -128,11 +129,8 @@ def corpus(
 app = program(
     "experiments",
     "Trains the runs that test the paper's claims, one record each, and writes the results page from the records.",
+    {"list": list_runs, "next": next_runs, "claim": claim, "run": run, "results": results, "corpus": corpus},
 )
-for name, command in {"list": list_runs, "next": next_runs, "claim": claim, "run": run}.items():
-    add_command(app, name, command)
-for command in (results, corpus):
-    app.command(cls=Command)(command)
 
 
 def _train(setup: Setup, selected: Sequence[Experiment], minutes: float | None, jobs: int) -> None:
@@ -140,18 +138,18 @@ def _train(setup: Setup, selected: Sequence[Experiment], minutes: float | None, 
     from experiments.measures import TIMED
     from experiments.runner import work_through
 
-    def leave_out(why: str, runs: Sequence[Experiment]) -> list[Experiment]:
+    left_out = {
+        f"are left out until their text is prepared: {corpus.prepare}": [run for run in selected if run.corpus == name]
+        for name, corpus in setup.queue.corpora.items()
+        if corpus.folder is not None and not (Path(corpus.folder) / "manifest.json").is_file()
+    }
+    if jobs > 1:
+        timed = [run for run in selected if set(run.measures) & set(TIMED)]
+        left_out["that time the device are left out: start them with --jobs 1"] = timed
+    for why, runs in left_out.items():
         if runs:
             console.print(f"{len(runs)} runs {why}", soft_wrap=True)
-        return [run for run in selected if run not in runs]
-
-    for corpus in setup.queue.corpora.values():
-        if corpus.folder is not None and not (Path(corpus.folder) / "manifest.json").is_file():
-            why = f"are left out until their text is prepared: {corpus.prepare}"
-            selected = leave_out(why, [run for run in selected if run.corpus == corpus.name])
-    if jobs > 1:
-        why = "that time the device are left out: start them with --jobs 1"
-        selected = leave_out(why, [run for run in selected if set(run.measures) & set(TIMED)])
+            selected = [run for run in selected if run not in runs]
     code = work_through(selected, setup, minutes=minutes, jobs=jobs)
     _show(setup, selected)
     raise typer.Exit(code)
@@ -171,13 +169,13 @@ def _data_hash(folder: Path, queue: Queue) -> str:
     return data_hash
 
 
-def _seeds(text: str | None) -> list[int]:
-    return numbers("--seeds", text, int, 0, 2**31 - 1)
+def _seeds(text: str | None) -> tuple[int, ...]:
+    return listed("--seeds", text, int, "[0, 2147483647]")
 
 
 def _show(setup: Setup, selected: Sequence[Experiment]) -> None:
     """Prints a table per claim with the label, state, loss and depth of each run."""
-    from experiments.records import read_records
+    from experiments.runner import read_records
 
     known = read_records(setup.records)
     for name in dict.fromkeys(experiment.claim for experiment in selected):

@@ -14,6 +14,7 @@ import pandas as pd
 
 from adaponder.analysis.tables import spearman
 from adaponder.methods import method_class
+from adaponder.terminal import counted
 from experiments.evidence import Evidence
 from experiments.judging import NONE, shown
 from experiments.statistics import estimate, within
@@ -100,7 +101,7 @@ def tables(models: Sequence[Subject]) -> list[str]:
     fixed, halting = [model for model in models if not model.halts], [model for model in models if model.halts]
     if not fixed:
         return []
-    needed, needs = needed_depths(models), [_hops(need) for need in fixed[0].result["needs"]]
+    needed, needs = needed_depths(models), [counted(need, "hop") for need in fixed[0].result["needs"]]
     rows = [[model.title, model.seed, *map(_percent, model.full)] for model in fixed]
     rows.append(["**needed depth**", "", *(NONE if depth is None else f"**{depth}**" for depth in needed)])
     lines = markdown(["every token read K times", "seed", *needs], rows)
@@ -122,7 +123,7 @@ def _verdicts(models: Sequence[Subject], halting: Sequence[Subject], needed: Nee
     by_depth = fixed_depths(models)
     least, most = min(by_depth), max(by_depth)
     hard = [
-        f"{_hops(need)} {_percent(low)} against {_percent(high)}"
+        f"{counted(need, 'hop')} {_percent(low)} against {_percent(high)}"
         for need, low, high in zip(models[0].result["needs"], by_depth[least], by_depth[most], strict=True)
         if low < SOLVED <= high
     ]
@@ -144,10 +145,6 @@ def _verdicts(models: Sequence[Subject], halting: Sequence[Subject], needed: Nee
     best = f"{title}: the best of {len(accuracy)} settings that halt, by mean rank correlation"
     judged = [f"    - {what}: **{verdict}**" for what, verdict in verdicts.items()]
     return [*lines, f"- {best}. Over its seeds:", *judged]
-
-
-def _hops(need: int) -> str:
-    return f"{need} hop{'s' if need > 1 else ''}"
 
 
 def _percent(share: float) -> str:

@@ -23,7 +23,7 @@ from adaponder.methods.cost import Parameters, cost_of, parameters_of, training_
 from adaponder.recipes import load_recipe
 from adaponder.training.build import config_of
 from experiments.queue import Corpus, Experiment, Queue
-from experiments.records import record_of, records_of
+from experiments.runner import record_of, records_of
 from experiments.statistics import Estimate, Noise, at_depth, estimate, two_way
 
 # A checkpoint is compared at a depth if the dial reached a mean depth this near to it: its budgets are 0.25 apart.
@@ -165,13 +165,12 @@ class Evidence:
     def mean(self, name: str, column: str) -> float:
         return float(self.values(name, column).mean())
 
-    def noise(self, *names: str, pooled: str | None = None) -> Noise | None:
+    def noise(self, *names: str) -> Noise | None:
         """Returns the noise pooled over the corpus; ``None`` for ``pair``, two corpora or a setting left out."""
         corpora = {self.settings[self.setting(name)].corpus for name in names}
-        noise_of = pooled or self.noise_of
-        if noise_of == "pair" or len(corpora) != 1:
+        if self.noise_of == "pair" or len(corpora) != 1:
             return None
-        noise, left_out = self.pools[corpora.pop()][noise_of]
+        noise, left_out = self.pools[corpora.pop()][self.noise_of]
         return None if left_out & {self.setting(name) for name in names} else noise
 
     @cached_property
@@ -203,8 +202,7 @@ class Evidence:
 
     def title(self, name: str) -> str:
         """Returns a setting's title in the claims, or else its recipe and its changes except the learning rate."""
-        titles = self.claims["titles"]
-        return titles[name] if name in titles else self._in_words(self.settings[self.aliases.get(name, name)])
+        return self.claims["titles"].get(name) or self._in_words(self.run(name))
 
     def _in_words(self, run: Experiment) -> str:
         words = [self.claims["titles"].get(run.recipe, run.recipe)]
@@ -296,14 +294,8 @@ _STATEMENT = {"claim", "where", "says", "paper", "fixed", "tests"}
 def read_claims(path: Path) -> Mapping[str, Any]:
     """Reads ``claims.yaml`` (statements with their tests, rows of tables); raises if it is incomplete."""
     claims = read_yaml(path, InputError)
-    problems = [f"{field} is missing" for field in sorted(_FIELDS - claims.keys())]
-    for statement in claims.get("statements", ()):
-        problems += [f"statements: {field} is missing" for field in sorted(_STATEMENT - statement.keys())]
-    if not problems:
-        lists = [table["rows"] for table in claims["tables"].values()]
-        lists += [claims[field] for field in ("curve", "frontier", "dials", "leaderboard", "line")]
-        named = {alias for rows in lists for alias in rows} | {*claims["against"].values(), claims["full"]}
-        problems = [f"{alias}: no such alias under runs" for alias in sorted(named - set(claims["runs"]))]
-    if problems:
-        raise InputError(f"{path}: {problems[0]}; see experiments/claims.yaml")
+    missing = [*sorted(_FIELDS - claims.keys())]
+    missing += [field for statement in claims.get("statements", ()) for field in sorted(_STATEMENT - statement.keys())]
+    if missing:
+        raise InputError(f"{path}: {missing[0]} is missing; see experiments/claims.yaml")
     return claims

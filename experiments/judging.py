@@ -176,7 +176,7 @@ def _faster(evidence: Evidence, test: Test) -> _Found:
 
 def _unaffordable(evidence: Evidence, test: Test) -> _Found:
     """Reports the runs that a test would need: ``runs``, or as many as detect an ``effect`` of this size."""
-    noise = evidence.noise(evidence.claims["curve"][0], pooled="stable")
+    noise, _ = evidence.pools[""]["stable"]
     runs = test.get("runs") or (2 * statistics.seeds_for(test["effect"], noise) if noise else None)
     return statistics.UNAFFORDABLE, f"{test['unaffordable']}: {runs or 'unknown'} runs"
 

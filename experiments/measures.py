@@ -25,7 +25,7 @@ from adaponder.evaluation.text import Text, Windows, open_text, open_vocabulary
 from adaponder.inference import Engine, Request
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.terminal import console
-from experiments.records import Measure
+from experiments.runner import Measure
 from experiments.statistics import at_depth
 
 # Validation tokens of a measurement; a policy is tuned on one half of them and measured on the other.
@@ -146,20 +146,16 @@ def reuse(subject: Subject) -> dict[str, Any]:
     Only the first saves work; inference uses it, however the model was trained. ``gap`` is its loss minus the loss
     under the rule that the model was trained with.
     """
-    config, scored = subject.model.config, {}
+    config, how, scored = subject.model.config, ScoringOptions(execution="dense"), {}
     trained = config.reuse
     try:
         for rule in ("state", "kv", "none"):
             config.reuse = rule
-            scored[rule] = _scored(subject, ScoringOptions(execution="dense"))
+            scores = score(subject.model, subject.text(), subject.windows(), how=how, batch_size=_BATCH)
+            scored[rule] = {"loss": scores.loss, "depth": float(scores.depth.mean())}
     finally:
         config.reuse = trained
     return {"trained": trained, "as": scored, "gap": scored["state"]["loss"] - scored[trained]["loss"]}
-
-
-def _scored(subject: Subject, how: ScoringOptions) -> dict[str, float]:
-    scores = score(subject.model, subject.text(), subject.windows(), how=how, batch_size=_BATCH)
-    return {"loss": scores.loss, "depth": float(scores.depth.mean())}
 
 
 def demand(subject: Subject) -> dict[str, Any]:

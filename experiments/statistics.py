@@ -172,10 +172,10 @@ def often(cases: Mapping[int, bool], *, least: int = 3) -> str:
 
 def exact_interval(count: int, total: int) -> tuple[float, float]:
     """Returns the exact (Clopper-Pearson) 95 % interval of a probability, after ``count`` cases in ``total``."""
-    from scipy.stats import beta
+    from scipy.stats import binomtest
 
-    low = float(beta.ppf(0.025, count, total - count + 1)) if count else 0.0
-    return low, float(beta.ppf(0.975, count + 1, total - count)) if count < total else 1.0
+    interval = binomtest(count, total).proportion_ci(method="exact")
+    return float(interval.low), float(interval.high)
 
 
 def all_of(verdicts: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas as pd
 
+from adaponder.terminal import number
 from experiments import statistics as stats
 from experiments.evidence import Evidence
 from experiments.judging import NONE, judge, shown
@@ -38,10 +39,6 @@ def speed(points: pd.DataFrame) -> str:
     return f"{pd.Series(alone).median():,.0f}" if alone else "shared"
 
 
-def _number(value: float | None, form: str = ",.4f") -> str:
-    return NONE if value is None or math.isnan(value) else format(value, form)
-
-
 def _by_seed(values: Iterable[float], form: str) -> str:
     return ", ".join(format(value, form) for value in values)
 
@@ -53,7 +50,7 @@ def _shares(points: pd.DataFrame) -> str:
 
 
 def _mean(column: str, form: str) -> Cell:
-    return lambda e, name, points: _number(points[column].to_numpy().mean(), form)
+    return lambda e, name, points: number(points[column].to_numpy().mean(), form)
 
 
 def _relative(column: str, base: Callable[[Mapping[str, Any]], str], form: Callable[[float], str]) -> Cell:
@@ -76,7 +73,7 @@ def _saved(share: float) -> str:
 # Formats a cell from the evidence, a setting's name and its :meth:`Evidence.points`.
 Cell = Callable[[Evidence, str, pd.DataFrame], str]
 CELLS: Mapping[str, Cell] = {
-    "lr": lambda e, name, points: _number(rate_of(e.run(name)), "g"),
+    "lr": lambda e, name, points: number(rate_of(e.run(name)), "g"),
     "seeds": lambda e, name, points: ", ".join(map(str, points.index)),
     "loss by seed": lambda e, name, points: _by_seed(points.loss, ".4f"),
     "loss": _mean("loss", ".4f"),
@@ -203,7 +200,7 @@ def _steps(result: Mapping[str, Any]) -> Rows:
     losses = {"loss": "nll", "at forced depth 1": "nll_at_depth_1", "at full depth": "nll_at_full_depth"}
     return [
         {"halted at step": str(i + 1), "tokens": f"{tokens:,}"}
-        | {head: _number(result[name][i], ",.3f") for head, name in losses.items()}
+        | {head: number(result[name][i], ",.3f") for head, name in losses.items()}
         for i, tokens in enumerate(result["tokens"])
     ]
 
@@ -216,14 +213,15 @@ def _policies(result: Mapping[str, Any]) -> Rows:
         alike.setdefault((policy["loss"], policy["causal"]), []).append(name)
     return [
         {"policy": "; ".join(names), "causal": "yes" if causal else "no", "iterations": f"{result['depth']:.3f}"}
-        | {"loss": _number(loss), "minus learned gate": NONE if None in (loss, learned) else f"{loss - learned:+.4f}"}
+        | {"loss": number(loss, ".4f")}
+        | {"minus learned gate": NONE if None in (loss, learned) else f"{loss - learned:+.4f}"}
         for (loss, causal), names in sorted(alike.items(), key=lambda pair: pair[0][0] or math.inf)
     ]
 
 
 def _reuse(result: Mapping[str, Any]) -> Rows:
     rules = {"loss, state reused (skipping)": "state", "keys and values alone": "kv", "nothing": "none"}
-    losses = {head: _number(result["as"][rule]["loss"]) for head, rule in rules.items()}
+    losses = {head: number(result["as"][rule]["loss"], ".4f") for head, rule in rules.items()}
     return [{"trained with reuse of": result["trained"], **losses, "gap": f"{result['gap']:+.4f}"}]
 
 

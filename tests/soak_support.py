@@ -18,7 +18,7 @@ import httpx
 import torch
 
 from adaponder.inference import Engine, Request
-from benchmarks.record import commit_of, device_name, versions
+from benchmarks.harness import commit_of, device_name, versions
 from benchmarks.serve_client import ServerProcess, started
 from harness_support import VOCABULARY, reader, words
 

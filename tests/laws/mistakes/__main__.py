@@ -103,7 +103,7 @@ def _source(commit: str | None) -> dict:
     """Returns what a record says of the source; asks another process, since the trials begin without adaponder."""
     tried = (*FOLDERS.values(), "tests", f":!{RECORD.relative_to(ROOT)}")
     code = (
-        "import json, sys; from benchmarks.record import commit_of, versions; commit, *tried = json.loads(sys.argv[1])"
+        "import json, sys; from benchmarks.harness import commit_of, versions; commit, *tried = json.loads(sys.argv[1])"
     )
     code += "; print(json.dumps([commit_of(commit, required=True, paths=tuple(tried)), versions()]))"
     path = os.pathsep.join([str(ROOT), str(ROOT / "src")])

@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from adaponder.errors import EvaluationError, InputError
 from bench_support import QUICK, SET, invoke, measured
-from benchmarks import harness, ops, record
+from benchmarks import harness, ops
 from benchmarks.__main__ import app
 
 CPU = torch.device("cpu")
@@ -96,12 +96,12 @@ def test_names_come_from_recipe_and_device(monkeypatch):
 
 
 def test_a_commit_is_asked_for_where_there_is_no_git(monkeypatch):
-    assert record.commit_of(None, required=True).removesuffix("-dirty").isalnum()
+    assert harness.commit_of(None, required=True).removesuffix("-dirty").isalnum()
     monkeypatch.setenv("PATH", "")
-    assert record.commit_of("abc", required=True) == "abc"
-    assert record.commit_of(None, required=False) == "unknown"
+    assert harness.commit_of("abc", required=True) == "abc"
+    assert harness.commit_of(None, required=False) == "unknown"
     with pytest.raises(InputError, match="--commit"):
-        record.commit_of(None, required=True)
+        harness.commit_of(None, required=True)
 
 
 def test_an_interruption_shows_what_was_measured_and_leaves(monkeypatch):

@@ -11,12 +11,11 @@ from typer.testing import CliRunner
 
 from adaponder.errors import InputError
 from adaponder.files import lock
-from experiments import records as record_files
 from experiments import runner
 from experiments.__main__ import app
 from experiments.measures import MEASURES
 from experiments.queue import Corpus, read_queue
-from experiments.records import read_records, record_of
+from experiments.runner import read_records, record_of
 from queue_support import written
 
 
@@ -214,7 +213,7 @@ def test_wrong_use_starts_nothing(tmp_path, monkeypatch, place):
     for words, more, message in (
         (("next",), {"minutes": 5}, "no run of this kind has been timed on cpu"),
         (("claim", "lr"), {"data": tmp_path / "nothing"}, "prepare it with: adaponder prepare TEXT"),
-        (("claim", "lr"), {"seeds": "1,x"}, "must be numbers"),
+        (("claim", "lr"), {"seeds": "1,x"}, "--seeds"),
         (("run", "mini-nothing"), {}, "no such run"),
     ):
         with pytest.raises(InputError, match=message):
@@ -234,7 +233,7 @@ def test_two_runs_that_end_together_do_not_take_one_record_name(tmp_path, monkey
         finally:
             os.close(descriptor)
 
-    monkeypatch.setattr(record_files, "_write", write)
+    monkeypatch.setattr(runner, "_write", write)
     assert command("run", "tiny-seed-0", **place({})).code == 0
     assert locked == [True]
 
