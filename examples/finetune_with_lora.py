@@ -33,11 +33,12 @@ def loss_and_depth(model: PeftModel, windows: torch.Tensor) -> str:
 
 def main(steps: int, out: str) -> None:
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(sample_path())
+    checkpoint = sample_path("sample-adaponder")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     windows = windows_of("\n\n".join(topics.values())[:200_000], tokenizer)
     held_out, windows = windows[:16], windows[16:]
 
-    plain = AdaPonderForCausalLM.from_pretrained(sample_path())
+    plain = AdaPonderForCausalLM.from_pretrained(checkpoint)
     # Adapters on every linear map of the backbone; modules_to_save trains the gates themselves, without one.
     config = LoraConfig(r=8, target_modules="all-linear", modules_to_save=["method"], task_type="CAUSAL_LM")
     model = get_peft_model(plain, config)

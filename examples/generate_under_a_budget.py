@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from adaponder import AdaPonderForCausalLM, Engine, Request, load_profile, sample_path
 
 PROMPTS = ["import os\n", "class Stack:\n    def push(self, item):\n", "def area(radius):\n    return ", "for name in "]
-BUDGETS = (1.25, 1.5, 2, 3, 3.75)
+BUDGETS = (1.25, 1.5, 2, 2.5, 2.75)
 
 
 def main(tokens: int) -> None:
@@ -39,7 +39,7 @@ def main(tokens: int) -> None:
             f"budget {budget:<4g}  mean depth {sum(depths) / len(depths):.2f}  {sum(depths):4d} rows computed  "
             f"{same} of {len(PROMPTS)} texts as at {BUDGETS[-1]:g}"
         )
-    for budget in (1.5, 3.75):
+    for budget in (1.5, 2.75):
         print(f"\nat {budget:g}:\n{PROMPTS[2]}{tokenizer.decode(by_budget[budget][2].ids)}")
 
 

@@ -1,7 +1,8 @@
 """The checkpoints that come with the package: small, trained, and opened by name without a network.
 
-``sample`` writes Python, ``sample-hops`` answers puzzles whose needed depth is known. A folder of that name in the
-working directory takes precedence; ``adaponder:NAME`` always means the package's checkpoint.
+``sample`` writes Python, ``sample-hops`` answers puzzles whose needed depth is known. ``sample-vanilla`` and
+``sample-adaponder`` have the layers and the training tokens of ``sample``: a plain model, and the paper's method. A
+folder of that name in the working directory takes precedence; ``adaponder:NAME`` always means the package's checkpoint.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from pathlib import Path
 
 from adaponder.errors import CheckpointError, InputError
 
-NAMES = SAMPLE, HOPS = "sample", "sample-hops"
+SAMPLE, HOPS = "sample", "sample-hops"
+NAMES = SAMPLE, HOPS, "sample-vanilla", "sample-adaponder"
 _PREFIX = "adaponder:"
 # Text that ``sample`` has not been trained on, beside its weights.
 TEXT = "held-out.txt"
@@ -45,5 +47,5 @@ def data_of(name: str) -> str:
     if folder is None:
         return name
     if not (folder / TEXT).is_file():
-        raise InputError(f"--data {name}: that checkpoint has no text; adaponder puzzle makes its own")
+        raise InputError(f"--data {name}: that checkpoint has no text: sample is Python, hops:seed=3 are puzzles")
     return str(folder / TEXT)

@@ -68,7 +68,7 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.mark.every  # building takes most of a minute
 def test_a_wheel_is_small_and_has_every_file_of_the_package_and_works_when_installed(wheel, tmp_path):
-    assert wheel.stat().st_size < 9_000_000
+    assert wheel.stat().st_size < 19_000_000
     with zipfile.ZipFile(wheel) as archive:
         for name in tracked("src/adaponder"):
             assert archive.read(name.removeprefix("src/")) == (ROOT / name).read_bytes(), name
@@ -88,7 +88,7 @@ def test_a_wheel_is_small_and_has_every_file_of_the_package_and_works_when_insta
     run(*install, wheel, folder=tmp_path)
     path, parameters = run(python, "-c", OPENS, folder=tmp_path, HF_HUB_OFFLINE="1").split()
     assert path == str(site / "adaponder" / "sample")
-    assert parameters == "3902979"
+    assert parameters == "2760706"
     assert __version__ in run(command, "--version", folder=tmp_path)
 
 

@@ -11,7 +11,6 @@ from adaponder.backbones.wrapper import Backbone
 from adaponder.inference.bodies import Body, FusedBody, Pools, StockBody, unsupported
 from adaponder.ops import dispatch
 from adaponder.ops.ledger_attention import Cohort, LedgerRows
-from kernel_support import error
 from support import FAMILIES, stock, widen_norms
 
 LANES, ITERATIONS, SLOTS, ROWS = 3, 3, 12, 120
@@ -110,13 +109,15 @@ def test_kernels_are_as_near_to_the_truth_as_the_stock_layers(name, device, dtyp
     bodies = [fused(Backbone(narrow)), StockBody(Backbone(narrow), stream=True), StockBody(Backbone(wide), stream=True)]
     for body in bodies[1:]:
         body.gathers = True
-    errors = torch.zeros(2, dtype=torch.float64)
-    for seed in range(1 if device == "cpu" else 4):
+    # Mean squares over many passes: with 16 dimensions the largest error of a few is noise.
+    squares = torch.zeros(2, dtype=torch.float64)
+    for seed in range(2 if device == "cpu" else 16):
         truth = read(bodies[2], seed)
         for number, body in enumerate(bodies[:2]):
-            errors[number] += max(map(error, read(body, seed, dtype, device), truth))
-    kernels, plain = errors.tolist()
-    assert 0 < kernels <= 1.25 * plain + torch.finfo(dtype).eps
+            for values, true in zip(read(body, seed, dtype, device), truth, strict=True):
+                squares[number] += (values.double().cpu() - true).square().mean() / true.square().mean()
+    kernels, plain = squares.sqrt().tolist()
+    assert 0 < kernels <= 1.25 * plain
 
 
 class _Adapter(nn.Linear):
