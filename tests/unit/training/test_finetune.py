@@ -99,6 +99,36 @@ def test_a_checkpoint_keeps_its_method_unless_the_user_names_another(base, tmp_p
     assert model.config.method == "adaponder"
 
 
+def test_a_run_resumes_without_the_checkpoint_it_began_from(base, tmp_path):
+    train(small(base / "shards", "train.steps=1", method="ouro"), out=tmp_path / "run", quiet=True)
+    recipe, out = finetune(tmp_path, "train.eval_tokens=64", data=base / "shards"), tmp_path / "tuned"
+    train(recipe, out=out, quiet=True)
+    (tmp_path / "run").rename(tmp_path / "gone")
+    (tmp_path / "mine.yaml").write_text(recipe.to_yaml())
+    command.train(recipe=str(tmp_path / "mine.yaml"), out=out, resume="auto")  # finished
+    (tmp_path / "whole").mkdir()
+    (out / "final").rename(tmp_path / "whole" / "final")
+    command.train(recipe=str(tmp_path / "mine.yaml"), out=out, resume="auto")
+    assert_same_weights(out, tmp_path / "whole")
+    source = str(out / "checkpoints" / "step-00000003")
+    command.train(recipe=str(tmp_path / "mine.yaml"), out=tmp_path / "again", resume=source)
+    assert_same_weights(tmp_path / "again", tmp_path / "whole")
+
+
+def test_a_resumed_run_keeps_the_method_it_began_with(base, tmp_path):
+    settings = ["train.steps=1", "train.save_every=0", "train.eval_tokens=64"]
+    train(finetune(base, *settings, "model.method=ponder"), out=tmp_path / "tuned", quiet=True)
+    recipe = finetune(base, *settings)
+    assert train(recipe, out=tmp_path / "tuned", resume="auto", quiet=True).trainer is None
+    source = tmp_path / "tuned" / "final"
+    trainer = train(recipe, out=tmp_path / "on", resume=str(source), weights_only=True, quiet=True).trainer
+    assert trainer.recipe.model.method == trainer.model.config.method == "ponder"
+    source.rename(tmp_path / "gone")  # so nothing is left to resume
+    other = finetune(base, *settings, f"model.backbone={base / 'run'}")
+    trainer = train(other, out=tmp_path / "tuned", resume="auto", quiet=True).trainer
+    assert trainer.model.config.method == "adaponder"
+
+
 def test_targets_are_the_assistants_words_alone(base, chats):
     recipe = finetune(base, data=chats, name="finetune/chat")
     batches = MicroBatches(recipe, sampler_of(recipe, Shards.open(chats)), World())
