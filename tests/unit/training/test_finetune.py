@@ -19,6 +19,7 @@ from adaponder.errors import InputError
 from adaponder.files import read_json
 from adaponder.recipes import load_recipe
 from adaponder.training import lora
+from adaponder.training.build import with_method
 from adaponder.training.data import MicroBatches, sampler_of
 from adaponder.training.distributed import World
 from adaponder.training.run import train
@@ -119,7 +120,8 @@ def test_a_resumed_run_keeps_the_method_it_began_with(base, tmp_path):
     settings = ["train.steps=1", "train.save_every=0", "train.eval_tokens=64"]
     train(finetune(base, *settings, "model.method=ponder"), out=tmp_path / "tuned", quiet=True)
     recipe = finetune(base, *settings)
-    assert train(recipe, out=tmp_path / "tuned", resume="auto", quiet=True).trainer is None
+    assert with_method(recipe, tmp_path / "tuned", "auto").model.method == "ponder"
+    assert train(recipe, out=tmp_path / "tuned", resume="auto", quiet=True).trainer is None, "the run is finished"
     source = tmp_path / "tuned" / "final"
     trainer = train(recipe, out=tmp_path / "on", resume=str(source), weights_only=True, quiet=True).trainer
     assert trainer.recipe.model.method == trainer.model.config.method == "ponder"
