@@ -158,10 +158,10 @@ class BoundedConnection(HttpToolsProtocol):
     """A connection whose headers must be short and arrive in time, and whose client must read its answers.
 
     Its numbers are fields of :class:`adaponder.serving.settings.Limits`. ``places`` counts the connections of each
-    client, so that none can hold all of them; ``holder_of`` names the client of an address, by default none, which is
-    not counted. The class works around faults of uvicorn 0.54 with httptools, which limits neither the bytes nor the
-    time of headers, so that a client could fill memory or hold connections (CVE-2025-48956), waits forever for a client
-    that does not read, and marks only the last of several pipelined requests as disconnected.
+    client, so that none can hold all ``most_connections``; ``holder_of`` names the client of an address, by default
+    none, which is not counted. The class works around faults of uvicorn 0.54 with httptools, which limits neither the
+    bytes nor the time of headers, so that a client could fill memory or hold connections (CVE-2025-48956), waits
+    forever for a client that does not read, and marks only the last of several pipelined requests as disconnected.
     """
 
     header_bytes: ClassVar[int] = 1 << 15
