@@ -102,7 +102,7 @@ def _name(kernel: JITFunction) -> str:
 
 def kernels() -> set[JITFunction]:
     """Returns the package's Triton functions that no other Triton function calls."""
-    modules = [importlib.import_module(found.name) for found in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}.")]
+    modules = [importlib.import_module(info.name) for info in pkgutil.walk_packages(ops.__path__, f"{ops.__name__}.")]
     functions = {value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)}
     called = {name for function in functions for name in function.fn.__code__.co_names}
     return {function for function in functions if function.fn.__name__ not in called}

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from adaponder import AdaPonderForCausalLM, Engine
 from adaponder.serving.routes import make_app
 from adaponder.serving.served import Served
-from adaponder.serving.server import address_of, bounded, listen
+from adaponder.serving.server import address_of, config_of, listen
 from adaponder.serving.settings import Settings
 from adaponder.serving.worker import Worker
 from adaponder.text import pieces
@@ -106,9 +106,8 @@ def serving(
 
     worker = Worker(open_engine, served)
     listening = listen("127.0.0.1", 0)
-    how = {"ws": "none", "lifespan": "on", "log_level": "critical", "timeout_graceful_shutdown": 5}
-    how["limit_concurrency"] = settings.limits.connections
-    config = uvicorn.Config(make_app(worker, settings), http=bounded(settings.limits, settings.access), **how)
+    config = config_of(make_app(worker, settings), settings)
+    config.timeout_graceful_shutdown = 5
     server = uvicorn.Server(config)
     loops: list[asyncio.AbstractEventLoop] = []
 

@@ -164,7 +164,7 @@ def _serve(worker: Worker, settings: Settings, listening: socket.socket) -> None
         console.print(f"API key: {'needed' if settings.access.keys else 'none needed'}; page: {address}/")
         console.print("Ctrl-C or SIGTERM stops it after the requests under way; a second one at once", style="dim")
 
-    run(make_app(worker, settings), worker, listening, settings.limits, settings.access, started=started)
+    run(make_app(worker, settings), worker, listening, settings, started=started)
 
 
 def open_worker(

@@ -43,8 +43,9 @@ def train(
     from adaponder.training.run import train as train_recipe
 
     overrides = [*(overrides or ()), *([] if seed is None else [f"train.seed={seed}"])]
-    loaded = with_method(load_recipe(recipe, overrides))
+    loaded = load_recipe(recipe, overrides)
     out = out or Path("runs") / loaded.name.replace("/", "-")
+    loaded = with_method(loaded, out, resume)
     if out.parent == Path("runs"):
         out.parent.mkdir(parents=True, exist_ok=True)
     show_recipe(recipe, loaded, overrides, verbose=verbose)

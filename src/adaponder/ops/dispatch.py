@@ -59,7 +59,7 @@ def has_half_kernels(like: Tensor) -> bool:
 
 
 def runs_unproven() -> bool:
-    """Returns whether paths may run that no GPU has timed yet (``ADAPONDER_UNPROVEN=1``); they pass the CPU's tests."""
+    """Returns whether kernels may run whose tests pass on the CPU and not yet on a GPU (``ADAPONDER_UNPROVEN=1``)."""
     return os.environ.get("ADAPONDER_UNPROVEN") == "1"
 
 

@@ -26,7 +26,7 @@ from adaponder.serving.fairness import Places
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from adaponder.serving.settings import Access, Limits
+    from adaponder.serving.settings import Settings
     from adaponder.serving.worker import Worker
 
 _KEEP_ALIVE_SECONDS = 30
@@ -71,22 +71,25 @@ def url_of(host: str, port: int) -> str:
 
 
 def run(
-    app: ASGIApp,
-    worker: Worker,
-    listening: socket.socket,
-    limits: Limits,
-    access: Access | None = None,
-    *,
-    started: Callable[[], None],
+    app: ASGIApp, worker: Worker, listening: socket.socket, settings: Settings, *, started: Callable[[], None]
 ) -> None:
     """Serves until SIGTERM or Ctrl-C, then lets running requests finish; a second signal ends at once.
 
     ``started`` is called once requests are answered. Raises :class:`KeyboardInterrupt` after Ctrl-C.
     """
     sys.setswitchinterval(_SWITCH_SECONDS)
-    config = uvicorn.Config(
+    server = Server(config_of(app, settings), worker, started, drain_seconds=settings.limits.drain_seconds)
+    server.run(sockets=[listening])
+    server.deadline.cancel()
+    if server.signal == signal.SIGINT:
+        raise KeyboardInterrupt
+
+
+def config_of(app: ASGIApp, settings: Settings) -> uvicorn.Config:
+    """Returns uvicorn's config for an app with these settings."""
+    return uvicorn.Config(
         app,
-        http=bounded(limits, access),
+        http=bounded(settings),
         ws="none",
         lifespan="on",
         log_level="warning",
@@ -94,14 +97,10 @@ def run(
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=round(limits.drain_seconds) + _LAST_WORDS_SECONDS,
-        limit_concurrency=limits.connections,
+        timeout_graceful_shutdown=round(settings.limits.drain_seconds) + _LAST_WORDS_SECONDS,
+        # From this many open connections on, uvicorn answers every request with 503.
+        limit_concurrency=settings.limits.connections + 1,
     )
-    server = Server(config, worker, started, drain_seconds=limits.drain_seconds)
-    server.run(sockets=[listening])
-    server.deadline.cancel()
-    if server.signal == signal.SIGINT:
-        raise KeyboardInterrupt
 
 
 class Server(uvicorn.Server):
@@ -159,10 +158,10 @@ class BoundedConnection(HttpToolsProtocol):
     """A connection whose headers must be short and arrive in time, and whose client must read its answers.
 
     Its numbers are fields of :class:`adaponder.serving.settings.Limits`. ``places`` counts the connections of each
-    client, so that none can hold all of them; ``holder_of`` names the client of an address, by default none, which is
-    not counted. The class works around faults of uvicorn 0.54 with httptools, which limits neither the bytes nor the
-    time of headers, so that a client could fill memory or hold connections (CVE-2025-48956), waits forever for a client
-    that does not read, and marks only the last of several pipelined requests as disconnected.
+    client, so that none can hold all ``most_connections``; ``holder_of`` names the client of an address, by default
+    none, which is not counted. The class works around faults of uvicorn 0.54 with httptools, which limits neither the
+    bytes nor the time of headers, so that a client could fill memory or hold connections (CVE-2025-48956), waits
+    forever for a client that does not read, and marks only the last of several pipelined requests as disconnected.
     """
 
     header_bytes: ClassVar[int] = 1 << 15
@@ -258,9 +257,8 @@ class BoundedConnection(HttpToolsProtocol):
             self.transport.close()
 
 
-def bounded(limits: Limits, access: Access | None = None) -> type[BoundedConnection]:
-    """Returns a connection class with these limits; with ``access``, clients share the connections fairly."""
-    attributes: dict[str, Any] = limits.of_connections() | {"places": Places(), "most_connections": limits.connections}
-    if access is not None:
-        attributes["holder_of"] = access.holder_of
-    return type("BoundedConnection", (BoundedConnection,), attributes)
+def bounded(settings: Settings) -> type[BoundedConnection]:
+    """Returns the connection class of a server with these settings, whose clients share its connections fairly."""
+    limits = settings.limits
+    shares = {"places": Places(), "most_connections": limits.connections, "holder_of": settings.access.holder_of}
+    return type("BoundedConnection", (BoundedConnection,), limits.of_connections() | shares)

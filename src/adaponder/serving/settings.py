@@ -23,8 +23,6 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 # Without this secret, addresses could be found from their hashes in /metrics.
 _SECRET = secrets.token_bytes(16)
 _ORIGIN = re.compile(r"https?://[a-z0-9.\[\]:-]{1,255}")
-
-
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +16,24 @@ from adaponder.conversion.open import describe, open_checkpoint
 from adaponder.errors import ConfigError, did_you_mean
 from adaponder.fields import Recurrence
 from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.recipes import Recipe
+from adaponder.recipes import Recipe, load_recipe
 
 
-def with_method(recipe: Recipe) -> Recipe:
-    """Returns the recipe with its checkpoint's own method if ``model.method`` is ``None``."""
+def with_method(recipe: Recipe, out: Path | None = None, resume: str | None = None) -> Recipe:
+    """Returns the recipe with its checkpoint's own method if ``model.method`` is ``None``.
+
+    A run that is resumed keeps the method in its folder ``out`` or in the checkpoint that ``resume`` names, so that it
+    continues without the checkpoint it once began from.
+    """
     if recipe.model.method is not None:
         return recipe
-    return replace(recipe, model=replace(recipe.model, method=describe(recipe.model.backbone).method))
+    source, method = recipe.model.backbone, None
+    if resume == "auto" and out is not None and (out / "recipe.yaml").is_file():
+        begun = load_recipe(str(out / "recipe.yaml")).model
+        method = begun.method if begun.backbone == source else None
+    elif resume not in (None, "auto") and Path(resume).is_dir():
+        source = resume
+    return replace(recipe, model=replace(recipe.model, method=method or describe(source).method))
 
 
 def build_model(recipe: Recipe, vocabulary: int) -> AdaPonderForCausalLM:

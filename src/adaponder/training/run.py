@@ -59,7 +59,7 @@ def train(
     takes a checkpoint's weights and starts at step 0. ``allow_changes`` lets a resumed run differ from the settings of
     its checkpoint. ``wandb`` names a Weights & Biases project to log to as well.
     """
-    recipe = with_method(recipe)
+    recipe = with_method(recipe, out, resume)
     config_of(recipe)  # raises if no model can be built, before any data is prepared
     check_resume(resume, weights_only=weights_only, allow_changes=allow_changes)
     with join(device) as world, owned(out, world, resume):

@@ -173,6 +173,15 @@ def test_idle_connections_of_one_client_leave_room_for_others():
         assert latest == b"HTTP/1.1 200"
 
 
+def test_requests_are_answered_while_all_connections_are_open():
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with serving(settings=Settings(limits=Limits(connections=2))) as server, ExitStack() as stack:
+        clients = [stack.enter_context(connect(server, source=f"127.0.0.{number}")) for number in (1, 2)]
+        for client in clients:
+            client.sendall(head)
+        assert [client.recv(12) for client in clients] == 2 * [b"HTTP/1.1 200"]
+
+
 def test_clients_without_keys_are_told_apart_by_address():
     access = Access(proxies=("10.0.0.1", "10.1.0.0/16"))
 

@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -26,7 +27,7 @@ from adaponder.commands import serve
 from adaponder.errors import InputError
 from adaponder.serving.routes import make_app
 from adaponder.serving.server import Server, address_of, bounded, listen, run
-from adaponder.serving.settings import Limits, Settings
+from adaponder.serving.settings import Access, Limits, Settings
 from adaponder.serving.worker import Worker
 from serving_support import connect, serving, tiny_served
 from support import tiny
@@ -121,7 +122,7 @@ def test_requests_that_outlast_the_drain_get_an_error(monkeypatch):
 
     client, stuck = threading.Thread(target=talk), threading.Thread(target=tokenize)
     with listen("127.0.0.1", 0) as listening:
-        run(make_app(worker, settings), worker, listening, settings.limits, started=client.start)
+        run(make_app(worker, settings), worker, listening, settings, started=client.start)
     assert time.monotonic() - answers["began"] < 0.1 + 3
     for thread in (client, stuck):
         thread.join(20)
@@ -272,7 +273,7 @@ def test_malformed_heads_are_refused(server, head):
 def test_client_that_stops_reading_is_disconnected():
     async def main() -> None:
         config, aborted = uvicorn.Config(lambda scope: None), asyncio.Event()
-        connection = bounded(Limits(stall_seconds=0.05))(config, ServerState(), {})
+        connection = bounded(Settings(limits=Limits(stall_seconds=0.05)))(config, ServerState(), {})
         connection.connection_made(SimpleNamespace(abort=aborted.set, get_extra_info=lambda name: None))
         connection.pause_writing()
         connection.resume_writing()
@@ -280,5 +281,62 @@ def test_client_that_stops_reading_is_disconnected():
         assert not aborted.is_set()
         connection.pause_writing()
         await asyncio.wait_for(aborted.wait(), 5)
+
+    asyncio.run(main())
+
+
+class Transport:
+    """The server's side of a connection from an address."""
+
+    def __init__(self, address: str):
+        self.address, self.answer, self.closed = address, b"", False
+
+    def get_extra_info(self, name: str) -> tuple[str, int] | None:
+        return (self.address, 1) if name == "peername" else None
+
+    def write(self, data: bytes) -> None:
+        self.answer += data
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+
+@pytest.mark.parametrize("network", ["2001:db8::{}", "::ffff:192.0.2.1"])
+def test_connections_of_a_client_count_until_they_close(network):
+    async def main() -> None:
+        access = Access(proxies=("10.0.0.1", "fd00::/8"))
+        connection_class = bounded(Settings(limits=Limits(connections=18, header_seconds=0.05), access=access))
+        config, state = uvicorn.Config(lambda scope: None), ServerState()
+
+        def connected(address: str) -> tuple[Any, Transport]:
+            connection, transport = connection_class(config, state, {}), Transport(address)
+            connection.connection_made(transport)
+            return connection, transport
+
+        for proxy in ("10.0.0.1", "::ffff:10.0.0.1", "fd12::1") * 9:
+            assert connected(proxy)[1].answer == b"", "a proxy may hold more than all"
+        proxies = len(state.connections)
+        open_connections = [connected(network.format(number)) for number in range(16)]
+        assert not [transport for _, transport in open_connections if transport.closed]
+        refused = [connected(network.format(number)) for number in range(3)]
+        assert [transport.answer[:13] for _, transport in refused] == 3 * [b"HTTP/1.1 429 "]
+        assert len(state.connections) - proxies == 16, "uvicorn counts refused ones no longer, though they are open yet"
+        other, transport = connected("2001:db8:0:1::1")
+        assert not transport.closed
+        for connection, _ in refused:
+            connection.connection_lost(None)
+        open_connections[0][0].connection_lost(ConnectionResetError())
+        open_connections[1][0].data_received(b"GET / HTTP/1.1\r\n" + b"a" * (1 << 16))  # answered 431
+        await asyncio.sleep(0.1)  # the others are answered 408
+        assert all(transport.closed for _, transport in open_connections[1:])
+        for connection, _ in open_connections[1:]:
+            connection.connection_lost(None)
+        other.connection_lost(None)
+        assert (connection_class.places.total, connection_class.places.held) == (0, {})
+        again = [connected(network.format(number))[1].closed for number in range(17)]
+        assert again == 16 * [False] + [True]
 
     asyncio.run(main())

@@ -19,6 +19,7 @@ from adaponder.errors import InputError
 from adaponder.files import read_json
 from adaponder.recipes import load_recipe
 from adaponder.training import lora
+from adaponder.training.build import with_method
 from adaponder.training.data import MicroBatches, sampler_of
 from adaponder.training.distributed import World
 from adaponder.training.run import train
@@ -97,6 +98,37 @@ def test_a_checkpoint_keeps_its_method_unless_the_user_names_another(base, tmp_p
     other = finetune(tmp_path, *settings, "model.method=adaponder", data=base / "shards")
     model = train(other, out=tmp_path / "other", quiet=True).trainer.model
     assert model.config.method == "adaponder"
+
+
+def test_a_run_resumes_without_the_checkpoint_it_began_from(base, tmp_path):
+    train(small(base / "shards", "train.steps=1", method="ouro"), out=tmp_path / "run", quiet=True)
+    recipe, out = finetune(tmp_path, "train.eval_tokens=64", data=base / "shards"), tmp_path / "tuned"
+    train(recipe, out=out, quiet=True)
+    (tmp_path / "run").rename(tmp_path / "gone")
+    (tmp_path / "mine.yaml").write_text(recipe.to_yaml())
+    command.train(recipe=str(tmp_path / "mine.yaml"), out=out, resume="auto")  # finished
+    (tmp_path / "whole").mkdir()
+    (out / "final").rename(tmp_path / "whole" / "final")
+    command.train(recipe=str(tmp_path / "mine.yaml"), out=out, resume="auto")
+    assert_same_weights(out, tmp_path / "whole")
+    source = str(out / "checkpoints" / "step-00000003")
+    command.train(recipe=str(tmp_path / "mine.yaml"), out=tmp_path / "again", resume=source)
+    assert_same_weights(tmp_path / "again", tmp_path / "whole")
+
+
+def test_a_resumed_run_keeps_the_method_it_began_with(base, tmp_path):
+    settings = ["train.steps=1", "train.save_every=0", "train.eval_tokens=64"]
+    train(finetune(base, *settings, "model.method=ponder"), out=tmp_path / "tuned", quiet=True)
+    recipe = finetune(base, *settings)
+    assert with_method(recipe, tmp_path / "tuned", "auto").model.method == "ponder"
+    assert train(recipe, out=tmp_path / "tuned", resume="auto", quiet=True).trainer is None, "the run is finished"
+    source = tmp_path / "tuned" / "final"
+    trainer = train(recipe, out=tmp_path / "on", resume=str(source), weights_only=True, quiet=True).trainer
+    assert trainer.recipe.model.method == trainer.model.config.method == "ponder"
+    source.rename(tmp_path / "gone")  # so nothing is left to resume
+    other = finetune(base, *settings, f"model.backbone={base / 'run'}")
+    trainer = train(other, out=tmp_path / "tuned", resume="auto", quiet=True).trainer
+    assert trainer.model.config.method == "adaponder"
 
 
 def test_targets_are_the_assistants_words_alone(base, chats):
