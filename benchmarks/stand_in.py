@@ -152,7 +152,7 @@ def main() -> None:
     lanes, tick = int(sys.argv[1]), float(sys.argv[2]) / 1e3
     settings, listening, worker = Settings(lanes=lanes), listen("127.0.0.1", 0), stand_in_worker(lanes, tick)
     app = make_app(worker, settings)
-    run(app, worker, listening, settings.limits, started=lambda: print(address_of(listening), flush=True))
+    run(app, worker, listening, settings, started=lambda: print(address_of(listening), flush=True))
 
 
 if __name__ == "__main__":
