@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from adaponder.cli import Command, main
+from adaponder.cli import Command, Group, main
 from adaponder.commands.shared import command, listed
 from adaponder.errors import InputError
 from adaponder.terminal import quiet_libraries
@@ -16,7 +16,7 @@ from adaponder.terminal import quiet_libraries
 def program(name: str, about: str, commands: Mapping[str, Callable[..., Any]]) -> typer.Typer:
     """Returns the app of ``python -m NAME`` with these commands; ``about`` is its help text."""
     look: dict[str, Any] = {"no_args_is_help": True, "add_completion": False, "pretty_exceptions_enable": False}
-    app = typer.Typer(name=f"python -m {name}", help=about, rich_markup_mode="rich", **look)
+    app = typer.Typer(name=f"python -m {name}", cls=Group, help=about, rich_markup_mode="rich", **look)
     for command_name, run in commands.items():
         app.command(command_name, cls=Command)(command(run))
     return app
