@@ -50,6 +50,9 @@ def main(name: str, out: str, text: str, dtype: str, revision: str | None) -> No
     model = AutoModelForCausalLM.from_pretrained(
         name, revision=revision, trust_remote_code=True, torch_dtype=getattr(torch, dtype)
     ).eval()
+    # Rotary frequencies are buffers that no checkpoint holds; transformers 5 leaves those of some releases at zero.
+    if lost := [name for name, buffer in model.named_buffers() if name.endswith("inv_freq") and not buffer.any()]:
+        raise SystemExit(f"{lost[0]} is all zeros: load the release with the transformers that its config.json names")
     saved = outputs(model, tokenizer(text, return_tensors="pt").input_ids[0])
     save_file({name: tensor.contiguous() for name, tensor in saved.items()}, out)
     print(f"{out}: {', '.join(f'{name} {list(tensor.shape)}' for name, tensor in saved.items())}")
