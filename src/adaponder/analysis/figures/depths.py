@@ -184,8 +184,8 @@ class DepthByDifficulty(Plate):
         decile = tables.quantile_bins(hard, DECILES)
         self.difficulty, self.deciles = _binned(trace, depth.astype(np.float64), hard, decile)
         self.boxes: dict[int, dict[str, Any]] = {
-            present: dict(zip(_QUANTILES, np.quantile(hard[depth == present], [*_QUANTILES.values()]), strict=True))
-            for present in np.unique(depth).tolist()
+            value: dict(zip(_QUANTILES, np.quantile(hard[depth == value], [*_QUANTILES.values()]), strict=True))
+            for value in np.unique(depth).tolist()
         }
         self.rho = tables.rank_correlation(trace, hard, depth)
         self.with_entropy = tables.rank_correlation(trace, trace["entropy_1"], depth)
@@ -253,7 +253,7 @@ class DepthByPlace(Plate):
     name = "depth"
     title = "Depth by frequency, position and source"
     alt = (
-        "Four panels of mean depth, with 95% intervals where there are documents enough: by the token's frequency, by "
+        "Four panels of mean depth, with 95% intervals where there are enough documents: by the token's frequency, by "
         "position in the document, by position in the window, and by source; the mean over all tokens dotted."
     )
     needs = ("halting",)
