@@ -208,7 +208,7 @@ def test_doctor_lists_versions_devices_and_kernels(tmp_path, monkeypatch):
         ("convert {stock} --out {stock}", "--out"),
         ("convert {stock} --out {new} --method anitime", "did you mean anytime?"),
         ("convert {stock} --out {stock}/config.json/x", "config.json is a file, not a folder"),
-        ("convert {ada} --out {new} --iterations 3", "is that already"),
+        ("convert {ada} --out {new} --iterations 3", "has this method already"),
         ("train cpu/demo --json {stock}/config.json/x", "config.json is a file, not a folder"),
         ("train cpu/demo --set data.sequence=100000", "exceeds model.backbone.max_position_embeddings"),
         ("sweep cpu/demo", "--grid is missing"),

@@ -124,10 +124,10 @@ def compare_with_loops(
 def compare_with_saved(model: AdaPonderForCausalLM, saved: dict[str, Tensor]) -> tuple[list[Check], dict[str, Any]]:
     """Compares ``model`` with saved outputs of published code; returns checks, and mean depths at each saved threshold.
 
-    ``saved`` has ``ids [time]`` and ``logits [loops, time, vocabulary]`` (or of the last loop alone); for models with an
-    exit gate also ``gates [time, loops]``, ``thresholds [n]``, and ``exits [n, time]``, the loop at which each token
-    exits. Exits may differ where the cumulative probability equals a threshold to rounding; depths with keys and values
-    reused after an exit, as this package decodes, are reported without a bound.
+    ``saved`` has ``ids [time]`` and ``logits [loops, time, vocabulary]`` (or of the last loop alone); with an exit gate
+    also ``gates [time, loops]``, ``thresholds [n]``, and ``exits [n, time]``, the loop at which each token exits. Exits
+    may differ where the cumulative probability equals a threshold to rounding; depths with keys and values reused after
+    an exit, as this package decodes, are reported without a bound.
     """
     ids, loops = saved["ids"][None].to(model.device), model.config.iterations
     halts = model.method.halts

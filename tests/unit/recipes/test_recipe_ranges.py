@@ -269,7 +269,7 @@ def test_a_file_that_is_no_recipe_is_one_line(tmp_path, monkeypatch, what):
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "", "/", "."])
 def test_a_name_that_no_file_can_have_is_no_recipe(name):
-    with pytest.raises(ConfigError, match="neither a recipe that ships nor a file"):
+    with pytest.raises(ConfigError, match="neither a shipped recipe nor a file"):
         load_recipe(name)
     with pytest.raises(ConfigError, match="did you mean cpu/demo"):
         load_recipe("cpu/dmo")
