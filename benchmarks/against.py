@@ -119,7 +119,7 @@ def compare(other: Path, case: str, *, device: str, rounds: int, steps: int) -> 
             turns[tree].append(statistics.median(answer_of(workers[tree], f"{steps}\n")))
     for worker in workers:
         worker.communicate()
-    ratios = [here / there for here, there in zip(*turns, strict=True)]
+    ratios = [this / theirs for this, theirs in zip(*turns, strict=True)]
     medians = dict(zip(("this", "other"), map(statistics.median, turns), strict=True))
     return {"case": case} | medians | {"ratio": statistics.median(ratios), "ratios": ratios}
 

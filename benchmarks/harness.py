@@ -270,8 +270,8 @@ class Run:
                 self.keep(rows=rows)
         except KeyboardInterrupt:
             name = "standard output" if self.options.json == STDOUT else self.options.json
-            kept = f"; {name} has the rows so far" if rows and name else ""
-            console.print(f"interrupted: no record is written{kept}")
+            saved = f"; {name} has the rows so far" if rows and name else ""
+            console.print(f"interrupted: no record is written{saved}")
             raise
         finally:
             for heading, group in groupby(rows, title):

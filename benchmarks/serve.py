@@ -99,9 +99,9 @@ def run(options: ServeOptions) -> dict[str, Any]:
 def _load_server(options: ServeOptions, rates: Sequence[float]) -> tuple[list[Row], list[Row]]:
     """Measures the checkpoint's server, or a running one; returns the rows of all streams at once and of each rate."""
     with ExitStack() as stack:
-        server, alone, url, key = None, None, str(options.url), os.environ.get(KEY)
+        server, engine_speed, url, key = None, None, str(options.url), os.environ.get(KEY)
         if options.checkpoint is not None:
-            alone = _engine_alone(options)
+            engine_speed = _engine_alone(options)
             arguments = ["-m", "adaponder", "serve", options.checkpoint, "--port", "0", "--device", options.device]
             arguments += ["--dtype", options.dtype, "--lanes", str(options.streams)]
             server = stack.enter_context(started(arguments, patience=600.0))
@@ -109,7 +109,7 @@ def _load_server(options: ServeOptions, rates: Sequence[float]) -> tuple[list[Ro
             get_json(url, "/ready", patience=600.0)  # it listens before its engine is loaded
         load = options.load(url, key)
         burst = all_at_once(load, repeats=options.repeats, what=options.kind)
-        burst |= against_engine(burst["server_tokens_per_second"], alone)
+        burst |= against_engine(burst["server_tokens_per_second"], engine_speed)
         return [burst], [row | {"server_rss": server and server.rss()} for row in at_rates(load, rates, burst)]
 
 
@@ -171,9 +171,10 @@ def all_at_once(load: ServerLoad, *, repeats: int, what: str) -> Row:
     return row | {"repetitions": rates[1:]}
 
 
-def against_engine(speed: float, alone: float | None) -> Row:
+def against_engine(speed: float, engine_speed: float | None) -> Row:
     """Returns the engine's tokens/s without the server, and ``overhead``, the share that the server loses."""
-    return {"engine_tokens_per_second": alone, "overhead": 1.0 - speed / alone if alone else None}
+    overhead = 1.0 - speed / engine_speed if engine_speed else None
+    return {"engine_tokens_per_second": engine_speed, "overhead": overhead}
 
 
 def at_rates(load: ServerLoad, rates: Sequence[float], burst: Row) -> Iterator[Row]:

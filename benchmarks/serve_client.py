@@ -55,7 +55,7 @@ class ServerLoad:
     key: str | None = None
 
     def bodies(self, count: int, *, part: int) -> list[dict[str, Any]]:
-        """Returns the bodies of streaming completions; no two parts of a measurement share a prompt."""
+        """Returns the bodies of ``count`` streaming completions; calls with different ``part`` share no prompt."""
         common = {"model": self.model, "max_tokens": self.new, "stream": True, "temperature": 0}
         common |= {"stream_options": {"include_usage": True}} | self.settings
         draws = [random.Random(self.seed * 1_000_003 + part * 100_003 + index) for index in range(count)]

@@ -235,7 +235,7 @@ def train_variants(by: str | None, device: torch.device, *, halting: bool = Fals
     ours += [ponder, best, replace(best, keep_logits=True), replace(best, checkpointing=True)]
     if compiled_on_gpu:
         ours += [replace(best, masked=kind) for kind in (DOCUMENTS, PADDING)]
-        ours += [replace(best, keep_logits=kept, cuda_graphs=True) for kept in (False, True)]
+        ours += [replace(best, keep_logits=keep, cuda_graphs=True) for keep in (False, True)]
         ours += [replace(best, memory_budget=0.5)]
     return [*plain, *ours]
 

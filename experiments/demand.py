@@ -81,7 +81,13 @@ def rank_correlation(by_depth: Sequence[Sequence[int]], needed: Needed) -> float
 
 
 class Aims(NamedTuple):
-    """The rank correlation of depth and needed depth, the accuracy lost by halting, and depth minus needed depth."""
+    """Numbers that a claim has targets for.
+
+    Attributes:
+        rho: rank correlation of depth and needed depth.
+        lost: accuracy at full depth minus accuracy under the model's own policy.
+        spare: mean depth minus needed depth.
+    """
 
     rho: float | None
     lost: float

@@ -166,7 +166,10 @@ class Evidence:
         return float(self.values(name, column).mean())
 
     def noise(self, *names: str) -> Noise | None:
-        """Returns the noise pooled over the corpus; ``None`` for ``pair``, two corpora or a setting left out."""
+        """Returns the pooled noise of the corpus of these settings.
+
+        Returns ``None`` if ``noise_of`` is ``pair``, if the settings have different corpora, or if one is not pooled.
+        """
         corpora = {self.settings[self.setting(name)].corpus for name in names}
         if self.noise_of == "pair" or len(corpora) != 1:
             return None

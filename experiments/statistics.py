@@ -182,7 +182,7 @@ def exact_interval(count: int, total: int) -> tuple[float, float]:
 
 
 def all_of(verdicts: Sequence[str]) -> str:
-    """Combines verdicts: ``HOLDS`` if all hold, else ``FAILS`` if a test fails, else another verdict among them."""
+    """Combines verdicts: ``HOLDS`` if all hold, else the first verdict of ``FAILS``, ``UNTESTABLE``, … among them."""
     order = (FAILS, UNTESTABLE, UNAFFORDABLE, NOT_RUN, UNRESOLVED)
     return next((verdict for verdict in order if verdict in verdicts), HOLDS)
 

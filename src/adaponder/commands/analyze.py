@@ -21,7 +21,7 @@ def analyze(
     checkpoint: Annotated[str, arg("A checkpoint; or a trace.parquet, to draw its figures again.", "CKPT")],
     *,
     data: Annotated[str | None, opt("The text to trace, as for eval.", "TEXT")] = None,
-    out: Annotated[Path | None, shared.folder("Trace, figures, tables and report go here.")] = None,
+    out: Annotated[Path | None, shared.folder("Where to write trace, figures, tables and report.")] = None,
     only: Annotated[str | None, opt("Draw only these figures: halting, gates, grid, …", "a,b")] = None,
     json: shared.Json = None,
     reading: shared.Reading,

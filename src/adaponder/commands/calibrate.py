@@ -27,16 +27,16 @@ RULES = ("gate", "uniform", "geometric", "entropy", "kl", "change", "confidence"
 def calibrate(
     checkpoint: Annotated[str, arg("A checkpoint; or a frontier.json, to draw its figure again.", "CKPT")],
     *,
-    data: Annotated[str | None, opt("As for eval: one half finds the thresholds, the other tests.", "TEXT")] = None,
+    data: Annotated[str | None, opt("The text, as for eval: one half to tune on, one to measure.", "TEXT")] = None,
     budget: Annotated[float | None, opt("The mean depth to reach.", "X", min=1)] = None,
     name: Annotated[str | None, opt("Name of the profile; default budget-N.", "NAME")] = None,
     rule: Annotated[
-        str, opt(f"What is thresholded: {', '.join(RULES)}.", "NAME", check=shared.one_of(*RULES))
+        str, opt(f"The policy to calibrate: {', '.join(RULES)}.", "NAME", check=shared.one_of(*RULES))
     ] = "gate",
     frontier: Annotated[bool, opt("Measure the loss at every budget from 1 to K.", flag="--frontier")] = False,
     step: Annotated[float, opt("Step between the frontier's budgets.", "X", check=shared.within("(0, inf)"))] = 0.25,
     replace: Annotated[bool, opt("Replace a stored profile of the same name.", flag="--replace")] = False,
-    out: Annotated[Path | None, shared.folder("Table and figure of the frontier go here.")] = None,
+    out: Annotated[Path | None, shared.folder("Where to write the frontier's table and figure.")] = None,
     listed: Annotated[bool, opt("List the stored profiles.", flag="--list")] = False,
     json: shared.Json = None,
     reading: shared.Reading,

@@ -28,7 +28,7 @@ def demo(
     overrides: Overrides = None,
     json: Json = None,
 ) -> dict[str, Any]:
-    """Pretrain a small AdaPonderLM on the Python standard library and show what it learned: minutes, no download."""
+    """Pretrain a small AdaPonderLM on the Python standard library and show what it learned, in minutes and offline."""
     from adaponder.files import replace_file
     from adaponder.recipes import load_recipe
     from adaponder.training.run import open_finished, train

@@ -82,7 +82,7 @@ def check_installation() -> dict[str, Any]:
     flops = [(row["method"], f"{row['formula']:,}", f"{row['counted']:,}", f"{row['ratio']:.4f}") for row in checks]
     console.print(table("FLOPs of a small forward", ("method", "our meter", "torch's counter", "ratio"), flops))
     if problems:
-        console.print("; ".join(f"{name} {why}" for name, why in problems.items()), style="red")
+        console.print("; ".join(f"{name} {problem}" for name, problem in problems.items()), style="red")
     else:
         console.print("all well", style="green")
     return {"versions": versions, "problems": problems, "devices": devices, "kernels": kernels, "flops": checks}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _task = partial(opt, panel="Tasks")
 _TASK_DATA = "Read tasks from DIR/TASK/SPLIT.jsonl or .jsonl.xz, not from the hub."
-_PAPER = "paper: its nine tasks at 0 and 5 shots, against Pythia."
+_PAPER = "paper: the paper's nine tasks at 0 and 5 shots, beside its scores of Pythia."
 
 
 @shared.command
@@ -33,7 +33,7 @@ def evaluate(
     data: Annotated[str | None, opt(shared.DATA, "TEXT")] = None,
     depths: Annotated[str | None, opt("Also score with all tokens at these fixed depths.", "1,2,…")] = None,
     dense: Annotated[bool, opt("Compute halted tokens too, and mask them.", flag="--dense")] = False,
-    check_tokens: Annotated[int, opt("Compare skipping with dense on the first N tokens; 0: no.", "N", min=0)] = 2048,
+    check_tokens: Annotated[int, opt("Compare skipping with dense on the first N tokens; 0: off.", "N", min=0)] = 2048,
     json: shared.Json = None,
     tasks: Annotated[str | None, _task("Tasks of lm-evaluation-harness instead of a text.", "a,b,…")] = None,
     suite: Annotated[str | None, _task(_PAPER, "NAME", check=shared.one_of("paper"))] = None,
@@ -105,11 +105,7 @@ def evaluate(
     if narrowing:
         console.print(f"\n{narrowing}")
     if sources:
-        rows = [
-            (name, f"{summary.tokens:,}", *loss_cells(summary), f"{summary.depth:.3f}")
-            for name, summary in sources.items()
-        ]
-        console.print(table("\nBy source", ("source", "tokens", "loss", "95 %", "bits/byte", "iterations"), rows))
+        show_sources(sources)
     agreed = None
     if halts and not dense and check_tokens:
         agreed = agreement(model, text.first(check_tokens), windows, how=how, batch_size=reading.batch_size)
@@ -155,6 +151,14 @@ def show_scorings(title: str, scorings: list[Scoring], *, several_models: bool =
     console.print(table(title, ("", "loss", "95 %", "perplexity", "bits/byte", "emb. scale"), rows))
     spent = [(scoring.label, *scoring.scores.spent.cells()) for scoring in scorings]
     console.print(table("\nWhat it cost", ("", *COLUMNS), spent))
+
+
+def show_sources(sources: dict[str, Summary]) -> None:
+    """Prints a table of the tokens, loss and mean depth of each source."""
+    rows = [
+        (name, f"{summary.tokens:,}", *loss_cells(summary), f"{summary.depth:.3f}") for name, summary in sources.items()
+    ]
+    console.print(table("\nBy source", ("source", "tokens", "loss", "95 %", "bits/byte", "iterations"), rows))
 
 
 def narrow(

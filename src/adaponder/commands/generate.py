@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 STANDARD_INPUT = "-"
 _prompts, _output, _speed = (partial(opt, panel=panel) for panel in ("Prompts", "Output", "Speed"))
 _sampling = partial(option, rich_help_panel="Sampling")
-_PROMPT = "What to continue; may be repeated. -, or piped input alone: standard input."
+_PROMPT = "Text to continue; may be repeated. -: standard input, which is also read if it is piped alone."
 _FILE = "A prompt per line; .jsonl: the field prompt of each line; -: standard input."
 _CHAT = "Prompts are a user's messages, in the tokenizer's chat template."
 _LOOP = "Read prompts in a loop; /help lists the commands."
@@ -60,7 +60,7 @@ def generate(
     top_p: Annotated[float, _sampling("top_p")] = 1.0,
     min_p: Annotated[float, _sampling("min_p")] = 0.0,
     repetition_penalty: Annotated[float, _sampling("repetition_penalty")] = 1.0,
-    greedy: Annotated[bool, opt("As --temperature 0.", flag="--greedy", panel="Sampling")] = False,
+    greedy: Annotated[bool, opt("Same as --temperature 0.", flag="--greedy", panel="Sampling")] = False,
     stop: Annotated[list[str] | None, opt("End before this text; may be repeated.", "TEXT", panel="Sampling")] = None,
     seed: Annotated[int, _sampling("seed", min=0)] = 0,
     depth: shared.Depth,

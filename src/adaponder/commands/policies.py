@@ -30,7 +30,7 @@ def policies(
     data: Annotated[str | None, opt("The text to compare on, as for eval.", "TEXT")] = None,
     budgets: Annotated[str | None, opt("Mean depths to compare at; default: the gate's own.", "1.5,2.5")] = None,
     rates: Annotated[str | None, opt("Rates of the geometric schedules; default 0.9,0.5.", "0.9,0.5")] = None,
-    out: Annotated[Path | None, shared.folder("Tables and figures go here.")] = None,
+    out: Annotated[Path | None, shared.folder("Where to write tables and figures.")] = None,
     json: shared.Json = None,
     reading: shared.Reading,
     opening: shared.Opening,

@@ -35,7 +35,7 @@ def prepare(
     ] = 0.01,
     workers: Annotated[int | None, opt("Processes; default: one per core.", "N", min=1, max=1024)] = None,
     end_token: Annotated[
-        str | None, opt("Ends each document; default: the tokenizer's own, else <|endoftext|>.", "TEXT")
+        str | None, opt("Token that ends each document; default: the tokenizer's, else <|endoftext|>.", "TEXT")
     ] = None,
     shard_tokens: Annotated[int, opt("Tokens per shard file, about.", "N", min=1)] = 2**25,
     chat: Annotated[

@@ -153,8 +153,8 @@ def _serve(worker: Worker, settings: Settings, listening: socket.socket) -> None
         print(f"Serving {served.name} at {address} (API: {address}/v1)", flush=True)
         times = "once" if served.iterations == 1 else f"{served.iterations} times"
         halting = f"up to {served.iterations} iterations a token" if facts["halts"] else f"every token read {times}"
-        where = f"{str(served.model.dtype).removeprefix('torch.')} on {served.model.device}"
-        model = f"Model: {facts['method']}, {facts['parameters']:,} parameters, {where}, {halting}"
+        placement = f"{str(served.model.dtype).removeprefix('torch.')} on {served.model.device}"
+        model = f"Model: {facts['method']}, {facts['parameters']:,} parameters, {placement}, {halting}"
         console.print(model, soft_wrap=True)
         console.print(
             f"Limits: {settings.lanes} lanes, {limits.waiting} completions waiting, {served.tokens} tokens a sequence, "

@@ -105,10 +105,10 @@ def listed(flag: str, text: str | Sequence[Any] | None, kind: type = int, interv
     return values
 
 
-def refuse(chosen: str, **options: object) -> None:
-    """Raises if any of ``options`` is set: they have no effect together with ``chosen``, another option or argument."""
+def refuse(other: str, **options: object) -> None:
+    """Raises if any of ``options`` is set: they have no effect together with ``other``, an option or argument."""
     if unused := [name for name, value in options.items() if value not in (None, ()) and value is not False]:
-        raise InputError(f"--{unused[0].replace('_', '-')} has no effect with {chosen}: leave it out")
+        raise InputError(f"--{unused[0].replace('_', '-')} has no effect with {other}: leave it out")
 
 
 def opt(
@@ -177,12 +177,12 @@ _CKPT = "A model, run or step folder, or a hub name. Checksums are verified, unl
 Checkpoint = Annotated[str, arg(_CKPT, "CKPT")]
 RecipeName = Annotated[str, arg("A name from adaponder recipes, or a YAML file.", "RECIPE")]
 Overrides = Annotated[list[str] | None, opt("Change one field of the recipe; may be repeated.", "a.b=c", flag="--set")]
-_RESULT = "Write the result as JSON; -: to standard output, with everything else on standard error."
+_RESULT = "Write the result as JSON; -: to standard output, all else to standard error."
 Json = Annotated[Path | None, opt(_RESULT, "PATH", check=output_file)]
 
 _MODEL, _TEXT, _DEPTH = "Model", "Text", "Depth (at most one of policy, tau and profile)"
 _DTYPES = "float32, bfloat16, float16, float64; auto: as saved, on a CPU at least float32."
-_WEIGHTS = "Less memory: int8, fp8 (in the layers), on a GPU bfloat16, float16."
+_WEIGHTS = "Narrower weights, to save memory: int8, fp8 (in the layers); on a GPU also bfloat16, float16."
 Device = Annotated[str, opt("cpu, cuda, cuda:1, …", "NAME", panel=_MODEL)]
 Dtype = Annotated[str, opt(_DTYPES, "NAME", check=one_of(*DTYPES), panel=_MODEL)]
 Seed = Annotated[int, opt("Random seed.", "N", min=0, panel=_MODEL)]

@@ -37,14 +37,14 @@ class SweepEnd(NamedTuple):
 def sweep(
     recipe: RecipeName,
     *,
-    grid: Annotated[list[str] | None, opt("One axis and its values; may be repeated.", "a.b=x,y,…")] = None,
+    grid: Annotated[list[str] | None, opt("A field and the values to try; may be repeated.", "a.b=x,y,…")] = None,
     one_at_a_time: Annotated[
         bool, opt("Vary each axis around the recipe's own value.", flag="--one-at-a-time")
     ] = False,
     overrides: Overrides = None,
     seeds: Annotated[str | None, opt("Train every run with each seed.", "0,1,…")] = None,
-    out: Annotated[Path | None, folder("A folder per run; default runs/NAME-sweep.")] = None,
-    dry_run: Annotated[bool, opt("Show the runs and their commands; do nothing.", flag="--dry-run")] = False,
+    out: Annotated[Path | None, folder("Where to write a folder per run; default runs/NAME-sweep.")] = None,
+    dry_run: Annotated[bool, opt("Show the runs and their commands; train nothing.", flag="--dry-run")] = False,
     device: Device = "cpu",
     json: Json = None,
 ) -> None:

@@ -22,9 +22,9 @@ from adaponder.policies import ExitThreshold, FixedDepth
 
 @dataclass(frozen=True)
 class Check:
-    """The result of a comparison: a difference, mostly of logits relative to the largest, and the allowed ``bound``.
+    """The result of a comparison: ``difference`` must be at most ``bound``; without a bound it is only reported.
 
-    Without a ``bound``, the difference is only reported.
+    The difference of two tensors is relative to the largest magnitude.
     """
 
     what: str

@@ -123,10 +123,10 @@ def open_checkpoint(name: str, *, revision: str | None = None, dtype: str = "aut
 def _published_tensors(folder: Path, raw: dict[str, Any], head: str, table: str, *names: str) -> dict[str, Tensor]:
     """Returns the tensors ``names``, if present; raises if the ``head`` contradicts ``tie_word_embeddings``."""
     tied, tensors = raw.get("tie_word_embeddings", False), dict[str, Tensor]()
-    wanted = {*names, *((head, table) if tied else (head,))}
+    needed = {*names, *((head, table) if tied else (head,))}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in wanted.intersection(file.keys())}
+            tensors |= {name: file.get_tensor(name) for name in needed.intersection(file.keys())}
     config = folder / "config.json"
     if not tied and head not in tensors:
         raise CheckpointError(f"{config}: tie_word_embeddings={tied}, but the weights have no {head}")

@@ -348,13 +348,13 @@ class Recipe:
         return yaml.safe_dump(json.loads(json.dumps(self.as_dict())), sort_keys=False)
 
 
-def _check_numbers(value: Any, where: str) -> None:
+def _check_numbers(value: Any, path: str) -> None:
     """Raises if a number in a backbone's mapping is not finite or its magnitude exceeds 1e15."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            _check_numbers(inner, f"{where}.{key}")
+            _check_numbers(inner, f"{path}.{key}")
     elif isinstance(value, (list, tuple)):
         for inner in value:
-            _check_numbers(inner, where)
+            _check_numbers(inner, path)
     elif isinstance(value, (int, float)) and not abs(value) <= 1e15:
-        raise ConfigError(f"{where}={shown(value)} must be a finite number")
+        raise ConfigError(f"{path}={shown(value)} must be a finite number")

@@ -339,7 +339,7 @@ def tune(dial: Dial, budget: float, measure: Callable[[Setting], Scores], *, ite
 
 
 def _between(low: tuple[float, float], high: tuple[float, float], budget: float) -> float:
-    """Returns the next depth to aim at: interpolates two (aimed, measured) pairs at ``budget``, 5 % off both ends."""
+    """Interpolates two (aimed, measured) pairs to the depth to aim at for ``budget``, at least 5 % off both ends."""
     width = high[0] - low[0]
     rise = high[1] - low[1]
     fraction = (budget - low[1]) / rise if rise > 0 else 0.5
