@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from adaponder.cli import Command, main
+from adaponder.cli import Command, Group, main
 from adaponder.commands.shared import command, listed
 from adaponder.errors import InputError
 from adaponder.terminal import quiet_libraries
@@ -17,6 +17,7 @@ def program(name: str, about: str, commands: Mapping[str, Callable[..., Any]]) -
     """Returns the app of ``python -m NAME`` with these commands; ``about`` is its help text."""
     app = typer.Typer(
         name=f"python -m {name}",
+        cls=Group,
         help=about,
         rich_markup_mode="rich",
         no_args_is_help=True,

@@ -110,11 +110,11 @@ def run(
     console.print(line("record in ", (path, "bold")), soft_wrap=True)
 
 
-def results(queue: QueueOption = QUEUE) -> None:
+def results() -> None:
     """Writes docs/results.md, its tables and figures and README's table from the records."""
     from experiments.page import write
 
-    write(queue.parent)
+    write(QUEUE.parent)
 
 
 def corpus(

@@ -113,7 +113,19 @@ def compare(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         answer["policy"] = [float(number) for number in answer["policy"].split(":")[1].split(",")]
     depths = [[token["depth"] for token in answer["tokens"]] for answer in (found, wanted)]
     assert depths[0] == depths[1]
+    for ours, theirs in zip(wanted["tokens"], found["tokens"], strict=True):
+        for best, same in zip(ours.pop("iteration_top"), theirs.pop("iteration_top"), strict=True):
+            _same_top(same, best)
     _near(found, wanted)
+
+
+def _same_top(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """Asserts equal best tokens; those of nearly equal probability may change places, or the last one its name."""
+    _near([token["logprob"] for token in found], [token["logprob"] for token in wanted])
+    known = {token["id"]: token for token in wanted}
+    for token in found:
+        _near(token["logprob"], known.get(token["id"], wanted[-1])["logprob"])
+        assert token["text"] == known.get(token["id"], token)["text"]
 
 
 def _near(found: Any, wanted: Any) -> None:

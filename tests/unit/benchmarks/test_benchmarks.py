@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from adaponder.errors import EvaluationError, InputError
 from bench_support import QUICK, SET, invoke, measured
-from benchmarks import harness, ops
+from benchmarks import against, harness, ops
 from benchmarks.__main__ import app
 
 CPU = torch.device("cpu")
@@ -206,3 +206,11 @@ def test_commands_in_documents_and_help_are_ones_that_the_command_line_takes():
     for line in lines:
         name, *arguments = shlex.split(line, comments=True)
         commands[name].make_context(name, arguments)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("case", ["tiny", "tiny-prefill", "tiny-decode"])
+def test_two_checkouts_are_timed_in_turn(case):
+    result = against.compare(ROOT, case, device="cpu", rounds=2, steps=1)
+    assert result["this"] > 0 < result["other"]
+    assert min(result["ratios"]) <= result["ratio"] <= max(result["ratios"])
