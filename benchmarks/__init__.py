@@ -9,8 +9,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def child_environment(*paths: Path) -> dict[str, str]:
     """Returns the environment of a child process that imports from this checkout, or from other ``paths``."""
-    own = paths or (ROOT, ROOT / "src")
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [*map(str, own), os.environ.get("PYTHONPATH")]))}
+    roots = [str(path) for path in paths or (ROOT, ROOT / "src")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [*roots, os.environ.get("PYTHONPATH")]))}
 
 
 def stop(*processes: subprocess.Popen[bytes], patience: float) -> None:

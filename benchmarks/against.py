@@ -101,8 +101,9 @@ def compare(other: Path, case: str, *, device: str, rounds: int, steps: int) -> 
     for tree in (HERE.parents[1], other):
         command = [sys.executable, str(HERE), "--work", case, "--device", device]
         paths = os.pathsep.join(map(str, (tree / "src", HERE.parents[1])))
-        how: dict[str, Any] = {"env": os.environ | {"PYTHONPATH": paths}, "cwd": tree, "text": True}
-        workers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **how))
+        environment = os.environ | {"PYTHONPATH": paths}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        workers.append(subprocess.Popen(command, cwd=tree, env=environment, **pipes))
 
     def answer_of(worker: Any, request: str = "") -> Any:
         worker.stdin.write(request)
@@ -114,13 +115,13 @@ def compare(other: Path, case: str, *, device: str, rounds: int, steps: int) -> 
     for worker in workers:
         answer_of(worker)  # until it is ready
     for index in range(rounds):
-        for which in (0, 1) if index % 2 else (1, 0):
-            turns[which].append(statistics.median(answer_of(workers[which], f"{steps}\n")))
+        for tree in (0, 1) if index % 2 else (1, 0):
+            turns[tree].append(statistics.median(answer_of(workers[tree], f"{steps}\n")))
     for worker in workers:
         worker.communicate()
-    ratios = [here / there for here, there in zip(*turns, strict=True)]
-    this, theirs = map(statistics.median, turns)
-    return {"case": case, "this": this, "other": theirs, "ratio": statistics.median(ratios), "ratios": ratios}
+    ratios = [this / theirs for this, theirs in zip(*turns, strict=True)]
+    medians = dict(zip(("this", "other"), map(statistics.median, turns), strict=True))
+    return {"case": case} | medians | {"ratio": statistics.median(ratios), "ratios": ratios}
 
 
 def main(

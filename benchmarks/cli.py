@@ -15,8 +15,15 @@ from adaponder.terminal import quiet_libraries
 
 def program(name: str, about: str, commands: Mapping[str, Callable[..., Any]]) -> typer.Typer:
     """Returns the app of ``python -m NAME`` with these commands; ``about`` is its help text."""
-    look: dict[str, Any] = {"no_args_is_help": True, "add_completion": False, "pretty_exceptions_enable": False}
-    app = typer.Typer(name=f"python -m {name}", cls=Group, help=about, rich_markup_mode="rich", **look)
+    app = typer.Typer(
+        name=f"python -m {name}",
+        cls=Group,
+        help=about,
+        rich_markup_mode="rich",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
     for command_name, run in commands.items():
         app.command(command_name, cls=Command)(command(run))
     return app

@@ -66,13 +66,13 @@ class DecodeCase:
 def run(
     *,
     shape: Annotated[list[str] | None, opt(f"{', '.join(SHAPES)}; random weights{harness.SEVERAL}", "NAME")] = None,
-    checkpoint: Annotated[str | None, opt("Its gates decide depth; needs --data.", "CKPT")] = None,
+    checkpoint: Annotated[str | None, opt("A model whose gates decide depth; needs --data.", "CKPT")] = None,
     data: Annotated[str | None, opt("The text that the prompts are cut from.", "SRC")] = None,
-    lanes: Annotated[str | None, opt("Sequences at a time.", "1,64")] = None,
+    lanes: Annotated[str | None, opt("Sequences decoded at the same time.", "1,64")] = None,
     contexts: Annotated[str | None, opt("Tokens of a prompt.", "128,…")] = None,
     depths: Annotated[str | None, opt("Forced mean depths, 1 to 4.", "4,2")] = None,
     tokens: Annotated[int, opt("New tokens of each lane per repetition.", "N", min=1)] = 16,
-    subset: Annotated[bool, opt("Only the rows that aims are stated for.", flag="--subset")] = False,
+    subset: Annotated[bool, opt("Only the cases that the project has targets for.", flag="--subset")] = False,
     scenario: Annotated[Literal["ouro"] | None, opt("ouro: Ouro-1.4B, 1,024 in, 128 out, by depth.", "NAME")] = None,
     dtype: Annotated[Precision | None, opt("bfloat16 (GPU), float16 or float32 (CPU).", "NAME")] = None,
     options: Common,
@@ -98,22 +98,27 @@ def run(
         raise InputError("--checkpoint and --data belong together: prompts are cut from the text")
     if subset and (counts or lengths or means):
         raise InputError("--subset has its own lanes, contexts and depths: leave it out to choose them")
-    usual = ON_GPU if device.type == "cuda" else ON_CPU
-    sizes: dict[str, Any] = usual | {"lanes": counts or usual["lanes"], "contexts": lengths or usual["contexts"]}
+    defaults = ON_GPU if device.type == "cuda" else ON_CPU
+    sizes: dict[str, Any] = defaults | {"lanes": counts or defaults["lanes"]}
+    sizes |= {"contexts": lengths or defaults["contexts"]}
     if scenario is not None:
-        tiny: dict[str, Any] = {"shape": "ouro-tiny", "lanes": (1, 2), "context": 16, "new": 8}
-        size = {} if device.type == "cuda" else tiny
-        size |= ({"lanes": counts} if counts else {}) | ({"context": lengths[0]} if lengths else {})
-        name, every = f"decode-{scenario}", served(**size)
+        size: dict[str, Any] = {}
+        if device.type != "cuda":
+            size = {"shape": "ouro-tiny", "lanes": (1, 2), "context": 16, "new": 8}
+        if counts:
+            size["lanes"] = counts
+        if lengths:
+            size["context"] = lengths[0]
+        name, candidates = f"decode-{scenario}", served(**size)
     elif checkpoint is not None:
         name = "decode-checkpoint"
-        where = itertools.product((ENGINE, DRAFTING), (checkpoint,), sizes["lanes"], sizes["contexts"], (None,))
-        every = list(itertools.starmap(DecodeCase, where))
+        arguments = itertools.product((ENGINE, DRAFTING), (checkpoint,), sizes["lanes"], sizes["contexts"], (None,))
+        candidates = list(itertools.starmap(DecodeCase, arguments))
     else:
         shapes = shape or (["70m", "410m"] if device.type == "cuda" else ["tiny"])
         name = "-".join(["decode", *shapes, *(["subset"] if subset else [])])
-        every = subset_cases(shapes) if subset else cases(shapes, means or tuple(SHARES), **sizes)
-    selected = harness.select(every, options.only)
+        candidates = subset_cases(shapes) if subset else cases(shapes, means or tuple(SHARES), **sizes)
+    selected = harness.select(candidates, options.only)
     opened = None if checkpoint is None or data is None else open_checkpoint(checkpoint, data, precision, device)
     settings = {"dtype": precision, "tokens": tokens, "subset": subset, "scenario": scenario, "checkpoint": checkpoint}
     forced = {case.depth for case in selected if case.depth is not None}

@@ -77,19 +77,20 @@ class Sides:
     copy_rate: float
     steps: dict[str, int]
     opened: Opened | None = None
-    _kept: tuple[Any, Any] = field(init=False, default=(None, None))
+    _cached_model: tuple[Any, Any] = field(init=False, default=(None, None))  # (key, model)
 
     def measure(self, case: DecodeCase) -> Row:
         """Returns the measured fields of a case's row."""
         try:
             row, shares, context = self._in_engine(case) if case.side not in OUTSIDE else self._outside(case)
         except BaseException:
-            self._kept = None, None
+            self._cached_model = None, None
             raise
         # With drafting, the limit depends on how many drafts are accepted.
         if case.kind == STEADY and case.side != DRAFTING:
-            where: dict[str, Any] = {"lanes": row["resident_lanes"] or case.lanes, "context": context}
-            most = limit(self._config(case), shares, **where, dtype=self.dtype, copy_rate=self.copy_rate)
+            lanes = row["resident_lanes"] or case.lanes
+            config = self._config(case)
+            most = limit(config, shares, lanes=lanes, context=context, dtype=self.dtype, copy_rate=self.copy_rate)
             row |= {"limit_tokens_per_second": most, "limit_share": row["tokens_per_second"] / most}
         return row
 
@@ -101,12 +102,12 @@ class Sides:
         if self.opened is not None:
             return self.opened[0]
         key = case.side in (HF, HF_COMPILED), case.shape, case.side in PLAIN_SIDES
-        if self._kept[0] != key:
-            self._kept = None, None
+        if self._cached_model[0] != key:
+            self._cached_model = None, None
             forget(self.device)
             model = build(self._config(case), device=self.device, dtype=self.dtype, seed=self.seed, stock=key[0])
-            self._kept = key, model
-        return self._kept[1]
+            self._cached_model = key, model
+        return self._cached_model[1]
 
     def _in_engine(self, case: DecodeCase) -> tuple[Row, Sequence[float], float]:
         """Measures a case in the engine; returns its row, the share of tokens by depth, and the mean context length."""
@@ -209,7 +210,8 @@ class DecodeLoad:
         for request, count in tokens.items():
             self.answers[request].arrivals.append((now, count))
         self.total += tokens.total()
-        self.resident += [self.engine.statistics["resident"]] if timed else []
+        if timed:
+            self.resident.append(self.engine.statistics["resident"])
 
     @property
     def arrived(self) -> list[Answer]:

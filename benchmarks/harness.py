@@ -140,7 +140,7 @@ def ratio(above: float | None, below: float | None) -> float | None:
 
 
 def add_ratios(rows: Sequence[Row], base: str, **fields: str) -> None:
-    """Sets ``row[name] = row[field] / base_row[field]`` for each ``name=field``; ``base`` is ``base_row``'s variant."""
+    """Sets ``row[name] = row[field] / base_row[field]`` for each ``name=field``; ``base_row`` has variant ``base``."""
     base_row = next((row for row in rows if row["variant"] == base), {})
     for row in rows:
         row |= {name: ratio(row[field], base_row.get(field)) for name, field in fields.items()}
@@ -151,10 +151,18 @@ def check_kernels(device: torch.device) -> None:
     arguments = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "kernel_check", "tests/unit/ops"]
     # A process either compiles kernels or interprets them.
     more = {} if device.type == "cuda" else {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    how: dict[str, Any] = {"cwd": ROOT, "env": child_environment() | more, "timeout": 300, "text": True}
-    done = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, **how)
-    if done.returncode != 0:
-        tail = "\n".join(done.stdout.rstrip().splitlines()[-30:])
+    result = subprocess.run(
+        arguments,
+        cwd=ROOT,
+        env=child_environment() | more,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=300,
+        text=True,
+        check=False,
+    )
+    if result.returncode != 0:
+        tail = "\n".join(result.stdout.rstrip().splitlines()[-30:])
         raise EvaluationError(f"{tail}\nthe kernels' tests fail (see above): nothing is measured")
 
 
@@ -179,11 +187,9 @@ class Common(Recorded):
 
     repeats: Annotated[int, opt("Timed repetitions; the median counts.", "N", min=1, max=100_000)] = 10
     warmup: Annotated[int, opt("Untimed repetitions before them.", "N", min=0, max=100_000)] = 3
-    only: Annotated[list[str] | None, opt(f"Only plain and variants named with WORD; no record{SEVERAL}", "WORD")] = (
-        None
-    )
+    only: Annotated[list[str] | None, opt(f"Only plain and names with WORD; no record{SEVERAL}", "WORD")] = None
     resume: Annotated[Path | None, opt("Keep the rows of an earlier --json file.", "PATH")] = None
-    trust: Annotated[bool, opt("Do not check the kernels first; the record says so.", flag="--trust")] = False
+    trust: Annotated[bool, opt("Skip the check of the kernels; the record says so.", flag="--trust")] = False
 
     @property
     def how_often(self) -> dict[str, int]:
@@ -264,8 +270,8 @@ class Run:
                 self.keep(rows=rows)
         except KeyboardInterrupt:
             name = "standard output" if self.options.json == STDOUT else self.options.json
-            kept = f"; {name} has the rows so far" if rows and name else ""
-            console.print(f"interrupted: no record is written{kept}")
+            saved = f"; {name} has the rows so far" if rows and name else ""
+            console.print(f"interrupted: no record is written{saved}")
             raise
         finally:
             for heading, group in groupby(rows, title):
@@ -281,11 +287,11 @@ class Run:
         facts = [(name, earlier[name], self.record[name]) for name in same]
         facts.append(("device", earlier["hardware"]["device"], self.hardware["device"]))
         old, new = earlier["settings"], self.record["settings"]
-        how = sorted({*old, *new}.difference(("only", "subset", "shares", "sizes")))  # these choose rows
-        facts += [(name, old.get(name), new.get(name)) for name in how]
-        for name, then, now in facts:
-            if then != now:
-                raise InputError(f"--resume {path}: {name} was {then}, and is {now} now")
+        names = sorted({*old, *new}.difference(("only", "subset", "shares", "sizes")))  # these choose rows
+        facts += [(name, old.get(name), new.get(name)) for name in names]
+        for name, before, now in facts:
+            if before != now:
+                raise InputError(f"--resume {path}: {name} was {before}, and is {now} now")
         rows = [row for row in earlier["metrics"]["rows"] if row.get("works", True)]
         return {row.get("name") or row["variant"]: row for row in rows}
 
@@ -301,13 +307,13 @@ class Run:
         ``report`` returns further fields of the row from the median seconds, which are ``None`` if memory did not
         suffice. Consecutive variants with equal ``graphs`` share compiled graphs.
         """
-        device, how = self.options.target, self.options.how_often
+        device, counts = self.options.target, self.options.how_often
         graphs = {variant: getattr(variant, "graphs", variant) for variant in variants}
         shares_graphs = {after: graphs[before] == graphs[after] for before, after in pairwise(variants)}
 
         def measure_one(variant: Any) -> Row:
             forget(device, graphs=not shares_graphs.get(variant))
-            timing = if_it_fits(lambda: measure(prepare(variant), device, **how))
+            timing = if_it_fits(lambda: measure(prepare(variant), device, **counts))
             fields: Row = {"fits": timing is not None, "spread": None, "seconds": [], "peak_bytes": None}
             fields |= {} if timing is None else {"spread": spread(timing.seconds), **vars(timing)}
             return report(variant, timing and timing.median) | fields
@@ -343,10 +349,10 @@ def device_name(device: torch.device) -> str:
     return f"{platform.machine()}, {torch.get_num_threads()} threads"
 
 
-def commit_of(stated: str | None, *, required: bool, paths: Sequence[str] = MEASURED) -> str:
-    """Returns ``stated`` or, if it is ``None``, the checkout's commit, with ``-dirty`` if ``paths`` have changed."""
-    if stated is not None:
-        return stated
+def commit_of(commit: str | None, *, required: bool, paths: Sequence[str] = MEASURED) -> str:
+    """Returns ``commit`` or, if it is ``None``, the checkout's commit, with ``-dirty`` if ``paths`` have changed."""
+    if commit is not None:
+        return commit
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
     except (OSError, subprocess.CalledProcessError):
@@ -373,7 +379,7 @@ def words_of(name: str) -> list[str]:
 
 
 def select(items: Sequence[Any], only: Sequence[str] | None, always: str | None = None) -> list[Any]:
-    """Returns the items whose name contains a word of ``only``, or ``always`` between commas; all without ``only``."""
+    """Returns the items whose name contains a word of ``only`` or has ``always`` as a part; all without ``only``."""
     names = {item: item.name for item in items}
     for word in only or ():
         if not any(word in name for name in names.values()):

@@ -90,7 +90,7 @@ def mask_inputs(kind: str, recipe: Recipe, batch: int, device: torch.device) -> 
 
 
 def choose_depths(keep: Sequence[float], recipe: Recipe, batch: int) -> Tensor:
-    """Returns random depths (:func:`depths_of`); raises unless ``keep`` falls from 1, with a share per iteration."""
+    """Returns random depths for ``--keep``, the share of tokens that each iteration computes; raises for bad shares."""
     text, iterations = "--keep " + ",".join(f"{share:g}" for share in keep), config_of(recipe, METHOD).iterations
     if len(keep) != iterations:
         raise InputError(f"{text} must have {iterations} shares, one per iteration of the recipe")
@@ -120,16 +120,16 @@ def check_executions(recipe: Recipe, depths: Tensor, device: torch.device) -> fl
     states: list[Tensor] = []
     for execution in ("compact", "dense"):
         iterations: list[Iteration] = []
-        how: dict[str, Any] = {"execution": execution, "policy": policy, "on_iteration": iterations.append}
+        options: dict[str, Any] = {"execution": execution, "policy": policy, "on_iteration": iterations.append}
         with autocast(recipe.train.dtype, device):
-            output = model(ids, **how, logits_to_keep=1, output_gates=False)
+            output = model(ids, **options, logits_to_keep=1, output_gates=False)
         if not torch.equal(output.depth.cpu(), depths):
             raise EvaluationError(f"{execution} execution did not use the forced depths: nothing is timed")
         states.append(iterations[-1].hidden)
     error, bound = relative_difference(*states), rounding_bound(product_dtype(recipe.train.dtype, device))
     if not error <= bound:
-        wrong = f"dense and compact hidden states differ by {error:.1e} (rounding explains {bound:.1e})"
-        raise EvaluationError(f"{wrong}: nothing is timed")
+        difference = f"dense and compact hidden states differ by {error:.1e} (rounding explains {bound:.1e})"
+        raise EvaluationError(f"{difference}: nothing is timed")
     return error
 
 
@@ -189,7 +189,7 @@ SHARES = {
 def shares_of(mean: float) -> tuple[float, ...]:
     """Returns shares of depths 1 … 4 with the mean depth ``mean``, interpolated between entries of :data:`SHARES`."""
     means = sorted(SHARES)
-    by_depth = zip(*(SHARES[known] for known in means), strict=True)
+    by_depth = np.array([SHARES[key] for key in means]).T
     return tuple(float(np.interp(mean, means, shares)) for shares in by_depth)
 
 

@@ -24,7 +24,7 @@ EXPECTATION, LOSS = "vocab_expectation", "linear_cross_entropy"
 OPERATIONS = (EXPECTATION, LOSS)
 PLAIN, OURS, KEPT, TORCH = "plain", "ours", "ours, logits kept", "torch"
 # The precision of operands, as in training; products are computed in the precision that is measured.
-_HELD = torch.float32
+_OPERANDS = torch.float32
 _COLUMNS = {
     "implementation": lambda row: f"{row['implementation']}, {'with backward' if row['backward'] else 'forward'}",
     "ms": speed("milliseconds", ",.3f"),
@@ -80,7 +80,7 @@ def run(
     sizes = sizes or (ON_GPU if device.type == "cuda" else ON_CPU)
     selected = harness.select(cases(sizes), options.only, always=PLAIN)
     bench = Run(options, "ops", {"sizes": [list(size) for size in sizes], "dtype": precision})
-    if not torch_has_it():
+    if not has_torch_loss():
         console.print(f"torch {torch.__version__} has no linear_cross_entropy: no row for it")
 
     def report(case: OpCase, median: float | None) -> Row:
@@ -99,17 +99,17 @@ def run(
 
 def cases(sizes: Sequence[Size]) -> list[OpCase]:
     """Returns each operation at each size: plain, ours, and torch's loss if this torch has it."""
-    ways = {EXPECTATION: [PLAIN, OURS, KEPT], LOSS: [PLAIN, OURS, *([TORCH] if torch_has_it() else [])]}
+    implementations = {EXPECTATION: [PLAIN, OURS, KEPT], LOSS: [PLAIN, OURS, *([TORCH] if has_torch_loss() else [])]}
     return [
-        OpCase(op, size, way, backward)
+        OpCase(op, size, implementation, backward)
         for op, size in itertools.product(OPERATIONS, sizes)
-        for way, backward in itertools.product(ways[op], (False, True))
-        if backward or way != KEPT  # forward alone keeps nothing
+        for implementation, backward in itertools.product(implementations[op], (False, True))
+        if backward or implementation != KEPT  # forward alone keeps nothing
     ]
 
 
-def torch_has_it() -> bool:
-    """Returns whether this torch has a linear_cross_entropy of its own."""
+def has_torch_loss() -> bool:
+    """Returns whether this version of torch has ``linear_cross_entropy``."""
     return hasattr(nn.functional, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions")
 
 
@@ -125,7 +125,7 @@ def work_of(op: str, size: Size, *, backward: bool) -> tuple[int, int]:
         products, elements, targets = (6 if backward else 2), 2 * n * d + 2 * v * d, 0
     else:  # hidden states and head in, losses out; d losses in, d hidden and d head out in backward
         products, elements, targets = (3 if backward else 1), n * d + v * d + n, n
-    return products * 2 * n * d * v, (1 + backward) * elements * _HELD.itemsize + 8 * targets
+    return products * 2 * n * d * v, (1 + backward) * elements * _OPERANDS.itemsize + 8 * targets
 
 
 def operation(case: OpCase, *, device: torch.device, dtype: torch.dtype, seed: int) -> Callable[[], Sequence[Tensor]]:
@@ -133,7 +133,7 @@ def operation(case: OpCase, *, device: torch.device, dtype: torch.dtype, seed: i
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=_HELD)
+        return torch.randn(shape, generator=generator, device=device, dtype=_OPERANDS)
 
     n, d, v = case.size
     leaves, grad = [draw(n, d), draw(v, d) * 0.02], None
@@ -144,11 +144,11 @@ def operation(case: OpCase, *, device: torch.device, dtype: torch.dtype, seed: i
         if case.implementation != PLAIN:
             compute = partial(vocab_expectation, keep_logits=case.implementation == KEPT)
     else:
-        targets, every = torch.randint(v, (n,), generator=generator, device=device), torch.ones(n, device=device)
+        targets, weights = torch.randint(v, (n,), generator=generator, device=device), torch.ones(n, device=device)
         compute = {
             PLAIN: lambda hidden, weight: plain_linear_cross_entropy(hidden, weight, targets).mean(),
-            OURS: lambda hidden, weight: linear_cross_entropy_sum(hidden, weight, targets, every) / n,
-            # Its chunks ignore autocast, so operands are cast here.
+            OURS: lambda hidden, weight: linear_cross_entropy_sum(hidden, weight, targets, weights) / n,
+            # torch's version ignores autocast, so operands are cast here.
             TORCH: lambda hidden, weight: nn.functional.linear_cross_entropy(
                 hidden.to(dtype), weight.to(dtype), targets, options=nn.LinearCrossEntropyOptions()
             ),
@@ -158,7 +158,7 @@ def operation(case: OpCase, *, device: torch.device, dtype: torch.dtype, seed: i
 
     def step() -> Sequence[Tensor]:
         with torch.set_grad_enabled(case.backward):
-            with torch.autocast(device.type, dtype, enabled=dtype != _HELD):
+            with torch.autocast(device.type, dtype, enabled=dtype != _OPERANDS):
                 out = compute(*leaves)
             return torch.autograd.grad(out, leaves, grad if grad is None else grad.to(out)) if case.backward else (out,)
 

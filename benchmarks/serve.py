@@ -31,7 +31,7 @@ _CLIENT_STREAMS, _CLIENT_TOKENS = 64, 1500
 class ServeOptions(Recorded):
     """Options of ``benchmarks serve``: ``checkpoint``, ``url`` or ``stand_in`` (a sleeping engine) is measured."""
 
-    checkpoint: Annotated[str | None, arg("Start its server; time its engine, too.", "CKPT")] = None
+    checkpoint: Annotated[str | None, arg("A checkpoint to serve; its engine is timed too.", "CKPT")] = None
     url: Annotated[str | None, opt(f"A running server; its key is read from {KEY}.", "URL")] = None
     stand_in: Annotated[list[str] | None, opt(f"An engine that sleeps MS ms for LANES tokens{SEVERAL}", "LANES,MS")] = (
         None
@@ -40,11 +40,11 @@ class ServeOptions(Recorded):
     seconds: Annotated[float, opt("Duration of each rate.", "S", min=0.1, max=3600)] = 10.0
     context: Annotated[int, opt("Tokens of a random prompt.", "N", min=1, max=2**20)] = 32
     new: Annotated[int, opt("Tokens that each request generates.", "N", min=2, max=2**20)] = 64
-    streams: Annotated[int, opt("Requests at once for the maximum.", "N", min=1, max=4096)] = 64
+    streams: Annotated[int, opt("Concurrent requests when measuring the maximum.", "N", min=1, max=4096)] = 64
     repeats: Annotated[int, opt("Repetitions of the maximum.", "N", min=1, max=1000)] = 3
-    timeout: Annotated[float, opt("A longer request has failed.", "S", min=0.1, max=3600)] = 120.0
+    timeout: Annotated[float, opt("Requests that take longer count as failed.", "S", min=0.1, max=3600)] = 120.0
     policy: Annotated[str | None, opt("Such as fixed:2; default: the server's.", "RULE")] = None
-    dtype: Annotated[str, opt(f"Of CKPT: {', '.join(DTYPES)}.", "NAME")] = "auto"
+    dtype: Annotated[str, opt(f"Precision of CKPT: {', '.join(DTYPES)}.", "NAME")] = "auto"
 
     @property
     def kind(self) -> str:
@@ -99,9 +99,9 @@ def run(options: ServeOptions) -> dict[str, Any]:
 def _load_server(options: ServeOptions, rates: Sequence[float]) -> tuple[list[Row], list[Row]]:
     """Measures the checkpoint's server, or a running one; returns the rows of all streams at once and of each rate."""
     with ExitStack() as stack:
-        server, alone, url, key = None, None, str(options.url), os.environ.get(KEY)
+        server, engine_speed, url, key = None, None, str(options.url), os.environ.get(KEY)
         if options.checkpoint is not None:
-            alone = _engine_alone(options)
+            engine_speed = _engine_alone(options)
             arguments = ["-m", "adaponder", "serve", options.checkpoint, "--port", "0", "--device", options.device]
             arguments += ["--dtype", options.dtype, "--lanes", str(options.streams)]
             server = stack.enter_context(started(arguments, patience=600.0))
@@ -109,7 +109,7 @@ def _load_server(options: ServeOptions, rates: Sequence[float]) -> tuple[list[Ro
             get_json(url, "/ready", patience=600.0)  # it listens before its engine is loaded
         load = options.load(url, key)
         burst = all_at_once(load, repeats=options.repeats, what=options.kind)
-        burst |= against_engine(burst["server_tokens_per_second"], alone)
+        burst |= against_engine(burst["server_tokens_per_second"], engine_speed)
         return [burst], [row | {"server_rss": server and server.rss()} for row in at_rates(load, rates, burst)]
 
 
@@ -163,17 +163,18 @@ def all_at_once(load: ServerLoad, *, repeats: int, what: str) -> Row:
         answers = load.send([0.0] * load.streams, part=part)
         last = summary(answers, max((answer.ended for answer in answers), default=0.0))
         if last["answered"] != load.streams:
-            why = next(iter(last["failures"]), "status 429: its queue is full")
-            raise EvaluationError(f"{load.streams - last['answered']} of {load.streams} streams failed: {why}")
+            reason = next(iter(last["failures"]), "status 429: its queue is full")
+            raise EvaluationError(f"{load.streams - last['answered']} of {load.streams} streams failed: {reason}")
         rates.append(steady_rate(answers))
     row = {"what": what, "streams": load.streams, "server_tokens_per_second": median(rates[1:])}
     row |= {name: last[name] for name in ("first_token", "between_tokens", "tokens", "mean_depth")}
     return row | {"repetitions": rates[1:]}
 
 
-def against_engine(speed: float, alone: float | None) -> Row:
+def against_engine(speed: float, engine_speed: float | None) -> Row:
     """Returns the engine's tokens/s without the server, and ``overhead``, the share that the server loses."""
-    return {"engine_tokens_per_second": alone, "overhead": 1.0 - speed / alone if alone else None}
+    overhead = 1.0 - speed / engine_speed if engine_speed else None
+    return {"engine_tokens_per_second": engine_speed, "overhead": overhead}
 
 
 def at_rates(load: ServerLoad, rates: Sequence[float], burst: Row) -> Iterator[Row]:
@@ -181,8 +182,8 @@ def at_rates(load: ServerLoad, rates: Sequence[float], burst: Row) -> Iterator[R
 
     ``burst`` is the row of all streams at once, whose tokens/s are the server's maximum.
     """
-    usual = [share * burst["server_tokens_per_second"] / load.new for share in USUAL_SHARES]
-    for step, rate in enumerate(rates or usual):
+    defaults = [share * burst["server_tokens_per_second"] / load.new for share in USUAL_SHARES]
+    for step, rate in enumerate(rates or defaults):
         console.print(f"{rate:.3g} requests per second for {load.seconds:g} s …")
         due = poisson_times(rate, load.seconds, seed=load.seed * 7919 + step)
         answers = load.send(due, part=100 + step)

@@ -55,7 +55,7 @@ class ServerLoad:
     key: str | None = None
 
     def bodies(self, count: int, *, part: int) -> list[dict[str, Any]]:
-        """Returns the bodies of streaming completions; no two parts of a measurement share a prompt."""
+        """Returns the bodies of ``count`` streaming completions; calls with different ``part`` share no prompt."""
         common = {"model": self.model, "max_tokens": self.new, "stream": True, "temperature": 0}
         common |= {"stream_options": {"include_usage": True}} | self.settings
         draws = [random.Random(self.seed * 1_000_003 + part * 100_003 + index) for index in range(count)]
@@ -242,9 +242,12 @@ def get_json(url: str, path: str, key: str | None = None, *, patience: float = 0
     import httpx
 
     address, until = f"{url.rstrip('/')}{path}", time.monotonic() + patience
-    how: dict[str, Any] = {"headers": {"authorization": f"Bearer {key}"} if key else {}, "trust_env": False}
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        while (response := httpx.get(address, timeout=30.0, **how)).status_code == 503 and time.monotonic() < until:
+        while True:
+            response = httpx.get(address, headers=headers, timeout=30.0, trust_env=False)
+            if response.status_code != 503 or time.monotonic() >= until:
+                break
             time.sleep(0.05)
     except (httpx.HTTPError, OSError) as problem:
         raise EvaluationError(f"no server answers at {url} ({type(problem).__name__})") from None
@@ -299,8 +302,8 @@ def started(
         try:
             while (match := _ADDRESS.search("\n".join(server.output))) is None:
                 if process.poll() is not None or time.monotonic() > until:
-                    how = "ended before it listened" if process.poll() is not None else "printed no address in time"
-                    raise EvaluationError(f"the server {how}: {' / '.join(server.output[-5:])}")
+                    problem = "ended before it listened" if process.poll() is not None else "printed no address in time"
+                    raise EvaluationError(f"the server {problem}: {' / '.join(server.output[-5:])}")
                 time.sleep(0.02)
             server.url = match.group()
             yield server

@@ -114,8 +114,8 @@ class SleepingEngine:
 
 def engine_rate(engine: Engine | SleepingEngine, bodies: Sequence[dict[str, Any]], **settings: Any) -> float:
     """Returns the :func:`steady_rate` of an engine on the requests in ``bodies``, without a server."""
-    how: dict[str, Any] = {"ignore_eos": True, "seed": 0} | settings
-    requests = [Request(prompt=body["prompt"], max_new_tokens=body["max_tokens"], **how) for body in bodies]
+    options: dict[str, Any] = {"ignore_eos": True, "seed": 0} | settings
+    requests = [Request(prompt=body["prompt"], max_new_tokens=body["max_tokens"], **options) for body in bodies]
     answers = {engine.submit(request): Answer(due=0.0, status=200) for request in requests}
     while engine.busy:
         tokens = Counter(event.request for event in engine.step() if event.token is not None)

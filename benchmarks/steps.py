@@ -43,7 +43,7 @@ _PREFILL_COLUMNS = {
     "tokens/s": number("tokens_per_second", ",.0f"),
     "x dense": number("times_dense", ".2f"),
     "x compiled dense": number("times_compiled", ".2f"),
-    "promised": number("times_promised", ".2f"),
+    "x by FLOPs": number("times_promised", ".2f"),
 }
 
 
@@ -226,15 +226,16 @@ def train_variants(by: str | None, device: torch.device, *, halting: bool = Fals
     ponder, best = (Variant(method, by) for method in ("ponder", METHOD))
     compiled_on_gpu = by is not None and device.type == "cuda"
     if halting:
-        ways = [replace(best, execution=execution) for execution in ("dense", "compact")]
+        ours = [replace(best, execution=execution) for execution in ("dense", "compact")]
         if compiled_on_gpu:
-            ways += [replace(way, cuda_graphs=True) for way in ways] + [replace(way, masked=DOCUMENTS) for way in ways]
-        return [*plain, ponder, *ways]
+            graphs = [replace(variant, cuda_graphs=True) for variant in ours]
+            ours += graphs + [replace(variant, masked=DOCUMENTS) for variant in ours]
+        return [*plain, ponder, *ours]
     ours = [Variant(METHOD, None)] if by else []
     ours += [ponder, best, replace(best, keep_logits=True), replace(best, checkpointing=True)]
     if compiled_on_gpu:
         ours += [replace(best, masked=kind) for kind in (DOCUMENTS, PADDING)]
-        ours += [replace(best, keep_logits=kept, cuda_graphs=True) for kept in (False, True)]
+        ours += [replace(best, keep_logits=keep, cuda_graphs=True) for keep in (False, True)]
         ours += [replace(best, memory_budget=0.5)]
     return [*plain, *ours]
 
@@ -249,17 +250,17 @@ def training_step(
     settings, model, draws = recipe.train, variant.build(recipe, device), models.batches(recipe, batch, device)
     optimizer = build_optimizer(model, settings)
     execution = variant.execution or "dense"
-    how: dict[str, Any] = {"output_logits": False}
-    how["objective"] = Objective(ponder_weight=settings.ponder_weight, ponder_fraction=settings.k_max)
+    arguments: dict[str, Any] = {"output_logits": False}
+    arguments["objective"] = Objective(ponder_weight=settings.ponder_weight, ponder_fraction=settings.k_max)
     if depths is not None and variant.method == METHOD:
-        how["policy"] = ForcedDepths(depths.to(device))
+        arguments["policy"] = ForcedDepths(depths.to(device))
 
     masks = models.mask_inputs(variant.masked, recipe, batch, device)
     graphs = StepGraphs(model, execution, patience=1) if variant.cuda_graphs else None
 
     def forward(inputs: dict[str, Tensor], execution: Any) -> Any:
         with autocast(settings.dtype, device):
-            return model(**inputs, execution=execution, **how)
+            return model(**inputs, execution=execution, **arguments)
 
     def backward(ids: Tensor, targets: Tensor) -> Any:
         if variant.method == PLAIN:
@@ -291,8 +292,8 @@ def flops_per_token(recipe: Recipe, variant: Variant, depths: Tensor | None = No
 def compare_with_plain(rows: list[Row]) -> None:
     """Fills in each row's speed and memory relative to both plain versions, eager and compiled."""
     harness.add_ratios(rows, PLAIN, times_plain="tokens_per_second", memory_of_plain="peak_bytes")
-    of_compiled = {"times_compiled_plain": "tokens_per_second", "memory_of_compiled_plain": "peak_bytes"}
-    harness.add_ratios(rows, COMPILED_PLAIN, **of_compiled)
+    fields = {"times_compiled_plain": "tokens_per_second", "memory_of_compiled_plain": "peak_bytes"}
+    harness.add_ratios(rows, COMPILED_PLAIN, **fields)
 
 
 def prefill(options: StepOptions) -> dict[str, Any]:
@@ -307,8 +308,8 @@ def prefill(options: StepOptions) -> dict[str, Any]:
         halves = ",.5" * (models.config_of(recipe, METHOD).iterations - 1)
         options = replace(options, keep=f"1{halves}")
     depths: Any = options.depths  # there are shares, so there are depths
-    ways = itertools.product((METHOD,), dict.fromkeys((None, options.by)), ("dense", "compact"))
-    variants = [Variant(PLAIN, None), *itertools.starmap(Variant, ways)]
+    ours = itertools.product((METHOD,), dict.fromkeys((None, options.by)), ("dense", "compact"))
+    variants = [Variant(PLAIN, None), *itertools.starmap(Variant, ours)]
     selected = harness.select(variants, options.only, always=PLAIN)
     bench = options.begin("prefill")
 

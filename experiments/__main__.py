@@ -56,7 +56,7 @@ class TrainOptions(QueueOptions):
     commit: Annotated[str | None, opt("Commit to name in records, without git.", "NAME")] = None
 
     @cached_property
-    def where(self) -> Setup:
+    def training_setup(self) -> Setup:
         from benchmarks.harness import commit_of
 
         commit = commit_of(self.commit, required=True, paths=("src", "experiments"))
@@ -73,7 +73,7 @@ def list_runs(*, claim: OneClaim = None, seeds: SeedsOption = None, options: Que
 
 def next_runs(*, minutes: MinutesOption = None, jobs: JobsOption = 1, options: TrainOptions) -> None:
     """Trains the next runs of the whole queue, in its order."""
-    _train(options.where, options.where.queue.experiments, minutes, jobs)
+    _train(options.training_setup, options.training_setup.queue.experiments, minutes, jobs)
 
 
 def claim(
@@ -85,7 +85,7 @@ def claim(
     options: TrainOptions,
 ) -> None:
     """Trains the runs of one claim."""
-    _train(options.where, options.where.queue.of_claim(name, _seeds(seeds)), minutes, jobs)
+    _train(options.training_setup, options.training_setup.queue.of_claim(name, _seeds(seeds)), minutes, jobs)
 
 
 def run(
@@ -99,13 +99,14 @@ def run(
     from experiments.measures import TIMED, measuring
     from experiments.runner import carry_out
 
-    queue = options.where.queue
+    setup = options.training_setup
+    queue = setup.queue
     known = [*queue.experiments, *(run.with_seed(seed) for run in queue.experiments for seed in _seeds(seeds))]
     if (experiment := next((run for run in known if run.label == label), None)) is None:
         raise InputError(f"{label}: no such run in the queue; python -m experiments list shows the labels")
     names = [name for name in queue.measures_of(experiment) if name not in TIMED or not beside]
     measure = measuring(names, device=options.device, dtype=experiment.shaped.train.dtype)
-    path = carry_out(experiment, options.where, beside=beside, measure=measure)
+    path = carry_out(experiment, setup, beside=beside, measure=measure)
     console.print(line("record in ", (path, "bold")), soft_wrap=True)
 
 
@@ -146,9 +147,9 @@ def _train(setup: Setup, selected: Sequence[Experiment], minutes: float | None, 
     if jobs > 1:
         timed = [run for run in selected if set(run.measures) & set(TIMED)]
         left_out["that time the device are left out: start them with --jobs 1"] = timed
-    for why, runs in left_out.items():
+    for reason, runs in left_out.items():
         if runs:
-            console.print(f"{len(runs)} runs {why}", soft_wrap=True)
+            console.print(f"{len(runs)} runs {reason}", soft_wrap=True)
             selected = [run for run in selected if run not in runs]
     code = work_through(selected, setup, minutes=minutes, jobs=jobs)
     _show(setup, selected)
@@ -164,8 +165,8 @@ def _data_hash(folder: Path, queue: Queue) -> str:
     # Each run verifies every byte when it opens the data.
     data_hash = Shards.open(folder, "train", verify=False).content_hash()
     if data_hash != queue.main.hash:
-        words = f" {folder} has hash {data_hash}, the queue's records {queue.main.hash}: its records stand apart"
-        console.print(line(("other data:", "yellow"), words), soft_wrap=True)
+        notice = f" {folder} has hash {data_hash}, the queue's records {queue.main.hash}: its records stand apart"
+        console.print(line(("other data:", "yellow"), notice), soft_wrap=True)
     return data_hash
 
 

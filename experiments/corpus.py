@@ -46,8 +46,9 @@ _COPYLEFT = re.compile(r"\b[AL]?GPL|(General|Mozilla|Eclipse) Public Licen|\bMPL
 _GENERATED = re.compile(r"auto(matically)?[- ]?generated|generated (by|from)|do not edit", re.IGNORECASE)
 _LITERAL = re.compile(r"""^[\[({]*\s*(['"(\[{]|-?\d|0x)[^=]*[,\])}]+$""")
 _SHORTEST, _LONGEST, _LONGEST_LINE = 200, 400_000, 400
-# Least characters of a line that identifies a text; a near copy has more than this share of such lines from others.
-_TELLING, _SEEN_SHARE = 20, 0.6
+# Minimum characters of the lines by which texts are compared, and the share of such lines in earlier texts above which
+# a text is a near copy.
+_COMPARED, _SEEN_SHARE = 20, 0.6
 
 
 class Wheel(NamedTuple):
@@ -86,8 +87,8 @@ def download(lock: Path, wheels: Sequence[Wheel], folder: Path) -> None:
         words = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
         # For any Python and platform, so that every machine gets the same file.
         words += ["--python-version", "3.12", "--implementation", "py", "--abi", "none", "--platform", "any"]
-        ended = subprocess.run([*words, "--require-hashes", "-r", str(lock), "-d", str(folder)], check=False)
-        if ended.returncode:
+        result = subprocess.run([*words, "--require-hashes", "-r", str(lock), "-d", str(folder)], check=False)
+        if result.returncode:
             raise InputError(f"{lock}: pip could not download the wheels; see above")
     for wheel in wheels:
         path = folder / wheel.filename
@@ -107,7 +108,7 @@ def is_permissive(licence: str) -> bool:
 
 
 def is_source(path: PurePosixPath, text: str) -> bool:
-    """Returns whether a file is source code under its package's licence: no test, vendored or generated code, data."""
+    """Returns whether a file is source code of its package: not a test, vendored or generated code, or data."""
     lines = text.splitlines()
     if _LEFT_OUT & set(path.parts) or re.match(r"test_|conftest", path.name) or path.stem.endswith("_test"):
         return False
@@ -126,9 +127,9 @@ def source_files(wheel: Path) -> list[tuple[PurePosixPath, bytes]]:
 
 
 def collect(packages: Iterable[tuple[str, Iterable[tuple[PurePosixPath, bytes]]]]) -> list[dict[str, str]]:
-    """Returns a document per source file that is taken; ``packages`` yields (name, files).
+    """Returns a document for each source file that is not a near copy; ``packages`` yields (name, files).
 
-    A text is a near copy, and left out, if most of its long lines are in earlier texts.
+    A text is a near copy if most of its long lines are in earlier texts.
     """
     documents, seen = [], set[int]()
     for package, (path, content) in ((package, file) for package, files in packages for file in files):
@@ -136,8 +137,8 @@ def collect(packages: Iterable[tuple[str, Iterable[tuple[PurePosixPath, bytes]]]
             text = content.decode("utf-8")
         except UnicodeDecodeError:
             continue
-        telling = {line.strip() for line in text.splitlines() if len(line.strip()) >= _TELLING}
-        hashes = {int.from_bytes(hashlib.blake2b(line.encode(), digest_size=8).digest()) for line in telling}
+        lines = {line.strip() for line in text.splitlines() if len(line.strip()) >= _COMPARED}
+        hashes = {int.from_bytes(hashlib.blake2b(line.encode(), digest_size=8).digest()) for line in lines}
         if hashes and len(hashes & seen) <= _SEEN_SHARE * len(hashes) and is_source(path, text):
             seen |= hashes
             documents.append({"text": text, "source": package})

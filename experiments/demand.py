@@ -1,6 +1,7 @@
-"""Compares models of fixed depth and models that halt on puzzles, by the number of hops that a question needs.
+"""Compares models of fixed depth and models that halt on puzzles, by the number of hops that a question takes.
 
-Needed depth of a number of hops: the smallest K at which a model of fixed depth answers ``SOLVED`` of its questions.
+The needed depth of n hops is the smallest K at which a model of fixed depth answers a share of at least ``SOLVED`` of
+the questions of n hops.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from experiments.statistics import estimate, within
 from experiments.tables import markdown
 
 CLAIM, MEASURE = "hops", "demand"
-# The least share of right answers with which a need is solved. This and the three aims were fixed before the runs.
+# The share of right answers from which n hops count as solved. This and the three aims were fixed before the runs.
 SOLVED = 0.95
 _RHO, _POINT, _SPARE = 0.9, 0.01, 0.25
 Needed = Sequence[int | None]
@@ -80,7 +81,13 @@ def rank_correlation(by_depth: Sequence[Sequence[int]], needed: Needed) -> float
 
 
 class Aims(NamedTuple):
-    """The rank correlation of depth and needed depth, the accuracy lost by halting, and depth minus needed depth."""
+    """Numbers that a claim has targets for.
+
+    Attributes:
+        rho: rank correlation of depth and needed depth.
+        lost: accuracy at full depth minus accuracy under the model's own policy.
+        spare: mean depth minus needed depth.
+    """
 
     rho: float | None
     lost: float
@@ -91,8 +98,8 @@ def aims(model: Subject, needed: Needed) -> Aims:
     """Computes a model's :class:`Aims` over all questions; ``spare`` over those whose needed depth is known."""
     result, questions = model.result, model.result["questions"]
     lost = np.average(model.full, weights=questions) - np.average(result["accuracy"], weights=questions)
-    over = [(depth - need, n) for depth, need, n in zip(result["depth"], needed, questions, strict=True) if need]
-    spare = float(np.average([depth for depth, _ in over], weights=[n for _, n in over])) if over else None
+    excess = [(depth - need, n) for depth, need, n in zip(result["depth"], needed, questions, strict=True) if need]
+    spare = float(np.average([depth for depth, _ in excess], weights=[n for _, n in excess])) if excess else None
     return Aims(rank_correlation(result["by_depth"], needed), float(lost), spare)
 
 

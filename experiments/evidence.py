@@ -53,9 +53,9 @@ def costs(experiment: Experiment, shares: tuple[float, ...]) -> dict[str, float]
     """
     config, shape, length = _model(experiment.recipe, experiment.changes)
     # Depths with these shares at positions that multiples of the golden ratio spread evenly over the windows.
-    place = torch.arange(_WINDOWS * length, dtype=torch.float64) * 0.6180339887498949 % 1.0
+    spread = torch.arange(_WINDOWS * length, dtype=torch.float64) * 0.6180339887498949 % 1.0
     bounds = itertools.accumulate(round(share, 4) for share in shares[:-1])
-    depths = sum(((place >= bound).long() for bound in bounds), torch.ones(len(place), dtype=torch.long))
+    depths = sum(((spread >= bound).long() for bound in bounds), torch.ones(len(spread), dtype=torch.long))
     skipping = cost_of(depths.view(_WINDOWS, length), config, shape=shape)
     training = training_flops(config, sequence=length, shape=shape)
     if config.exit_threshold == 1.0 and not config.exit_prior_weight:
@@ -113,10 +113,10 @@ class Evidence:
     def runs(self) -> pd.DataFrame:
         """Returns one row (:func:`row_of`) per record of a run in the queue, reruns after the first run of a seed."""
         seeds = sorted({run.seed for run in self.queue.experiments})
-        every = [run.with_seed(seed) for run in self.settings.values() for seed in seeds]
+        runs = [run.with_seed(seed) for run in self.settings.values() for seed in seeds]
         corpora = self.queue.corpora
-        found = ((run, record) for run in every for record in records_of(run, self.records, corpora[run.corpus]))
-        return pd.DataFrame([row_of(run, record, corpora[run.corpus]) for run, record in found])
+        pairs = ((run, record) for run in runs for record in records_of(run, self.records, corpora[run.corpus]))
+        return pd.DataFrame([row_of(run, record, corpora[run.corpus]) for run, record in pairs])
 
     @cached_property
     def _first(self) -> dict[str, pd.DataFrame]:
@@ -142,7 +142,7 @@ class Evidence:
         """Returns the name of a setting, given its name or an alias; raises if the queue has no such setting."""
         setting = self.aliases.get(name, name)
         if setting not in self.settings:
-            raise InputError(f"{setting}: no run of the queue is called so; python -m experiments list shows them")
+            raise InputError(f"{setting}: no such setting in the queue; python -m experiments list shows all")
         return setting
 
     def run(self, name: str) -> Experiment:
@@ -166,7 +166,10 @@ class Evidence:
         return float(self.values(name, column).mean())
 
     def noise(self, *names: str) -> Noise | None:
-        """Returns the noise pooled over the corpus; ``None`` for ``pair``, two corpora or a setting left out."""
+        """Returns the pooled noise of the corpus of these settings.
+
+        Returns ``None`` if ``noise_of`` is ``pair``, if the settings have different corpora, or if one is not pooled.
+        """
         corpora = {self.settings[self.setting(name)].corpus for name in names}
         if self.noise_of == "pair" or len(corpora) != 1:
             return None
@@ -191,7 +194,7 @@ class Evidence:
         return estimate(self.values(first, column) - self.values(second, column), noise)
 
     def has_all(self, experiment: Experiment) -> bool:
-        """Returns whether the run has a record that holds all measurements of the run's claim."""
+        """Returns whether the run has a record with all measurements that its claim needs."""
         return record_of(experiment, self.records, self.queue.corpora[experiment.corpus]) is not None
 
     @cached_property
@@ -217,7 +220,7 @@ class Evidence:
             words.append(f"continued from {self._in_words(run.source)}")
         return ", ".join(words)
 
-    def _with(self, name: str, measurement: str) -> pd.DataFrame:
+    def _runs_with(self, name: str, measurement: str) -> pd.DataFrame:
         """Returns the first run of each seed that completed ``measurement``, by seed, with the column ``result``."""
         runs = self.runs[self.runs.setting == self.setting(name)]
         results = runs.record.map(lambda record: record.get("measured", {}).get(measurement, {"missing": ""}))
@@ -226,7 +229,7 @@ class Evidence:
 
     def measured(self, name: str, measurement: str) -> dict[int, Mapping[str, Any]]:
         """Returns ``{seed: result}`` of a measurement, from the first run of each seed that completed it."""
-        return dict(self._with(name, measurement).result.items())
+        return dict(self._runs_with(name, measurement).result.items())
 
     def rerun_differences(self, names: Sequence[str], weights: str) -> list[float]:
         """Returns each setting's rerun minus first run of seed 0, in loss with ``final`` or ``averaged`` weights."""
@@ -243,12 +246,16 @@ class Evidence:
         curve lacks are left out. The standard error is that of a difference of two runs (a point on a line has less
         noise); with ``depth``, it comes from the spread over seeds, because the dial adds noise.
         """
-        points = self.points(name)
-        spots = dict(zip(points.index, zip(points[column], points.loss, strict=True), strict=True))
-        spots = spots if depth is None else self._turned(name, depth, column)
-        values = {seed: (loss, self._on_curve(curve, seed, x, column)) for seed, (x, loss) in spots.items()}
-        over = {seed: loss - value for seed, (loss, value) in values.items() if value is not None}
-        return estimate(over, self.noise(name, *curve) if depth is None else None)
+        if depth is None:
+            runs = self.points(name)
+            points = dict(zip(runs.index, zip(runs[column], runs.loss, strict=True), strict=True))
+        else:
+            points = self._tuned_to(name, depth, column)
+        differences = {}
+        for seed, (x, loss) in points.items():
+            if (on_curve := self._on_curve(curve, seed, x, column)) is not None:
+                differences[seed] = loss - on_curve
+        return estimate(differences, self.noise(name, *curve) if depth is None else None)
 
     def _on_curve(self, curve: Sequence[str], seed: Any, x: float, column: str) -> float | None:
         """Interpolates a seed's loss on the curve where ``column`` is ``x``; ``None`` if a neighbour lacks the seed."""
@@ -265,25 +272,26 @@ class Evidence:
         The dial is measured on a part of the validation text: losses are shifted by the difference, without the dial,
         between the loss in :attr:`runs` and the loss on that part.
         """
-        turned = {}
-        for seed, run in self._with(name, "dial").iterrows():
+        tuned = {}
+        for seed, run in self._runs_with(name, "dial").iterrows():
             rows = [row for row in run.result["rows"] if row["budget"] is not None]
             shift = run.loss - run.result["own"]["loss"]
-            turned[seed] = [(row["depth"], row["flops_ratio"], row["loss"] + shift) for row in rows]
-        return turned
+            tuned[seed] = [(row["depth"], row["flops_ratio"], row["loss"] + shift) for row in rows]
+        return tuned
 
-    def _turned(self, name: str, depth: float, column: str) -> dict[int, tuple[float, float]]:
+    def _tuned_to(self, name: str, depth: float, column: str) -> dict[int, tuple[float, float]]:
         """Returns by seed (``column``, loss) of the checkpoint tuned to ``depth``; only seeds whose dial came near it.
 
         Some depths are out of reach: no threshold gives PonderNet a mean between one and two iterations.
         """
-        spots = {}
-        for seed, turned in self.dialled(name).items():
-            if any(abs(at - depth) <= _NEAR for at, _, _ in turned):
-                loss = at_depth([(at, value) for at, _, value in turned], depth)
-                x = depth if column == "depth" else at_depth([(at, ratio) for at, ratio, _ in turned], depth)
-                spots |= {} if loss is None or x is None else {seed: (x, loss)}
-        return spots
+        points = {}
+        for seed, tuned in self.dialled(name).items():
+            if any(abs(measured - depth) <= _NEAR for measured, _, _ in tuned):
+                loss = at_depth([(measured, loss) for measured, _, loss in tuned], depth)
+                x = depth if column == "depth" else at_depth([(measured, ratio) for measured, ratio, _ in tuned], depth)
+                if loss is not None and x is not None:
+                    points[seed] = (x, loss)
+        return points
 
 
 _FIELDS = {"runs", "statements", "titles", "changes", "against", "questions"}

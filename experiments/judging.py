@@ -52,9 +52,12 @@ def shown(value: Estimate | None, *, digits: int = 4, percent: bool = False, see
         return f"{100 * x:+.1f} %" if percent else f"{x:+.{digits}f}"
 
     interval = "" if math.isinf(value.half) else f" [{number(value.low)}, {number(value.high)}]"
-    alone, listed = len(value.values) == 1, ", ".join(map(str, value.values))
-    after = f" (seed {listed} alone)" if alone else f" (seeds {listed})" if seeds else ""
-    return f"{number(value.mean)}{interval}{after if seeds or not alone else ' (one seed)'}"
+    listed = ", ".join(map(str, value.values))
+    if len(value.values) == 1:
+        suffix = f" (seed {listed} alone)" if seeds else " (one seed)"
+    else:
+        suffix = f" (seeds {listed})" if seeds else ""
+    return f"{number(value.mean)}{interval}{suffix}"
 
 
 _NAMES = {"depth": "iterations", "mflops": "inference FLOPs", "training": "training FLOPs", "ratio": "FLOPs"}
@@ -63,19 +66,19 @@ _AT = {
     "nll_at_depth_1": "every token at depth 1",
     "nll_at_full_depth": "every token at full depth",
 }
-_Found = tuple[str, str]
+_Result = tuple[str, str]  # the fields of a Finding
 
 
-def _difference(evidence: Evidence, test: Test) -> _Found:
+def _difference(evidence: Evidence, test: Test) -> _Result:
     """Tests whether the first of two settings is lower than the second, or equal to it."""
-    kind, of = kind_of(test), test.get("of", "loss")
-    difference = evidence.minus(*test[kind], of)
-    what = " minus ".join(map(evidence.title, test[kind])) + ("" if of == "loss" else f" in {_NAMES[of]}")
+    kind, column = kind_of(test), test.get("of", "loss")
+    difference = evidence.minus(*test[kind], column)
+    words = " minus ".join(map(evidence.title, test[kind])) + ("" if column == "loss" else f" in {_NAMES[column]}")
     verdict = statistics.lower(difference) if kind == "lower" else statistics.equal(difference)
-    return verdict, f"{what}: {shown(difference)}"
+    return verdict, f"{words}: {shown(difference)}"
 
 
-def _steadier(evidence: Evidence, test: Test) -> _Found:
+def _steadier(evidence: Evidence, test: Test) -> _Result:
     """Tests whether reruns in the first group of settings differ (RMS) at most half as much as in the second."""
     groups = test["steadier"]
     differences = [
@@ -89,25 +92,29 @@ def _steadier(evidence: Evidence, test: Test) -> _Found:
     return HOLDS if first <= second / 2 else FAILS, words
 
 
-def _saved(evidence: Evidence, test: Test) -> _Found:
-    of = test.get("of", "depth")
-    less, more = (evidence.values(name, of) for name in test["saved"])
+def _saved(evidence: Evidence, test: Test) -> _Result:
+    """Tests whether the first setting saves a share from ``low`` to ``high`` of the second's depth or other cost."""
+    column = test.get("of", "depth")
+    less, more = (evidence.values(name, column) for name in test["saved"])
     saved = estimate(1 - less / more)
     verdict = statistics.within(saved, test["low"], test["high"])
-    return verdict, f"{_NAMES[of]} saved: {shown(saved, percent=True)}"
+    return verdict, f"{_NAMES[column]} saved: {shown(saved, percent=True)}"
 
 
-def _below_curve(evidence: Evidence, test: Test) -> _Found:
+def _below_curve(evidence: Evidence, test: Test) -> _Result:
     """Tests whether a setting, tuned by the dial to ``depth`` if given, has a loss more than ``by`` below a curve."""
-    of, curve, depth = test.get("of", "depth"), test.get("against", evidence.claims["curve"]), test.get("depth")
+    column, depth = test.get("of", "depth"), test.get("depth")
+    curve = test.get("against", evidence.claims["curve"])
     line = f"the lines between {'; '.join(map(evidence.title, curve))}," if "against" in test else "the curve"
     name, at = test[kind_of(test)], "" if depth is None else f" at {depth:g}"
-    over = evidence.over_curve(name, curve, of, depth)
-    aimed = over and over._replace(mean=over.mean + test.get("by", 0.0))
-    return statistics.lower(aimed), f"{evidence.title(name)}{at} minus {line} at equal {_NAMES[of]}: {shown(over)}"
+    over = evidence.over_curve(name, curve, column, depth)
+    shifted = over and over._replace(mean=over.mean + test.get("by", 0.0))
+    words = f"{evidence.title(name)}{at} minus {line} at equal {_NAMES[column]}: {shown(over)}"
+    return statistics.lower(shifted), words
 
 
-def _collapse(evidence: Evidence, test: Test) -> _Found:
+def _collapse(evidence: Evidence, test: Test) -> _Result:
+    """Tests whether a setting often gives over 99 % of the tokens one depth."""
     points = evidence.points(test["collapse"])
     if points.empty:
         return NOT_RUN, NONE
@@ -120,7 +127,8 @@ def _collapse(evidence: Evidence, test: Test) -> _Found:
     return statistics.often(cases), f"{words} (mean depth {depths})"
 
 
-def _policy(evidence: Evidence, test: Test) -> _Found:
+def _policy(evidence: Evidence, test: Test) -> _Result:
+    """Tests whether the first of two halting policies of one model has a lower loss than the second at equal depth."""
     compared = {seed: result["compared"] for seed, result in evidence.measured(test["run"], "policies").items()}
     first, second = (
         pd.Series({seed: losses.get(name, {}).get("loss") for seed, losses in compared.items()}, dtype=float)
@@ -130,7 +138,8 @@ def _policy(evidence: Evidence, test: Test) -> _Found:
     return statistics.lower(difference), f"{' minus '.join(test['policy'])}: {shown(difference)}"
 
 
-def _check_mark(evidence: Evidence, test: Test) -> _Found:
+def _check_mark(evidence: Evidence, test: Test) -> _Result:
+    """Tests whether the mean loss by halting step is often lowest at the second step and highest at the last."""
     by_seed = {seed: result["nll"] for seed, result in evidence.measured(test["check_mark"], "steps").items()}
     if not by_seed:
         return NOT_RUN, NONE
@@ -145,7 +154,9 @@ def _check_mark(evidence: Evidence, test: Test) -> _Found:
     return statistics.often(cases) if cases else UNTESTABLE, f"loss by step, {listed} ({seen})"
 
 
-def _easier(evidence: Evidence, test: Test) -> _Found:
+def _easier(evidence: Evidence, test: Test) -> _Result:
+    """Tests whether tokens that halt early have a lower loss than tokens of full depth."""
+
     def early_minus_last(result: Mapping[str, Any]) -> float | None:
         *early, (_, last) = zip(result["tokens"], result[test["at"]], strict=True)
         early = [(count, loss) for count, loss in early if loss is not None]
@@ -158,23 +169,24 @@ def _easier(evidence: Evidence, test: Test) -> _Found:
     return statistics.lower(difference), words
 
 
-def _gap(evidence: Evidence, test: Test) -> _Found:
+def _gap(evidence: Evidence, test: Test) -> _Result:
+    """Tests whether skipping halted tokens raises the loss of a model that was trained with another rule of reuse."""
     gaps = _by_seed(evidence, test["gap"], "reuse", lambda result: result["gap"])
     words = f"{evidence.title(test['gap'])}, skipping minus as trained: {shown(estimate(gaps))}"
     return statistics.lower(estimate(-gaps)), words
 
 
-def _faster(evidence: Evidence, test: Test) -> _Found:
+def _faster(evidence: Evidence, test: Test) -> _Result:
     """Compares tokens per second, which are measured only in runs that do not share the device."""
-    at = test["at"]
+    stage = test["at"]
     first, second = (
-        _by_seed(evidence, name, "speed", lambda result: result[at]["tokens_per_second"]) for name in test["faster"]
+        _by_seed(evidence, name, "speed", lambda result: result[stage]["tokens_per_second"]) for name in test["faster"]
     )
     slower, over = estimate(second / first - 1), " over ".join(map(evidence.title, test["faster"]))
-    return statistics.lower(slower), f"{at}, time of {over}, less one: {shown(slower, percent=True)}"
+    return statistics.lower(slower), f"{stage}, time of {over}, less one: {shown(slower, percent=True)}"
 
 
-def _unaffordable(evidence: Evidence, test: Test) -> _Found:
+def _unaffordable(evidence: Evidence, test: Test) -> _Result:
     """Reports the runs that a test would need: ``runs``, or as many as detect an ``effect`` of this size."""
     noise, _ = evidence.pools[""]["stable"]
     runs = test.get("runs") or (2 * statistics.seeds_for(test["effect"], noise) if noise else None)
@@ -189,7 +201,7 @@ def _by_seed(
     return pd.Series({seed: number(result) for seed, result in results.items()}, dtype=float)
 
 
-KINDS: Mapping[str, Callable[[Evidence, Test], _Found]] = {
+KINDS: Mapping[str, Callable[[Evidence, Test], _Result]] = {
     "lower": _difference,
     "equal": _difference,
     "saved": _saved,

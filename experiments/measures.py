@@ -85,8 +85,10 @@ def steps(subject: Subject) -> dict[str, Any]:
 
     A token's depth changes its loss, so only losses at equal depth show which tokens are harder.
     """
-    how: dict[str, Any] = {"checkpoint": str(subject.folder), "data": "", "batch_size": _BATCH}
-    trace = make_trace(subject.model, subject.text(), subject.windows(), **how).scored
+    checkpoint = str(subject.folder)
+    trace = make_trace(
+        subject.model, subject.text(), subject.windows(), checkpoint=checkpoint, data="", batch_size=_BATCH
+    ).scored
     depth, deepest = trace["depth"].astype(int), trace.about.deepest
     full = trace.by_iteration("full_nll")
     groups = [depth == step for step in range(1, deepest + 1)]
@@ -107,20 +109,21 @@ def steps(subject: Subject) -> dict[str, Any]:
 def policies(subject: Subject) -> dict[str, Any]:
     """Measures the loss of each halting policy at the mean depth of the learned gate.
 
-    A policy is tuned to depths around that one on half of the text and measured on the other half; its loss is then
-    interpolated to the depth that the learned gate has there.
+    A policy is tuned on half of the text to several depths around that mean, and measured on the other half; its loss
+    is then interpolated to the learned gate's depth on that other half.
     """
     lab = _lab(subject)
-    lab.budgets((), untuned := lab.own_depth())  # raises where every policy is the same
-    budgets = [budget for step in _AROUND if 1.0 < (budget := untuned + step) < lab.iterations]
+    own_depth = lab.own_depth()
+    lab.budgets((), own_depth)  # raises if all policies are the same at this depth
+    budgets = [budget for step in _AROUND if 1.0 < (budget := own_depth + step) < lab.iterations]
     rows = list(lab.compare(budgets))
-    learned = next(row for row in rows if row.policy == LEARNED and row.budget == untuned)
+    learned = next(row for row in rows if row.policy == LEARNED and row.budget == own_depth)
     compared = {}
     for name in dict.fromkeys(row.policy for row in rows):
         points = [(row.depth, row.loss) for row in rows if row.policy == name]
         reached = [(depth, loss) for depth, loss in points if depth is not None and loss is not None]
         compared[name] = {
-            "loss": at_depth(reached, learned.depth or untuned),
+            "loss": at_depth(reached, learned.depth or own_depth),
             "points": reached,
             "causal": next(row.causal for row in rows if row.policy == name),
         }
@@ -179,9 +182,9 @@ def speed(subject: Subject) -> dict[str, Any]:
     decoded: dict[str, Any] = {}
     for attempt in ("warm up", "timed"):
         began, tokens, depths = time.perf_counter(), 0, 0
-        for (done,) in engine.generate(requests):
-            tokens += len(done.tokens)
-            depths += sum(token.depth for token in done.tokens)
+        for (completion,) in engine.generate(requests):
+            tokens += len(completion.tokens)
+            depths += sum(token.depth for token in completion.tokens)
         seconds = time.perf_counter() - began
         decoded = {"tokens_per_second": tokens / seconds, "depth": depths / max(1, tokens), "attempt": attempt}
     model.float()

@@ -37,7 +37,7 @@ POINTS = "Description"
 _WIDEST = 40
 # The alias of the setting whose losses by step are drawn.
 _ANALYSED = "ada"
-_WAYS = {"nll": "as it came out", "nll_at_depth_1": "every token at depth 1", "nll_at_full_depth": "at full depth"}
+_COLUMNS = {"nll": "as it came out", "nll_at_depth_1": "every token at depth 1", "nll_at_full_depth": "at full depth"}
 Spot = tuple[float, float, float]
 Statement = Mapping[str, Any]
 # A statement, the verdict on it, and the findings of its tests.
@@ -148,9 +148,9 @@ def _in_short(judged: Sequence[Judged]) -> list[str]:
         counts = Counter(verdict for statement, (verdict, _) in judged if _is_ours(statement) == ours)
         listed = ", ".join(f"{verdict} {counts[verdict]}" for verdict in VERDICTS if counts[verdict])
         lines.append(f"- {title}: {counts.total()} statements; {listed}.")
-    for wanted in (HOLDS, FAILS):
-        if statements := [statement for statement, (verdict, _) in judged if verdict == wanted]:
-            lines += ["", f"**{wanted[0].upper()}{wanted[1:]}:**", ""]
+    for listed_verdict in (HOLDS, FAILS):
+        if statements := [statement for statement, (verdict, _) in judged if verdict == listed_verdict]:
+            lines += ["", f"**{listed_verdict[0].upper()}{listed_verdict[1:]}:**", ""]
             lines += [f"- {statement['says'].rstrip('.')} ({statement['where']})." for statement in statements]
     return lines
 
@@ -255,8 +255,8 @@ def step_points(evidence: Evidence) -> tuple[Any, ...]:
     if not (results := list(evidence.measured(_ANALYSED, "steps").values())):
         return ()
     spots = {
-        name: [(i, loss) for result in results for i, loss in enumerate(result[way], 1) if loss is not None]
-        for way, name in _WAYS.items()
+        name: [(i, loss) for result in results for i, loss in enumerate(result[column], 1) if loss is not None]
+        for column, name in _COLUMNS.items()
     }
     tokens = [sum(counts) for counts in zip(*(result["tokens"] for result in results), strict=True)]
     return spots, {step: count / sum(tokens) for step, count in enumerate(tokens, 1)}

@@ -47,10 +47,10 @@ def identity(recipe: Mapping[str, Any]) -> str:
 
 def _embedding_scale(model: Mapping[str, Any]) -> float:
     """Returns the factor of the embeddings as a number; a recipe may have ``sqrt(d)`` or no value."""
-    stated = model.get("embedding_scale")
-    if stated and not isinstance(stated, str):
-        return float(stated)
-    loop = stated == "sqrt(2.5 d)" or (not stated and model.get("method") == "loop")
+    scale = model.get("embedding_scale")
+    if scale and not isinstance(scale, str):
+        return float(scale)
+    loop = scale == "sqrt(2.5 d)" or (not scale and model.get("method") == "loop")
     return math.sqrt((2.5 if loop else 1.0) * model["backbone"]["hidden_size"])
 
 
@@ -155,7 +155,7 @@ class Experiment:
 
     @property
     def tokens(self) -> int:
-        """Returns the number of training tokens, without the training tokens of the source."""
+        """Returns the number of training tokens of this run; those of its source are not counted."""
         train = self.shaped.train
         return train.steps * train.global_batch * self.shaped.data.sequence
 

@@ -104,16 +104,16 @@ class Running(NamedTuple):
     log: Path
 
 
-def work_through(chosen: Sequence[Experiment], setup: Setup, *, minutes: float | None, jobs: int) -> int:
-    """Trains the ``chosen`` runs without a record, ``jobs`` at a time, as long as a run fits into ``minutes``.
+def work_through(selected: Sequence[Experiment], setup: Setup, *, minutes: float | None, jobs: int) -> int:
+    """Trains the ``selected`` runs without a record, ``jobs`` at a time, as long as a run fits into ``minutes``.
 
     Returns the exit code: 0 if every run succeeded, 1 if a run failed, 130 if interrupted.
     """
     begin = time.monotonic()
     known = read_records(setup.records)
     # A label in several claims is trained once, if its records lack a measurement of any of them.
-    labels = {run.label for run in chosen}
-    waiting = [*{run.label: run for run in chosen if setup.record_of(run, known) is None}.values()]
+    labels = {run.label for run in selected}
+    waiting = [*{run.label: run for run in selected if setup.record_of(run, known) is None}.values()]
     console.print(f"{len(labels)} runs: {len(labels) - len(waiting)} have a record, {len(waiting)} to do")
     seconds = dict.fromkeys(waiting, 0.0) if minutes is None else seconds_alone(setup, waiting, known)
     setup.runs.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ def work_through(chosen: Sequence[Experiment], setup: Setup, *, minutes: float |
         stop(*(run.process for run in running), patience=10.0)
         signal.signal(signal.SIGTERM, handler)
     if waiting:
-        console.print(f"{len(waiting)} runs are left: none of them fits into the time")
+        console.print(f"{len(waiting)} runs are left: none of them fits into the remaining time")
     return 1 if failed else 0
 
 
@@ -211,8 +211,8 @@ def device_seconds(
     Takes the speed from records with an equal :func:`_speed_key`, else from ``queue.seconds``; ``None`` if neither was
     timed on ``hardware``.
     """
-    before = 0.0 if experiment.source is None else device_seconds(experiment.source, queue, records, hardware)
-    if before is None:
+    source = 0.0 if experiment.source is None else device_seconds(experiment.source, queue, records, hardware)
+    if source is None:
         return None
     recipe = experiment.resolved()
     same = _speed_key(recipe.as_dict())
@@ -222,11 +222,11 @@ def device_seconds(
         if record["hardware"] == hardware and _speed_key(record["recipe"]) == same
     ]
     if rates:
-        return before + experiment.tokens / statistics.median(rates)
+        return source + experiment.tokens / statistics.median(rates)
     if hardware != queue.seconds["hardware"]:
         return None
     iterations = method_class(recipe.model.method).fixed_iterations or recipe.model.iterations or 1
-    return before + queue.seconds["iteration"] * iterations * experiment.tokens / _TIMED_TOKENS
+    return source + queue.seconds["iteration"] * iterations * experiment.tokens / _TIMED_TOKENS
 
 
 def _speed_key(recipe: Mapping[str, Any]) -> str:
@@ -242,23 +242,22 @@ def undone(experiment: Experiment, setup: Setup) -> float:
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
     """Reads the records of runs in ``folder``, without those older than the queue; adds ``identity`` and ``file``."""
-    wanted = {"recipe", "validation", "data", "embedding_scale", "shared_device_with"}
+    required = {"recipe", "validation", "data", "embedding_scale", "shared_device_with"}
     paths = sorted(folder.glob("*.json"))
-    every: list[dict[str, Any]] = [read_json(path, InputError) | {"file": path.name} for path in paths]
-    return [record | {"identity": identity(record["recipe"])} for record in every if wanted <= record.keys()]
+    records: list[dict[str, Any]] = [read_json(path, InputError) | {"file": path.name} for path in paths]
+    return [record | {"identity": identity(record["recipe"])} for record in records if required <= record.keys()]
 
 
 def records_of(experiment: Experiment, records: Sequence[Mapping[str, Any]], corpus: Corpus) -> list[Mapping[str, Any]]:
     """Returns the records with the recipe, seed and data of a run, in the order of training."""
-    wanted = experiment.identity
-    same = [record for record in records if record["identity"] == wanted and corpus.trained(record)]
+    same = [record for record in records if record["identity"] == experiment.identity and corpus.trained(record)]
     return sorted(same, key=lambda record: record.get("again", 0))
 
 
 def record_of(experiment: Experiment, records: Sequence[Mapping[str, Any]], corpus: Corpus) -> Mapping[str, Any] | None:
     """Returns the record of a run that holds all measurements of the run; ``None`` if there is none."""
-    same, wanted = records_of(experiment, records, corpus), set(experiment.measures)
-    measured = [record for record in same if wanted <= record.get("measured", {}).keys()]
+    same, required = records_of(experiment, records, corpus), set(experiment.measures)
+    measured = [record for record in same if required <= record.get("measured", {}).keys()]
     return next(iter(measured[experiment.again :]), None)
 
 
@@ -412,9 +411,12 @@ def measure_documents(trainer: Trainer) -> dict[str, Any]:
         for values in (scores.nll, scores.depth, np.ones(len(text.document)))
     )
     halves = np.array([half_of(value) for value in hashes])
-    chosen = {"loss": halves != "", "choose": halves == "choose", "report": halves == "report"}
-    return {
-        **{name: float(nats[at].sum() / tokens[at].sum()) if tokens[at].any() else None for name, at in chosen.items()},
+    masks = {"loss": halves != "", "choose": halves == "choose", "report": halves == "report"}
+    losses = {
+        name: float(nats[mask].sum() / tokens[mask].sum()) if tokens[mask].any() else None
+        for name, mask in masks.items()
+    }
+    return losses | {
         "depth": float(depth.sum() / tokens.sum()),
         "documents": {
             "hash": [f"{value:016x}" for value in hashes],

@@ -83,8 +83,11 @@ def estimate(values: Mapping[int, float] | pd.Series, noise: Noise | None = None
     if series.empty:
         return None
     count, by_seed = len(series), {int(str(seed)): float(value) for seed, value in series.items()}
-    error = noise.error(count) if noise else float(np.std(series, ddof=1)) / math.sqrt(count) if count > 1 else math.nan
-    return Estimate(float(series.mean()), error, noise.freedom if noise else count - 1, by_seed)
+    if noise is not None:
+        error, freedom = noise.error(count), noise.freedom
+    else:
+        error, freedom = float(np.std(series, ddof=1)) / math.sqrt(count) if count > 1 else math.nan, count - 1
+    return Estimate(float(series.mean()), error, freedom, by_seed)
 
 
 def t_quantile(freedom: float, probability: float = 0.975) -> float:
@@ -179,7 +182,7 @@ def exact_interval(count: int, total: int) -> tuple[float, float]:
 
 
 def all_of(verdicts: Sequence[str]) -> str:
-    """Combines verdicts: ``HOLDS`` if all hold, else ``FAILS`` if a test fails, else another verdict among them."""
+    """Combines verdicts: ``HOLDS`` if all hold, else the first verdict of ``FAILS``, ``UNTESTABLE``, … among them."""
     order = (FAILS, UNTESTABLE, UNAFFORDABLE, NOT_RUN, UNRESOLVED)
     return next((verdict for verdict in order if verdict in verdicts), HOLDS)
 

@@ -35,8 +35,8 @@ def rate_of(experiment: Experiment) -> float | None:
 
 def speed(points: pd.DataFrame) -> str:
     """Formats the median training tokens per second of the runs that did not share the device."""
-    alone = [record["tokens_per_second"] for record in points.record if not record["shared_device_with"]]
-    return f"{pd.Series(alone).median():,.0f}" if alone else "shared"
+    rates = [record["tokens_per_second"] for record in points.record if not record["shared_device_with"]]
+    return f"{pd.Series(rates).median():,.0f}" if rates else "shared"
 
 
 def _by_seed(values: Iterable[float], form: str) -> str:

@@ -208,7 +208,7 @@ def test_doctor_lists_versions_devices_and_kernels(tmp_path, monkeypatch):
         ("convert {stock} --out {stock}", "--out"),
         ("convert {stock} --out {new} --method anitime", "did you mean anytime?"),
         ("convert {stock} --out {stock}/config.json/x", "config.json is a file, not a folder"),
-        ("convert {ada} --out {new} --iterations 3", "is that already"),
+        ("convert {ada} --out {new} --iterations 3", "has this method already"),
         ("train cpu/demo --json {stock}/config.json/x", "config.json is a file, not a folder"),
         ("train cpu/demo --set data.sequence=100000", "exceeds model.backbone.max_position_embeddings"),
         ("sweep cpu/demo", "--grid is missing"),
@@ -270,7 +270,7 @@ def test_the_demo_trains_assesses_and_writes_how_to_go_on(monkeypatch, shards, t
     assert sample["bits_per_byte"] < 0.5 * trained["bits_per_byte"], "six steps against three thousand"
     assert 1.5 < sample["depth"] < 3.5
     assert "adaponder generate" in (tmp_path / "runs" / "demo" / "README.md").read_text()
-    monkeypatch.setattr(demo, "beside", lambda final: found["beside"])
+    monkeypatch.setattr(demo, "compare_with_sample", lambda final: found["beside"])
     monkeypatch.setattr(demo, "puzzle", lambda seed: {"by_need": found["puzzles"]})
     assert demo.demo(out=tmp_path / "runs" / "demo", overrides=small) == found, "a finished run is looked at again"
     assert "finished: " in capsys.readouterr().out

@@ -41,7 +41,8 @@ def loss_against_compute(rows: Sequence[Entry]) -> Figure:
     others, are written as text: an axis that includes them would flatten the other differences.
     """
     tuned = [row for row in rows if row["budget"] is not None and row["loss"] is not None]
-    shown, trained = [row for row in tuned if row["policy"] != ORACLE], [row for row in rows if row["budget"] is None]
+    shown = [row for row in tuned if row["policy"] != ORACLE]
+    trained = [row for row in rows if row["budget"] is None]
     kinds = list(dict.fromkeys(_kind(row["policy"]) for row in shown if row["policy"] != LEARNED)) or [LEARNED]
     columns = min(4, len(kinds))
     lines = math.ceil(len(kinds) / columns)
@@ -133,9 +134,9 @@ def differences(rows: Sequence[Entry], budget: float) -> Figure:
 
     Values far outside the others (the oracle's) are arrows at the edge; numbers are printed beside the lines.
     """
-    here = [row for row in rows if row["budget"] == budget]
-    compared = [row for row in here if row["difference"] is not None]
-    shown = compared + [row for row in here if row["loss"] is None]
+    at_budget = [row for row in rows if row["budget"] == budget]
+    compared = [row for row in at_budget if row["difference"] is not None]
+    shown = compared + [row for row in at_budget if row["loss"] is None]
     gaps = [row["difference"] for row in compared if row["policy"] != ORACLE]
     low, high = _margin([0.0, *(end for gap in gaps for end in (gap["interval"] or [gap["mean"]]))], 0.06)
     lines = any(row["difference"]["interval"] is not None for row in compared)

@@ -200,8 +200,8 @@ def _spent(model: AdaPonderForCausalLM, spent: Spent, how: ScoringOptions) -> di
     """
     depths = torch.repeat_interleave(torch.arange(1, model.config.iterations + 1), torch.tensor(spent.histogram))
     needed = cost_of(depths[None], model.config, max_iterations=how.max_iterations, every_gate=how.execution == "dense")
-    read = [sum(spent.histogram[i:]) for i in range(spent.deepest - 1)]
-    deciding = deciding_flops(how.policy, read, shape_of(model.config))
+    active = [sum(spent.histogram[i:]) for i in range(spent.deepest - 1)]
+    deciding = deciding_flops(how.policy, active, shape_of(model.config))
     spent = replace(spent, cost=replace(spent.cost, gates=needed.gates + deciding))
     return {key: value for key, value in spent.as_dict().items() if key not in ("tokens_per_second", "seconds")}
 

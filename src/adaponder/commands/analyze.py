@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def analyze(
     checkpoint: Annotated[str, arg("A checkpoint; or a trace.parquet, to draw its figures again.", "CKPT")],
     *,
-    data: Annotated[str | None, opt("As for eval.", "TEXT")] = None,
-    out: Annotated[Path | None, shared.folder("Trace, figures, tables and report go here.")] = None,
+    data: Annotated[str | None, opt("The text to trace, as for eval.", "TEXT")] = None,
+    out: Annotated[Path | None, shared.folder("Where to write trace, figures, tables and report.")] = None,
     only: Annotated[str | None, opt("Draw only these figures: halting, gates, grid, …", "a,b")] = None,
     json: shared.Json = None,
     reading: shared.Reading,
@@ -41,11 +41,13 @@ def analyze(
     from adaponder.evaluation.scoring import fingerprint
     from adaponder.journal import FOLDER, Journal, on_interrupt, resuming
 
-    figures, trace_path, journal = shared.listed("--only", only, str), _trace_of(checkpoint, data), None
+    figures = shared.listed("--only", only, str)
+    trace_path = _trace_of(checkpoint, data)
+    journal = None
     if trace_path is not None:
-        cuts = {"window": reading.window, "stride": reading.stride, "max_tokens": reading.max_tokens}
-        beside = f"{trace_path}, a finished trace"
-        shared.refuse(beside, data=data, **cuts, tokenizer=opening.tokenizer, **vars(depth))
+        unused = {"window": reading.window, "stride": reading.stride, "max_tokens": reading.max_tokens}
+        unused |= {"data": data, "tokenizer": opening.tokenizer} | vars(depth)
+        shared.refuse(f"{trace_path}, a finished trace", **unused)
         trace, out = read_trace(trace_path), out or trace_path.parent
     else:
         if data is None or out is None:
@@ -55,10 +57,10 @@ def analyze(
         # Raises for a figure of --only that cannot be drawn, before any text is read.
         choose(kind_of(subject.model, how), figures)
         text, windows = reading.text(subject, data), reading.windows(subject)
-        whence = f"{data} ({reading.split})" if (Path(data) / MANIFEST).is_file() else data
+        source = f"{data} ({reading.split})" if (Path(data) / MANIFEST).is_file() else data
         if count := int(text.unknown.sum()):
-            whence += f", {counted(count, 'token')} unknown to the tokenizer"
-        origin, size = {"checkpoint": checkpoint, "data": whence}, reading.batch_size
+            source += f", {counted(count, 'token')} unknown to the tokenizer"
+        origin, size = {"checkpoint": checkpoint, "data": source}, reading.batch_size
         # The settings that all portions of a trace must share.
         settings = origin | {
             "weights and text": fingerprint(subject.model, text),
@@ -78,8 +80,8 @@ def analyze(
             )
         out.mkdir(parents=True, exist_ok=True)
         write_trace(trace, out / NAME)
-    again = f"the trace is complete; adaponder analyze {shlex.quote(str(out))} draws its report"
-    with on_interrupt(again), counting("drawing", len(choose(trace.about, figures)[0])) as advance:
+    next_step = f"the trace is complete; adaponder analyze {shlex.quote(str(out))} draws its report"
+    with on_interrupt(next_step), counting("drawing", len(choose(trace.about, figures)[0])) as advance:
         report = write_report(trace, out, only=figures, advance=advance)
     if journal is not None:
         journal.remove()

@@ -27,16 +27,16 @@ RULES = ("gate", "uniform", "geometric", "entropy", "kl", "change", "confidence"
 def calibrate(
     checkpoint: Annotated[str, arg("A checkpoint; or a frontier.json, to draw its figure again.", "CKPT")],
     *,
-    data: Annotated[str | None, opt("As for eval: one half finds the thresholds, the other tests.", "TEXT")] = None,
+    data: Annotated[str | None, opt("The text, as for eval: one half to tune on, one to measure.", "TEXT")] = None,
     budget: Annotated[float | None, opt("The mean depth to reach.", "X", min=1)] = None,
     name: Annotated[str | None, opt("Name of the profile; default budget-N.", "NAME")] = None,
     rule: Annotated[
-        str, opt(f"What is thresholded: {', '.join(RULES)}.", "NAME", check=shared.one_of(*RULES))
+        str, opt(f"The policy to calibrate: {', '.join(RULES)}.", "NAME", check=shared.one_of(*RULES))
     ] = "gate",
     frontier: Annotated[bool, opt("Measure the loss at every budget from 1 to K.", flag="--frontier")] = False,
     step: Annotated[float, opt("Step between the frontier's budgets.", "X", check=shared.within("(0, inf)"))] = 0.25,
-    replace: Annotated[bool, opt("Replace a profile of the same name.", flag="--replace")] = False,
-    out: Annotated[Path | None, shared.folder("Table and figure of the frontier go here.")] = None,
+    replace: Annotated[bool, opt("Replace a stored profile of the same name.", flag="--replace")] = False,
+    out: Annotated[Path | None, shared.folder("Where to write the frontier's table and figure.")] = None,
     listed: Annotated[bool, opt("List the stored profiles.", flag="--list")] = False,
     json: shared.Json = None,
     reading: shared.Reading,
@@ -57,23 +57,24 @@ def calibrate(
     if budget is None and not frontier:
         raise InputError("--budget is needed, the mean depth to reach, as in --budget 3.2; or --frontier")
     if name is not None and budget is None:
-        raise InputError("--name: a profile is made for a --budget")
+        raise InputError("--name needs --budget: a profile is stored for a budget")
     if not frontier:
         shared.refuse("--budget without --frontier", out=out)
     elif rule != "gate":
         raise InputError(f"--rule {rule}: the frontier is the learned gate's; leave --rule or --frontier out")
-    from adaponder.evaluation.lab import lab as dial
+    from adaponder.evaluation.lab import lab as calibration
     from adaponder.evaluation.lab import profiles
     from adaponder.evaluation.lab.lab import Lab, check_budget, require_halting
     from adaponder.evaluation.scoring import fingerprint
     from adaponder.journal import FOLDER, Journal, resuming
 
     if budget is not None:
-        dial.check_rule(rule, budget)
+        calibration.check_rule(rule, budget)
     subject = shared.open_subject(checkpoint, opening)
     require_halting(subject.model)
-    iterations, exists = subject.model.config.iterations, False
-    steps = dial.budgets_between(iterations, step) if frontier else []
+    iterations = subject.model.config.iterations
+    budgets = calibration.budgets_between(iterations, step) if frontier else []
+    exists = False
     if budget is not None:
         check_budget(budget, iterations, "--budget")
         name = name or f"{'budget' if rule == 'gate' else rule}-{budget:g}"
@@ -88,20 +89,20 @@ def calibrate(
         journal = Journal(out / FOLDER, result | settings | {"weights and text": fingerprint(subject.model, text)})
     resumed = journal is not None and len(journal)  # the interrupted call has stored the profile
     if exists and not replace and not resumed:
-        raise InputError(f"--name {name}: there is a profile of that name; choose another, or use --replace")
+        raise InputError(f"--name {name}: a profile with that name exists; choose another name, or use --replace")
     rows = []
     with resuming(journal, "row") if frontier else nullcontext(), progress_bars() as progress:
         show_bar = bar_of_scorings(progress)
         lab = Lab(subject.model, halves, batch_size=reading.batch_size, seed=reading.seed, show=show_bar)
         if budget is not None and name is not None:
-            thresholds = dial.calibrate(lab, budget, rule=rule)
+            thresholds = calibration.calibrate(lab, budget, rule=rule)
             result |= {"rule": rule, "name": name, "calibration": thresholds.as_dict()}
             show(thresholds)
             path = profiles.store(subject.folder, name, profile(thresholds, result))
             console.print(line("\nStored as ", (name, "bold"), f" in {path}; use it with --profile {name}"))
         if frontier:
-            measurements = dial.frontier(lab, steps, journal=journal)
-            rows = list(progress.track(measurements, len(steps) + iterations, description="rows"))
+            measurements = calibration.frontier(lab, budgets, journal=journal)
+            rows = list(progress.track(measurements, len(budgets) + iterations, description="rows"))
     if rows:
         result["rows"] = [row.as_dict() for row in rows]
         show_frontier(rows)
@@ -180,13 +181,13 @@ def list_profiles(checkpoint: str, *, json: Path | None = None) -> dict[str, Any
     rows = []
     for name, about in stored.items():
         # Numbers of a policy are shown with four significant digits.
-        policy = re.sub(r"\d+\.[\d.e-]+", lambda digits: f"{float(digits.group()):.4g}", about["policy"])
+        policy = re.sub(r"\d+\.[\d.e-]+", lambda match: f"{float(match.group()):.4g}", about["policy"])
         depth = (number(about["depth"], ".3f"), spread(about["depth_interval"]))
         rows.append((name, f"{about['budget']:g}", policy, *depth, Path(about["data"]).name))
     if rows:
         head = ("profile", "budget", "policy", "depth", "95 % of depth", "text")
         console.print(table(f"Profiles of {checkpoint}, depth on held-out text", head, rows))
     else:
-        console.print(f"{checkpoint} has no profiles; adaponder calibrate makes them")
+        console.print(f"{checkpoint} has no profiles; adaponder calibrate stores them")
     write_json(json, {"checkpoint": checkpoint, "profiles": stored})
     return stored

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from adaponder.conversion.convert import Conversion
 
 _SETTINGS = "Settings of the recurrence (default: as the source was trained, else the config's)"
-_SCALE = "factor on embeddings"
+_SCALE = "Factor on embeddings"
 _setting = partial(option, kind=Recurrence, rich_help_panel=_SETTINGS)
 
 
@@ -33,13 +33,13 @@ def convert(
     method: Annotated[
         str | None,
         opt(
-            f"{', '.join(method_names())}; or backbone: back to plain. Default: a looped model's own, else "
+            f"{', '.join(method_names())}; or backbone, to remove the method. Default: a looped model's own, else "
             f"{DEFAULT_METHOD}.",
             "NAME",
             check=_check_method,
         ),
     ] = None,
-    text: Annotated[str | None, opt("Text, or a file of it: shows the loss at each depth.", "TEXT")] = None,
+    text: Annotated[str | None, opt("A text or text file on which to show the loss at each depth.", "TEXT")] = None,
     revision: Annotated[str | None, opt("Branch, tag or commit of a hub source.", "NAME")] = None,
     json: Json = None,
     iterations: Annotated[int | None, _setting("iterations")] = None,

@@ -24,11 +24,11 @@ PROMPT = "def "
 
 def demo(
     *,
-    out: Annotated[Path, folder("The run folder; the same command again goes on.")] = Path("runs/demo"),
+    out: Annotated[Path, folder("The run folder; running the command again resumes.")] = Path("runs/demo"),
     overrides: Overrides = None,
     json: Json = None,
 ) -> dict[str, Any]:
-    """Pretrain a small AdaPonderLM on the Python standard library and show what it learned: minutes, no download."""
+    """Pretrain a small AdaPonderLM on the Python standard library and show what it learned, in minutes and offline."""
     from adaponder.files import replace_file
     from adaponder.recipes import load_recipe
     from adaponder.training.run import open_finished, train
@@ -40,7 +40,7 @@ def demo(
     data = out.parent.parent / "data"
     outcome = train(recipe, out=out, resume="auto", data=data)
     if outcome.final is None:
-        console.print(f"stopped at step {outcome.step}; the same command goes on")
+        console.print(f"stopped at step {outcome.step}; run the same command to resume")
         return {"step": outcome.step}
 
     console.rule("2  what it learned")
@@ -49,15 +49,15 @@ def demo(
     show_assessment(result, recipe)
 
     console.rule("3  what it writes, each token coloured by how often it was read")
-    show(_continued(str(outcome.final), max_new_tokens=80, temperature=0.8), colours=True, stats=True)
+    show(_generate(str(outcome.final), max_new_tokens=80, temperature=0.8), colours=True, stats=True)
 
-    console.rule("4  beside it, a trained model that comes along: adaponder generate sample")
-    result |= {"beside": beside(outcome.final)}
+    console.rule("4  for comparison, the model that ships with AdaPonder: adaponder generate sample")
+    result |= {"beside": compare_with_sample(outcome.final)}
 
     console.rule("5  where the needed depth is known: adaponder puzzle")
     result |= {"puzzles": puzzle(seed=5)["by_need"]}
     replace_file(out / "README.md", _readme(out, trainer.sampler.shards.folder, result).encode())
-    console.print(line("\nThe run is in ", (out, "bold"), "; its README says how to go on."))
+    console.print(line("\nThe run is in ", (out, "bold"), "; its README lists what to try next."))
     write_json(json, result)
     return result
 
@@ -81,16 +81,16 @@ def assess(recipe: Recipe, trainer: Trainer) -> dict[str, Any]:
     # Frequencies of the training split, with add-one smoothing.
     counts = np.bincount(shards.read(0, shards.tokens), minlength=shards.vocab_size) + 1.0
     unigram = float(-np.log(counts / counts.sum())[validation.read(1, scored_tokens)].mean())
-    known = {"unigram": unigram, "uniform": math.log(trainer.model.config.vocab_size)}
-    return learned | {"forced": forced, "tokens": scored_tokens} | known
+    baselines = {"unigram": unigram, "uniform": math.log(trainer.model.config.vocab_size)}
+    return learned | {"forced": forced, "tokens": scored_tokens} | baselines
 
 
-def beside(trained: Path) -> list[dict[str, Any]]:
-    """Prints text from the shipped checkpoint; compares the held-out losses of that checkpoint and of ``trained``."""
+def compare_with_sample(trained: Path) -> list[dict[str, Any]]:
+    """Prints text of the shipped checkpoint ``sample``, and its held-out loss beside that of ``trained``."""
     from adaponder.evaluation.scoring import ScoringOptions
 
     sample = full_name(SAMPLE)
-    (text,) = _continued(sample, max_new_tokens=60, temperature=0.6, seed=6)
+    (text,) = _generate(sample, max_new_tokens=60, temperature=0.6, seed=6)
     console.print(by_depth(text.pieces, text.depths, text.deepest))
     console.print(legend(text.deepest))
     rows, cells, reading = [], [], Reading()
@@ -107,7 +107,7 @@ def beside(trained: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _continued(checkpoint: str, **settings: Any) -> list[Generated]:
+def _generate(checkpoint: str, **settings: Any) -> list[Generated]:
     model, _, tokenizer = NarrowOpening().generator(checkpoint)
     return continue_prompts(model, tokenizer, [PROMPT], settings={"top_p": 0.95, **settings})
 
@@ -132,15 +132,16 @@ def show_assessment(result: dict[str, Any], recipe: Recipe) -> None:
 
 def _readme(out: Path, data: Path, result: dict[str, Any]) -> str:
     """Returns the README of the run's folder: its result, its files and the commands to try next."""
-    tokens, (run, shards) = result["tokens"], (shlex.quote(str(path)) for path in (out, data))
+    run, shards = shlex.quote(str(out)), shlex.quote(str(data))
     return f"""# A run of `adaponder demo`
 
 Validation loss {result["validation_loss"]:.3f} at mean depth {result["validation_depth"]:.2f} over the first
-{tokens:,} tokens of validation (token frequencies alone: {result["unigram"]:.3f}); `adaponder eval` scores all.
+{result["tokens"]:,} tokens of validation (token frequencies alone: {result["unigram"]:.3f});
+`adaponder eval` scores all of them.
 
 `final/` holds the model, `checkpoints/` states to resume from, `metrics.jsonl` and `tensorboard/` the curves.
 
-Go on (`. .venv/bin/activate` puts `adaponder` on the path):
+To try next (`. .venv/bin/activate` puts `adaponder` on the path):
 
 ```
 adaponder eval {run} --data {shards} --depths 1,2,3,4

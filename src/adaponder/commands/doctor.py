@@ -18,8 +18,8 @@ from adaponder.terminal import console, table, write_json
 from adaponder.version import __version__
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "huggingface_hub", "triton", "lm_eval")
-_SEAL = "Take the files as they are: the tokenizer decides on end and padding, checksums are written anew."
-_AGAINST = "Compare logits and exits with a file of examples/save_published_outputs.py."
+_SEAL = "Accept the files as they are: copy end and padding ids from the tokenizer, rewrite the checksums."
+_AGAINST = "Compare logits and exits with a file written by examples/save_published_outputs.py."
 _FLOORS = {"torch": "2.11", "transformers": "5.17"}
 
 
@@ -82,7 +82,7 @@ def check_installation() -> dict[str, Any]:
     flops = [(row["method"], f"{row['formula']:,}", f"{row['counted']:,}", f"{row['ratio']:.4f}") for row in checks]
     console.print(table("FLOPs of a small forward", ("method", "our meter", "torch's counter", "ratio"), flops))
     if problems:
-        console.print("; ".join(f"{name} {why}" for name, why in problems.items()), style="red")
+        console.print("; ".join(f"{name} {problem}" for name, problem in problems.items()), style="red")
     else:
         console.print("all well", style="green")
     return {"versions": versions, "problems": problems, "devices": devices, "kernels": kernels, "flops": checks}
@@ -92,8 +92,8 @@ def would_run(op: str, device: str) -> str:
     """Returns the implementation of an operation that would run on a device, in words."""
     from adaponder.ops.dispatch import HAS_TRITON
 
-    written = importlib.util.find_spec(f"adaponder.ops.{op}.triton") is not None
-    if device == "cpu" or not written:
+    has_kernel = importlib.util.find_spec(f"adaponder.ops.{op}.triton") is not None
+    if device == "cpu" or not has_kernel:
         return "torch (reference)"
     return "Triton kernels in bf16 and fp16, torch in float32" if HAS_TRITON else "torch: Triton is not installed"
 
@@ -162,13 +162,13 @@ def seal_folder(folder: Path) -> list[str]:
     from adaponder.conversion.open import describe
 
     if folder.resolve().parent.name == "snapshots":
-        raise InputError(f"--seal: {folder} is the hub's cache; name a folder of your own")
+        raise InputError(f"--seal: {folder} is in the hub's cache; copy it to a folder of your own first")
     refuse_unsafe(folder)
     describe(str(folder), verify=False)
     changes = mend(folder)
     try:
         facts = {key: value for key, value in read_manifest(folder).items() if key == "step"}
-    except AdaPonderError:  # no manifest, or a damaged one: its facts are left out
+    except AdaPonderError:  # no manifest, or a damaged one
         facts = {}
     write_manifest(folder, **facts)
     return [*changes, f"sealed: {MANIFEST} lists {len(read_manifest(folder)['files'])} files as they are now"]
@@ -187,8 +187,8 @@ def _safe(folder: Path) -> str:
     code = {path.name: path.read_bytes() for path in folder.glob("*.py")}
     if not code:
         return "no code, nothing outside the folder"
-    written = {name: Path(modeling_adaponder.__file__).with_name(name).read_bytes() for name in CODE}
-    if changed := [name for name in code if code[name] != written.get(name)]:
+    exported = {name: Path(modeling_adaponder.__file__).with_name(name).read_bytes() for name in CODE}
+    if changed := [name for name in code if code[name] != exported.get(name)]:
         raise CheckpointError(
             f"{folder}: {listed(sorted(changed))} differs from what this version exports, and trust_remote_code=True "
             "would run it: read it, or export the checkpoint again"
@@ -210,7 +210,7 @@ def _checksums(folder: Path) -> str:
     if not (folder / MANIFEST).exists():
         return f"unverified: there is no {MANIFEST} to compare with; --seal writes one"
     verify_files(folder, may_be_missing=NOT_NEEDED)
-    return f"{len(read_manifest(folder)['files'])} files as they were written"
+    return f"{len(read_manifest(folder)['files'])} files, unchanged since they were written"
 
 
 def _tokenizer(folder: Path) -> str:

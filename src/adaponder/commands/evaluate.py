@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _task = partial(opt, panel="Tasks")
 _TASK_DATA = "Read tasks from DIR/TASK/SPLIT.jsonl or .jsonl.xz, not from the hub."
-_PAPER = "paper: its nine tasks at 0 and 5 shots, against Pythia."
+_PAPER = "paper: the paper's nine tasks at 0 and 5 shots, beside its scores of Pythia."
 
 
 @shared.command
@@ -31,9 +31,9 @@ def evaluate(
     checkpoint: shared.Checkpoint,
     *,
     data: Annotated[str | None, opt(shared.DATA, "TEXT")] = None,
-    depths: Annotated[str | None, opt("Score also with every token read equally often.", "1,2,…")] = None,
-    dense: Annotated[bool, opt("Compute halted tokens too, and mask.", flag="--dense")] = False,
-    check_tokens: Annotated[int, opt("Compare skipping with dense on this many tokens; 0: do not.", "N", min=0)] = 2048,
+    depths: Annotated[str | None, opt("Also score with all tokens at these fixed depths.", "1,2,…")] = None,
+    dense: Annotated[bool, opt("Compute halted tokens too, and mask them.", flag="--dense")] = False,
+    check_tokens: Annotated[int, opt("Compare skipping with dense on the first N tokens; 0: off.", "N", min=0)] = 2048,
     json: shared.Json = None,
     tasks: Annotated[str | None, _task("Tasks of lm-evaluation-harness instead of a text.", "a,b,…")] = None,
     suite: Annotated[str | None, _task(_PAPER, "NAME", check=shared.one_of("paper"))] = None,
@@ -53,8 +53,8 @@ def evaluate(
     if (data is not None) == bool(tasks or suite is not None):
         raise InputError("give one of --data (a text to score), --tasks and --suite paper")
     if data is None:
-        cuts = {"window": reading.window, "stride": reading.stride, "max_tokens": reading.max_tokens}
-        shared.refuse("--tasks", depths=depths, dense=dense, **cuts)
+        unused = {"window": reading.window, "stride": reading.stride, "max_tokens": reading.max_tokens}
+        shared.refuse("--tasks", depths=depths, dense=dense, **unused)
         return task_command.run_tasks(
             checkpoint,
             shared.listed("--tasks", tasks, str),
@@ -75,7 +75,7 @@ def evaluate(
     by_label = {own_label(subject, how): how} | forced(subject, fixed_depths, how)
     text = reading.text(subject, data)
     score = partial(scored, subject, text, windows, batch_size=reading.batch_size)
-    scorings = [score(label, way) for label, way in by_label.items()]
+    scorings = [score(label, options) for label, options in by_label.items()]
     from adaponder.evaluation.scoring import agreement
     from adaponder.evaluation.summary import by_source
 
@@ -93,23 +93,19 @@ def evaluate(
         "unknown_tokens": int(text.unknown.sum()),
         "sources": {name: summary.as_dict() for name, summary in sources.items()},
     }
-    sentence = ""
+    narrowing = ""
     if opening.weights is not None:
-        narrowed, result["weights"], sentence = narrow(
+        narrowed, result["weights"], narrowing = narrow(
             subject, opening.weights, scorings, text, by_label.values(), score
         )
         scorings += narrowed
     result["rows"] = [scoring.as_dict() for scoring in scorings]
     console.print(described(data, text, windows))
     show_scorings(checkpoint, scorings)
-    if sentence:
-        console.print(f"\n{sentence}")
+    if narrowing:
+        console.print(f"\n{narrowing}")
     if sources:
-        rows = [
-            (name, f"{summary.tokens:,}", *loss_cells(summary), f"{summary.depth:.3f}")
-            for name, summary in sources.items()
-        ]
-        console.print(table("\nBy source", ("source", "tokens", "loss", "95 %", "bits/byte", "iterations"), rows))
+        show_sources(sources)
     agreed = None
     if halts and not dense and check_tokens:
         agreed = agreement(model, text.first(check_tokens), windows, how=how, batch_size=reading.batch_size)
@@ -117,7 +113,7 @@ def evaluate(
         result["agreement"] = agreed.as_dict()
     write_json(json, result)
     if agreed is not None and not agreed.holds:
-        raise EvaluationError(f"{agreed}; this is a bug in adaponder: please report it; --dense is the plain way")
+        raise EvaluationError(f"{agreed}; this is a bug in adaponder: please report it; --dense avoids it")
     if halts and how.policy is None and Path(checkpoint).is_dir():
         console.print_next("calibrate", checkpoint, "--data", data, "--budget", f"{0.75 * model.config.iterations:g}")
     return result
@@ -157,17 +153,25 @@ def show_scorings(title: str, scorings: list[Scoring], *, several_models: bool =
     console.print(table("\nWhat it cost", ("", *COLUMNS), spent))
 
 
+def show_sources(sources: dict[str, Summary]) -> None:
+    """Prints a table of the tokens, loss and mean depth of each source."""
+    rows = [
+        (name, f"{summary.tokens:,}", *loss_cells(summary), f"{summary.depth:.3f}") for name, summary in sources.items()
+    ]
+    console.print(table("\nBy source", ("source", "tokens", "loss", "95 %", "bits/byte", "iterations"), rows))
+
+
 def narrow(
     subject: shared.Subject,
     weights: str,
     scorings: Sequence[Scoring],
     text: Text,
-    ways: Iterable[ScoringOptions],
+    options: Iterable[ScoringOptions],
     score: Callable[..., Scoring],
 ) -> tuple[list[Scoring], dict[str, Any], str]:
-    """Narrows the weights of ``subject`` in place and repeats the ``scorings``, each with its entry of ``ways``.
+    """Narrows the weights of ``subject`` in place and repeats the ``scorings``, each with its entry of ``options``.
 
-    Returns the new scorings, the changes for the JSON result, and sentences about them, one per scoring.
+    Returns the new scorings, the changes for the JSON result, and the lines to print, one per scoring.
     """
     from adaponder.conversion.narrow import narrow, weight_bytes
     from adaponder.evaluation.summary import paired_difference
@@ -176,24 +180,23 @@ def narrow(
     narrow(subject.model, weights)
     sizes.append(weight_bytes(subject.model))
     repeated, differences = [], {}
-    for before, how in zip(scorings, ways, strict=True):
+    for before, how in zip(scorings, options, strict=True):
         after = score(f"{before.label}, {weights} weights", how)
         repeated.append(after)
         differences[before.label] = paired_difference(text, before.scores.nll, after.scores.nll, seed=how.seed)
     first, last = scorings[0], repeated[0]
     depths = [first.summary.depth, last.summary.depth]
     other_depth = float((first.scores.depth != last.scores.depth).mean())
-    change, *changes_by_depth = (
-        f"{difference.mean:+.4f} nats per token"
-        + ("" if difference.interval is None else f" (95 % {difference.interval})")
-        for difference in differences.values()
-    )
-    sentence = (
-        f"{weights} weights: {change}, mean depth {depths[0]:.3f} to "
-        f"{depths[1]:.3f}, {other_depth:.1%} of the tokens at another depth; {sizes[0] / 1e6:,.1f} MB of weights "
-        f"become {sizes[1] / 1e6:,.1f}"
-    )
-    lines = [sentence, *map(": ".join, zip([*differences][1:], changes_by_depth, strict=True))]
+    losses = {}
+    for label, difference in differences.items():
+        interval = "" if difference.interval is None else f" (95 % {difference.interval})"
+        losses[label] = f"{difference.mean:+.4f} nats per token{interval}"
+    lines = [
+        f"{weights} weights: {losses.pop(first.label)}, mean depth {depths[0]:.3f} to {depths[1]:.3f}, "
+        f"{other_depth:.1%} of the tokens at another depth; {sizes[0] / 1e6:,.1f} MB of weights become "
+        f"{sizes[1] / 1e6:,.1f}"
+    ]
+    lines += [f"{label}: {loss}" for label, loss in losses.items()]
     changes = {"weights": weights, "difference": differences.pop(first.label).as_dict(), "depth": depths}
     changes |= {"by_depth": {label: difference.as_dict() for label, difference in differences.items()}}
     return repeated, changes | {"other_depth": other_depth, "bytes": sizes}, "\n".join(lines)
@@ -247,7 +250,7 @@ def scored(
     return Scoring(label, scores, summary, subject.model.config.table_scale)
 
 
-_Limit = Annotated[int | None, option("max_iterations", help="Read no token more often than this.")]
+_Limit = Annotated[int | None, option("max_iterations", help="Maximum depth of each token.")]
 _Narrow = Annotated[str | None, opt("Narrower weights, as --weights of eval.", "NAME", check=shared.one_of(*WEIGHTS))]
 
 
@@ -259,8 +262,8 @@ def compare(
     data: Annotated[str, opt(shared.DATA, "TEXT")],
     policy_a: Annotated[str | None, opt("A's policy, as --policy of eval: gate:0.1 is another tau.", "RULE")] = None,
     policy_b: Annotated[str | None, opt("B's policy.", "RULE")] = None,
-    profile_a: Annotated[str | None, opt("A's budget, as adaponder calibrate stored it.", "NAME")] = None,
-    profile_b: Annotated[str | None, opt("B's budget.", "NAME")] = None,
+    profile_a: Annotated[str | None, opt("A's profile, stored by adaponder calibrate.", "NAME")] = None,
+    profile_b: Annotated[str | None, opt("B's profile.", "NAME")] = None,
     max_iterations_a: _Limit = None,
     max_iterations_b: _Limit = None,
     weights_a: _Narrow = None,
@@ -286,29 +289,29 @@ def compare(
             "paired; compare the bits per byte of adaponder eval instead"
         )
     # The shorter windows of the two, so that every token has the same context in both.
-    windows = min((reading.windows(subject) for subject in subjects), key=lambda cut: cut.length)
+    windows = min((reading.windows(subject) for subject in subjects), key=lambda windows: windows.length)
     depths = (
         shared.Depth(policy=policy_a, profile=profile_a, max_iterations=max_iterations_a),
         shared.Depth(policy=policy_b, profile=profile_b, max_iterations=max_iterations_b),
     )
-    ways = [
+    options = [
         depth.scoring(subject, reading.seed, side=side)
         for depth, subject, side in zip(depths, subjects, ("-a", "-b"), strict=True)
     ]
     text = reading.text(subjects[0], data)
     scorings = []
-    for letter, subject, how, width in zip("AB", subjects, ways, weights, strict=True):
+    for letter, subject, how, width in zip("AB", subjects, options, weights, strict=True):
         label = f"{letter}: {own_label(subject, how)}" + ("" if width is None else f", {width} weights")
         scorings.append(scored(subject, text, windows, label, how, reading.batch_size))
     difference = paired_difference(text, scorings[0].scores.nll, scorings[1].scores.nll, seed=reading.seed)
     console.print(described(data, text, windows))
     show_scorings(f"A {first}, B {second}", scorings, several_models=True)
     if difference.interval is None:
-        words = f"too few documents for an interval ({len(text.starts)} of {FEW})"
+        interval = f"too few documents for an interval ({len(text.starts)} of {FEW})"
     else:
         verdict = "significant" if difference.significant else "not significant"
-        words = f"95 % {difference.interval}, paired by document: {verdict} on this text"
-    console.print(f"\nB - A: {difference.mean:+.4f} nats per token; {words}")
+        interval = f"95 % {difference.interval}, paired by document: {verdict} on this text"
+    console.print(f"\nB - A: {difference.mean:+.4f} nats per token; {interval}")
     easier, equal = difference.wins, difference.ties
     console.print(f"Of the tokens, B finds {easier:.1%} easier, {equal:.1%} equal, {1 - easier - equal:.1%} harder")
     result = {

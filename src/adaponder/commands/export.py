@@ -19,9 +19,9 @@ def export(
     checkpoint: shared.Checkpoint,
     *,
     out: Annotated[Path, shared.folder("Where to write; must be new or empty.")],
-    data: Annotated[str | None, opt(f"Measure loss, depth, cost on it for the card. {shared.DATA}", "TEXT")] = None,
+    data: Annotated[str | None, opt(f"Text on which to measure the card's numbers. {shared.DATA}", "TEXT")] = None,
     push: Annotated[
-        str | None, opt("Also upload it to the hub as OWNER/MODEL; without, nothing is sent.", "NAME")
+        str | None, opt("Also upload it to the hub as OWNER/MODEL; by default nothing is sent.", "NAME")
     ] = None,
     private: Annotated[bool, opt("Make the repository of --push private.", flag="--private")] = False,
     license: Annotated[str | None, opt("License of the model, as the hub spells it: apache-2.0, mit, …", "ID")] = None,
@@ -61,7 +61,7 @@ def export(
     )
     with console.status(f"exporting {checkpoint} …"):
         checks = write_folder(subject.model, subject.folder, out, card=card)
-    shared.show_checks("The exported file against the package", checks)
+    shared.show_checks("The exported code against the package", checks)
     console.print(line("written: ", (str(out), "bold")), soft_wrap=True)
     result: dict[str, Any] = {
         "checkpoint": checkpoint,
@@ -89,7 +89,9 @@ def measure(subject: shared.Subject, data: str, reading: shared.Reading) -> dict
     how = ScoringOptions(seed=reading.seed)
     by_label = {own_label(subject, how): how}
     by_label |= forced(subject, range(1, subject.model.config.iterations + 1), how)
-    scorings = [scored(subject, text, windows, label, way, reading.batch_size) for label, way in by_label.items()]
+    scorings = [
+        scored(subject, text, windows, label, options, reading.batch_size) for label, options in by_label.items()
+    ]
     show_scorings(subject.name, scorings)
     rows = []
     for scoring in scorings:

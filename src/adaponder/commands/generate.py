@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 STANDARD_INPUT = "-"
 _prompts, _output, _speed = (partial(opt, panel=panel) for panel in ("Prompts", "Output", "Speed"))
 _sampling = partial(option, rich_help_panel="Sampling")
-_PROMPT = "What to continue; may be repeated. -, or piped input alone: standard input."
+_PROMPT = "Text to continue; may be repeated. -: standard input, which is also read if it is piped alone."
 _FILE = "A prompt per line; .jsonl: the field prompt of each line; -: standard input."
 _CHAT = "Prompts are a user's messages, in the tokenizer's chat template."
-_LOOP = "Ask for prompts, one after another; /help lists more."
-_DRAFTS = "Draft at most N tokens ahead: the same text. Default: only up to four sequences."
+_LOOP = "Read prompts in a loop; /help lists the commands."
+_DRAFTS = "Draft at most N tokens ahead; changes speed only. Default: on for up to four lanes."
 _STATS = "Show tables of depths and costs."
 _TEMPERATURE = "0 always takes the most likely token; default 1."
 
@@ -60,11 +60,11 @@ def generate(
     top_p: Annotated[float, _sampling("top_p")] = 1.0,
     min_p: Annotated[float, _sampling("min_p")] = 0.0,
     repetition_penalty: Annotated[float, _sampling("repetition_penalty")] = 1.0,
-    greedy: Annotated[bool, opt("As --temperature 0.", flag="--greedy", panel="Sampling")] = False,
+    greedy: Annotated[bool, opt("Same as --temperature 0.", flag="--greedy", panel="Sampling")] = False,
     stop: Annotated[list[str] | None, opt("End before this text; may be repeated.", "TEXT", panel="Sampling")] = None,
     seed: Annotated[int, _sampling("seed", min=0)] = 0,
     depth: shared.Depth,
-    lanes: Annotated[int, _speed("Sequences computed at a time.", "N", min=1)] = 64,
+    lanes: Annotated[int, _speed("Sequences decoded at the same time.", "N", min=1)] = 64,
     drafts: Annotated[int | None, _speed(_DRAFTS, "N", min=0)] = None,
     opening: shared.NarrowOpening,
 ) -> Any:
@@ -91,16 +91,20 @@ def generate(
     stops = stop or ()
     if interactive:
         del settings["samples"]
-        shown: dict[str, Any] = {"chat": chat, "stops": stops, "colours": depth_colours, "drafts": drafts}
-        Conversation(model, tokenizer, folder, settings, **shown).run()
+        conversation = Conversation(
+            model, tokenizer, folder, settings, chat=chat, stops=stops, colours=depth_colours, drafts=drafts
+        )
+        conversation.run()
         return []
     streams = console.is_terminal and len(prompts) == samples == 1
     live = LiveText(depth.max_iterations or model.config.iterations, colours=depth_colours) if streams else None
     began = time.perf_counter()
-    engine: dict[str, Any] = {"chat": chat, "stops": stops, "lanes": lanes, "drafts": drafts}
-    completions = continue_prompts(model, tokenizer, prompts, settings=settings, live=live, **engine)
+    completions = continue_prompts(
+        model, tokenizer, prompts, settings=settings, chat=chat, stops=stops, lanes=lanes, drafts=drafts, live=live
+    )
     show(completions, colours=depth_colours, text=not streams, stats=stats)
-    seconds, new_tokens = time.perf_counter() - began, sum(len(done.pieces) - done.prompt for done in completions)
+    seconds = time.perf_counter() - began
+    new_tokens = sum(len(completion.pieces) - completion.prompt for completion in completions)
     result = {"seconds": seconds, "new_tokens": new_tokens, "tokens_per_second": new_tokens / seconds}
     values = [completion.as_dict() for completion in completions]
     # The fields of a single completion are also at the top level.
@@ -283,9 +287,9 @@ def _cost(
     read = torch.tensor([depths])
     prefill.add(read[:, :prompt], logits=1, **rule)
     # Counting token by token is as slow as generating; it is needed only if each pass expands all cached keys again.
-    together = 1 if shape.expansion else max(1, len(depths) - prompt)
-    for first in range(prompt, len(depths), together):
-        tokens = read[:, first : first + together]
+    chunk = 1 if shape.expansion else max(1, len(depths) - prompt)
+    for first in range(prompt, len(depths), chunk):
+        tokens = read[:, first : first + chunk]
         decode.add(tokens, past=read[:, :first], logits=tokens.shape[1], **rule)
     return prefill.spent(), decode.spent()
 
@@ -302,9 +306,8 @@ def show(completions: Sequence[Generated], *, colours: bool, text: bool = True, 
     from adaponder.evaluation.meter import COLUMNS
 
     deepest = max(completion.deepest for completion in completions)
-    prefill, decode = (
-        _together([getattr(completion, stage) for completion in completions]) for stage in ("prefill", "decode")
-    )
+    prefill = _total([completion.prefill for completion in completions])
+    decode = _total([completion.decode for completion in completions])
     depth, flops, ratio, _, speed = decode.cells()
     key = [legend(deepest), "  "] if colours and console.in_colour else []
     more = "" if stats else "; --stats shows more"
@@ -322,12 +325,11 @@ def show(completions: Sequence[Generated], *, colours: bool, text: bool = True, 
     if dropped := sum(completion.dropped_rows for completion in completions):
         read = sum(depth for completion in completions for depth in completion.depths[completion.prompt :])
         console.print(
-            f"Not counted: {counted(dropped, 'row')} of drafted tokens that were not kept "
-            f"({dropped / max(1, read):.0%} of the rows of the tokens after the prompt), and memory for {deepest} rows "
-            "of each of those, whatever its depth; --drafts 0 saves both"
+            f"Not counted: {counted(dropped, 'row')} of rejected drafts ({dropped / max(1, read):.0%} of the rows of "
+            f"the tokens after the prompt), and memory for {deepest} rows per draft; --drafts 0 saves both"
         )
 
 
-def _together(costs: Sequence[Spent]) -> Spent:
+def _total(costs: Sequence[Spent]) -> Spent:
     """Returns the sum of the costs of concurrent completions, with the seconds of the slowest completion."""
     return replace(reduce(add, costs), seconds=max(spent.seconds for spent in costs), scored=None)

@@ -30,17 +30,17 @@ from adaponder.text import TextEngine, TextEvent, Writing, chat_ids, pieces
 COMMANDS = {
     "/policy RULE": "the policy, as --policy: /policy fixed:2; alone: the model's own rule",
     "/tau X": "another threshold for the learned gate; alone: the model's own rule",
-    "/profile NAME": "a budget that adaponder calibrate stored",
-    "/iterations N": "read no token more often than this; alone: as often as the model may",
+    "/profile NAME": "a profile stored by adaponder calibrate",
+    "/iterations N": "maximum depth of each token; alone: the model's own",
     "/temperature X": "sampling temperature; 0 always takes the most likely token",
     "/top-p X": "sample from the most likely tokens with this total probability",
     "/top-k N": "sample from the N most likely tokens; 0: from all",
-    "/max N": "most tokens to generate",
-    "/seed N": "seed of everything random; it grows by one with each prompt",
+    "/max N": "maximum number of tokens to generate",
+    "/seed N": "random seed; it grows by one with each prompt",
     "/new": "with --chat: begin another conversation",
     "/settings": "show the settings",
     "/help": "show this",
-    "/quit": "leave, as Ctrl-D does; Ctrl-C ends a text and not the program",
+    "/quit": "leave (as Ctrl-D); Ctrl-C only stops the current text",
 }
 # The fields of a request that are numbers, by the command that sets each.
 _NUMBERS = {name: name.replace("-", "_") for name in ("temperature", "top-p", "top-k", "seed")}
@@ -69,7 +69,7 @@ class LiveText:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._writing is not None:
-            self._move(self._writing.tokens, everything=True)
+            self._move(self._writing.tokens, all_tokens=True)
         self._live.update(Text(), refresh=True)
         self._live.stop()
         console.print(self.line)
@@ -96,9 +96,9 @@ class LiveText:
         depth = sum(token.depth for token in tokens) / max(1, len(tokens))
         return f"{counted(len(tokens), 'token')}, {len(tokens) / seconds:,.1f} tokens/s, mean depth {depth:.2f}"
 
-    def _move(self, tokens: list[Token], *, everything: bool = False) -> None:
-        """Appends to ``line`` the waiting text of tokens whose depth is known; with ``everything``, of all tokens."""
-        while self._waiting and (everything or self._waiting[0][0] + 1 < len(tokens)):
+    def _move(self, tokens: list[Token], *, all_tokens: bool = False) -> None:
+        """Moves the waiting text of tokens with known depth to ``line``; with ``all_tokens``, that of every token."""
+        while self._waiting and (all_tokens or self._waiting[0][0] + 1 < len(tokens)):
             number, text = self._waiting.pop(0)
             depth = tokens[number + 1].depth if number + 1 < len(tokens) else 0
             self.line.append(text, style=depth_style(depth, self.deepest) if self.colours else "")
@@ -115,15 +115,15 @@ class LiveText:
 @contextmanager
 def ctrl_c_noted() -> Iterator[Callable[[], bool]]:
     """Yields a function that returns whether Ctrl-C was pressed. Nothing is raised, so that engine steps complete."""
-    came = threading.Event()
+    pressed = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
-        yield came.is_set
+        yield pressed.is_set
         return
-    before = signal.signal(signal.SIGINT, lambda *about: came.set())
+    previous = signal.signal(signal.SIGINT, lambda *_: pressed.set())
     try:
-        yield came.is_set
+        yield pressed.is_set
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
 
 
 class Conversation:
@@ -196,8 +196,8 @@ class Conversation:
                 live.say("".join(pieces(self.tokenizer, writing.request.prompt)), style="bold")
             with ctrl_c_noted() as interrupted:
                 self.engine.finish(live.show, until=interrupted)
-        ended = {"length": "", "stop": "ended by itself; ", "cancelled": "stopped; "}
-        console.print(ended.get(writing.finish_reason or "", "") + live.speed(), style="dim")
+        reason = {"stop": "ended by itself; ", "cancelled": "stopped; "}.get(writing.finish_reason or "", "")
+        console.print(reason + live.speed(), style="dim")
         self.settings = self.settings | {"seed": self.settings["seed"] + 1}
         if self.chat:
             # The template adds the line break after a turn.
@@ -218,7 +218,7 @@ class Conversation:
             console.print(table("", ("command", ""), COMMANDS.items()))
         elif command == "new":
             if not self.chat:
-                raise InputError("/new: every prompt begins anew; only with --chat are earlier messages read too")
+                raise InputError("/new needs --chat; without it every prompt begins anew")
             self.messages = []
             console.print("A new conversation.", style="dim")
         else:
@@ -240,10 +240,12 @@ class Conversation:
     def _changes(self, command: str, value: str) -> dict[str, Any]:
         """Returns the fields of a request that a command changes."""
         if command in ("policy", "tau", "profile"):
-            rule: dict[str, Any] = {command: (_number("tau", value) if command == "tau" else value) if value else None}
+            rule: dict[str, Any] = {command: value or None}
+            if command == "tau" and value:
+                rule["tau"] = _number("tau", value)
             return {"policy": Depth(**rule).choose(self.model, self.folder)}
         if command not in _NUMBERS:
-            raise InputError("there is no such command; /help lists them")
+            raise InputError("there is no such command; /help lists all commands")
         name = _NUMBERS[command]
         if not value and name == "max_iterations":
             return {name: None}
@@ -253,11 +255,12 @@ class Conversation:
 
     def show_settings(self) -> None:
         """Prints the settings of the next prompt."""
-        now = self.settings
-        depth = "the model's own rule" if now["policy"] is None else now["policy"].as_line()
+        settings = self.settings
+        depth = "the model's own rule" if settings["policy"] is None else settings["policy"].as_line()
         console.print(
-            f"depth: {depth}, at most {self.deepest}; temperature {now['temperature']:g}, top-p {now['top_p']:g}, "
-            f"top-k {now['top_k']}; max {now['max_new_tokens']}, seed {now['seed']}",
+            f"depth: {depth}, at most {self.deepest}; temperature {settings['temperature']:g}, "
+            f"top-p {settings['top_p']:g}, top-k {settings['top_k']}; max {settings['max_new_tokens']}, "
+            f"seed {settings['seed']}",
             style="dim",
         )
 

@@ -53,11 +53,11 @@ class AdaPonderLM(HarnessLM):
         seed: int = 0,
         **others: Any,
     ):
-        # lm-eval adds arguments of its own, e.g. trust_remote_code; those that are off are ignored.
-        if foreign := [name for name, value in others.items() if value not in (None, False)]:
-            raise InputError(f"--model_args {', '.join(sorted(foreign))}: --model adaponder has no such argument")
+        # lm-eval adds arguments of its own, e.g. trust_remote_code; those that are None or False are ignored.
+        if unknown := [name for name, value in others.items() if value not in (None, False)]:
+            raise InputError(f"--model_args {', '.join(sorted(unknown))}: --model adaponder has no such argument")
         if not str(batch_size).isdecimal():
-            raise InputError(f"--batch_size {batch_size} must be a whole number; nothing is tried out here")
+            raise InputError(f"--batch_size {batch_size} must be a whole number; it is not chosen automatically")
         model, folder = load(str(pretrained), revision=revision, dtype=dtype, device=_device(device))
         text = None if policy is None else str(policy)
         rule = Depth(policy=text, tau=tau, profile=profile).choose(model, folder)
@@ -88,5 +88,5 @@ def _device(requested: str | None) -> str:
     if torch.cuda.is_available():
         return requested or "cuda"
     if requested == "cuda:0":
-        errors.print("no GPU found: reading on the CPU", style="yellow")
+        errors.print("no GPU found: computing on the CPU", style="yellow")
     return "cpu" if requested in (None, "cuda:0") else requested

@@ -17,10 +17,10 @@ def page(
     checkpoint: shared.Checkpoint,
     *,
     out: Annotated[Path, shared.folder("Where to write; must be new or empty.")],
-    name: Annotated[str | None, opt("What the page calls the model; default: the checkpoint's own.", "NAME")] = None,
+    name: Annotated[str | None, opt("Name of the model on the page; default: the checkpoint's.", "NAME")] = None,
     json: shared.Json = None,
 ) -> dict[str, Any]:
-    """Write the page of adaponder serve with the model in it: a folder for any static host, computed by the visitor.
+    """Write the page of adaponder serve as a static folder; the model runs in the visitor's browser.
 
     Nothing that visitors type leaves their browser. For GPT-NeoX backbones with at most 50 MB of weights.
 

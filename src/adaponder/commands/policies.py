@@ -27,10 +27,10 @@ RESULT = "policies.json"
 def policies(
     checkpoint: Annotated[str, arg("A checkpoint; or a policies.json, to draw its figures again.", "CKPT")],
     *,
-    data: Annotated[str | None, opt("As for eval.", "TEXT")] = None,
+    data: Annotated[str | None, opt("The text to compare on, as for eval.", "TEXT")] = None,
     budgets: Annotated[str | None, opt("Mean depths to compare at; default: the gate's own.", "1.5,2.5")] = None,
     rates: Annotated[str | None, opt("Rates of the geometric schedules; default 0.9,0.5.", "0.9,0.5")] = None,
-    out: Annotated[Path | None, shared.folder("Tables and figures go here.")] = None,
+    out: Annotated[Path | None, shared.folder("Where to write tables and figures.")] = None,
     json: shared.Json = None,
     reading: shared.Reading,
     opening: shared.Opening,
@@ -171,8 +171,8 @@ def save(result: dict[str, Any], out: Path) -> None:
     from adaponder.journal import on_interrupt
 
     write_rows(result, out / RESULT)
-    again = shlex.quote(str(out / RESULT))
-    with on_interrupt(f"the result is complete; adaponder policies {again} draws its figures"):
+    path = shlex.quote(str(out / RESULT))
+    with on_interrupt(f"the result is complete; adaponder policies {path} draws its figures"):
         draw(result, out)
 
 
@@ -202,13 +202,13 @@ def draw(result: dict[str, Any], out: Path) -> list[Path]:
 
 
 def load_result(path: Path, command: str, *needed: str) -> dict[str, Any]:
-    """Returns the result that ``command`` wrote to ``path``; raises if it is no such result or lacks a key."""
+    """Returns the result that ``command`` wrote to ``path``; raises unless it has the ``needed`` keys."""
     from adaponder.files import read_json
 
     try:
         result = read_json(path, InputError)
     except InputError as error:
-        raise InputError(f"{path}: not a result of this command ({error})") from None
+        raise InputError(f"{path} is not a result of adaponder {command} ({error})") from None
     if result.get("command") != command or any(key not in result for key in needed):
-        raise InputError(f"{path}: not a result of this command; it must hold {' and '.join(needed)} of {command}")
+        raise InputError(f"{path} is not a result of adaponder {command}, with {' and '.join(needed)}")
     return result

@@ -26,7 +26,7 @@ def prepare(
         arg("Files, folders, .jsonl (all also .gz .xz .bz2 .zst), .parquet, hf:NAME, stdlib, hops, mano.", "INPUT…"),
     ],
     *,
-    out: Annotated[Path, folder("Where the shards go; the same command again continues.")],
+    out: Annotated[Path, folder("Where to write shards; running the command again resumes.")],
     tokenizer: Annotated[
         str | None, opt("Folder or hub name, a tokenizer.json, train-bpe:N; hops and mano need none.", "NAME")
     ] = None,
@@ -35,15 +35,13 @@ def prepare(
     ] = 0.01,
     workers: Annotated[int | None, opt("Processes; default: one per core.", "N", min=1, max=1024)] = None,
     end_token: Annotated[
-        str | None, opt("Ends each document; default: the tokenizer's own, else <|endoftext|>.", "TEXT")
+        str | None, opt("Token that ends each document; default: the tokenizer's, else <|endoftext|>.", "TEXT")
     ] = None,
     shard_tokens: Annotated[int, opt("Tokens per shard file, about.", "N", min=1)] = 2**25,
     chat: Annotated[
-        str | None, opt("Records are conversations: their field of messages, or PROMPT,COMPLETION.", "FIELD")
+        str | None, opt("Records are conversations in this field, or in the fields PROMPT,COMPLETION.", "FIELD")
     ] = None,
-    chat_template: Annotated[
-        Path | None, opt("Jinja template that writes them; default: the tokenizer's own.", "FILE")
-    ] = None,
+    chat_template: Annotated[Path | None, opt("Jinja chat template; default: the tokenizer's own.", "FILE")] = None,
     json: Json = None,
 ) -> dict[str, Any]:
     """Turn text into token shards that training reads."""
@@ -52,18 +50,18 @@ def prepare(
     from adaponder.data.shards import WriterState
 
     finished_before = os.path.isfile(out / MANIFEST)
-    begun = None if finished_before else WriterState.load(out)
-    if begun is not None and any(begun.shards.values()):
-        console.print(f"{out} was begun before: going on after the last complete shard")
+    unfinished = None if finished_before else WriterState.load(out)
+    if unfinished is not None and any(unfinished.shards.values()):
+        console.print(f"{out} is unfinished: resuming after its last complete shard")
     started = time.monotonic()
     with progress_bars("tokens") as bar:
-        line = bar.add_task("reading the inputs", total=None, tokens="")
+        task = bar.add_task("reading the inputs", total=None, tokens="")
 
         def show_progress(now: Progress) -> None:
             tokens = f"{now.documents:,} documents, {now.tokens:,} tokens" if now.tokens else ""
             stage = _STAGES.get(now.stage, "tokenising")
             # A hub dataset has no size in bytes: without a total the bar only shows activity.
-            bar.update(line, description=stage, completed=now.read, total=now.total or None, tokens=tokens)
+            bar.update(task, description=stage, completed=now.read, total=now.total or None, tokens=tokens)
 
         manifest = prepared(
             inputs,
@@ -80,7 +78,7 @@ def prepare(
     seconds = time.monotonic() - started
     show(manifest, out)
     if finished_before:
-        console.print("Nothing to do: it was prepared before, with the same arguments.")
+        console.print("Nothing to do: already prepared with the same arguments.")
     else:
         console.print(f"done in {seconds:.1f} s")
     recipe = f"finetune/{'chat' if chat else 'text'}" if tokenizer == SAMPLE else "cpu/demo"

@@ -20,18 +20,14 @@ if TYPE_CHECKING:
     from adaponder.data.puzzles import Hops
     from adaponder.modeling import AdaPonderForCausalLM
 
-# Puzzles in a batch, and steps of a puzzle printed in a line.
-_AT_ONCE, _IN_A_LINE = 64, 7
+# Puzzles per batch, and steps of a puzzle per printed line.
+_BATCH, _STEPS_PER_LINE = 64, 7
 
 
 def puzzle(
-    checkpoint: Annotated[str, arg("Trained on hops; default: the one that comes with adaponder.", "CKPT")] = full_name(
-        HOPS
-    ),
+    checkpoint: Annotated[str, arg("Trained on hops; default: the shipped one.", "CKPT")] = full_name(HOPS),
     *,
-    seed: Annotated[
-        int | None, opt("Seed of the puzzles; default: new ones each time.", "N", min=0, max=2**31 - 1)
-    ] = None,
+    seed: Annotated[int | None, opt("Seed of the puzzles; default: random.", "N", min=0, max=2**31 - 1)] = None,
     puzzles: Annotated[int, opt("How many puzzles; the first is shown.", "N", min=1, max=10_000)] = 64,
     json: Json = None,
 ) -> dict[str, Any]:
@@ -116,7 +112,7 @@ def read_puzzles(model: AdaPonderForCausalLM, settings: Hops) -> Readings:
             by_elimination[row, question.place - 1] = question.by_elimination
 
     def answers(**how: Any) -> tuple[np.ndarray, np.ndarray]:
-        outputs = [model(batch, **how) for batch in ids.split(_AT_ONCE)]
+        outputs = [model(batch, **how) for batch in ids.split(_BATCH)]
         answer = torch.cat([output.logits[..., :END_ID].argmax(-1) for output in outputs])
         return answer.cpu().numpy(), torch.cat([output.depth for output in outputs]).cpu().numpy()
 
@@ -167,7 +163,7 @@ def _steps(read: Readings, deepest: int) -> Text:
     from adaponder.data.puzzles import BAR, STOP
 
     words = read.words[0][: read.words[0].index(BAR)]
-    breaks = range(3 * _IN_A_LINE - 1, len(words), 3 * _IN_A_LINE)
+    breaks = range(3 * _STEPS_PER_LINE - 1, len(words), 3 * _STEPS_PER_LINE)
     pieces = [f"{word} " if word != STOP else ".\n" if place in breaks else ".  " for place, word in enumerate(words)]
     return by_depth(pieces, read.depth[0, : len(words)].tolist(), deepest)
 
@@ -179,11 +175,11 @@ def _questions(read: Readings, deepest: int) -> list[Text]:
     from adaponder.data.puzzles import BAR, words_of
 
     words, lines = read.words[0], []
-    leads = {words[place]: words[place + 1] for place in range(0, words.index(BAR), 3)}
+    next_letter = {words[place]: words[place + 1] for place in range(0, words.index(BAR), 3)}
     for place in sorted(np.flatnonzero(read.need[0]).tolist(), key=lambda place: read.need[0, place]):
         chain = [words[place]]
-        while chain[-1] in leads:
-            chain.append(leads[chain[-1]])
+        while chain[-1] in next_letter:
+            chain.append(next_letter[chain[-1]])
         depth, answer = int(read.depth[0, place]), words_of(read.answer[0, place : place + 1])[0]
         verdict = ("right", "green") if answer == chain[-1] else (f"wrong, it is {chain[-1]}", "red")
         times = ("once", "twice")[depth - 1] if depth < 3 else f"{depth} times"

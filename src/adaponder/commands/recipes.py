@@ -1,4 +1,4 @@
-"""adaponder recipes: lists the recipes that ship, or shows one of them field by field."""
+"""adaponder recipes: lists the shipped recipes, or shows one recipe field by field."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 def recipes(
-    name: Annotated[str | None, arg("Show this one, field by field; default: list all.", "RECIPE")] = None,
+    name: Annotated[str | None, arg("The recipe to show; default: list all.", "RECIPE")] = None,
     *,
     json: Json = None,
 ) -> None:
-    """List the recipes that ship, or show one with every field and where its value is from."""
+    """List the shipped recipes, or show every field of one and the source of its value."""
     from adaponder.recipes import load_recipe, recipe_names
 
-    shown = [load_recipe(recipe) for recipe in (recipe_names() if name is None else [name])]
+    loaded = [load_recipe(recipe) for recipe in (recipe_names() if name is None else [name])]
     if name is None:
-        list_recipes(shown)
+        list_recipes(loaded)
     else:
-        describe(name, shown[0])
-    write_json(json, {recipe.name: recipe.as_dict() for recipe in shown})
+        describe(name, loaded[0])
+    write_json(json, {recipe.name: recipe.as_dict() for recipe in loaded})
 
 
 def show_recipe(name: str, recipe: Recipe, overrides: Sequence[str], *, verbose: bool = False) -> None:
@@ -39,24 +39,24 @@ def show_recipe(name: str, recipe: Recipe, overrides: Sequence[str], *, verbose:
     values, base = flat(recipe), base_of(name)
     if base is None:
         sections = {"model": ModelRecipe, "data": DataRecipe, "train": TrainRecipe}
-        usual = {
+        defaults = {
             f"{name}.{item.name}": _shown(item.default) for name, kind in sections.items() for item in fields(kind)
         }
     else:
-        usual = flat(load_recipe(base))
+        defaults = flat(load_recipe(base))
     changed = {override.partition("=")[0] for override in overrides}
-    differing = {key: value for key, value in values.items() if verbose or key in changed or usual.get(key) != value}
+    differing = {key: value for key, value in values.items() if verbose or key in changed or defaults.get(key) != value}
     if base is not None and not verbose:
         console.print(f"as {base}, but" if differing else f"as {base}")
     for section in ("model", "data", "train"):
-        marked = [
+        styled = [
             (f"  {key.removeprefix(section + '.')}={value}", "bold yellow" if key in changed else "")
             for key, value in differing.items()
             if key.startswith(f"{section}.")
         ]
-        if marked:
+        if styled:
             # Lines break between fields, never within one.
-            console.print(line((section, "bold"), *marked))
+            console.print(line((section, "bold"), *styled))
     if not verbose:
         console.print(line((f"every field: adaponder recipes {name}", "dim")))
 
@@ -95,7 +95,7 @@ def list_recipes(shipped: Sequence[Recipe]) -> None:
 
 
 def describe(name: str, recipe: Recipe) -> None:
-    """Prints every field of a recipe and where its value is from: a paper, this recipe, its base or the defaults."""
+    """Prints every field of a recipe and the source of its value: a paper, this recipe, its base or the defaults."""
     from adaponder.recipes import stated_in
 
     console.print(line((recipe.name, "bold"), f"  {recipe.fingerprint}  {recipe.about}"))
@@ -109,8 +109,8 @@ def describe(name: str, recipe: Recipe) -> None:
         else:
             origin = "default"
         value = values.get(key, source.value if source and key.startswith("code.") else None)
-        shown = key if value is None else f"{key}={value}"
-        console.print(Padding(line(shown, (f"  {origin}", "dim")), (0, 0, 0, 2)))
+        field = key if value is None else f"{key}={value}"
+        console.print(Padding(line(field, (f"  {origin}", "dim")), (0, 0, 0, 2)))
 
 
 def _brief(count: int) -> str:

@@ -31,15 +31,15 @@ _KEYS = (
     "Clients send Authorization: Bearer KEY; the page asks for it."
 )
 _STALL = "Cut off a client that reads nothing for this long."
-_DRAIN = "At the end, wait this long for requests under way."
-_WAITING = "Completions that may wait for a lane; beyond it, 429."
-_TOKENS = "Most tokens of a completion; default: as far as the positions reach."
-_LONGEST = "Longest sequence; default: as far as the backbone's positions reach."
+_DRAIN = "On shutdown, wait this long for running requests."
+_WAITING = "Completions that may wait for a lane; further ones get status 429."
+_TOKENS = "Maximum tokens of a completion; default: the backbone's positions."
+_LONGEST = "Maximum length of a sequence; default: the backbone's positions."
 _DRAFTS = "Draft at most N tokens ahead, as --drafts of generate."
 _HOST = "Address to listen on; all but loopback addresses need a key or --no-auth."
 _PROXY = "Proxy (address or network) whose X-Forwarded-For names clients; may be repeated."
-_START = "Time in which a replica must open its engine, and later answer a health check: Ray has one limit for both."
-_ROWS = "Rows of the KV cache; default: what memory allows, at most what is used."
+_START = "Time limit for a replica to open its engine, and for its health checks: Ray has one limit for both."
+_ROWS = "Rows of the KV cache; default: as many as can be used and fit in memory."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +48,9 @@ class LimitOptions:
 
     waiting: Annotated[int, _limit(_WAITING, "N", min=0, flag="--max-waiting")] = 512
     max_tokens: Annotated[int | None, _limit(_TOKENS, "N", min=1, flag="--max-new-tokens")] = None
-    n: Annotated[int, _limit("Completions of one prompt.", "N", min=1, max=128, flag="--max-n")] = 16
-    prompts: Annotated[int, _limit("Prompts of one request.", "N", min=1, max=1024, flag="--max-prompts")] = 64
-    body_bytes: Annotated[int, _limit("Longest body of a request.", "BYTES", min=1024, flag="--max-body")] = 1 << 20
+    n: Annotated[int, _limit("Maximum completions of a prompt.", "N", min=1, max=128, flag="--max-n")] = 16
+    prompts: Annotated[int, _limit("Maximum prompts of a request.", "N", min=1, max=1024, flag="--max-prompts")] = 64
+    body_bytes: Annotated[int, _limit("Maximum body of a request.", "BYTES", min=1024, flag="--max-body")] = 1 << 20
     stall_seconds: Annotated[float, _seconds(_STALL, flag="--stall")] = 30.0
     drain_seconds: Annotated[float, _seconds(_DRAIN, flag="--drain")] = 30.0
 
@@ -59,7 +59,7 @@ class LimitOptions:
 class EngineOptions:
     """Options for the engine's size, in one server or in each replica on Ray."""
 
-    lanes: Annotated[int, _engine("Sequences computed at a time.", "N", min=1, max=4096)] = 64
+    lanes: Annotated[int, _engine("Sequences decoded at the same time.", "N", min=1, max=4096)] = 64
     tokens: Annotated[int | None, _engine(_LONGEST, "N", min=2, flag="--max-length")] = None
     rows: Annotated[int | None, _engine(_ROWS, "N", min=64)] = None
     drafts: Annotated[int | None, _engine(_DRAFTS, "N", min=0)] = None
@@ -71,23 +71,23 @@ def serve(
     *,
     host: Annotated[str, opt(_HOST, "ADDRESS")] = "127.0.0.1",
     port: Annotated[int, opt("Port to listen on; 0: any free port.", "N", min=0, max=65535)] = 8000,
-    name: Annotated[str | None, opt("What requests call the model; default: the checkpoint's own.", "NAME")] = None,
+    name: Annotated[str | None, opt("Name of the model in requests; default: the checkpoint's.", "NAME")] = None,
     api_key_file: Annotated[Path | None, opt(_KEYS, "FILE")] = None,
     no_auth: Annotated[bool, opt("Accept requests from other machines without a key.", flag="--no-auth")] = False,
     allow_host: Annotated[list[str] | None, opt("Host name that clients may use; may be repeated.", "NAME")] = None,
-    allow_origin: Annotated[list[str] | None, opt("Origin whose pages may call; may be repeated.", "URL")] = None,
+    allow_origin: Annotated[list[str] | None, opt("Origin of pages that may call; may be repeated.", "URL")] = None,
     trusted_proxy: Annotated[list[str] | None, opt(_PROXY, "ADDRESS")] = None,
     limits: LimitOptions,
     engine: EngineOptions,
     threads: Annotated[int | None, _engine("Threads on the CPU; default: torch's.", "N", min=1, max=1024)] = None,
-    ray: Annotated[bool, _ray("Run on Ray Serve (extra scale), --replicas times.", flag="--ray")] = False,
-    replicas: Annotated[int, _ray("Servers side by side.", "N", min=1, max=10000)] = 1,
+    ray: Annotated[bool, _ray("Run --replicas servers on Ray Serve (extra scale).", flag="--ray")] = False,
+    replicas: Annotated[int, _ray("Number of servers.", "N", min=1, max=10000)] = 1,
     max_replicas: Annotated[int | None, _ray("Grow to this many servers under load.", "N", min=1, max=10000)] = None,
     ray_address: Annotated[str | None, _ray("Address of a running cluster; default: a new one.", "ADDRESS")] = None,
     ray_start: Annotated[float, _ray(_START, "SECONDS", check=shared.within("(0, 86400]"))] = 30.0,
     opening: shared.NarrowOpening,
 ) -> None:
-    """Serve a checkpoint: OpenAI's routes at /v1, and at / a page that shows the depth of each token.
+    """Serve a checkpoint at OpenAI's routes (/v1), with a page (/) that shows the depth of each token.
 
     Any OpenAI client works. Fields that OpenAI lacks are under [bold]adaponder[/] in requests and answers.
 
@@ -99,8 +99,8 @@ def serve(
         import fastapi  # noqa: F401  (checks that it is installed)
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
-    except ImportError as problem:
-        raise InputError(f"serve needs {problem.name}: pip install 'adaponder[serve]'") from None
+    except ImportError as error:
+        raise InputError(f"serve needs {error.name}: pip install 'adaponder[serve]'") from None
     require_name(name)
     if not ray:
         shared.refuse(
@@ -153,8 +153,8 @@ def _serve(worker: Worker, settings: Settings, listening: socket.socket) -> None
         print(f"Serving {served.name} at {address} (API: {address}/v1)", flush=True)
         times = "once" if served.iterations == 1 else f"{served.iterations} times"
         halting = f"up to {served.iterations} iterations a token" if facts["halts"] else f"every token read {times}"
-        where = f"{str(served.model.dtype).removeprefix('torch.')} on {served.model.device}"
-        model = f"Model: {facts['method']}, {facts['parameters']:,} parameters, {where}, {halting}"
+        placement = f"{str(served.model.dtype).removeprefix('torch.')} on {served.model.device}"
+        model = f"Model: {facts['method']}, {facts['parameters']:,} parameters, {placement}, {halting}"
         console.print(model, soft_wrap=True)
         console.print(
             f"Limits: {settings.lanes} lanes, {limits.waiting} completions waiting, {served.tokens} tokens a sequence, "
@@ -162,7 +162,7 @@ def _serve(worker: Worker, settings: Settings, listening: socket.socket) -> None
             soft_wrap=True,
         )
         console.print(f"API key: {'needed' if settings.access.keys else 'none needed'}; page: {address}/")
-        console.print("Ctrl-C or SIGTERM stops it after the requests under way; a second one at once", style="dim")
+        console.print("Ctrl-C or SIGTERM stops it when running requests are done; a second one, at once", style="dim")
 
     run(make_app(worker, settings), worker, listening, settings, started=started)
 
@@ -220,24 +220,25 @@ def access_of(
     from adaponder.serving.settings import Access
 
     if keys and no_auth:
-        raise InputError("--no-auth: there is an API key too; leave one out")
-    if not keys and not no_auth and not is_own(host):
+        raise InputError("--no-auth cannot be combined with an API key; leave one out")
+    if not keys and not no_auth and not is_local(host):
         raise InputError(
-            f"--host {host} is reachable by others: give --api-key-file FILE, or let everybody in with --no-auth"
+            f"--host {host} is reachable by others: give --api-key-file FILE, or --no-auth to serve without a key"
         )
-    hosts = {name.lower() for name in (*allow_host, *_own_names(host))}
+    hosts = {name.lower() for name in (*allow_host, *_server_names(host))}
     origins = tuple(origin.lower().rstrip("/") for origin in allow_origin)
     return Access(keys=keys, hosts=tuple(sorted(hosts)), origins=origins, proxies=tuple(trusted_proxy))
 
 
-def _own_names(host: str) -> list[str]:
+def _server_names(host: str) -> list[str]:
     """Returns the host names, other than ``localhost`` and IP addresses, by which clients may address this server."""
-    named = [] if is_own(host) else [socket.gethostname().lower()]
-    with_name = [host.lower()] if re.fullmatch(r"[A-Za-z0-9.-]*[A-Za-z][A-Za-z0-9.-]*", host) else []
-    return [name for name in (*named, *with_name) if re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", name)]
+    names = [] if is_local(host) else [socket.gethostname().lower()]
+    if re.fullmatch(r"[A-Za-z0-9.-]*[A-Za-z][A-Za-z0-9.-]*", host):
+        names.append(host.lower())
+    return [name for name in names if re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", name)]
 
 
-def is_own(host: str) -> bool:
+def is_local(host: str) -> bool:
     """Returns whether only this machine can reach a server that listens on ``host``."""
     if host == "localhost":
         return True
@@ -268,5 +269,5 @@ def keys_of(api_key_file: Path | None) -> tuple[Key, ...]:
     try:
         return tuple(Key.of(text) for text in dict.fromkeys(lines))
     except InputError as problem:
-        where = api_key_file if api_key_file is not None else VARIABLE
-        raise InputError(f"--api-key-file {where}: {problem}") from None
+        source = VARIABLE if api_key_file is None else f"--api-key-file {api_key_file}"
+        raise InputError(f"{source}: {problem}") from None

@@ -1,6 +1,6 @@
 """Defines what commands share: common options, opening a checkpoint, and choosing the policy.
 
-Neither this module nor one with a command imports torch or transformers at its top, so that ``--help`` is quick.
+No module of a command imports torch or transformers at its top, so that ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _refuse_unwritable(path: Path) -> None:
     except OSError as error:  # too long a name, a folder without search permission
         raise typer.BadParameter(f"{path} cannot be written to: {error.strerror}") from None
     if nearest != path and not nearest.is_dir():
-        raise typer.BadParameter(f"{path} cannot be made: {nearest} is a file, not a folder")
+        raise typer.BadParameter(f"{path} cannot be created: {nearest} is a file, not a folder")
     if not os.access(nearest, os.W_OK):
         raise typer.BadParameter(f"{path} cannot be written to: permission denied for {nearest}")
 
@@ -105,10 +105,10 @@ def listed(flag: str, text: str | Sequence[Any] | None, kind: type = int, interv
     return values
 
 
-def refuse(beside: str, **options: object) -> None:
-    """Raises if any of ``options`` is set: they have no effect together with the option ``beside``."""
+def refuse(other: str, **options: object) -> None:
+    """Raises if any of ``options`` is set: they have no effect together with ``other``, an option or argument."""
     if unused := [name for name, value in options.items() if value not in (None, ()) and value is not False]:
-        raise InputError(f"--{unused[0].replace('_', '-')} has no effect with {beside}: leave it out")
+        raise InputError(f"--{unused[0].replace('_', '-')} has no effect with {other}: leave it out")
 
 
 def opt(
@@ -149,10 +149,10 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         if name not in groups:
             parameters[name] = parameter.replace(annotation=hints[name])
             continue
-        of_group = typing.get_type_hints(groups[name], include_extras=True)
+        field_hints = typing.get_type_hints(groups[name], include_extras=True)
         for item in dataclasses.fields(groups[name]):
             parameters[item.name] = inspect.Parameter(
-                item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=of_group[item.name]
+                item.name, inspect.Parameter.KEYWORD_ONLY, default=item.default, annotation=field_hints[item.name]
             )
 
     @wraps(function)
@@ -171,21 +171,21 @@ POLICIES = (
     "gate:0.01  gate:0.1,0.2,0.3  fixed:2  entropy:2.5  kl:0.01  change:0.1  confidence:0.9  similarity:0.95  "
     "random:0.5  exit:0.9  sampled-exit  router  ranked-uniform:0.8  ranked-geometric:0.8"
 )
-DATA = "A folder made by prepare, text or .jsonl (compressed too), .parquet, stdlib, sample, hops:seed=3."
+DATA = "A folder written by prepare, text or .jsonl (compressed too), .parquet, stdlib, sample, hops:seed=3."
 
 _CKPT = "A model, run or step folder, or a hub name. Checksums are verified, unless ADAPONDER_VERIFY=0."
 Checkpoint = Annotated[str, arg(_CKPT, "CKPT")]
 RecipeName = Annotated[str, arg("A name from adaponder recipes, or a YAML file.", "RECIPE")]
 Overrides = Annotated[list[str] | None, opt("Change one field of the recipe; may be repeated.", "a.b=c", flag="--set")]
-_RESULT = "Write the result as JSON; -: to standard output, and all else to standard error."
+_RESULT = "Write the result as JSON; -: to standard output, all else to standard error."
 Json = Annotated[Path | None, opt(_RESULT, "PATH", check=output_file)]
 
 _MODEL, _TEXT, _DEPTH = "Model", "Text", "Depth (at most one of policy, tau and profile)"
 _DTYPES = "float32, bfloat16, float16, float64; auto: as saved, on a CPU at least float32."
-_WEIGHTS = "Less memory: int8, fp8 (in the layers), on a GPU bfloat16, float16."
+_WEIGHTS = "Narrower weights, to save memory: int8, fp8 (in the layers); on a GPU also bfloat16, float16."
 Device = Annotated[str, opt("cpu, cuda, cuda:1, …", "NAME", panel=_MODEL)]
 Dtype = Annotated[str, opt(_DTYPES, "NAME", check=one_of(*DTYPES), panel=_MODEL)]
-Seed = Annotated[int, opt("Seed of everything random.", "N", min=0, panel=_MODEL)]
+Seed = Annotated[int, opt("Random seed.", "N", min=0, panel=_MODEL)]
 
 _SPLIT = "Split of a prepared folder: train or validation."
 _WINDOW = "Tokens per window; default: the backbone's positions, at most 2048."
@@ -235,11 +235,11 @@ class Reading:
     stride: Annotated[int | None, _text(_STRIDE, "N", min=1)] = None
     across_documents: Annotated[bool, _text(_ACROSS, flag="--across-documents/--by-document")] = True
     max_tokens: Annotated[int | None, _text("Use only the first N tokens of the text.", "N", min=1)] = None
-    batch_size: Annotated[int, _text("Windows at a time; results do not depend on it.", "N", min=1)] = 8
+    batch_size: Annotated[int, _text("Windows per forward; results do not depend on it.", "N", min=1)] = 8
     seed: Seed = 0
 
     def text(self, subject: Subject, data: str) -> Text:
-        """Reads a text as tokens of the checkpoint; ``sample`` is a text that is shipped with the package."""
+        """Reads a text as tokens of the checkpoint; ``sample`` is a shipped text."""
         from adaponder.checkpoints.shipped import data_of
         from adaponder.evaluation.text import open_text
 
@@ -261,7 +261,7 @@ class Depth:
 
     policy: Annotated[str | None, opt(POLICIES, "RULE", panel=_DEPTH)] = None
     tau: Annotated[float | None, option("tau", rich_help_panel=_DEPTH)] = None
-    profile: Annotated[str | None, opt("A budget that adaponder calibrate stored.", "NAME", panel=_DEPTH)] = None
+    profile: Annotated[str | None, opt("A profile stored by adaponder calibrate.", "NAME", panel=_DEPTH)] = None
     max_iterations: Annotated[int | None, option("max_iterations", rich_help_panel=_DEPTH)] = None
 
     def choose(self, model: AdaPonderForCausalLM, folder: Path, side: str = "") -> Policy | None:
@@ -357,7 +357,7 @@ def refuse_other_tokenizer(
         return
     trained_with = open_vocabulary(str(folder)).tokenizer.get_vocab()
     if trained_with != vocabulary:
-        differing = sum(vocabulary.get(token) != number for token, number in trained_with.items())
+        differing = sum(vocabulary.get(token) != token_id for token, token_id in trained_with.items())
         raise InputError(
             f"--tokenizer {named} is not the checkpoint's own ({differing or len(vocabulary) - len(trained_with):,} of "
             f"{len(trained_with):,} tokens have other ids); leave it out"

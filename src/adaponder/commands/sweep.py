@@ -1,7 +1,7 @@
 """adaponder sweep: trains a recipe with several settings, and compares the runs in one table and one figure.
 
-Each run has its own folder. The same command again resumes unfinished runs; if all are finished, it only shows and
-draws them.
+Each run has its own folder. Running the command again resumes unfinished runs; if there are none, it only shows and
+draws the results.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class SweepEnd(NamedTuple):
 def sweep(
     recipe: RecipeName,
     *,
-    grid: Annotated[list[str] | None, opt("One axis and its values; may be repeated.", "a.b=x,y,…")] = None,
+    grid: Annotated[list[str] | None, opt("A field and the values to try; may be repeated.", "a.b=x,y,…")] = None,
     one_at_a_time: Annotated[
         bool, opt("Vary each axis around the recipe's own value.", flag="--one-at-a-time")
     ] = False,
     overrides: Overrides = None,
     seeds: Annotated[str | None, opt("Train every run with each seed.", "0,1,…")] = None,
-    out: Annotated[Path | None, folder("A folder per run; default runs/NAME-sweep.")] = None,
-    dry_run: Annotated[bool, opt("Show the runs and their commands; do nothing.", flag="--dry-run")] = False,
+    out: Annotated[Path | None, folder("Where to write a folder per run; default runs/NAME-sweep.")] = None,
+    dry_run: Annotated[bool, opt("Show the runs and their commands; train nothing.", flag="--dry-run")] = False,
     device: Device = "cpu",
     json: Json = None,
 ) -> None:
@@ -83,20 +83,19 @@ def run_sweep(
         result = settings | {"runs": [dataclasses.asdict(summary) for summary in summaries]}
         write_json(json, result)
         return SweepEnd(result, 0)
-    _make(folder, default=out is None)
+    _create(folder, default=out is None)
     with console.status("checking every run, and preparing data where needed"):
         summaries = examine(runs, out=folder, device=device)
     versions = {"adaponder": __version__} | {name: version(name) for name in ("torch", "transformers")}
     settings |= {"device": hardware_name(device), "versions": versions}
-    left = [summary for summary in summaries if summary.status == PENDING]
-    done_before = len(runs) - len(left)
-    console.print(line(f"{len(runs)} runs in ", (folder, "bold"), f": {done_before} done before, {len(left)} to do"))
+    todo = sum(summary.status == PENDING for summary in summaries)
+    console.print(line(f"{len(runs)} runs in ", (folder, "bold"), f": {len(runs) - todo} done before, {todo} to do"))
     result = _write(settings, summaries, folder)
 
     def starting(index: int, summary: RunSummary, seconds: float | None) -> None:
-        at = f", from step {summary.step}" if summary.step else ""
-        eta = f"; about {_duration(seconds)} for all that is left" if seconds is not None else ""
-        console.rule(f"run {index + 1} of {len(runs)}: {summary.name}{at}{eta}", align="left")
+        step = f", from step {summary.step}" if summary.step else ""
+        eta = f"; about {_duration(seconds)} for all remaining runs" if seconds is not None else ""
+        console.rule(f"run {index + 1} of {len(runs)}: {summary.name}{step}{eta}", align="left")
 
     for index, summary in carry_out(runs, summaries, out=folder, device=device, quiet=quiet, starting=starting):
         summaries[index] = summary
@@ -105,18 +104,18 @@ def run_sweep(
     show(name, summaries)
     draw(result, folder)
     write_json(json, result)
-    unfinished = [summary for summary in summaries if summary.status in (STOPPED, PENDING)]
+    unfinished = sum(summary.status in (STOPPED, PENDING) for summary in summaries)
     if unfinished:
-        console.print(f"stopped with {len(unfinished)} of {len(runs)} runs to do; the same command goes on")
+        console.print(f"stopped with {unfinished} of {len(runs)} runs to do; run the same command to resume")
     failed = any(summary.status == FAILED for summary in summaries)
     return SweepEnd(result, 130 if unfinished else 1 if failed else 0)
 
 
-def _make(folder: Path, *, default: bool) -> None:
+def _create(folder: Path, *, default: bool) -> None:
     """Creates ``folder``; its parent must exist, unless ``default`` is set."""
     if not default and not folder.parent.is_dir():
-        wrong = "is a file, not a folder" if folder.parent.exists() else "does not exist"
-        raise InputError(f"--out {folder}: {folder.parent} {wrong}")
+        problem = "is a file, not a folder" if folder.parent.exists() else "does not exist"
+        raise InputError(f"--out {folder}: {folder.parent} {problem}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -143,9 +142,9 @@ def show(name: str, summaries: Sequence[RunSummary]) -> None:
 
     averaged = points([dataclasses.asdict(summary) for summary in summaries])
     axes = list(averaged[0].fields)
-    # The last part of a field's name is enough where only one axis ends in it.
-    lasts = [axis.rpartition(".")[2] for axis in axes]
-    heads = [last if lasts.count(last) == 1 else axis for axis, last in zip(axes, lasts, strict=True)] or ["recipe"]
+    # The last component of a field's name is enough if no other axis ends in it.
+    short = [axis.rpartition(".")[2] for axis in axes]
+    heads = [name if short.count(name) == 1 else axis for axis, name in zip(axes, short, strict=True)] or ["recipe"]
     columns = (*heads, "emb. scale", "loss", "requested", "realised", "halted", "tok/s", "runs")
     console.print(table(f"\nSweep of {name} (validation)", columns, [_cells(point, name) for point in averaged]))
     for summary in summaries:
@@ -158,15 +157,12 @@ def _cells(point: Point, name: str) -> tuple[str, ...]:
     from adaponder.analysis.sensitivity import text_of
 
     values = [text_of(value) for value in point.fields.values()] or [name]
-    loss, depth = (
-        "—" if value is None else f"{value:{form}}" for value, form in ((point.loss, ".4f"), (point.depth, ".2f"))
-    )
     return (
         *values,
         number(point.embedding_scale, ".4g"),
-        loss,
+        "—" if point.loss is None else f"{point.loss:.4f}",
         number(point.requested, ".2f"),
-        depth,
+        "—" if point.depth is None else f"{point.depth:.2f}",
         "—" if point.halted is None else "/".join(f"{share:.0%}" for share in point.halted),
         number(point.tokens_per_second, ",.0f"),
         f"{point.loss.count if point.loss else 0} of {point.runs}",
@@ -174,7 +170,7 @@ def _cells(point: Point, name: str) -> tuple[str, ...]:
 
 
 def _ended(summary: RunSummary) -> str:
-    """Returns the sentence to print when a run has ended."""
+    """Returns the line to print when a run has ended."""
     from adaponder.training.sweep import FAILED, FINISHED
 
     if summary.status == FAILED:

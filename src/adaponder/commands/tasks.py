@@ -84,9 +84,9 @@ def plan(tasks: Sequence[str], fewshot: Sequence[int], suite: Suite | None) -> t
     """Returns tasks and numbers of few-shot examples without duplicates; by default the suite's, or 0 examples."""
     if not tasks and suite is None:
         raise InputError("--tasks: name at least one task of lm-eval, or a --suite")
-    if suite is not None and (foreign := [task for task in tasks if task not in suite.tasks]):
+    if suite is not None and (unknown := [task for task in tasks if task not in suite.tasks]):
         known = ", ".join(suite.tasks)
-        raise InputError(f"--tasks {','.join(foreign)}: not in --suite {suite.name}, which has {known}")
+        raise InputError(f"--tasks {','.join(unknown)}: not in --suite {suite.name}, which has {known}")
     tasks = tasks or (list(suite.tasks) if suite else [])
     fewshot = fewshot or (list(suite.shots) if suite else [0])
     return list(dict.fromkeys(tasks)), list(dict.fromkeys(fewshot))
@@ -106,9 +106,9 @@ def scored(
             with console.status(f"reading {name} …"):
                 opened.append(open_task(manager, name, shots, data, limit=limit, seed=seed))
     for task in opened:
-        where = f"split {task.split}" + ("" if task.file is None else f" of {task.file}")
-        drawn = f", examples from {task.examples or 'the task itself'}" if task.shots else ""
-        console.print(f"{task.name}, {task.shots}-shot: {where}{drawn}", soft_wrap=True)
+        split = f"split {task.split}" + ("" if task.file is None else f" of {task.file}")
+        examples = f", examples from {task.examples or 'the task itself'}" if task.shots else ""
+        console.print(f"{task.name}, {task.shots}-shot: {split}{examples}", soft_wrap=True)
     while opened:
         yield run_task(harness, opened.pop(0), limit=limit)
 
@@ -152,8 +152,8 @@ def show_suite(suite: Suite, compared: list[Comparison], matched: Reference | No
         rows = []
         for task, ours in [*comparison.ours.items(), ("average", comparison.average)]:
             theirs = comparison.reference_average if task == "average" else comparison.theirs.get(task)
-            beside = ("", "") if theirs is None else (f"{theirs:.1f}", f"{ours - theirs:+.1f}")
-            rows.append((task, f"{ours:.1f}", *beside))
+            compared_cells = ("", "") if theirs is None else (f"{theirs:.1f}", f"{ours - theirs:+.1f}")
+            rows.append((task, f"{ours:.1f}", *compared_cells))
         title = f"\n{suite.name}, {comparison.shots}-shot"
         console.print(table(title, (f"{suite.metric}, %", "here", name, gap), rows))
     if matched is None:

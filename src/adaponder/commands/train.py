@@ -19,21 +19,21 @@ def train(
     recipe: RecipeName,
     *,
     overrides: Overrides = None,
-    seed: Annotated[int | None, opt("As --set train.seed=N.", "N", min=0)] = None,
+    seed: Annotated[int | None, opt("Short for --set train.seed=N.", "N", min=0)] = None,
     out: Annotated[Path | None, folder("The run folder; default runs/NAME.")] = None,
     resume: Annotated[
-        str | None, opt("auto: from the newest whole checkpoint, or start; a finished run stays. Or a folder.", "DIR")
+        str | None, opt("A checkpoint; auto: the run's newest intact one, else start. Finished runs stay.", "DIR")
     ] = None,
-    weights_only: Annotated[bool, opt("Take only weights from --resume.", flag="--weights-only")] = False,
+    weights_only: Annotated[bool, opt("Load only the weights from --resume.", flag="--weights-only")] = False,
     allow_changes: Annotated[
-        bool, opt("Resume although the recipe or the world differs.", flag="--allow-changes")
+        bool, opt("Resume even if the recipe or the number of processes differs.", flag="--allow-changes")
     ] = False,
-    wandb: Annotated[str | None, opt("Log to this Weights & Biases project too.", "PROJECT")] = None,
+    wandb: Annotated[str | None, opt("Also log to this Weights & Biases project.", "PROJECT")] = None,
     verbose: Annotated[bool, opt("Show every field of the recipe.", flag="--verbose")] = False,
     device: Device = "cpu",
     json: Json = None,
 ) -> Any:
-    """Train a recipe: on this machine, or on many with torchrun in front.
+    """Train a recipe on this machine, or on several with torchrun.
 
     [dim]adaponder train cpu/demo --set train.steps=100[/]
     [dim]torchrun --nproc-per-node 8 -m adaponder train paper/adaponder-70m --device cuda --resume auto[/]
@@ -59,8 +59,8 @@ def train(
         wandb=wandb,
     )
     if outcome.world.leads:
-        where = outcome.final or f"{out} (resume with --resume auto)"
-        console.print(line(f"step {outcome.step} of {loaded.train.steps} → ", (where, "bold")))
+        written = outcome.final or f"{out} (resume with --resume auto)"
+        console.print(line(f"step {outcome.step} of {loaded.train.steps} → ", (written, "bold")))
         result = {"recipe": loaded.as_dict(), "step": outcome.step, "final": str(outcome.final or "")}
         write_json(json, result | _compared(outcome))
         if outcome.final is not None:

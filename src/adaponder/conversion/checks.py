@@ -22,9 +22,9 @@ from adaponder.policies import ExitThreshold, FixedDepth
 
 @dataclass(frozen=True)
 class Check:
-    """The result of a comparison: a difference, mostly of logits relative to the largest, and the allowed ``bound``.
+    """The result of a comparison: ``difference`` must be at most ``bound``; without a bound it is only reported.
 
-    Without a ``bound``, the difference is only reported.
+    The difference of two tensors is relative to the largest magnitude.
     """
 
     what: str
@@ -81,10 +81,10 @@ def compare_with_ponderlm(
     wide_open = compare("full depth with gates at 1", opened, expected, bounded=same)
     as_is = compare("full depth with gates as they start", model(ids).logits, expected, bounded=False)
     # Updates are weighted by s, so the difference is about proportional to 1 - s: halving that about halves it.
-    nearer = _logits_at_gates(model, model.method, ids, model.config.gate_bias + math.log(2))
-    halved = relative_difference(nearer, expected)
+    half_as_far = _logits_at_gates(model, model.method, ids, model.config.gate_bias + math.log(2))
+    difference = relative_difference(half_as_far, expected)
     bound = 0.75 * as_is.difference + rounding_bound(expected.dtype) if same else None
-    return [once, wide_open, as_is, Check("the same, gates half as far from 1", halved, bound)]
+    return [once, wide_open, as_is, Check("the same, gates half as far from 1", difference, bound)]
 
 
 def compare_with_loops(
@@ -122,18 +122,18 @@ def compare_with_loops(
 
 @torch.no_grad()
 def compare_with_saved(model: AdaPonderForCausalLM, saved: dict[str, Tensor]) -> tuple[list[Check], dict[str, Any]]:
-    """Compares ``model`` with what published code computed; returns checks, and mean depths at each saved threshold.
+    """Compares ``model`` with saved outputs of published code; returns checks, and mean depths at each saved threshold.
 
-    ``saved`` has ``ids [time]`` and ``logits [loops, time, vocabulary]`` (or of the last loop alone); where there is an
-    exit gate also ``gates [time, loops]``, ``thresholds [n]`` and ``exits [n, time]``, the loops that logits are of.
-    Exits may differ where the cumulative probability equals a threshold to rounding; depths with keys and values reused
-    after an exit, as this package decodes, are reported without a bound.
+    ``saved`` has ``ids [time]`` and ``logits [loops, time, vocabulary]`` (or of the last loop alone); with an exit gate
+    also ``gates [time, loops]``, ``thresholds [n]``, and ``exits [n, time]``, the loop at which each token exits. Exits
+    may differ where the cumulative probability equals a threshold to rounding; depths with keys and values reused after
+    an exit, as this package decodes, are reported without a bound.
     """
     ids, loops = saved["ids"][None].to(model.device), model.config.iterations
     halts = model.method.halts
     options: dict[str, Any] = {"policy": FixedDepth(loops)} if halts else {}
-    read = model(ids, output_iteration_logits=True, **options)
-    ours = read.iteration_logits[:, 0]
+    output = model(ids, output_iteration_logits=True, **options)
+    ours = output.iteration_logits[:, 0]
     theirs = saved["logits"].to(ours.device)
     if theirs.shape not in (ours.shape, ours[-1:].shape):
         raise InputError(
@@ -145,11 +145,11 @@ def compare_with_saved(model: AdaPonderForCausalLM, saved: dict[str, Tensor]) ->
         for loop in range(first, loops)
     ]
     depths: dict[str, Any] = {}
-    if "gates" not in saved or read.gates is None:
+    if "gates" not in saved or output.gates is None:
         return checks, depths
     gates = saved["gates"].to(ours.device)
-    checks.append(compare("exit probabilities", read.gates[0].to(gates.dtype), gates))
-    reached = 1 - (1 - read.gates[0].double()).cumprod(-1)
+    checks.append(compare("exit probabilities", output.gates[0].to(gates.dtype), gates))
+    reached = 1 - (1 - output.gates[0].double()).cumprod(-1)
     bound = rounding_bound(theirs.dtype)
     for threshold, exits in zip(saved["thresholds"].tolist(), saved["exits"].to(ours.device), strict=True):
         past = reached >= threshold
@@ -159,10 +159,10 @@ def compare_with_saved(model: AdaPonderForCausalLM, saved: dict[str, Tensor]) ->
         checks.append(
             Check(f"exits at {threshold:g}: share of tokens that differ", float((differs & ~near).double().mean()), 0.0)
         )
-        alone = model(ids, policy=ExitThreshold(threshold)).depth
+        reusing = model(ids, policy=ExitThreshold(threshold)).depth
         depths[f"{threshold:g}"] = {
             "published": float(exits.double().mean()),
-            "reusing keys and values": float(alone.double().mean()),
+            "reusing keys and values": float(reusing.double().mean()),
             "near ties": int((differs & near).sum()),
         }
     return checks, depths

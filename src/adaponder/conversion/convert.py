@@ -78,12 +78,12 @@ def convert(
     out = Path(out)
     require_empty(out)
     settings = {key: value for key, value in recurrence.items() if value is not None}
-    if method == "backbone" and (useless := [*settings, *(["text"] if text is not None else [])]):
-        raise InputError(f"--{useless[0].replace('_', '-')}: --method backbone reads each token once; leave it out")
+    if method == "backbone" and (unused := [*settings, *(["text"] if text is not None else [])]):
+        raise InputError(f"--{unused[0].replace('_', '-')} has no effect with --method backbone; leave it out")
     opened = open_checkpoint(source, revision=revision, dtype=dtype)
     if method is None:
         method = str(opened.recurrence["method"]) if opened.loops else DEFAULT_METHOD
-    words = None if text is None else _tokens_of(text, opened.folder)
+    text_ids = None if text is None else _tokens_of(text, opened.folder)
     torch.manual_seed(seed)  # for the parameters that the method adds
     ids = probe_ids(opened.model.config.get_text_config().vocab_size).to(opened.model.device)
     if method == "backbone":
@@ -101,7 +101,7 @@ def convert(
         iterations=converted.config.iterations,
         added=sum(parameter.numel() for parameter in converted.method.parameters()),
         gates_open=float(torch.sigmoid(torch.tensor(converted.config.gate_bias))) if has_gates else None,
-        losses=() if words is None else loss_by_depth(converted, words),
+        losses=() if text_ids is None else loss_by_depth(converted, text_ids),
         remarks=tuple(remarks),
     )
 
@@ -119,10 +119,10 @@ def _to_family(
     if opened.recurrence.get("method") == method and opened.kind == "adaponder":
         trained, iterations = opened.recurrence["iterations"], recurrence.get("iterations")
         if iterations in (None, trained):
-            raise InputError(f"--method {method}: {opened.folder} is that already")
+            raise InputError(f"--method {method}: {opened.folder} has this method already")
         raise InputError(
             f"--iterations {iterations}: K = {trained} of {opened.folder} is fixed by training; --max-iterations of "
-            "generate, eval and analyze reads tokens fewer times"
+            "generate, eval and analyze lowers it at run time"
         )
     model = opened.wrapped(**recurrence, method=method).eval()
     stock = model.backbone
@@ -134,7 +134,7 @@ def _to_family(
             checks += compare_with_loops(model, stock, ids, opened.recurrence, opened.parameters)
         else:
             once = {"max_iterations": 1} if opened.kind == "adaponder" else {}
-            # With another embedding scale it is another function: the difference is reported without a bound.
+            # A different embedding scale gives a different function: the difference is reported without a bound.
             source_scale = opened.model.config.input_scale if is_ours(opened.model) else 1.0
             same = model.config.input_scale == source_scale
             ours, theirs = model(ids, max_iterations=1).logits, opened.model(ids, **once).logits

@@ -40,15 +40,15 @@ def require_exportable(config: AdaPonderConfig, source: str) -> None:
     """Raises unless the exported code supports models of this config."""
     methods = [name for name in method_names() if method_class(name).can_be_exported()]
     family = config.backbone_config.model_type
-    for field, value, known in (
+    for field, value, supported in (
         ("method", config.method, methods),
         ("backbone", family, FAMILIES),
         ("reuse", config.reuse, ("state",)),
     ):
-        if value not in known:
+        if value not in supported:
             raise InputError(
-                f"{source}: {field}={value} cannot be exported, only {', '.join(known)}; share the checkpoint itself, "
-                "which opens where adaponder is installed"
+                f"{source}: {field}={value} cannot be exported, only {', '.join(supported)}; share the checkpoint "
+                "itself, which opens where adaponder is installed"
             )
 
 
@@ -126,7 +126,7 @@ def push(folder: Path, name: str, *, private: bool = False, api: HfApi | None = 
         )
     except (HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled, OSError, ValueError) as error:
         raise AdaPonderError(
-            f"--push {name}: the hub did not accept it ({in_one_line(error)}); {folder} is complete: log in with "
+            f"--push {name}: the upload failed ({in_one_line(error)}); {folder} is complete: log in with "
             f"`hf auth login`, then `hf upload {name} {folder}`"
         ) from error
     return commit.commit_url

@@ -34,10 +34,10 @@ class NarrowLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = wide.in_features, wide.out_features
         weight = wide.weight.detach()
-        most = torch.iinfo(dtype).max if dtype == torch.int8 else torch.finfo(dtype).max
+        largest = torch.iinfo(dtype).max if dtype == torch.int8 else torch.finfo(dtype).max
         # In float32: in half precision, a row's largest weight could exceed the last int8 step and wrap around.
         exact = widened(weight)
-        scale = (exact.abs().amax(1) / most).clamp(min=torch.finfo(exact.dtype).tiny)
+        scale = (exact.abs().amax(1) / largest).clamp(min=torch.finfo(exact.dtype).tiny)
         # Small scales are outside float16's range, but not bfloat16's.
         scale = scale.to(torch.bfloat16 if weight.element_size() == 2 else weight.dtype)
         steps = exact / scale[:, None]

@@ -106,12 +106,16 @@ def open_checkpoint(name: str, *, revision: str | None = None, dtype: str = "aut
             key_mapping=None if layout is None else layout.names,
         )
     model, info = loaded
-    unused = _PONDERLM_UNUSED if ponders else () if layout is None else layout.gate
+    if layout is not None:
+        kind, unused = raw["model_type"], set(layout.gate)
+    elif ponders:
+        kind, unused = "ponderlm", _PONDERLM_UNUSED
+    else:
+        kind, unused = "stock", set()
     info["unexpected_keys"] = set(info["unexpected_keys"]).difference(unused)
     require_exact_keys(str(folder), info, {} if layout is None else layout.names)
     require_finite(str(folder), [*model.state_dict().items(), *parameters.items()])
     model.eval()
-    kind = raw["model_type"] if layout is not None else "ponderlm" if ponders else "stock"
     parameters = {name: tensor.to(model.dtype) for name, tensor in parameters.items()}
     return OpenedCheckpoint(kind, folder, model, _recurrence(folder, raw, config), parameters)
 
@@ -119,10 +123,10 @@ def open_checkpoint(name: str, *, revision: str | None = None, dtype: str = "aut
 def _published_tensors(folder: Path, raw: dict[str, Any], head: str, table: str, *names: str) -> dict[str, Tensor]:
     """Returns the tensors ``names``, if present; raises if the ``head`` contradicts ``tie_word_embeddings``."""
     tied, tensors = raw.get("tie_word_embeddings", False), dict[str, Tensor]()
-    wanted = {*names, *((head, table) if tied else (head,))}
+    needed = {*names, *((head, table) if tied else (head,))}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in wanted.intersection(file.keys())}
+            tensors |= {name: file.get_tensor(name) for name in needed.intersection(file.keys())}
     config = folder / "config.json"
     if not tied and head not in tensors:
         raise CheckpointError(f"{config}: tie_word_embeddings={tied}, but the weights have no {head}")
@@ -132,7 +136,7 @@ def _published_tensors(folder: Path, raw: dict[str, Any], head: str, table: str,
 
 
 def _published_gate(folder: Path, raw: dict[str, Any], layout: Layout) -> dict[str, Tensor]:
-    """Returns the exit gate's tensors by the names of ours; raises if one is missing or of another shape."""
+    """Returns the exit gate's tensors under our parameter names; raises if one is missing or of another shape."""
     tensors = _published_tensors(folder, raw, "lm_head.weight", "model.embed_tokens.weight", *layout.gate)
     require_gate(folder, tensors, layout)
     shapes = {"exit.weight": (1, raw["hidden_size"]), "exit.bias": (1,)}
@@ -165,7 +169,7 @@ def _stock_config(folder: Path) -> PreTrainedConfig:
         backbone = translated_config(folder / "config.json", raw, layout) | {"model_type": layout.family}
         return AdaPonderConfig(backbone_config=backbone, method=PLAIN_METHOD, embedding_scale=1.0).backbone_config
     if family is not None and (not isinstance(family, str) or family not in CONFIG_MAPPING):
-        raise CheckpointError(f"{folder}/config.json: model_type={family!r}: this transformers knows no such family")
+        raise CheckpointError(f"{folder}/config.json: model_type={family!r} is unknown to this version of transformers")
     with in_our_words(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         AdaPonderConfig(backbone_config=config, method=PLAIN_METHOD, embedding_scale=1.0)

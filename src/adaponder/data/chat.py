@@ -144,9 +144,9 @@ def _renderer() -> TemplateRenderer:
     return TemplateRenderer(mebibytes=_MEBIBYTES, characters=_LONGEST)
 
 
-def _ambiguous(place: str, why: str) -> DataError:
+def _ambiguous(place: str, reason: str) -> DataError:
     return DataError(
-        f"{place}: the template {why}, so the assistant's words cannot be located; mark them in the template, "
+        f"{place}: the template {reason}, so the assistant's words cannot be located; mark them in the template, "
         "{% generation %}…{% endgeneration %}, and name it with --chat-template"
     )
 
@@ -190,9 +190,9 @@ class ConversationEncoder:
         ``spans`` are the assistant's turns as character ranges (first, last + 1).
         """
         ids, starts, ends = self._encode(text, [])
-        torn = sorted({first for first, _ in spans if ((starts < first) & (first < ends)).any()})
-        if torn:
-            ids, starts, ends = self._encode(text, torn)
+        inside_tokens = sorted({first for first, _ in spans if ((starts < first) & (first < ends)).any()})
+        if inside_tokens:
+            ids, starts, ends = self._encode(text, inside_tokens)
         learned = np.zeros(len(ids) + 1, bool)
         ended = False
         for first, last in spans:

@@ -27,7 +27,7 @@ from adaponder.data.tokenizers import PIECE, encoding, pieces
 from adaponder.errors import InputError
 
 # Maximum characters of all submitted chunks; each character takes about ten bytes of memory.
-_UNDER_WAY = 2**27
+_MOST_PENDING = 2**27
 
 
 Numbered = tuple[int, Document]  # number among all input documents, document
@@ -161,7 +161,7 @@ def encode_in_order(
             while futures and (
                 futures[0][0].done()
                 or len(futures) >= 4 * workers
-                or size + sum(waiting for _, waiting in futures) > _UNDER_WAY
+                or size + sum(pending for _, pending in futures) > _MOST_PENDING
             ):
                 yield futures.popleft()[0].result()
             with _interrupts_deferred():  # the first chunks start the processes
@@ -180,11 +180,11 @@ def encode_in_order(
 def _interrupts_deferred() -> Iterator[None]:
     """Defers Ctrl-C until the block ends. Processes started in the block inherit the blocked signal."""
     resource_tracker.ensure_running()  # starting it later would unblock the signal
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 _encoder: Encoder | None = None  # set in worker processes only

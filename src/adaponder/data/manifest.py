@@ -170,8 +170,8 @@ class Manifest:
             "skipped": all(kind in SKIPPED and _is_count(count) for kind, count in counts.items()),
             "fingerprint": isinstance(share, (int, float)) and 0 <= share < 1,
         }
-        for name, right in valid.items():
-            if not right:
+        for name, is_valid in valid.items():
+            if not is_valid:
                 raise DataError(f"{path}: {name} {str(getattr(self, name))[:40]} is not valid: prepare the data again")
 
 

@@ -91,7 +91,7 @@ def prepare(
         raise InputError(f"inputs {listed}: documents must have equal lengths in tokens; prepare them separately")
     if not os.path.isfile(out / MANIFEST):  # a finished folder no longer needs its tokenizer
         check_tokenizer(tokenizer, end_token)
-    form = ChatFormat.of(chat, tokenizer, end_token, chat_template) if chat else None
+    chat_format = ChatFormat.of(chat, tokenizer, end_token, chat_template) if chat else None
     with _locked(out):
         fingerprint: dict[str, Any] = {
             # Checksums of whole files: a rerun must not mix shards of an input before and after it was changed.
@@ -102,18 +102,22 @@ def prepare(
             "validation": validation,
             "shard_tokens": shard_tokens,
         }
-        if form is not None:
-            template = hashlib.sha256(form.template.encode()).hexdigest()
-            fingerprint["chat"] = {"fields": list(form.fields), "template": template, "begin": form.tokens.begin}
-            parts = [part._replace(reader=form.read) for part in parts]
+        if chat_format is not None:
+            template = hashlib.sha256(chat_format.template.encode()).hexdigest()
+            fingerprint["chat"] = {
+                "fields": list(chat_format.fields),
+                "template": template,
+                "begin": chat_format.tokens.begin,
+            }
+            parts = [part._replace(reader=chat_format.read) for part in parts]
         if answers:
             fingerprint["answers"] = True
-        before = finished(out, fingerprint)
-        if before is not None:
-            return before
+        manifest = finished(out, fingerprint)
+        if manifest is not None:
+            return manifest
         writer = ShardWriter(out, fingerprint)
         with on_interrupt(f"{out}: interrupted; run the same command again to continue"):
-            return _prepare(parts, counts, writer, workers=workers, progress=progress, form=form)
+            return _prepare(parts, counts, writer, workers=workers, progress=progress, chat_format=chat_format)
 
 
 @contextlib.contextmanager
@@ -141,7 +145,7 @@ def _prepare(
     *,
     workers: int,
     progress: Callable[[Progress], None],
-    form: ChatFormat | None,
+    chat_format: ChatFormat | None,
 ) -> Manifest:
     """Writes the missing shards, then the manifest."""
     fingerprint, total = writer.state.fingerprint, sum(part.size for part in parts)
@@ -167,18 +171,18 @@ def _prepare(
         vocab_size=encoder.vocab_size,
         end_id=end_id,
         skipped=counts.skipped(),
-        **_template(fingerprint["tokenizer"], form, writer.out),
+        **_template(fingerprint["tokenizer"], chat_format, writer.out),
     )
     progress(Progress("done", counts.documents, writer.tokens, total, total))
     return manifest
 
 
-def _template(tokenizer: str, form: ChatFormat | None, out: Path) -> dict[str, Any]:
+def _template(tokenizer: str, chat_format: ChatFormat | None, out: Path) -> dict[str, Any]:
     """Writes the chat template, if there is one, beside the tokenizer and returns the manifest's fields about it."""
-    template = own_template(tokenizer) if form is None else form.template
+    template = own_template(tokenizer) if chat_format is None else chat_format.template
     if template is None:
         return {}
-    tokens = special_tokens(tokenizer) if form is None else form.tokens
+    tokens = special_tokens(tokenizer) if chat_format is None else chat_format.tokens
     write_whole(out / CHAT_TEMPLATE, template.encode(), DataError)
     begin = {} if tokens.begin == tokens.end else {"begin_token": tokens.begin}
     return {"template_sha256": hashlib.sha256(template.encode()).hexdigest()} | begin
@@ -224,7 +228,7 @@ def _tokenizer(
     if state.end_token is not None:
         tokenizer, end_id = load_tokenizer(str(path), end_token=state.end_token)
         if tokenizer_hash(tokenizer) != state.tokenizer_hash:
-            raise DataError(f"{path} is not the tokenizer begun with: delete {writer.out} and prepare again")
+            raise DataError(f"{path} has changed since the preparation began: delete {writer.out} and prepare again")
         return tokenizer, end_id
     texts = _training_texts(parts, state.fingerprint["validation"], progress)
     tokenizer, end_id = load_tokenizer(state.fingerprint["tokenizer"], texts, end_token=state.fingerprint["end_token"])

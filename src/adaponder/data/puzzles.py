@@ -164,14 +164,14 @@ def shuffled(entries: Sequence[Entry], draw: Draw) -> list[Entry]:
 def _hops_questions(words: Sequence[str]) -> Iterator[Question]:
     """Yields the questions of a hops document, except questions whose letter has no step or leads into a cycle."""
     bar = words.index(BAR)
-    leads = {words[place]: words[place + 1] for place in range(0, bar - 2, 3) if words[place + 2] == STOP}
-    unasked = set(leads) - set(leads.values())
+    next_letter = {words[place]: words[place + 1] for place in range(0, bar - 2, 3) if words[place + 2] == STOP}
+    unasked = set(next_letter) - set(next_letter.values())
     for place in range(bar + 2, len(words), 2):
         word, hops = words[place - 1], 0
         unasked.discard(word)
-        while word in leads and hops < len(leads):
-            word, hops = leads[word], hops + 1
-        if hops and word not in leads:
+        while word in next_letter and hops < len(next_letter):
+            word, hops = next_letter[word], hops + 1
+        if hops and word not in next_letter:
             yield Question(place, hops, word, by_elimination=not unasked)
 
 

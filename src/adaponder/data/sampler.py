@@ -100,10 +100,10 @@ def permute(values: np.ndarray, size: int, *, keys: tuple[int, ...]) -> np.ndarr
     again until it is inside, which must happen because its cycle started inside.
     """
     root = max(2, math.isqrt(size - 1) + 1)
-    moved = _feistel(values.astype(np.uint64), np.uint64(root), keys)
-    while (outside := moved >= size).any():
-        moved[outside] = _feistel(moved[outside], np.uint64(root), keys)
-    return moved.astype(np.int64)
+    permuted = _feistel(values.astype(np.uint64), np.uint64(root), keys)
+    while (outside := permuted >= size).any():
+        permuted[outside] = _feistel(permuted[outside], np.uint64(root), keys)
+    return permuted.astype(np.int64)
 
 
 def _feistel(values: np.ndarray, root: np.uint64, keys: tuple[int, ...]) -> np.ndarray:

@@ -131,20 +131,20 @@ class ShardWriter:
 
     def _write(self, split: str, documents: int) -> None:
         """Writes the pending documents of a split as a shard. ``documents``: number of input documents read so far."""
-        gathered, self._open[split], self._size[split] = self._open[split], [], 0
-        joined = np.concatenate([document.tokens for document in gathered])
+        pending, self._open[split], self._size[split] = self._open[split], [], 0
+        joined = np.concatenate([document.tokens for document in pending])
         tokens = joined.astype(joined.dtype.newbyteorder("<"), copy=False).tobytes()
-        lengths = [len(document.tokens) for document in gathered]
+        lengths = [len(document.tokens) for document in pending]
         columns = {"start": list(accumulate(lengths[:-1], initial=0)), "length": lengths}
         schema = MASKED_DOCS if is_masked(self.state.fingerprint) else DOCS
-        columns |= {name: [getattr(document, name) for document in gathered] for name in schema.names[2:]}
+        columns |= {name: [getattr(document, name) for document in pending] for name in schema.names[2:]}
         sink = pa.BufferOutputStream()
         pq.write_table(pa.table(columns, schema=schema), sink)
         docs = sink.getvalue().to_pybytes()
         shard = Shard(
             number=len(self.state.shards[split]),
             tokens=len(joined),
-            documents=len(gathered),
+            documents=len(pending),
             utf8_bytes=sum(columns["utf8_bytes"]),
             tokens_sha256=hashlib.sha256(tokens).hexdigest(),
             docs_sha256=hashlib.sha256(docs).hexdigest(),
@@ -188,7 +188,7 @@ def finished(out: Path, fingerprint: dict[str, Any]) -> Manifest | None:
 def _require_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raises if a folder was begun with other arguments or inputs. The error lists the differences."""
     if changes := changed_settings(before, now, _text_of):
-        raise InputError(f"--out {out} was begun with other arguments: {'; '.join(changes)}; delete it or name another")
+        raise InputError(f"--out {out} has other arguments: {'; '.join(changes)}; delete it or name another folder")
 
 
 def _text_of(value: Any) -> str:

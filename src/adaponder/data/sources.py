@@ -168,10 +168,10 @@ def _refuse_unreadable(error: OSError) -> NoReturn:
 
 def _stamp(path: Path) -> tuple[int, ...]:
     try:
-        about = os.stat(path)
+        status = os.stat(path)
     except OSError as error:
         _refuse_unreadable(error)
-    return about.st_mtime_ns, about.st_size, about.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _part(argument: str, name: str, path: Path, reader: Callable[..., Iterator[Any]], *files: Path) -> InputPart:

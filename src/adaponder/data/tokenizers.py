@@ -132,7 +132,7 @@ def train_bpe(entries: int, documents: Iterable[str] | None, *, end_token: str =
         show_progress=False,
     )
     texts = _first_bytes(documents, TRAINING_BYTES)
-    _interruptibly(lambda still_wanted: tokenizer.train_from_iterator(takewhile(still_wanted, texts), trainer))
+    _interruptibly(lambda proceed: tokenizer.train_from_iterator(takewhile(proceed, texts), trainer))
     return tokenizer
 
 
@@ -141,11 +141,11 @@ def _interruptibly(work: Callable[[Callable[[Any], bool]], Any]) -> None:
 
     ``work`` is called with a function that returns false once the result is no longer needed.
     """
-    unwanted, result = threading.Event(), Future[None]()
+    cancelled, result = threading.Event(), Future[None]()
 
     def run() -> None:
         try:
-            result.set_result(work(lambda _: not unwanted.is_set()))
+            result.set_result(work(lambda _: not cancelled.is_set()))
         except BaseException as problem:  # raised again in the waiting thread
             result.set_exception(problem)
 
@@ -154,7 +154,7 @@ def _interruptibly(work: Callable[[Callable[[Any], bool]], Any]) -> None:
         while not result.done():
             wait([result], timeout=0.1)  # polls: a signal may arrive in another thread, but only this one handles it
     finally:
-        unwanted.set()
+        cancelled.set()
     result.result()
 
 
@@ -227,7 +227,7 @@ def _token_named(role: str, path: Path) -> str | None:
 def encoding() -> Iterator[None]:
     """Converts an error of the tokenizer inside the block to a one-line ``InputError``."""
     try:
-        # In a regular expression. Other threads draw progress.
+        # The library may panic in a regular expression. Other threads write nothing but progress bars.
         with panics_as_errors("it panics", alone=True):
             yield
     except Exception as error:  # the library raises bare Exception, e.g. for a word without an id

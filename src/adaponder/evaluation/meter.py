@@ -167,18 +167,19 @@ class Meter:
         }
         depth = depth.detach().cpu()
         deepest = self.config.iterations if max_iterations is None else max_iterations
-        counted, read = cost_of(depth, self.config, every_gate=every_gate, **arguments), depth
+        counted = cost_of(depth, self.config, every_gate=every_gate, **arguments)
+        computed = depth
         if dense:
-            read = (depth > 0) * deepest
-            full = cost_of(read, self.config, every_gate=True, **arguments)
+            computed = (depth > 0) * deepest
+            full = cost_of(computed, self.config, every_gate=True, **arguments)
             fields = {field: getattr(full, field) for field in ("rows", "body", "attention", "expectation", "gates")}
             counted = Cost(**(vars(counted) | fields))
-        active = [int((read > i).sum()) for i in range(deepest - 1)]
+        active = [int((computed > i).sum()) for i in range(deepest - 1)]
         counted = replace(counted, gates=counted.gates + deciding_flops(policy, active, self.shape))
         self.deepest = max(self.deepest, deepest)
         self.cost = self.cost + counted
         by_depth = torch.bincount(depth.flatten(), minlength=self.config.iterations + 1)[1:]
-        self.histogram = [before + now for before, now in zip(self.histogram, by_depth.tolist(), strict=True)]
+        self.histogram = [total + new for total, new in zip(self.histogram, by_depth.tolist(), strict=True)]
 
     def spent(self, scored: int | None = None) -> Spent:
         halts = method_class(self.config.method).halts

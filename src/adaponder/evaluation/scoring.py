@@ -119,7 +119,7 @@ def score(
             predictions = batch.index[batch.fresh]
             for name, value in _score_batch(model, batch, how, detail, meter).items():
                 values = value.cpu().numpy()[batch.fresh]
-                _whole(arrays, name, values, text)[predictions] = values
+                _array_of_text(arrays, name, values, text)[predictions] = values
             scored += len(predictions)
             advance(len(predictions))
     finally:
@@ -141,12 +141,12 @@ def _score_batch(
     targets = batch.targets.to(model.device)
     passes: list[dict[str, Tensor]] = []
 
-    def watch(iteration: Iteration) -> None:
+    def record(iteration: Iteration) -> None:
         logits = model.wrapped.logits(iteration.hidden)
         entropy = in_chunks(lambda rows: entropy_of(widened(rows)), logits)
         passes.append({"nll_by_iteration": _nll(logits, targets), "entropy": entropy.float()})
 
-    arguments: dict[str, Any] = how.arguments() | {"output_gates": detail, "on_iteration": watch if detail else None}
+    arguments: dict[str, Any] = how.arguments() | {"output_gates": detail, "on_iteration": record if detail else None}
     if batch.documents is not None:
         arguments["document_ids"] = batch.documents.to(model.device)
     if how.depths is not None:
@@ -163,7 +163,7 @@ def _score_batch(
     return values
 
 
-def _whole(arrays: dict[str, np.ndarray], name: str, values: np.ndarray, text: Text) -> np.ndarray:
+def _array_of_text(arrays: dict[str, np.ndarray], name: str, values: np.ndarray, text: Text) -> np.ndarray:
     """Returns ``arrays[name]``, which has one entry per prediction of the text; allocates it if missing."""
     return arrays.setdefault(name, np.zeros((text.predictions, *values.shape[1:]), values.dtype))
 
@@ -259,7 +259,7 @@ def score_portions(
             spent.append(Spent.from_dict(saved.facts))
             advance(int(predictions.sum()))
         for field, values in arrays.items():
-            _whole(arrays_of_text, field, values, text)[predictions] = values
+            _array_of_text(arrays_of_text, field, values, text)[predictions] = values
     return Scores(**arrays_of_text, spent=sum(spent[1:], spent[0]))
 
 
@@ -278,7 +278,7 @@ class Agreement:
         worst: largest loss difference of a single prediction, among those with equal depth.
         flips: number of predictions whose depths differ.
         unexplained: number of flips that are not near ties; ``None`` for policies other than the learned gate.
-        gate_noise: largest gate difference, without flipped predictions and those after a flip in the same window.
+        gate_noise: largest gate difference, leaving out flipped predictions and all later ones in the same window.
     """
 
     tokens: int
@@ -309,11 +309,10 @@ def agreement(
     model: AdaPonderForCausalLM, text: Text, windows: Windows, *, how: ScoringOptions = OWN, batch_size: int = 8
 ) -> Agreement:
     """Compares the scores of ``text`` in dense and in compact execution."""
-    runs = [
+    dense, compact = (
         score(model, text, windows, how=replace(how, execution=execution), batch_size=batch_size, detail=True)
         for execution in ("dense", "compact")
-    ]
-    dense, compact = runs
+    )
     flipped = dense.depth != compact.depth
     same = ~flipped
     noise, unexplained = 0.0, None
@@ -322,10 +321,9 @@ def agreement(
         if (taus := gate_thresholds(model, how.policy, dense.gates.shape[1])) is not None:
             # The gate that decided differently is the one after the smaller depth.
             gate = np.minimum(dense.depth, compact.depth)[flipped] - 1
-            rows = np.nonzero(flipped)[0]
-            margin = np.minimum(
-                *(np.abs(run.gates[rows, gate] - np.array(taus)[gate]) for run in runs if run.gates is not None)
-            )
+            rows, thresholds = np.nonzero(flipped)[0], np.array(taus)[gate]
+            distances = [np.abs(gates[rows, gate] - thresholds) for gates in (dense.gates, compact.gates)]
+            margin = np.minimum(*distances)
             unexplained = int((margin > noise + np.finfo(np.float32).eps).sum())
     return Agreement(
         tokens=text.predictions,
@@ -339,7 +337,7 @@ def agreement(
 
 
 def _untouched(flipped: np.ndarray, windows: Windows) -> np.ndarray:
-    """Returns ``bool[predictions]``: false if a prediction, or an earlier one in its window, has a flipped depth."""
+    """Returns ``bool[predictions]``: whether neither a prediction nor an earlier one in its window is flipped."""
     index = np.arange(len(flipped))
     latest = np.maximum.accumulate(np.where(flipped, index, -1))
     start = index // windows.length * windows.length if windows.stride is None else index - windows.length + 1

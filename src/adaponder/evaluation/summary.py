@@ -58,16 +58,16 @@ def summarise(
     """Summarises the scores of a text, or of the documents selected by ``documents``, a mask with a bool for each."""
     if documents is None:
         documents = np.ones(len(text.starts), bool)
-    here = documents[text.document]
-    counted = here & text.counted
+    selected = documents[text.document]
+    counted = selected & text.counted
     sums, counts = per_document(text, nll * text.counted), per_document(text, text.counted)
-    in_bytes = text.learned is None and not text.unknown[here].any()
-    size = int(text.utf8_bytes[documents].sum()) if in_bytes else 0
+    has_bytes = text.learned is None and not text.unknown[selected].any()
+    size = int(text.utf8_bytes[documents].sum()) if has_bytes else 0
     return Summary(
         loss=float(nll[counted].mean()),
         interval=bootstrap(sums[documents], counts[documents], seed=seed),
-        bits_per_byte=float(nll[here].sum() / math.log(2) / size) if size else None,
-        depth=float(depth[here].mean()),
+        bits_per_byte=float(nll[selected].sum() / math.log(2) / size) if size else None,
+        depth=float(depth[selected].mean()),
         tokens=int(counted.sum()),
         documents=int(documents.sum()),
     )

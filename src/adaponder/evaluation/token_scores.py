@@ -135,9 +135,9 @@ class TokenScorer:
         ids = [int(token) for token in ids]
         self._check(ids, how)
         rule = how.policy or self.model.method.default_policy(training=False)
-        decides = prefix_key(rule, how.seed)
-        key = (how.salt, decides, how.max_iterations, tuple(sorted((how.depths or {}).items())))
-        entry, past = self._beginning(None if decides is None else key, ids, how.max_iterations)
+        policy_key = prefix_key(rule, how.seed)
+        key = (how.salt, policy_key, how.max_iterations, tuple(sorted((how.depths or {}).items())))
+        entry, past = self._longest_prefix(None if policy_key is None else key, ids, how.max_iterations)
         try:
             if 0 < past < len(ids):
                 last = replace(entry.scores[past - 1], nll=[])
@@ -175,7 +175,7 @@ class TokenScorer:
         if how.depths and not self.model.method.halts:
             raise InputError("depths: this model gives every token the same depth; use max_iterations to reduce it")
 
-    def _beginning(self, key: Hashable, ids: list[int], max_iterations: int | None) -> tuple[_CachedText, int]:
+    def _longest_prefix(self, key: Hashable, ids: list[int], max_iterations: int | None) -> tuple[_CachedText, int]:
         """Returns the cached text with the longest common prefix, and the prefix's length; else an empty text and 0.
 
         The text is truncated to the prefix, unless the prefix is all of ``ids``.
@@ -209,7 +209,7 @@ class TokenScorer:
             rule.check_batch(1, len(ids))
             policy = Custom(_forced(rule, how.depths, len(ids), self.model.device))
 
-        def watch(iteration: Iteration) -> None:
+        def record(iteration: Iteration) -> None:
             active = iteration.active[0].nonzero().squeeze(1)
             tokens = active.tolist()
             for token, state in zip(tokens, iteration.hidden[0, active], strict=True):
@@ -225,7 +225,7 @@ class TokenScorer:
             policy=policy,
             max_iterations=how.max_iterations,
             seed=how.seed,
-            on_iteration=watch,
+            on_iteration=record,
             output_logits=False,
             output_gates=False,
         )

@@ -71,7 +71,7 @@ def _read(name: str) -> tuple[dict[str, Any], str]:
         values, recipe_name = copy.deepcopy(_shipped(name)), name
     else:
         hint = did_you_mean(name, recipe_names()) or "; see adaponder recipes"
-        raise ConfigError(f"{name}: neither a recipe that ships nor a file{hint}")
+        raise ConfigError(f"{name} is neither a shipped recipe nor a file{hint}")
     if not isinstance(values, dict):
         raise ConfigError(f"{name} must hold a mapping")
     if not isinstance(values.get("base", ""), str):
@@ -96,7 +96,7 @@ def _is_file(name: str) -> bool:
 def _with_bases(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
     """Returns a recipe's YAML merged over its bases; ``above``: the recipes that have it as a base."""
     if name in above:
-        raise ConfigError(f"{name}: its bases run in a circle, {' → '.join((*above, name))}")
+        raise ConfigError(f"{name}: its bases form a cycle, {' → '.join((*above, name))}")
     values, recipe_name = _read(name)
     base = values.pop("base", None)
     merged = values if base is None else _merge(_with_bases(base, (*above, name)), values)
@@ -107,8 +107,8 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Merges ``above`` over ``below``; mappings with ``model_type`` or ``kind`` (backbone, origin) are not merged."""
     merged = dict(below)
     for key, value in above.items():
-        whole = isinstance(value, dict) and ("model_type" in value or "kind" in value)
-        if isinstance(value, dict) and isinstance(merged.get(key), dict) and not whole:
+        replaces = isinstance(value, dict) and ("model_type" in value or "kind" in value)
+        if isinstance(value, dict) and isinstance(merged.get(key), dict) and not replaces:
             merged[key] = _merge(merged[key], value)
         else:
             merged[key] = value
@@ -120,7 +120,7 @@ def _set_field(values: dict[str, Any], override: str) -> None:
     path, equals, value = override.partition("=")
     option = f"--set {override if len(override) <= 80 else override[:79] + '…'}"
     if not equals or "." not in path:
-        raise ConfigError(f"{option}: section.field=value is needed, e.g. train.steps=100")
+        raise ConfigError(f"{option} must be section.field=value, e.g. train.steps=100")
     *sections, field = path.split(".")
     inner = values
     for section in sections:
@@ -168,8 +168,8 @@ def _suggestion(key: str, path: str, known: Mapping[str, Any]) -> str:
     for section, kind in _SECTIONS.items():
         if key in {item.name for item in fields(kind)}:
             return f"; did you mean {section}.{key}?"
-    whole = "" if path else "; a recipe has " + ", ".join(["base", *(name for name in known if name != "name")])
-    return did_you_mean(key, known, path) or whole
+    all_fields = "" if path else "; a recipe has " + ", ".join(["base", *(name for name in known if name != "name")])
+    return did_you_mean(key, known, path) or all_fields
 
 
 def _coerced(value: Any, hint: Any) -> Any:

@@ -237,11 +237,11 @@ class TrainRecipe:
                 yield f"{name}={warmup} must be a share below 1, or whole steps up to steps={self.steps}"
         if self.ponder_start > self.ponder_full:
             yield f"ponder_full={self.ponder_full} must not be less than ponder_start={self.ponder_start}"
-        alone = f"freeze_backbone_steps={self.freeze_backbone_steps}"
+        frozen = f"freeze_backbone_steps={self.freeze_backbone_steps}"
         if self.gate_start and self.freeze_backbone_steps:
-            yield f"gate_start={self.gate_start} must be 0: {alone} trains gates alone first"
+            yield f"gate_start={self.gate_start} must be 0: {frozen} trains gates alone first"
         if self.freeze_backbone_steps > self.steps:
-            yield f"{alone} must be between 0 and steps={self.steps}"
+            yield f"{frozen} must be between 0 and steps={self.steps}"
         if self.target_depth is not None and not (self.ponder_weight and self.k_max):
             yield f"target_depth={self.target_depth} needs ponder_weight and k_max above 0 to steer with"
         first, last = self.exit_entropy_steps or (0, 0)
@@ -255,7 +255,7 @@ class TrainRecipe:
                 "train.ponder_weight=0"
             )
         if self.freeze_gates and self.freeze_backbone_steps:
-            yield f"freeze_gates with {alone}: nothing would train"
+            yield f"freeze_gates with {frozen}: nothing would train"
         if self.lora_alpha is not None and self.lora_rank is None:
             yield "lora_alpha needs lora_rank"
         if self.lora_rank is not None and (self.compile or self.parallel == "fsdp"):
@@ -348,13 +348,13 @@ class Recipe:
         return yaml.safe_dump(json.loads(json.dumps(self.as_dict())), sort_keys=False)
 
 
-def _check_numbers(value: Any, where: str) -> None:
+def _check_numbers(value: Any, path: str) -> None:
     """Raises if a number in a backbone's mapping is not finite or its magnitude exceeds 1e15."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            _check_numbers(inner, f"{where}.{key}")
+            _check_numbers(inner, f"{path}.{key}")
     elif isinstance(value, (list, tuple)):
         for inner in value:
-            _check_numbers(inner, where)
+            _check_numbers(inner, path)
     elif isinstance(value, (int, float)) and not abs(value) <= 1e15:
-        raise ConfigError(f"{where}={shown(value)} must be a finite number")
+        raise ConfigError(f"{path}={shown(value)} must be a finite number")

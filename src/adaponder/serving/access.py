@@ -54,7 +54,7 @@ _FORM = """<!doctype html>
 """
 # Delay of the answer to a wrong key, to slow down guessing.
 _WRONG_SECONDS = 0.2
-# Most bytes of a refused body that are still read, and the time for reading them.
+# Maximum bytes of a refused body that are still read, and the time for reading them.
 _DISCARDED_BYTES, _DISCARD_SECONDS = 1 << 22, 1.0
 
 
@@ -220,11 +220,11 @@ async def _discard_body(receive: Receive) -> None:
 
     Closing a connection with unread data resets it, and the client may lose the response.
     """
-    room = _DISCARDED_BYTES
+    remaining = _DISCARDED_BYTES
     with suppress(TimeoutError):
         async with asyncio.timeout(_DISCARD_SECONDS):
-            while room > 0 and (message := await receive()).get("more_body", False):
-                room -= len(message["body"])
+            while remaining > 0 and (message := await receive()).get("more_body", False):
+                remaining -= len(message["body"])
 
 
 async def read_body(receive: Receive, headers: Headers, limits: Limits) -> bytes:

@@ -239,7 +239,7 @@ def _total_cost(served: Served, samples: Sequence[Sequence[Writing]], *, full_de
 
 
 # Number of tokens scored between two points where other work may run.
-_PART = 512
+_CHUNK = 512
 
 
 class ScoreWriter:
@@ -256,14 +256,15 @@ class ScoreWriter:
         ``gates`` adds the gates of each token, ``full_depth`` its loss at full depth.
         """
         began, served = time.perf_counter(), self.served
-        scores = yield from self.scorer.in_parts(ids, how, _PART)
+        scores = yield from self.scorer.in_parts(ids, how, _CHUNK)
         full = None
         if full_depth:
             yield
-            full = yield from self.scorer.in_parts(ids, how.at_full_depth(served.model), _PART)
+            full = yield from self.scorer.in_parts(ids, how.at_full_depth(served.model), _CHUNK)
         loss, depths = _mean(scores.nll), scores.depths
         full_depths = [how.max_iterations or served.iterations] * len(ids)
-        spent, most = (text_cost(served, read, how, logits=len(ids)) for read in (depths, full_depths))
+        spent = text_cost(served, depths, how, logits=len(ids))
+        most = text_cost(served, full_depths, how, logits=len(ids))
         answer: dict[str, Any] = {
             "object": "score",
             "model": served.name,
@@ -298,9 +299,9 @@ class ScoreWriter:
         tokens, texts = [], pieces(self.served.tokenizer, ids)
         for slot, (token, text, score) in enumerate(zip(ids, texts, scores, strict=True)):
             # The score of a token holds the loss of the next one.
-            loss = _noted(scores[slot - 1], "loss", loss_fields) if slot else '"nll":null,"nll_by_iteration":[]'
+            loss = _cached_json(scores[slot - 1], "loss", loss_fields) if slot else '"nll":null,"nll_by_iteration":[]'
             fields = [f'"id":{token},"text":{encode_basestring(text)}', loss]
-            fields.append(_noted(score, ("depth", gates, top), depth_fields))
+            fields.append(_cached_json(score, ("depth", gates, top), depth_fields))
             if full is not None:
                 fields.append(f'"full_nll":{_json(full[slot - 1].nll[-1]) if slot else "null"}')
             tokens.append("{" + ",".join(fields) + "}")
@@ -313,11 +314,11 @@ class ScoreWriter:
         return None
 
 
-def _noted(score: TokenScore, name: Any, fields: Callable[[TokenScore], dict[str, Any]]) -> str:
-    """Returns ``fields(score)`` as JSON without braces; ``name`` is its key in the cache ``score.notes``."""
-    if name not in score.notes:
-        score.notes[name] = _json(fields(score))[1:-1]
-    return score.notes[name]
+def _cached_json(score: TokenScore, key: Any, fields: Callable[[TokenScore], dict[str, Any]]) -> str:
+    """Returns ``fields(score)`` as JSON without braces, cached in ``score.notes[key]``."""
+    if key not in score.notes:
+        score.notes[key] = _json(fields(score))[1:-1]
+    return score.notes[key]
 
 
 def _json(value: Any) -> str:

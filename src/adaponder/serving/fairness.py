@@ -60,9 +60,9 @@ class Places:
     def missing(self, client: str, count: int, *, room: int, at_once: int) -> int:
         """Returns how many places must become free before the client may take ``count`` places; 0 if it may now.
 
-        ``room`` is the queue's capacity. Any client may take places as long as at most ``at_once`` are then taken; a
-        client that holds none may take any free places. Otherwise one place must stay free for each eight that the
-        client then holds: a single client gets eight ninths of the capacity, and several get equal shares.
+        ``room`` is the queue's capacity. Any client may take places as long as at most ``at_once`` are then taken by
+        all clients; a client that holds none may take any free places. Otherwise one place must stay free for each
+        eight that the client then holds: a single client gets eight ninths of the capacity, several get equal shares.
         """
         free = room - self.total - count
         if room - free <= at_once:

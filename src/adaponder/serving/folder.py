@@ -79,7 +79,7 @@ def narrowed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def facts_of(served: Served) -> dict[str, Any]:
-    """Returns the facts of ``/v1/models``, and under ``local`` what the browser's model must know besides."""
+    """Returns the facts of ``/v1/models``, and under ``local`` the further facts that the browser's model needs."""
     model, config, shape = served.model, served.model.config, served.shape
     assert isinstance(shape, Shape)
     backbone, method = config.backbone_config, type(model.method)
@@ -134,7 +134,7 @@ def write_page(served: Served, out: Path, *, source: str) -> dict[str, int]:
         raise InputError(f"{source}: {megabytes}; {_CURE}")
     with saving(out, intact="nothing was written") as partial:
         with as_file(files("adaponder.serving")) as serving:
-            # The functions of local/api.js take the place of those that ask a server.
+            # local/api.js replaces page/api.js, which asks a server.
             for folder in ("page", "local"):
                 shutil.copytree(serving / folder, partial / "page", dirs_exist_ok=True)
         (partial / "page" / "index.html").rename(partial / "index.html")

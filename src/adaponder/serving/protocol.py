@@ -28,6 +28,8 @@ Unsupported = Annotated[None, Field(description="Not supported: only null is acc
 _UNSUPPORTED_IN_CHATS = ("audio", "function_call", "functions", "parallel_tool_calls", "prediction", "reasoning_effort")
 _UNSUPPORTED_IN_CHATS += ("tool_choice", "tools", "verbosity", "web_search_options")
 Never = Literal[False]
+_Digits = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
+_DIGITS_ONLY: Any = {"additionalProperties": False}  # in the schema of a dictionary whose keys are _Digits
 
 
 class JsonBody(BaseModel):
@@ -206,19 +208,9 @@ class ScoreBody(JsonBody):
 
 
 def bodies_for(served: Served, limits: Limits) -> dict[type[BaseModel], type[BaseModel]]:
-    """Maps body classes to subclasses with the limits of this server and of its model.
-
-    Bounds set by ``number`` only appear in ``/openapi.json``; the routes check them and give clearer errors.
-    """
-
-    def number(kind: type, bound: float, **limits: Any) -> Any:
-        return Annotated[kind, Field(**limits, json_schema_extra={"maximum": bound})]
-
-    def up_to(name: str, most: int, default: Any = None) -> tuple[Any, Any]:
-        return Annotated[int | None if default is None else int, body_field(name, le=most)], default
-
-    count = number(int, limits.max_tokens or served.tokens, ge=0, le=LARGEST_INT)
-    token = number(int, served.vocabulary - 1, ge=0, le=LARGEST_INT)
+    """Maps body classes to subclasses with the limits of this server and of its model."""
+    count = _number(int, limits.max_tokens or served.tokens, ge=0, le=LARGEST_INT)
+    token = _number(int, served.vocabulary - 1, ge=0, le=LARGEST_INT)
     ids: Any = Annotated[
         list[token], Field(min_length=1, fail_fast=True, json_schema_extra={"maxItems": served.tokens})
     ]
@@ -228,32 +220,16 @@ def bodies_for(served: Served, limits: Limits) -> dict[type[BaseModel], type[Bas
     stop: Any = Annotated[str, Field(min_length=1, max_length=limits.stop_characters)]
     stop_ids: Any = Annotated[list[token], Field(max_length=MOST_STOP_IDS, fail_fast=True)]
     bias: Any = Annotated[float, Field(ge=-100, le=100)]
-    digits: Any = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
-    digits_only: Any = {"additionalProperties": False}
-    biases: Any = Annotated[dict[digits, bias], Field(max_length=limits.logit_bias, json_schema_extra=digits_only)]
-    depth, mean_depth = (number(kind, served.iterations, ge=1, le=1000) for kind in (int, float))
-    depths: Any = Annotated[dict[digits, depth], Field(max_length=65536, json_schema_extra=digits_only)]
-    profiles: Any = {"enum": [*served.profiles]} if served.profiles else None
-    profile: Any = Annotated[str, Field(min_length=1, max_length=64, json_schema_extra=profiles)]
-    words = "|".join(served.facts()["policies"])
-    spelling: Any = {"pattern": rf"^({words}):[0-9.,e+@-]+$"} if words else None
-    policy: Any = Annotated[str, Field(max_length=400, json_schema_extra=spelling)]
+    biases: Any = Annotated[dict[_Digits, bias], Field(max_length=limits.logit_bias, json_schema_extra=_DIGITS_ONLY)]
     model: Any = Annotated[str, Field(max_length=512, json_schema_extra={"enum": [served.name]})]
-
-    depth_fields: dict[str, Any] = {
-        "policy": (policy | None, Field(None, description=DepthControl.model_fields["policy"].description)),
-        "budget": (mean_depth | profile | None, Field(None, description="A profile by name, or a mean depth.")),
-        "max_iterations": up_to("max_iterations", served.iterations),
-        "depths": (depths | None, Field(None, description="Forced depth by slot: a token's index in its sequence.")),
-        "iteration_top": up_to("iteration_top", limits.logprobs, 0),
-    }
+    depth_fields = _depth_fields(served, limits)
     generation: Any = _limited(Generation, **depth_fields, min_tokens=(count, 0))
     control: Any = _limited(DepthControl, **depth_fields)
     common: dict[str, Any] = {
         "model": (model, ...),
         "logit_bias": (biases | None, None),
         "max_tokens": (count | None, None),
-        "n": up_to("samples", limits.n),
+        "n": _up_to("samples", limits.n),
         "stop": (stop | Annotated[list[stop], Field(max_length=limits.stops, fail_fast=True)] | None, None),
         "min_tokens": (count | None, None),
         "stop_token_ids": (stop_ids | None, None),
@@ -265,13 +241,13 @@ def bodies_for(served: Served, limits: Limits) -> dict[type[BaseModel], type[Bas
         CompletionBody: common
         | {
             "prompt": (prompt, ...),
-            "best_of": up_to("samples", limits.best_of),
-            "logprobs": up_to("log_probabilities", limits.logprobs),
+            "best_of": _up_to("samples", limits.best_of),
+            "logprobs": _up_to("log_probabilities", limits.logprobs),
         },
         ChatBody: common
         | {
             "messages": (messages, ...),
-            "top_logprobs": up_to("log_probabilities", limits.logprobs),
+            "top_logprobs": _up_to("log_probabilities", limits.logprobs),
             "max_completion_tokens": (count | None, None),
         }
         | dict.fromkeys(_UNSUPPORTED_IN_CHATS, (Unsupported, None)),
@@ -282,13 +258,42 @@ def bodies_for(served: Served, limits: Limits) -> dict[type[BaseModel], type[Bas
     return {body: _limited(body, **fields) for body, fields in limited.items()}
 
 
+def _depth_fields(served: Served, limits: Limits) -> dict[str, Any]:
+    """Returns the fields of :class:`DepthControl` whose limits depend on the server or its model."""
+    depth = _number(int, served.iterations, ge=1, le=1000)
+    mean_depth = _number(float, served.iterations, ge=1, le=1000)
+    depths: Any = Annotated[dict[_Digits, depth], Field(max_length=65536, json_schema_extra=_DIGITS_ONLY)]
+    profiles: Any = {"enum": [*served.profiles]} if served.profiles else None
+    profile: Any = Annotated[str, Field(min_length=1, max_length=64, json_schema_extra=profiles)]
+    words = "|".join(served.facts()["policies"])
+    spelling: Any = {"pattern": rf"^({words}):[0-9.,e+@-]+$"} if words else None
+    policy: Any = Annotated[str, Field(max_length=400, json_schema_extra=spelling)]
+    return {
+        "policy": (policy | None, Field(None, description=DepthControl.model_fields["policy"].description)),
+        "budget": (mean_depth | profile | None, Field(None, description="A profile by name, or a mean depth.")),
+        "max_iterations": _up_to("max_iterations", served.iterations),
+        "depths": (depths | None, Field(None, description="Forced depth by slot: a token's index in its sequence.")),
+        "iteration_top": _up_to("iteration_top", limits.logprobs, 0),
+    }
+
+
+def _number(kind: type, maximum: float, **checked: Any) -> Any:
+    """Returns the type of a number; ``maximum`` is only documented, because the routes check it with clearer errors."""
+    return Annotated[kind, Field(**checked, json_schema_extra={"maximum": maximum})]
+
+
+def _up_to(name: str, most: int, default: Any = None) -> tuple[Any, Any]:
+    """Returns the type and default of the integer field ``name``, which must be at most ``most``."""
+    return Annotated[int | None if default is None else int, body_field(name, le=most)], default
+
+
 def _limited(body: type[_Body], **fields: Any) -> type[_Body]:
     """Returns a subclass of ``body`` in which ``fields`` are added or replaced."""
     return create_model(body.__name__, __base__=body, __doc__=body.__doc__, **fields)
 
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-# Names in a body of the engine request's fields, where the two names differ.
+# Maps fields of an engine request to their names in a body, where the two differ.
 _FIELDS = {name: f"adaponder.{name}" for name in Generation.model_fields.keys() - GenerationBody.model_fields.keys()}
 _FIELDS |= {"max_new_tokens": "max_tokens", "log_probabilities": "logprobs", "samples": "n"}
 _FIELDS |= {"min_new_tokens": "min_tokens", "stop_ids": "stop_token_ids"}

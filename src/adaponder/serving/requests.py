@@ -16,7 +16,7 @@ from adaponder.serving.served import Served
 from adaponder.serving.settings import Client, Limits
 from adaponder.text import chat_text
 
-# Calls a function with its arguments; the first argument is the input's size, and large inputs use a thread.
+# Called with the size of an input, a function and its arguments; calls the function, for a large input in a thread.
 Convert = Callable[..., Awaitable[Any]]
 
 
@@ -90,10 +90,10 @@ def depth_options(control: DepthControl, served: Served) -> dict[str, Any]:
     policy = choose_policy(served.iterations, **rules, profiles=served.profiles)
     served.model.check_policy(policy)
     if policy is not None and not (policy.causal and policy.row_by_row):
-        message = f"policy={policy.spelling} looks at other tokens of the sequence; use one that does not"
+        message = f"policy={policy.spelling} depends on other tokens of the sequence; use one that does not"
         raise ApiError(400, message, param="adaponder.policy")
     if control.depths and not method.halts:
-        message = "depths: this model reads every token equally often; use max_iterations"
+        message = "depths: this model has no halting, so all tokens have the same depth; use max_iterations"
         raise ApiError(400, message, param="adaponder.depths")
     depths = {int(slot): depth for slot, depth in (control.depths or {}).items()} or None
     return {"policy": policy, "max_iterations": control.max_iterations, "depths": depths}
@@ -117,7 +117,8 @@ def engine_requests(
     if limits.max_tokens is not None and max_tokens > limits.max_tokens:
         message = f"max_tokens={max_tokens} must be at most {limits.max_tokens} on this server"
         raise ApiError(400, message, param="max_tokens")
-    extension, given = body.extension, {name: value for name, value in body if value is not None}
+    extension = body.extension
+    given = {name: value for name, value in body if value is not None}
     for name in given.keys() & extension.model_fields_set:
         if getattr(extension, name) != given[name]:
             raise ApiError(400, f"{name} and adaponder.{name} differ; give one of them", param=f"adaponder.{name}")

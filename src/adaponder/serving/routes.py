@@ -60,8 +60,8 @@ from adaponder.version import __version__
 
 # OpenAI's default of max_tokens.
 _MAX_TOKENS = 16
-# Most characters or tokens that are converted in the event loop's thread.
-_AT_ONCE = 1024
+# Maximum characters or tokens that are converted in the event loop's thread.
+_SMALL = 1024
 _Result = TypeVar("_Result")
 
 
@@ -101,7 +101,7 @@ class Context:
 
     async def convert(self, client: Client, size: float, function: Callable[..., _Result], *arguments: Any) -> _Result:
         """Returns ``function(*arguments)``; uses a thread if the input is long (``size`` characters or tokens)."""
-        if size <= _AT_ONCE:
+        if size <= _SMALL:
             return function(*arguments)
         texts = self.worker.texts
         self._check_room("texts to convert", texts.places, client, 1, THREADS + self.limits.texts, THREADS)
@@ -200,10 +200,11 @@ def _count_tokens(metrics: Metrics, samples: Sequence[Sequence[Writing]], *, hid
     """Adds an answer's tokens to the metrics; a prompt counts once, and tokens from the prefix cache get no depth."""
     for writings in samples:
         for index, writing in enumerate(writings):
-            depths, prompt = [depth for depth in writing.depths if depth], len(writing.prompt_depths)
-            read = depths[prompt if index else writing.cached_tokens :]
+            depths = [depth for depth in writing.depths if depth]
+            prompt = len(writing.prompt_depths)
+            computed = depths[prompt if index else writing.cached_tokens :]
             generated = 0 if hidden else len(writing.tokens)
-            metrics.count_tokens(read, prompt=0 if index else prompt, completion=generated)
+            metrics.count_tokens(computed, prompt=0 if index else prompt, completion=generated)
 
 
 async def score(context: Context, http: HttpRequest, body: ScoreBody) -> Response:

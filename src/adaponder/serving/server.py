@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from adaponder.serving.worker import Worker
 
 _KEEP_ALIVE_SECONDS = 30
-# Time for clients to receive the error of a request that was ended with the drain.
+# Time for clients to receive the error of a request that outlasted the drain.
 _LAST_WORDS_SECONDS = 2
-# Time after the drain in which the process ends, whatever still runs.
+# Time after the drain at which the process is ended, whatever still runs.
 _LAST_SECONDS = 2.9
 # Python's switch interval between threads; its default of 5 ms is most of a small model's step.
 _SWITCH_SECONDS = 0.0005
@@ -125,11 +125,11 @@ class Server(uvicorn.Server):
         self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        late = asyncio.create_task(self._stop_late())
+        end_of_drain = asyncio.create_task(self._stop_after_drain())
         await super().shutdown(sockets)
-        late.cancel()
+        end_of_drain.cancel()
 
-    async def _stop_late(self) -> None:
+    async def _stop_after_drain(self) -> None:
         await asyncio.sleep(self._drain_seconds)
         await self._worker.stop()
 
@@ -158,10 +158,13 @@ class BoundedConnection(HttpToolsProtocol):
     """A connection whose headers must be short and arrive in time, and whose client must read its answers.
 
     Its numbers are fields of :class:`adaponder.serving.settings.Limits`. ``places`` counts the connections of each
-    client, so that none can hold all ``most_connections``; ``holder_of`` names the client of an address, by default
-    none, which is not counted. The class works around faults of uvicorn 0.54 with httptools, which limits neither the
-    bytes nor the time of headers, so that a client could fill memory or hold connections (CVE-2025-48956), waits
-    forever for a client that does not read, and marks only the last of several pipelined requests as disconnected.
+    client, so that none can hold all ``most_connections``; ``holder_of`` maps an address to its client, or to ``None``
+    (the default) if its connections are not counted. The class works around faults of uvicorn 0.54 with httptools:
+
+    - neither the bytes nor the time of headers are limited, so a client could fill memory or hold connections
+      (CVE-2025-48956);
+    - a client that does not read its answer is waited for forever;
+    - of several pipelined requests only the last is marked as disconnected.
     """
 
     header_bytes: ClassVar[int] = 1 << 15

@@ -51,7 +51,7 @@ class Limits:
     buffer_bytes: int = setting(1 << 20, "Streamed text that may wait for a client that does not read.", _COUNT)
     stall_seconds: float = setting(30.0, "A client that reads nothing for this long is disconnected.", _SECONDS)
     drain_seconds: float = setting(30.0, "Time for running requests when the server stops.", "[0, 1e12]")
-    retry_seconds: int = setting(1, "Least value of Retry-After.", "[1, 3600]")
+    retry_seconds: int = setting(1, "Minimum value of Retry-After.", "[1, 3600]")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -144,15 +144,15 @@ class Access:
         """
         client = _address(address)
         for hop in reversed([hop.strip() for line in forwarded for hop in line.split(",")]):
-            nearer = _address(hop)
-            if nearer is None or not self._is_proxy(client):
+            hop_address = _address(hop)
+            if hop_address is None or not self._is_proxy(client):
                 break
-            client = nearer
+            client = hop_address
         group = int(client) >> 64 if client is not None and client.version == 6 else client
         return Client(hashlib.blake2b(str(group).encode(), key=_SECRET, digest_size=6).hexdigest())
 
     def holder_of(self, address: str) -> str | None:
-        """Returns the name of the client whose share a connection is part of; ``None`` for a trusted proxy."""
+        """Returns the client to whom a connection from ``address`` is counted; ``None`` for a trusted proxy."""
         return None if self._is_proxy(_address(address)) else self.client_of(address, ()).name
 
     def _is_proxy(self, address: _Address | None) -> bool:

@@ -26,12 +26,12 @@ from adaponder.serving.served import Served
 
 _log = logging.getLogger("adaponder.serving")
 _Result = TypeVar("_Result")
-# Most steps whose events the event loop has not handled yet; then the engine waits.
+# Maximum number of steps whose events the event loop has not handled yet; beyond it the engine waits.
 _STEPS_AHEAD = 4
 # Number of jobs of one client that take turns; its other jobs wait until one of these is done.
 _JOBS_AT_ONCE = 4
 # Number of consecutive failed steps after which the engine is stopped for good.
-_MOST_BROKEN = 3
+_MOST_FAILURES = 3
 
 
 # Called in the event loop's thread with the events of one step, or with the exception that ends the request.
@@ -220,7 +220,7 @@ class Worker:
             _log.exception("the engine could not be opened")
             self._give_up(f"it could not be opened: {in_one_line(problem)}")
             return
-        broken = 0
+        failures = 0
         while self._run_commands(engine):
             self._run_job_part()
             if not engine.busy:
@@ -228,13 +228,13 @@ class Worker:
             self._room.acquire()
             try:
                 self._pass_on(engine.step(), engine)
-                broken = 0
+                failures = 0
             except Exception as problem:
                 _log.exception("a step of the engine failed")
                 self._room.release()
-                broken += 1
-                if broken == _MOST_BROKEN:
-                    self._give_up(f"{broken} steps in a row failed: {in_one_line(problem)}")
+                failures += 1
+                if failures == _MOST_FAILURES:
+                    self._give_up(f"{failures} steps in a row failed: {in_one_line(problem)}")
                     return
         self._fail_jobs("the server is stopping")
 

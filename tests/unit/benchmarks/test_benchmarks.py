@@ -145,7 +145,7 @@ def test_ops_compare_plain_ours_and_torchs(tmp_path, monkeypatch):
     found = measured("ops", *QUICK, "--size", "32,8,50", folder=tmp_path)
     rows = {(row["op"], row["implementation"], row["backward"]): row for row in found["metrics"]["rows"]}
     # Each operation with and without backward, plain and ours; kept logits serve a backward; torch has one loss.
-    assert len(rows) == 8 + 1 + 2 * ops.torch_has_it()
+    assert len(rows) == 8 + 1 + 2 * ops.has_torch_loss()
     for (op, _, backward), row in rows.items():
         seconds = row["milliseconds"] / 1e3
         assert row["times_plain"] == pytest.approx(rows[op, "plain", backward]["milliseconds"] / row["milliseconds"])
@@ -153,7 +153,7 @@ def test_ops_compare_plain_ours_and_torchs(tmp_path, monkeypatch):
         assert row["copy_share"] == pytest.approx(row["bytes"] / seconds / 1e8)
     assert found["recipe"] is None
     assert found["settings"]["sizes"] == [[32, 8, 50]]
-    monkeypatch.setattr(ops, "torch_has_it", lambda: False)
+    monkeypatch.setattr(ops, "has_torch_loss", lambda: False)
     assert {case.implementation for case in ops.cases([ops.Size(2, 3, 5)])} == {"plain", "ours", "ours, logits kept"}
 
 

@@ -283,4 +283,4 @@ def test_without_a_template_or_a_conversation_it_says_what_to_do(checkpoint):
         result = CliRunner().invoke(cli.app, ["generate", checkpoint, "--chat", *more], input="A\n")
         assert isinstance(result.exception, InputError)
         assert "--chat: the tokenizer has no chat template; leave --chat out" in str(result.exception)
-    assert "error: /new: every prompt begins anew" in conversation(checkpoint, "/new")
+    assert "error: /new needs --chat" in conversation(checkpoint, "/new")

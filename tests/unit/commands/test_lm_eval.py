@@ -168,7 +168,7 @@ def test_a_machine_without_a_gpu_reads_on_its_cpu_and_says_so(checkpoint, capsys
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     model = AdaPonderLM(str(checkpoint), device="cuda:0")  # what lm-eval says unless told
     assert model.model.device.type == "cpu"
-    assert "reading on the CPU" in capsys.readouterr().err
+    assert "computing on the CPU" in capsys.readouterr().err
     with pytest.raises(InputError, match="--device cuda:1"):
         AdaPonderLM(str(checkpoint), device="cuda:1")
 

@@ -21,7 +21,7 @@ def model(request) -> AdaPonderForCausalLM:
 
 
 def test_what_is_counted_is_what_a_reader_of_the_text_finds(model, monkeypatch):
-    monkeypatch.setattr(puzzle, "_AT_ONCE", 3)  # the last part is smaller
+    monkeypatch.setattr(puzzle, "_BATCH", 3)  # the last batch is smaller
     read = puzzle.read_puzzles(model, Hops(seed=9, documents=7))
     once = {"policy": FixedDepth(1)} if model.method.halts else {"max_iterations": 1}
     asked = 0

@@ -96,5 +96,5 @@ def test_without_lm_eval_the_extra_is_named(checkpoint, monkeypatch):
 
 def test_a_record_that_is_no_item_is_named(checkpoint, records, tmp_path):
     write_records(tmp_path, {"arc_easy": [ARC[0], ARC[1] | {"answerKey": "Z"}]})
-    with pytest.raises(InputError, match=r"test\.jsonl: record 2 is no item of arc_easy"):
+    with pytest.raises(InputError, match=r"test\.jsonl: record 2 is not an item of arc_easy"):
         tasks.run_tasks(checkpoint=checkpoint, tasks=["arc_easy"], fewshot=[0], task_data=tmp_path)

@@ -91,7 +91,7 @@ def test_a_ponderlm_release_becomes_adaponder_and_ponder(tmp_path, steps, scale,
 
 def test_between_methods_and_there_and_back_the_backbone_stays(tmp_path, source):
     convert.convert(str(source), tmp_path / "ada", iterations=3)
-    with pytest.raises(InputError, match="is that already"):
+    with pytest.raises(InputError, match="has this method already"):
         convert.convert(str(tmp_path / "ada"), tmp_path / "again")
     done = convert.convert(str(tmp_path / "ada"), tmp_path / "loop", method="loop")
     assert done.iterations == 3

@@ -219,9 +219,9 @@ def test_the_command_prints_that_it_continues_only_after_a_complete_shard(
         assert printed.endswith(f"Next: adaponder train cpu/demo --set data.source={out}")
         return printed
 
-    assert "was begun before" not in interrupted(tmp_path / "none", shards=0)
+    assert "is unfinished" not in interrupted(tmp_path / "none", shards=0)
     shown = interrupted(tmp_path / "one", shards=1)
-    assert "was begun before: going on after the last complete shard" in shown
+    assert "is unfinished: resuming after its last complete shard" in shown
     assert "bytes/token" in shown
     assert command.prepare(inputs=[str(corpus)], out=prepared, **options)["finished_before"]
     assert "Nothing to do" in capsys.readouterr().out

@@ -64,14 +64,14 @@ RUN = {"claim": "lr", "recipe": "cpu/demo"}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"runs": [RUN | {"recipe": "cpu/none"}]}, "cpu/none: neither a recipe"),
+        ({"runs": [RUN | {"recipe": "cpu/none"}]}, "cpu/none is neither a shipped recipe"),
         ({"runs": [RUN | {"set": {"train.stpes": 3}}]}, "train.stpes: no such field"),
         ({"runs": [RUN | {"claim": "other"}]}, "claim other is not among"),
         ({"runs": [RUN | {"seed": 3}]}, "seed: no such field of a run"),
         ({"runs": [RUN | {"each": [1]}]}, "AttributeError"),
         ({"runs": [RUN | {"corpus": "none"}]}, "corpus none is not among"),
         ({"runs": [RUN | {"from": {"seed": 1}}]}, "from.seed: no such field"),
-        ({"runs": [RUN | {"from": {"recipe": "cpu/none"}}]}, "cpu/none: neither"),
+        ({"runs": [RUN | {"from": {"recipe": "cpu/none"}}]}, "cpu/none is neither"),
         ({"data": {"folder": "x"}}, "hash"),
         ({"seconds": None}, "NoneType"),
         ({"claims": ["lr"]}, "AttributeError"),

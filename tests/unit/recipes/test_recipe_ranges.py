@@ -247,7 +247,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "too large": (b"about: " + b"x" * 2**20, "more than"),
     "a list": (b"[1, 2]", "mapping"),
     "a list of bases": (b"base: [a, b]", "base="),
-    "a base of itself": (b"base: mine.yaml", "circle"),
+    "a base of itself": (b"base: mine.yaml", "cycle"),
     "a key twice": (b"train: {steps: 1, steps: 2}", "steps stands there twice"),
     "a key that is a number": (b"5: 6", "5: no such field; a recipe has base, model, data, train, about"),
     "a section that is none": (b"base: cpu/demo\ntrain: null", "train=None"),
@@ -269,7 +269,7 @@ def test_a_file_that_is_no_recipe_is_one_line(tmp_path, monkeypatch, what):
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "", "/", "."])
 def test_a_name_that_no_file_can_have_is_no_recipe(name):
-    with pytest.raises(ConfigError, match="neither a recipe that ships nor a file"):
+    with pytest.raises(ConfigError, match="neither a shipped recipe nor a file"):
         load_recipe(name)
     with pytest.raises(ConfigError, match="did you mean cpu/demo"):
         load_recipe("cpu/dmo")

@@ -240,7 +240,7 @@ def flat(value) -> dict:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "full depth", "top"])
 def test_scores_after_edits_equal_those_of_a_new_text(monkeypatch, options):
-    monkeypatch.setattr(answers, "_PART", 5)
+    monkeypatch.setattr(answers, "_CHUNK", 5)
     served = tiny_served()
     edited = ScoreWriter(served)
     for end in ([], [3], [3, 5], [5, 1, 2], []):

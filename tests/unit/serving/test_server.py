@@ -202,7 +202,7 @@ def test_key_file(checkpoint, tmp_path, monkeypatch, capsys):
 
 def test_loopback_hosts_and_default_names():
     hosts = ("127.0.0.1", "::1", "localhost", "0.0.0.0", "::")
-    assert [serve.is_own(host) for host in hosts] == [True, True, True, False, False]
+    assert [serve.is_local(host) for host in hosts] == [True, True, True, False, False]
     names = {"runs/demo": "demo", "runs/demo/final": "demo", "a/b c!": "b-c", "org/model": "model"}
     names["runs/demo/checkpoints/step-00001000"] = "step-00001000"
     for path, name in names.items():

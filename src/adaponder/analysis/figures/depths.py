@@ -62,10 +62,10 @@ class ActiveTokens(Plate):
 
     def caption(self) -> str:
         shares, overall = listed([percent(share) for share in self.shares]), self.numbers
-        which = "iteration 1" if len(self.shares) == 1 else f"iterations 1 to {len(self.shares)}"
+        iterations = "iteration 1" if len(self.shares) == 1 else f"iterations 1 to {len(self.shares)}"
         closed = "" if overall.gates_closed is None else f", {percent(overall.gates_closed)} of gates are closed"
         return (
-            f"In {which} {shares} of the tokens are active, which adds up to {overall.iterations:.3f} "
+            f"In {iterations} {shares} of the tokens are active, which adds up to {overall.iterations:.3f} "
             f"iterations per token; {percent(overall.halted)} of tokens halt early{closed}, and the text costs "
             f"{overall.flops_ratio:.2f} times the FLOPs of the plain backbone."
         )
@@ -184,8 +184,8 @@ class DepthByDifficulty(Plate):
         decile = tables.quantile_bins(hard, DECILES)
         self.difficulty, self.deciles = _binned(trace, depth.astype(np.float64), hard, decile)
         self.boxes: dict[int, dict[str, Any]] = {
-            present: dict(zip(_QUANTILES, np.quantile(hard[depth == present], [*_QUANTILES.values()]), strict=True))
-            for present in np.unique(depth).tolist()
+            value: dict(zip(_QUANTILES, np.quantile(hard[depth == value], [*_QUANTILES.values()]), strict=True))
+            for value in np.unique(depth).tolist()
         }
         self.rho = tables.rank_correlation(trace, hard, depth)
         self.with_entropy = tables.rank_correlation(trace, trace["entropy_1"], depth)
@@ -253,7 +253,7 @@ class DepthByPlace(Plate):
     name = "depth"
     title = "Depth by frequency, position and source"
     alt = (
-        "Four panels of mean depth, with 95% intervals where there are documents enough: by the token's frequency, by "
+        "Four panels of mean depth, with 95% intervals where there are enough documents: by the token's frequency, by "
         "position in the document, by position in the window, and by source; the mean over all tokens dotted."
     )
     needs = ("halting",)
@@ -281,11 +281,11 @@ class DepthByPlace(Plate):
             "window": "position in the window (tokens)",
         }
         for index, (axes, (name, label)) in enumerate(zip(panels, labels.items(), strict=True)):
-            where, depth = self.curves[name]
+            x, depth = self.curves[name]
             axes.axhline(self.mean, color=theme.muted, linestyle=":", linewidth=1.0)
-            axes.errorbar(where, depth.mean, yerr=depth.bars, **series(index), clip_on=False)
+            axes.errorbar(x, depth.mean, yerr=depth.bars, **series(index), clip_on=False)
             # Within a decade, a logarithmic axis may have no number at all.
-            if name != "window" and where.max() >= 20 * where.min():
+            if name != "window" and x.max() >= 20 * x.min():
                 axes.set_xscale("log")
                 axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
                 axes.xaxis.set_minor_formatter(NullFormatter())

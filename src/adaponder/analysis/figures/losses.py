@@ -28,8 +28,8 @@ from adaponder.analysis.trace import Trace
 BINS = 40
 _CHECK_MARK = "the paper's check mark (\N{CHECK MARK}), where loss falls to a middle depth and is highest at the last"
 _GROUPS = ("all tokens", "tokens still active", "tokens that had halted")
-# With up to this many iterations, their numbers of tokens fit below the axis.
-_ROOM = 5
+# Maximum number of iterations whose token counts fit below the axis.
+_MOST_COUNTS = 5
 
 
 class LossByDepth(Plate):
@@ -41,7 +41,7 @@ class LossByDepth(Plate):
     name = "halting"
     title = "Loss by halting iteration"
     alt = (
-        "Points: mean loss of the tokens of each depth, with 95% intervals where there are documents enough. "
+        "Points: mean loss of the tokens of each depth, with 95% intervals where there are enough documents. "
         "Bars: how many tokens have that depth. Map: how losses spread at each depth."
     )
 
@@ -211,18 +211,18 @@ class GainByIteration(Plate):
         looks = ({"color": theme.muted}, {"color": PALETTE[0]}, {"color": theme.paper, "hatch": HATCH})
         # Where no token halts, or all do at once, one of the groups is empty.
         shown = [index for index in range(3 if self.halts else 1) if self.gains[index].tokens.any()]
-        wide = 0.8 / len(shown)
+        width = 0.8 / len(shown)
         for place, index in enumerate(shown):
             present = self.gains[index].tokens > 0
             gains = self.gains[index].pick(present)
-            x = iterations[present] + wide * (place - (len(shown) - 1) / 2)
-            draw_bars(axes, x, gains.mean, gains.bars, theme, width=wide, label=_GROUPS[index], **looks[index])
+            x = iterations[present] + width * (place - (len(shown) - 1) / 2)
+            draw_bars(axes, x, gains.mean, gains.bars, theme, width=width, label=_GROUPS[index], **looks[index])
         iteration_axis(axes, iterations)
         axes.set(xlabel="iteration", ylabel="NLL gained by it (nats)")
 
     def caption(self) -> str:
-        everyone, active, halted = self.gains
-        by_iteration = listed([f"{gain:+.4f} (iteration {i})" for i, gain in enumerate(everyone.mean, 2)])
+        overall, active, halted = self.gains
+        by_iteration = listed([f"{gain:+.4f} (iteration {i})" for i, gain in enumerate(overall.mean, 2)])
         first, last = self.losses[-1, 0], self.losses[-1, -1]
         caption = (
             f"At full depth of every token the loss goes from {first:.4f} to {last:.4f} nats: gains of {by_iteration}."
@@ -305,8 +305,7 @@ class ForgoneGain(Plate):
         draw_bars(axes, present + 0.8, groups.mean, groups.bars, theme, width=0.38, color=colours)
         hatched: dict[str, Any] = {"width": 0.38, "color": theme.paper, "hatch": HATCH}
         draw_bars(axes, present + 1.2, self.random[present], self.band[present], theme, **hatched)
-        # Among many iterations there is no room for numbers of tokens.
-        counts = [f"\n({tokens:,} tokens)" if deepest <= _ROOM else "" for tokens in self.groups.tokens]
+        counts = [f"\n({tokens:,} tokens)" if deepest <= _MOST_COUNTS else "" for tokens in self.groups.tokens]
         iteration_axis(axes, range(1, deepest), [f"{depth}{count}" for depth, count in enumerate(counts, 1)])
         axes.margins(y=0.12)
         axes.set(xlabel="iteration after which tokens halted", ylabel=f"NLL gained by\ndepth {deepest} (nats)")
@@ -347,9 +346,9 @@ class ForgoneGain(Plate):
 
 
 def _permuted(gains: np.ndarray, depth: np.ndarray, document: np.ndarray, *, seed: int) -> tuple[float, float, float]:
-    """Returns (mean, low, high), 95 %, of the mean forgone gain per token if depths are permuted within each document.
+    """Permutes depths within each document and returns (mean, low, high), 95 %, of the forgone gain per token.
 
-    Permuting over documents would favour a policy that only halts less in hard documents.
+    Permuting across documents would favour a policy that only halts less in hard documents.
     """
     generator, rows = np.random.default_rng(seed), np.arange(len(depth))
     order = np.argsort(document, kind="stable")

@@ -49,11 +49,11 @@ class TokenGrid(Plate):
         figure = new_figure(width=PAGE, height=1.35 + 0.24 * deepest + _LINE * more_lines)
         axes = figure.subplots()
         colours = depth_colours(deepest)
-        unread: dict[str, Any] = {"edgecolor": theme.muted, "facecolor": theme.paper, "hatch": HATCH}
+        skipped: dict[str, Any] = {"edgecolor": theme.muted, "facecolor": theme.paper, "hatch": HATCH}
         for column, depth in enumerate(self.depths):
             computed = {"edgecolor": theme.ink, "facecolor": colours[depth - 1]}
             for row in range(deepest):
-                look = computed if row < depth else unread
+                look = computed if row < depth else skipped
                 axes.add_patch(Rectangle((column + 0.06, row + 0.06), 0.88, 0.88, linewidth=0.6, **look))
         axes.set(xlim=(0, max(count, 12)), ylim=(0, deepest), ylabel="iteration", xlabel="token")
         axes.set_yticks(np.arange(deepest) + 0.5, [str(i) for i in range(1, deepest + 1)])
@@ -64,7 +64,7 @@ class TokenGrid(Plate):
         axes.grid(visible=False)
         axes.spines[:].set_visible(False)
         handles = [Patch(facecolor=colours[depth - 1], label=f"computed, depth {depth}") for depth in used]
-        handles.append(Patch(**unread, label=self.after))
+        handles.append(Patch(**skipped, label=self.after))
         columns = min(len(handles), _ENTRIES)
         figure.legend(handles=handles, loc="outside upper center", ncols=columns, columnspacing=1.2, handlelength=1.4)
         return figure
@@ -166,10 +166,12 @@ def as_html(excerpt: Excerpt) -> str:
     spans = []
     for index, (word, depth, loss) in enumerate(zip(excerpt.words, excerpt.depths, excerpt.losses, strict=True)):
         kind = f"d{depth}" + (" target" if index == excerpt.target else "")
-        about = "not computed" if depth == 0 else f"depth {depth}; loss of the next token {loss:z.2f} nats"
-        # A line's end lies between two spans, so that the box of a token of several lines is closed on each of them.
+        tooltip = "not computed" if depth == 0 else f"depth {depth}; loss of the next token {loss:z.2f} nats"
+        # Line ends lie between spans, so that a token of several lines has a closed box on each line.
         lines = for_html(word).split("\n")
-        spans.append("\n".join(f'<span class="{kind}" title="{about}">{line}</span>' if line else "" for line in lines))
+        spans.append(
+            "\n".join(f'<span class="{kind}" title="{tooltip}">{line}</span>' if line else "" for line in lines)
+        )
     return "".join(spans)
 
 

@@ -39,7 +39,7 @@ def on_one_line(text: str) -> str:
 
 
 def for_figure(text: str, limit: int = 10) -> str:
-    """Returns a token as an axis label: visible spaces, indentation as its width, cut at ``limit`` characters."""
+    """Returns a token as an axis label: spaces visible, runs of them as ``␣×8``, cut at ``limit`` characters."""
     text = re.sub(r" {3,}|\t{3,}|\n{3,}", lambda run: f"{run[0][0]}×{len(run[0])}", text)
     return drawable("".join(_SPACES.get(letter, letter) for letter in text), limit)
 

@@ -26,8 +26,8 @@ from adaponder.policies.values import unit_hash
 
 # A mean depth within CLOSE of the budget ends the search; a mean depth further away than REACHED counts as missed.
 CLOSE, REACHED = 0.004, 0.02
-# Schedules fix the shares of active tokens; ``ranked`` selects the tokens by rank instead of by thresholds on gates.
-_MANNER = {False: "thresholds", True: "ranked"}
+# How a schedule selects its share of active tokens: by thresholds on gates or, if ``ranked``, by rank.
+_SELECTION = {False: "thresholds", True: "ranked"}
 # Maximum scorings of a search, and its maximum steps: a step at a setting that was scored before is free.
 _MAX_RUNS, _MAX_LOOKS = 6, 40
 
@@ -41,6 +41,7 @@ class Rule(NamedTuple):
         signal: computes the signal of each row; large where the token should continue.
         ceiling: whether the policy continues while a measure is at most the threshold; ``signal`` is minus the measure.
         shallowest: the smallest mean depth; 2 for policies that compare two iterations.
+        lowest: the smallest threshold that the policy accepts.
     """
 
     name: str
@@ -167,7 +168,7 @@ def threshold_dial(full: FullDepth, word: str, name: str | None = None) -> Dial:
     def at(depth: float) -> Setting:
         threshold = threshold_at(signal, depth)
         if word == "random":
-            # Tokens continue if their hash is below ``keep``: the highest hash that continues, plus the resolution.
+            # Tokens continue if their hash is below ``keep``, so keep is the highest such hash plus the resolution.
             keep = min(1.0, max(0.0, 2.0**-24 - threshold))
             return Setting(f"keep {keep:.4f}", policies.Random(keep))
         threshold = -threshold if rule.ceiling else max(rule.lowest, threshold)
@@ -186,7 +187,7 @@ def uniform_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
         keep = min(1.0, max(0.0, (depth - 1.0) / (full.iterations - 1)))
         return Setting(f"keep {keep:.4f}", _scheduled(policies.Uniform(keep=keep), full, ranked))
 
-    return Dial(f"uniform, {_MANNER[ranked]}", at, causal=not ranked)
+    return Dial(f"uniform, {_SELECTION[ranked]}", at, causal=not ranked)
 
 
 def geometric_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
@@ -197,7 +198,7 @@ def geometric_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
         rate = _bisect(0.0, 1.0, lambda rate: (rate**powers).sum() < depth - 1.0)
         return Setting(f"rate {rate:.4f}", _scheduled(policies.Geometric(rate=rate), full, ranked))
 
-    return Dial(f"geometric, {_MANNER[ranked]}", at, causal=not ranked)
+    return Dial(f"geometric, {_SELECTION[ranked]}", at, causal=not ranked)
 
 
 def decaying_dial(full: FullDepth, rate: float, *, ranked: bool = False) -> Dial:
@@ -208,7 +209,7 @@ def decaying_dial(full: FullDepth, rate: float, *, ranked: bool = False) -> Dial
         shares = scaled_shares(decay, depth - 1.0)
         return Setting(f"first share {shares[0]:.4f}", _scheduled(Shares(shares=shares), full, ranked))
 
-    return Dial(f"geometric at {rate:g}, {_MANNER[ranked]}", at, causal=not ranked)
+    return Dial(f"geometric at {rate:g}, {_SELECTION[ranked]}", at, causal=not ranked)
 
 
 def shares_dial(full: FullDepth, shape: tuple[float, ...], name: str) -> Dial:
@@ -307,15 +308,16 @@ def too_shallow(budget: float, shallowest: float) -> str | None:
 
 def tune(dial: Dial, budget: float, measure: Callable[[Setting], Scores], *, iterations: int) -> Tuned:
     """Finds the setting of ``dial`` whose measured mean depth is nearest to ``budget``, by false position."""
-    if (why := too_shallow(budget, dial.shallowest)) is not None:
-        return Tuned(dial, budget, dial.at(dial.shallowest), None, 0, why)
+    if (reason := too_shallow(budget, dial.shallowest)) is not None:
+        return Tuned(dial, budget, dial.at(dial.shallowest), None, 0, reason)
     aim = min(max(budget, dial.shallowest), float(iterations))
     low, high = (dial.shallowest, dial.shallowest), (float(iterations), float(iterations))
     measured: dict[str, tuple[float, Setting, Scores]] = {}
     for _ in range(_MAX_LOOKS):
         setting = dial.at(aim)
-        again = (key := repr(setting)) in measured
-        if not again:
+        key = repr(setting)
+        repeated = key in measured
+        if not repeated:
             if len(measured) == _MAX_RUNS:
                 break
             scores = measure(setting)
@@ -325,16 +327,19 @@ def tune(dial: Dial, budget: float, measure: Callable[[Setting], Scores], *, ite
         step = iterations / len(measured[key][2].depth)
         if abs(depth - budget) <= max(CLOSE, min(REACHED, step)):
             break
-        low, high = ((aim, depth), high) if depth < budget else (low, (aim, depth))
+        if depth < budget:
+            low = (aim, depth)
+        else:
+            high = (aim, depth)
         # Equal signals give the same setting for many aims; bisection then reaches the next setting fastest.
-        aim = (low[0] + high[0]) / 2 if again else _between(low, high, budget)
+        aim = (low[0] + high[0]) / 2 if repeated else _between(low, high, budget)
     depth, setting, scores = min(measured.values(), key=lambda run: abs(run[0] - budget))
     missed = None if abs(depth - budget) <= REACHED else f"nearest depth {depth:.3f}: no setting was measured closer"
     return Tuned(dial, budget, setting, scores, len(measured), missed)
 
 
 def _between(low: tuple[float, float], high: tuple[float, float], budget: float) -> float:
-    """Returns the next depth to aim at: interpolates two (aimed, measured) pairs at ``budget``, 5 % off both ends."""
+    """Interpolates two (aimed, measured) pairs to the depth to aim at for ``budget``, at least 5 % off both ends."""
     width = high[0] - low[0]
     rise = high[1] - low[1]
     fraction = (budget - low[1]) / rise if rise > 0 else 0.5

@@ -79,11 +79,11 @@ class Halves(NamedTuple):
 def halve(text: Text, windows: Windows) -> Halves:
     """Splits a text into halves of about equal size: by whole documents if there are many, else by windows."""
     documents = len(text.starts)
-    first = _assign(np.diff(text.starts, append=text.predictions))
-    larger = max(first[text.document].sum(), (~first)[text.document].sum())
+    in_first = _assign(np.diff(text.starts, append=text.predictions))
+    larger = max(in_first[text.document].sum(), (~in_first)[text.document].sum())
     even = 2 * larger - text.predictions <= _UNEQUAL * text.predictions
     if documents >= _ENOUGH_DOCUMENTS and even:
-        texts = [_documents(text, documents_of_half) for documents_of_half in (first, ~first)]
+        texts = [_documents(text, in_half) for in_half in (in_first, ~in_first)]
         halves = [Half(half_text, windows, half_text) for half_text in texts]
         how, drawn = f"{documents} documents assigned whole", "documents"
     elif len(windows.starts(text.predictions)) < 2:
@@ -132,7 +132,7 @@ def _every_other(text: Text, windows: Windows, offset: int) -> Half:
 
 
 def _selected(text: Text, mask: np.ndarray, starts: np.ndarray, documents: np.ndarray, utf8_bytes: np.ndarray) -> Text:
-    """Returns the predictions in ``mask`` as a text: document i, of ``documents[i]``, begins at ``starts[i]``."""
+    """Returns a text of the predictions in ``mask``; its document i starts at ``starts[i]`` in ``documents[i]``."""
     return replace(
         text,
         stream=np.concatenate([text.stream[:1], text.stream[1:][mask]]),

@@ -152,7 +152,7 @@ class Lab:
         return self.untuned(TRAINED, self.model.method.default_policy(training=False), tuning_depth=own_depth)
 
     def dials(self, rates: Sequence[float] = RATES) -> list[Dial]:
-        """Returns a :class:`Dial` for every policy to compare, first the learned gate, at the end the oracle."""
+        """Returns a :class:`Dial` for each policy to compare: first the learned gate, last the oracle."""
         for rate in rates:
             if not 0.0 < rate <= 1.0:
                 raise InputError(f"--rates {rate:g} must be above 0 and at most 1")
@@ -278,13 +278,14 @@ class Calibration:
 
 def calibrate(lab: Lab, budget: float, *, rule: str = "gate") -> Calibration:
     """Tunes candidates to ``budget``, chooses one by its tuning loss, and measures each on the held-out half."""
-    ways = meet(lab, budget, rule=rule)
-    if ways[0].missed is not None:
-        raise InputError(f"--budget {budget:g}: {rule} cannot meet it on this text ({ways[0].missed})")
+    candidates = meet(lab, budget, rule=rule)
+    best = candidates[0]
+    if best.missed is not None:
+        raise InputError(f"--budget {budget:g}: {rule} cannot meet it on this text ({best.missed})")
     choices = []
-    for way in ways:
-        assert way.scores is not None  # a rule with several ways can reach depth 1, so all were scored
-        choices.append(Choice(lab.held_out(way)[0], way.scores.loss, way is ways[0]))
+    for candidate in candidates:
+        assert candidate.scores is not None  # a rule with several candidates can reach depth 1, so all were scored
+        choices.append(Choice(lab.held_out(candidate)[0], candidate.scores.loss, candidate is best))
     return Calibration(budget, tuple(choices))
 
 
@@ -295,35 +296,38 @@ def meet(lab: Lab, budget: float, *, rule: str = "gate") -> list[Tuned]:
     full = lab.full_depth
     if rule == "gate":
         proposals = [dials.shares_dial(full, shape, EACH) for shape in propose(full, budget)]
-        ways = [dials.threshold_dial(full, rule, ONE), *proposals]
+        candidates = [dials.threshold_dial(full, rule, ONE), *proposals]
     elif rule in dials.RULES:
-        ways = [dials.threshold_dial(full, rule)]
+        candidates = [dials.threshold_dial(full, rule)]
     else:
-        ways = [dials.uniform_dial(full) if rule == "uniform" else dials.geometric_dial(full)]
-    return ordered([lab.tune(way, budget) for way in ways], lab.halves.tuning.own_text, seed=lab.seed)
+        candidates = [dials.uniform_dial(full) if rule == "uniform" else dials.geometric_dial(full)]
+    return ordered([lab.tune(dial, budget) for dial in candidates], lab.halves.tuning.own_text, seed=lab.seed)
 
 
 def check_rule(rule: str, budget: float) -> None:
     """Raises if the rule's smallest mean depth is above ``budget``."""
     shallowest = dials.RULES[rule].shallowest if rule in dials.RULES else 1.0
-    if (why := dials.too_shallow(budget, shallowest)) is not None:
-        raise InputError(f"--budget {budget:g}: {rule} {why}")
+    if (reason := dials.too_shallow(budget, shallowest)) is not None:
+        raise InputError(f"--budget {budget:g}: {rule} {reason}")
 
 
-def ordered(ways: Sequence[Tuned], own_text: Text, *, seed: int = 0) -> list[Tuned]:
-    """Sorts candidates: those with significantly less loss than ``ways[0]``, ``ways[0]``, others, missed budgets."""
-    simplest = ways[0]
+def ordered(candidates: Sequence[Tuned], own_text: Text, *, seed: int = 0) -> list[Tuned]:
+    """Sorts candidates, best first; those that missed the budget come last.
 
-    def merit(way: Tuned) -> tuple[bool, int, float]:
-        if way.scores is None:
+    A candidate precedes the first one, which is the simplest, only if its loss is significantly lower.
+    """
+    simplest = candidates[0]
+
+    def merit(candidate: Tuned) -> tuple[bool, int, float]:
+        if candidate.scores is None:
             return True, 2, math.inf
-        rank = 1 if way is simplest else 2
-        if simplest.scores is not None and way is not simplest:
-            gain = paired_difference(own_text, simplest.scores.nll, way.scores.nll, seed=seed)
+        rank = 1 if candidate is simplest else 2
+        if simplest.scores is not None and candidate is not simplest:
+            gain = paired_difference(own_text, simplest.scores.nll, candidate.scores.nll, seed=seed)
             rank = 0 if gain.significant and gain.mean < 0 else 2
-        return way.missed is not None, rank, way.scores.loss
+        return candidate.missed is not None, rank, candidate.scores.loss
 
-    return sorted(ways, key=merit)
+    return sorted(candidates, key=merit)
 
 
 def propose(full: FullDepth, budget: float) -> list[tuple[float, ...]]:
@@ -336,14 +340,14 @@ def propose(full: FullDepth, budget: float) -> list[tuple[float, ...]]:
     gates = full.iterations - 1
     if gates < 2 or not 1.0 < budget < full.iterations:
         return []  # with one gate, or at depth 1 or K, a tau per iteration adds nothing
-    few = FullDepth(full.nll[:_SAMPLE], {"gate": full.signals["gate"][:_SAMPLE]})
+    sample = FullDepth(full.nll[:_SAMPLE], {"gate": full.signals["gate"][:_SAMPLE]})
     starts = [tuple(rate**i for i in range(gates)) for rate in (1.0, 0.7, 0.3)]
-    ends = [_climb(few, dials.scaled_shares(start, budget - 1.0)) for start in starts]
-    ends.sort(key=lambda end: end[1])
-    gate = few.signals["gate"]
+    results = [_climb(sample, dials.scaled_shares(start, budget - 1.0)) for start in starts]
+    results.sort(key=lambda result: result[1])
+    gate = sample.signals["gate"]
     active = np.logical_and.accumulate(gate >= dials.threshold_at(gate, budget), axis=1).mean(0)
     distinct = [tuple(active.tolist())]
-    for shares, _ in ends:
+    for shares, _ in results:
         if all(max(abs(a - b) for a, b in zip(shares, other, strict=True)) > 0.02 for other in distinct):
             distinct.append(shares)
     return distinct[1 : 1 + _PROPOSALS]

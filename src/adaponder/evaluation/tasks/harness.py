@@ -80,7 +80,7 @@ class HarnessLM(TemplateLM):
         self._counting, self._task = counting, ""
         self._blank = Meter(model.config, dtype=model.dtype, device=model.device)
         pad = self.tokenizer.pad_token_id
-        self._filler = self.prefix_token_id if pad is None else pad
+        self._pad_id = self.prefix_token_id if pad is None else pad
 
     @property
     def device(self) -> torch.device:
@@ -214,8 +214,8 @@ class HarnessLM(TemplateLM):
     def _prompt(self, text: str, settings: GenerationSettings) -> tuple[int, ...]:
         """Encodes a prompt, truncated on the left to leave room for the answer."""
         start = self.tokenizer.bos_token
-        spelled = isinstance(start, str) and text.startswith(start)
-        tokens = self.tokenizer.encode(text, **_special(False if spelled else None)) or [self.prefix_token_id]
+        has_start = isinstance(start, str) and text.startswith(start)
+        tokens = self.tokenizer.encode(text, **_special(False if has_start else None)) or [self.prefix_token_id]
         return tuple(tokens[-(self.max_length - settings.max_new_tokens) :])
 
     def _greedy(self, prompts: dict[int, tuple[int, ...]], settings: GenerationSettings) -> Iterator[tuple[int, str]]:
@@ -247,7 +247,7 @@ class HarnessLM(TemplateLM):
                 do_sample=settings.sampled,
                 stopping_criteria=StoppingCriteriaList([stop]),
                 eos_token_id=self.eot_token_id,
-                pad_token_id=self._filler,
+                pad_token_id=self._pad_id,
                 return_dict_in_generate=True,
                 **settings.others,
                 **{name: value for name, value in self.how.arguments().items() if value is not None},
@@ -300,7 +300,7 @@ class HarnessLM(TemplateLM):
     def _padded(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Returns the ids ``[texts, longest]``, padded on the left, and their attention mask."""
         rows = [torch.tensor(text) for text in texts]
-        ids = pad_sequence(rows, batch_first=True, padding_value=self._filler, padding_side="left")
+        ids = pad_sequence(rows, batch_first=True, padding_value=self._pad_id, padding_side="left")
         mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
         return ids.to(self.device), mask.to(self.device)
 
@@ -327,13 +327,13 @@ def generation_settings(request: dict[str, Any], tokenizer: PreTrainedTokenizerB
     sampled = kwargs.pop("do_sample")
     if not sampled:
         kwargs.pop("temperature", None)
-    most, known = kwargs.pop("max_gen_toks"), vars(GenerationConfig())
+    max_new_tokens, known = kwargs.pop("max_gen_toks"), vars(GenerationConfig())
     for name, value in kwargs.items():
         if name not in known:
             raise InputError(f"generation_kwargs: generate has no setting {shown(name)}; leave it out")
         if name in ("num_beams", "num_return_sequences") and value != 1:
             raise InputError(f"generation_kwargs: {name}={shown(value)} must be 1: one text is generated at a time")
-    return GenerationSettings([text for text in until if text], most, sampled, kwargs)
+    return GenerationSettings([text for text in until if text], max_new_tokens, sampled, kwargs)
 
 
 class StopAtStrings(StoppingCriteria):

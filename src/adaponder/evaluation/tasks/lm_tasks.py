@@ -153,7 +153,7 @@ def _from_files(manager: TaskManager, name: str, shots: int, data: TaskData, lim
     except AdaPonderError:
         raise
     except _UNREADABLE as error:
-        raise InputError(f"{file}: {name} cannot be made of its records ({type(error).__name__}: {error})") from error
+        raise InputError(f"{file}: cannot build {name} from these records ({type(error).__name__}: {error})") from error
     return OpenedTask(task, name, shots, split, examples, file)
 
 
@@ -172,7 +172,7 @@ def _examples(name: str, config: dict[str, Any], data: TaskData, split: str) -> 
     if data.find(name, source):
         return source
     raise InputError(
-        f"--fewshot: {name} draws its examples from {source}, which is not here; looked for "
+        f"--fewshot: {name} draws its examples from {source}, which is missing; looked for "
         f"{data.looked_for(name, source)}"
         + ("" if mapped else f"; `fewshot: {split}` there draws from {split} instead")
     )
@@ -236,9 +236,9 @@ def _blame_record(opened: OpenedTask, limit: int | None) -> None:
             if task.config.doc_to_choice is not None:
                 task.doc_to_choice(record)
         except _UNREADABLE as error:
-            where = opened.file or f"{opened.name} on the hub"
+            source = opened.file or f"{opened.name} on the hub"
             raise InputError(
-                f"{where}: record {number} is no item of {opened.name} ({type(error).__name__}: {error})"
+                f"{source}: record {number} is not an item of {opened.name} ({type(error).__name__}: {error})"
             ) from error
 
 

@@ -79,7 +79,7 @@ class TaskData:
             raise InputError(f"--task-data: {task} has no {split} split; looked for {self.looked_for(task, split)}")
         with decompressed(path, InputError) as (_, stream):
             lines = ((line, f"{path}: line {number}") for number, line in enumerate(stream, 1) if line.strip())
-            records = [parse_json(line, where, InputError) for line, where in lines]
+            records = [parse_json(line, origin, InputError) for line, origin in lines]
         if not records:
             raise InputError(f"{path} has no records")
         try:
