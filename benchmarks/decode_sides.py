@@ -22,7 +22,7 @@ from adaponder.inference.request import Request
 from adaponder.methods import method_class
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.policies import ForcedDepths
-from benchmarks.decode import DRAFTING, HF, HF_COMPILED, MEMORY, OUTSIDE, PLAIN_SIDES, STEADY, DecodeCase
+from benchmarks.decode_cases import DRAFTING, HF, HF_COMPILED, MEMORY, OUTSIDE, PLAIN_SIDES, STEADY, DecodeCase
 from benchmarks.harness import Row, forget, measure, spread
 from benchmarks.models import build, draw_depths, mean_depth, shape_config
 from benchmarks.serve_client import Answer, percentiles

@@ -42,13 +42,18 @@ def room_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-FILES = {".".join(path.relative_to(SOURCE.parent).with_suffix("").parts): path for path in SOURCE.rglob("*.py")}
+PACKAGES = (SOURCE, ROOT / "benchmarks", ROOT / "experiments")
+FILES = {
+    ".".join(path.relative_to(folder.parent).with_suffix("").parts): path
+    for folder in PACKAGES
+    for path in folder.rglob("*.py")
+}
 MODULES = {name.removesuffix(".__init__"): path for name, path in FILES.items()}
 
 
 @functools.cache
 def imported_modules(path: Path) -> set[str]:
-    """Returns the modules of the package that a file imports, also those for types alone."""
+    """Returns the modules of the repository that a file imports, also those for types alone."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:

@@ -9,8 +9,9 @@ from adaponder.conversion.open import describe
 from adaponder.errors import InputError
 from bench_support import invoke
 from bench_support import measured as run_command
-from benchmarks import decode, decode_sides
-from benchmarks.decode import COLUMNS, DecodeCase
+from benchmarks import decode, decode_cases, decode_sides
+from benchmarks.decode import COLUMNS
+from benchmarks.decode_cases import DecodeCase
 from benchmarks.decode_sides import as_row, limit, tick_bytes
 from benchmarks.models import SHARES, draw_depths, shape_config, shares_of
 from harness_support import reader, words
@@ -59,17 +60,17 @@ def test_a_method_that_mixes_no_vocabulary_reads_its_head_once_a_token():
 
 
 def test_cases_are_told_apart_and_hold_what_the_aims_are_stated_for():
-    every = decode.cases(["70m", "410m"], list(SHARES), **decode.ON_GPU)
+    every = decode_cases.cases(["70m", "410m"], list(SHARES), **decode_cases.ON_GPU)
     names = [case.name for case in every]
     assert len(set(names)) == len(names)
     assert {case.lanes for case in every if case.side == "engine"} >= {1, 4, 16, 64, 256}
     assert {case.depth for case in every if case.side == "engine"} == {4.0, 3.7, 3.0, 2.0, 1.0}
-    few = decode.subset_cases(["70m", "410m"])
+    few = decode_cases.subset_cases(["70m", "410m"])
     assert {case for case in few if case.kind == "steady"} <= set(every)
     assert DecodeCase("engine", "70m", 1, 128) in few
     assert DecodeCase("engine", "410m", 64, 512, 3.7) in few
-    assert {(case.context, case.new) for case in decode.served()} == {(1024, 128)}
-    assert len(decode.served()) == 3 * 4 + 4
+    assert {(case.context, case.new) for case in decode_cases.served()} == {(1024, 128)}
+    assert len(decode_cases.served()) == 3 * 4 + 4
 
 
 def test_a_case_that_fails_is_a_row_and_the_rest_goes_on():
@@ -178,10 +179,10 @@ def test_a_checkpoint_decides_its_own_depths(tmp_path):
 
 
 def test_hugging_face_decodes_the_plain_shape(monkeypatch):
-    monkeypatch.setattr(decode_sides, "OUTSIDE", dict.fromkeys(decode.OUTSIDE, 4))
+    monkeypatch.setattr(decode_sides, "OUTSIDE", dict.fromkeys(decode_cases.OUTSIDE, 4))
     how = {"warmup": 0, "repeats": 1, "part": 2}
     sides = decode_sides.Sides(torch.device("cpu"), torch.float32, 0, 1e9, how)
-    for side in (decode.HF, decode.HF_COMPILED, decode.VANILLA):
+    for side in (decode_cases.HF, decode_cases.HF_COMPILED, decode_cases.VANILLA):
         row = sides.measure(DecodeCase(side, "tiny", 2, 6, 1.0))
         assert row["tokens_per_second"] > 0
         assert row["mean_depth"] == 1.0
