@@ -134,8 +134,8 @@ def test_the_loss_at_each_depth_is_shown_on_a_given_text_and_another_scale_is_to
     ("settings", "says"),
     [
         ({"text": "x"}, "--text: at least two tokens"),
-        ({"method": "backbone", "text": "x + 1"}, "--text: --method backbone reads each token once"),
-        ({"method": "backbone", "gate_width": 2}, "--gate-width: --method backbone reads each token once"),
+        ({"method": "backbone", "text": "x + 1"}, "--text has no effect with --method backbone"),
+        ({"method": "backbone", "gate_width": 2}, "--gate-width has no effect with --method backbone"),
     ],
 )
 def test_what_cannot_be_done_as_told_is_refused_before_anything_is_written(tmp_path, source, settings, says):
