@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from adaponder.recipes import Recipe
     from adaponder.training.loop import Trainer
 
-PROMPT = "def "
+PROMPT = "def __init__(self"
 
 
 def demo(
