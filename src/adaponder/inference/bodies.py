@@ -324,14 +324,14 @@ class StockBody(Body):
         return [((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])) for keys, values in rows]
 
     def forward(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools) -> Pass:
-        holding: dict[str, Any] = {"pools": pools, "row": rows.row}
+        view_options: dict[str, Any] = {"pools": pools, "row": rows.row}
         if self.gathers:
-            mask, holding["read"] = self._read_slots(rows, x)
+            mask, view_options["read"] = self._read_slots(rows, x)
             x, position, how = x[:, None], position[:, None], {"mask": mask, "view": GatheringView}
         else:
             lane = LedgerLane(rows, self.backbone.layer_windows, [])
             x, position, how = x[None], position[None], {"mask": None, "view": PoolView, "lane": lane}
-        output = self.backbone.read(x, position=position, holding=holding, stream=self.stream, **how)
+        output = self.backbone.read(x, position=position, view_options=view_options, stream=self.stream, **how)
         return Pass(output.hidden.flatten(0, 1), output.stream.flatten(0, 1))
 
     def _read_slots(self, rows: LedgerRows, x: Tensor) -> tuple[Tensor | dict[str, Tensor], Tensor]:

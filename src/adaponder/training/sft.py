@@ -9,7 +9,7 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 from adaponder.errors import InputError
-from adaponder.modeling.arguments import OF_PACKING
+from adaponder.modeling.arguments import PACKING_ARGUMENTS
 from adaponder.training.watch import member_of
 
 
@@ -45,5 +45,5 @@ class PonderSFTTrainer(SFTTrainer):
         if training:
             self._total_train_tokens += int(tokens) * self.accelerator.num_processes
         self._metrics["train" if training else "eval"]["num_tokens"] = [self._total_train_tokens]
-        inputs = {name: value for name, value in inputs.items() if name not in OF_PACKING}
+        inputs = {name: value for name, value in inputs.items() if name not in PACKING_ARGUMENTS}
         return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
