@@ -1,4 +1,4 @@
-"""Runs TRL's ``SFTTrainer`` with the model's own loss, so that it trains the two-stage objective."""
+"""Runs TRL's ``SFTTrainer`` with the model's own loss, so that it can train the two-stage objective."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from adaponder.training.watch import member_of
 class PonderSFTTrainer(SFTTrainer):
     """``SFTTrainer`` for an AdaPonder model: TRL's data handling, and the loss of the model's own forward.
 
-    The stock ``SFTTrainer`` replaces a model's forward by one that computes cross-entropy only. Here the forward is not
-    replaced: with :class:`adaponder.integrations.PonderCallback` its loss has the ponder term. Packed conversations do
+    The stock ``SFTTrainer`` replaces a model's forward by one that computes cross-entropy only. Here the forward stays,
+    so that with :class:`adaponder.integrations.PonderCallback` the loss has the ponder term. Packed conversations do
     not attend to each other.
     """
 
