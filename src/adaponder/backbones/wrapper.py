@@ -259,7 +259,10 @@ class Backbone:
         return _watching(layers[-1], lambda _, out: streams.append(out[0] if isinstance(out, tuple) else out))
 
     def mask(self, query: Places, key: Places, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-        """Returns the attention mask, bool or additive as this decoder needs it; one per kind if its layers differ."""
+        """Returns the attention mask in the form that the decoder takes, bool or additive.
+
+        If layers differ in their windows, returns a dict with a mask for each attention kind.
+        """
         if read_whole(self.stock.config):
             raise BackboneError(
                 f"{self.stock.config.model_type} takes no explicit mask: it can only be read whole, without padding, "

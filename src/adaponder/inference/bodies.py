@@ -15,7 +15,7 @@ from adaponder.errors import InputError
 from adaponder.execution.base import Pass
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.ops import ledger_attention as attention
-from adaponder.ops.ledger_attention import LedgerRows, Projection, Scratch, Turn
+from adaponder.ops.ledger_attention import Angles, LedgerRows, Projection, Scratch
 from adaponder.ops.masks import Places
 from adaponder.ops.precision import wide_dtype
 from adaponder.ops.row_linear import Linear, Norm, Piece, Term, gated_linear, normed_linears, residual_linears, row_norm
@@ -108,8 +108,8 @@ class FusedLayer(NamedTuple):
     scale: float
 
 
-# Rows of a pass and their rotary angles.
-TurnedRows = tuple[LedgerRows, Turn]
+# Rows of a pass and the rotary angles of their positions.
+PassRows = tuple[LedgerRows, Angles]
 
 
 class FusedBody(Body):
@@ -182,7 +182,7 @@ class FusedBody(Body):
             stream = self._layer(number, stream, *split, pools)
         return Pass(row_norm(stream, self.norm), stream)
 
-    def _layer(self, number: int, x: Tensor, decode: TurnedRows, prefill: TurnedRows | None, pools: Pools) -> Tensor:
+    def _layer(self, number: int, x: Tensor, decode: PassRows, prefill: PassRows | None, pools: Pools) -> Tensor:
         """Runs layer ``number`` on the residual stream ``x [n, d]``; returns the new residual stream."""
         layer = self.layers[number]
         if self.parallel:
@@ -200,31 +200,31 @@ class FusedBody(Body):
             inner = gated_linear(x, layer.gate, up, norm, activation=activation)
         return _added(x, Term(inner, layer.down), layer.after[1])
 
-    def _split(self, position: Tensor, rows: LedgerRows) -> tuple[TurnedRows, TurnedRows | None]:
+    def _split(self, position: Tensor, rows: LedgerRows) -> tuple[PassRows, PassRows | None]:
         """Splits a pass into decode rows and prefill rows (``None`` if none), each numbered from 0."""
         count = rows.num_single
-        decode = rows.select(slice(count)), Turn(position[:count], self.cos, self.sin)
+        decode = rows.select(slice(count)), Angles(position[:count], self.cos, self.sin)
         if not rows.cohorts and rows.tiles is None:
             return decode, None
         cohorts = tuple(x._replace(start=x.start - count, stop=x.stop - count) for x in rows.cohorts)
         prefill = rows.select(slice(count, None), cohorts)._replace(num_single=0)
-        return decode, (prefill, Turn(position[count:], self.cos, self.sin))
+        return decode, (prefill, Angles(position[count:], self.cos, self.sin))
 
-    def _attend(self, number: int, qkv: Tensor, decode: TurnedRows, prefill: TurnedRows | None, pools: Pools) -> Tensor:
+    def _attend(self, number: int, qkv: Tensor, decode: PassRows, prefill: PassRows | None, pools: Pools) -> Tensor:
         """Rotates queries and keys, writes keys and values to the pools; returns attention, ``[n, heads * size]``."""
         layer, keys, values = self.layers[number], pools.keys[number], pools.values[number]
         options: dict[str, Any] = {"window": self.windows[number], "scale": layer.scale}
-        (rows, turn), mixed = decode, []
+        (rows, angles), mixed = decode, []
         count = rows.num_single
         if count and self.independent:
-            inputs = (qkv[:count], keys, values, rows, layer.projection, turn)
+            inputs = (qkv[:count], keys, values, rows, layer.projection, angles)
             mixed.append(attention.decode_attention(*inputs, **options, scratch=self.scratch, dependent=self.dependent))
         elif count:
-            query = attention.enter(qkv[:count], keys, values, rows.row, layer.projection, turn)
+            query = attention.enter(qkv[:count], keys, values, rows.row, layer.projection, angles)
             mixed.append(attention.ledger_attention(query, keys, values, rows, **options, scratch=self.scratch))
         if prefill is not None:
-            rows, turn = prefill
-            query = attention.enter(qkv[count:], keys, values, rows.row, layer.projection, turn)
+            rows, angles = prefill
+            query = attention.enter(qkv[count:], keys, values, rows.row, layer.projection, angles)
             mixed.append(attention.ledger_attention(query, keys, values, rows, **options))
         return (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).flatten(1)
 

@@ -27,7 +27,7 @@ class Submission:
 
     Attributes:
         namespace: the prefix-cache namespace; ``None`` disables sharing.
-        stop_ids: entries of the log that end a sample, without the model's end-of-text ids.
+        stop_ids: token ids that end a sample, and the log's code for NaN; without the model's end-of-text ids.
         kind: (policy, iterations): the scheduler averages depths over requests of one kind.
         forced: the depths that the request prescribes, by slot; they replace the policy's.
         forced_mean: the mean of these depths if the request prescribes a depth for every slot, else ``None``.

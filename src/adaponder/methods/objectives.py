@@ -35,9 +35,10 @@ class Losses(NamedTuple):
 
 
 class Scorer:
-    """Computes the cross-entropy of hidden states; means are sums divided by ``items`` (``None``: counted tokens).
+    """Computes the cross-entropy of hidden states; means are sums divided by ``items``.
 
-    ``logits`` are those of the last hidden state, if already computed; all others are computed in chunks.
+    ``items=None`` is the number of counted tokens. ``logits`` are those of the last hidden state, if already computed;
+    all others are computed in chunks.
 
     Attributes:
         counted: ``bool[batch, time]``: real tokens with a target.

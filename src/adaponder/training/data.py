@@ -1,4 +1,4 @@
-"""Prepares and opens a recipe's data, and draws the windows that a process trains on in each micro-step."""
+"""Prepares and opens a recipe's data, and draws the windows of each micro-step and process."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def global_bottom_k_mean(world: World) -> Any:
         if count == 0:
             return flat.new_zeros(())
         lowest = torch.topk(torch.cat(gathered), count, largest=False, sorted=False).indices - sum(sizes[: world.rank])
-        mine = lowest[(lowest >= 0) & (lowest < flat.numel())]
-        return flat[mine].sum() * world.size / count
+        local = lowest[(lowest >= 0) & (lowest < flat.numel())]
+        return flat[local].sum() * world.size / count
 
     return mean

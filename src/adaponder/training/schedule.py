@@ -93,7 +93,7 @@ def policy_at(train: TrainRecipe, method: Method, step: int) -> Policy | None:
 
 
 def named_groups(model: nn.Module, train: TrainRecipe) -> list[dict]:
-    """Returns AdamW's parameter groups, with parameter names, peak learning rate, weight decay and first step.
+    """Returns AdamW's parameter groups with parameter names, peak learning rate, weight decay and the step they start.
 
     There are up to four: matrices (with weight decay) and vectors (without) of the backbone and of the method.
     """
