@@ -1,4 +1,4 @@
-"""The command line: one typed function per command, registered with Typer under the heading that ``--help`` shows."""
+"""Builds the command line from one typed function per command, grouped under headings of ``--help``."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from adaponder.version import __version__
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 
-# Base class of the parser's errors (ClickException). Newer releases of Typer bundle click, so it cannot be imported.
+# The base class of the parser's errors, ClickException, which cannot be imported if Typer bundles click.
 _ParserError: Any = typer.BadParameter.__mro__[2]
 
 
-# Maps an option's name in the last release, by command, to its name now; the old name works for one release.
+# Maps (command, an option's name in the last release) to its new name; the old name works for one release.
 RENAMED = {("serve", "--tokens"): "--max-length", ("serve", "--max-tokens"): "--max-new-tokens"}
 
 
 class _PlainFlags:
-    """Mixin for commands: their help shows no ``<bool>`` behind options that take no value."""
+    """Mixin for commands that omits ``<bool>`` in the help of options without a value."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)  # pyright: ignore[reportAttributeAccessIssue]
@@ -56,7 +56,7 @@ class _PlainFlags:
 
 
 class Group(_PlainFlags, TyperGroup):
-    """The root command group, which contains every command."""
+    """The root command group."""
 
 
 class Command(_PlainFlags, TyperCommand):
@@ -164,7 +164,7 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def main(commands: typer.Typer | None = None) -> None:
-    """Runs the command line, ``app`` by default; exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted."""
+    """Runs the command line, ``app`` by default; exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted."""
     try:
         code = (commands or app)(standalone_mode=False)
     except AdaPonderError as error:
@@ -190,7 +190,7 @@ def main(commands: typer.Typer | None = None) -> None:
 
 
 def exit_code(error: AdaPonderError) -> int:
-    """Prints the error in one line and returns its exit code: 2 for wrong use, 1 for a failure."""
+    """Prints the error in one line and returns its exit code: 2 for wrong usage, 1 for a failure."""
     return fail(str(error), MISUSED if isinstance(error, (InputError, ConfigError)) else FAILED)
 
 
@@ -206,6 +206,6 @@ def _misused(error: Exception) -> int:
     context = getattr(error, "ctx", None)
     message = error.format_message().rstrip(".")
     if message and type(error).__name__ != "NoArgsIsHelpError":
-        more = "" if context is None else f"; see {context.command_path} --help"
-        fail((message + more).replace("?;", "?"), MISUSED)
+        cure = "" if context is None else f"; see {context.command_path} --help"
+        fail((message + cure).replace("?;", "?"), MISUSED)
     return MISUSED

@@ -1,4 +1,4 @@
-"""The config of a model: the backbone's config and the settings of the recurrence around the backbone."""
+"""Defines a model's config: the backbone's config and the settings of the recurrence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from adaponder.fields import Recurrence, check_fields, is_removed, meanings
 from adaponder.methods import method_class
 from adaponder.registry import scale_from_scratch, scale_of
 
-# Keys that Hugging Face itself writes into, or passes through, a config.json.
+# Keys that Hugging Face itself writes into a config.json or passes to a config.
 _FOREIGN_KEYS = {
     "name_or_path",
     "_name_or_path",
@@ -34,8 +34,8 @@ _FOREIGN_KEYS = {
     "use_cache",  # transformers.Trainer writes it
 }
 
-# The auto_map in the config.json of folders that ``adaponder export`` writes. It, or a part of it, is ignored, and the
-# classes of this package are used; any other is refused.
+# The auto_map in the config.json of folders that ``adaponder export`` writes. It, or a part of it, is ignored in favour
+# of this package's classes; any other is refused.
 OUR_AUTO_MAP = {
     "AutoConfig": "configuration_adaponder.AdaPonderConfig",
     "AutoModel": "modeling_adaponder.AdaPonderModel",
@@ -45,7 +45,7 @@ OUR_AUTO_MAP = {
 # Limits above any real model; larger values would exhaust the memory before an error is raised.
 _LARGEST = {"vocab_size": 2**24, "num_hidden_layers": 4096, "num_attention_heads": 2**16, "hidden_size": 2**20}
 _LARGEST_SIZE = 2**31 - 1
-# Sizes of the backbone that AdaPonderConfig also has as attributes; as arguments, they must equal backbone_config's.
+# Sizes of the backbone that AdaPonderConfig repeats as attributes; as arguments, they must equal backbone_config's.
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _SIZE = re.compile(r"(_size|_dim|_rank|_heads|_layers|max_position_embeddings)$|^(n|num)_")
 
@@ -55,15 +55,16 @@ def is_our_auto_map(auto_map: Any) -> bool:
 
     Ignores the prefix ``NAME--`` that Hugging Face adds to each entry for a hub repository NAME.
     """
-    entries = auto_map.items() if isinstance(auto_map, dict) else ()
-    return bool(entries) and all(
-        name in OUR_AUTO_MAP and OUR_AUTO_MAP[name] == (entry.rpartition("--")[2] if isinstance(entry, str) else entry)
-        for name, entry in entries
+    if not isinstance(auto_map, dict) or not auto_map:
+        return False
+    return all(
+        isinstance(entry, str) and OUR_AUTO_MAP.get(name) == entry.rpartition("--")[2]
+        for name, entry in auto_map.items()
     )
 
 
 def _of_backbone(name: str) -> Any:
-    """Returns a property that gets and sets field ``name`` of the backbone's config; a missing field is ``None``."""
+    """Returns a property for the field ``name`` of the backbone's config; a missing field is ``None``."""
     return property(
         lambda config: getattr(config.backbone_config, name, None),
         lambda config, value: setattr(config.backbone_config, name, value),
@@ -71,10 +72,10 @@ def _of_backbone(name: str) -> Any:
 
 
 class AdaPonderConfig(PreTrainedConfig, Recurrence):
-    """The config of a model: the backbone's config and the settings of the recurrence around the backbone.
+    """The config of a model: the backbone's config and the settings of the recurrence.
 
     Args:
-        backbone_config: config of any Hugging Face decoder (object, or dict with ``model_type``).
+        backbone_config: the config of any Hugging Face decoder (object, or dict with ``model_type``).
     """
 
     model_type = "adaponder"
@@ -89,7 +90,7 @@ class AdaPonderConfig(PreTrainedConfig, Recurrence):
         "terms",
     ]
 
-    backbone_config: Any = None  # a config or a dict when given, always a config once built
+    backbone_config: Any = None  # may be passed as a dict; always a config object afterwards
 
     def __post_init__(self, **kwargs: Any):
         kwargs = {key: value for key, value in kwargs.items() if not is_removed(f"model.{key}", value)}
@@ -113,7 +114,7 @@ class AdaPonderConfig(PreTrainedConfig, Recurrence):
         super().__post_init__(**kwargs)
 
     def check(self) -> None:
-        """Raises on settings that no model can be built from; the model's constructor calls it again."""
+        """Raises on settings from which no model can be built; the model's constructor calls it again."""
         check_fields(self, kind=Recurrence)
         if self.ponder_pool == "closed" and self.ponder_on == "logits":
             raise ConfigError(
@@ -130,11 +131,11 @@ class AdaPonderConfig(PreTrainedConfig, Recurrence):
             )
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
-        """Returns the backbone's config, which alone holds vocabulary, special tokens and lengths."""
+        """Returns the backbone's config, which has the vocabulary size, special tokens and lengths."""
         return self.backbone_config
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns every setting, and the backbone's sizes, which peft looks up here."""
+        """Returns all settings, and the backbone's sizes, because peft looks for them here."""
         return super().to_dict() | {name: getattr(self, name) for name in _SIZES}
 
     def to_diff_dict(self) -> dict[str, Any]:
@@ -142,7 +143,7 @@ class AdaPonderConfig(PreTrainedConfig, Recurrence):
 
     @property
     def auto_map(self) -> dict[str, str]:
-        """Returns an empty mapping, because no remote code is used; TRL reads this attribute of every custom config."""
+        """Returns an empty mapping: there is no remote code, but TRL reads this attribute of custom configs."""
         return {}
 
     vocab_size = _of_backbone("vocab_size")

@@ -1,6 +1,6 @@
-"""Device names, precisions and autocast.
+"""Parses device names and precisions, and chooses the autocast of a run.
 
-torch is imported inside functions only, so that the command line can list precisions without torch.
+torch is imported inside functions, so that the command line can list precisions without it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def as_device(name: str) -> torch.device:
 
 
 def as_dtype(name: str) -> str | torch.dtype:
-    """Returns the torch dtype ``name``; ``auto`` stays a string: Hugging Face's loaders then keep the saved dtype."""
+    """Returns the torch dtype ``name``; ``auto`` stays a string, with which Hugging Face loads the saved dtype."""
     import torch
 
     if name not in DTYPES:
@@ -51,7 +51,7 @@ def hardware_name(device: torch.device | str) -> str:
 
 
 def product_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Returns the torch dtype of matrix products under ``train.dtype=dtype``; on a CPU, float32 instead of bfloat16."""
+    """Returns the dtype of matrix products with ``train.dtype=dtype``; on a CPU, float32 instead of bfloat16."""
     import torch
 
     if dtype == "bfloat16" and device.type == "cpu":
@@ -60,7 +60,7 @@ def product_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def autocast(dtype: str, device: torch.device) -> torch.autocast:
-    """Returns the autocast context of a run with ``train.dtype=dtype``; enabled only for bfloat16, and not on a CPU."""
+    """Returns the autocast context of a run with ``train.dtype=dtype``; enabled for bfloat16 except on a CPU."""
     import torch
 
     low = product_dtype(dtype, device) == torch.bfloat16

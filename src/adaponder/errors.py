@@ -1,4 +1,4 @@
-"""The errors that this package raises: each message names the field and the cure."""
+"""Defines the errors that this package raises, whose messages name the field and the cure."""
 
 import difflib
 import os
@@ -7,21 +7,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-# The longest message of an error: names and tensors from elsewhere may be of any length and number.
+# The longest error message; names from a checkpoint may be of any length and number.
 MOST_CHARACTERS = 500
-# Held while standard error is redirected: two threads at once could not restore it.
+# Held while standard error is redirected, which two threads cannot do at once.
 _redirected = threading.Lock()
 
 
 class AdaPonderError(ValueError):
-    """The base of every error that this package raises on purpose; a long message is shortened."""
+    """The base class of all errors that this package raises; long messages are shortened."""
 
     def __init__(self, message: str = ""):
         super().__init__(shortened(message))
 
 
 class ConfigError(AdaPonderError):
-    """A configuration that no model can be built from."""
+    """A config from which no model can be built."""
 
 
 class BackboneError(AdaPonderError):
@@ -45,7 +45,7 @@ class TrainingError(AdaPonderError):
 
 
 class EvaluationError(AdaPonderError):
-    """A measurement or a generation that went wrong: its result must not be used."""
+    """A failed measurement or generation, whose result must not be used."""
 
 
 def is_panic(problem: BaseException) -> bool:
@@ -57,8 +57,8 @@ def is_panic(problem: BaseException) -> bool:
 def panics_as_errors(what: str, *, alone: bool = False) -> Iterator[None]:
     """Context manager that turns a native library's panic, which is no ``Exception``, into an :class:`InputError`.
 
-    Its message begins with ``what``. The library's backtrace on standard error is dropped if there is only one thread,
-    or if ``alone``, which may lose what other threads write there meanwhile.
+    The error message begins with ``what``. The library's backtrace on standard error is dropped if there is only one
+    thread or if ``alone`` is set, which may lose what other threads write there.
     """
     stderr = None
     quiet = (alone or threading.active_count() == 1) and _redirected.acquire(blocking=False)
@@ -67,8 +67,8 @@ def panics_as_errors(what: str, *, alone: bool = False) -> Iterator[None]:
             with suppress(OSError):  # standard error is closed
                 stderr = os.dup(2)
         if stderr is not None:
-            with open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), 2)
+            with open(os.devnull, "w") as null:
+                os.dup2(null.fileno(), 2)
         yield
     except BaseException as problem:
         if not is_panic(problem):
@@ -94,7 +94,7 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """Returns the first ``most`` names, separated by commas, and the number of names left out."""
+    """Joins the first ``most`` names by commas and adds the number of the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
@@ -107,12 +107,12 @@ def shown(value: Any) -> str:
 
 
 def choice(value: Any, words: Sequence[str]) -> str:
-    """Returns ``one of a, b, …`` for an error about ``value``, with a spelling suggestion if more than three words."""
+    """Returns ``one of a, b, …`` for an error about ``value``; for more than three words, with a suggestion."""
     hint = did_you_mean(value, words) if isinstance(value, str) and len(words) > 3 else ""
     return f"one of {', '.join(words)}{hint}"
 
 
 def did_you_mean(word: str, words: Iterable[str], prefix: str = "") -> str:
-    """Returns ``; did you mean …?`` with the closest spelling among ``words``, or an empty string."""
+    """Returns ``; did you mean …?`` with the word of the closest spelling, or an empty string."""
     near = difflib.get_close_matches(word, words, n=1)
     return f"; did you mean {prefix}{near[0]}?" if near else ""

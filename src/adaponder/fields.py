@@ -1,8 +1,8 @@
-"""Declares each value that a user can set, once: name, type, default, range and meaning.
+"""Declares each setting of models and requests once: name, type, default, range and meaning.
 
 The engine's ``Request``, the config, recipes, command-line options and the server's bodies (so ``/openapi.json`` too)
-derive from the dataclasses here, so their ranges cannot disagree. Importing this module imports the standard library
-only; ``option`` imports typer, ``body_field`` pydantic.
+derive from the dataclasses here, so their ranges cannot disagree. Importing this module imports only the standard
+library; ``option`` imports typer, ``body_field`` pydantic.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Range:
 
 
 class Field(NamedTuple):
-    """A value that a user can set. ``choices`` returns the words that are allowed; ``why`` is appended to errors."""
+    """A value that a user can set. ``choices`` returns the allowed words; ``why`` is appended to errors."""
 
     name: str
     type: Any
@@ -77,9 +77,9 @@ def setting(
     choices: Callable[[], Sequence[str]] | None = None,
     why: str = "",
 ) -> Any:
-    """Returns a dataclass field with a meaning and a range; ``interval`` is written as ``(0, 1]``."""
-    about = {"meaning": meaning, "range": Range.parse(interval), "choices": choices, "why": why}
-    return dataclasses.field(default=default, metadata={"field": about})
+    """Returns a dataclass field with a meaning and a range, such as ``interval="(0, 1]"``."""
+    metadata = {"meaning": meaning, "range": Range.parse(interval), "choices": choices, "why": why}
+    return dataclasses.field(default=default, metadata={"field": metadata})
 
 
 @functools.lru_cache(maxsize=32)
@@ -95,7 +95,7 @@ def fields_of(kind: type) -> Mapping[str, Field]:
 
 
 def violation(field: Field, value: Any) -> str | None:
-    """Returns the error text ``must be …`` if ``value`` is invalid for the field, or ``None`` if it is valid."""
+    """Returns an error text ``must be …`` if ``value`` is invalid for the field, else ``None``."""
     if fits(value, field.type, field):
         return None
     words = list(field.choices()) if field.choices else [str(word) for word in get_args(_literal(field.type))]
@@ -115,7 +115,7 @@ def check_fields(values: Any, prefix: str = "", *, kind: type | None = None) -> 
 
 
 def fits(value: Any, hint: Any, field: Field) -> bool:
-    """Returns whether a value has the type ``hint`` and lies in the field's range; numbers must be finite."""
+    """Returns whether a value has the type ``hint`` and is in the field's range; numbers must be finite."""
     origin, arguments = typing.get_origin(hint), get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return any(fits(value, argument, field) for argument in arguments)
@@ -138,14 +138,15 @@ def _items_fit(values: Sequence[Any], origin: Any, hints: Sequence[Any], field: 
 
 
 def _literal(hint: Any) -> Any:
-    """Returns the ``Literal`` of a hint ``Literal[…]`` or ``Literal[…] | None``; ``None`` for any other hint."""
-    parts = [part for part in get_args(hint) if part is not type(None)]
-    inner = parts[0] if typing.get_origin(hint) in (types.UnionType, typing.Union) and len(parts) == 1 else hint
-    return inner if typing.get_origin(inner) is Literal else None
+    """Returns the ``Literal[…]`` in a hint ``Literal[…]`` or ``Literal[…] | None``; ``None`` for any other hint."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        members = [member for member in get_args(hint) if member is not type(None)]
+        hint = members[0] if len(members) == 1 else hint
+    return hint if typing.get_origin(hint) is Literal else None
 
 
 def _allowed(hint: Any, limits: Range) -> str:
-    """Returns a phrase for the values that a type and a range allow, such as ``a whole number at least 1``."""
+    """Describes the values that a type and a range allow, such as ``a whole number at least 1``."""
     origin, arguments = typing.get_origin(hint), get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return " or ".join(_allowed(argument, limits) for argument in arguments if argument is not type(None))
@@ -183,7 +184,7 @@ REMOVED: dict[str, tuple[Any, str]] = {}
 
 
 def is_removed(path: str, value: Any) -> bool:
-    """Returns whether ``path`` names a removed field; raises if ``value`` is neither ``None`` nor its last default."""
+    """Returns whether ``path`` is a removed field; raises if its ``value`` is neither ``None`` nor the last default."""
     if path not in REMOVED:
         return False
     default, version = REMOVED[path]
@@ -198,9 +199,10 @@ def is_removed(path: str, value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """The settings of a completion: sampling, stopping, optional outputs; the base class of the engine's ``Request``.
+    """The settings of a completion: sampling, stopping and optional outputs.
 
-    ``adaponder generate`` and the server's request bodies take their ranges and help from these fields.
+    The engine's ``Request`` inherits these fields; ``adaponder generate`` and the server's request bodies take their
+    ranges and help from them.
     """
 
     max_new_tokens: int = setting(128, "Most tokens to generate.", "[1, inf)")
@@ -245,7 +247,7 @@ REQUEST_FIELDS = fields_of(Sampling)
 
 
 def check(name: str, value: Any) -> Any:
-    """Returns ``value`` if it is valid for the field ``name`` of a request; raises :class:`InputError` otherwise.
+    """Returns ``value``; raises :class:`InputError` unless it is valid for the field ``name`` of a request.
 
     Converts numpy and torch numbers to int or float first. ``None`` is valid if the field's type includes it.
     """
@@ -273,7 +275,7 @@ def as_plain_number(value: Any, hint: Any) -> Any:
 class Recurrence:
     """The settings of the recurrence around a backbone.
 
-    ``AdaPonderConfig`` inherits these fields; in a recipe's section ``model`` each may also be ``None`` (unset);
+    ``AdaPonderConfig`` inherits these fields. In a recipe's section ``model``, each may also be ``None`` (unset);
     ``adaponder convert`` takes the help and ranges of its options from them.
     """
 
@@ -386,13 +388,13 @@ class Recurrence:
 
     @property
     def table_scale(self) -> float:
-        """Returns the factor by which the embedding table is multiplied when expected embeddings are computed."""
+        """The factor on the embedding table when expected embeddings are computed."""
         assert isinstance(self.embedding_scale, (int, float))  # resolved when a config is built
         return self.embedding_scale
 
     @property
     def input_scale(self) -> float:
-        """Returns the factor by which the input embeddings E^0 of iteration 0 are multiplied."""
+        """The factor on the embeddings that make the first input, E^0."""
         return self.table_scale * self.initial_multiplier
 
     def gates(self) -> int:
@@ -401,7 +403,7 @@ class Recurrence:
 
 
 def meanings(kind: type) -> str:
-    """Returns a line ``name: meaning`` for each field of a dataclass, for the ``Args`` of a docstring."""
+    """Returns a line ``name: meaning`` for each field of a dataclass, for the section ``Args`` of a docstring."""
     wrap = functools.partial(textwrap.fill, width=120, initial_indent=" " * 8, subsequent_indent=" " * 12)
     return "\n".join(wrap(f"{field.name}: {field.meaning}.") for field in fields_of(kind).values())
 

@@ -1,6 +1,6 @@
 """Reads untrusted files as plain data within size limits, and writes files atomically.
 
-A refused file raises an error of one line. A written file is complete under its final name, or absent.
+Refusing a file raises a one-line error. A written file is complete under its final name, or absent.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from filelock import lock_descriptor
 
 from adaponder.errors import AdaPonderError, CheckpointError, InputError
 
-# The largest tokenizer.json on the hub has about 40 MB; a file above this limit is not read into memory.
+# Files above this limit are not read into memory; the largest tokenizer.json on the hub has about 40 MB.
 JSON_BYTES = 2**28
-# Deeper than any config, table or manifest; far below what the interpreter's stack can take.
+# Deeper than any config, table or manifest, but far from a stack overflow.
 JSON_DEPTH = 64
 # Counts and ids have at most 20 digits. Python refuses to print integers of more than 4,300.
 JSON_DIGITS = 40
@@ -63,12 +63,12 @@ def read_bytes(path: Path, error: type[AdaPonderError] = CheckpointError, *, lim
 
 
 def read_json(path: Path, error: type[AdaPonderError] = CheckpointError) -> dict[str, Any]:
-    """Returns the object in a JSON file; raises if it is damaged, nested too deeply or has too long numbers."""
+    """Returns the object in a JSON file; raises if it is damaged or nested too deeply, or if numbers are too long."""
     return parse_json(read_bytes(path, error), path, error)
 
 
 def parse_json(content: bytes, where: Path | str, error: type[AdaPonderError] = CheckpointError) -> dict[str, Any]:
-    """Parses a JSON object within the limits of this module; errors begin with ``where``, the name of the source."""
+    """Parses a JSON object within the limits above; errors begin with ``where``, the name of the source."""
     try:
         loaded = json.loads(content.decode("utf-8"), parse_int=_whole)
     except RecursionError:
@@ -83,7 +83,7 @@ def parse_json(content: bytes, where: Path | str, error: type[AdaPonderError] = 
 
 
 class _PlainYaml(yaml.SafeLoader):
-    """Reads YAML as plain data; refuses aliases (a few of them can exhaust memory), duplicate keys and deep nesting."""
+    """Reads YAML as plain data; refuses aliases (a few can exhaust memory), duplicate keys and deep nesting."""
 
     depth = 0
 
@@ -114,7 +114,7 @@ _PlainYaml.add_constructor("tag:yaml.org,2002:int", _PlainYaml.construct_yaml_in
 
 
 def parse_yaml(text: str, where: str, error: type[AdaPonderError]) -> Any:
-    """Parses YAML within the limits of this module; errors begin with ``where``, the name of the source."""
+    """Parses YAML within the limits above; errors begin with ``where``, the name of the source."""
     try:
         return yaml.load(text, Loader=_PlainYaml)
     except RecursionError:
@@ -143,7 +143,7 @@ def sha256_of(
     ended: threading.Event = _NEVER,
     count: Callable[[int], None] = lambda size: None,
 ) -> str:
-    """Returns the SHA-256 of a file as hex; once ``ended`` is set, stops early with a meaningless result.
+    """Returns the SHA-256 of a file as hex; stops early, with a meaningless result, once ``ended`` is set.
 
     ``count`` is called with the number of bytes of each block.
     """
@@ -185,7 +185,7 @@ def sha256_of_each(
 
 
 def checksums_wanted() -> bool:
-    """Returns whether to verify checksums of data and weights: yes, unless ``ADAPONDER_VERIFY=0``."""
+    """Returns whether to verify checksums of data and weights: true unless ``ADAPONDER_VERIFY=0``."""
     setting = os.environ.get("ADAPONDER_VERIFY", "1")
     if setting not in ("0", "1"):
         raise InputError(f"ADAPONDER_VERIFY={setting}: 1 verifies checksums (as without it), 0 leaves them out")
@@ -193,9 +193,9 @@ def checksums_wanted() -> bool:
 
 
 def write_whole(path: Path, content: bytes, error: type[AdaPonderError] = AdaPonderError) -> None:
-    """Replaces the content of ``path`` atomically: even after a power cut, the file holds the old or the new content.
+    """Replaces the content of ``path`` atomically: even after a power cut, the file has the old or the new content.
 
-    Raises ``error``, which names the file and the cure, if writing fails.
+    If writing fails, raises ``error``, which names the file and the cure.
     """
     try:
         replace_file(path, content)
@@ -214,7 +214,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside ``path``; the file written there replaces ``path`` when the block ends.
+    """Context manager that yields a temporary path; the file written there replaces ``path`` when the block ends.
 
     If the block or the disk fails, or the process is killed, ``path`` is unchanged.
     """
@@ -231,9 +231,9 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing_folder(folder: Path, partial: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yields ``partial``, a new folder that replaces ``folder`` when the block ends.
+    """Context manager that yields ``partial``, a new folder that replaces ``folder`` when the block ends.
 
-    Raises if ``folder`` holds anything, unless ``overwrite`` is set. If the block or the disk fails, ``partial`` is
+    Raises if ``folder`` is not empty, unless ``overwrite`` is set. If the block or the disk fails, ``partial`` is
     removed and ``folder`` is unchanged.
     """
     before = partial.with_name(f"{partial.name}.replaced")
@@ -260,7 +260,7 @@ def replacing_folder(folder: Path, partial: Path, *, overwrite: bool = False) ->
 
 
 def lock(descriptor: int, *, wait: bool = False) -> bool:
-    """Locks an open file or folder; returns ``False`` if another process holds the lock and ``wait`` is not set.
+    """Locks an open file or folder; without ``wait``, returns ``False`` if another process holds the lock.
 
     The lock ends when the descriptor is closed, at the latest when the process ends. Raises :class:`OSError` if the
     file system does not support locks.

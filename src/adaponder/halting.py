@@ -1,4 +1,4 @@
-"""The mathematics of halting: gates, the threshold, the gated update, and the loss that teaches gates to close."""
+"""Defines gates, the halting threshold, the gated update, and the gates that the ponder loss ranks."""
 
 from __future__ import annotations
 
@@ -66,17 +66,17 @@ class Gate(nn.Module):
 
 
 def read_gate(gate: nn.Module, hidden: Tensor) -> Tensor:
-    """Equals ``gate(hidden)``; compiling this function instead of each gate gives all gates one graph."""
+    """Equals ``gate(hidden)``; compiling this function instead of each gate gives all gates one compiled graph."""
     return gate(hidden)
 
 
 def gate_probability(logit: Tensor) -> Tensor:
-    """Equals ``sigmoid(logit)`` (eq. 3) in at least float32, so that rounding moves no token across tau."""
+    """Equals ``sigmoid(logit)`` (eq. 3), in at least float32: bf16 rounding would move tokens across tau."""
     return torch.sigmoid(widened(logit))
 
 
 def stays_active(probability: Tensor, tau: float | Tensor) -> Tensor:
-    """Equals ``s >= tau`` (eq. 4), compared in float32, so that the threshold is the same in every model precision."""
+    """Equals ``s >= tau`` (eq. 4), compared in float32, so that tau means the same in every model precision."""
     return probability.float() >= tau
 
 
@@ -94,7 +94,7 @@ def freeze_halted(active: Tensor, new: Tensor, old: Tensor) -> Tensor:
 def ponder_fraction(step: int, *, start: int, full: int, k_max: float) -> float:
     """Equals the paper's ``k_s``: 0 up to ``start``, linear to ``k_max`` at ``full``, constant after (eq. 14)."""
     if full < start:
-        raise ConfigError(f"ponder_full={full} lies before ponder_start={start}")
+        raise ConfigError(f"ponder_full={full} must not be before ponder_start={start}")
     if step >= full:
         return k_max
     if step <= start:
@@ -103,7 +103,7 @@ def ponder_fraction(step: int, *, start: int, full: int, k_max: float) -> float:
 
 
 def pool_count(fraction: float, size: int) -> int:
-    """Equals ``floor(fraction * size)``, at most ``size``, corrected for rounding (0.29 * 100 is 28.999…)."""
+    """Equals ``floor(fraction * size)``, at most ``size``; tolerates rounding (0.29 * 100 is 28.999…)."""
     return min(size, math.floor(fraction * size + 1e-9))
 
 
@@ -116,10 +116,11 @@ def bottom_k_mean(values: Tensor, fraction: float) -> Tensor:
 
 
 def ponder_pool(logits: Tensor, real: Tensor | None, depth: Tensor, *, on: str, pool: str) -> Tensor:
-    """Returns the gate values that the ponder loss ranks: K-1 for each real token (``real=None``: for every token).
+    """Returns the gate values that the ponder loss ranks, K-1 per real token (``real=None``: per token).
 
-    ``logits`` is ``[batch, time, K-1]``. A token of depth D was active at gates ``i < D``. Later gates have the value
-    for the frozen hidden state (``pool="all"`` and ``"each"``) or count as constant 0 (``pool="closed"``).
+    ``on`` selects logits ``[batch, time, K-1]`` or their probabilities. A token of depth D was active at gates
+    ``i < D``. Its later gates keep their value, computed from the frozen hidden state (``pool="all"`` and ``"each"``),
+    or count as constant 0 (``pool="closed"``).
     """
     values = gate_probability(logits) if on == "probabilities" else logits
     if pool == "closed":

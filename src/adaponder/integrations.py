@@ -19,14 +19,14 @@ from adaponder.training.watch import DepthCounts, collapse, member_of
 class PonderCallback(TrainerCallback):
     """Adds the two-stage objective: ``Trainer(…, callbacks=[PonderCallback(ponder_start=…, ponder_full=…)])``.
 
-    Steps are the Trainer's updates, including resumed ones. Each process ranks its own gates, and a micro-batch is
-    weighted by its share of the update's targets. During training the callback sets the model's
-    ``training_objective``, ``training_policy`` and ``training_seed``, from which each sequence gets its own seed.
+    Steps are the Trainer's updates, including those before a resume. Each process ranks its own gates, and a
+    micro-batch is weighted by its share of the update's targets. During training, the callback sets the model's
+    ``training_objective``, ``training_policy`` and ``training_seed``, from which each sequence's seed is derived.
 
     Logs gain ``depth``, the mean over the tokens since the last log, and ``halted_1 … halted_{K-1}``, the shares of
     tokens with depth at most 1 … K-1; evaluations gain the same with their prefix, e.g. ``eval_depth``. Padding does
-    not count, and each process counts its own tokens. The callback goes before the Trainer's other callbacks, so that
-    reporters log these values, and warns when gates have collapsed.
+    not count, and each process counts its own tokens. The callback moves itself before the Trainer's other callbacks,
+    so that reporters log these values. It warns if the gates collapse.
 
     Args:
         ponder_weight: the paper's lambda.
@@ -77,7 +77,7 @@ class PonderCallback(TrainerCallback):
         self._come_first()
 
     def _come_first(self) -> None:
-        """Moves this callback before all others; finds the Trainer's list of callbacks in the calling frames."""
+        """Moves this callback before all others, in the Trainer's list of callbacks found in the calling frames."""
         frame = inspect.currentframe()
         while frame is not None:
             if isinstance(handler := frame.f_locals.get("self"), CallbackHandler):
@@ -146,7 +146,7 @@ class PonderCallback(TrainerCallback):
         self.depths.evaluated(kwargs["eval_dataloader"])
 
     def _depths(self, metrics: dict[str, Any]) -> dict[str, float]:
-        """Returns an evaluation's depths, named with the prefix of ``metrics`` (``eval_depth``); {} after training."""
+        """Returns the depths of an evaluation, under the prefix of its ``metrics`` (``eval_depth``); else {}."""
         prefix = next((name.removesuffix("_runtime") for name in metrics if name.endswith("_runtime")), "train")
         depths = {} if prefix == "train" else self.depths.take(training=False)
         return {f"{prefix}_{name}": value for name, value in depths.items()}

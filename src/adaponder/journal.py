@@ -1,4 +1,4 @@
-"""Makes work resumable: saves finished parts on disk, so that a rerun with the same settings continues from them."""
+"""Makes long work resumable: saves finished parts on disk, so that a rerun with the same settings continues."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _FACTS = "facts"
 
 
 class JournalPart(NamedTuple):
-    """One finished part of the work: JSON values, and arrays by name."""
+    """A finished part of the work: JSON values, and arrays by name."""
 
     facts: dict[str, Any]
     arrays: dict[str, np.ndarray]
 
 
 class Journal:
-    """Stores finished parts of a task, one file per part, in a folder; :meth:`remove` deletes them.
+    """Stores the finished parts of a task in a folder, one file per part, until :meth:`remove` deletes them.
 
-    Raises if the folder holds parts that were saved with other ``settings`` (JSON values).
+    The constructor raises if the folder holds parts that were saved with other ``settings`` (JSON values).
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]):
@@ -98,10 +98,10 @@ def changed_settings(
 
 @contextmanager
 def resuming(journal: Journal | None, part: str) -> Iterator[None]:
-    """Context manager for work that saves finished parts in ``journal``; ``None`` (no ``--out``) saves nothing.
+    """Context manager for work that saves finished parts in ``journal`` (``None``: nothing is saved, for no ``--out``).
 
-    Prints how many parts an earlier call finished and, when interrupted, how many are saved. ``part`` is the noun that
-    messages use for a part, such as ``row``.
+    Prints how many parts an earlier call finished and, when interrupted, how many are saved. ``part`` is the noun for a
+    part in these messages, such as ``row``.
     """
     if journal is not None and len(journal):
         console.print(Text(f"resuming: {_count(journal, part)} in {journal.folder}"))
@@ -119,7 +119,7 @@ def resuming(journal: Journal | None, part: str) -> Iterator[None]:
 
 @contextmanager
 def on_interrupt(sentence: str | Callable[[], str]) -> Iterator[None]:
-    """Prints ``sentence`` to standard error if the block is interrupted."""
+    """Context manager that prints ``sentence`` to standard error on Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,6 +1,6 @@
-"""Lists names and default embedding scales of the methods, without importing torch.
+"""Lists the methods' names and default embedding scales, without importing torch.
 
-Their classes are in :mod:`adaponder.methods`, under the same names.
+The classes are in :mod:`adaponder.methods`, under the same names.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Literal
 
 from adaponder.errors import ConfigError, choice, shown
 
-# Embedding scales that depend on the hidden size d, as a recipe writes them, and their factor on d under the root.
+# Embedding scales that depend on the hidden size d, as written in recipes, and their factor on d under the root.
 Scale = Literal["sqrt(d)", "sqrt(2.5 d)"]
 SCALES: dict[str, float] = {"sqrt(d)": 1.0, "sqrt(2.5 d)": 2.5}
 
@@ -29,12 +29,12 @@ PLAIN_METHOD = "vanilla"  # computes what the stock decoder computes
 
 
 def method_names() -> tuple[str, ...]:
-    """Returns the names of all registered methods, in the order in which users see them."""
+    """Returns the names of all registered methods, in the order in which they are shown."""
     return tuple(_SCALES)
 
 
 def check_method(name: str | None, prefix: str = "") -> str:
-    """Returns ``name`` if it is a registered method; else raises an error that begins with ``prefix`` and the field."""
+    """Returns ``name``; raises unless it is a registered method, with ``prefix`` before the field's name."""
     if isinstance(name, str) and name in REMOVED_METHODS:
         version = REMOVED_METHODS[name]
         raise ConfigError(f"{prefix}method={name} was removed; adaponder {version} is the last version that has it")
@@ -44,7 +44,7 @@ def check_method(name: str | None, prefix: str = "") -> str:
 
 
 def scale_from_scratch(name: str) -> Scale:
-    """Returns the default embedding scale of a model of this method that is trained from scratch."""
+    """Returns a method's default embedding scale in training from scratch."""
     return _SCALES[check_method(name)]
 
 
@@ -54,5 +54,5 @@ def scale_of(rule: str, hidden_size: int) -> float:
 
 
 def register_name(name: str, embedding_scale: Scale) -> None:
-    """Adds a method's name; :func:`adaponder.methods.register_method` adds its class too."""
+    """Adds a method's name; :func:`adaponder.methods.register_method` adds the class too."""
     _SCALES[name] = embedding_scale

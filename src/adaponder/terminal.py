@@ -23,14 +23,15 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.status import Status
 
-# Maps ASCII control characters to visible symbols, and other controls, bidirectional marks and surrogates to �.
+# Maps ASCII control characters to visible symbols, and other control characters, bidirectional marks and surrogates
+# to �.
 _VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 _VISIBLE |= dict.fromkeys([*range(0x80, 0xA0), 0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F)], 0xFFFD)
 _VISIBLE |= dict.fromkeys([*range(0x2066, 0x206A), *range(0xD800, 0xE000)], 0xFFFD)
 
 
 def plain(text: str) -> str:
-    """Replaces each control character by a visible one; the length does not change."""
+    """Replaces each control character by one visible character."""
     return text.translate(_VISIBLE)
 
 
@@ -46,7 +47,7 @@ class Screen(Console):
 
     @property
     def in_colour(self) -> bool:
-        """Returns whether colours are shown: in a terminal that has them, without ``NO_COLOR``."""
+        """Whether colours are shown: the terminal has them and ``NO_COLOR`` is not set."""
         return self.color_system is not None and not self.no_color
 
     def print(self, *objects: Any, soft_wrap: bool | None = None, **options: Any) -> None:
@@ -66,7 +67,7 @@ class Screen(Console):
         return super().render_str(plain(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Replaces control characters in every text that is printed, also inside tables and groups."""
+        """Renders as rich does, but replaces control characters in all texts, including those in tables and groups."""
         if isinstance(renderable, Text) and (shown := plain(renderable.plain)) != renderable.plain:
             renderable = renderable.copy()
             renderable.plain = shown
@@ -86,7 +87,7 @@ def line(*parts: object) -> Text:
     return Text.assemble(*((str(part[0]), part[1]) if isinstance(part, tuple) else str(part) for part in parts))
 
 
-# Brighter with depth: distinguishable by lightness alone, also without colour vision and in grey print.
+# Brighter with depth, so that depths differ in lightness too: for colour-blind readers and grey prints.
 _STEPS = ((48, 18, 59), (62, 73, 137), (33, 144, 140), (94, 201, 97), (253, 231, 37))
 
 
@@ -104,7 +105,7 @@ def depth_style(depth: int, deepest: int) -> str:
 
 
 def by_depth(pieces: Sequence[str], depths: Sequence[int], deepest: int) -> Text:
-    """Joins text pieces; each piece is coloured by the depth of its token."""
+    """Joins pieces of text, each coloured by the depth of its token."""
     text = Text()
     for piece, depth in zip(pieces, depths, strict=True):
         text.append(piece, style=depth_style(depth, deepest))
@@ -112,7 +113,7 @@ def by_depth(pieces: Sequence[str], depths: Sequence[int], deepest: int) -> Text
 
 
 def legend(deepest: int) -> Text:
-    """Returns the colour key of depths 1 … ``deepest``, in one line; empty where no colours are shown."""
+    """Returns the colour key of depths 1 … ``deepest``, in one line; empty if no colours are shown."""
     text = Text()
     if not console.in_colour:
         return text
@@ -127,7 +128,7 @@ _GAP = 2
 
 @dataclass(frozen=True)
 class Titled:
-    """A table under its title, with text columns aligned left and number columns aligned right.
+    """A table with a title; text columns are aligned left, number columns right.
 
     If the terminal is too narrow for all columns, they are printed as several tables, each with the first column, so
     that no number is broken over two lines.
@@ -165,9 +166,9 @@ class Titled:
         return index > 0 and bool(self.columns[index]) and 2 * figures >= len(cells)
 
     def _least_width(self, index: int, most: int) -> int:
-        """Returns the minimum width of a column: its widest cell, but at least the longest word of its heading.
+        """Returns the minimum width of a column: its widest cell, and at least the longest word of its heading.
 
-        A cell counts as at most half the table's width ``most`` (all of it if there is one column); longer cells wrap.
+        Cells wider than half the table's width ``most`` (all of it if there is only one column) wrap.
         """
         cells = max((cell_len(row[index]) for row in self.rows), default=0)
         word = max((cell_len(word) for word in self.columns[index].split()), default=0)
@@ -175,10 +176,10 @@ class Titled:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> Titled:
-    """Returns a table to print, with its cells as strings and without empty columns."""
+    """Returns a table to print, without its empty columns."""
     cells = [[str(cell) for cell in row] for row in rows]
-    shown = [i for i in range(len(columns)) if i == 0 or not cells or any(row[i].strip(" –—") for row in cells)]
-    return Titled(title, [columns[i] for i in shown], [[row[i] for i in shown] for row in cells])
+    used = [i for i in range(len(columns)) if i == 0 or not cells or any(row[i].strip(" –—") for row in cells)]
+    return Titled(title, [columns[i] for i in used], [[row[i] for i in used] for row in cells])
 
 
 def number(value: float | None, form: str) -> str:
@@ -197,31 +198,37 @@ def counted(number: int, what: str) -> str:
 
 
 def progress_bars(*columns: str) -> Progress:
-    """Returns progress bars with the time left, which vanish when done; none are shown outside a terminal.
+    """Returns progress bars with the time left, which disappear when done; outside a terminal, none are shown.
 
-    ``columns`` are names of a task's fields that are shown after its bar.
+    ``columns`` are names of task fields to show after the bar.
     """
-    # Imported here, because --help needs none.
+    # Imported here, because --help does not need it.
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
     from rich.progress import TimeRemainingColumn as TimeLeft
 
-    about = [TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in columns]
-    shown = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TaskProgressColumn(), *about)
     return Progress(
-        *shown, TimeElapsedColumn(), TimeLeft(), console=console, transient=True, disable=not console.is_terminal
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        *(TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in columns),
+        TimeElapsedColumn(),
+        TimeLeft(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
     )
 
 
 @contextmanager
 def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar: ``with counting("scoring", n) as advance: … advance(count)``."""
+    """Context manager that shows a progress bar: ``with counting("scoring", n) as advance: … advance(count)``."""
     with progress_bars() as progress:
         task = progress.add_task(what, total=total)
         yield lambda count: progress.advance(task, count)
 
 
 def quiet_libraries() -> None:
-    """Turns off progress bars and notices of libraries; keeps environment variables that are set already."""
+    """Turns off the libraries' progress bars and notices, unless the user has set their environment variables."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "transformers" in sys.modules:  # then it has read the variables already
@@ -231,7 +238,7 @@ def quiet_libraries() -> None:
         logging.set_verbosity_error()
 
 
-# The path that means standard output, and the last result for it, which json_alone writes.
+# The path that means standard output, and the latest result for it, which json_alone writes.
 STDOUT = Path("-")
 _last: list[str] = []
 
@@ -264,9 +271,9 @@ def _finite(value: Any) -> Any:
 
 @contextmanager
 def json_alone(path: Path | None) -> Iterator[None]:
-    """Context manager for ``--json -``: standard output gets only the JSON result, standard error all other prints.
+    """Context manager for ``--json -``: only the JSON result goes to standard output, all else to standard error.
 
-    The latest result is written when the block ends, even after an error. For other paths it does nothing.
+    The latest result is written when the block ends, even after an error. For other paths, does nothing.
     """
     if path != STDOUT:
         yield

@@ -35,7 +35,7 @@ from adaponder.training.data import sampler_of
 from adaponder.training.distributed import World
 from adaponder.training.loop import Trainer
 from adaponder.training.resume import Start, find_start, recipe_changes
-from adaponder.training.run import owned, train
+from adaponder.training.run import locked_run_folder, train
 from adaponder.training.telemetry import Telemetry
 from fault_support import contents, full_disk, in_child, killed
 from training_support import assert_same_weights, losses, small
@@ -749,7 +749,7 @@ def test_each_process_resumes_its_own_random_state(recipe, whole, tmp_path, caps
 
 def test_a_second_run_in_the_same_folder_names_the_first(recipe, tmp_path, no_training):
     out = tmp_path / "run"
-    with owned(out, World(), None):
+    with locked_run_folder(out, World(), None):
         for resume in (None, "auto"):
             with pytest.raises(InputError, match=f"--out {out} .*process {os.getpid()} on "):
                 train(recipe, out=out, resume=resume, quiet=True)

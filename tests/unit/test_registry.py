@@ -43,8 +43,8 @@ def test_a_method_of_ones_own_is_built_by_its_name(family):
 def test_what_cannot_be_registered_is_refused_with_the_cure(family):
     for name, method, says in (
         ("ponder", Loop, "Ponder has that name; choose another"),
-        ("two words", Loop, "a name of letters"),
-        (3, Loop, "a name of letters"),
+        ("two words", Loop, "must consist of letters"),
+        (3, Loop, "must consist of letters"),
         ("mine", int, "a subclass of adaponder.methods.Method"),
         ("mine", "adaponder.methods.loop:Loop", "a subclass of adaponder.methods.Method"),
     ):

@@ -2,7 +2,7 @@
 
 Hugging Face looks it up by name (``attn_implementation="adaponder"``). A plain causal pass gets no mask even while
 compiling, because a mask would double the work of attention. When compiling, queries are copied to a token-major
-layout, so that the next matrix product needs no copy of attention's output.
+layout, so that the next matrix product need not copy attention's output.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ NAME = "adaponder"
 
 
 class Lane(NamedTuple):
-    """Rows of several sequences, packed into one batch entry or in order ``[sequences, slots]``, for our attention.
+    """Describes packed rows of several sequences to :func:`attend`, which receives it as the keyword ``lane``.
 
-    Decoders receive it as the keyword argument ``lane``.
-
-    ``windows`` has the window of each layer (after :meth:`of_layer`, of one layer). A layer that receives the lane
-    appends to ``arrived``; the pass counts these entries, because a decoder that drops the keyword attends wrongly.
+    The rows are one batch entry, or all tokens of a batch ``[sequences, slots]`` in order. ``windows`` has the window
+    of each layer (after :meth:`of_layer`, of one layer). Each layer that receives the lane appends to ``arrived``; the
+    pass counts these entries, because attention would be wrong in a decoder that drops the keyword.
     """
 
     rows: PackedRows
@@ -36,7 +35,7 @@ class Lane(NamedTuple):
     arrived: list[bool]
 
     def of_layer(self, layer: int) -> Lane:
-        """Returns a lane for one layer, without the layer's index, so that one compiled graph fits all layers."""
+        """Returns a lane of one layer that does not contain its index, so that one compiled graph fits all layers."""
         return Lane(self.rows, [self.windows[layer]], [])
 
     def take(self, layer: int, lane: Lane) -> None:
@@ -48,7 +47,7 @@ class Lane(NamedTuple):
 
 
 class LedgerLane(NamedTuple):
-    """The engine's counterpart of :class:`Lane`: each row attends to the KV pool rows that an index lists."""
+    """The engine's counterpart of :class:`Lane`: each row attends to the KV-pool rows listed in a block table."""
 
     rows: LedgerRows
     windows: list[int | None]
@@ -97,7 +96,7 @@ def mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tenso
 
 
 def refuse_attention(implementation: Any) -> None:
-    """Raises unless the attention implementation supports arbitrary masks, which passes over reused rows need."""
+    """Raises unless the attention implementation takes arbitrary masks, which passes over reused rows need."""
     names = implementation.values() if isinstance(implementation, dict) else [implementation]
     for name in names:
         if name not in (None, "eager", "sdpa", NAME):

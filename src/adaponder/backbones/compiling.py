@@ -24,7 +24,7 @@ from adaponder.ops import joined
 
 
 def compiled(function: Callable[..., Any], memory_budget: float, options: dict[str, Any]) -> Callable[..., Any]:
-    """Returns ``torch.compile(function)``; ``memory_budget`` is the share of activations that is kept for backward."""
+    """Returns ``torch.compile(function)``; ``memory_budget`` is the share of activations to keep for backward."""
     compiled_function = torch.compile(function, **joined.settings(options))
     if memory_budget == 1:
         return compiled_function
@@ -38,7 +38,7 @@ def compiled(function: Callable[..., Any], memory_budget: float, options: dict[s
 
 
 class Layers:
-    """A decoder's layers; all layers of a class share one compiled forward."""
+    """The layers of a decoder; all layers of a class share one compiled forward."""
 
     def __init__(self, body: nn.Module, windows: Sequence[int | None], memory_budget: float, options: dict[str, Any]):
         self.layers = decoder_layers(body, len(windows))
@@ -47,14 +47,14 @@ class Layers:
                 f"{type(body).__name__} has no list of its {len(windows)} layers; compile by='pass' instead"
             )
         # The recompile limit counts the graphs of all layers together, and each distinct window may need a dozen:
-        # without or with rows to reuse, in training or evaluation, for one shape or any.
+        # with or without rows to reuse, in training or evaluation, for static or dynamic shapes.
         self.limit = 2 * torch._dynamo.config.recompile_limit * len(set(windows))
         kinds = {type(layer) for layer in self.layers}
         self.forwards = {kind: compiled(kind.forward, memory_budget, options) for kind in kinds}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context manager in which the decoder's layers run compiled."""
+        """Context manager that makes the decoder's layers run compiled."""
         if changed := [layer for layer in self.layers if "forward" in layer.__dict__]:
             raise BackboneError(
                 f"{type(changed[0]).__name__}.forward has been replaced (by offloading?): compile by='pass' instead"
@@ -73,7 +73,7 @@ class Layers:
         shared: list[tuple[Any, Any]] = []
 
         def of_layer(value: Any) -> Any:
-            """Returns this layer's part of a view or lane, so that all layers share a graph; other values unchanged."""
+            """Returns a view's or lane's part for this layer, so that all layers share a graph; else ``value``."""
             if not isinstance(value, (IterationView, Lane)):
                 return value
             shared.append((value, value.of_layer(index)))

@@ -36,7 +36,7 @@ def _obstacle(stock: PreTrainedModel) -> str | None:
     if unknown := kinds - {"full_attention", "sliding_attention"}:
         return f"attention of kind {', '.join(sorted(unknown))} is not modelled"
     if "longrope" in rope_types(config):
-        return "longrope turns every token's rotary angles by the length of the text: later tokens change earlier ones"
+        return "longrope makes rotary angles depend on the length of the text, so later tokens change earlier ones"
     harmless = {"final_logit_softcapping": (None, 0), "logit_scale": (None, 1), "logits_scaling": (None, 1)}
     for name, values in (harmless | {"lm_head_multiplier": (None, 1)}).items():
         if getattr(config, name, None) not in values:
@@ -53,7 +53,7 @@ def _obstacle(stock: PreTrainedModel) -> str | None:
         return f"layerdrop={config.layerdrop} skips layers at random, and a skipped layer leaves no row: set it to 0"
     projection = getattr(config, "word_embed_proj_dim", None)
     if projection not in (None, config.hidden_size):
-        return f"word_embed_proj_dim={projection} projects between embedding and body: a mixture has no place there"
+        return f"word_embed_proj_dim={projection}: a projection between embedding and body is not supported"
     if getattr(config, "num_kv_shared_layers", 0):
         return "num_kv_shared_layers makes layers read other layers' keys and values"
     return None
@@ -63,8 +63,8 @@ def refuse_halting(stock: PreTrainedModel, method: str) -> None:
     """Raises if this family cannot skip halted tokens in a pass."""
     if read_whole(stock.config):
         raise BackboneError(
-            f"{stock.config.model_type} cannot be a backbone of {method}: it can be read only whole, so a halted token "
-            "cannot be skipped; use vanilla, ponder or loop"
+            f"{stock.config.model_type} cannot be a backbone of {method}: it works on whole sequences only, so halted "
+            "tokens cannot be skipped; use vanilla, ponder or loop"
         )
 
 
@@ -96,10 +96,10 @@ def decoder_layers(body: nn.Module, count: int) -> list[nn.Module]:
 
 
 def has_attention_dropout(config: PreTrainedConfig) -> bool:
-    """Returns whether the config sets a dropout of attention weights, which applies in training."""
+    """Returns whether the config sets dropout of attention weights (it applies in training mode)."""
     return any(getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "attn_dropout"))
 
 
 def unfolds(config: PreTrainedConfig) -> bool:
-    """Returns whether the cache holds compressed keys and values that each pass expands (latent attention)."""
+    """Returns whether the cache holds compressed keys and values, which each pass expands (latent attention)."""
     return getattr(config, "qk_head_dim", None) is not None

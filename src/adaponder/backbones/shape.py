@@ -18,7 +18,7 @@ from adaponder.errors import BackboneError
 
 @dataclass(frozen=True)
 class Shape:
-    """The cost of a decoder's rows, as multiply-adds and elements; see :func:`shape_of`.
+    """Counts of a decoder's multiply-adds per row, of K/V elements and of parameters; built by :func:`shape_of`.
 
     Attributes:
         parameters: number of parameters of the stock model, tied ones counted once.
@@ -48,10 +48,10 @@ _SHAPES: dict[tuple[type, str], Shape] = {}
 
 @torch.no_grad()
 def shape_of(source: PreTrainedModel | PreTrainedConfig) -> Shape:
-    """Returns the shape of a decoder, measured on a copy on the meta device, which needs no memory and no weights.
+    """Returns the shape of a decoder, measured on a copy on the meta device, which needs no memory.
 
-    ``source`` is a decoder, stock or wrapped, or its config. Raises if some matrix product cannot be counted. Shapes
-    are cached by the text of the config, because running the copy takes up to a second.
+    ``source`` is a decoder, stock or wrapped, or its config. Raises if a matrix product cannot be counted. Shapes are
+    cached by config, because a measurement takes up to a second.
     """
     # A wrapped decoder's text config is its backbone's.
     config = (source if isinstance(source, PreTrainedConfig) else source.config).get_text_config()
@@ -81,7 +81,7 @@ def _count(config: PreTrainedConfig) -> Shape:
 
 
 def meta_twin(config: PreTrainedConfig) -> PreTrainedModel:
-    """Builds a decoder of this config on the meta device, where nothing is allocated."""
+    """Builds a decoder with this config on the meta device, where nothing is allocated."""
     with torch.device("meta"):
         # Other attention implementations may refuse the meta device; shapes are the same.
         settings: dict[str, Any] = {"attn_implementation": "eager", "trust_remote_code": False}
@@ -89,7 +89,7 @@ def meta_twin(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _refuse_uncounted(twin: PreTrainedModel) -> None:
-    """Raises if there are matrices outside linear layers: experts, convolutions, products in the module's own code."""
+    """Raises if there are matrices outside linear layers, such as experts and convolutions."""
     for owner, module in twin.base_model.named_modules():
         if isinstance(module, (nn.Linear, Conv1D, nn.Embedding)):
             continue
@@ -103,9 +103,9 @@ def _refuse_uncounted(twin: PreTrainedModel) -> None:
 
 
 def _watch(twin: PreTrainedModel) -> tuple[Counter[nn.Module], DynamicCache]:
-    """Runs two tokens, one after the other; returns each linear layer's row count in the second run, and the cache.
+    """Decodes two tokens; returns how many rows each linear layer computed for the second token, and the cache.
 
-    The count is 1 (the new token's row), or 2 if the layer also expands cached rows.
+    The count is 1 (the new token's row), or 2 if the layer also expands the cached row.
     """
     rows: Counter[nn.Module] = Counter()
 
@@ -135,7 +135,7 @@ def _watch(twin: PreTrainedModel) -> tuple[Counter[nn.Module], DynamicCache]:
 
 
 def _pair(config: PreTrainedConfig, keys: Tensor, values: Tensor) -> int:
-    """Returns the multiply-adds of one query with one key and its value, over all heads of a layer."""
+    """Returns a layer's multiply-adds for one query with one key and its value, over all heads."""
     # Latent attention caches compressed rows; the config has the sizes that it attends with.
     key_size = getattr(config, "qk_head_dim", None) or keys.shape[3]
     value_size = getattr(config, "v_head_dim", None) or values.shape[3]

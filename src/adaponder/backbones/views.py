@@ -4,10 +4,10 @@ A backbone's attention calls ``past_key_values.update(k, v, layer)`` after rotar
 So a view is a cache object whose ``update`` returns other rows than it receives:
 
 * :class:`DenseView` returns ``where(active, new, previous)``: Algorithm 2, for training and as the reference;
-* :class:`GridView`, in a pass over active rows, returns the rows of all tokens, kept as grids between passes;
+* :class:`GridView`, in a pass over active rows, returns the rows of all tokens, stored as grids between passes;
 * :class:`RowView` does the same with rows gathered from a :class:`adaponder.execution.ledger.Ledger`.
 
-A view serves one pass only: recomputing a pass (gradient checkpointing) makes a new view.
+A view serves one pass only; recomputing a pass (gradient checkpointing) builds a new view.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class IterationView(Cache):
         self.single = False  # whether of_layer made this view, which then has the rows of one layer
 
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
+        """Stores a layer's new keys and values; returns those that the layer attends to."""
         raise NotImplementedError
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs) -> KeysValues:
@@ -58,7 +59,7 @@ class IterationView(Cache):
         return [row for row in self.written if row is not None]
 
     def of_layer(self, layer: int) -> IterationView:
-        """Returns a view of one layer, without the layer's index, so that one compiled graph fits all layers."""
+        """Returns a view of one layer that does not contain its index, so that one compiled graph fits all layers."""
         view = copy.copy(self)
         view.single, view.calls, view.written = True, [0], [None]
         if self.previous is not None:
@@ -66,11 +67,11 @@ class IterationView(Cache):
         return view
 
     def take(self, layer: int, view: IterationView) -> None:
-        """Copies the calls and rows recorded by ``view``, which :meth:`of_layer` returned for this layer."""
+        """Copies the calls and rows that ``view``, made by :meth:`of_layer` for this layer, has recorded."""
         self.calls[layer] += view.calls[0]
         self.written[layer] = view.written[0]
 
-    # The package builds every mask except a plain causal pass's, for which the backbone reads these sizes.
+    # The backbone reads these sizes to build its own mask, which happens in plain causal passes only.
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
@@ -98,9 +99,9 @@ class PlainView(IterationView):
 
 
 class DenseView(IterationView):
-    """Algorithm 2: returns ``where(active, new, previous)`` for every token of a grid ``[batch, time]``.
+    """Algorithm 2: returns ``where(active, new, previous)`` for all tokens ``[batch, time]``.
 
-    ``previous`` holds the rows of the previous iteration; with ``None`` (first iteration, no reuse) all rows are new.
+    ``previous`` has the rows of the previous iteration; ``None`` (first iteration, no reuse): all rows are new.
     """
 
     def __init__(self, layers: int, *, previous: list[KeysValues] | None, active: Tensor | None):
@@ -129,9 +130,9 @@ class GridView(IterationView):
         shape: (batch, slots).
         lanes: indices of the sequences whose keys and values are returned; ``None``: all.
         sequence, slot: ``[rows]``, sequence and slot of each row.
-        kept: indices of the rows to store; ``None``: all.
+        stored: indices of the rows to store; ``None``: all.
         place: ``[batch, slots]``, the index of the row to store for each token, -1 for none; required for gradients
-            and for padding rows, which belong to no token. ``None``: rows are written into the old grid.
+            and for padding rows, which belong to no token. ``None``: rows are written into the old grid in place.
     """
 
     def __init__(
@@ -143,12 +144,12 @@ class GridView(IterationView):
         lanes: Tensor | None,
         sequence: Tensor,
         slot: Tensor,
-        kept: Tensor | None,
+        stored: Tensor | None,
         place: Tensor | None = None,
     ):
         super().__init__(layers)
         self.previous, self.shape, self.lanes = grids, shape, lanes
-        self.sequence, self.slot, self.kept, self.place = sequence, slot, kept, place
+        self.sequence, self.slot, self.stored, self.place = sequence, slot, stored, place
 
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
         old_keys, old_values = (None, None) if self.previous is None else self.previous[layer]
@@ -163,21 +164,21 @@ class GridView(IterationView):
             grid = new.new_zeros(batch, new.shape[1], slots, new.shape[3])
         if self.place is not None:
             return _Merged.apply(grid, rows, self.place, self.sequence, self.slot)
-        stored = slice(None) if self.kept is None else self.kept
+        stored = slice(None) if self.stored is None else self.stored
         grid[self.sequence[stored], :, self.slot[stored]] = rows[stored]
         return grid
 
 
 class _Merged(torch.autograd.Function):
-    """Returns a grid in which rows ``[n, heads, size]`` replace the entries of their tokens; the old grid stays.
+    """Returns a copy of a grid in which rows ``[n, heads, size]`` replace the entries of their tokens.
 
-    Forward and backward are gathers, which the compiler fuses with what is before and after them.
+    Forward and backward are gathers, which the compiler fuses with neighbouring operations.
     """
 
     @staticmethod
     def forward(ctx: Any, grid: Tensor, rows: Tensor, place: Tensor, sequence: Tensor, slot: Tensor) -> Tensor:
         ctx.save_for_backward(place, sequence, slot)
-        # The grid comes first, because its layout decides that of the result: compiled graphs depend on it.
+        # The grid is the second operand, because its layout decides that of the result: compiled graphs depend on it.
         return torch.where(_columns(place < 0), grid, rows[place.clamp_min(0)].transpose(1, 2))
 
     @staticmethod
@@ -190,7 +191,7 @@ class _Merged(torch.autograd.Function):
 
 
 def _columns(mask: Tensor) -> Tensor:
-    """Returns a mask of tokens ``[batch, slots]`` in the shape of their keys and values."""
+    """Returns a mask ``[batch, slots]`` in a shape that broadcasts with keys and values."""
     return mask[:, None, :, None]
 
 
@@ -202,7 +203,7 @@ class RowPlan:
         read: ``[lanes, slots]``, the ledger row of each slot; -1 if there is none.
         stored: ``[new]``, indices of the rows to store among the pass's flattened queries.
         slot_index: ``[new]``, ``lane * slots + slot`` of each stored row.
-        fresh: whether the pass reads only its own rows, in order.
+        fresh: whether the pass attends only to its own rows, in order.
     """
 
     read: Tensor
@@ -222,12 +223,12 @@ class RowView(IterationView):
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
         store = self.stores[layer]
         old_keys, old_values = (None, None) if store is None else store
-        new_keys, keys = self._answer_one(keys, old_keys)
-        new_values, values = self._answer_one(values, old_values)
+        new_keys, keys = self._rows_of(keys, old_keys)
+        new_values, values = self._rows_of(values, old_values)
         self.written[layer] = (new_keys, new_values)
         return keys, values
 
-    def _answer_one(self, new: Tensor, old: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _rows_of(self, new: Tensor, old: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns (new rows to store, ``[new, heads, size]``; rows to attend to, ``[lanes, heads, slots, size]``)."""
         plan = self.plan
         lanes, slots = plan.read.shape

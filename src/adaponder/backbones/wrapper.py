@@ -51,7 +51,7 @@ class Backbone:
 
     Holds a stock ``…ForCausalLM`` and changes only its attention function (see attention.py) and, when compiled, its
     GELU and rotary functions (see ops/gelu.py, ops/rotary.py). The constructor refuses families of another structure;
-    :meth:`verify` compares results on random input with the stock model's own forward.
+    :meth:`verify` compares the parts with the stock forward on random tokens.
     """
 
     def __init__(self, stock: PreTrainedModel):
@@ -71,11 +71,11 @@ class Backbone:
         """Compiles a layer (``by="layer"``) or a whole pass (``by="pass"``), and the functions that run between passes.
 
         There is one graph for first iterations, one for iterations that reuse rows and one for packed rows. Packed rows
-        run uncompiled if attention has windows or dropout. Passes over a ledger always run uncompiled.
-        ``memory_budget`` is the share of a pass's activations to keep; backward recomputes the others, at least cost.
+        run uncompiled if attention has windows or dropout; passes over a ledger always run uncompiled.
+        ``memory_budget`` is the share of a pass's activations to keep; backward recomputes the cheapest others.
         """
         if by not in ("layer", "pass"):
-            raise ConfigError(f"by={by!r} must be layer or pass, the unit that is compiled")
+            raise ConfigError(f"by={by!r} must be layer or pass, the unit to compile")
         if not 0 < memory_budget <= 1:
             raise ConfigError(f"memory_budget={memory_budget} must be above 0 and at most 1, which keeps everything")
         attention.use(self.stock)
@@ -86,49 +86,48 @@ class Backbone:
         self._compiled = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # A compiled pass is bound to this body, so a copy of the backbone compiles again.
+        # A compiled pass is bound to this body, so a copy of the backbone must compile again.
         return self.__dict__ | {"_compiled": {}}
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns ``function``, which runs between passes, compiled after :meth:`compile`, so that operations fuse."""
+        """Returns ``function``, which runs between passes; compiled, if :meth:`compile` was called."""
         if self.compile_options is None:
             return function
         if function not in self._compiled:
-            # Such a function keeps little for backward, so it needs no budget.
+            # Such a function keeps few activations for backward, so it needs no memory budget.
             self._compiled[function] = compiling.compiled(function, 1.0, self._compiler_options)
         return self._compiled[function]
 
     def _compiles(self, view: type[IterationView], lane: Lane | LedgerLane | None) -> bool:
-        """Returns whether a pass runs compiled: after :meth:`compile`, dense or with plain packed rows."""
+        """Returns whether a pass runs compiled; see :meth:`compile`."""
         if self.compile_options is None or view not in (DenseView, GridView):
             return False
         if not isinstance(lane, Lane):
             return lane is None
         plain = lane.rows.query.document is None or lane.rows.key.spans is not None
-        return (
-            plain
-            and set(lane.windows) == {None}
-            and not (self.body.training and has_attention_dropout(self.stock.config))
-        )
+        return plain and set(lane.windows) == {None} and not self._drops_attention()
+
+    def _drops_attention(self) -> bool:
+        return self.body.training and has_attention_dropout(self.stock.config)
 
     def _compiled_pass(self) -> Callable[..., PassOutput]:
         if self._one_pass not in self._compiled:
-            how = self._memory_budget, self._compiler_options
+            settings = self._memory_budget, self._compiler_options
             if self._compiles_layers:
-                layers = compiling.Layers(self.body, self.layer_windows, *how)
+                layers = compiling.Layers(self.body, self.layer_windows, *settings)
                 self._compiled[self._one_pass] = layers.in_place()(self._one_pass)
             else:
-                self._compiled[self._one_pass] = compiling.compiled(self._one_pass, *how)
+                self._compiled[self._one_pass] = compiling.compiled(self._one_pass, *settings)
         return self._compiled[self._one_pass]
 
     def masks_by_kernels(self, x: Tensor) -> bool:
-        """Returns whether a pass over ``x`` may run attention kernels that skip masked keys, without a mask."""
-        drops = self.body.training and has_attention_dropout(self.stock.config)
-        able = has_half_kernels(x) and runs_unproven()
-        return able and set(self.layer_windows) == {None} and not drops and self.packs()
+        """Returns whether a pass over ``x`` may use attention kernels that skip masked keys, instead of a mask."""
+        if not (has_half_kernels(x) and runs_unproven()):
+            return False
+        return set(self.layer_windows) == {None} and not self._drops_attention() and self.packs()
 
     def packs(self) -> bool:
-        """Returns whether attention takes packed rows of several sequences; the first call tries it with one token."""
+        """Returns whether attention takes packed rows of several sequences; the first call tests it with one token."""
         if not attention.use(self.stock):
             return False
         if self._packs is None:
@@ -191,28 +190,29 @@ class Backbone:
         position: Tensor,
         mask: Tensor | dict[str, Tensor] | None,
         view: type[IterationView],
-        holding: dict[str, Any] | None = None,
+        view_options: dict[str, Any] | None = None,
         lane: Lane | LedgerLane | None = None,
         replay: bool = False,
         stream: bool = True,
     ) -> PassOutput:
-        """Runs one pass of the whole body over ``x [lanes, queries, d]`` with the cache ``view(layers, **holding)``.
+        """Runs one pass of the whole body over ``x [lanes, queries, d]``.
 
-        With a ``lane`` the queries are packed rows of several sequences, and ``mask`` must be ``None``. ``replay``
-        recomputes activations in backward (gradient checkpointing), each time with a new view. Without ``stream`` the
-        residual stream is not recorded, and ``output.stream`` is the hidden state.
+        The cache object is ``view(layers, **view_options)``. With a ``lane`` the queries are packed rows of several
+        sequences, and ``mask`` must be ``None``. ``replay`` recomputes activations in backward (gradient
+        checkpointing), each time with a new view. Without ``stream`` the residual stream is not recorded, and
+        ``output.stream`` is the hidden state.
         """
-        compiles, holding = self._compiles(view, lane), holding or {}
+        compiles, view_options = self._compiles(view, lane), view_options or {}
         one_pass = self._compiled_pass() if compiles else self._one_pass
         if mask is not None:
             one_pass = partial(_under_mask, one_pass)
         if lane is not None:
             if compiles and isinstance(lane, Lane) and view is GridView:
-                _vary(x, position, lane, holding)
+                _vary(x, position, lane, view_options)
             # A decoder that receives a mask does not build its own mask of rows x rows.
-            nothing = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=x.device)
-            mask = nothing if len(self.windows) == 1 else dict.fromkeys(self.windows, nothing)
-        arguments = (x, position, mask, view, holding, stream, lane)
+            unused = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=x.device)
+            mask = unused if len(self.windows) == 1 else dict.fromkeys(self.windows, unused)
+        arguments = (x, position, mask, view, view_options, stream, lane)
         return checkpoint(one_pass, *arguments, use_reentrant=False) if replay else one_pass(*arguments)
 
     def _one_pass(
@@ -221,11 +221,11 @@ class Backbone:
         position: Tensor,
         mask: Tensor | dict[str, Tensor] | None,
         view: type[IterationView],
-        holding: dict[str, Any],
+        view_options: dict[str, Any],
         stream: bool,
         lane: Lane | LedgerLane | None,
     ) -> PassOutput:
-        answers = view(self.layers, **holding)
+        cache = view(self.layers, **view_options)
         if lane is not None:
             lane.arrived.clear()
         streams: list[Tensor] = []
@@ -234,7 +234,7 @@ class Backbone:
                 inputs_embeds=x,
                 position_ids=position,
                 attention_mask=mask,
-                past_key_values=answers,
+                past_key_values=cache,
                 use_cache=True,
                 **({} if lane is None else {"lane": lane}),
             )
@@ -244,12 +244,12 @@ class Backbone:
                 "rows: it does not pass keyword arguments on to its attention"
             )
         hidden = out.last_hidden_state
-        return PassOutput(hidden, streams[0] if streams else hidden, answers.rows())
+        return PassOutput(hidden, streams[0] if streams else hidden, cache.rows())
 
     def _keeping_stream(self, streams: list[Tensor]) -> AbstractContextManager[None]:
-        """Context manager that records the residual stream: the final norm's input or else the last layer's output.
+        """Context manager that records the residual stream: the final norm's input, or else the last layer's output.
 
-        If there is a final norm with an unknown name, the result is wrong, and :meth:`verify` refuses the decoder.
+        If the final norm has an unknown name, the result is wrong, and :meth:`verify` refuses the decoder.
         """
         if self.norm is not None:
             return _watching(self.norm, lambda norm_input, _: streams.append(norm_input))
@@ -259,7 +259,10 @@ class Backbone:
         return _watching(layers[-1], lambda _, out: streams.append(out[0] if isinstance(out, tuple) else out))
 
     def mask(self, query: Places, key: Places, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-        """Returns this decoder's attention mask, bool or additive; a mask per attention kind if its layers differ."""
+        """Returns the attention mask in the form that the decoder takes, bool or additive.
+
+        If layers differ in their windows, returns a dict with a mask for each attention kind.
+        """
         if read_whole(self.stock.config):
             raise BackboneError(
                 f"{self.stock.config.model_type} takes no explicit mask: it can only be read whole, without padding, "
@@ -294,12 +297,12 @@ class Backbone:
             logits = nn.functional.linear(output.hidden, head, bias)
             _agree(self.stock, "the head (logits = W h + b)", logits, expected.logits)
             _agree(self.stock, "the body with embeddings fed in", self.logits(output.hidden), expected.logits)
-        self.packs()  # tried now, so that it slows no forward
+        self.packs()  # tested now, so that it slows down no forward
 
 
 @contextmanager
 def _watching(module: nn.Module, see: Callable[[Any, Any], None]) -> Iterator[None]:
-    """Context manager that calls ``see`` with the first argument and the result of each call of the module.
+    """Context manager that calls ``see(first argument, result)`` after each call of the module.
 
     Replaces the module's forward, because the compiler cannot trace the registration of a hook.
     """
@@ -322,7 +325,7 @@ def _watching(module: nn.Module, see: Callable[[Any, Any], None]) -> Iterator[No
 
 @contextmanager
 def _evaluating(stock: PreTrainedModel) -> Iterator[None]:
-    """Context manager that sets evaluation mode and then restores the mode of each module."""
+    """Context manager for evaluation mode; restores the mode of each module."""
     training = {module: module.training for module in stock.modules()}
     stock.eval()
     try:
@@ -338,10 +341,10 @@ def _under_mask(one_pass: Callable[..., PassOutput], *arguments: Any) -> PassOut
         return one_pass(*arguments)
 
 
-def _vary(x: Tensor, position: Tensor, lane: Lane, holding: dict[str, Any]) -> None:
+def _vary(x: Tensor, position: Tensor, lane: Lane, view_options: dict[str, Any]) -> None:
     """Marks the number of packed rows as dynamic for the compiler."""
     compiling.vary([x, position, lane.rows.query.slot, lane.rows.query.order], 1)
-    compiling.vary([lane.rows.sequence, holding["sequence"], holding["slot"], holding["kept"]], 0)
+    compiling.vary([lane.rows.sequence, view_options["sequence"], view_options["slot"], view_options["stored"]], 0)
 
 
 def _final_norm(body: nn.Module) -> nn.Module | None:
@@ -378,7 +381,7 @@ def _present(weight: Tensor) -> Tensor:
 
 
 def _require_numbers(stock: PreTrainedModel, logits: Tensor) -> None:
-    """Raises if any logit is NaN; the error names the first weight that is not finite, if there is one."""
+    """Raises if any logit is NaN; the error names the first weight that is not finite, if any."""
     if not bool(logits.isnan().any()):
         return
     damaged, precision = first_not_finite(stock.state_dict().items()), str(logits.dtype).removeprefix("torch.")

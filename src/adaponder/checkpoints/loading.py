@@ -1,4 +1,4 @@
-"""Finds and checks checkpoints: loading never executes code, and every key must match exactly."""
+"""Finds checkpoints and checks them before loading: no code is executed, and every key must match exactly."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _OF_A_TOKENIZER = tuple(pattern for pattern in NEEDED if pattern != "*.safetenso
 # A manifest may list these, but loading does not need them.
 NOT_NEEDED = ("README.md", "optimizer.safetensors")
 _NEGLIGIBLE = 2**24  # numbers: at most 64 MiB too much is allocated
-# Bytes of the headers of a checkpoint of 100,000 tensors; each further tensor would take time to be read and refused.
+# The most bytes of safetensors headers that are read, enough for 100,000 tensors.
 _HEADERS = 12_000_000
-# Most tensors of a checkpoint per tensor of its model: experts that are stored one by one are loaded as one tensor.
+# The most tensors of a checkpoint per tensor of its model; experts may be stored singly and loaded as one tensor.
 _PER_TENSOR = 200
 # Errors that Hugging Face's loaders raise on impossible configs and files.
 _LOADER_ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, ArithmeticError)
@@ -60,15 +60,15 @@ def _hint(path: Path) -> str:
     name = str(path)
     if name in NAMES:
         return f"; the checkpoint that comes with adaponder is {full_name(name)}"
-    beside = [str(other) for other in path.parent.iterdir() if other.is_dir()] if os.path.isdir(path.parent) else []
-    return "" if os.path.exists(path) else did_you_mean(name, [*NAMES, *beside])
+    siblings = [str(other) for other in path.parent.iterdir() if other.is_dir()] if os.path.isdir(path.parent) else []
+    return "" if os.path.exists(path) else did_you_mean(name, [*NAMES, *siblings])
 
 
 def fetch(name: str | Path, patterns: tuple[str, ...] = NEEDED, **hub: Any) -> Path:
-    """Returns the model folder of a checkpoint: local, or a hub repository's snapshot without executable files.
+    """Returns the model folder of a checkpoint: local, packaged, or a hub repository's snapshot without source files.
 
-    ``sample`` and ``sample-hops`` come with the package, unless a local folder has that name. ``hub`` are
-    options of ``snapshot_download``: revision, cache_dir, token, local_files_only.
+    A name such as ``sample`` means the packaged checkpoint unless a local folder has that name. ``hub`` are options of
+    ``snapshot_download``: revision, cache_dir, token, local_files_only.
     """
     if (packaged := shipped(name)) is not None:
         return packaged
@@ -86,7 +86,7 @@ def fetch(name: str | Path, patterns: tuple[str, ...] = NEEDED, **hub: Any) -> P
 
 
 def refuse_unsafe(folder: Path) -> None:
-    """Refuses a folder that could execute code or read files outside it; reads JSON and safetensors headers only."""
+    """Refuses a folder that could run code or lead to files outside it; reads JSON and safetensors headers only."""
     read_json(folder / "config.json")
     refuse_code(folder)
     weights = sorted(folder.glob("*.safetensors"))
@@ -103,7 +103,7 @@ def refuse_unsafe(folder: Path) -> None:
 
 
 def refuse_code(folder: Path) -> None:
-    """Refuses a folder with settings that would run code, links to other folders, special files or an adapter."""
+    """Refuses a folder that has settings to run code, links out of it, special files, or an adapter."""
     for pattern in (*NEEDED, "additional_chat_templates/*"):
         for path in sorted(folder.glob(pattern)):
             _require_own(path, folder.resolve())
@@ -123,7 +123,7 @@ def _refuse_adapter(folder: Path) -> None:
 
 
 def _require_own(path: Path, folder: Path) -> None:
-    """Refuses special files, and links that lead out of ``folder``, except links to the blobs of the hub's cache."""
+    """Refuses a special file or a link that leads out of ``folder``, except to the blobs of the hub's cache."""
     target, blobs = path.resolve(), folder.parent.parent / "blobs"
     of_the_hub = folder.parent.name == "snapshots" and target.is_relative_to(blobs)
     if not of_the_hub and not target.is_relative_to(folder):
@@ -132,7 +132,7 @@ def _require_own(path: Path, folder: Path) -> None:
 
 
 def _refuse_code_in(path: Path, settings: dict[str, Any]) -> None:
-    """Refuses settings, at any depth of ``settings``, that would make a library run or fetch code."""
+    """Refuses settings, nested ones too, that would make a library run or fetch code."""
     levels: list[Any] = [settings]
     for level in levels:  # grows during the loop
         for value in level.values():
@@ -180,7 +180,7 @@ def _check_index(index: Path) -> None:
 
 
 def _header_bytes(path: Path) -> int:
-    """Returns the header size stated in a safetensors file's first 8 bytes; 0 if it exceeds the size of the file."""
+    """Returns the header size in a safetensors file's first 8 bytes; 0 if it is larger than the file."""
     with open_plain(path) as file:
         stated = int.from_bytes(file.read(8), "little")
     return stated if stated <= path.stat().st_size else 0
@@ -199,8 +199,8 @@ def _require_safetensors(path: Path) -> None:
 def require_room(folder: Path, config: PreTrainedConfig) -> None:
     """Refuses a config whose model would be much larger than the saved weights, before that model is allocated.
 
-    Every layer has a tensor, so there cannot be more layers than tensors. Models of up to twice the weights' size pass:
-    the comparison of keys and shapes, which follows, lists every difference.
+    Each layer has a tensor, so there cannot be more layers than tensors. Models of up to twice the weights' size pass;
+    smaller differences are found when keys and shapes are compared after loading.
     """
     tensors = numbers = 0
     for path in folder.glob("*.safetensors"):
@@ -216,10 +216,12 @@ def require_room(folder: Path, config: PreTrainedConfig) -> None:
     from adaponder.backbones.shape import meta_twin  # here: importing Auto classes imports adaponder.modeling.model
 
     twin = meta_twin(text)  # nothing is allocated
-    own = (*twin.parameters(), *twin.buffers())
-    if tensors > _PER_TENSOR * (len(own) + 10):
-        raise CheckpointError(f"{folder}: the weights hold {tensors:,} tensors, a model of config.json has {len(own)}")
-    needed = sum(tensor.numel() for tensor in own)
+    expected = (*twin.parameters(), *twin.buffers())
+    if tensors > _PER_TENSOR * (len(expected) + 10):
+        raise CheckpointError(
+            f"{folder}: the weights hold {tensors:,} tensors, a model of config.json has {len(expected)}"
+        )
+    needed = sum(tensor.numel() for tensor in expected)
     if needed > 2 * numbers + _NEGLIGIBLE:
         names = ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")
         sizes = ", ".join(f"{name}={getattr(text, name)}" for name in names if hasattr(text, name))
@@ -239,7 +241,7 @@ def require_finite(where: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 @contextmanager
 def in_our_words(folder: Path | str) -> Iterator[None]:
-    """Context manager: turns errors of Hugging Face's loaders into one line that names the checkpoint."""
+    """Context manager that turns errors of Hugging Face's loaders into one line that names the checkpoint."""
     try:
         yield
     except AdaPonderError:
@@ -249,7 +251,7 @@ def in_our_words(folder: Path | str) -> Iterator[None]:
 
 
 def tokenizer_of(name: str | Path, *, verify: bool | None = None) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a checkpoint, of a folder with only a tokenizer, or of a hub name; never runs code."""
+    """Loads the tokenizer of a checkpoint, of a folder with a tokenizer only, or of a hub name; never runs code."""
     folder = Path(name)
     if not folder.is_dir():
         folder = fetch(name, _OF_A_TOKENIZER)
@@ -276,7 +278,7 @@ def has_tokenizer(folder: Path) -> bool:
 def require_exact_keys(where: str, info: dict[str, Any], names: Mapping[str, str] | None = None) -> None:
     """Raises on missing, unexpected or mismatched keys in ``info``, Hugging Face's loading info.
 
-    ``names`` maps parts of the checkpoint's names to the model's; the error has the checkpoint's names.
+    ``names`` maps parts of the checkpoint's tensor names to the model's; the error uses the checkpoint's names.
     """
     problems = []
     for kind in ("missing", "unexpected", "mismatched"):

@@ -1,4 +1,4 @@
-"""Translates published looped models (Ouro, Nanbeige): config fields and tensor names; nothing of their code is run."""
+"""Translates config fields and tensor names of published looped models (Ouro, Nanbeige), without running their code."""
 
 from __future__ import annotations
 
@@ -28,11 +28,14 @@ _COMMON = {
 
 
 class Layout(NamedTuple):
-    """A published layout: ``family`` is the decoder of transformers that computes one loop.
+    """The checkpoint layout of a published looped model.
 
-    ``loops`` is the config field of the number of loops; ``names`` maps parts of published tensor names to names in the
-    decoder, ``gate`` the tensors of the exit gate to names in :class:`~adaponder.methods.ouro.Ouro`. ``refused`` are
-    fields that switch on what the decoder does not compute.
+    Attributes:
+        family: the decoder family of transformers that computes one loop.
+        loops: the config field with the number of loops.
+        names: maps parts of published tensor names to the decoder's.
+        gate: maps the tensors of the exit gate to names in :class:`~adaponder.methods.ouro.Ouro`.
+        refused: config fields for features that the decoder does not compute.
     """
 
     name: str
@@ -67,29 +70,29 @@ LAYOUTS = {
     ),
 }
 
-# Looped models whose recurrence is no method of the family, and the reason.
+# Looped models whose recurrence is not a method of the family, and why.
 _OTHERS = {
     "iquestloopcoder": "in its second pass a gate per head mixes attention to the first pass's keys with a window of "
     "64 tokens; passes here differ in their input alone",
-    "huginn_raven": "it repeats its middle layers between a prelude and a coda; a method here repeats all layers",
+    "huginn_raven": "it repeats its middle layers only, between a prelude and a coda; a method here repeats all layers",
 }
 
 
 def layout_of(config: dict[str, Any]) -> Layout | None:
-    """Returns the layout of a parsed config.json, if it is a published looped model's."""
+    """Returns the layout that a parsed config.json has, or ``None`` if it is not a published looped model's."""
     family = config.get("model_type")
     return LAYOUTS.get(family) if isinstance(family, str) else None
 
 
 def refuse_other_loops(where: Any, config: dict[str, Any]) -> None:
-    """Raises with the reason if ``config`` is that of a looped model that cannot be opened."""
+    """Raises with the reason if ``config`` belongs to a looped model that cannot be opened."""
     family = config.get("model_type")
     if isinstance(family, str) and family in _OTHERS:
         raise CheckpointError(f"{where}: model_type={family!r} cannot be opened: {_OTHERS[family]}")
 
 
 def is_published_auto_map(config: dict[str, Any]) -> bool:
-    """Returns whether ``auto_map`` names only the modules of this layout, which are ignored: our own code runs it."""
+    """Returns whether ``auto_map`` names only the layout's published modules, and so can be ignored safely."""
     layout, entries = layout_of(config), config.get("auto_map")
     if layout is None or not isinstance(entries, dict):
         return False
@@ -99,7 +102,7 @@ def is_published_auto_map(config: dict[str, Any]) -> bool:
 
 
 def translated_config(where: Any, config: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    """Returns the fields of the decoder's config; raises on fields that the decoder would not follow."""
+    """Returns the decoder's config fields; raises on published settings that the decoder does not compute."""
     for name in layout.refused:
         if (value := config.get(name)) is not None and value is not False and value != []:
             raise CheckpointError(f"{where}: {name}={shown(value)}: {layout.name} with it is not modelled")
@@ -121,12 +124,12 @@ def translated_config(where: Any, config: dict[str, Any], layout: Layout) -> dic
 
 
 def translated_recurrence(where: Any, config: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    """Returns the fields of the recurrence: method, loops, and the cumulative probability at which a token exits."""
+    """Returns the settings of the recurrence: method, number of loops, exit threshold."""
     loops = config.get(layout.loops)
     if not isinstance(loops, int) or isinstance(loops, bool) or not 1 <= loops <= 1024:
         raise CheckpointError(f"{where}: {layout.loops}={shown(loops)} must be a whole number from 1 to 1024")
     threshold = config.get("early_exit_threshold") if layout.gate else None
-    threshold = 1.0 if threshold is None else threshold  # published code then runs every loop
+    threshold = 1.0 if threshold is None else threshold  # without it, the published code runs every loop
     if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 < threshold <= 1:
         raise CheckpointError(f"{where}: early_exit_threshold={shown(threshold)} must be above 0 and at most 1")
     require_flags(where, config, "skip_loop_final_norm")
@@ -136,7 +139,7 @@ def translated_recurrence(where: Any, config: dict[str, Any], layout: Layout) ->
 
 
 def require_flags(where: Any, config: dict[str, Any], *names: str) -> None:
-    """Raises if a flag of ``config`` is given and neither true nor false: the text "false" would count as true."""
+    """Raises if a flag in ``config`` is not a boolean, because the text "false" would count as true."""
     for name in names:
         if config.get(name) not in (None, True, False):
             raise CheckpointError(f"{where}: {name}={shown(config[name])} must be true or false")

@@ -1,6 +1,6 @@
 """Writes checkpoint folders with a ``manifest.json`` of sizes and checksums, and verifies them.
 
-Verifying reads every listed file once, in chunks and by several threads: a second or two per gigabyte.
+Verifying reads each listed file once, in several threads: a second or two per gigabyte.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from adaponder.errors import CheckpointError
 from adaponder.files import parse_json, read_bytes, read_json, replace_file, replacing_folder, sha256_of_each
 
 MANIFEST, FORMAT = "manifest.json", 2
-# Profiles are added and replaced later, and have their own checksum.
-_APART = {MANIFEST, "profiles.json"}
-# Format 1, of earlier versions, lists the files too and has no checksum of its own.
+# Not listed in the manifest: profiles are added and replaced later, and have their own checksum.
+_UNLISTED = {MANIFEST, "profiles.json"}
+# The format of earlier versions, which has no checksum of the manifest itself.
 _OLDER = 1
 
 
@@ -30,7 +30,7 @@ def write_manifest(folder: Path, names: Iterable[str] | None = None, **facts: An
     """Writes the manifest of the files ``names`` (``None``: all but hidden files) with ``facts`` as further entries."""
     if names is None:
         names = [path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")]
-    listed = sorted(set(names) - _APART)
+    listed = sorted(set(names) - _UNLISTED)
     sums = sha256_of_each([folder / name for name in listed])
     files = {
         name: {"bytes": (folder / name).stat().st_size, "sha256": checksum}
@@ -40,7 +40,7 @@ def write_manifest(folder: Path, names: Iterable[str] | None = None, **facts: An
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest of ``folder``; ``files`` maps names to sizes and SHA-256. Raises if it was edited."""
+    """Returns the manifest of ``folder``, whose ``files`` maps names to sizes and SHA-256; raises if it was edited."""
     path = folder / MANIFEST
     raw = read_bytes(path)
     content = parse_json(raw, path)
@@ -101,9 +101,9 @@ def _is_entry(name: str, entry: Any) -> bool:
 
 @contextmanager
 def saving(folder: Path, *, intact: str, partial: Path | None = None, overwrite: bool = False) -> Iterator[Path]:
-    """Context manager: saves a weights folder atomically; on failure the error message ends with ``intact``.
+    """Context manager that saves a weights folder atomically; on failure, the error message ends with ``intact``.
 
-    Yields ``partial``, by default a folder beside ``folder``; it replaces ``folder`` when the block ends.
+    Yields ``partial``, by default a folder beside ``folder``, which replaces ``folder`` when the block ends.
     """
     partial = partial or folder.with_name(f"{folder.name}.partial")
     try:
@@ -121,7 +121,7 @@ def share_weights(folder: Path) -> None:
     """
     configs = [path for name in ("config.json", "adapter_config.json") if (path := folder / name).exists()]
     for path in folder.glob("*.safetensors") if configs else ():
-        # Where a file system gives all files one mode, it may refuse to set another.
+        # Only if needed: some file systems refuse to change modes.
         if path.stat().st_mode != configs[0].stat().st_mode:
             shutil.copymode(configs[0], path)
 

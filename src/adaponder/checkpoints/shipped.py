@@ -1,8 +1,8 @@
-"""The checkpoints that come with the package: small, trained, and opened by name without a network.
+"""Finds the small trained checkpoints that come with the package, by name and without a network.
 
-``sample`` writes Python, ``sample-hops`` answers puzzles whose needed depth is known. ``sample-vanilla`` and
-``sample-adaponder`` have the layers and the training tokens of ``sample``: a plain model, and the paper's method. A
-folder of that name in the working directory takes precedence; ``adaponder:NAME`` always means the package's checkpoint.
+``sample`` writes Python; ``sample-hops`` answers puzzles whose needed depth is known. ``sample-vanilla`` (a plain
+model) and ``sample-adaponder`` (the paper's method) have the layers and the training tokens of ``sample``. A folder of
+the same name in the working directory takes precedence; ``adaponder:NAME`` always means the packaged checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from adaponder.errors import CheckpointError, InputError
 SAMPLE, HOPS = "sample", "sample-hops"
 NAMES = SAMPLE, HOPS, "sample-vanilla", "sample-adaponder"
 _PREFIX = "adaponder:"
-# Text that ``sample`` has not been trained on, beside its weights.
+# Text on which ``sample`` was not trained, beside its weights.
 TEXT = "held-out.txt"
 
 
@@ -29,12 +29,12 @@ def sample_path(name: str = SAMPLE) -> Path:
 
 
 def full_name(name: str) -> str:
-    """Returns ``adaponder:NAME``, which names the package's checkpoint even if a local folder is called NAME."""
+    """Returns ``adaponder:NAME``, which means the packaged checkpoint even if a local folder is called NAME."""
     return _PREFIX + name
 
 
 def shipped(name: str | Path) -> Path | None:
-    """Returns the folder of the package's checkpoint ``name``; ``None`` for other names and for local paths."""
+    """Returns the folder of the packaged checkpoint ``name``; ``None`` for other names and for local folders."""
     short = str(name).removeprefix(_PREFIX)
     if short not in NAMES or (short == str(name) and Path(name).exists()):
         return None

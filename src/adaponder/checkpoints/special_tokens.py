@@ -79,9 +79,9 @@ def require_agreement(
 def disagreements(
     folder: Path, config: Mapping[str, Any] | None = None, generation: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Returns descriptions of differences between config, generation config and tokenizer; ignores unset values.
+    """Describes the differences between config, generation config and tokenizer; ignores unset values.
 
-    ``config`` is the config of the backbone; ``config`` and ``generation`` are read from ``folder`` if ``None``.
+    ``config`` is the backbone's; ``config`` and ``generation`` are read from ``folder`` if ``None``.
     """
     tokens = read_special_tokens(folder)
     if tokens is None:
@@ -116,10 +116,10 @@ def as_ids(stated: Any) -> list[Any]:
 
 
 def align(model: PreTrainedModel, end: int, padding: int | None = None, *, from_scratch: bool = False) -> list[str]:
-    """Sets the end token of a model's config and generation config to ``end``; returns a description of each change.
+    """Sets end and padding tokens of a model's config and generation config; returns a description of each change.
 
-    With ``from_scratch``, ``end`` becomes the only end token. Otherwise the model's end tokens stay too, and a model
-    config without a padding token gets none, because stock decoders do not train the padding token's embedding.
+    With ``from_scratch``, ``end`` becomes the only end token. Otherwise the model's end tokens stay too, and a config
+    without a padding token gets none, because stock decoders do not train the padding token's embedding.
     """
     config, generation, changes = model.config.get_text_config(), model.generation_config, []
     assert generation is not None  # every generating model has one
@@ -129,7 +129,10 @@ def align(model: PreTrainedModel, end: int, padding: int | None = None, *, from_
     for name, settings in (("config", config), ("generation config", generation)):
         before = (getattr(settings, "eos_token_id", None), getattr(settings, "pad_token_id", None))
         ends = as_ids(before[0])
-        settings.eos_token_id = end if from_scratch or not ends else before[0] if end in ends else [end, *ends]
+        if from_scratch or not ends:
+            settings.eos_token_id = end
+        elif end not in ends:
+            settings.eos_token_id = [end, *ends]
         if from_scratch or settings is generation or before[1] is not None:
             settings.pad_token_id = padding
         if from_scratch:
@@ -142,7 +145,10 @@ def align(model: PreTrainedModel, end: int, padding: int | None = None, *, from_
 
 
 def mend(folder: Path) -> list[str]:
-    """Makes a folder's config and generation config agree with its tokenizer; returns a description of each change."""
+    """Changes config and generation config to agree with the folder's tokenizer; returns a description of each change.
+
+    A ``model_max_length`` above the model's positions is lowered in the tokenizer's settings.
+    """
     tokens, changes = read_special_tokens(folder), []
     if tokens is None or not disagreements(folder):
         return []
@@ -168,9 +174,9 @@ def mend(folder: Path) -> list[str]:
 
 
 def with_padding(files: Mapping[str, str], model: PreTrainedModel) -> dict[str, str]:
-    """Returns the tokenizer's ``files`` (content by name), set to pad on the left with the model's padding token.
+    """Returns a tokenizer's ``files`` (content by name), set to pad on the left with the model's padding token.
 
-    Padding settings that the files already have stay; ``model_max_length`` becomes at most the model's positions.
+    Padding settings in the files take precedence; ``model_max_length`` becomes at most the model's positions.
     """
     if not {TOKENIZER, SETTINGS} <= files.keys():
         return dict(files)

@@ -1,1 +1,1 @@
-"""Runs the passes of a forward and keeps their rows: computes all tokens with masks, or active tokens only."""
+"""Runs the passes of a forward and stores their rows: over all tokens with masks, or over active tokens only."""

@@ -1,8 +1,8 @@
-"""The operations with which a method advances rows, and their implementation for whole batches.
+"""Defines the operations with which a method updates rows, and implements them for whole batches.
 
-A method defines the update of a row between two passes (:class:`adaponder.methods.base.Method`) by the operations of
-:class:`Rows`, whose rows may be at different iterations. :class:`Execution` implements them for a batch whose tokens
-are all at the same iteration: :mod:`dense <adaponder.execution.dense>` computes every token and masks;
+A method (:class:`adaponder.methods.base.Method`) updates rows between two passes by the operations of :class:`Rows`,
+whose rows may be at different iterations. :class:`Execution` implements them for a batch whose tokens are all at the
+same iteration: :mod:`dense <adaponder.execution.dense>` computes every token and masks;
 :mod:`compact <adaponder.execution.compact>` and :mod:`cached <adaponder.execution.cached>` compute active rows only.
 """
 
@@ -48,15 +48,15 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Control:
-    """Run-time control of one forward.
+    """The resolved settings of one forward.
 
     Attributes:
         iterations: the maximum depth of a token in this forward, at most ``config.iterations``.
         policy: the policy that halts tokens; ignored by methods that never halt.
-        seed: seed of the policy: one for all sequences, or a tensor ``[batch]`` with one for each.
+        seed: the policy's seed: one for all sequences, or a tensor ``[batch]`` with one per sequence.
         every_gate: also evaluate the gates of halted tokens (the ponder loss needs them; decoding does not).
         keep_states: keep the hidden states after each pass.
-        hook: called with each :class:`Iteration`.
+        hook: called with an :class:`Iteration` after each pass.
     """
 
     iterations: int
@@ -68,10 +68,10 @@ class Control:
 
 
 class Rows(ABC):
-    """The rows that a method advances; each row may be at a different iteration.
+    """The rows that a method updates; each row may be at a different iteration.
 
     Attributes:
-        backbone: embedding table, head and final norm.
+        backbone: the backbone, for its embedding table, head and final norm.
         active: bool per row: whether it was active in the last pass (in ``Method.receive``), or will be in the next
             pass (after ``decide``). False for padding.
         slots_per_token: number of slots of a token in the backbone's input (more than one for pause).
@@ -107,14 +107,14 @@ class Rows(ABC):
 
 
 class Execution(Rows):
-    """One forward over a batch: its tokens ``[batch, time]``, all at the same iteration.
+    """One forward over a batch ``[batch, time]``, whose tokens are all at the same iteration.
 
     Attributes:
-        reuse: which row of a halted token other tokens attend to: ``state`` and ``kv``: the row of its last active
+        reuse: which row of a halted token other tokens attend to. ``state`` and ``kv``: the row of its last active
             iteration (with ``kv``, its hidden state still changes); ``none``: its newest row; ``absent``: no row.
         replay: recompute passes in backward instead of keeping their activations.
         stream: whether the method needs the residual stream.
-        passes, shown: the number of passes done, and the number of passes that :meth:`show` has reported.
+        passes, shown: numbers of passes done so far, and of those reported by :meth:`show`.
         depth: the number of passes in which each token was active.
         gate_logits: the results of :meth:`gate`, in order.
         states: hidden states after each pass, if ``control.keep_states``.
@@ -132,7 +132,7 @@ class Execution(Rows):
         self._hidden_before: Tensor | None = None
 
     def read(self, x: Tensor) -> Pass:
-        """Runs one pass of the backbone over the active tokens (eq. 1); reuses the rows of halted tokens (eq. 10)."""
+        """Runs one pass of the backbone over the active tokens (eq. 1), which reuses halted tokens' rows (eq. 10)."""
         output = self._pass(x)
         self.depth = self.depth + self.active
         self.passes += 1
@@ -156,7 +156,7 @@ class Execution(Rows):
         return first if self.passes == 1 else later()
 
     def show(self, hidden: Tensor, gate: Tensor | None = None) -> None:
-        """Reports the last pass to the caller's hook, and stores its hidden states if ``control.keep_states``."""
+        """Reports the last pass to ``control.hook``, and stores its hidden states if ``control.keep_states``."""
         self.shown += 1
         if self.control.keep_states:
             self.states.append(hidden)
@@ -202,17 +202,23 @@ class Execution(Rows):
         """Halts the tokens where ``continues``, bool ``[batch, time]``, is false; halted tokens stay halted (eq. 5)."""
         self.active = self.active & continues
 
+    def _attendable(self) -> Tensor | None:
+        """Returns which tokens the next pass may attend to, bool ``[batch, time]``; ``None``: all."""
+        if self.reuse == "absent":
+            return self.active
+        return None if self.tokens.unpadded else self.tokens.real
+
     @abstractmethod
     def _pass(self, x: Tensor) -> Pass: ...
 
     @abstractmethod
     def _map(self, function: Callable[[Tensor], Tensor], grid: Tensor, *, all_real: bool) -> Tensor:
-        """Returns ``function(grid)`` for active tokens, or all real tokens; other entries are 0 or undefined."""
+        """Applies ``function`` to active tokens or, if ``all_real``, to all real ones; other entries are undefined."""
 
     @abstractmethod
     def _rows(self, grid: Tensor) -> Tensor:
-        """Returns the entries of active tokens as rows; in dense execution, the whole grid."""
+        """Gathers the active tokens of ``grid [batch, time, …]`` as rows; dense execution returns ``grid`` itself."""
 
     @abstractmethod
     def _grid(self, rows: Tensor) -> Tensor:
-        """Scatters a bool per row of :meth:`_rows` to a mask ``[batch, time]``, false for all other tokens."""
+        """Scatters one bool per row, in the order of :meth:`_rows`, to a mask ``[batch, time]``; false elsewhere."""

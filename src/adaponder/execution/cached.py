@@ -1,8 +1,9 @@
-"""Cached execution: computes active rows only and keeps them in a ledger, for prefill and decoding with a cache."""
+"""Cached execution: computes active rows only and stores them in a ledger, for prefill and decoding with a cache."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from adaponder.ops.masks import Places
 class Cached(Sparse):
     """Computes rows without padding and stores them in a ledger.
 
-    If all sequences have equally many rows to compute, a pass is one batch ``[sequences, count]``. If not, all rows are
-    packed into one batch entry (a lane) or, if attention cannot take packed rows, there is one batch per count.
+    If all sequences have the same number of rows to compute, a pass is one batch ``[sequences, count]``. Otherwise all
+    rows are packed into one batch entry (a lane) or, if attention takes no packed rows, there is one batch per count.
     """
 
     def __init__(self, *args: Any, ledger: Ledger, **options: Any):
@@ -38,7 +39,6 @@ class Cached(Sparse):
         computed, stored = self.computed(), self.stored()
         if self.passes and self.reuse != "absent":
             self.ledger.carry_over(self.past, self.passes)
-        batch, time, size = x.shape
         indices, hidden, stream = [], [], []
         for index, output in self._outputs(x, computed, stored):
             indices.append(index)
@@ -46,29 +46,23 @@ class Cached(Sparse):
             stream.append(output.stream.flatten(0, 1))
         if not indices:
             return Pass(x, x)  # undefined, as in Packed
-
-        def grid(parts: list[Tensor]) -> Tensor:
-            rows = torch.cat(parts)
-            return rows.new_zeros(batch * time, size).index_copy(0, torch.cat(indices), rows).view(x.shape)
-
-        return Pass(grid(hidden), grid(stream))
+        index = torch.cat(indices)
+        return Pass(self._scatter(index, torch.cat(hidden)), self._scatter(index, torch.cat(stream)))
 
     def _outputs(self, x: Tensor, computed: Tensor, stored: Tensor) -> Iterator[tuple[Tensor, PassOutput]]:
         """Runs one pass and yields (row indices, output of these rows), once if packed, else once per batch."""
         counts = computed.sum(1)
-        lengths = [count for count in counts.unique().tolist() if count]
-        if len(lengths) > 1 and self.backbone.packs():
+        distinct_counts = [count for count in counts.unique().tolist() if count]
+        if len(distinct_counts) > 1 and self.backbone.packs():
             index = self.index_of(computed)
             yield index, self._read_packed(x, index, counts.nonzero().squeeze(1), stored.flatten()[index])
             return
-        for count in lengths:
+        for count in distinct_counts:
             sequences = (counts == count).nonzero().squeeze(1)
-            when = computed[sequences].nonzero()[:, 1].view(-1, count)
-            at = (sequences[:, None], when)
-            yield (
-                (sequences[:, None] * x.shape[1] + when).flatten(),
-                self._read_rectangle(x[at], sequences, when, stored[at]),
-            )
+            times = computed[sequences].nonzero()[:, 1].view(-1, count)
+            entries = (sequences[:, None], times)
+            output = self._read_rectangle(x[entries], sequences, times, stored[entries])
+            yield (sequences[:, None] * x.shape[1] + times).flatten(), output
 
     def _read_packed(self, x: Tensor, index: Tensor, sequences: Tensor, stored: Tensor) -> PassOutput:
         """Runs one pass over the rows at ``index`` as one batch entry; stores the rows where ``stored`` is true."""
@@ -76,41 +70,41 @@ class Cached(Sparse):
         stored_index = stored.nonzero().squeeze(1)
         sequence, slot = index[stored_index] // time, self.past + index[stored_index] % time
         read = ledger.write(sequence, slot, sequences, self.passes)
-        plan = RowPlan(
-            read=read, stored=stored_index, slot_index=torch.searchsorted(sequences, sequence) * ledger.slots + slot
-        )
-        # No document ids: lanes are used here only with a caller's ledger, and that excludes packed documents.
+        slot_index = torch.searchsorted(sequences, sequence) * ledger.slots + slot
+        plan = RowPlan(read=read, stored=stored_index, slot_index=slot_index)
+        # No document ids: rows are packed here only with a caller's ledger, and that excludes packed documents.
         key = Places(*ledger.places(sequences), present=read >= 0)
-        holding = {"stores": ledger.snapshot(), "plan": plan}
+        view_options = {"stores": ledger.snapshot(), "plan": plan}
         lane = torch.searchsorted(sequences, index // time)
-        output = self._read_lane(x, index, sequence=lane, key=key, view=RowView, holding=holding)
+        output = self._read_lane(x, index, sequence=lane, key=key, view=RowView, view_options=view_options)
         ledger.append(output.rows)
         return output
 
-    def _read_rectangle(self, x: Tensor, sequences: Tensor, when: Tensor, stored: Tensor) -> PassOutput:
-        """Runs one pass over the batch of tokens at times ``when [sequences, count]`` of these sequences."""
+    def _read_rectangle(self, x: Tensor, sequences: Tensor, times: Tensor, stored: Tensor) -> PassOutput:
+        """Runs one pass over a batch ``x [sequences, count, d]``: the tokens at ``times [sequences, count]``."""
         tokens, ledger = self.tokens, self.ledger
-        at = (sequences[:, None], when)
-        lane = torch.arange(len(sequences), device=x.device)[:, None].expand_as(when)[stored]
-        slot = self.past + when[stored]
+        entries = (sequences[:, None], times)
+        lane = torch.arange(len(sequences), device=x.device)[:, None].expand_as(times)[stored]
+        slot = self.past + times[stored]
         read = ledger.write(sequences[lane], slot, sequences, self.passes)
-        # The first pass over an empty ledger and unpadded sequences attends only to what it computes.
-        fresh = self.passes == 0 and self.past == 0 and when.shape[1] == ledger.slots
+        # The first pass over an empty ledger and unpadded sequences attends only to its own rows.
+        fresh = self.passes == 0 and self.past == 0 and times.shape[1] == ledger.slots
         stored_index = stored.flatten().nonzero().squeeze(1)
         plan = RowPlan(read=read, stored=stored_index, slot_index=lane * ledger.slots + slot, fresh=fresh)
         mask = None
         if not fresh or tokens.document is not None:
-            document = tokens.document
-            key_document, query_document = (None, None) if document is None else (document[sequences], document[at])
-            key = Places(*ledger.places(sequences), document=key_document, present=read >= 0)
-            query = Places(tokens.slot[at], tokens.order[at], query_document)
+            key = Places(*ledger.places(sequences), present=read >= 0)
+            query = Places(tokens.slot[entries], tokens.order[entries])
+            if tokens.document is not None:
+                key = replace(key, document=tokens.document[sequences])
+                query = replace(query, document=tokens.document[entries])
             mask = self.backbone.mask(query, key, x.dtype)
         output = self.backbone.read(
             x,
-            position=tokens.position[at],
+            position=tokens.position[entries],
             mask=mask,
             view=RowView,
-            holding={"stores": ledger.snapshot(), "plan": plan},
+            view_options={"stores": ledger.snapshot(), "plan": plan},
             replay=self.replay,
             stream=self.stream,
         )

@@ -1,4 +1,4 @@
-"""Compact execution for prefill and training: skips halted tokens, packs active rows into one batch entry (a lane)."""
+"""Compact execution for prefill and training: skips halted tokens and packs active rows into one lane."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from adaponder.ops.masks import Places
 class Sparse(Execution):
     """Base class of packed and cached execution: converts grids ``[batch, time, …]`` to rows and back.
 
-    A row index is an index into the flattened grid, ``sequence * time + t``. Padding rows have the index ``batch *
-    time``: they compute what the last token does, and their results are dropped.
+    A row index is an index into the flattened grid, ``sequence * time + t``. Padding rows have the index
+    ``batch * time``: they repeat the last token's computation, and their results are dropped.
     """
 
     pads = False  # whether there may be padding rows
@@ -36,9 +36,10 @@ class Sparse(Execution):
         The result is cached, because finding its length synchronises with the device.
         """
         if mask is self.tokens.real:
-            if self._real_index is None:
-                everything = torch.arange(mask.numel(), device=mask.device) if self.tokens.unpadded else None
-                self._real_index = mask.flatten().nonzero().squeeze(1) if everything is None else everything
+            if self._real_index is None and self.tokens.unpadded:
+                self._real_index = torch.arange(mask.numel(), device=mask.device)
+            elif self._real_index is None:
+                self._real_index = mask.flatten().nonzero().squeeze(1)
             return self._real_index
         assert mask is self.active
         if self._active_index is None:
@@ -46,11 +47,8 @@ class Sparse(Execution):
         return self._active_index
 
     def _find_active(self) -> Tensor:
+        """Returns the row indices of the active tokens."""
         return self.active.flatten().nonzero().squeeze(1)
-
-    def _every(self, mask: Tensor) -> bool:
-        """Returns whether the mask is true for all tokens, as far as is known without waiting for the device."""
-        return self.tokens.unpadded and mask is self.tokens.real
 
     def _halt(self, continues: Tensor) -> None:
         super()._halt(continues)
@@ -61,17 +59,24 @@ class Sparse(Execution):
         return self.active if self.reuse in ("state", "absent") else self.tokens.real
 
     def stored(self) -> Tensor:
-        """Returns the mask of tokens whose new rows are kept for others to attend to, bool ``[batch, time]``."""
+        """Returns the mask of tokens whose new rows are stored for others to attend to, bool ``[batch, time]``."""
         return self.tokens.real if self.reuse == "none" else self.active
 
     def _read_lane(
-        self, x: Tensor, row_index: Tensor, *, sequence: Tensor, key: Places, view: type[IterationView], holding: dict
+        self,
+        x: Tensor,
+        row_index: Tensor,
+        *,
+        sequence: Tensor,
+        key: Places,
+        view: type[IterationView],
+        view_options: dict,
     ) -> PassOutput:
         """Runs one pass over the rows at ``row_index``, packed into one batch entry.
 
         ``sequence`` is, for each row, the index of its sequence in ``key`` and in the keys and values of the view.
         """
-        tokens, row_index = self.tokens, self._present(row_index)
+        tokens, row_index = self.tokens, self._clamped(row_index)
 
         def lane(grid: Tensor) -> Tensor:
             return grid.flatten(0, 1)[row_index][None]
@@ -83,7 +88,7 @@ class Sparse(Execution):
             position=lane(tokens.position),
             mask=None,
             view=view,
-            holding=holding,
+            view_options=view_options,
             lane=Lane(PackedRows(sequence=sequence, query=query, key=key), self.backbone.layer_windows, []),
             replay=self.replay,
             stream=self.stream,
@@ -91,23 +96,23 @@ class Sparse(Execution):
 
     def _map(self, function: Callable[[Tensor], Tensor], grid: Tensor, *, all_real: bool) -> Tensor:
         mask = self.tokens.real if all_real else self.active
-        if self._every(mask):
+        if self.tokens.unpadded and mask is self.tokens.real:  # true for all tokens, known without synchronising
             return function(grid)
         index = self.index_of(mask)
-        return self._scatter(index, function(grid.flatten(0, 1)[self._present(index)]))
+        return self._scatter(index, function(grid.flatten(0, 1)[self._clamped(index)]))
 
     def _rows(self, grid: Tensor) -> Tensor:
-        return grid.flatten(0, 1)[self._present(self.index_of(self.active))]
+        return grid.flatten(0, 1)[self._clamped(self.index_of(self.active))]
 
     def _grid(self, rows: Tensor) -> Tensor:
         return self._scatter(self.index_of(self.active), rows)
 
-    def _present(self, index: Tensor) -> Tensor:
-        """Returns row indices in which padding rows have the index of the last token."""
+    def _clamped(self, index: Tensor) -> Tensor:
+        """Returns row indices that can be gathered: padding rows get the index of the last token."""
         return index.clamp_max(self.active.numel() - 1) if self.pads else index
 
     def _scatter(self, index: Tensor, rows: Tensor) -> Tensor:
-        """Returns a grid ``[batch, time, …]`` of rows, which is zero where there is no row."""
+        """Scatters rows to a grid ``[batch, time, …]`` that is zero where there is no row; drops padding rows."""
         size = self.active.numel()
         grid = rows.new_zeros(size + self.pads, *rows.shape[1:]).index_copy(0, index, rows)
         return grid[:size].unflatten(0, self.active.shape)
@@ -116,14 +121,15 @@ class Sparse(Execution):
 class Packed(Sparse):
     """Computes the rows of all sequences as one batch entry, without padding and without a cache for decoding.
 
-    Each row attends to its own sequence (:class:`adaponder.backbones.attention.Lane`). With ``limits`` the pass after
-    the n-th halting decision computes ``limits[n]`` rows, however many tokens are active, so that no shape depends on
-    data: a batch without padding never waits for the device, and a CUDA graph can hold it. Rows beyond the limit are
-    dropped, which makes the results wrong: compare ``depth`` with the limits before using them.
+    Each row attends to its own sequence (:class:`adaponder.backbones.attention.Lane`). With ``limits``, the pass after
+    halting decision n (from 0) computes ``limits[n]`` rows, however many tokens are active. Then no shape depends on
+    data: a batch without padding never waits for the device, and a CUDA graph can capture it. Active tokens beyond the
+    limit are dropped, which makes the results wrong, so callers must compare ``depth`` with the limits.
     """
 
     def __init__(self, *args: Any, limits: Sequence[int] | None = None, **options: Any):
         super().__init__(*args, **options)
+        # Per layer, keys and values [batch, heads, slots, size] of all tokens after the latest pass.
         self.grids: list[KeysValues] | None = None
         self.limits, self.pads = limits, limits is not None
 
@@ -131,44 +137,52 @@ class Packed(Sparse):
         return self.backbone.compiled(function) if self.pads else function
 
     def _find_active(self) -> Tensor:
-        flat = self.active.flatten()
         if self.limits is None:
             return super()._find_active()
-        limit, size = self.limits[self.passes - 1], flat.numel()
-        place = torch.where(flat, flat.cumsum(0) - 1, limit).clamp_max(limit)
-        # The last entry takes all that have no row.
-        every = torch.arange(size, device=flat.device)
-        return torch.full((limit + 1,), size, device=flat.device).scatter(0, place, every)[:limit]
+        active, limit = self.active.flatten(), self.limits[self.passes - 1]
+        tokens = torch.arange(len(active), device=active.device)
+        # The rank of each active token among the active ones; all tokens without a row go to an extra last entry.
+        rank = torch.where(active, active.cumsum(0) - 1, limit).clamp_max(limit)
+        return torch.full((limit + 1,), len(active), device=active.device).scatter(0, rank, tokens)[:limit]
 
     def _pass(self, x: Tensor) -> Pass:
         tokens, time = self.tokens, x.shape[1]
         if self.passes == 0 and tokens.plain:  # an ordinary causal pass: every token is computed, nothing is reused
-            nothing = {"previous": None, "active": None}
-            options = {"view": DenseView, "holding": nothing, "replay": self.replay, "stream": self.stream}
-            output = self.backbone.read(x, position=tokens.position, mask=None, **options)
+            output = self.backbone.read(
+                x,
+                position=tokens.position,
+                mask=None,
+                view=DenseView,
+                view_options={"previous": None, "active": None},
+                replay=self.replay,
+                stream=self.stream,
+            )
             self.grids = output.rows
             return Pass(output.hidden, output.stream)
         index = self.index_of(self.computed())
         if not index.numel():
             return Pass(x, x)  # undefined, but gates whose tokens have all halted get gradients of 0, as in dense
         stored_index = self.stored().flatten()[index].nonzero().squeeze(1) if self.reuse == "kv" else None
-        rows = self._present(index)
-        # With reuse="absent" no token attends to halted ones; none ever attends to padding.
-        present = self.active if self.reuse == "absent" else None if tokens.unpadded else tokens.real
-        key = Places(tokens.slot, tokens.order, tokens.document, present, tokens.spans)
+        rows = self._clamped(index)
+        key = Places(tokens.slot, tokens.order, tokens.document, self._attendable(), tokens.spans)
         sequence, lanes = rows // time, None
         if self.backbone.unfolds and not self.pads:
-            # Sequences with nothing to compute are left out: their keys need not be unfolded.
+            # Sequences without rows are left out, so that their keys need not be expanded.
             lanes, sequence = sequence.unique(return_inverse=True)
             key = key.of(lanes)
-        holding = {"grids": self.grids, "shape": tuple(x.shape[:2]), "lanes": lanes, "kept": stored_index}
-        holding |= {"sequence": rows // time, "slot": rows % time}
+        view_options = {
+            "grids": self.grids,
+            "shape": tuple(x.shape[:2]),
+            "lanes": lanes,
+            "sequence": rows // time,
+            "slot": rows % time,
+            "stored": stored_index,
+        }
         if self.pads or torch.is_grad_enabled():
             stored = torch.arange(len(index), device=index.device) if stored_index is None else stored_index
-            nowhere = torch.full((self.active.numel() + self.pads,), -1, device=index.device)
-            place = nowhere.scatter(0, index if stored_index is None else index[stored], stored)
-            holding["place"] = place[: self.active.numel()].view(self.active.shape)
-        output = self._read_lane(x, index, sequence=sequence, key=key, view=GridView, holding=holding)
+            empty = torch.full((self.active.numel() + self.pads,), -1, device=index.device)
+            place = empty.scatter(0, index if stored_index is None else index[stored], stored)
+            view_options["place"] = place[: self.active.numel()].view(self.active.shape)
+        output = self._read_lane(x, index, sequence=sequence, key=key, view=GridView, view_options=view_options)
         self.grids = output.rows
-
         return Pass(self._scatter(index, output.hidden[0]), self._scatter(index, output.stream[0]))

@@ -1,4 +1,4 @@
-"""The ledger: the KV cache of a batch, with one row per token and iteration, and the table of rows to read."""
+"""Defines the ledger: a batch's KV cache of one row per token and iteration, and a table of the rows to read."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from adaponder.errors import CacheError
 class RowStore:
     """The keys and values of one layer, ``[rows, heads, size]`` each, which grow by appending rows.
 
-    Without gradients, rows are written into a buffer that doubles when full; autograd needs the old tensors, so with
-    gradients each append allocates new ones.
+    Without gradients, rows are written into a buffer that doubles when full. With gradients, each append allocates new
+    tensors, because autograd needs the old ones.
     """
 
     def __init__(self, keys: Tensor, values: Tensor):
@@ -52,12 +52,12 @@ class RowStore:
 
 
 class Ledger(Cache):
-    """The KV cache of a batch: as many rows per layer as the sum of the tokens' depths (``reuse="none"``: K per token).
+    """The KV cache of a batch, with as many rows per layer as the sum of the tokens' depths (``reuse="none"``: K each).
 
-    ``table[sequence, slot, iteration]`` is the row that an iteration reads for a token: the row of its iteration
-    ``min(iteration, depth - 1)`` (law 3), or -1 where the method removes halted tokens. Nothing is copied when a token
-    halts, and beams share the rows of their common prefix. ``identity`` holds the settings that the rows depend on: a
-    model continues only a ledger with the same identity as its own.
+    ``table[sequence, slot, iteration]`` is the row that an iteration reads for a token: that of the token's iteration
+    ``min(iteration, depth - 1)`` (law 3), or -1 if the method hides halted tokens. So nothing is copied when a token
+    halts, and beams share the rows of their common prefix. ``identity`` has the settings that the rows depend on; a
+    model refuses a ledger whose identity differs.
     """
 
     def __init__(self, *, layers: int, iterations: int, slots_per_token: int = 1, **identity: Any):
@@ -74,7 +74,7 @@ class Ledger(Cache):
     @property
     def depth(self) -> Tensor:
         """Depth of each token, ``[batch, tokens]``; 0 for padding."""
-        return self._books()[1].unflatten(1, (-1, self.slots_per_token)).sum(-1)
+        return self._tables()[1].unflatten(1, (-1, self.slots_per_token)).sum(-1)
 
     @property
     def rows(self) -> int:
@@ -105,28 +105,28 @@ class Ledger(Cache):
 
     def carry_over(self, past: int, iteration: int) -> None:
         """Copies the row numbers of ``iteration - 1`` to ``iteration`` for all slots from ``past`` on."""
-        table, _ = self._books()
+        table, _ = self._tables()
         table[:, past:, iteration] = table[:, past:, iteration - 1]
 
     def write(self, sequence: Tensor, slot: Tensor, sequences: Tensor, iteration: int) -> Tensor:
-        """Enters the rows that a pass will append for tokens (``sequence``, ``slot``), in this order, into the table.
+        """Enters the rows that a pass will append, for tokens (``sequence``, ``slot``) in this order, into the table.
 
         Returns the row of each slot of ``sequences`` at this iteration, ``[sequences, slots]``; -1 for none.
         """
-        table, _ = self._books()
+        table, _ = self._tables()
         table[sequence, slot, iteration] = self.rows + torch.arange(len(slot), device=slot.device)
         return table[sequences, :, iteration]
 
     def record_depth(self, past: int, depth: Tensor) -> None:
-        self._books()[1][:, past:] = depth
+        self._tables()[1][:, past:] = depth
 
     def places(self, sequences: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (slot, order among real tokens) of every slot of these sequences, ``[sequences, slots]`` each."""
-        table, _ = self._books()
+        table, _ = self._tables()
         slot = torch.arange(self.slots, device=table.device).expand(len(sequences), -1)
         return slot, (table[sequences, :, 0] >= 0).cumsum(1) - 1
 
-    def _books(self) -> tuple[Tensor, Tensor]:
+    def _tables(self) -> tuple[Tensor, Tensor]:
         if self.table is None or self.slot_depth is None:
             raise CacheError("the cache is empty: no token has been read yet")
         return self.table, self.slot_depth
@@ -176,7 +176,7 @@ class Ledger(Cache):
         return [False] * self.layers_count
 
     def update(self, *args, **kwargs) -> KeysValues:
-        raise CacheError("a Ledger is read through AdaPonderForCausalLM; a backbone cannot use it")
+        raise CacheError("a Ledger works with AdaPonderForCausalLM only; a backbone alone cannot use it")
 
     def reset(self) -> None:
         self.stores = [None] * self.layers_count
@@ -220,7 +220,7 @@ class Ledger(Cache):
         if self.table is None:
             return
         used, renumbered = self.table.unique(return_inverse=True)
-        empty = int(used.numel() > 0 and used[0] < 0)  # whether -1, no row, is among them
+        empty = int(used.numel() > 0 and used[0] < 0)  # 1 if -1 (no row) is among them
         count = used.numel() - empty
         if self.rows - count <= spare:
             return

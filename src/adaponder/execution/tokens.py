@@ -1,4 +1,4 @@
-"""The tokens of one forward: checks its inputs and computes slots, positions and documents."""
+"""Checks the inputs of a forward and computes the slots, positions and documents of its tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Tokens:
         slot: index of the token in its sequence, padding and cached tokens included; causal masks compare slots.
         order: index among the real tokens of its sequence; sliding windows compare it.
         document: document ids; attention stays within a document. ``None``: each sequence is one document.
-        unpadded: whether all tokens are real, as far as is known without waiting for the device.
+        unpadded: whether all tokens are known to be real without a device synchronisation.
         past: number of slots in the cache.
         per_token: number of slots of a token (more than one for pause).
     """
@@ -45,7 +45,7 @@ class Tokens:
 
     @cached_property
     def spans(self) -> Tensor | None:
-        """The documents as :func:`adaponder.ops.masks.spans_of` describes them."""
+        """The span of each token's document, see :func:`adaponder.ops.masks.spans_of`."""
         return None if self.document is None else spans_of(self.document)
 
     @property
@@ -81,7 +81,7 @@ def check_inputs(
 ) -> Tensor:
     """Checks the ids or embeddings of a forward; returns the ids, or a placeholder ``[batch, time]`` for embeddings.
 
-    The values of ids are checked only on the CPU: on a GPU this would synchronise the device in every forward.
+    The values of ids are checked only on the CPU, because on a GPU that would synchronise in every forward.
     """
     if input_ids is not None and inputs_embeds is not None:
         raise InputError("input_ids and inputs_embeds: give only one of them")
@@ -103,12 +103,12 @@ def check_inputs(
 
 
 def check_ids(name: str, ids: Tensor, vocabulary: int, *, wait: bool = False) -> None:
-    """Raises unless ``ids`` are token ids below ``vocabulary``, or -100 in labels (any ``name`` but ``input_ids``).
+    """Raises unless ``ids`` are token ids below ``vocabulary``; -100 is allowed unless ``name`` is ``input_ids``.
 
-    On a GPU their values are checked only if ``wait`` is set, because that synchronises the device.
+    On a GPU, values are checked only if ``wait`` is set, because that synchronises the device.
     """
     require_whole(name, ids)
-    if not (_here(ids) or (wait and not torch.compiler.is_compiling())) or not ids.numel():
+    if not (_is_readable(ids) or (wait and not torch.compiler.is_compiling())) or not ids.numel():
         return
     counted = ids if name == "input_ids" else ids.masked_fill(ids == -100, 0)
     lowest, highest = (int(value) for value in counted.aminmax())
@@ -123,8 +123,8 @@ def require_whole(name: str, values: Tensor) -> None:
         raise InputError(f"{name} is {values.dtype}, it must hold whole numbers (torch.long)")
 
 
-def _here(values: Tensor) -> bool:
-    """Returns whether values can be read without a device synchronisation or a graph break."""
+def _is_readable(values: Tensor) -> bool:
+    """Returns whether reading values needs neither a device synchronisation nor a graph break."""
     return values.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -175,7 +175,7 @@ def arrange_tokens(
 
 
 def _real(ids: Tensor, mask: Tensor | None, ledger: Ledger | None, past: int) -> tuple[Tensor, Tensor]:
-    """Returns (which tokens are not padding, the number of real tokens of each sequence in the cache)."""
+    """Returns (mask of the real tokens ``[batch, time]``, number of real cached tokens per sequence ``[batch]``)."""
     batch, time = ids.shape
     cached = torch.zeros(batch, 0, dtype=torch.bool, device=ids.device)
     if ledger is not None and past:
@@ -189,7 +189,7 @@ def _real(ids: Tensor, mask: Tensor | None, ledger: Ledger | None, past: int) ->
             f"attention_mask has shape {tuple(mask.shape)}, "
             f"it must be [batch, cached + new tokens] = {(batch, past + time)}"
         )
-    if _here(mask) and not bool(((mask == 0) | (mask == 1)).all()):
+    if _is_readable(mask) and not bool(((mask == 0) | (mask == 1)).all()):
         raise InputError("attention_mask must be 1 for tokens and 0 for padding (packed documents: document_ids)")
     mask = mask.to(ids.device).bool()
     if past and not torch.equal(mask[:, :past], cached):

@@ -1,4 +1,4 @@
-"""Continuous batching over sequences and depth: see :class:`adaponder.inference.engine.Engine`."""
+"""The inference engine, :class:`adaponder.inference.engine.Engine`: continuous batching over sequences and depth."""
 
 from adaponder.inference.engine import Engine
 from adaponder.inference.outputs import Completion, Event, PromptToken, Token

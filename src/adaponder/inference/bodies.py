@@ -1,4 +1,4 @@
-"""Runs a backbone over the KV pools: by fused kernels where the architecture allows, else by its stock layers."""
+"""Runs a backbone over the KV pools: with fused kernels where the architecture allows it, else with stock layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from adaponder.errors import InputError
 from adaponder.execution.base import Pass
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.ops import ledger_attention as attention
-from adaponder.ops.ledger_attention import LedgerRows, Projection, Scratch, Turn
+from adaponder.ops.ledger_attention import Angles, LedgerRows, Projection, Scratch
 from adaponder.ops.masks import Places
 from adaponder.ops.precision import wide_dtype
 from adaponder.ops.row_linear import Linear, Norm, Piece, Term, gated_linear, normed_linears, residual_linears, row_norm
@@ -53,13 +53,13 @@ class Body(ABC):
     def forward(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools) -> Pass:
         """Runs one pass (eq. 1) over ``x [n, d]`` at ``position [n]``; returns hidden states and residual stream.
 
-        Each layer writes every row's keys and values to the pools at ``rows.row``; then each row attends to the rows
+        Each layer writes the rows' keys and values to the pools at ``rows.row``; then each row attends to the pool rows
         that the index lists for it.
         """
 
 
 def build_body(model: AdaPonderForCausalLM, kind: str | None, *, rows: int, positions: int, width: int) -> Body:
-    """Builds a body of the ``kind`` ``fused`` or ``stock``; ``None`` is ``fused`` if that supports the backbone.
+    """Builds the ``fused`` or ``stock`` body; ``kind=None`` means ``fused`` if that supports the backbone.
 
     ``rows`` is the maximum number of decode rows in one pass, padding included; ``width`` is the slots per token.
     """
@@ -72,9 +72,9 @@ def build_body(model: AdaPonderForCausalLM, kind: str | None, *, rows: int, posi
 
 
 class Names(NamedTuple):
-    """The names of a decoder layer's modules; ``gate`` is ``None`` if the MLP is not gated.
+    """The names of a decoder layer's modules.
 
-    ``after`` names the norms after attention and after the MLP, if the layer has them.
+    ``gate`` is ``None`` if the MLP is not gated; ``after`` has the norms after attention and after the MLP, if any.
     """
 
     attention: str
@@ -108,17 +108,16 @@ class FusedLayer(NamedTuple):
     scale: float
 
 
-# Rows of a pass and their rotary angles.
-TurnedRows = tuple[LedgerRows, Turn]
+# Rows of a pass and the rotary angles of their positions.
+PassRows = tuple[LedgerRows, Angles]
 
 
 class FusedBody(Body):
-    """Runs a GPT-NeoX layer in three kernels, a Llama-family layer in five, on the parameters of the stock modules.
+    """Runs a GPT-NeoX layer in three kernels and a Llama-family layer in five, on the parameters of the stock modules.
 
-    Norms after attention and after the MLP are a kernel and a sum more each.
-
-    Weights are not copied, so in-place changes take effect. If a parameter is replaced by another tensor (a merged
-    adapter, a module moved to another device), a new body must be built.
+    A norm after attention or after the MLP adds a kernel and a sum. Weights are not copied, so in-place changes take
+    effect. If a parameter is replaced by another tensor (a merged adapter, a module moved to another device), a new
+    body must be built.
 
     Args:
         backbone: a decoder for which :func:`unsupported` returns ``None``.
@@ -183,7 +182,7 @@ class FusedBody(Body):
             stream = self._layer(number, stream, *split, pools)
         return Pass(row_norm(stream, self.norm), stream)
 
-    def _layer(self, number: int, x: Tensor, decode: TurnedRows, prefill: TurnedRows | None, pools: Pools) -> Tensor:
+    def _layer(self, number: int, x: Tensor, decode: PassRows, prefill: PassRows | None, pools: Pools) -> Tensor:
         """Runs layer ``number`` on the residual stream ``x [n, d]``; returns the new residual stream."""
         layer = self.layers[number]
         if self.parallel:
@@ -201,37 +200,37 @@ class FusedBody(Body):
             inner = gated_linear(x, layer.gate, up, norm, activation=activation)
         return _added(x, Term(inner, layer.down), layer.after[1])
 
-    def _split(self, position: Tensor, rows: LedgerRows) -> tuple[TurnedRows, TurnedRows | None]:
+    def _split(self, position: Tensor, rows: LedgerRows) -> tuple[PassRows, PassRows | None]:
         """Splits a pass into decode rows and prefill rows (``None`` if none), each numbered from 0."""
-        single = rows.num_single
-        decode = rows.select(slice(single)), Turn(position[:single], self.cos, self.sin)
+        count = rows.num_single
+        decode = rows.select(slice(count)), Angles(position[:count], self.cos, self.sin)
         if not rows.cohorts and rows.tiles is None:
             return decode, None
-        cohorts = tuple(x._replace(start=x.start - single, stop=x.stop - single) for x in rows.cohorts)
-        prefill = rows.select(slice(single, None), cohorts)._replace(num_single=0)
-        return decode, (prefill, Turn(position[single:], self.cos, self.sin))
+        cohorts = tuple(x._replace(start=x.start - count, stop=x.stop - count) for x in rows.cohorts)
+        prefill = rows.select(slice(count, None), cohorts)._replace(num_single=0)
+        return decode, (prefill, Angles(position[count:], self.cos, self.sin))
 
-    def _attend(self, number: int, qkv: Tensor, decode: TurnedRows, prefill: TurnedRows | None, pools: Pools) -> Tensor:
+    def _attend(self, number: int, qkv: Tensor, decode: PassRows, prefill: PassRows | None, pools: Pools) -> Tensor:
         """Rotates queries and keys, writes keys and values to the pools; returns attention, ``[n, heads * size]``."""
         layer, keys, values = self.layers[number], pools.keys[number], pools.values[number]
         options: dict[str, Any] = {"window": self.windows[number], "scale": layer.scale}
-        (rows, turn), mixed = decode, []
+        (rows, angles), mixed = decode, []
         count = rows.num_single
         if count and self.independent:
-            inputs = (qkv[:count], keys, values, rows, layer.projection, turn)
+            inputs = (qkv[:count], keys, values, rows, layer.projection, angles)
             mixed.append(attention.decode_attention(*inputs, **options, scratch=self.scratch, dependent=self.dependent))
         elif count:
-            query = attention.enter(qkv[:count], keys, values, rows.row, layer.projection, turn)
+            query = attention.enter(qkv[:count], keys, values, rows.row, layer.projection, angles)
             mixed.append(attention.ledger_attention(query, keys, values, rows, **options, scratch=self.scratch))
         if prefill is not None:
-            rows, turn = prefill
-            query = attention.enter(qkv[count:], keys, values, rows.row, layer.projection, turn)
+            rows, angles = prefill
+            query = attention.enter(qkv[count:], keys, values, rows.row, layer.projection, angles)
             mixed.append(attention.ledger_attention(query, keys, values, rows, **options))
         return (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).flatten(1)
 
 
 def _added(residual: Tensor, term: Term, norm: Norm | None) -> Tensor:
-    """Returns ``residual + linear(x)``, with ``norm`` between product and sum if it is given."""
+    """Equals ``residual + norm(linear(x))`` for the ``x`` and ``linear`` of ``term``; ``None``: no norm."""
     if norm is None:
         return residual_linears(residual, (term,))
     (product,) = normed_linears(term.x, (Piece((term.linear,)),))
@@ -297,9 +296,9 @@ def unsupported(backbone: Backbone) -> str | None:
 def _rotary_table(backbone: Backbone, like: Tensor, positions: int) -> tuple[Tensor, Tensor]:
     """Returns the decoder's rotary cosines and sines of positions 0, 1, …, ``[positions, rotary size]`` each."""
     body: Any = backbone.body
-    every = torch.arange(positions, device=like.device)[None]
-    # In float32 at least: stock layers round the angles' cosines to the model's precision.
-    cos, sin = body.rotary_emb(like.new_empty(1, 1, 1, dtype=wide_dtype(like.dtype)), every)
+    position = torch.arange(positions, device=like.device)[None]
+    # At least float32; stock layers round cosines and sines to the model's precision.
+    cos, sin = body.rotary_emb(like.new_empty(1, 1, 1, dtype=wide_dtype(like.dtype)), position)
     return cos[0].contiguous(), sin[0].contiguous()
 
 
@@ -324,14 +323,14 @@ class StockBody(Body):
         return [((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])) for keys, values in rows]
 
     def forward(self, x: Tensor, position: Tensor, rows: LedgerRows, pools: Pools) -> Pass:
-        holding: dict[str, Any] = {"pools": pools, "row": rows.row}
+        view_options: dict[str, Any] = {"pools": pools, "row": rows.row}
         if self.gathers:
-            mask, holding["read"] = self._read_slots(rows, x)
-            x, position, how = x[:, None], position[:, None], {"mask": mask, "view": GatheringView}
+            mask, view_options["read"] = self._read_slots(rows, x)
+            x, position, options = x[:, None], position[:, None], {"mask": mask, "view": GatheringView}
         else:
             lane = LedgerLane(rows, self.backbone.layer_windows, [])
-            x, position, how = x[None], position[None], {"mask": None, "view": PoolView, "lane": lane}
-        output = self.backbone.read(x, position=position, holding=holding, stream=self.stream, **how)
+            x, position, options = x[None], position[None], {"mask": None, "view": PoolView, "lane": lane}
+        output = self.backbone.read(x, position=position, view_options=view_options, stream=self.stream, **options)
         return Pass(output.hidden.flatten(0, 1), output.stream.flatten(0, 1))
 
     def _read_slots(self, rows: LedgerRows, x: Tensor) -> tuple[Tensor | dict[str, Tensor], Tensor]:

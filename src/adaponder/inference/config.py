@@ -16,7 +16,7 @@ from adaponder.modeling import AdaPonderForCausalLM
 
 # Rows per page.
 PAGE = 16
-# Drafting speeds decoding up 2.3 times with one lane, 2.0 with four; slower with 16 (benchmarks/README.md, "Decoding").
+# Drafting speeds decoding up by 2.3 with one lane, by 2.0 with four; 16 lanes get slower (benchmarks/README.md).
 FEW_LANES = 4
 
 
@@ -105,11 +105,11 @@ class EngineShape:
 
     @property
     def rows_in_flight(self) -> int:
-        """The maximum number of a lane's decode rows that are launched but not yet processed: two launches' rows."""
+        """The maximum number of a lane's decode rows in launches that are not processed yet, of which there are two."""
         return 2 * self.burst * self.width
 
     def default_rows(self, model: AdaPonderForCausalLM, body: Body) -> int:
-        """Returns how many pool rows full lanes need, but at most 90 % of a GPU's free memory (elsewhere 1 GiB)."""
+        """Returns the pool rows that full lanes need, limited to 90 % of the GPU's free memory (1 GiB on a CPU)."""
         needed = self.lanes * (self.tokens * self.width * self.passes + 2 * PAGE) + 3 * PAGE + self.rows_in_flight
         free = 1 << 30
         if model.device.type == "cuda":
@@ -160,7 +160,7 @@ def eos_ids(model: AdaPonderForCausalLM) -> frozenset[int]:
 def _window(config: EngineConfig, method: str, width: int, passes: int) -> int:
     """Returns the number of tokens in a draft window; 1 without drafting.
 
-    A window gains a token per tick and its first token leaves within ``passes`` ticks: it has ``passes`` at most.
+    A window gains a token per tick, and a token leaves it after at most ``passes`` ticks, so more would be unused.
     """
     drafts = config.drafts
     if drafts is None:

@@ -4,16 +4,16 @@ A sequence has a *window* of consecutive tokens, each at its own iteration, all 
 certain; every later token was sampled by the latest iteration of the token before it. A tick computes one row for each
 active token of the window. Then
 
-- at the first token that now samples a different next token, all later tokens of the window are dropped;
+- if a token now samples a different next token, all tokens after it are dropped from the window;
 - the halted tokens at the front of the window are accepted: the tokens that they sampled are final;
 - the token sampled by the last token of the window is appended to the window if there is room.
 
-A token is always at least one iteration behind the token before it, unless the latter has halted. So it attends to the
-same rows as without drafting and samples the same token: the noise depends on seed and position. No sequence takes more
-ticks than without drafting.
+A token is always at least one iteration behind the token before it, unless that one has halted. So it attends to the
+same rows as without drafting and samples the same token, because the noise depends on seed and position alone. No
+sequence takes more ticks than without drafting.
 
 Each position of a sequence has fixed rows on its pages, one per iteration. A token that replaces a dropped token
-overwrites the dropped token's rows, so these are never read.
+overwrites its rows, so the dropped rows are never read.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Drafting:
     def start(self, sequences: Many[Sequence], host_lanes: Many[int]) -> None:
         """Sets up the windows of sequences that start decoding.
 
-        A window is limited to one token (no drafts) for requests with penalties, whose samples depend on earlier
-        tokens, and for ``host_lanes``: a user's own policy might read all rows of a call.
+        A window has one token only (no drafts) for requests with penalties, whose samples depend on earlier tokens, and
+        in ``host_lanes``, because a user's own policy might read all rows of a call.
         """
         entries = []
         for sequence in sequences:
@@ -57,7 +57,7 @@ class Drafting:
         windows.halted[lane, column] = zeros.bool()
 
     def begin(self, lane: Tensor) -> WindowRows:
-        """Starts a tick: assigns pool rows to these lanes' windows, enters them in ``books.index`` and returns them."""
+        """Starts a tick: assigns pool rows to the active tokens of the lanes' windows and returns the tick's rows."""
         rows = begin_windows(self.books, self.windows, lane, passes=self.passes, vanishes=self.vanishes)
         self._lane, self._entries = lane, rows.entries
         return rows
@@ -68,8 +68,8 @@ class Drafting:
         end_windows(self.books, self.windows, self._lane, *results, log)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Scatters values, one per row of the tick, to their window positions; positions without a row get zeros."""
+        """Scatters values, one per row of the tick, to window positions ``[lanes * size]``; the others get zeros."""
         if self._entries is None:
             return values
-        spread = values.new_zeros(len(self._lane) * self.size, *values.shape[1:])
-        return spread.index_copy_(0, self._entries, values)
+        zeros = values.new_zeros(len(self._lane) * self.size, *values.shape[1:])
+        return zeros.index_copy_(0, self._entries, values)

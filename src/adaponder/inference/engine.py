@@ -1,4 +1,4 @@
-"""Serves many requests at once: continuous batching over sequences and over depth."""
+"""Runs many requests at once, by continuous batching over sequences and over depth."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Engine:
 
     A tick is one pass of the backbone over one row of each decoding sequence, at any iteration, and over prefill
     chunks. A sequence whose token halts starts its next token in the next tick. See ``docs/design.md``, "The engine".
-    Only one thread at a time may use an engine; calls from a second thread raise.
 
-    The model must be in evaluation mode and on its device. ``options`` are fields of :class:`EngineConfig`, which
-    override ``config``: ``Engine(model, lanes=8)``.
+    The model must be in evaluation mode and on its device. ``options`` are fields of :class:`EngineConfig` that
+    override ``config``: ``Engine(model, lanes=8)``. Only one thread at a time may use an engine; calls from a second
+    thread raise.
     """
 
     def __init__(self, model: AdaPonderForCausalLM, config: EngineConfig | None = None, **options: Any):
@@ -56,8 +56,8 @@ class Engine:
         self.scheduler = Scheduler(shape, self.prefixes)
         self.postprocessor = Postprocessor(self.runner, self.scheduler)
         self.late = model.device.type == "cuda" if self.config.late is None else self.config.late
-        # Rows of a token at full depth; maximum rows of one request, without those of launches in flight.
-        self._token_rows = shape.width * shape.passes
+        self._token_rows = shape.width * shape.passes  # rows of a token at full depth
+        # The most rows of one request: all but page 0, two partly used pages, and the rows of launches in flight.
         self._most_rows = max(0, (self.pages.count - 1) * PAGE - 2 * PAGE - shape.rows_in_flight)
         self._requests: dict[int, list[Sequence]] = {}
         self._callbacks: dict[int, Callable[[Event], None]] = {}
@@ -75,7 +75,8 @@ class Engine:
         """
         with self._exclusive():
             self._check(request)
-            policy, iterations = policy_of(request, self.model), request.max_iterations or self.iterations
+            policy = policy_of(request, self.model)
+            iterations = request.max_iterations or self.iterations
             if self.runner.graphs is not None and runs_on_host(policy):
                 warnings.warn(
                     f"policy={policy.spelling} is called for this request alone and every tick waits for it, so other "
@@ -83,7 +84,8 @@ class Engine:
                     "gate:0.1 or entropy:2.5",
                     stacklevel=2,
                 )
-            number, namespace = next(self._request_numbers), self._namespace(request, policy, iterations)
+            number = next(self._request_numbers)
+            namespace = self._namespace(request, policy, iterations)
             submission = Submission(request, number, policy, iterations, namespace, self._shape)
             self._requests[number] = list(submission.samples)
             if on_event is not None:
@@ -102,10 +104,10 @@ class Engine:
         return bool(self._requests)
 
     def step(self) -> list[Event]:
-        """Schedules and launches a tick, or a burst of ticks; processes results and returns the new events.
+        """Schedules and launches a tick, or a burst of ticks; processes finished ticks and returns the new events.
 
         An exception during the step, Ctrl-C included, ends every request with an ``error`` event, which the next step
-        returns; the engine is then empty and accepts new requests.
+        returns. The engine is then empty and accepts new requests.
         """
         with self._exclusive():
             if self._stepping:
@@ -138,11 +140,12 @@ class Engine:
         """
         with self._exclusive():
             decoding = [sequence for sequence in self.scheduler.resident.values() if sequence.state == DECODING]
-            if self.runner.graphs is not None and decoding and not self.runner.policies.callables():
-                longest = max(len(sequence.tokens) + sequence.num_remaining for sequence in decoding)
-                features = Features.union(sequence.submission.features for sequence in decoding)
-                for lanes in range(1, len(decoding) + 1):
-                    self.runner.graphs.of(lanes, features, longest * self.runner.width)
+            if self.runner.graphs is None or self.runner.policies.callables() or not decoding:
+                return
+            longest = max(len(sequence.tokens) + sequence.num_remaining for sequence in decoding)
+            features = Features.union(sequence.submission.features for sequence in decoding)
+            for lanes in range(1, len(decoding) + 1):
+                self.runner.graphs.of(lanes, features, longest * self.runner.width)
 
     def _dispatch(self, events: list[Event]) -> list[Event]:
         """Passes events to their callbacks, drops finished requests and returns the events."""
@@ -172,19 +175,19 @@ class Engine:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Context manager that locks the engine (reentrant) and sets the current device; raises in a second thread."""
+        """Context manager that locks the engine (reentrantly) and sets the CUDA device; raises in a second thread."""
         if not self._lock.acquire(blocking=False):
             raise EvaluationError("engine: another thread is using it; let one thread submit and step")
         device = self.model.device
         try:
-            # Streams, events and graphs belong to the current device, which need not be the model's.
+            # Streams, events and graphs use the current device, which need not be the model's.
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 yield
         finally:
             self._lock.release()
 
     def _reset(self, problem: BaseException) -> None:
-        """Ends all requests; frees lanes, pages and prefixes, which an interrupted step may have left inconsistent."""
+        """Ends all requests and frees lanes, pages and prefixes, because a step stopped halfway."""
         error = f"engine: a step was interrupted by {type(problem).__name__}: {problem}".rstrip(": ")
         self._in_flight = None
         sequences = [sequence for samples in self._requests.values() for sequence in samples]
@@ -211,16 +214,16 @@ class Engine:
                 self.step()
         finally:
             for number in numbers:
-                self.cancel(number)  # after an exception, some are unfinished
+                self.cancel(number)  # has no effect unless an exception left the request unfinished
         return [
             [completions[number, sample] for sample in range(request.samples)]
             for number, request in zip(numbers, requests, strict=True)
         ]
 
     def stream(self, request: Request) -> Iterator[Token]:
-        """Yields the tokens of a request with one sample; cancels it when the caller stops iterating.
+        """Yields the tokens of a request with one sample; cancels the request when the caller stops iterating.
 
-        Several streams, and other requests, may run at the same time.
+        Other streams and requests may run at the same time.
         """
         if request.samples != 1:
             raise InputError(f"samples={request.samples} must be 1 for a stream; use submit() with on_event for more")
@@ -258,13 +261,13 @@ class Engine:
 
     @property
     def longest_request(self) -> int:
-        """The maximum number of prompt and new tokens of a request, as limited by positions and pool rows."""
+        """The maximum number of prompt and new tokens of one request, by positions and by pool rows."""
         return min(self.tokens + 1, self._most_rows // self._token_rows)  # the last token needs no position
 
     def _namespace(self, request: Request, policy: Policy, iterations: int) -> Hashable | None:
         """Returns the prefix-cache namespace of a request; ``None`` disables sharing.
 
-        Equal prefixes have equal depths in all requests of a namespace.
+        Within a namespace, equal prefixes have equal depths.
         """
         key = prefix_key(policy, request.seed)
         unshared = request.depths is not None or request.prompt_log_probabilities is not None
@@ -274,7 +277,7 @@ class Engine:
 
     @property
     def clients(self) -> dict[str, tuple[int, int]]:
-        """Returns the numbers of (waiting, running) sequences by client, for clients that have any."""
+        """The numbers of (waiting, resident) sequences by client, for clients that have any."""
         running = Counter(sequence.client for sequence in self.scheduler.resident.values())
         return {client: (len(queue), running[client]) for client, queue in self.scheduler.queues.items()}
 

@@ -1,4 +1,4 @@
-"""Captures and replays CUDA graphs: of whole ticks, and of the body's passes where a tick cannot be one graph."""
+"""Captures and replays CUDA graphs: of whole ticks, or of the body's pass if a tick cannot be one graph."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from adaponder.inference.sampler import Features
 from adaponder.inference.tick import Extras, TickRunner, pad_lanes, to_host
 from adaponder.ops.ledger_attention import LedgerRows, Tiles, by_kernels
 
-_SHORT, _SEVERAL = 4, 8
+# The device idles for some microseconds between two graphs: ticks of up to _FEW_LANES are captured _TICKS at a time.
+_FEW_LANES, _TICKS = 4, 8
 _SPARE_TILES = 64  # in addition to the tiles of a single cohort of all rows
 
 
 def pad_context(slots: int, limit: int) -> int:
-    """Rounds an upper bound on slots up to one of a few captured sizes; costs little, as excess programs exit early."""
+    """Rounds an upper bound on slots up to a captured graph size; costs little, as programs for unused slots exit."""
     size = 512
     while size < slots:
         size *= 4
@@ -34,7 +35,7 @@ def pad_prefill(rows: int) -> int:
 
 
 class Graphs:
-    """Holds a CUDA graph of ticks for each number of lanes, features, context bound and policies, captured when needed.
+    """Captures a CUDA graph for each number of lanes, set of features, context bound and set of policies, when needed.
 
     ``ticks`` is the maximum number of ticks per launch, which sizes the logs.
     """
@@ -45,7 +46,7 @@ class Graphs:
         self.pool: Any = None
 
     def of(self, lanes: int, features: Features, context: int) -> TickGraph:
-        """Returns the graph for these sizes and features and the current policies; captures it at the first call."""
+        """Returns the graph for these sizes, features and the current policies; the first call captures it."""
         size = pad_lanes(lanes)
         context = pad_context(context, self.runner.lanes.index.shape[2])
         key = (size, features, context, self.runner.policies.key())
@@ -55,7 +56,7 @@ class Graphs:
 
 
 class TickGraph:
-    """CUDA graphs of one tick and of several ticks, which read lanes and tick number from buffers on the device."""
+    """CUDA graphs of one tick and of several ticks, which read lane numbers and tick number from device buffers."""
 
     def __init__(self, owner: Graphs, size: int, features: Features, context: int):
         runner = owner.runner
@@ -70,8 +71,7 @@ class TickGraph:
                 runner.lanes.books.tick.fill_(-1)
                 extras, _ = runner.tick(self.lane, (), features, context, self.tokens)
         self.extras = [None if values is None else values.new_zeros(owner.ticks, *values.shape) for values in extras]
-        # The device idles for some microseconds between two graphs: short ticks are captured several at a time.
-        self.several = min(_SEVERAL, owner.ticks) if size <= _SHORT else 1
+        self.several = min(_TICKS, owner.ticks) if size <= _FEW_LANES else 1
         self.single = self._capture(owner, features, context, 1)
         self.many = self.single if self.several == 1 else self._capture(owner, features, context, self.several)
 
@@ -107,8 +107,8 @@ class GraphedBody(Body):
     """Runs passes of ``body`` by replaying CUDA graphs; the pools must be the same in every call.
 
     Used when a tick cannot be one graph: for prefill, whose rows change from tick to tick, and with a user's own
-    policy. Passes with decode rows only, or with prefill rows only and a fused body, are replayed with rows padded to
-    a few sizes; other passes run eagerly. Padding rows attend to nothing (prefill) or only to themselves (decode).
+    policy. Passes with decode rows only, or with prefill rows only and a fused body, are padded to a few sizes and
+    replayed; other passes run eagerly. Padding rows attend to nothing (prefill) or only to themselves (decode).
     """
 
     def __init__(self, body: Body, owner: Graphs, padding: int):

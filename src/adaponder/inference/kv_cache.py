@@ -31,7 +31,7 @@ class Pages:
         return self.count - 1 - self.free
 
     def take(self, count: int) -> list[int] | None:
-        """Allocates ``count`` pages with a reference count of 1; returns ``None`` if fewer are free."""
+        """Allocates ``count`` pages with a reference count of 1, or returns ``None`` if fewer are free."""
         if count > self.free:
             return None
         pages = [self._free.pop() for _ in range(count)]
@@ -62,7 +62,7 @@ class Pages:
 
 
 class RowStream:
-    """Allocates the rows of one sequence, in order, from its own pages."""
+    """Allocates the rows of one sequence, in order, on pages that belong to it alone."""
 
     def __init__(self, size: int):
         self.size, self.used = size, 0
@@ -74,7 +74,7 @@ class RowStream:
         return len(self.pages) * self.size - self.used
 
     def pages_for(self, rows: int) -> int:
-        """Returns the number of pages that must be added before ``rows`` rows can be taken."""
+        """Returns how many pages must be added before ``rows`` more rows fit."""
         return max(0, -(-(rows - self.room) // self.size))
 
     def take(self, rows: int) -> list[int]:
@@ -88,7 +88,7 @@ class RowStream:
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Consecutive tokens whose rows are in the pools, with the depth of each token.
+    """Consecutive tokens whose rows are in the pools, for sharing between sequences.
 
     ``columns`` is the tokens' part of a lane's index, int32 ``[iterations, slots]``; ``pages`` hold their rows.
     """
@@ -129,7 +129,7 @@ class KVRows:
         return [page for span in self.shared for page in span.pages] + self.prefill.pages + self.decode.pages
 
     def take_prefill(self, tokens: list[int], rows: int) -> list[int]:
-        """Allocates ``rows`` prefill rows for one iteration of these tokens, equally many for each token."""
+        """Allocates ``rows`` prefill rows for one iteration of these tokens, the same number for each token."""
         pool_rows = self.prefill.take(rows)
         self._written.append((tokens, pool_rows))
         return pool_rows
@@ -158,7 +158,8 @@ class _Block:
 class PrefixCache:
     """Caches blocks of ``size`` prompt tokens; the least recently used are evicted when pages run short.
 
-    Keys are compared by their tokens, not only by a hash. Within a ``namespace``, equal prefixes have equal depths.
+    Blocks are compared by their tokens, not only by a hash. A ``namespace`` separates requests whose equal prefixes may
+    have different depths.
     """
 
     def __init__(self, pages: Pages, size: int):
@@ -183,7 +184,7 @@ class PrefixCache:
         return [block.span for block in blocks]
 
     def add(self, namespace: Hashable, tokens: Sequence[int], spans: Sequence[Span]) -> None:
-        """Caches the blocks of ``tokens``, one span each, unless they are cached already."""
+        """Caches the leading blocks of ``tokens``, one span each, unless they are cached already."""
         parent, blocks = namespace, []
         for number, span in enumerate(spans):
             key = (parent, tuple(tokens[number * self.size : (number + 1) * self.size]))
@@ -197,7 +198,7 @@ class PrefixCache:
         self._touch(blocks)
 
     def _touch(self, blocks: Sequence[_Block]) -> None:
-        """Marks blocks as recently used, in reverse, so that no block is evicted before the blocks that follow it."""
+        """Marks blocks as recently used, last block first, so that later blocks of a prefix are evicted first."""
         for block in reversed(blocks):
             self._blocks.move_to_end(block.key)
 

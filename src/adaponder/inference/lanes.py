@@ -1,4 +1,4 @@
-"""Holds the state of every lane on the device: token, iteration, KV index, block table and the method's state."""
+"""Holds the state of all lanes on the device: token, iteration, KV index, block table and the method's state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Lanes:
     def __init__(self, shape: EngineShape, like: State):
         count, slots = shape.lanes + 1, shape.tokens * shape.width
         self.padding, self.tokens = shape.lanes, shape.tokens
-        # A finished lane may use rows_in_flight more rows until the host has its results.
+        # After its last token, a lane may use rows_in_flight more rows until the host has the results.
         pages = -(-(slots * shape.passes + shape.rows_in_flight) // shape.page_size) + 1
         long, int32 = ({"dtype": dtype, "device": like.input.device} for dtype in (torch.long, torch.int32))
         self.books = Books(
@@ -46,7 +46,7 @@ class Lanes:
 
     @property
     def index(self) -> Tensor:
-        """The pool row that each iteration of a lane reads for a slot, int32 ``[lanes, iterations, slots]``."""
+        """The pool row that each iteration reads for each slot, int32 ``[lanes, iterations, slots]``; -1 for none."""
         return self.books.index
 
     def start(self, entries: Sequence[tuple[int, int, int, int]]) -> None:
@@ -78,7 +78,7 @@ def select_state(state: State, index: Any) -> State:
 
 
 def resume_state(initial: State, stored: State, lane: Tensor, iteration: Tensor) -> State:
-    """Returns the state of each row: ``initial`` at iteration 0, else its lane's entry of ``stored``."""
+    """Returns each row's state: from ``initial`` at iteration 0, else from entry ``lane`` of ``stored``."""
     pairs = zip(initial.carried, stored.carried, strict=True)
     return State(
         resume_rows(initial.input, stored.input, lane, iteration),
@@ -87,7 +87,7 @@ def resume_state(initial: State, stored: State, lane: Tensor, iteration: Tensor)
 
 
 def join_states(states: Sequence[State]) -> State:
-    """Concatenates method states along rows; drops the tensors ``hidden``, except if there is only one state."""
+    """Concatenates method states along rows, without their ``hidden`` tensors; returns a single state as it is."""
     if len(states) == 1:
         return states[0]
     carried = zip(*(state.carried for state in states), strict=True)
@@ -95,7 +95,7 @@ def join_states(states: Sequence[State]) -> State:
 
 
 def store_state(stored: State, lane: Tensor, new: State) -> None:
-    """Writes the rows of ``new`` to entries ``lane`` of ``stored``; the tensor ``hidden`` only if ``new`` has it."""
+    """Writes the rows of ``new`` to entries ``lane`` of ``stored``; ``hidden`` only if ``new`` has it."""
     targets = (stored.input, stored.hidden, *stored.carried)
     for target, values in zip(targets, (new.input, new.hidden, *new.carried), strict=True):
         if values is not None:

@@ -13,7 +13,7 @@ TopTokens = tuple[tuple[int, float], ...]
 
 
 class PromptToken(NamedTuple):
-    """One prompt token and its log-probability given the tokens before it (``None`` for the first token)."""
+    """A prompt token and its log-probability given the tokens before it (``None`` for the first token)."""
 
     id: int
     log_probability: float | None = None
@@ -21,10 +21,10 @@ class PromptToken(NamedTuple):
 
 
 class Token(NamedTuple):
-    """One generated token.
+    """A generated token.
 
     Attributes:
-        depth: the depth of the preceding token, whose last iteration predicted this token.
+        depth: the depth of the preceding token, whose last iteration predicted this one.
         log_probability: its log-probability under the model's distribution, before biases, penalties and temperature;
             ``None`` unless requested.
         top: the likeliest tokens of that distribution.
@@ -68,13 +68,13 @@ class Completion:
 
     @property
     def ids(self) -> list[int]:
-        """Token ids of the generated tokens."""
+        """The ids of the generated tokens."""
         return [token.id for token in self.tokens]
 
     @property
     def depths(self) -> list[int]:
-        """The depth of every prompt token and every generated token but the last, which the model has not processed."""
-        # Token.depth belongs to the preceding token: that of the first generated token is the prompt's last depth.
+        """The depths of all prompt tokens and of all generated tokens but the last, which the model has not read."""
+        # Token.depth is that of the preceding token: tokens[0] has the depth of the last prompt token.
         return self.prompt_depths + [token.depth for token in self.tokens[1:]]
 
     @property

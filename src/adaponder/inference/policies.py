@@ -1,9 +1,9 @@
-"""Applies the halting policy of each lane to the lane's rows in a pass that many requests share.
+"""Applies each lane's halting policy to its rows in a pass that many requests share.
 
 Each built-in policy class in use is called once on all rows, with numeric fields replaced by tensors of one value per
-row; each row takes the decision of its lane's class. Shapes are static and the host never waits, so the call can be
-captured; its graph stays valid while :meth:`LanePolicies.key` is unchanged. A user's own policy, or a built-in one with
-fields that are not numbers, is called separately on the rows of its lane, and the host waits for it.
+row; each row takes the decision of its lane's class. Shapes are static and the host never waits, so a CUDA graph can
+capture the call; the graph stays valid while :meth:`LanePolicies.key` is unchanged. A user's own policy, or a built-in
+one with fields that are not numbers, is called separately on the rows of its lane, and the host waits for it.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ class LanePolicies:
         self._integers = torch.zeros(lanes, 3, dtype=torch.int64, device=self.device)
         self._seed, self._class_number, self._last = self._integers.unbind(1)  # views of the columns
         self._forced: Tensor | None = None
-        # By lane: the class of its built-in policy (or ForcedDepths, applied as _forced); or the user's policy.
+        # By lane: the class of its built-in policy (or ForcedDepths, which _forced applies), or the user's own policy.
         self._classes: dict[int, type[Policy]] = {}
         self._callables: dict[int, Policy] = {}
         self._forcing: set[int] = set()
         self._class_numbers: dict[type[Policy], int] = {}
 
     def set(self, lane: int, policy: Policy, seed: int, depths: Mapping[int, int], last: int) -> None:
-        """Sets the policy of a lane; a :class:`ForcedDepths` policy gives the lane the depths of its sequence 0.
+        """Sets the policy of a lane; of a :class:`ForcedDepths` policy, the lane gets the depths of sequence 0.
 
-        ``depths`` maps slots to depths that override the policy (0: none); ``last`` is the last allowed iteration.
+        ``depths`` maps slots to depths that override the policy (0: no override); ``last`` is the last allowed
+        iteration.
         """
         self.clear(lane)
         forced: dict[int, int] = {}
@@ -74,7 +75,7 @@ class LanePolicies:
             write_lane(self._forced, lane, [forced.get(slot, 0) for slot in range(self.slots)])
 
     def clear(self, lane: int) -> None:
-        """Frees a lane; decisions for its rows are undefined until it is set again."""
+        """Clears a lane; decisions for its rows are undefined until it is set again."""
         for by_lane in (self._classes, self._callables, self.errors):
             by_lane.pop(lane, None)
         self._forcing.discard(lane)
@@ -115,7 +116,7 @@ class LanePolicies:
         return continues
 
     def _apply_classes(self, rows: PolicyInput, classes: Sequence[type[Policy]]) -> Tensor:
-        """Returns which rows continue under the built-in policies; False for rows of lanes with another policy."""
+        """Returns which rows continue under the built-in policies; false for rows of lanes with another policy."""
         if not classes:
             return torch.zeros_like(rows.active)
         numbers = self._numbers[rows.sequence, rows.iteration]
@@ -134,7 +135,7 @@ class LanePolicies:
             return continues
         values = {name: getattr(rows, name)[selected] for name in _PER_ROW}
         previous = None if rows.previous is None else rows.previous[selected]
-        # The policy sees its request as the only sequence.
+        # To the policy, its request is the only sequence.
         sequence = torch.zeros_like(values["slot"])
         try:
             decision = policy(replace(rows, **values, sequence=sequence, previous=previous))
@@ -149,9 +150,10 @@ class LanePolicies:
 
 
 def prefix_key(policy: Policy, seed: int) -> tuple[Any, ...] | None:
-    """Returns a key that is equal only for policies and seeds with equal decisions, or ``None`` if none is known.
+    """Returns a key that is equal only for policies and seeds with equal decisions, or ``None`` if there is none.
 
-    A user's callable, or a policy with fields other than numbers and strings, has no key: its prefixes are not shared.
+    A user's callable, or a policy with fields other than numbers and strings, has no key, so its prefixes are not
+    shared.
     """
     kind = type(policy)
     if _is_built_in(policy) or kind is ForcedDepths:
@@ -161,12 +163,12 @@ def prefix_key(policy: Policy, seed: int) -> tuple[Any, ...] | None:
     values = tuple(getattr(policy, item.name) for item in fields(policy))
     if not all(_is_plain(value) for value in values):
         return None
-    # An inherited reads_seed need not hold for a user's own rule.
+    # A user's own class may read the seed although it inherits reads_seed=False.
     return kind, values, as_int64(seed) if kind.__dict__.get("reads_seed", True) else None
 
 
 def runs_on_host(policy: Policy) -> bool:
-    """Returns whether the policy is called separately for its lane, which makes the host wait for it in every tick."""
+    """Returns whether the policy is called separately for its lane, so that the host waits for it in every tick."""
     return not _is_built_in(policy) and not isinstance(policy, ForcedDepths)
 
 

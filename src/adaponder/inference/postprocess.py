@@ -17,13 +17,13 @@ from adaponder.inference.sequence import FINISHED, Chunk, Sequence
 from adaponder.inference.tick import Extras
 from adaponder.ops.lanes import GOES_ON, NOT_A_NUMBER
 
-# A sequence's log of draft windows: by tick and entry, the sampled ids and the iterations; by tick, how many tokens are
-# accepted (see :func:`end_windows <adaponder.ops.lanes.end_windows>`).
+# A sequence's log of draft windows: by tick and window entry, the sampled ids and the iterations; by tick, the number
+# of accepted tokens (see :func:`end_windows <adaponder.ops.lanes.end_windows>`).
 WindowLog = tuple[list[int], list[int], list[int]]
 
 
-class Sampled(NamedTuple):
-    """New tokens of a sequence; ``entries``: ``tick * window + entry`` of the last iteration that sampled each."""
+class NewTokens(NamedTuple):
+    """New tokens of a sequence; ``entries`` are indices ``tick * window + entry`` of the rows that sampled them."""
 
     ids: list[int]
     depths: list[int]
@@ -33,7 +33,7 @@ class Sampled(NamedTuple):
 class Postprocessor:
     """Updates the host's view of each sequence, finishes sequences, and counts ticks, rows and tokens.
 
-    ``counts["drafted"]`` is the number of tokens started as drafts, ``counts["accepted"]`` the number accepted.
+    ``counts["drafted"]`` counts tokens started as drafts, ``counts["accepted"]`` those of them that were accepted.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler):
@@ -60,45 +60,49 @@ class Postprocessor:
                 ends = sequence.submission.stop_ids
                 if not sequence.request.ignore_eos:
                     ends = ends.union(self.runner.eos_ids)
-                sampled = read(sequence, logs[column], ends)
-                if tokens := self._tokens(sequence, sampled, extras, column, launch.ticks):
+                new = read(sequence, logs[column], ends)
+                if tokens := self._tokens(sequence, new, extras, column, launch.ticks):
                     self._append(sequence, tokens, ends, events)
         for chunk, active, scores in launch.chunks:
             if chunk in chunk.sequence.chunks:
                 self._prefill(chunk, active.tolist(), scores)
         return events
 
-    def _read(self, sequence: Sequence, log: list[int], ends: Collection[int]) -> Sampled:
-        """Returns a sequence's new tokens up to one that ends it; ``log``: by tick, the next token or ``GOES_ON``."""
+    def _read(self, sequence: Sequence, log: list[int], ends: Collection[int]) -> NewTokens:
+        """Returns a sequence's new tokens, up to one that ends it; ``log`` has a token or ``GOES_ON`` per tick."""
         start, remaining, width = -sequence.num_iterations, sequence.num_remaining, self.runner.width
         sequence.kv.decode.used += len(log) * width
         self.counts["rows"] += len(log) * width
-        ids, depths, entries = sampled = Sampled([], [], [])
+        ids, depths, entries = new = NewTokens([], [], [])
         for tick, token_id in enumerate(log):
-            if token_id != GOES_ON:
-                ids.append(token_id)
-                depths.append((tick + 1 - start) * width)
-                entries.append(tick)
-                start = tick + 1
-                if token_id in ends or len(ids) == remaining:
-                    break
+            if token_id == GOES_ON:
+                continue
+            ids.append(token_id)
+            depths.append((tick + 1 - start) * width)
+            entries.append(tick)
+            start = tick + 1
+            if token_id in ends or len(ids) == remaining:
+                break
         sequence.num_iterations = len(log) - start
-        return sampled
+        return new
 
-    def _read_window(self, sequence: Sequence, log: WindowLog, ends: Collection[int]) -> Sampled:
+    def _read_window(self, sequence: Sequence, log: WindowLog, ends: Collection[int]) -> NewTokens:
         """Returns the new tokens of a sequence with a draft window, up to one that ends it."""
         size, front, remaining = self.window, len(sequence.tokens) - 1, sequence.num_remaining
+        # The log from the earliest tick in which a token of the window may have started; ``first`` is the first new
+        # tick.
         choices, iterations, counts = (past + new for past, new in zip(sequence.window, log, strict=True))
         first = stop = len(sequence.window[2])
-        # The last tick that accepted a token: the next token was drafted unless it started later.
+        # The last tick that accepted a token: the next token was a draft if it started in that tick or earlier.
         latest = max((tick for tick in range(first) if counts[tick]), default=-1)
+        # Tokens that started as the first of the window, hence not as drafts; and the number of accepted drafts.
         certain, accepted = int(iterations[first * size + front % size] == 0), 0
-        ids, depths, entries = sampled = Sampled([], [], [])
+        ids, depths, entries = new = NewTokens([], [], [])
         for tick, count in enumerate(counts[first:], first):
             stop += 1
             for _ in range(count):
                 entry = tick * size + front % size
-                while iterations[entry] < 0:  # the token halted before one in front of it
+                while iterations[entry] < 0:  # it halted in an earlier tick, before a token in front of it
                     entry -= size
                 token_id, depth = choices[entry], iterations[entry] + 1
                 ids.append(token_id)
@@ -120,21 +124,21 @@ class Postprocessor:
         self.counts["accepted"] += accepted
         sequence.kv.decode.used += self.runner.passes * len(ids)
         sequence.completion.dropped_rows += rows - sum(depths)
-        kept = self.runner.passes - 1  # a token leaves the window in as many ticks after its first, or earlier
-        sequence.window = choices[-kept * size :], iterations[-kept * size :], counts[-kept:]
-        return sampled
+        ticks = self.runner.passes - 1  # a token leaves the window at most this many ticks after it started
+        sequence.window = choices[-ticks * size :], iterations[-ticks * size :], counts[-ticks:]
+        return new
 
-    def _tokens(self, sequence: Sequence, sampled: Sampled, extras: Extras, column: int, ticks: int) -> list[Token]:
-        """Returns new tokens with the outputs that their request asks for."""
+    def _tokens(self, sequence: Sequence, new: NewTokens, extras: Extras, column: int, ticks: int) -> list[Token]:
+        """Builds the new tokens with the outputs that their request asks for."""
         request, width = sequence.request, self.runner.width
         if not (request.gates or request.iteration_top or request.log_probabilities is not None):
-            return list(map(Token, sampled.ids, sampled.depths))
+            return list(map(Token, new.ids, new.depths))
         first, row, tokens = len(sequence.extras), column * self.window, []
         history = sequence.extras + [(extras, tick, row) for tick in range(ticks)]
-        for token_id, depth, entry in zip(*sampled, strict=True):
+        for token_id, depth, entry in zip(*new, strict=True):
             stop, place = first + entry // self.window + 1, entry % self.window
             rows = [(values, (tick, row + place)) for values, tick, row in history[stop - depth // width : stop]]
-            tokens.append(_recorded(sequence, token_id, depth, rows))
+            tokens.append(_token_with_outputs(sequence, token_id, depth, rows))
         sequence.extras = history[-self.runner.passes :]
         return tokens
 
@@ -188,7 +192,7 @@ class Postprocessor:
         size, num_cached = self.prefixes.size, sequence.kv.num_cached
         spans = [span for span in sequence.kv.shared if len(span.depths) == size]
         if namespace is None or num_cached != len(spans) * size:
-            return  # sharing is disabled, or the prompt came from another sample, which has cached it
+            return  # sharing is disabled, or another sample shared the prompt and has already cached it
         pages = sequence.kv.pages_by_block(size)
         spans += [
             self.runner.span(sequence, start, start + size, pages[start // size])
@@ -214,17 +218,19 @@ def _split(log: np.ndarray, size: int) -> list[WindowLog]:
     return list(zip(*flat, strict=True))
 
 
-def _recorded(sequence: Sequence, token_id: int, depth: int, rows: list[tuple[Any, tuple[int, int]]]) -> Token:
-    """Builds a token with the outputs that its request asks for; ``rows``: by iteration, extras and an index."""
-    request, score, top, gates, early = sequence.request, None, (), (), ()
+def _token_with_outputs(
+    sequence: Sequence, token_id: int, depth: int, rows: list[tuple[Any, tuple[int, int]]]
+) -> Token:
+    """Builds a token with the outputs that its request asks for; ``rows`` has (extras, index) by iteration."""
+    request, score, top, gates, iteration_top = sequence.request, None, (), (), ()
     extras, row = rows[-1]
     if request.log_probabilities is not None:
         score, top = float(extras.log_probability[row]), _top_tokens(extras, row, request.log_probabilities)
     if request.gates and extras.gate is not None:
         gates = tuple(float(extras.gate[row]) for extras, row in rows[: sequence.iterations - 1])
     if request.iteration_top:
-        early = tuple(_top_tokens(extras, row, request.iteration_top) for extras, row in rows)
-    return Token(token_id, depth, score, top, gates, early)
+        iteration_top = tuple(_top_tokens(extras, row, request.iteration_top) for extras, row in rows)
+    return Token(token_id, depth, score, top, gates, iteration_top)
 
 
 def _top_tokens(extras: Any, entry: tuple[int, int], count: int) -> TopTokens:

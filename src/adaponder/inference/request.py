@@ -1,4 +1,4 @@
-"""Defines and checks requests to the engine: each error names the field, the value and the cure."""
+"""Defines requests to the engine and checks them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Request(Sampling):
         logit_bias: values added to the logits of these token ids.
         stop_ids: token ids that end the completion, beside the model's end-of-text ids.
         policy: the halting policy; ``None`` takes the method's default policy, with the threshold ``tau`` if set.
-        depths: the forced depth of each slot, as a list from slot 0 or a mapping; 0, or no entry, forces nothing. Only
-            the policy's decision is replaced: gates and expected embeddings are still computed.
+        depths: forced depths, as a list from slot 0 or as a mapping from slots; 0 or no entry leaves the slot to the
+            policy. Only the policy's decision is replaced: gates and expected embeddings are still computed.
         salt: only requests with equal salts share the rows of a common prefix.
         client: requests of different clients share the engine fairly (see :class:`Scheduler
             <adaponder.inference.scheduler.Scheduler>`); results do not depend on it.
@@ -47,7 +47,7 @@ class Request(Sampling):
     client: str = ""
 
     def __post_init__(self) -> None:
-        # NumPy integers can overflow, and torch cannot index with all of them. check_request refuses non-numbers.
+        # NumPy integers can overflow, and torch cannot index with all of them. Non-numbers are left to check_request.
         for name, setting in REQUEST_FIELDS.items():
             object.__setattr__(self, name, as_plain_number(getattr(self, name), setting.type))
 
@@ -103,7 +103,7 @@ def policy_of(request: Request, model: AdaPonderForCausalLM) -> Policy:
 
 
 def forced_depths(request: Request) -> dict[int, int]:
-    """Returns ``{slot: depth}`` from ``request.depths``, without entries of 0."""
+    """Returns ``request.depths`` as ``{slot: depth}``, without depths of 0."""
     if request.depths is None:
         return {}
     pairs = request.depths.items() if isinstance(request.depths, Mapping) else enumerate(request.depths)
@@ -125,7 +125,7 @@ def _check_policy(request: Request, model: AdaPonderForCausalLM, slots: int, ite
         if not policy.causal or not policy.row_by_row:
             raise InputError(
                 f"policy={policy.spelling} reads other tokens of the sequence: it can be evaluated, but not generate; "
-                "use one that decides for each token alone"
+                "use one that decides for each token separately"
             )
         policy.check_batch(1, slots)
 

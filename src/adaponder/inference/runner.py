@@ -1,4 +1,4 @@
-"""Launches plans on the device: as CUDA graphs if the plan and the device allow, else tick by tick."""
+"""Launches plans on the device: as CUDA graphs if the device and the policies allow it, else tick by tick."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from adaponder.inference.tick import Extras, TickRunner, to_host
 from adaponder.modeling import AdaPonderForCausalLM
 
 # Multiply-adds of a matrix product per CPU thread, which take about 100 microseconds. Threads that share a product wait
-# for the slowest thread: not long compared with that time, but longer than the whole product of a small model takes.
+# for the slowest thread: a short time compared with this, but longer than a whole product of a small model takes.
 PER_THREAD = 1_000_000
 # Matrix products per layer (attention in and out, MLP up and down), and after the layers (head, expectation).
 _LAYER_PRODUCTS, _HEAD_PRODUCTS = 4, 2
@@ -34,8 +34,8 @@ class Launch:
     """A launched plan and its results, which are on the host after :meth:`wait`.
 
     Attributes:
-        decoding: by log column, the sequence and its ``kv`` at launch. If the sequence has a new ``kv`` when results
-            arrive, because it was preempted or has finished, they are dropped.
+        decoding: by log column, the sequence and its ``kv`` at launch. Results are dropped if the sequence has another
+            ``kv`` when they arrive, because it was preempted or has finished.
         log: the log ``[ticks, n, …]`` (see :mod:`adaponder.ops.lanes`), and :class:`Extras` stacked over ticks.
         chunks: each prefilled chunk, which of its tokens continue to another iteration (bool ``[n]``), and its scores.
         failed: the exceptions raised by users' own policies, by sequence.
@@ -101,12 +101,12 @@ class Runner(TickRunner):
         return launch
 
     def span(self, sequence: Sequence, start: int, stop: int, pages: frozenset[int]) -> Span:
-        """Returns tokens ``start … stop - 1``, whose rows are on ``pages``, as a span: index columns and depths."""
+        """Returns tokens ``start … stop - 1`` of a sequence, whose rows are on ``pages``, as a span."""
         columns = self.lanes.index[sequence.lane, :, start * self.width : stop * self.width].clone()
         return Span(columns, sequence.depths[start:stop], pages)
 
     def _update_lanes(self, resident: dict[int, Sequence]) -> None:
-        """Clears lanes without a sequence; sets the policy and the shared rows of lanes with a new sequence."""
+        """Clears lanes whose sequence has left; sets the policy and the shared rows of lanes with a new sequence."""
         for lane in self.occupants.keys() - resident.keys():
             self.policies.clear(lane)
             del self.occupants[lane]
@@ -153,7 +153,7 @@ class Runner(TickRunner):
 
 @contextmanager
 def pass_threads(shape: Shape, rows: int) -> Iterator[None]:
-    """Context manager that limits torch's threads to one per ``PER_THREAD`` multiply-adds of an average product."""
+    """Context manager that limits torch to one thread per ``PER_THREAD`` multiply-adds of an average matrix product."""
     weights = shape.body + _HEAD_PRODUCTS * shape.vocabulary * shape.hidden
     products = _LAYER_PRODUCTS * shape.layers + _HEAD_PRODUCTS
     before = torch.get_num_threads()

@@ -1,9 +1,9 @@
 """Samples the next token of each row on the device; the result does not depend on the rest of the batch.
 
-Logits pass through, in this order: logit bias, and a ban of stop ids until ``min_new_tokens``; repetition, presence and
-frequency penalties; temperature; top-k; top-p among the tokens that top-k kept; min-p. Tokens that tie with the least
-likely kept token are kept too. A token is drawn by Gumbel noise, a counter-based hash of (seed, sample, position, token
-id). Greedy rows take the smallest id among the likeliest tokens. Log-probabilities are of the unmodified distribution.
+Logits are modified in this order: logit bias, and a ban of stop ids until ``min_new_tokens``; repetition, presence and
+frequency penalties; temperature; top-k; top-p among the tokens that top-k left; min-p. Tokens that tie with the least
+likely remaining token remain too. A token is drawn by Gumbel noise, a counter-based hash of (seed, sample, position,
+token id). Greedy rows take the smallest id among the likeliest tokens. Log-probabilities are of unmodified logits.
 
 The settings of all lanes are device tensors that never move, shapes depend only on the number of rows and on
 :class:`Features`, and the host never waits: a CUDA graph can capture :meth:`SamplerState.choose`.
@@ -77,8 +77,8 @@ class Scores(NamedTuple):
 class Sampled(NamedTuple):
     """The sampled token of each row, int64 ``[n]``.
 
-    ``bad`` marks rows without a valid token: NaN or infinite logits, or all tokens banned. ``scores`` is ``None`` if
-    no lane needs log-probabilities.
+    ``bad`` marks rows without a valid token: NaN or infinite logits, or all tokens banned. ``scores`` is ``None`` if no
+    lane requests log-probabilities.
     """
 
     token: Tensor
@@ -151,7 +151,7 @@ def _penalties(request: Request) -> tuple[float, float, float]:
 
 
 class LaneBiases:
-    """Values added to a few logits of each lane: logit biases, and bans up to a position.
+    """Values to add to a few logits of each lane: logit biases, and bans up to a position.
 
     The buffers ``[lanes, entries]`` keep their addresses; unused entries add 0 to token 0.
     """
@@ -182,14 +182,14 @@ class LaneBiases:
 
 
 class Occurrences:
-    """Holds which tokens occur in each lane's prompt, and how often in its output, in fixed buffers ``[lanes, V]``."""
+    """Counts the tokens of each lane's output, and marks those of its prompt, in fixed buffers ``[lanes, V]``."""
 
     def __init__(self, lanes: int, vocabulary: int, device: torch.device):
         self._prompt = torch.zeros(lanes, vocabulary, dtype=torch.bool, device=device)
         self._output = torch.zeros(lanes, vocabulary, dtype=torch.int32, device=device)
 
     def set(self, lane: int, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Sets a lane's prompt tokens, and the counts of its output tokens generated so far."""
+        """Sets the tokens of a lane's prompt, and those of its output so far."""
         for buffer, tokens in ((self._prompt, prompt), (self._output, output)):
             count = torch.bincount(torch.tensor(tokens, dtype=torch.int64), minlength=buffer.shape[1])
             buffer[lane].copy_(count.to(buffer.dtype), non_blocking=True)
@@ -230,11 +230,15 @@ def prompt_log_probabilities(logits: Tensor, targets: Tensor, n: int) -> Scores:
 
 
 def likeliest(logits: Tensor, n: int) -> Tensor:
-    """Returns the ids ``[rows, min(n, V)]`` of each row's largest float32 or float64 logits; ties: lower id first."""
+    """Returns the ids of each row's n largest logits, ``[rows, min(n, V)]``; ties: lower id first.
+
+    Logits are float32 or float64.
+    """
     n = min(n, logits.shape[1])
     if logits.dtype == torch.float64:
         return logits.sort(dim=-1, descending=True, stable=True).indices[:, :n]
-    # A float's bits order as integers once negative ones are flipped; + 0.0 merges the two zeros.
+    # Sorts by logit, then by id, in one topk: as integers, the bits of floats have the same order once those of
+    # negative floats are flipped; + 0.0 merges the two zeros.
     bits = (logits + 0.0).view(torch.int32)
     order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
     last = (1 << 32) - 1

@@ -1,4 +1,4 @@
-"""Schedules ticks: admits requests by expected rows, prefills in chunks beside decoding, preempts for lack of pages."""
+"""Schedules ticks: admits requests by expected rows, prefills in chunks beside decoding, preempts if pages run out."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from adaponder.inference.config import EngineShape
 from adaponder.inference.kv_cache import PrefixCache
 from adaponder.inference.sequence import DECODING, PREFILLING, WAITING, Chunk, Sequence
 
-# Number of tokens of a kind (policy, iterations) after which their measured mean depth is used.
+# Number of tokens of a kind (policy, iterations) from which on their measured mean depth is used.
 _ENOUGH = 32
-# Number of kinds whose mean depth is kept; requests with different thresholds are of different kinds.
+# Number of kinds whose mean depth is stored; requests with different thresholds are of different kinds.
 _KINDS = 1024
 _order, _rank = attrgetter("order"), attrgetter("rank")
 
@@ -53,17 +53,17 @@ class Plan:
 
 
 class Scheduler:
-    """Assigns lanes, pages and the rows of a tick to sequences; independent of the device.
+    """Assigns lanes, pages and the rows of a tick to sequences; runs on the host only.
 
-    Clients share lanes, pages and rows fairly. A resident is a sequence that has a lane; the n-th oldest resident of a
-    client has rank n - 1, and lower ranks come first:
+    Clients share lanes, pages and rows fairly. A resident is a sequence that has a lane; a client's oldest resident has
+    rank 0, its next rank 1, and so on. Lower ranks come first:
 
     - The next sequence to be admitted is the oldest of the client with the fewest residents; clients that tie are
-      served round-robin. If it lacks a lane or rows, it preempts residents whose rank is above its own.
+      served round-robin. If it lacks a lane or rows, it preempts residents of higher rank than its own.
     - If pages run short, the resident of the highest rank is preempted.
     - The prefill rows of a tick are divided equally; rows that a client does not need go to the others.
 
-    So a client with fewer than ``lanes // clients`` residents waits for no lane, and a sequence that needs at most
+    So a client with fewer than ``lanes // clients`` residents never waits for a lane, and a sequence that needs at most
     ``chunk // clients`` prefill rows per tick takes as many ticks as if its client were alone, however many requests
     other clients have queued. The exception is a sequence whose rows do not fit beside the oldest resident of each
     other client: it waits for these residents, and later sequences wait for it. The sequences of a client are served in
@@ -79,18 +79,18 @@ class Scheduler:
         self.shape, self.pages, self.prefixes, self.width = shape, prefixes.pages, prefixes, shape.width
         self.queues: dict[str, deque[Sequence]] = {}
         self.resident: dict[int, Sequence] = {}
-        self._turns: dict[str, int] = {}  # by client: the latest turn in which it was served
-        self._turn = 0
+        self._turns: dict[str, int] = {}  # by client: its latest admission's number
+        self._turn = 0  # the number of admissions
         self._free_lanes = self._all_lanes()
-        self._depths: dict[Hashable, tuple[int, int]] = {}
-        self._paused = False
+        self._depths: dict[Hashable, tuple[int, int]] = {}  # by kind: numbers of tokens and of their iterations
+        self._paused = False  # whether admission waits for a sequence to finish, see _preempt
         self.preemptions = self.most_resident = self.tokens_reused = 0
 
     def _all_lanes(self) -> list[int]:
         return list(range(self.shape.lanes - 1, -1, -1))
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Queues sequences of one client; in round-robin order, a new client precedes the client served last."""
+        """Queues sequences of one client. In round-robin order, a new client comes before the one served last."""
         client = sequences[0].client
         self.queues.setdefault(client, deque()).extend(sequences)
         self._turns.setdefault(client, self._turn - 1)
@@ -127,7 +127,7 @@ class Scheduler:
         sequence.state, sequence.leader = WAITING, None
         sequence.num_preemptions += 1
         self.preemptions += 1
-        self._paused = True  # no admission before a sequence finishes, else two could preempt each other forever
+        self._paused = True  # until a sequence finishes: otherwise two could preempt each other forever
         queue = self.queues[sequence.client]
         queue.insert(sum(other.order < sequence.order for other in queue), sequence)
 
@@ -139,9 +139,9 @@ class Scheduler:
         self._free_lanes, self._paused = self._all_lanes(), False
 
     def record_depth(self, kind: Hashable, tokens: int, iterations: int) -> None:
-        """Adds ``tokens`` tokens, which used ``iterations`` iterations in total, to the mean depth of ``kind``."""
+        """Updates the mean depth of ``kind`` by ``tokens`` tokens that used ``iterations`` iterations in total."""
         count, total = self._depths.pop(kind, (0, 0))
-        self._depths[kind] = (count + tokens, total + iterations)  # now the last key; the first is dropped if full
+        self._depths[kind] = (count + tokens, total + iterations)  # becomes the last key; the first key is the oldest
         if len(self._depths) > _KINDS:
             del self._depths[next(iter(self._depths))]
 
@@ -152,7 +152,7 @@ class Scheduler:
         return int(tokens * self.width * self.expected_depth(sequence)) + 2 * self.pages.size
 
     def expected_depth(self, sequence: Sequence) -> float:
-        """Estimates passes per token: the mean of prescribed depths, or the mean measured for its kind (at first K)."""
+        """Estimates passes per token: the mean of prescribed depths, else the mean measured for its kind, else K."""
         if sequence.submission.forced_mean is not None:
             return sequence.submission.forced_mean
         count, total = self._depths.get(sequence.submission.kind, (0, 0))
@@ -167,7 +167,7 @@ class Scheduler:
         plan.drop_preempted()
         plan.chunks.sort(key=attrgetter("iteration"))  # chunks at one iteration share a gate call
         if plan.empty and self.resident and not any(_in_flight(sequence) for sequence in self.resident.values()):
-            # Waiting samples hold the pages that the residents lack: the resident of the highest rank is preempted.
+            # No resident can run, because waiting samples hold the pages: preempt the resident of the highest rank.
             self._preempt(max(self.resident.values(), key=_rank))
             plan.drop_preempted()
         plan.decoding.sort(key=lambda sequence: sequence.lane or 0)
@@ -181,7 +181,10 @@ class Scheduler:
         return plan
 
     def _admit(self) -> None:
-        """Admits waiting sequences while there are lanes and the expected rows of all residents fit."""
+        """Admits waiting sequences while there are lanes and the expected rows of all residents fit.
+
+        A sequence may preempt residents of higher rank; an engine without residents admits any sequence.
+        """
         self._rank_residents()
         if not any(self.queues.values()) or (not self._free_lanes and len(self.queues) == 1):
             return
@@ -191,22 +194,24 @@ class Scheduler:
             rank = sum(other.client == sequence.client for other in self.resident.values())
             behind = [other for other in self.resident.values() if other.rank[0] > rank]
             waits = self._paused and bool(self.resident) and (rank > 0 or sequence.num_preemptions > 0)
-            full = waits or not self._free_lanes
-            if full and not behind:
+            must_preempt = waits or not self._free_lanes
+            if must_preempt and not behind:
                 return
             namespace = sequence.submission.namespace
             if not sequence.kv.shared and namespace is not None:
                 sequence.kv.shared = self.prefixes.find(namespace, sequence.tokens[: sequence.num_prefill])
             needed, room = self.expected_rows(sequence), capacity - sum(rows.values())
             preempted: list[Sequence] = []
-            while self.resident and (needed > room or (full and not preempted)) and behind:
-                preempted.append(behind.pop(behind.index(max(behind, key=_rank))))
-                room += rows[preempted[-1]]
+            while self.resident and (needed > room or (must_preempt and not preempted)) and behind:
+                other = max(behind, key=_rank)
+                behind.remove(other)
+                preempted.append(other)
+                room += rows[other]
             if self.resident and needed > room:
                 if sequence.leader is None:  # a sample keeps the prompt that its leader shared
                     self._release(sequence)
                 return
-            paused = self._paused
+            paused = self._paused  # these preemptions do not pause admission
             for other in preempted:
                 self._preempt(other)
                 del rows[other]
@@ -218,19 +223,21 @@ class Scheduler:
     def _next(self) -> Sequence | None:
         """Returns the oldest ready sequence of the client with the fewest residents (ties: round-robin)."""
         residents = Counter(sequence.client for sequence in self.resident.values())
-        first = (next(filter(_is_ready, queue), None) for queue in self.queues.values())
-        ready = [sequence for sequence in first if sequence is not None]
-        return min(ready, key=lambda each: (residents[each.client], self._turns[each.client], each.order), default=None)
+        ready = [sequence for queue in self.queues.values() if (sequence := next(filter(_is_ready, queue), None))]
+
+        def priority(sequence: Sequence) -> tuple[int, int, tuple[int, int]]:
+            return residents[sequence.client], self._turns[sequence.client], sequence.order
+
+        return min(ready, key=priority, default=None)
 
     def _rank_residents(self) -> None:
-        """Sets the rank of each resident."""
         older: Counter[str] = Counter()
         for sequence in sorted(self.resident.values(), key=_order):
             sequence.rank = (older[sequence.client], sequence.order)
             older[sequence.client] += 1
 
     def _rows_of(self, sequence: Sequence) -> int:
-        """Returns the rows that a resident holds or is expected to hold at its end, whichever is more."""
+        """Returns the rows that a resident holds now or will probably hold at its end, whichever is more."""
         return max(self.expected_rows(sequence), sequence.kv.held_rows)
 
     def _assign_lane(self, sequence: Sequence) -> None:
@@ -268,7 +275,7 @@ class Scheduler:
             plan.decoding.append(sequence)
 
     def _burst_beside_prefill(self) -> int:
-        """Returns the number of ticks in this launch; it falls with the number of prefill rows still to compute."""
+        """Returns the number of ticks for the next launch: fewer, the more prefill rows are still to be computed."""
         tokens = sum(map(_prefill_left, self.resident.values()))
         share = min(1.0, tokens * self.width / self.shape.chunk)
         return max(1, round(self.shape.burst * (1.0 - share)))
@@ -287,7 +294,7 @@ class Scheduler:
         return True
 
     def _take_pages(self, count: int, sequence: Sequence) -> list[int] | None:
-        """Allocates pages or returns ``None``; may evict prefixes, then preempt higher ranks (lower priority)."""
+        """Allocates pages or returns ``None``; may evict prefixes, then preempt sequences of higher rank."""
         while not self.prefixes.make_room(count):
             behind = [other for other in self.resident.values() if other.rank > sequence.rank]
             if behind:
@@ -297,14 +304,14 @@ class Scheduler:
             sharing = [other for other in waiting if other.client != sequence.client or other.order > sequence.order]
             if not sharing:
                 return None
-            # Releases the prompt shared with a waiting sample, which will prefill it itself.
+            # Release the prompt shared with a waiting sample, which will prefill it itself.
             sample = max(sharing, key=_order)
             sample.leader = None
             self._release(sample)
         return self.pages.take(count)
 
     def _schedule_prefill(self, plan: Plan) -> None:
-        """Divides prefill rows equally between clients; rows that a client does not need are shared by the others."""
+        """Divides prefill rows equally between clients; rows that a client does not need go to the others."""
         clients: dict[str, list[Sequence]] = {}
         for sequence in sorted(self.resident.values(), key=_order):
             if sequence.state == PREFILLING:
@@ -323,7 +330,7 @@ class Scheduler:
         for sequence in sequences:
             if sequence.lane is None:
                 continue  # preempted for a sequence of lower rank
-            reached = sequence.iterations
+            reached = sequence.iterations  # the last iteration that all earlier chunks have launched
             for chunk in sequence.chunks:
                 if not chunk.in_flight and chunk.iteration <= reached:
                     room -= self._schedule_chunk(chunk, plan)
@@ -352,7 +359,7 @@ class Scheduler:
 
 
 def _prefill_left(sequence: Sequence) -> int:
-    """Returns how many tokens the next tick could prefill: unscheduled, or active in a chunk that is not in flight."""
+    """Returns the number of tokens that the next tick could prefill: not scheduled yet, or in a chunk not in flight."""
     if sequence.state != PREFILLING:
         return 0
     active = sum(len(chunk.tokens) for chunk in sequence.chunks if not chunk.in_flight)

@@ -27,10 +27,10 @@ class Submission:
 
     Attributes:
         namespace: the prefix-cache namespace; ``None`` disables sharing.
-        stop_ids: entries of the log that end a sample, without the model's end-of-text ids.
+        stop_ids: token ids that end a sample, and the log's code for NaN; without the model's end-of-text ids.
         kind: (policy, iterations): the scheduler averages depths over requests of one kind.
         forced: the depths that the request prescribes, by slot; they replace the policy's.
-        forced_mean: the mean of these depths if the request prescribes all, else ``None``.
+        forced_mean: the mean of these depths if the request prescribes a depth for every slot, else ``None``.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class Chunk:
         return self.iteration if self.in_flight else self.iteration - 1
 
     def hidden(self, zeros: Tensor) -> Tensor:
-        """Returns the hidden states of the chunk's tokens; if none are stored, ``zeros [1, …]`` repeated per token."""
+        """Returns the hidden states of the chunk's tokens, or ``zeros [1, …]`` for each token if none are stored."""
         if self.state is None or self.state.hidden is None:
             return zeros.expand(len(self.tokens), -1, -1)
         return self.state.hidden
 
     def keep(self, numbers: list[int]) -> None:
-        """Keeps only the chunk's tokens at the indices ``numbers`` of ``tokens``."""
+        """Drops all tokens except those at the indices ``numbers`` of ``tokens``."""
         if self.state is not None and 0 < len(numbers) < len(self.tokens):
             index = torch.tensor(numbers).to(self.state.input.device, non_blocking=True)
             self.state = select_state(self.state, index)
@@ -95,16 +95,15 @@ class Sequence:
 
     Attributes:
         order: (request, sample), the order of arrival.
-        rank: (number of its client's older sequences that hold a lane, order); lower ranks get pages first.
+        rank: (number of its client's older sequences with a lane, order); lower ranks get pages first.
         leader: the sample that prefills the shared prompt; ``None`` if this sample does.
         tokens: prompt and generated tokens.
         depths: the depth of each token, 0 while unknown.
         num_scheduled: tokens assigned to prefill chunks, cached ones included.
         chunks: prefill chunks that are not finished.
-        num_iterations: the current token's iterations in processed ticks, without drafting.
-        window: with drafting, the log of the last processed ticks, in which a token of the window may have started.
-        extras: where the extras of the last processed ticks are, if the request asks for any: (extras of the launch,
-            tick, first row of the sequence).
+        num_iterations: without drafting, the iterations of the current token so far.
+        window: with drafting, the log of the latest ticks, in which a token of the window may have started.
+        extras: if the request asks for any, (extras of the launch, tick, first row of the sequence) by latest tick.
         lane: ``None`` while the sequence waits.
     """
 

@@ -1,6 +1,6 @@
 """Computes one tick: a pass of the backbone over all rows, the method's update, and sampling.
 
-The rows of a tick are one row per decoding lane (with drafting, one per token of its draft window), then the rows of
+A tick has one row per decoding lane (with drafting, one per active token of its draft window), followed by the rows of
 prefill chunks, sorted by iteration. The rows of a chunk, a *cohort*, share a lane and an iteration; other rows may
 differ in both.
 """
@@ -36,7 +36,8 @@ from adaponder.policies import PolicyInput
 
 # The results of a chunk's pass: whether each token continues, bool ``[n]``, and the scores of the next tokens.
 ChunkOutput = tuple[Tensor, Scores | None]
-# One entry per token: lane, position, iteration, last allowed iteration, pool rows, previous hidden states or None.
+# Tensors of one entry per token: lane, position, iteration, last allowed iteration, pool rows, previous hidden states
+# (or None).
 TickColumns = Sequence[Any]
 Gates = Sequence[nn.Module] | nn.ModuleList
 
@@ -98,12 +99,14 @@ class TickRunner:
         ``context`` is an upper bound on the slots of the lanes; ``body``, if given, replaces the runner's body.
         """
         lanes, reads_previous = self.lanes, self.policies.reads_previous()
-        inputs, cohorts, ids = [], (), lane[:0]
+        # Rows: one per decoding lane, or one per active token of its draft window; then those of the chunks.
         if self.drafts is not None and len(lane):
             lane, state_row, begun, _ = self.drafts.begin(lane)
         else:
             state_row, begun = lane, begin_rows(lanes.books, lane, width=self.width, vanishes=self.vanishes)
-        if num_decode := len(lane):
+        num_decode = len(lane)
+        inputs, cohorts, ids = [], (), lane[:0]
+        if num_decode:
             inputs.append((lane, *begun[1:], lanes.state.hidden[state_row] if reads_previous else None))
         if chunks:
             chunk_input, ids, cohorts = self._chunk_input(chunks, num_decode, reads_previous)
@@ -113,6 +116,7 @@ class TickRunner:
             for values in zip(*inputs, strict=True)
         ]
         rows = TickRows(self, columns, num_decode, cohorts)
+        # One pass of the backbone (eq. 1), sampling, and the method's update of each row.
         state = self._start(rows, begun.token, state_row, chunks, ids)
         state = self._pass(body or self.body, rows, state, context)
         hidden = state.hidden
@@ -121,6 +125,7 @@ class TickRunner:
         if self.passes > 1:
             state = self.method.advance(rows, state)
         state = state._replace(hidden=hidden if reads_previous else None)
+        # Halted tokens are replaced by the sampled ones; the states of the others are stored for the next tick.
         extras = Extras()
         if sampled is not None:
             decoded = select_state(state, slice(num_decode))
@@ -130,7 +135,7 @@ class TickRunner:
     def _chunk_input(
         self, chunks: Sequence[Chunk], num_decode: int, reads_previous: bool
     ) -> tuple[TickColumns, Tensor, tuple[Cohort, ...]]:
-        """Returns the chunks' columns (hidden states only if ``reads_previous``), ids of new tokens, and cohorts."""
+        """Returns the chunks' columns, the ids of their tokens at iteration 0, and their cohorts."""
         width, counts = self.width, [len(chunk.tokens) for chunk in chunks]
         new_ids = [chunk.sequence.tokens[index] for chunk in chunks if chunk.state is None for index in chunk.tokens]
         of_chunks = [(chunk.sequence.lane_number, chunk.iteration, chunk.sequence.passes - 1) for chunk in chunks]
@@ -156,7 +161,7 @@ class TickRunner:
         return columns, ids[: len(new_ids)], tuple(cohorts)
 
     def _start(self, rows: TickRows, token: Tensor, state_row: Tensor, chunks: Sequence[Chunk], ids: Tensor) -> State:
-        """Returns the state of all rows before the pass: initial at iteration 0, else as the last iteration left it."""
+        """Returns the method's state of all rows before the pass: new at iteration 0, else from the last iteration."""
         embed, states = self.backbone.embed, []
         if rows.num_decode:
             initial = self.method.start(rows, embed(token[:, None]))
@@ -167,7 +172,7 @@ class TickRunner:
         return join_states(states)
 
     def _pass(self, body: Body, rows: TickRows, state: State, context: int) -> State:
-        """Runs the backbone; returns the state as the method receives its output."""
+        """Runs one pass of the backbone and returns the method's state after it."""
         width, num_decode, cohorts = self.width, rows.num_decode, rows.cohorts
         lane, slot, iteration, row = rows.lane, rows.position, rows.iteration, rows.row.flatten()
         if width > 1:
@@ -185,14 +190,15 @@ class TickRunner:
         return self.method.receive(rows, state, Pass(output.hidden.view(grid), output.stream.view(grid)))
 
     def _sample(self, rows: TickRows, begun: Begun, hidden: Tensor, features: Features) -> Callable[[], Sampled]:
-        """Begins to sample the next token of each decoding row and returns a function that returns the result.
+        """Starts sampling the next token of each decoding row; returns a function that waits for the result.
 
-        In a CUDA graph, sampling is a branch beside the method's update, since neither fills the GPU with few rows.
+        In a CUDA graph, sampling is a branch parallel to the method's update, because with few rows neither fills the
+        GPU.
         """
         logits = rows.backbone.decode_logits(hidden)
         inputs = logits, rows.lane[: rows.num_decode], begun.place, features
-        captured = logits.is_cuda and torch.cuda.is_current_stream_capturing()
-        if self.passes == 1 or not captured:
+        capturing = logits.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self.passes == 1 or not capturing:
             sampled = self.sampler.choose(*inputs)
             return lambda: sampled
         main, branch = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -200,11 +206,11 @@ class TickRunner:
         with torch.cuda.stream(branch):
             sampled = self.sampler.choose(*inputs)
 
-        def joined() -> Sampled:
+        def join() -> Sampled:
             main.wait_stream(branch)
             return sampled
 
-        return joined
+        return join
 
     def _finish_decode(
         self,
@@ -216,7 +222,7 @@ class TickRunner:
         features: Features,
         log: Tensor,
     ) -> Extras:
-        """Advances each decoding lane to its token's next iteration or to the sampled token."""
+        """Advances each decoding lane to the next iteration of its token or, if that halted, to the sampled token."""
         lanes, num_decode = self.lanes, rows.num_decode
         lane, active = rows.lane[:num_decode], rows.active[:num_decode, 0]
         if features.penalised:
@@ -235,7 +241,7 @@ class TickRunner:
     def _finish_chunks(
         self, chunks: Sequence[Chunk], rows: TickRows, state: State, hidden: Tensor
     ) -> list[ChunkOutput]:
-        """Stores the new state of each chunk and returns its results."""
+        """Stores the chunks' new states and returns their results."""
         if not chunks:
             return []
         active, outputs = to_host(rows.active[rows.num_decode :, 0]), []
@@ -265,7 +271,7 @@ class TickRunner:
 
 
 class TickRows(Rows):
-    """The rows of a tick, as methods use them: tensors ``[n, 1]`` or ``[n, width, d]`` of n tokens of ``width`` slots.
+    """The rows of a tick as methods see them: tensors ``[n, 1]`` and ``[n, width, d]``, n tokens of ``width`` slots.
 
     Attributes:
         last: the last allowed iteration of each token.
@@ -292,8 +298,8 @@ class TickRows(Rows):
         if num_decode:
             logits.append(self.runner.row_gates(gates)(values[:num_decode], self.iteration[:num_decode, None]))
         for iteration, group in groupby(self.cohorts, key=lambda cohort: cohort.iteration):
-            first, *_ = cohorts = list(group)
-            rows = slice(first.start // self.slots_per_token, cohorts[-1].stop // self.slots_per_token)
+            cohorts = list(group)
+            rows = slice(cohorts[0].start // self.slots_per_token, cohorts[-1].stop // self.slots_per_token)
             logits.append(gates[min(iteration, len(gates) - 1)](values[rows]))
         return logits[0] if len(logits) == 1 else torch.cat([values.to(logits[0].dtype) for values in logits])
 
@@ -314,7 +320,7 @@ class TickRows(Rows):
         self.active = self.active & self.runner.policies(rows)
 
     def freeze(self, new: Tensor, old: Tensor | None) -> Tensor:
-        return new  # halted rows are not in the pass
+        return new  # a tick has no halted rows
 
     def after_first(self, first: Tensor, later: Callable[[], Tensor]) -> Tensor:
         return torch.where((self.iteration == 0)[:, None, None], first, later())
@@ -324,7 +330,7 @@ class TickRows(Rows):
 
 
 class TickHead:
-    """The backbone's embedding and head in a tick; the logits of decoding rows are computed once."""
+    """The backbone's embedding and head in a tick; computes the logits of decoding rows only once."""
 
     def __init__(self, runner: TickRunner, rows: TickRows):
         self._backbone, self._top_k, self._rows = runner.backbone, runner.top_k, rows
@@ -344,9 +350,9 @@ class TickHead:
     def expected_embedding(
         self, hidden: Tensor, *, scale: float, top_k: int | None = None, keep_logits: bool = False
     ) -> Tensor:
-        """Returns :meth:`Backbone.expected_embedding` of all rows, except zeros for halted decoding rows.
+        """Equals :meth:`Backbone.expected_embedding`, except that halted decoding rows get zeros.
 
-        Decoding rows reuse their logits for sampling. The engine's ``top_k`` overrides the argument.
+        Decoding rows share their logits with sampling. The engine's ``top_k``, if set, overrides the argument.
         """
         num_decode, expected, table = self._rows.num_decode, [], self._backbone.table()
         top_k = top_k if self._top_k is None else self._top_k
@@ -363,8 +369,8 @@ class TickHead:
 class RowGates:
     """Evaluates for each row the gate of its iteration; the last gate also serves all later iterations.
 
-    The weights of plain gates are copied into stacked tensors; other gate modules are each called on all rows. Calls
-    share a counter on the device, so they must run on one stream.
+    The weights of plain gates are copied into stacked tensors for one kernel; other gate modules are each called on all
+    rows. Calls share a counter on the device, so they must run on one stream.
     """
 
     def __init__(self, gates: Gates):
@@ -377,8 +383,8 @@ class RowGates:
         rows, flat_iteration = hidden.reshape(-1, hidden.shape[-1]), iteration.reshape(-1)
         if self.stacked is None:
             logits = torch.stack([gate(rows) for gate in self.gates], dim=-1)
-            number = flat_iteration.clamp(max=len(self.gates) - 1)
-            return logits.gather(-1, number[:, None]).squeeze(-1).reshape(iteration.shape)
+            gate = flat_iteration.clamp(max=len(self.gates) - 1)
+            return logits.gather(-1, gate[:, None]).squeeze(-1).reshape(iteration.shape)
         if self.counter is None:
             self.counter = counter_on(rows.device)
         return stacked_gates(self.stacked, rows, flat_iteration, counter=self.counter).reshape(iteration.shape)

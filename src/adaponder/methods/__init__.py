@@ -1,4 +1,4 @@
-"""The methods: one short file each, all on the same backbone wrapper."""
+"""Maps names to methods, each a short file of its own, and registers new ones."""
 
 from adaponder.errors import ConfigError, shown
 from adaponder.execution.base import Iteration as Iteration
@@ -18,7 +18,7 @@ from adaponder.methods.pondernet import PonderNet
 from adaponder.registry import Scale, check_method, register_name
 from adaponder.registry import method_names as method_names
 
-# By the names in adaponder.registry, which can be imported without torch.
+# The names are those in adaponder.registry, which can be imported without torch.
 _CLASSES: dict[str, type[Method]] = {
     "adaponder": AdaPonder,
     "ponder": Ponder,
@@ -53,10 +53,10 @@ def register_method(name: str, method: type[Method], *, embedding_scale: Scale =
     ``embedding_scale`` is the default of models that are trained from scratch.
     """
     if not isinstance(name, str) or not name.isidentifier():
-        raise ConfigError(f"register_method({shown(name)}, …): a name of letters, digits and _ is needed")
+        raise ConfigError(f"register_method({shown(name)}, …): the name must consist of letters, digits and _")
     call = f"register_method({name!r}, {shown(method)})"
     if not (isinstance(method, type) and issubclass(method, Method)):
-        raise ConfigError(f"{call}: a subclass of adaponder.methods.Method is needed")
+        raise ConfigError(f"{call}: the method must be a subclass of adaponder.methods.Method")
     if name in _CLASSES and _CLASSES[name] is not method:
         raise ConfigError(f"{call}: {_CLASSES[name].__qualname__} has that name; choose another")
     _CLASSES[name] = method

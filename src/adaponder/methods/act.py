@@ -1,4 +1,4 @@
-"""ACT as in the Universal Transformer: each state is the next input, until halting probabilities add up to one."""
+"""ACT as in the Universal Transformer: each state is the next input until halting probabilities sum to one."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class AdaptiveComputationTime(Method):
 
 
 def read_out(mean: Tensor, spent: Tensor, latest: Tensor) -> Tensor:
-    """Returns the output of tokens that halt now: ``mean = sum_{n<N} p_n s_n`` plus ``R s_N``, ``R = 1 - spent``."""
+    """Equals ``mean + R s_N``, the output of tokens that halt now; ``mean = sum_{n<N} p_n s_n``, ``R = 1 - spent``."""
     return (mean + (1.0 - spent)[..., None] * latest).to(latest.dtype)
 
 

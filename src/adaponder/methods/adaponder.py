@@ -22,8 +22,8 @@ from adaponder.policies import LearnedGate, Policy
 class AdaPonder(Ponder):
     """PonderLM's recurrence with K-1 gates; ``i`` counts iterations from 0, as in the paper.
 
-    Algorithm 1: E^0 = start; for i = 0 … K-1: h^i = receive(Transformer(E^i)), E^{i+1} = advance. :meth:`Method.start`
-    returns E^0 and :meth:`Method.forward` is the loop. E^K is not used, so the last iteration has no gate.
+    Algorithm 1: ``E^0 = start``; for ``i = 0 … K-1``: ``h^i = receive(Transformer(E^i))``, ``E^{i+1} = advance(h^i)``.
+    :meth:`Method.forward` is the loop. E^K would not be used, so the last iteration has no gate.
     """
 
     def __init__(self, config: Recurrence):
@@ -33,7 +33,7 @@ class AdaPonder(Ponder):
         self.gates = nn.ModuleList(gate() for _ in range(count))
 
     def receive(self, rows: Rows, state: State, output: Pass) -> State:
-        # The pass computed eq. 1 and 10: halted tokens kept their keys and values. Here they keep h^i as well.
+        # The pass computed eq. 1 and 10: halted tokens kept their keys and values. Here they keep h as well.
         return State(state.input, rows.freeze(output.hidden, state.hidden))
 
     def advance(self, rows: Rows, state: State) -> State:
@@ -75,7 +75,7 @@ class AdaPonder(Ponder):
 
     @classmethod
     def gate_flops(cls, config: Recurrence) -> int:
-        """Returns the FLOPs of ``W2 gelu(W1 h)``, or those of a linear gate if ``gate_width`` is 0."""
+        """Returns the FLOPs of ``W2 gelu(W1 h)``, or of one linear layer if ``gate_width`` is 0."""
         d, inner = config.hidden_size, config.gate_width * config.hidden_size
         return 2 * (d * inner + inner) if inner else 2 * d
 
@@ -94,7 +94,8 @@ class PonderLoss:
     """Cross-entropy plus ``weight`` times the mean of the smallest ``fraction`` of all gates (eq. 12 and 13).
 
     With ``pool="each"`` that mean is taken per iteration, then averaged. ``weight`` and ``fraction`` are the paper's
-    lambda and ``k_s``; :func:`adaponder.halting.ponder_pool` explains ``on`` and ``pool``, :class:`Objective` the rest.
+    lambda and ``k_s``. See :func:`adaponder.halting.ponder_pool` for ``on`` and ``pool``, :class:`Objective` for
+    ``bottom_k`` and ``share``.
     """
 
     needs_states: ClassVar[bool] = False
@@ -110,7 +111,7 @@ class PonderLoss:
         losses = CrossEntropy()(trajectory, score, execution)  # eq. 11
         if trajectory.gates is None or self.weight == 0.0:
             return losses
-        # Without padding every token counts, and the pool's size is known without synchronising with the device.
+        # None if there is no padding: then the pool's size is known without synchronising with the device.
         real = None if execution.tokens.plain else execution.tokens.real
         pool = ponder_pool(trajectory.gates, real, execution.depth, on=self.on, pool=self.pool)
         if self.pool == "each":

@@ -1,6 +1,6 @@
-"""Methods that can stop at any depth: training halts tokens at random, and gates predict the gain of later iterations.
+"""Methods that may stop at any depth: training halts tokens at random, and gates predict the gain of later iterations.
 
-:class:`Anytime` has PonderLM's recurrence, :class:`Relay` Ouro's, and :class:`Reread` PonderNet's; losses, random halts
+:class:`Anytime` has PonderLM's recurrence, :class:`Relay` Ouro's, and :class:`Reread` PonderNet's. Losses, random halts
 and gates are the same.
 """
 
@@ -25,8 +25,8 @@ from adaponder.methods.objectives import (
     Objective,
     Scorer,
     Trajectory,
+    local_count,
     losses_by_depth,
-    own_count,
     with_term,
 )
 from adaponder.policies import GateOrChance, LearnedGate, Policy, RandomRates, as_int64
@@ -36,10 +36,10 @@ class Anytime(AdaPonder):
     """``E^{i+1} = E^i + m^{i+1} e^i``: AdaPonder's gates decide which tokens continue, but do not weight updates.
 
     At full depth this is PonderLM. Training halts tokens at random (``halt_prior``), independently of the gates, and
-    takes the loss after every iteration (``loss_prior``), so that the backbone learns to predict among halted tokens.
-    Gates learn, from detached states, whether some later iteration lowers a token's loss by more than
-    ``lookahead_delta``: the gates' loss trains only the gates, the prediction loss only the backbone. In a share
-    ``gate_share`` of the sequences the gates halt tokens, as at inference.
+    takes the loss after every iteration (``loss_prior``), so the backbone learns to predict from a context of halted
+    tokens. Gates learn whether a later iteration lowers a token's loss by more than ``lookahead_delta``. They read
+    detached states: the gates' loss trains only the gates, the prediction loss only the backbone. In a share
+    ``gate_share`` of the sequences, the gates halt tokens, as at inference.
     """
 
     def __init__(self, config: Recurrence):
@@ -81,7 +81,7 @@ class Anytime(AdaPonder):
     browser_update = "mixed"
 
     def training_policy(self, progress: float) -> Policy:
-        """Returns a policy of random halts, with almost none at progress 0; from progress 1 on, ``self.halting``."""
+        """Returns random halts, almost none at progress 0 and more as it grows; ``self.halting`` from progress 1 on."""
         return RandomRates(min(1e6, self.config.halt_prior / max(progress, 1e-6))) if progress < 1 else self.halting
 
     @classmethod
@@ -95,7 +95,7 @@ class Anytime(AdaPonder):
 
     @classmethod
     def complete(cls, config: Recurrence) -> None:
-        """Raises unless ``loss_prior`` has one share per depth, adding up to 1."""
+        """Raises unless ``loss_prior``, if set, has one share per depth, adding up to 1."""
         prior = config.loss_prior
         if prior is None:
             return
@@ -140,9 +140,9 @@ class Reread(Anytime):
 class EveryDepthLoss:
     """The mean over targets of ``sum_i prior[i] / r_i * loss_i``, over iterations ``i`` in which the token is active.
 
-    ``r_i`` is the expected share of tokens that reach iteration ``i`` if the policy halts at random, else 1. So this
-    estimates ``sum_i prior[i] * E[loss_i]``, however a batch is split into micro-batches. Where gates halt the tokens
-    of a sequence, only each token's loss after its last iteration counts, as at inference.
+    ``r_i`` is the expected share of tokens that reach iteration ``i`` under random halts (1 with other policies). So
+    this estimates ``sum_i prior[i] * E[loss_i]``, however a batch is split into micro-batches. In sequences whose
+    tokens are halted by gates, only each token's loss after its last iteration counts, as at inference.
     """
 
     needs_states: ClassVar[bool] = True
@@ -168,7 +168,7 @@ class EveryDepthLoss:
 
 
 def gated_sequences(execution: Execution) -> Tensor | None:
-    """Returns ``bool[batch, 1]``, true where gates halt a sequence's tokens; ``None`` without ``GateOrChance``."""
+    """Returns ``bool[batch, 1]``, true for sequences halted by gates; ``None`` if the policy halts all one way."""
     policy = execution.control.policy
     if not isinstance(policy, GateOrChance):
         return None
@@ -195,8 +195,8 @@ class LookaheadLoss:
     """The backbone's loss plus the binary cross-entropy of gates against labels, averaged over gates.
 
     The label of gate ``i`` is 1 if a later iteration lowers the token's loss by more than ``delta`` nats, else 0. Only
-    tokens at full depth are labelled, because a halted token's later gains are unknown; and only in sequences that are
-    halted at random: elsewhere the gates select which tokens reach full depth. Sequences are weighted equally.
+    tokens at full depth are labelled, because the gains of halted tokens are unknown, and only in sequences halted at
+    random, because elsewhere the gates decide which tokens reach full depth. Sequences are weighted equally.
 
     Attributes:
         depths: the loss that trains the backbone.
@@ -213,7 +213,7 @@ class LookaheadLoss:
     by: Literal["tokens", "nats"] = "tokens"
     share: float | None = None
     without_target: bool = False
-    mean_count: Callable[[Tensor], Tensor] = own_count
+    mean_count: Callable[[Tensor], Tensor] = local_count
 
     def __call__(self, trajectory: Trajectory, score: Scorer, execution: Execution) -> Losses:
         by_depth = losses_by_depth(trajectory, score)
@@ -248,10 +248,10 @@ def gains_ahead(losses: Tensor) -> Tensor:
     return losses[:-1] - best_from[1:]
 
 
-def mean_over_sequences(values: Tensor, mask: Tensor, mean_count: Callable[[Tensor], Tensor] = own_count) -> Tensor:
+def mean_over_sequences(values: Tensor, mask: Tensor, mean_count: Callable[[Tensor], Tensor] = local_count) -> Tensor:
     """Averages ``values`` where ``mask`` is true, first per sequence, then over sequences; both are ``[batch, time]``.
 
-    Sequences without true entries are left out; ``mean_count`` averages the number of the rest over processes.
+    Sequences without true entries are left out; ``mean_count`` averages the number of the others over processes.
     """
     count = mask.sum(1)
     means = (values * mask).sum(1) / count.clamp_min(1)

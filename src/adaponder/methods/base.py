@@ -1,4 +1,4 @@
-"""The base class of all methods: the update of a row between two passes of the backbone, and facts about the method."""
+"""The base class of methods: how a row is updated between two passes of the backbone, and facts about a method."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Method(nn.Module, ABC):
     :meth:`forward` runs the recurrence over whole batches, all rows at one iteration. The engine calls ``start``,
     ``receive`` and ``advance`` with rows at different iterations, so they must not depend on the rest of the batch.
 
-    Other packages read facts about a method from its class and never test its name. Facts that depend on settings are
-    class methods that take a config, so costs are known before a model is built.
+    Other packages read facts about a method from its class and never compare its name. Facts that depend on settings
+    are class methods that take a config, so that costs are known before a model is built.
 
     Attributes:
         halts: whether tokens can stop before the last iteration.
-        signal: what policies receive as ``gate`` (gate, exit or router); policies that need another kind are rejected.
+        signal: the kind of value that policies receive as ``gate``: gate, exit or router (see ``Policy.signal``).
         fixed_iterations: the only supported K, overriding the config; ``None`` leaves K to the config.
         mixes_vocabulary: whether a token's next input contains the expected embedding over the vocabulary.
         has_ponder_term: whether ``Objective.ponder_weight`` adds a term to the loss.
@@ -46,11 +46,11 @@ class Method(nn.Module, ABC):
         exit_threshold: the default of ``config.exit_threshold``; ``None`` for methods without an exit rule.
         gates_apart: whether gradients of the method's parameters and of the backbone are clipped separately.
         gate_meaning: axis label of the gate's value in figures.
-        gates_decide: whether policies compare their threshold with one gate's value, not with a sum or product.
+        gates_decide: whether policies compare a threshold with one gate's value, not with a sum or product of several.
         after_halting: label in figures of the iterations after a token has halted.
         exported: whether ``adaponder export`` supports the method; not inherited.
-        browser_update: the name of ``advance`` in ``serving/local/model.js``; ``None``: not there; not inherited.
-        keep_logits: whether to keep vocabulary logits for the backward pass instead of recomputing them.
+        browser_update: name of the method's ``advance`` in ``serving/local/model.js``, if it has one; not inherited.
+        keep_logits: whether to keep vocabulary logits for backward instead of recomputing them.
     """
 
     halts: ClassVar[bool] = False
@@ -98,8 +98,8 @@ class Method(nn.Module, ABC):
             hidden = state.hidden
             if i < passes - 1:
                 state = self.advance(execution, state)
-            if execution.shown == i:
-                execution.show(hidden)  # not yet shown by decide, which shows it with its gate
+            if execution.shown == i:  # decide, if called, has already reported the pass, with its gate
+                execution.show(hidden)
         gates = torch.stack(execution.gate_logits, dim=-1) if execution.gate_logits else None
         return Trajectory(state.hidden, gates, execution.states)
 
@@ -108,7 +108,7 @@ class Method(nn.Module, ABC):
         return embedded * self.config.input_scale
 
     def arrange(self, tokens: Tokens, iterations: int) -> Tokens:
-        """Returns the tokens in the layout that the backbone reads (pause inserts pauses after each token)."""
+        """Returns the tokens in the layout that the backbone reads: as they are, except that pause inserts slots."""
         return tokens
 
     def reuse(self) -> str:
@@ -123,15 +123,16 @@ class Method(nn.Module, ABC):
         """Initialises the parameters that the method adds to the backbone."""
 
     def default_policy(self, *, training: bool) -> Policy:
+        """Returns the policy of a forward that sets none."""
         return self.full_depth
 
     def exit_policy(self) -> Policy:
-        """Returns the policy that exits at ``config.exit_threshold``."""
+        """Returns the policy that halts tokens at ``config.exit_threshold``."""
         assert self.config.exit_threshold is not None  # set by complete
         return ExitThreshold(self.config.exit_threshold)
 
     def training_policy(self, progress: float) -> Policy | None:
-        """Returns the policy after a share ``progress`` of ``train.capacity_warmup``; ``None``: the default policy."""
+        """Returns the policy at ``progress`` (0 to 1) through ``train.capacity_warmup``; ``None``: the default one."""
         return None
 
     def objective(self, values: Objective) -> LossFunction:
@@ -145,7 +146,10 @@ class Method(nn.Module, ABC):
 
     @classmethod
     def requested_depth(cls, config: Recurrence, closed_share: float) -> float | None:
-        """Returns the mean depth if the loss closes ``closed_share`` of the gates; ``None`` if it targets no depth."""
+        """Returns the mean depth that training aims at if the ponder loss closes ``closed_share`` of the gates.
+
+        ``None`` if training aims at no depth.
+        """
         return None if cls.halts else float(config.iterations)
 
     @classmethod
@@ -161,12 +165,12 @@ class Method(nn.Module, ABC):
 
     @classmethod
     def can_be_exported(cls) -> bool:
-        """Returns whether the class itself sets ``exported``; a parent's value does not count."""
+        """Returns ``exported`` of the class itself; a parent's value does not count."""
         return bool(vars(cls).get("exported", False))
 
     @classmethod
     def passes(cls, iterations: int) -> int:
-        """Returns the number of backbone passes for ``iterations``; a slot has at most one ledger row per pass."""
+        """Returns the number of backbone passes, which is also the maximum number of ledger rows per slot."""
         return iterations
 
     @classmethod
@@ -176,12 +180,12 @@ class Method(nn.Module, ABC):
 
     @classmethod
     def reuse_rule(cls, config: Recurrence) -> str:
-        """Returns how tokens attend to halted tokens: a value of ``config.reuse``, or ``absent`` if they cannot."""
+        """Returns which rows of halted tokens others attend to: a value of ``config.reuse``, or ``absent`` for none."""
         return "state"
 
     @classmethod
-    def own_parameters(cls, config: Recurrence) -> int:
-        """Returns the number of parameters that the method adds, biases included; allocates no memory for them."""
+    def added_parameters(cls, config: Recurrence) -> int:
+        """Returns the number of parameters that the method adds; allocates no memory."""
         with torch.device("meta"):
             return sum(parameter.numel() for parameter in cls(config).parameters())
 

@@ -1,4 +1,4 @@
-"""Cost of a forward of any method: iterations, FLOPs and K/V bytes, from shapes and depths alone.
+"""Computes the cost of a forward of any method (iterations, FLOPs and K/V bytes) from shapes and depths alone.
 
 Each multiply-add of a matrix product counts as 2 FLOPs; norms, softmax, activations, rotary embeddings and policies are
 left out. Attention is counted in one of two ways: ``causal`` counts only the (query, key) pairs that the mask allows,
@@ -22,7 +22,7 @@ Attention = Literal["causal", "square"]
 
 
 class Parameters(NamedTuple):
-    """The number of parameters of the stock decoder, and the number that the method adds."""
+    """Numbers of parameters: of the stock decoder, and those that the method adds."""
 
     backbone: int
     added: int
@@ -33,8 +33,8 @@ class Parameters(NamedTuple):
 
 
 def parameters_of(config: Recurrence, *, shape: Shape | None = None) -> Parameters:
-    """Returns the number of parameters of the stock decoder and the number that the method adds."""
-    added = method_class(config.method).own_parameters(config)
+    """Counts the parameters of a model with this config, without building it."""
+    added = method_class(config.method).added_parameters(config)
     return Parameters((shape or shape_of(config.backbone_config)).parameters, added)
 
 
@@ -65,7 +65,7 @@ class Cost:
 
     @classmethod
     def nothing(cls) -> Cost:
-        """Returns a cost of zero, to start a sum."""
+        """Returns the zero cost, the start of a sum."""
         return cls(*(0 for _ in fields(cls)))
 
     @property
@@ -83,7 +83,7 @@ class Cost:
         return self.flops / max(1, self.vanilla)
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+        return Cost(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 def cost_of(
@@ -106,9 +106,9 @@ def cost_of(
         depth: the depth of each token, ``[batch, time]``, as a forward returns it; 0 for padding.
         config: the method and its settings.
         shape: the backbone's shape; ``None`` computes it from ``config`` in a fraction of a second.
-        past: tokens already in the ledger: their depths ``[batch, past]``, or their number if all have full depth.
+        past: the depths of tokens already in the ledger, ``[batch, past]``, or their number if all have full depth.
         max_iterations: the forward's maximum depth; ``None``: the config's.
-        logits: number of tokens that get logits; ``None``: every real token.
+        logits: number of tokens for which logits are computed; ``None``: every real token.
         every_gate: whether gates of halted tokens are evaluated too, as with ``output_gates`` or ``labels``.
         dtype: dtype of the cached keys and values.
         attention: ``causal`` or ``square``, see this module's docstring. Packed documents count as one document.
@@ -124,8 +124,8 @@ def cost_of(
     active = [int((depth > i).sum()) for i in range(iterations)]
     tokens, total_depth = active[0], sum(active)
     with_logits = tokens if logits is None else logits
-    rows, attended = _reading(depth, past, shape, attention, **layout)
-    vanilla_rows, vanilla_attention = _reading(depth.clamp(max=1), past.clamp(max=1), shape, attention)
+    rows, attended = _rows_and_attention(depth, past, shape, attention, **layout)
+    vanilla_rows, vanilla_attention = _rows_and_attention(depth.clamp(max=1), past.clamp(max=1), shape, attention)
     head = 2 * shape.vocabulary * shape.hidden * with_logits
     # Expected embeddings are computed only for tokens that are active in the next iteration.
     mixed = sum(active[1:]) if method.mixes_vocabulary else 0
@@ -149,12 +149,13 @@ def per_depth(config: Recurrence, *, context: int = 0, shape: Shape | None = Non
 
     For methods that cannot halt, depth n means ``max_iterations=n``.
     """
-    shape, halts = shape or shape_of(config.backbone_config), method_class(config.method).halts
-    options = {"shape": shape, "past": context}
-    return [
-        cost_of(torch.tensor([[depth]]), config, **options, max_iterations=None if halts else depth)
-        for depth in range(1, config.iterations + 1)
-    ]
+    shape = shape or shape_of(config.backbone_config)
+    halts = method_class(config.method).halts
+    costs = []
+    for depth in range(1, config.iterations + 1):
+        most = None if halts else depth
+        costs.append(cost_of(torch.tensor([[depth]]), config, shape=shape, past=context, max_iterations=most))
+    return costs
 
 
 def training_flops(config: Recurrence, *, sequence: int, shape: Shape | None = None) -> float:
@@ -162,8 +163,8 @@ def training_flops(config: Recurrence, *, sequence: int, shape: Shape | None = N
 
     Backward counts as two forwards, and the head once per hidden state that the loss scores; recomputation is left out.
     """
-    row = torch.full((1, sequence), config.iterations)
-    cost = cost_of(row, config, shape=shape, every_gate=True)
+    depth = torch.full((1, sequence), config.iterations)
+    cost = cost_of(depth, config, shape=shape, every_gate=True)
     extra_states = method_class(config.method).states_scored(config.iterations) - 1
     return 3 * (cost.flops + extra_states * cost.head) / sequence
 
@@ -176,7 +177,7 @@ def expectation_flops(shape: Shape) -> int:
     return 4 * shape.vocabulary * shape.hidden
 
 
-def _reading(
+def _rows_and_attention(
     depth: Tensor, past: Tensor, shape: Shape, attention: str, *, passes: int = 1, slots: int = 1, reuse: str = "state"
 ) -> tuple[int, int]:
     """Returns (rows computed, FLOPs of attention), summed over ``passes`` passes; each token takes ``slots`` slots.
@@ -209,14 +210,14 @@ def _pairs(query: Tensor, key: Tensor, order: Tensor, window: int | None) -> int
     """
     visible = key.cumsum(1)
     if window is not None:
-        # Subtract the keys that are older than the window, by rank.
-        gone = torch.searchsorted(order, order - window, right=True)
-        visible = visible - nn.functional.pad(visible, (1, 0)).gather(1, gone)
+        # Subtract the keys before the window.
+        first = torch.searchsorted(order, order - window, right=True)
+        visible = visible - nn.functional.pad(visible, (1, 0)).gather(1, first)
     return int(visible[query].sum())
 
 
 def _checked(depth: Tensor, past: int | Tensor, config: Recurrence, iterations: int) -> tuple[Tensor, Tensor]:
-    """Returns the depths of new and past tokens on the CPU; raises on depths that the method does not support."""
+    """Returns the depths of new and of past tokens, on the CPU; raises on depths that the method does not support."""
     if not 1 <= iterations <= config.iterations:
         raise InputError(
             f"max_iterations={iterations} must be between 1 and {config.iterations}, the model's iterations"
@@ -235,6 +236,6 @@ def _checked(depth: Tensor, past: int | Tensor, config: Recurrence, iterations: 
     if impossible:
         times = f"1 to {iterations}" if halts else f"{iterations}"
         raise InputError(
-            f"depth={impossible}: {config.method} reads a token {times} times (0: padding); fewer: max_iterations"
+            f"depth={impossible}: with {config.method} a token has depth {times} (0: padding); fewer: max_iterations"
         )
     return depth, past

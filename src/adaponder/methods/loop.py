@@ -1,4 +1,4 @@
-"""Loop Transformer, which repeats the layer stack on its own residual stream; and vanilla, which runs it once."""
+"""Loop Transformer, which runs the layers again on their own residual stream, and vanilla, which runs them once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from adaponder.methods.base import Method, State
 
 
 class Loop(Method):
-    """Repeats the layers on their own output: E^0 is not added again, and only the last loop's output is normed."""
+    """Runs the layers on their own output: E^0 is not added again, and only the last loop's output is normed."""
 
     browser_update = "stream"
 

@@ -1,4 +1,4 @@
-"""Mixture-of-Recursions, expert choice: before each further recursion, a router selects tokens."""
+"""Mixture-of-Recursions with expert choice: before each further recursion, a router selects tokens."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class MixtureOfRecursions(Method):
     """``x[selected] += alpha sigmoid(router) stack(x[selected])``; other tokens keep ``x`` and cannot be attended to.
 
     The first recursion computes every token, without weighting, so it needs no router and K = 1 is vanilla (law 4).
-    Training selects the tokens with the largest logits of each sequence, so a selection depends on later tokens;
-    evaluation and decoding select positive logits, which the auxiliary loss trains to be the same tokens.
+    Training selects the tokens of a sequence with the largest logits, so the selection depends on later tokens.
+    Evaluation and decoding select positive logits, which :class:`RouterLoss` trains to be the same tokens.
     """
 
     def __init__(self, config: Recurrence):
         super().__init__(config)
-        # A router maps the residual stream before the final norm to the logit of computing the token again.
+        # Each router maps the residual stream before the final norm to the logit of computing the token again.
         self.routers = nn.ModuleList(Logit(config.hidden_size, bias=False) for _ in range(config.gates()))
 
     def start(self, rows: Rows, embedded: Tensor) -> State:
@@ -58,7 +58,7 @@ class MixtureOfRecursions(Method):
         return self.top_share() if training else RouterThreshold()
 
     def top_share(self, progress: float = 1.0) -> Policy:
-        """Returns the non-causal training policy; it keeps all tokens at progress 0, ``config.capacities`` at 1."""
+        """Returns the non-causal training policy: keeps all tokens at progress 0, ``config.capacities`` at 1."""
         ramp = 0.5 * (1.0 - math.cos(math.pi * min(1.0, max(0.0, progress))))
         capacities = self.config.capacities or []
         return Ranked(Shares(shares=tuple(1.0 - (1.0 - capacity) * ramp for capacity in capacities[1:])))
@@ -88,25 +88,25 @@ class MixtureOfRecursions(Method):
 
     @classmethod
     def complete(cls, config: Recurrence) -> None:
-        """Checks the capacities; if unset, sets the paper's for K = 4 (mean depth 3.8), or all to 1 for any other K."""
+        """Checks ``capacities``; if unset, sets the paper's for K = 4 (mean depth 3.8), for any other K all to 1."""
         iterations, capacities = config.iterations, config.capacities
         if capacities is None:
             capacities = [1.0, 0.97, 0.93, 0.9] if iterations == 4 else [1.0] * iterations
         values = [float(value) for value in capacities]
         if len(values) != iterations:
-            raise ConfigError(f"capacities has {len(values)} entries for iterations={iterations}: give one for each")
+            raise ConfigError(f"capacities has {len(values)} entries for iterations={iterations}: one per iteration")
         if values[0] != 1.0:
             raise ConfigError(f"capacities[0]={values[0]} must be 1: the first recursion reads every token")
         if any(not 0.0 < value <= 1.0 for value in values) or values != sorted(values, reverse=True):
-            raise ConfigError(f"capacities={values} must be above 0, at most 1 and never growing")
+            raise ConfigError(f"capacities={values} must be above 0, at most 1, and must not increase")
         config.capacities = values
 
 
 @dataclass
 class RouterLoss:
-    """Cross-entropy plus ``weight`` times :func:`agreement` with the training selection, summed over routers.
+    """Cross-entropy plus ``weight`` times :func:`selection_loss`, summed over routers.
 
-    The term makes a router's logit positive for selected tokens and negative for others.
+    The term makes a router's logit positive for the tokens that training selects and negative for others.
     """
 
     needs_states: ClassVar[bool] = False
@@ -120,11 +120,11 @@ class RouterLoss:
             return losses
         depth = execution.depth
         # Router i selects the tokens of iteration i + 1 among those of iteration i.
-        terms = [agreement(logit, depth > i, depth > i + 1) for i, logit in enumerate(execution.gate_logits)]
+        terms = [selection_loss(logit, depth > i, depth > i + 1) for i, logit in enumerate(execution.gate_logits)]
         return with_term(losses, "router", torch.stack(terms).sum(), score, weight=self.weight, share=self.share)
 
 
-def agreement(logit: Tensor, eligible: Tensor, selected: Tensor) -> Tensor:
+def selection_loss(logit: Tensor, eligible: Tensor, selected: Tensor) -> Tensor:
     """Returns the binary cross-entropy of logits against the mask ``selected``, averaged over eligible tokens."""
     logit = widened(logit)
     bce = nn.functional.binary_cross_entropy_with_logits(logit, selected.to(logit.dtype), reduction="none")

@@ -1,4 +1,4 @@
-"""Training losses: their inputs and outputs, their scheduled settings, and the scoring of targets."""
+"""Defines the inputs and outputs of training losses and their scheduled settings, and scores targets."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ class Losses(NamedTuple):
 
 
 class Scorer:
-    """Computes losses of hidden states; means are sums divided by ``items`` (``None``: the number of counted tokens).
+    """Computes the cross-entropy of hidden states; means are sums divided by ``items``.
 
-    ``logits``: the logits of the last hidden state, if already computed; all others are computed in chunks.
+    ``items=None`` is the number of counted tokens. ``logits`` are those of the last hidden state, if already computed;
+    all others are computed in chunks.
 
     Attributes:
         counted: ``bool[batch, time]``: real tokens with a target.
@@ -107,8 +108,8 @@ class CrossEntropy:
         return Losses(cross_entropy, {"cross_entropy": cross_entropy})
 
 
-def own_count(count: Tensor) -> Tensor:
-    """Returns ``count`` unchanged: the mean over processes if there is only one."""
+def local_count(count: Tensor) -> Tensor:
+    """Returns ``count``, which is its mean over processes if there is only one."""
     return count
 
 
@@ -133,7 +134,7 @@ class Objective:
         bottom_k_mean, "averages the pool of gates; several processes rank their gates together"
     )
     mean_count: Callable[[Tensor], Tensor] = setting(
-        own_count,
+        local_count,
         "averages a term's divisor, such as the number of sequences with labels, over the processes of a run",
     )
     share: float | None = setting(
@@ -155,8 +156,8 @@ def losses_by_depth(trajectory: Trajectory, score: Scorer) -> Tensor:
 def with_term(losses: Losses, name: str, term: Tensor, score: Scorer, *, weight: float, share: float | None) -> Losses:
     """Returns ``losses`` with ``share * weight * term`` added to the total, and ``term`` to the terms.
 
-    ``share`` (``None``: ``score.share``) is needed because ``term`` is not a mean over targets: with it, summing the
-    losses of several batches averages their terms.
+    ``term`` is not a mean over targets: multiplied by ``share`` (``None``: ``score.share``), it is averaged when the
+    losses of several batches are summed.
     """
     factor = weight * (score.share if share is None else share)
     if isinstance(factor, Tensor):
@@ -167,7 +168,7 @@ def with_term(losses: Losses, name: str, term: Tensor, score: Scorer, *, weight:
 def as_targets(
     ids: Tensor, labels: Tensor | None, targets: Tensor | None, vocabulary: int, *, document: Tensor | None
 ) -> Tensor | None:
-    """Returns each token's target: ``targets``, or ``labels`` shifted left by one; -100 at the end of a document."""
+    """Returns each token's target: ``targets``, or ``labels`` shifted left by one with -100 at document ends."""
     for name, values in (("labels", labels), ("targets", targets)):
         if values is not None and values.shape != ids.shape:
             raise InputError(f"{name} has shape {tuple(values.shape)}, input_ids {tuple(ids.shape)}: they must agree")

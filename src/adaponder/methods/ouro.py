@@ -1,4 +1,4 @@
-"""Ouro (LoopLM): the final-normed state is the next loop's input; an exit gate weights the loss of each loop."""
+"""Ouro (LoopLM): the final-normed state is the next loop's input, and an exit gate weights the loss of each loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from adaponder.policies import Policy
 
 
 class Ouro(Method):
-    """Ouro with one exit gate for all loops; training runs every loop, and tokens exit early only in evaluation."""
+    """Ouro with one exit gate for all loops. Training runs every loop; tokens exit early only in evaluation."""
 
     def __init__(self, config: Recurrence):
         super().__init__(config)
@@ -72,7 +72,7 @@ class Ouro(Method):
 
 @dataclass
 class ExpectedExitLoss:
-    """Loss of stage I: expected loss under each token's exit distribution minus ``entropy_weight`` times entropy."""
+    """Loss of stage I: the expectation under each token's exit distribution, minus ``entropy_weight`` * its entropy."""
 
     needs_states: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""Pause tokens: K-1 pauses with the token's position follow each token; the last pause predicts the next token."""
+"""Pause tokens: K-1 pauses at the same position follow each token, and the last one predicts the next token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adaponder.methods.base import Method, State
 
 
 class Pause(Method):
-    """One pass with K slots per token (the token and K-1 pauses) instead of K passes; ``max_iterations`` sets K."""
+    """Runs one pass with K slots per token (token and K-1 pauses) instead of K passes; ``max_iterations`` sets K."""
 
     def __init__(self, config: Recurrence):
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""PonderLM: after each pass the expected next embedding is added to a token's input; all depths are equal."""
+"""PonderLM: adds the expected next embedding to a token's input after each pass; every token has depth K."""
 
 from __future__ import annotations
 
@@ -27,5 +27,10 @@ class Ponder(Method):
 
     def expected_embedding(self, rows: Rows, hidden: Tensor) -> Tensor:
         """Returns the expected embedding under each active row's next-token distribution (eq. 6 to 8)."""
-        options = {"top_k": self.config.expectation_top_k, "keep_logits": self.keep_logits}
-        return rows.map(partial(rows.backbone.expected_embedding, scale=self.config.table_scale, **options), hidden)
+        expectation = partial(
+            rows.backbone.expected_embedding,
+            scale=self.config.table_scale,
+            top_k=self.config.expectation_top_k,
+            keep_logits=self.keep_logits,
+        )
+        return rows.map(expectation, hidden)

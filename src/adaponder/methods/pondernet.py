@@ -1,4 +1,4 @@
-"""PonderNet: a pass's input is embedding plus last state; a loss keeps exit probabilities near a geometric prior."""
+"""PonderNet: a pass reads embedding plus last state; the loss keeps exit probabilities near a geometric prior."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class PonderNet(Method):
 
     @classmethod
     def requested_depth(cls, config: Recurrence, closed_share: float) -> float:
-        """Returns the mean depth under the geometric prior."""
+        """Returns the mean depth under the geometric prior; there is no ponder loss that closes gates."""
         return mean_exit(config.exit_prior, config.iterations)
 
     @classmethod
@@ -87,8 +87,8 @@ class PonderNet(Method):
 class GeometricExitLoss:
     """The mean over targets of ``sum_n p_n loss_n + weight * KL(p || geometric(prior))``.
 
-    The prior exits with probability ``prior`` after each iteration and, like ``p``, with certainty after the last.
-    The term ``expected_depth`` reports ``sum_n n p_n``, because the depth in training is always K.
+    The prior exits with probability ``prior`` after each iteration and, like ``p``, always after the last. The term
+    ``expected_depth`` is ``sum_n n p_n``; the depth of training forwards is always K.
     """
 
     needs_states: ClassVar[bool] = True
@@ -98,7 +98,7 @@ class GeometricExitLoss:
 
     def __call__(self, trajectory: Trajectory, score: Scorer, execution: Execution) -> Losses:
         losses = losses_by_depth(trajectory, score)
-        logit = torch.zeros_like(losses[:1])  # of the last iteration; unused, since every token exits after it
+        logit = torch.zeros_like(losses[:1])  # a placeholder: every token exits after the last iteration
         if trajectory.gates is not None:
             logit = torch.cat([trajectory.gates.movedim(-1, 0).to(losses.dtype), logit])
         log_p = exit_log_probabilities(logit)

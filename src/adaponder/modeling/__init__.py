@@ -1,4 +1,4 @@
-"""The Hugging Face model: forward, generate, losses, save and load; importing it registers the Auto classes."""
+"""Defines the Hugging Face model, its outputs and ``generate``; importing it registers the Auto classes."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""The settings and the outputs of a forward, and checks of its arguments."""
+"""Defines the run-time settings and the outputs of a forward, and checks its arguments."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from adaponder.policies import Policy, PolicyInput
 
 PolicyLike = Policy | Callable[[PolicyInput], Tensor]
 
-# Arguments that Hugging Face passes to every model, and may pass here; only num_items_in_batch is used.
-_HARMLESS = {"num_items_in_batch", "cache_position", "token_type_ids", "tokenizer"}
+# Arguments that Hugging Face may pass to any model; only num_items_in_batch is used here.
+_ACCEPTED = {"num_items_in_batch", "cache_position", "token_type_ids", "tokenizer"}
 # Arguments of kernels for packed sequences; ``position_ids`` that restart carry the same information.
-OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
 @dataclass(frozen=True)
 class RunTime:
-    """The settings that a caller can change in each forward; a field with its default value counts as unset."""
+    """The settings that a caller can change in each forward. A field with its default value counts as unset."""
 
     policy: PolicyLike | None = None
     max_iterations: int | None = None
@@ -37,7 +37,7 @@ class RunTime:
         if isinstance(self.seed, Tensor):
             require_whole("seed", self.seed)
         elif not isinstance(self.seed, int | None):
-            raise InputError(f"seed={self.seed!r} must be a whole number, or a tensor with one for each sequence")
+            raise InputError(f"seed={self.seed!r} must be a whole number, or a tensor with one per sequence")
 
     def over(self, below: RunTime | None) -> RunTime:
         """Merges with ``below``, which supplies unset fields."""
@@ -45,27 +45,27 @@ class RunTime:
         return self if below is None else replace(below, **given)
 
     def check_batch(self, sequences: int) -> None:
-        """Raises if ``seed`` is a tensor without exactly one seed for each sequence."""
+        """Raises if ``seed`` is a tensor without exactly one seed per sequence."""
         if isinstance(self.seed, Tensor) and self.seed.shape != (sequences,):
             raise InputError(f"seed has shape {tuple(self.seed.shape)}, it must be [{sequences}]: one per sequence")
 
 
-def refuse_foreign(kwargs: dict[str, Any]) -> None:
+def refuse_unknown(kwargs: dict[str, Any]) -> None:
     """Raises if ``kwargs`` sets arguments that this model's ``forward`` does not take."""
     given = {key for key, value in kwargs.items() if value is not None and value is not False}
     if "output_attentions" in given:
         raise InputError("output_attentions: attention weights are not kept; hooks on backbone layers can see them")
-    if packing := given & {*OF_PACKING}:
+    if packing := given & {*PACKING_ARGUMENTS}:
         raise InputError(
             f"{', '.join(sorted(packing))}: forward has no such argument, position_ids that restart replace it; "
             "with TRL use adaponder.integrations.PonderSFTTrainer, which leaves it out"
         )
-    if foreign := given - _HARMLESS:
-        raise InputError(f"{', '.join(sorted(foreign))}: forward has no such argument")
+    if unknown := given - _ACCEPTED:
+        raise InputError(f"{', '.join(sorted(unknown))}: forward has no such argument")
 
 
 def kept_positions(logits_to_keep: int | Tensor) -> slice | Tensor:
-    """Returns the positions whose logits a forward returns, as an index of the time axis."""
+    """Turns ``logits_to_keep`` into an index of the time axis: a slice, or a tensor of indices."""
     if isinstance(logits_to_keep, Tensor):
         require_whole("logits_to_keep", logits_to_keep)
         return logits_to_keep
@@ -87,9 +87,9 @@ class AdaPonderOutput(ModelOutput):
     """The output of a forward; values that were not requested are ``None``.
 
     Attributes:
-        loss: cross-entropy, plus the method's own terms in training or where an ``objective`` was given.
+        loss: cross-entropy, plus the method's own terms in training or if an ``objective`` was given.
         logits: ``[batch, kept, vocabulary]`` after each token's last iteration, at the positions ``logits_to_keep``.
-        past_key_values: the ledger, where ``use_cache`` or a ledger was given.
+        past_key_values: the ledger, if ``use_cache`` or a ledger was given.
         hidden_states: on request, final-normed hidden states ``[batch, time, hidden]`` after each pass, the last of
             which the head reads (Hugging Face's own models give one per layer).
         depth: ``[batch, time]``, the iterations of each token; 0 for padding.
@@ -109,7 +109,7 @@ class AdaPonderOutput(ModelOutput):
 
     @property
     def last_hidden_state(self) -> Tensor:
-        """Raises, because TRL's trainers would compute a loss from hidden states, without the ponder term."""
+        """Raises, because TRL's trainers would compute a loss from it that lacks the ponder term."""
         raise AttributeError(
             "last_hidden_state: open the model with AutoModel to get it. TRL's trainers read it to compute a loss of "
             "their own, which has no ponder term: DPOTrainer, GRPOTrainer and the like are not supported; for "
@@ -119,7 +119,7 @@ class AdaPonderOutput(ModelOutput):
 
 @dataclass
 class AdaPonderModelOutput(ModelOutput):
-    """The output of ``AutoModel``; ``last_hidden_state``: final-normed states after each token's last iteration."""
+    """The output of ``AutoModel``; ``last_hidden_state`` is final-normed, after each token's last iteration."""
 
     last_hidden_state: Tensor | None = None
     past_key_values: Ledger | None = None

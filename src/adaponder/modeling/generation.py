@@ -1,4 +1,4 @@
-"""``generate`` over a ledger, and its checks before the first token: each error names the field and the cure."""
+"""Runs Hugging Face's ``generate`` over a ledger, after checking the prompt and the settings."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from adaponder.execution.tokens import check_ids
 from adaponder.fields import Field, Range, Sampling, fields_of, violation
 from adaponder.modeling.arguments import RunTime, check_room
 
-# The generating model and its run-time control. Not passed as keyword arguments, because Hugging Face would pass them
+# The generating model and its run-time settings. Not passed as keyword arguments, because Hugging Face would pass them
 # to an assistant model too, but not to the additional forwards of classifier-free guidance.
 _GENERATING: ContextVar[tuple[Any, dict[str, Any]] | None] = ContextVar("generating", default=None)
 _RUN_TIME = tuple(item.name for item in fields(RunTime))
-# The ranges of the engine's requests, except that temperature is above 0: greedy decoding is do_sample=False here.
+# The same ranges as the engine's, except that temperature must be above 0: here do_sample=False means greedy decoding.
 _CHECKED = (
     *(fields_of(Sampling)[name] for name in ("top_p", "top_k", "max_new_tokens")),
     Field("temperature", float, range=Range.parse("(0, inf)")),
@@ -39,22 +39,23 @@ def generating(model: Any) -> RunTime | None:
 def check_generation(
     input_ids: Tensor | None, settings: Mapping[str, Any], *, vocabulary: int, positions: int | None
 ) -> None:
-    """Raises on prompts and settings that ``generate`` cannot use; ``positions`` is the backbone's limit.
+    """Raises on prompts and settings that ``generate`` cannot use.
 
-    ``settings`` are the values of the generation config, overridden by the keyword arguments.
+    ``settings`` are the values of the generation config, overridden by the keyword arguments; ``positions`` is the
+    backbone's number of positions, ``None`` if it is unlimited.
     """
     embedded = settings.get("inputs_embeds")
     if embedded is None and input_ids is None and settings.get("bos_token_id") is not None:
-        input_ids = torch.tensor([[settings["bos_token_id"]]])  # transformers begins with it
+        input_ids = torch.tensor([[settings["bos_token_id"]]])  # transformers starts from this token
     if embedded is not None:
         # Given both, transformers reads the embeddings and returns the ids before the new tokens.
         if embedded.ndim != 3 or (input_ids is not None and input_ids.shape != embedded.shape[:2]):
             raise InputError("inputs_embeds must be [batch, time, hidden], and input_ids beside it [batch, time]")
         input_ids = torch.full(embedded.shape[:2], -1, device=embedded.device)  # no token id, so no padding
     if input_ids is None or input_ids.ndim != 2 or 0 in input_ids.shape:
-        raise InputError("input_ids: the prompt is empty, and no bos_token_id begins one; give at least one token")
+        raise InputError("input_ids: the prompt is empty and there is no bos_token_id; give at least one token")
     if embedded is None:
-        # Synchronises the device once, here, and not in every forward.
+        # Synchronises the device once, instead of in every forward.
         check_ids("input_ids", input_ids, vocabulary, wait=True)
     real = _real_tokens(input_ids, settings)
     if (real == 0).any():
@@ -78,7 +79,7 @@ def check_generation(
 
 
 def _real_tokens(ids: Tensor, settings: Mapping[str, Any]) -> Tensor:
-    """Counts each sequence's real tokens by the mask or, without a mask, by the padding token, like Hugging Face."""
+    """Counts the real tokens of each sequence as Hugging Face does: by the mask, else by the padding token."""
     mask = settings.get("attention_mask")
     if mask is not None:
         if mask.ndim != 2 or mask.shape != ids.shape:
@@ -106,25 +107,27 @@ def _check_length(prompt: int, settings: Mapping[str, Any], positions: int) -> N
         raise InputError(f"max_length={total}: the backbone has {positions} positions")
 
 
-def check_cache(cache: Any, wanted: Ledger) -> Ledger:
-    """Returns ``cache`` if it is a ledger with the settings of ``wanted``, a new and empty ledger; raises otherwise."""
+def check_cache(cache: Any, new: Ledger) -> Ledger:
+    """Returns ``cache``; raises unless it is a ledger with the same settings as ``new``, an empty one."""
     if not isinstance(cache, Ledger):
         raise CacheError(
             f"past_key_values is a {type(cache).__name__}: this model keeps one row per token and iteration, which "
             "only its own Ledger can hold (static, quantised and offloaded caches cannot); leave it out to get one"
         )
-    other = [
-        f"{name} {theirs} instead of {wanted.identity[name]}"
-        for name, theirs in cache.identity.items()
-        if wanted.identity.get(name, theirs) != theirs
+    differences = [
+        f"{name} {value} instead of {new.identity[name]}"
+        for name, value in cache.identity.items()
+        if new.identity.get(name, value) != value
     ]
-    if other:
-        raise CacheError(f"past_key_values was filled with {', '.join(other)}: use the same settings, or a new cache")
+    if differences:
+        raise CacheError(
+            f"past_key_values was filled with {', '.join(differences)}: use the same settings, or a new cache"
+        )
     return cache
 
 
 def _require_numbers(input_ids: Tensor, logits: Tensor) -> Tensor:
-    """Returns the logits; raises if they contain NaN, because token 0 would be generated."""
+    """Returns the logits unchanged; raises on NaN, from which Hugging Face would silently generate token 0."""
     if bool(logits.isnan().any()):
         raise EvaluationError(
             f"after {input_ids.shape[1]} tokens the model's logits are NaN: its weights are damaged, or it overflows "
@@ -136,12 +139,12 @@ def _require_numbers(input_ids: Tensor, logits: Tensor) -> Tensor:
 class LedgerGenerationMixin(GenerationMixin):
     """Hugging Face's ``generate`` over a ledger instead of its own caches.
 
-    The model class provides ``new_ledger`` and ``_policy``. The class name ends in "GenerationMixin", by which Hugging
-    Face recognises models that can generate.
+    The model class provides ``new_ledger`` and ``_policy``. Hugging Face recognises models that can generate by a base
+    class whose name ends in "GenerationMixin".
     """
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses Hugging Face's continuous batching (``generate_batch``), whose cache has one row per token."""
+        """Raises: Hugging Face's continuous batching (``generate_batch``) has a cache with one row per token."""
         raise InputError(
             "generate_batch: Hugging Face's continuous batching has no rows for iterations; use "
             "adaponder.inference.Engine(model).generate([Request(prompt=ids), …])"
@@ -149,10 +152,10 @@ class LedgerGenerationMixin(GenerationMixin):
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any):
-        """Runs Hugging Face's ``generate`` in every mode that works with a ledger as its cache.
+        """Runs Hugging Face's ``generate``, with a ledger as its cache.
 
-        See :meth:`forward` for ``policy``, ``max_iterations`` and ``seed``. The depths of all processed tokens are
-        in ``past_key_values.depth`` of the result.
+        See :meth:`forward` for ``policy``, ``max_iterations`` and ``seed``. The result's ``past_key_values.depth`` has
+        the depths of all processed tokens.
         """
         given = {name: value for name, value in kwargs.items() if value is not None}
         check_generation(
@@ -183,17 +186,17 @@ class LedgerGenerationMixin(GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        """Provides a ledger, because Hugging Face's default cache holds one row per token instead of K."""
-        wanted = generation_config.cache_implementation
-        if wanted not in (None, "dynamic"):
+        """Sets a ledger as the cache: Hugging Face's default cache has one row per token instead of up to K."""
+        implementation = generation_config.cache_implementation
+        if implementation not in (None, "dynamic"):
             raise CacheError(
-                f"cache_implementation={wanted!r} keeps one row per token and layer; this model keeps one per "
+                f"cache_implementation={implementation!r} keeps one row per token and layer; this model keeps one per "
                 "iteration too: leave it out to use the ledger"
             )
         cache = model_kwargs.get("past_key_values")
         _, run_time = _GENERATING.get() or (None, {})
-        fresh = self.new_ledger(run_time.get("max_iterations"))
+        ledger = self.new_ledger(run_time.get("max_iterations"))
         if cache is not None:
-            check_cache(cache, fresh)._is_user_defined = True
+            check_cache(cache, ledger)._is_user_defined = True
         elif generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = fresh
+            model_kwargs["past_key_values"] = ledger

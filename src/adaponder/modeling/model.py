@@ -1,4 +1,4 @@
-"""Defines the Hugging Face models :class:`AdaPonderForCausalLM` and, for hidden states, :class:`AdaPonderModel`."""
+"""Defines the Hugging Face models: :class:`AdaPonderForCausalLM`, and :class:`AdaPonderModel` for hidden states."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from adaponder.modeling.arguments import (
     PolicyLike,
     RunTime,
     kept_positions,
-    refuse_foreign,
+    refuse_unknown,
 )
 from adaponder.modeling.generation import LedgerGenerationMixin, check_cache, generating
 from adaponder.modeling.saving import StrictCheckpointMixin
 from adaponder.policies import Policy, as_policy, sequence_seeds
 
-# Cross-entropy and the method's own terms; built once, so that no compiler traces its checks.
-_PLAIN = Objective()
+# Cross-entropy and the method's own terms; built once, because torch.compile cannot trace its checks.
+_DEFAULT_OBJECTIVE = Objective()
 
 
 class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrainedModel):
-    """A stock Hugging Face decoder that runs up to K iterations per token, as one method of the family prescribes.
+    """A stock Hugging Face decoder that runs up to K iterations per token, by the recurrence of ``config.method``.
 
-    ``model.backbone`` is the stock model; only its attention setting and its padding embedding's gradient change.
-    ``model.method`` holds what the method adds (gates, routers).
+    ``model.backbone`` is the stock model, of which only the attention implementation and ``padding_idx`` change.
+    ``model.method`` holds the parameters that the method adds (gates, routers).
     """
 
     config: AdaPonderConfig
@@ -75,7 +75,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             refuse_halting(backbone, config.method)
         self._wrapped = Backbone(backbone)
         self.gradient_checkpointing = False
-        # Defaults of a forward in training: adaponder.integrations sets them at every step.
+        # Defaults of a forward in training mode; adaponder.integrations sets them before every step.
         self.training_objective: Objective | LossFunction | None = None
         self.training_policy: PolicyLike | None = None
         self.training_seed: int | None = None
@@ -156,9 +156,9 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
 
         Args:
             input_ids: ``[batch, time]``; with a cache, the tokens it does not hold yet.
-            attention_mask: 0 for padding, left or right; with a cache, over cached tokens too.
-            position_ids: derived from the mask when absent, so left padding changes nothing.
-            labels: shifted inside; -100 is ignored, as are predictions made at padding and at a document's last token.
+            attention_mask: 0 for padding, left or right; with a cache, it includes the cached tokens.
+            position_ids: by default derived from the mask, so left padding changes nothing.
+            labels: shifted by one inside; -100 is ignored, as are padding and each document's last token.
             targets: labels that are already shifted: the token that each token should predict.
             past_key_values: the :class:`Ledger` of an earlier forward, to continue from.
             use_cache: return a ledger to continue from.
@@ -168,10 +168,10 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             policy: decides depths instead of the method's default policy.
             max_iterations: limit on each token's iterations.
             execution: ``dense`` or ``compact``; by default dense in training, else compact if that skips tokens. A
-                sequence of numbers means compact execution with a constant number of rows in each pass after the first;
-                if more tokens are active in a pass (compare ``depth``), the output is wrong.
-            allow_mismatch: skip halted tokens although ``reuse="kv"`` updates their hidden state.
-            objective: the loss; by default ``training_objective`` in training and cross-entropy in evaluation.
+                list sets the number of rows that compact execution computes in each pass after the first; if more
+                tokens are active in a pass (compare ``depth``), the output is wrong.
+            allow_mismatch: skip halted tokens although ``reuse="kv"`` would update their hidden state.
+            objective: the loss; by default ``training_objective`` in training, cross-entropy in evaluation.
             output_logits: return logits; if false, the loss computes them in chunks, which saves memory.
             output_gates: return all gates; those of halted tokens are evaluated on the frozen hidden state.
             output_iteration_logits: return logits after each iteration.
@@ -179,50 +179,57 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             on_iteration: called with an :class:`Iteration` after each pass.
             seed: seed of policies that draw random numbers: an int for all sequences (default 0), or ``[batch]``.
         """
-        refuse_foreign(kwargs)
-        sizes = {"vocabulary": self.config.vocab_size, "hidden_size": self.config.hidden_size}
-        grid = check_inputs(input_ids, inputs_embeds, **sizes)
-        run_time = self._run_time(RunTime(policy, max_iterations, seed, on_iteration, allow_mismatch), grid.shape[0])
+        refuse_unknown(kwargs)
+        # Without ids, a placeholder of the same shape stands for them.
+        ids = check_inputs(
+            input_ids, inputs_embeds, vocabulary=self.config.vocab_size, hidden_size=self.config.hidden_size
+        )
+        run_time = self._run_time(RunTime(policy, max_iterations, seed, on_iteration, allow_mismatch), ids.shape[0])
         iterations = self.most_iterations(run_time.max_iterations)
         ledger = self._ledger(past_key_values, use_cache=use_cache, iterations=iterations)
-        masks = {"attention_mask": attention_mask, "position_ids": position_ids, "document_ids": document_ids}
-        tokens = arrange_tokens(grid, **masks, ledger=ledger)
+        tokens = arrange_tokens(
+            ids, attention_mask=attention_mask, position_ids=position_ids, document_ids=document_ids, ledger=ledger
+        )
         self._check_positions(tokens, given=position_ids is not None)
-        targets = as_targets(grid, labels, targets, self.config.vocab_size, document=tokens.document)
-        loss, positions = None if targets is None else self._loss_function(objective), kept_positions(logits_to_keep)
+        targets = as_targets(ids, labels, targets, self.config.vocab_size, document=tokens.document)
+        loss = None if targets is None else self._loss_function(objective)
+        positions = kept_positions(logits_to_keep)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        every_state = output_hidden_states or output_iteration_logits or getattr(loss, "needs_states", False)
+        keep_states = output_hidden_states or output_iteration_logits or getattr(loss, "needs_states", False)
         control = Control(
             iterations=iterations,
             policy=self._policy(run_time.policy, generates=ledger is not None),
             seed=0 if run_time.seed is None else run_time.seed,
             every_gate=output_gates or targets is not None,
-            keep_states=bool(every_state),
+            keep_states=bool(keep_states),
             hook=run_time.on_iteration,
         )
-        control.policy.check_batch(grid.shape[0], tokens.last_slot + 1)
+        control.policy.check_batch(ids.shape[0], tokens.last_slot + 1)
         rows = self._execution(execution, tokens, control, ledger, run_time.allow_mismatch)
-        trajectory = self._recur(rows, grid if inputs_embeds is None else inputs_embeds, ledger)
-        hidden, logits, parts = trajectory.hidden, None, {}
+        trajectory = self._recur(rows, ids if inputs_embeds is None else inputs_embeds, ledger)
+
+        logits = None
         if output_logits:
-            # The loss needs every position's logits: then they are computed once, and the kept ones are a slice.
-            logits = self.wrapped.logits(hidden[:, positions] if loss is None else hidden)
+            # The loss needs the logits of all positions; those to return are sliced from them below.
+            logits = self.wrapped.logits(trajectory.hidden[:, positions] if loss is None else trajectory.hidden)
+        values: dict[str, Any] = {}
         if targets is not None and loss is not None:
             items = kwargs.get("num_items_in_batch")
             score = Scorer(trajectory, logits, targets, tokens.real, self.wrapped.head(), items)
             losses = loss(trajectory, score, rows)
-            parts |= {"loss": losses.total, "terms": losses.terms}
-            logits = logits if logits is None else logits[:, positions]
+            values |= {"loss": losses.total, "terms": losses.terms}
+            if logits is not None:
+                logits = logits[:, positions]
         if output_hidden_states:
-            parts["hidden_states"] = tuple(trajectory.states)
+            values["hidden_states"] = tuple(trajectory.states)
         if output_gates and trajectory.gates is not None:
-            parts["gates"] = gate_probability(trajectory.gates)
+            values["gates"] = gate_probability(trajectory.gates)
         if output_iteration_logits:
             logits_by_pass = [self.wrapped.logits(state[:, positions]) for state in trajectory.states]
-            parts["iteration_logits"] = torch.stack(logits_by_pass)
-        depth = rows.depth.unflatten(1, (grid.shape[1], -1)).sum(-1)
-        output = AdaPonderOutput(**parts, logits=logits, depth=depth, past_key_values=ledger)
+            values["iteration_logits"] = torch.stack(logits_by_pass)
+        depth = rows.depth.unflatten(1, (ids.shape[1], -1)).sum(-1)
+        output = AdaPonderOutput(**values, logits=logits, depth=depth, past_key_values=ledger)
         return output.to_tuple() if return_dict is False else output
 
     def _recur(self, rows: Execution, inputs: Tensor, ledger: Ledger | None) -> Trajectory:
@@ -260,7 +267,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             return CrossEntropy()
         if objective is None:
             self._warn_of_objective()
-            objective = _PLAIN
+            objective = _DEFAULT_OBJECTIVE
         if isinstance(objective, Objective):
             return self.method.objective(objective)
         if not callable(objective):
@@ -271,9 +278,10 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
 
     def most_iterations(self, max_iterations: int | None) -> int:
         """Returns a forward's iteration limit: ``max_iterations`` or, if ``None``, the config's; raises if invalid."""
+        most = self.config.iterations
         if max_iterations is None:
-            return self.config.iterations
-        most, is_int = self.config.iterations, isinstance(max_iterations, int) and not isinstance(max_iterations, bool)
+            return most
+        is_int = isinstance(max_iterations, int) and not isinstance(max_iterations, bool)
         if not is_int or not 1 <= max_iterations <= most:
             raise InputError(f"max_iterations={max_iterations!r} must be between 1 and {most}, the model's iterations")
         return max_iterations
@@ -284,13 +292,14 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             return
         if not self.method.halts:
             raise InputError(
-                f"policy: {self.config.method} reads every token equally often; use max_iterations to read fewer times"
+                f"policy: {self.config.method} cannot halt single tokens; use max_iterations to run all fewer times"
             )
         policy = as_policy(policy)
         policy.check_signal(self.method.signal, self.config.method, self.config.iterations)
         policy.check(self.config.method, self.config.iterations)
 
     def _policy(self, given: PolicyLike | None, *, generates: bool) -> Policy:
+        """Returns ``given``, checked, or the method's default policy; raises if it must be causal and is not."""
         self.check_policy(given)
         policy = self.method.default_policy(training=self.training) if given is None else as_policy(given)
         if generates and not policy.causal:
@@ -322,7 +331,10 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
     def _execution(
         self, name: Any, tokens: Tokens, control: Control, ledger: Ledger | None, allow_mismatch: bool
     ) -> Execution:
-        """Returns the execution of a forward; by default compact with a ledger or if halted tokens can be skipped."""
+        """Builds the execution of a forward; ``name`` is the ``execution`` argument of :meth:`forward`.
+
+        The default is compact if there is a ledger or if halted tokens can be skipped, else dense.
+        """
         limits = tuple(name) if isinstance(name, list | tuple) else None
         if limits is None and name not in (None, "dense", "compact"):
             raise InputError(f"execution={name!r} must be dense or compact")
@@ -350,11 +362,13 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             "stream": self.method.needs_stream(iterations),
         }
         batch = (self.wrapped, self.method.arrange(tokens, iterations), control)
-        if limits is None and name != "compact" and ledger is None and not (name is None and skips):
-            return Dense(*batch, **options)
-        if ledger is None and self.wrapped.packs():
-            return Packed(*batch, **options, limits=limits)
-        return Cached(*batch, **options, ledger=self.new_ledger(iterations) if ledger is None else ledger)
+        if ledger is None:
+            if name == "dense" or (name is None and not skips):
+                return Dense(*batch, **options)
+            if self.wrapped.packs():
+                return Packed(*batch, **options, limits=limits)
+            ledger = self.new_ledger(iterations)
+        return Cached(*batch, **options, ledger=ledger)
 
     def _warn_of_objective(self) -> None:
         """Warns once if gates are trained without an objective, whose ponder term would teach them to close."""
@@ -370,6 +384,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         )
 
     def _check_positions(self, tokens: Tokens, *, given: bool) -> None:
+        """Raises if a position is beyond the backbone's; ``given``: whether the caller passed ``position_ids``."""
         limit = self.config.max_position_embeddings
         # Derived positions are at most the last slot, which is known without a device synchronisation.
         if limit is None or (not given and tokens.last_slot < limit):
@@ -405,9 +420,9 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
 
 
 class AdaPonderModel(AdaPonderForCausalLM):
-    """The model that ``AutoModel`` opens: the same weights; returns hidden states instead of logits.
+    """The model that ``AutoModel`` opens: the same weights, but it returns hidden states instead of logits.
 
-    The head is kept: the recurrence mixes embeddings by the distribution that the head predicts.
+    It still has the head, because the recurrence needs the next-token distribution.
     """
 
     def forward(
@@ -424,17 +439,18 @@ class AdaPonderModel(AdaPonderForCausalLM):
             value = kwargs.pop(name, None)
             if value is not None and value is not False:
                 raise InputError(f"{name}: AutoModel returns hidden states only; open it with AutoModelForCausalLM")
-        every = kwargs.pop("output_hidden_states", None)
-        every = self.config.output_hidden_states if every is None else every
-        read: Any = super().forward(
+        output_hidden_states = kwargs.pop("output_hidden_states", None)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        full: Any = super().forward(
             input_ids, attention_mask, position_ids, **kwargs, output_logits=False, output_hidden_states=True
         )
         output = AdaPonderModelOutput(
-            last_hidden_state=read.hidden_states[-1],
-            past_key_values=read.past_key_values,
-            hidden_states=read.hidden_states if every else None,
-            depth=read.depth,
-            gates=read.gates,
+            last_hidden_state=full.hidden_states[-1],
+            past_key_values=full.past_key_values,
+            hidden_states=full.hidden_states if output_hidden_states else None,
+            depth=full.depth,
+            gates=full.gates,
         )
         return output.to_tuple() if return_dict is False else output
 
@@ -443,9 +459,9 @@ class AdaPonderModel(AdaPonderForCausalLM):
 
 
 def _train_padding(stock: PreTrainedModel) -> None:
-    """Unsets ``padding_idx`` of the embeddings, so that the padding token's embedding is trained like all others.
+    """Unsets ``padding_idx``, so that the padding token's embedding gets gradients like all others.
 
-    Texts may contain that token (padding itself is masked), and another ``pad_token_id`` must not change training.
+    Texts may contain that token (padding itself is masked), and changing ``pad_token_id`` must not change training.
     """
     embedding = cast(Any, stock.get_input_embeddings())
     if getattr(embedding, "padding_idx", None) is not None:

@@ -1,4 +1,4 @@
-"""Strict saving and loading through Hugging Face's methods: no code is run, no key may be missing or unexpected."""
+"""Loads and saves through Hugging Face's methods, but strictly: no code is run, no key is missing or unexpected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from adaponder.config import AdaPonderConfig
 from adaponder.errors import CheckpointError, InputError, listed
 from adaponder.files import checksums_wanted
 
-_NEVER = {
+_REFUSED = {
     "trust_remote_code": "loading weights never executes code here",
     "use_safetensors": "weights are read from safetensors only, a pickle could execute code",
     "ignore_mismatched_sizes": "a tensor of another shape is an error here",
@@ -44,8 +44,8 @@ class StrictCheckpointMixin:
         Compares every file with the manifest, if there is one (a second or two per gigabyte); config, generation config
         and tokenizer must name the same end and padding tokens. ``verify=False`` or ``ADAPONDER_VERIFY=0`` skips both.
         """
-        for name, reason in _NEVER.items():
-            # lm-eval passes subfolder="" and trust_remote_code=False, which have no effect.
+        for name, reason in _REFUSED.items():
+            # Accepts values without effect: lm-eval passes subfolder="" and trust_remote_code=False.
             if kwargs.pop(name, None) not in (None, "", name == "use_safetensors"):
                 raise InputError(f"{name}: {reason}")
         if pretrained_model_name_or_path is None:
@@ -81,7 +81,7 @@ class StrictCheckpointMixin:
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Runs torch's ``load_state_dict``, but unknown keys are an error with ``strict=False`` too.
 
-        ``transformers.Trainer`` resumes with ``strict=False``, which would silently skip a head with another name.
+        ``transformers.Trainer`` resumes with ``strict=False``, which would silently skip a head under another name.
         """
         unknown = sorted(set(state_dict) - set(self.state_dict())) if not strict else []
         if unknown:
@@ -96,7 +96,7 @@ class StrictCheckpointMixin:
     ) -> None:
         """Runs Hugging Face's ``save_pretrained`` and adds a model card and a manifest of checksums.
 
-        A tokenizer that is in the folder already must name the same end and padding tokens as the model.
+        If the folder already has a tokenizer, it must name the same end and padding tokens as the model.
         """
         folder = Path(save_directory)
         for name, module in self.named_modules():
@@ -116,6 +116,6 @@ class StrictCheckpointMixin:
             added = sum(parameter.numel() for parameter in self.method.parameters())
             card.write_text(model_card(self.config, self.num_parameters(), added))
         if manifest:
-            # Tokenizers and cards are often written or edited afterwards: the manifest leaves them out.
+            # Tokenizers and cards are often written or edited afterwards, so the manifest leaves them out.
             patterns = ("config.json", "generation_config.json", "model*.safetensors", "model*.safetensors.index.json")
             write_manifest(folder, [path.name for pattern in patterns for path in folder.glob(pattern)])

@@ -1,1 +1,1 @@
-"""Operations, one folder each; every implementation has the signature of the plain PyTorch version."""
+"""Operations, one folder each; the kernels have the signature of the plain PyTorch version."""

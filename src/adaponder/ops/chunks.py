@@ -1,4 +1,4 @@
-"""Helpers of the cross entropy and the vocabulary expectation, which compute logits for a chunk of tokens at a time."""
+"""Shared by cross-entropy and vocabulary expectation, which compute logits for one chunk of tokens at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ CHUNK_ELEMENTS = 1 << 25
 
 
 def as_rows(hidden: Tensor, weight: Tensor, chunk: int | None, elements: int | None) -> tuple[Tensor, int]:
-    """Returns (hidden states as rows ``[n, d]`` in the compute precision, rows per chunk: ``chunk`` or the default)."""
+    """Returns (hidden states as rows ``[n, d]`` in the compute precision, rows per chunk).
+
+    ``chunk=None`` is the number of rows with at most ``elements`` logits.
+    """
     rows = hidden.reshape(-1, hidden.shape[-1]).to(compute_dtype(hidden))
     if chunk is None:
         return rows, rows_per_chunk(rows.shape[0], weight.shape[0], elements or CHUNK_ELEMENTS)
@@ -31,7 +34,7 @@ def rows_per_chunk(rows: int, vocabulary: int, elements: int) -> int:
 
 
 def narrowed(dtype: torch.dtype, *parameters: Tensor | None) -> list[Tensor]:
-    """Converts each parameter to ``dtype``, in which products are computed; ``None`` stays ``None``."""
+    """Converts each parameter to ``dtype``, the precision of products; ``None`` stays ``None``."""
     return [None if parameter is None else parameter.to(dtype) for parameter in parameters]  # type: ignore[misc]
 
 

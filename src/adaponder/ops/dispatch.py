@@ -20,14 +20,14 @@ from torch import Tensor
 P = ParamSpec("P")
 T = TypeVar("T")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-# In float32 the torch version is more exact where one token is nearly certain: the kernels' sums cancel less well.
+# Not float32, where the torch version is more exact if one token is nearly certain.
 _FUSED_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def dispatch(plain: Callable[P, T], when: Callable[..., bool]) -> Callable[P, T]:
     """Returns an operation that calls ``plain``, or its namesake in ``triton.py`` if ``when(*args, **kwargs)`` is true.
 
-    ``triton.py`` is imported at its first use.
+    ``triton.py`` is imported on first use.
     """
     kernels = plain.__module__.removesuffix("torch") + "triton"
 
@@ -46,20 +46,20 @@ def has_kernels(like: Tensor, *_: object, **__: object) -> bool:
 
 
 def runs_fused(like: Tensor, *_: object, **__: object) -> bool:
-    """Returns whether an operation with matrix products runs its Triton kernels: on CUDA, in bf16 and fp16.
+    """Returns whether an operation with matrix products runs its Triton kernels: on CUDA, in bf16 or fp16.
 
-    Under ``torch.compile`` this is false: the compiler traces and fuses the torch version.
+    False under ``torch.compile``, which traces and fuses the torch version.
     """
     return not torch.compiler.is_compiling() and has_half_kernels(like)
 
 
 def has_half_kernels(like: Tensor) -> bool:
-    """Returns whether Triton kernels may run in the precision of matrix products with ``like``: bf16 or fp16."""
+    """Returns whether Triton kernels may run for ``like``: the device has them, and products are in bf16 or fp16."""
     return has_kernels(like) and compute_dtype(like) in _FUSED_DTYPES
 
 
 def runs_unproven() -> bool:
-    """Returns whether kernels may run whose tests pass on the CPU and not yet on a GPU (``ADAPONDER_UNPROVEN=1``)."""
+    """Returns whether kernels that are not yet tested on a GPU may run (``ADAPONDER_UNPROVEN=1``)."""
     return os.environ.get("ADAPONDER_UNPROVEN") == "1"
 
 

@@ -1,4 +1,4 @@
-"""Finds weights that are not finite when a model is wrapped, loaded or saved."""
+"""Finds weights with NaN or infinity, when a model is wrapped, loaded or saved."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 # torch has no isfinite for narrower dtypes (float8).
-_JUDGED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_CHECKED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class NotFinite(NamedTuple):
@@ -23,7 +23,7 @@ class NotFinite(NamedTuple):
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> NotFinite | None:
     """Returns the first tensor with a NaN or an infinity, or ``None``; skips integers and meta tensors."""
     for name, value in tensors:
-        if value.is_meta or value.dtype not in _JUDGED or bool(value.isfinite().all()):
+        if value.is_meta or value.dtype not in _CHECKED or bool(value.isfinite().all()):
             continue
         return NotFinite(name, "NaN" if bool(value.isnan().any()) else "an infinity", value.dtype)
     return None

@@ -1,8 +1,8 @@
-"""Computes GELU in compiled half-precision passes at memory bandwidth.
+"""Computes GELU in compiled half-precision passes as fast as memory allows.
 
 With ``erf``, GELU is compute-bound (``benchmarks/records/tuning-h200.json``, run 4). Here the tail of the normal
-distribution is ``e^(-x^2/2)`` times a polynomial of ``1 / (1 + p |x|)`` (Abramowitz and Stegun 7.1.26, error below
-3e-7), and the derivative needs the same exponential.
+distribution is ``e^(-x^2/2)`` times a polynomial in ``1 / (1 + p |x|)`` (Abramowitz and Stegun 7.1.26, error below
+3e-7), and the derivative uses the same exponential.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.nn.functional import gelu as stock_gelu
 from transformers import PreTrainedModel
 from transformers.activations import GELUActivation
 
-# Half of Abramowitz and Stegun's coefficients: the distribution's tail is half of the complementary error function.
+# Half of Abramowitz and Stegun's coefficients, because the tail is half of the complementary error function.
 _P = 0.3275911 / math.sqrt(2.0)
 _TAIL = tuple(0.5 * c for c in (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429))
 
 
 def gelu(x: Tensor) -> Tensor:
-    """Computes GELU, ``x * Phi(x)``; when compiling in bf16 or fp16, by a polynomial with an error below 3e-7."""
+    """Computes GELU, ``x * Phi(x)``; when compiling in bf16 or fp16, with the polynomial above."""
     if is_compiling() and x.dtype in (torch.bfloat16, torch.float16):
         return _Gelu.apply(x)
     return stock_gelu(x)
@@ -52,7 +52,7 @@ class _Gelu(torch.autograd.Function):
 
 
 def _distribution(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (Phi(x), e^(-x^2/2)) of the normal distribution."""
+    """Returns (Phi(x), e^(-x^2/2)); ``Phi`` is the cumulative normal distribution."""
     bell = torch.exp(-0.5 * x * x)
     t = 1.0 / (1.0 + _P * x.abs())
     tail = t * _TAIL[4] + _TAIL[3]

@@ -1,4 +1,4 @@
-"""Shared parts of the kernels: programmatic dependent launch, and loops over the vocabulary."""
+"""Shared by the kernels: programmatic dependent launch, and loops over the vocabulary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adaponder.ops.dispatch import on_device_of
 
-# Elements of tokens x vocabulary held at once (twice as many in backward): 2^29 bf16 values are 1 GiB.
+# Elements of tokens x vocabulary in memory at a time (twice as many in backward): 2^29 bf16 values are 1 GiB.
 CHUNK_ELEMENTS = 1 << 29
 BLOCK = 8192
 WARPS = 16
@@ -21,7 +21,7 @@ WARPS = 16
 def launch_options(like: Tensor) -> dict[str, Any]:
     """Returns the options of a programmatic dependent launch: a kernel starts while its predecessor still runs.
 
-    Such a kernel calls :func:`allow_next` first, loads what no kernel of the pass writes (weights), and then calls
+    Such a kernel calls :func:`allow_next` first, loads only weights, which no kernel writes, and then calls
     :func:`wait_for_previous` before any other read or write. The wait lasts until the predecessor has ended and its
     writes are visible. Every kernel must wait, or its successor could start too early.
     """

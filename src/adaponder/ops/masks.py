@@ -1,4 +1,4 @@
-"""Builds attention masks: a query sees its own slot and the present earlier slots of its document and window."""
+"""Builds attention masks: a query attends to its own slot and to present earlier slots of its document and window."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 
 @dataclass(frozen=True)
 class Places:
-    """Slots ``[lanes, n]`` of queries or keys, and their order among real tokens, in which windows are measured.
+    """Slots ``[lanes, n]`` of queries or keys, and their order among real tokens, by which windows are measured.
 
     ``present`` is false for keys that only the query of the same slot attends to (padding; halted tokens of ``mor``).
     ``spans`` describes the documents to kernels (:func:`spans_of`).
@@ -38,7 +38,7 @@ class Places:
 
 
 def spans_of(document: Tensor) -> Tensor:
-    """Returns each slot's document id and the first and the last slot with that id, ``[3, lanes, slots]``."""
+    """Returns for each slot its document id, and the first and last slot with that id: ``[3, lanes, slots]``."""
     ids, order = document.sort(dim=1, stable=True)
     index = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     new = torch.ones_like(ids, dtype=torch.bool)
@@ -53,8 +53,8 @@ def spans_of(document: Tensor) -> Tensor:
 def visible(query: Places, key: Places, *, window: int | None) -> Tensor:
     """Returns the boolean attention mask ``[lanes, 1, queries, keys]``.
 
-    Every query sees its own slot, so that the softmax of a padded or absent token is not empty, which would give NaN;
-    the result for such a token is never read.
+    Every query attends to its own slot, because for a padded or absent token an empty softmax would give NaN; the
+    results of such tokens are never read.
     """
     query_slot, key_slot = query.slot[..., :, None], key.slot[..., None, :]
     mask = key_slot <= query_slot
@@ -71,15 +71,15 @@ def masked_attention() -> AbstractContextManager[object]:
     """Context manager in which torch's attention uses any backend but cuDNN.
 
     With a mask, cuDNN's backward returns NaN for some lengths and scores on H100 and H200 (torch 2.11 to 2.13; pytorch
-    issue 196678, docs/design.md), and torch prefers cuDNN there. Without a mask it is correct and the fastest.
+    issue 196678, docs/design.md), where torch prefers cuDNN. Without a mask, cuDNN is correct and the fastest.
     """
-    # Only torch's context manager can be traced, but it enables each backend it lists, even one a caller has disabled.
+    # Only torch's own context manager can be traced; but it would enable backends that the caller has disabled.
     return sdpa_kernel(_NOT_CUDNN) if torch.compiler.is_compiling() else _without_cudnn()
 
 
 @contextmanager
 def _without_cudnn() -> Iterator[None]:
-    """Disables cuDNN attention in the whole process; the last nested or concurrent context to end restores it."""
+    """Context manager that disables cuDNN attention in the process until the last nested or concurrent one ends."""
     with _counting:
         if not _inside:
             _inside.append(torch.backends.cuda.cudnn_sdp_enabled())

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns float64 for float64 and float32 for every narrower type."""
+    """Returns float64 for float64, float32 for all narrower dtypes."""
     return torch.promote_types(dtype, torch.float32)
 
 

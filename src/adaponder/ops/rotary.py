@@ -35,26 +35,27 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     if size > width:
         cos, sin = pad(cos, (0, size - width), value=1.0), pad(sin, (0, size - width))
 
-    def turned(x: Tensor) -> Tensor:
+    def rotated(x: Tensor) -> Tensor:
         partner = x.unflatten(-1, (size // width, 2, half)).flip(-2).flatten(-3)
         return x * cos + partner * sin
 
-    return turned(query), turned(key)
+    return rotated(query), rotated(key)
 
 
 def use(stock: PreTrainedModel) -> None:
-    """Makes the decoder family's rotary function call :func:`rotary` while compiling, if both give equal results."""
+    """Makes a decoder's rotary function call :func:`rotary` while compiling, where both give equal results."""
     family: Any = sys.modules[type(stock.base_model).__module__]
     original = getattr(family, NAME, None)
     if original is None or hasattr(original, "parts"):
         return
-    # The values of size / width for which both functions give equal results.
+    # The ratios size / width for which both functions give equal results.
     parts = {count for count in (1, 2, 4) if _same(original, count)}
 
     @wraps(original)
-    def either(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *others: Any, **more: Any):
-        known = not (others or more) and cos.ndim == 3 and query.shape[-1] in {cos.shape[-1] * count for count in parts}
-        return (rotary if is_compiling() and known else original)(query, key, cos, sin, *others, **more)
+    def either(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any):
+        sizes = {cos.shape[-1] * count for count in parts}
+        known = not (args or kwargs) and cos.ndim == 3 and query.shape[-1] in sizes
+        return (rotary if is_compiling() and known else original)(query, key, cos, sin, *args, **kwargs)
 
     if parts:
         either.parts = parts  # type: ignore[attr-defined]
@@ -62,6 +63,7 @@ def use(stock: PreTrainedModel) -> None:
 
 
 def _same(original: Rotary, parts: int) -> bool:
+    """Returns whether both functions give equal results on random heads of ``parts`` times the rotary width."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Turns text and conversations into token ids, and generated ids into text: whole characters, up to a stop string."""
+"""Turns text and conversations into token ids, and generated ids into text."""
 
 from adaponder.text.engine import TextEngine, TextEvent, Writing, start_writings
 from adaponder.text.prompts import chat_ids, chat_text, encode, has_template

@@ -1,4 +1,4 @@
-"""Runs an engine of token ids with text in and out: encodes prompts, finds stop strings, gives each token its text."""
+"""Runs an engine with text in and out: encodes prompts, decodes each token, and stops at stop strings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Writing:
-    """The text of one sample (completion) of a request, as far as it has been generated.
+    """The text of one sample (completion) of a request, as generated so far.
 
     Attributes:
         tokens: the generated tokens, up to the one that completed a stop string.
@@ -48,13 +48,13 @@ class Writing:
 
     @property
     def depths(self) -> list[int]:
-        """Returns the depths of prompt and generated tokens; 0 for the last generated token, which is not processed."""
-        # Token.depth is the depth of the preceding token, whose last row predicted this one.
+        """The depths of prompt and generated tokens; 0 for the last generated token, which the model has not read."""
+        # Token.depth is that of the preceding token, whose last iteration predicted this one.
         after = [token.depth for token in self.tokens[1:]] + [0] * bool(self.tokens)
         return self.prompt_depths + after
 
     def take(self, event: Event) -> TextEvent | None:
-        """Adds an event of the engine and returns the text event; ``None`` for a token after a stop string."""
+        """Adds an event of the engine and returns its text event, or ``None`` for a token after a stop string."""
         if event.completion is not None:
             new = self.stream.finish()
             self._end(event.completion)
@@ -89,7 +89,7 @@ class TextEvent(NamedTuple):
 def start_writings(
     tokenizer: PreTrainedTokenizerBase, request: Request, *, stops: Sequence[str], eos_ids: Collection[int]
 ) -> list[Writing]:
-    """Returns an empty ``Writing`` per sample; stop ids and, unless ``ignore_eos``, ``eos_ids`` get no text."""
+    """Returns an empty ``Writing`` per sample; stop ids and ``eos_ids`` (unless ``ignore_eos``) have no text."""
     silent = set(request.stop_ids) | (set() if request.ignore_eos else set(eos_ids))
     return [
         Writing(request, TextStream(tokenizer, request.prompt, stops=stops, silent=silent))
@@ -109,7 +109,7 @@ class TextEngine:
 
     @property
     def busy(self) -> bool:
-        """Returns whether any text is unfinished."""
+        """Whether any text is unfinished."""
         return bool(self._writings)
 
     def submit(self, prompt: str | Sequence[int], *, stops: Sequence[str] = (), **settings: Any) -> list[Writing]:
@@ -144,9 +144,9 @@ class TextEngine:
         return events
 
     def finish(self, on_event: Callable[[TextEvent], object], *, until: Callable[[], bool] = lambda: False) -> None:
-        """Steps until every text is finished; cancels all requests once ``until`` returns true or a request fails.
+        """Steps until all texts are finished; cancels all requests once ``until`` returns true or a request fails.
 
-        Raises the first error of a request once all requests have ended.
+        Raises the first error when all requests have ended.
         """
         errors: list[str] = []
         while self.busy:

@@ -1,4 +1,4 @@
-"""Encodes prompts: texts by the tokenizer, conversations by its chat template, which runs in a process of its own."""
+"""Encodes prompts: texts with the tokenizer, conversations with its chat template, which runs in a subprocess."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Message = dict[str, str]
 
 
 class TemplateRenderer:
-    """Renders chat templates in a subprocess, started when first needed and again after a template exceeded a limit.
+    """Renders chat templates in a subprocess, started when needed and restarted after a template exceeded a limit.
 
     A template may use a second of processor time, ``mebibytes`` of memory, and write ``characters``. The subprocess
     ends when its standard input is closed, at the latest when this process ends.
@@ -43,7 +43,7 @@ class TemplateRenderer:
             assert process.stdin is not None
             assert process.stdout is not None
             try:
-                # str: tables hold values that JSON does not know, such as dates.
+                # default=str: messages may hold values that JSON does not know, such as dates.
                 process.stdin.write(json.dumps({"conversations": [list(messages)], **request}, default=str) + "\n")
                 process.stdin.flush()
                 line = process.stdout.readline()
@@ -57,9 +57,9 @@ class TemplateRenderer:
         return answer["text"], [(first, last) for first, last in answer["spans"]]
 
     def _ended(self, process: subprocess.Popen[str]) -> dict[str, str]:
-        """Closes the pipes of the ended process and returns why it has ended."""
+        """Closes the pipes of a process that has ended and returns why it ended."""
         self._process = None
-        with suppress(OSError), process:  # of a broken pipe, with the rest of the request in its buffer
+        with suppress(OSError), process:  # the pipe is broken, with the rest of the request in its buffer
             pass
         status = process.wait()
         if status == -signal.SIGPROF:
@@ -67,7 +67,7 @@ class TemplateRenderer:
         return {"error": f"its process ended with status {status}"}
 
     def _started(self) -> subprocess.Popen[str]:
-        """Returns the running process; a forked process starts its own."""
+        """Returns the running subprocess, started if necessary; after a fork, the child starts its own."""
         if self._process is None or self._process.poll() is not None or self._owner != os.getpid():
             command = [sys.executable, "-P", str(Path(__file__).with_name("renderer.py")), *self._limits]
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
@@ -79,7 +79,7 @@ _renderer = TemplateRenderer()
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int], *, special: bool = True) -> list[int]:
-    """Returns the prompt's token ids; raises if there are none. ``special`` adds special tokens to a text."""
+    """Returns the token ids of a prompt, text or ids; raises if there are none. ``special`` adds special tokens."""
     with panics_as_errors("prompt: the tokenizer cannot encode it"):
         ids = list(tokenizer(prompt, add_special_tokens=special).input_ids) if isinstance(prompt, str) else list(prompt)
     if not ids:

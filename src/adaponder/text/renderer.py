@@ -1,8 +1,8 @@
-"""Renders chat templates in a process of its own: a template is a program of the checkpoint, and may run without end.
+"""Renders chat templates in a separate process: a template is a program in a checkpoint, and may run forever.
 
-The process is started by its path (:class:`adaponder.text.prompts.TemplateRenderer`) and does not import the package.
-It reads one request per line and writes one answer per line. If a template uses more processor time than
-allowed, the kernel ends the process.
+:class:`adaponder.text.prompts.TemplateRenderer` runs this file as a script, which does not import the package. It reads
+one request per line and writes one answer per line. If a template uses more processor time than allowed, the kernel
+ends the process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SECONDS = 1.0
 
 
 def _answer(request: dict[str, Any], mebibytes: int, characters: int) -> dict[str, Any]:
-    """Returns the rendered ``text`` and its marked ``spans``, or the exceeded ``limit`` or ``error`` in their place."""
+    """Returns the rendered ``text`` and its marked ``spans``; or the ``limit`` it exceeded, or an ``error``."""
     try:
         (text,), spans = render_jinja_template(**request)
     except MemoryError:

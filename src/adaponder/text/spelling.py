@@ -1,4 +1,4 @@
-"""Returns the text and bytes of single tokens, which need not be whole characters."""
+"""Finds the text and bytes of single tokens, which need not be whole characters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BYTE_ENTRY = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Spelled(NamedTuple):
-    """Text and bytes of a token; the text of bytes that are not UTF-8 is ``bytes:\\xe2\\x80``, as in OpenAI's API."""
+    """Text and bytes of a token. Bytes that are not UTF-8 have a text like ``bytes:\\xe2\\x80``, as in OpenAI's API."""
 
     text: str
     bytes: list[int]
@@ -66,7 +66,7 @@ def unknown_id(tokenizer: Tokenizer, end_id: int | None) -> int | None:
 
 
 def token_bytes(entry: str, decoded: str) -> bytes:
-    """Returns the UTF-8 bytes of a token, given the vocabulary entry and the text decoded from this token alone."""
+    """Returns the UTF-8 bytes of a token, given its vocabulary entry and the text decoded from it alone."""
     if match := _BYTE_ENTRY.fullmatch(entry):
         return bytes([int(match[1], 16)])
     letters = _byte_alphabet()

@@ -1,8 +1,8 @@
 """Decodes a sequence while it is generated: whole characters, up to a stop string.
 
 The text of a token depends on its neighbours: a character may take several tokens, and with some vocabularies the
-first word loses its leading space. So each token is decoded together with the few tokens before it; the joined pieces
-are the decoded text of all tokens.
+first word loses its leading space. So each token is decoded together with the few tokens before it, and the joined
+pieces equal the decoded text of all tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_STOPS = 64
 LONGEST_STOP = 1000
 # What a decoder returns for bytes that are not, or not yet, a character.
 UNFINISHED = "\ufffd"
-# The most tokens of an unfinished character: it has at most 3 of its 4 bytes, and a token has at least one.
+# The most tokens of an unfinished character, which has at most 3 of its 4 bytes.
 _OF_A_CHARACTER = 3
 _MOST_WAITING = 12
 
@@ -28,25 +28,25 @@ _MOST_WAITING = 12
 class Detokenizer:
     """Decodes one sequence token by token, in constant time per token on average.
 
-    Invalid UTF-8 bytes are decoded together with a few neighbours only. A vocabulary with byte fallback would decode a
-    long run of them differently as a whole, but pieces that were already returned cannot change.
+    Invalid UTF-8 bytes are decoded together with a few neighbours only. With byte fallback, a long run of them might
+    decode differently as a whole, but text that was already returned cannot change.
 
-    ``before`` are the prompt's token ids, whose text is not returned; but if the prompt ends within a character, the
-    token that completes the character returns it.
+    ``before`` are the prompt's token ids, whose text is not returned. If the prompt ends within a character, the token
+    that completes the character returns it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()):
         self._decode_ids = decoder_of(tokenizer)
-        # The last tokens: the text of ids[:returned] has been returned, or belongs to the prompt.
         ids = list(before)
         self._begun = self._unfinished(ids)  # prompt tokens of an unfinished character, until some text is returned
+        # The latest tokens; the text of the first ``_returned`` has been returned, or belongs to the prompt.
         whole = len(ids) - self._begun
         self._ids = self._context(ids[:whole]) + ids[whole:]
         self._returned = len(self._ids)
 
     @property
     def waiting(self) -> int:
-        """Returns the number of trailing tokens that have no text yet because their character is unfinished."""
+        """The number of trailing tokens that have no text yet, because their character is unfinished."""
         return len(self._ids) - self._returned
 
     def add(self, token: int) -> str:
@@ -57,7 +57,7 @@ class Detokenizer:
             return self._return(len(self._ids), text)
         if self.waiting < _MOST_WAITING:
             return ""
-        # A long run of bytes that are not text: tokens before the last 3 can no longer be part of a character.
+        # A long run of invalid bytes: tokens before the last 3 cannot be part of an unfinished character.
         end = len(self._ids) - _OF_A_CHARACTER
         return self._return(end, self._decode(self._ids[:end]))
 
@@ -88,7 +88,7 @@ class Detokenizer:
         return 0
 
     def _context(self, ids: list[int]) -> list[int]:
-        """Returns the last few ids, starting at a character boundary if there is one."""
+        """Returns the last few ids, from a character boundary on if there is one."""
         starts = [max(0, len(ids) - _MOST_WAITING - more) for more in range(_OF_A_CHARACTER + 1)]
         whole = (start for start in starts if not self._decode(ids[start:]).startswith(UNFINISHED))
         return ids[next(whole, starts[0]) :]
@@ -134,13 +134,13 @@ class Piece(NamedTuple):
 
 
 class TextStream:
-    """Turns generated token ids into pieces of text that can be shown at once.
+    """Turns generated token ids into pieces of text that can be shown immediately.
 
-    The text ends before the stop string that is completed first; if several end there, before the longest. Text that
-    may be the beginning of a stop string is held back.
+    The text ends before the stop string that is completed first; if several end at the same place, before the longest.
+    Text that may be the beginning of a stop string is held back.
 
-    ``prompt`` ids are only context for decoding; ``silent`` ids, such as end-of-text ids, have no text. ``stop`` is the
-    stop string that ended the text, or ``None``.
+    ``prompt`` ids are only context for decoding; ``silent`` ids, such as end-of-text ids, have no text. The attribute
+    ``stop`` is the stop string that ended the text, or ``None``.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class TextStream:
 
     @property
     def settled(self) -> int:
-        """Returns the number of tokens, from the first, whose text is final: neither incomplete nor held back."""
+        """The number of leading tokens whose text is final: neither incomplete nor held back."""
         if self.stop is not None:
             return self._tokens
         complete = self._tokens - self._decoder.waiting

@@ -20,17 +20,17 @@ from adaponder.recipes import Recipe, load_recipe
 
 
 def with_method(recipe: Recipe, out: Path | None = None, resume: str | None = None) -> Recipe:
-    """Returns the recipe with its checkpoint's own method if ``model.method`` is ``None``.
+    """Returns the recipe with the method of the checkpoint to train from, if ``model.method`` is ``None``.
 
-    A run that is resumed keeps the method in its folder ``out`` or in the checkpoint that ``resume`` names, so that it
-    continues without the checkpoint it once began from.
+    A resumed run has the method of its folder ``out`` or of the checkpoint that ``resume`` names, so that it continues
+    even if the checkpoint from which it started is gone.
     """
     if recipe.model.method is not None:
         return recipe
     source, method = recipe.model.backbone, None
     if resume == "auto" and out is not None and (out / "recipe.yaml").is_file():
-        begun = load_recipe(str(out / "recipe.yaml")).model
-        method = begun.method if begun.backbone == source else None
+        earlier = load_recipe(str(out / "recipe.yaml")).model
+        method = earlier.method if earlier.backbone == source else None
     elif resume not in (None, "auto") and Path(resume).is_dir():
         source = resume
     return replace(recipe, model=replace(recipe.model, method=method or describe(source).method))
@@ -54,12 +54,12 @@ def build_model(recipe: Recipe, vocabulary: int) -> AdaPonderForCausalLM:
 
 
 def weights_dtype(recipe: Recipe) -> torch.dtype:
-    """Returns the dtype of the weights in training: float64 for float64 runs, float32 for all others."""
+    """Returns the dtype of the weights in training: float64 if ``train.dtype`` is float64, else float32."""
     return torch.float64 if recipe.train.dtype == "float64" else torch.float32
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
-    """Returns the model settings that the recipe fixes, as keyword arguments of the config."""
+    """Returns the model settings of the recipe as keyword arguments of the config."""
     return recipe.model.settings | {"ponder_on": recipe.train.ponder_on}
 
 
@@ -74,8 +74,8 @@ def scratch_config(recipe: Recipe, vocabulary: int) -> AdaPonderConfig:
     except ConfigError as error:
         # In the recipe the field is called model.backbone.
         raise ConfigError(str(error).replace("backbone_config", "model.backbone")) from None
-    # Padding uses the data's end token (see align). The family's padding id is an ordinary token here, whose embedding
-    # some families would initialise with zeros.
+    # Padding uses the data's end token (see align). The family's padding id is an ordinary token here, but some
+    # families would initialise its embedding with zeros.
     config.pad_token_id = None
     return config
 
@@ -92,7 +92,7 @@ def config_of(recipe: Recipe, vocabulary: int | None = None) -> AdaPonderConfig 
 
 
 def _refuse_unknown(backbone: dict[str, Any]) -> None:
-    """Raises for a field that the family does not have: Hugging Face's configs would silently accept it."""
+    """Raises on a field that the decoder family does not have, which Hugging Face would silently accept."""
     if backbone.get("model_type") not in CONFIG_MAPPING:
         return  # the config raises, and lists the types
     known = CONFIG_MAPPING[backbone["model_type"]]().to_dict()

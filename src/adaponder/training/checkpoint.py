@@ -1,7 +1,7 @@
 """Writes, verifies and loads checkpoints; a run killed at any time leaves its last complete checkpoint intact.
 
 A checkpoint is written under another name, flushed to disk, sealed with a manifest of sizes and checksums, and renamed.
-A folder without a matching manifest is not a checkpoint. Tensors are finite; files are safetensors, JSON or text.
+A folder without a matching manifest is not a checkpoint. Files are safetensors, JSON or text.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def save_checkpoint(
     texts: dict[str, str] | None = None,
     adapters: dict[str, Tensor] | None = None,
 ) -> None:
-    """Writes a checkpoint; a failure leaves nothing behind. ``texts``: contents of further files, by name."""
+    """Writes a checkpoint, or nothing at all on a failure. ``texts`` maps names of further files to their content."""
     partial = folder.with_name(f"{_PARTIAL}{folder.name}")
     with saving(folder, partial=partial, intact="earlier checkpoints are untouched", overwrite=True):
         model.save_pretrained(partial, state_dict=weights, manifest=False)  # sealed below, all at once
@@ -73,7 +73,7 @@ def verify_checkpoint(folder: Path, *, weights_only: bool = False) -> dict[str, 
 
 
 def newest_complete(run: Path) -> tuple[Path | None, list[str]]:
-    """Returns (the newest complete checkpoint or ``None``, the errors of the newer, incomplete ones)."""
+    """Returns (the newest complete checkpoint or ``None``, the errors of newer but incomplete ones)."""
     skipped = []
     for folder in sorted((run / "checkpoints").glob("step-*"), reverse=True):
         try:
@@ -88,7 +88,7 @@ def newest_complete(run: Path) -> tuple[Path | None, list[str]]:
 def prune(run: Path, count: int, *, saved: Path) -> None:
     """Keeps the newest ``count`` checkpoints up to the one just ``saved``; removes others and interrupted saves.
 
-    Checkpoints of later steps than ``saved`` are removed too: they are damaged, or their steps are trained again.
+    Checkpoints of steps after ``saved`` are removed too: they are damaged, or their steps are trained again.
     """
     folders = sorted((run / "checkpoints").glob("step-*"))
     current = [folder for folder in folders if folder.name <= saved.name]
@@ -98,16 +98,16 @@ def prune(run: Path, count: int, *, saved: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def full(tensor: Tensor) -> Tensor:
+def cpu_copy(tensor: Tensor) -> Tensor:
     """Returns a CPU copy of a tensor, gathered from all processes if it is sharded."""
-    gathered = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return gathered.detach().to("cpu", copy=True).contiguous()
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().to("cpu", copy=True).contiguous()
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """Returns the model's state dict, gathered on the CPU. A tied weight is the same tensor under both names."""
-    weights = model.state_dict(keep_vars=True)  # keeps tied weights one object
-    copies = {id(value): full(value) for value in weights.values()}
+    weights = model.state_dict(keep_vars=True)  # with keep_vars, tied weights are one object
+    copies = {id(value): cpu_copy(value) for value in weights.values()}
     return {name: copies[id(value)] for name, value in weights.items()}
 
 
@@ -117,7 +117,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
             for moment, value in optimizer.state[parameter].items():
-                moments[f"{name}|{moment}"] = full(value)
+                moments[f"{name}|{moment}"] = cpu_copy(value)
     return moments
 
 
@@ -148,7 +148,7 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def random_states(world: World) -> list[dict[str, str]]:
-    """Returns each process's CPU and device generator states, as hexadecimal text. Every process must call it."""
+    """Returns the generator states (CPU and device) of each process as hexadecimal text; every process must call it."""
     states = {CPU: torch.get_rng_state()}
     if world.device.type != CPU:
         states[world.device.type] = torch.get_device_module(world.device).get_rng_state(world.device)
@@ -168,25 +168,25 @@ def parse_random_states(saved: list[dict[str, str]]) -> list[dict[str, Tensor]]:
 
 
 def restore_random_state(states: dict[str, Tensor], device: torch.device) -> None:
-    """Restores the CPU's generator, and the device's if ``states`` has its state."""
+    """Restores the CPU's generator state and, if ``states`` has it, the device's."""
     torch.set_rng_state(states[CPU])
     if device.type != CPU and device.type in states:
         torch.get_device_module(device).set_rng_state(states[device.type], device)
 
 
 class Saver:
-    """Saves ``model`` to the run folder. All processes gather tensors, and the leading process writes."""
+    """Saves ``model`` to the run folder. All processes gather tensors; the leading process writes."""
 
     def __init__(self, recipe: Recipe, run: Path, world: World, model: AdaPonderForCausalLM, shards: Shards):
         self.recipe, self.run, self.world, self.model, self.shards = recipe, run, world, model, shards
         self.tokenizer_files = with_padding(shards.tokenizer_files(), model)
 
     def save(self, step: int, controller: DepthController | None, optimizer: torch.optim.Optimizer | None) -> Path:
-        """Writes the checkpoint of ``step`` and prunes others, or, with ``optimizer=None``, writes the final model."""
+        """Writes the checkpoint of ``step`` and prunes others; with ``optimizer=None``, writes the final model."""
         folder = self.run / "final" if optimizer is None else step_folder(self.run, step)
         weights, moments = weights_of(self.model), optimizer and optimizer_state(optimizer)
         if (overflow := first_not_finite((weights | (moments or {})).items())) is not None:
-            # An update can overflow although its gradient was finite.
+            # An update can overflow even if its gradient was finite.
             raise TrainingError(
                 f"step {step - 1}: {overflow.name} is not finite; the run stops, its last checkpoint is intact"
             )
@@ -201,7 +201,7 @@ class Saver:
         return folder
 
     def _state(self, step: int, controller: DepthController | None) -> dict[str, Any]:
-        """Returns the content of ``state.json``: the settings and the state of the run."""
+        """Returns the content of ``state.json``, which a resumed run compares and restores."""
         state: dict[str, Any] = {
             "step": step,
             "recipe": self.recipe.as_dict(),

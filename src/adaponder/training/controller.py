@@ -2,10 +2,10 @@
 
 The ponder loss is the mean of the lowest share k of all gates. The mean depth equals the target if a share
 ``(K - target) / (K - 1)`` of tokens halts at the first gate and the others never halt; the initial k is the share of
-gates that this closes, ``(K - target) / (K - 1)**2``. From step ``ponder_full`` on, one number,
-called the pressure ``u``, scales ``k = initial k * exp(u)`` and ``weight = ponder_weight * exp(u)``. It integrates the
-error of the mean depth, with one exception: gates need many steps to fall below tau and hardly ever rise again, so
-``u`` does not rise while the depth expected from the gates' probabilities is already below the target.
+gates that this closes, ``(K - target) / (K - 1)**2``. From step ``ponder_full`` on, a number ``u``, the pressure,
+scales both ``k = initial k * exp(u)`` and ``weight = ponder_weight * exp(u)``. It integrates the error of the mean
+depth, with one exception: gates need many steps to fall below tau and hardly ever rise again, so ``u`` does not rise
+while the depth expected from the gates' probabilities is already below the target.
 
 The controller can only close gates. Where cross-entropy alone closes them, the mean depth ends below the target.
 """
@@ -44,26 +44,26 @@ class DepthController:
     sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.double))
 
     def steer(self, objective: Objective, step: int) -> Objective:
-        """Returns ``objective`` with ponder weight and k scaled by the pressure, from step ``start`` on."""
+        """Returns ``objective`` with ponder weight and k scaled by ``exp(pressure)``; before ``start``, unchanged."""
         if step < self.start:
             return objective
         factor = math.exp(self.pressure)
-        first = (self.iterations - self.target) / (self.iterations - 1) ** 2
-        weight, fraction = objective.ponder_weight * factor, min(1.0, first * factor)
+        initial_fraction = (self.iterations - self.target) / (self.iterations - 1) ** 2
+        weight, fraction = objective.ponder_weight * factor, min(1.0, initial_fraction * factor)
         return replace(objective, ponder_weight=weight, ponder_fraction=fraction)
 
     def add(self, depth: Tensor, gates: Tensor, step: int) -> None:
         """Adds depths ``[batch, time]`` and gates ``[batch, time, K-1]`` of one micro-step of ``step`` to the sums."""
         if step >= self.start:
             expected = 1.0 + gates.detach().cumprod(-1).sum(-1)
-            now = torch.stack([(depth > 0).sum().double(), depth.sum().double(), expected.sum().double()])
-            self.sums = self.sums.to(now.device) + now
+            new = torch.stack([(depth > 0).sum().double(), depth.sum().double(), expected.sum().double()])
+            self.sums = self.sums.to(new.device) + new
 
     def due(self, step: int) -> bool:
         """Returns whether the pressure is updated after ``step``."""
         return step >= self.start and (step + 1 - self.start) % self.every == 0
 
-    def turn(self, sums: Tensor) -> None:
+    def update(self, sums: Tensor) -> None:
         """Updates the pressure from ``sums``, added over all processes, and resets the sums of this process."""
         tokens, depths, expected = sums.tolist()
         error = (depths / tokens - self.target) / (self.iterations - 1)

@@ -1,4 +1,4 @@
-"""Prepares and opens a recipe's data, and draws the windows that a process trains on in each micro-step."""
+"""Prepares and opens a recipe's data, and draws the windows of each micro-step and process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def open_data(recipe: Recipe, data: Path, world: World) -> tuple[Shards, Shards]
 
 
 def shards_folder(recipe: Recipe, data: Path, world: World) -> Path:
-    """Returns the recipe's prepared folder. An unprepared source is prepared once, in a folder under ``data``."""
+    """Returns the folder with the recipe's prepared data; prepares a text source once, in a folder under ``data``."""
     source = Path(recipe.data.source)
     if os.path.isfile(source / MANIFEST):
         return source
@@ -43,7 +43,7 @@ def shards_folder(recipe: Recipe, data: Path, world: World) -> Path:
                 workers=min(8, os.cpu_count() or 1),
             )
         except InputError as error:
-            # Here --out is the data folder; the --out that the user typed is the run folder.
+            # In this error, --out is the data folder, but the user's --out is the run folder.
             message = str(error).replace(f"--out {folder}", str(folder))
             raise InputError(f"data.source={recipe.data.source}: {message}") from None
         for remark in manifest.remarks():
@@ -53,26 +53,28 @@ def shards_folder(recipe: Recipe, data: Path, world: World) -> Path:
 
 
 def require_own_tokenizer(recipe: Recipe, shards: Shards) -> None:
-    """Raises if the data was tokenized with another tokenizer than the checkpoint to train from has."""
+    """Raises unless the data was tokenized with the tokenizer of the checkpoint to train from."""
     name = recipe.model.backbone
     if isinstance(name, str) and os.path.isfile(path := fetch(name) / "tokenizer.json"):
         shards.require_tokenizer(tokenizer_hash(read_tokenizer(path)), name)
 
 
 def sampler_of(recipe: Recipe, shards: Shards) -> Sampler:
-    """Returns the sampler of the recipe's batches."""
     train = recipe.train
     return Sampler(shards, sequence=recipe.data.sequence, global_batch=train.global_batch, seed=train.seed)
 
 
 def model_inputs(batch: Batch, *, across: bool) -> dict[str, Tensor]:
-    """Returns tensor arguments of ``forward``; masked targets are -100. Without ``across``, documents are isolated."""
+    """Returns tensor arguments of ``forward``; masked targets are -100.
+
+    ``across``: whether tokens attend to the documents before their own in the window.
+    """
     tokens, documents = torch.from_numpy(batch.tokens), torch.from_numpy(batch.documents)
     inputs = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:].clone()}
     if batch.learned is not None:
         inputs["targets"][~torch.from_numpy(batch.learned)[:, 1:]] = -100
     if not across:
-        # The first token of a document cannot be predicted from the document before it: it is no target.
+        # The first token of a document cannot be predicted from the document before it.
         inputs["targets"][documents[:, 1:] != documents[:, :-1]] = -100
         inputs["document_ids"] = documents[:, :-1]
     return inputs
@@ -99,7 +101,7 @@ class MicroBatches:
         return [self.sampler.part(step, window, self.size) for window in first]
 
     def inputs(self, step: int) -> list[dict[str, Tensor]]:
-        """Returns the model's tensor arguments by micro-step; seeds do not depend on micro-batch sizes."""
+        """Returns the model's tensor arguments by micro-step; a window's seed does not depend on micro-batch sizes."""
         arguments = []
         for batch in self.draw(step):
             seeds = sequence_seeds(self.recipe.train.seed, (step << 32) + torch.from_numpy(batch.windows))
@@ -111,7 +113,7 @@ class MicroBatches:
 
         The losses, averaged over micro-steps and processes, are then the mean over all targets of the step.
         """
-        mine = sum(int((arguments["targets"] != -100).sum()) for arguments in inputs)
+        local = sum(int((arguments["targets"] != -100).sum()) for arguments in inputs)
         # Creating the tensor on the device would make the host wait.
-        total = self.world.sum(torch.tensor(mine).to(self.world.device, non_blocking=True))
+        total = self.world.sum(torch.tensor(local).to(self.world.device, non_blocking=True))
         return total.clamp_min(1).double() / (self.world.size * self.count)

@@ -1,4 +1,4 @@
-"""Runs training in several processes, on one or several machines. A single process needs no process group."""
+"""Runs training in several processes, on one or several machines; a single process needs no process group."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class World:
         """Returns the ``values`` of all processes by rank, in every process. All must have the same shape."""
         if self.size == 1:
             return [values]
-        mine = values.to(self.device)
-        gathered = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(gathered, mine)
+        local = values.to(self.device)
+        gathered = [torch.empty_like(local) for _ in range(self.size)]
+        dist.all_gather(gathered, local)
         return [tensor.to(values.device) for tensor in gathered]
 
     def any(self, flag: bool) -> bool:
@@ -61,7 +61,7 @@ class World:
 
 @contextmanager
 def join(device: str) -> Iterator[World]:
-    """Joins the process group that ``torchrun`` describes in the environment; without it there is one process."""
+    """Joins the process group that torchrun set up in the environment; without torchrun, there is one process."""
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     target = as_device(device)
     if target.type == "cuda":
@@ -101,7 +101,7 @@ def wrap(model: AdaPonderForCausalLM, world: World, *, parallel: str) -> nn.Modu
 
 
 def accumulating(called: nn.Module, *, last: bool) -> Any:
-    """Returns a context that keeps gradients local to the process, except in the last micro-step."""
+    """Returns a context manager that reduces gradients over processes only in the last micro-step."""
     if isinstance(called, nn.parallel.DistributedDataParallel) and not last:
         return called.no_sync()
     if hasattr(called, "set_requires_gradient_sync"):
@@ -110,9 +110,10 @@ def accumulating(called: nn.Module, *, last: bool) -> Any:
 
 
 def global_bottom_k_mean(world: World) -> Any:
-    """Returns a function that computes this process's share of the bottom-K mean over the gates of all processes.
+    """Returns a ``bottom_k_mean`` that ranks the gates of all processes together.
 
-    The share is multiplied by the number of processes, because gradients are averaged over processes.
+    In each process it is the sum over the process's own gates divided by the global count, times the number of
+    processes, because gradients are averaged over processes.
     """
 
     def mean(values: Tensor, fraction: float) -> Tensor:
@@ -128,7 +129,7 @@ def global_bottom_k_mean(world: World) -> Any:
         if count == 0:
             return flat.new_zeros(())
         lowest = torch.topk(torch.cat(gathered), count, largest=False, sorted=False).indices - sum(sizes[: world.rank])
-        mine = lowest[(lowest >= 0) & (lowest < flat.numel())]
-        return flat[mine].sum() * world.size / count
+        local = lowest[(lowest >= 0) & (lowest < flat.numel())]
+        return flat[local].sum() * world.size / count
 
     return mean

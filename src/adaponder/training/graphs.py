@@ -1,8 +1,8 @@
 """Runs the forward and backward of training steps as CUDA graphs, each launched by a single call of the host.
 
 A graph needs constant shapes. In compact execution each pass computes a constant number of rows, a few more than the
-latest step needed; after the forward the host compares it with the number of active tokens, and a forward whose tokens
-did not fit is computed again without a graph.
+latest step needed. After the forward, the host compares this number with the active tokens; if they did not fit, the
+forward is computed again without a graph.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from adaponder.modeling import AdaPonderForCausalLM
 
 # Computes the model's output, an AdaPonderOutput, for tensor arguments and an ``execution``.
 Forward = Callable[[dict[str, Tensor], Any], Any]
-# A pass computes a multiple of 1 / STEPS of a batch's tokens.
+# The number of rows of a pass is a multiple of 1 / STEPS of a batch's tokens.
 STEPS = 32
 # The most graphs to keep; they differ in their numbers of rows.
 _MOST = 16
@@ -38,7 +38,7 @@ class Recorded(NamedTuple):
 class StepGraphs:
     """Runs forward and backward eagerly at first, then as CUDA graphs, which share a memory pool.
 
-    ``patience`` is the number of eager calls with equal settings before a capture, at least 1 in compact execution.
+    ``patience`` is the number of eager calls with equal settings before a capture (in compact execution at least 1).
     """
 
     def __init__(self, model: AdaPonderForCausalLM, execution: str, *, patience: int = 16):
@@ -54,9 +54,10 @@ class StepGraphs:
         self.pool: Any = None
 
     def run(self, settings: Any, inputs: dict[str, Tensor], forward: Forward, *, share: int = 1) -> Any:
-        """Adds the gradients of ``loss / share`` and returns the output without its graph.
+        """Runs ``forward``, adds the gradients of ``loss / share`` and returns the output, detached.
 
-        ``settings`` are equal for calls with the same ``forward``. The next call may overwrite the output.
+        Calls with equal ``settings`` must have equivalent ``forward`` functions. The next call may overwrite the
+        output.
         """
         if settings != self.settings:
             self.settings = settings
@@ -74,7 +75,7 @@ class StepGraphs:
         counts = self._counts(output)
         fits = self.limits is None or all(n <= most for n, most in zip(counts, self.limits, strict=True))
         if not fits:
-            recorded, output = None, None  # frees what the forward kept for backward
+            recorded, output = None, None  # frees the activations of the forward
             output = forward(inputs, self.execution)
             counts = self._counts(output)
         if recorded is None:
@@ -85,20 +86,20 @@ class StepGraphs:
         if recorded is None and fits and self.calls > self.patience:
             self._capture(execution, inputs, forward, share)
         if self.execution == "compact":
-            self.limits = fitted(self.limits, counts, output.depth.numel())
+            self.limits = next_limits(self.limits, counts, output.depth.numel())
         return output
 
     def _counts(self, output: Any) -> list[int]:
-        """Returns how many tokens were active in each pass after the first; none in dense execution."""
+        """Returns the number of active tokens in each pass after the first; an empty list in dense execution."""
         if self.execution != "compact":
             return []
         later = torch.arange(1, self.model.method.passes(self.model.config.iterations), device=output.depth.device)
         return (output.depth[..., None] > later).sum((0, 1)).tolist()
 
     def _capture(self, execution: Any, inputs: dict[str, Tensor], forward: Forward, share: int) -> None:
-        """Captures what the eager call has just done; nothing is computed."""
+        """Captures the forward and backward that have just run eagerly; a capture computes nothing."""
         if len(self.graphs) == _MOST:
-            self.graphs, self.pool = {}, None  # a memory pool ends with its last graph
+            self.graphs, self.pool = {}, None  # a memory pool is freed with its last graph
         buffers = {name: value.to(self.model.device, copy=True) for name, value in inputs.items()}
         for parameter in self.model.parameters():
             if parameter.grad is not None:
@@ -106,7 +107,7 @@ class StepGraphs:
         self._hold_gradients()
         try:
             replay_forward, output = self._record(lambda: forward(buffers, execution))
-            # A backward runs on the streams of its forward: the division must be captured, too.
+            # A backward runs on the streams of its forward, so the division by ``share`` must be captured too.
             replay_backward, output = self._record(partial(add_gradients, output, share))
         except RuntimeError as error:
             raise TrainingError(f"train.cuda_graphs must be false: this step cannot be captured ({error})") from error
@@ -121,7 +122,7 @@ class StepGraphs:
         return graph.replay, result
 
     def _hold_gradients(self) -> None:
-        """Makes the buffers that the graphs add to the parameters' gradients; cleared gradients begin at zero."""
+        """Sets each parameter's gradient to the buffer to which the graphs add, with its current value or zeros."""
         cleared = [buffer for parameter, buffer in self.grads.items() if parameter.grad is None]
         if cleared:
             torch._foreach_zero_(cleared)
@@ -131,14 +132,17 @@ class StepGraphs:
             parameter.grad = buffer
 
 
-def fitted(limits: Sequence[int] | None, counts: Sequence[int], tokens: int) -> tuple[int, ...]:
-    """Returns rows per pass: ``counts`` rounded up to steps; a larger old limit shrinks to one step above."""
+def next_limits(limits: Sequence[int] | None, counts: Sequence[int], tokens: int) -> tuple[int, ...]:
+    """Returns the rows per pass for the next step: ``counts`` rounded up to multiples of ``tokens / STEPS``.
+
+    A larger old limit stays, but at most one multiple above, so that small changes need no new graph.
+    """
     step = -(-tokens // STEPS)
     needed = [min(tokens, -(-count // step) * step) for count in counts]
     return tuple(max(need, min(limit, need + step)) for need, limit in zip(needed, limits or needed, strict=True))
 
 
 def add_gradients(output: Any, share: int) -> Any:
-    """Adds the gradients of ``loss / share``; returns the output without its graph."""
+    """Adds the gradients of ``loss / share``; returns the output, detached."""
     (output.loss / share).backward()
     return tree_map_only(Tensor, Tensor.detach, output)

@@ -1,4 +1,4 @@
-"""Trains step by step: draw a batch, forward, backward, update, log. A step depends only on the state before it."""
+"""Trains step by step: draw a batch, forward, backward, update, log."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from adaponder.training.telemetry import Telemetry
 from adaponder.training.validation import validate
 from adaponder.training.watch import Tally, collapse, utilisation
 
-BEFORE, ITEMS = "before.json", "num_items_in_batch"
+BEFORE = "before.json"
 
 
 @dataclass
 class Trainer:
-    """Executes one training run in this process.
+    """Runs the training of one recipe in this process; a step depends only on the state before it.
 
     Attributes:
         run: the run folder.
@@ -49,6 +49,7 @@ class Trainer:
         step: the next step to take.
         resumed_from: the checkpoint whose optimizer state is loaded before the first step.
         controller_state: the depth controller's state in that checkpoint.
+        stop_requested: returns whether to stop after the current step.
         telemetry: the logs; ``None`` except in the leading process.
     """
 
@@ -78,8 +79,8 @@ class Trainer:
         self.micro_batches = MicroBatches(self.recipe, self.sampler, self.world)
         self.tally = Tally()
         self.wrapped: nn.Module | None = None
-        self.last_step: Tensor | None = None  # gradient norm and loss on their way to the host, not yet checked
-        self.arrival: torch.cuda.Event | None = None  # reached when both numbers are there
+        self.last_step: Tensor | None = None  # gradient norm and loss, being copied to the host and not yet checked
+        self.arrival: torch.cuda.Event | None = None  # recorded after that copy
         self.logged: int | None = None  # the last step with a line of metrics
         self.before: dict[str, Any] | None = None  # validation of the initial checkpoint
         self.after: dict[str, Any] | None = None  # the latest validation
@@ -95,7 +96,7 @@ class Trainer:
             )
 
     def train(self) -> bool:
-        """Takes all remaining steps, phase by phase. Returns false if stopped before the last step."""
+        """Takes all remaining steps, phase by phase; returns false if stopped before the last one."""
         try:
             for phase in phases(self.recipe.train):
                 if self.step >= phase.end:
@@ -105,7 +106,7 @@ class Trainer:
                 while self.step < phase.end:
                     self._one_step()
                     if self.step == first:
-                        # The garbage collector need not visit the million objects of compiled graphs, which stay.
+                        # Exempts the many objects of compiled graphs, which stay alive, from garbage collection.
                         gc.collect()
                         gc.freeze()
                     if self._after_step(phase.end):
@@ -125,15 +126,15 @@ class Trainer:
                 f"{self.recipe.model.method} adds no parameters of its own to train"
             )
         if train.compile:
-            # A graph depends on which parameters train. Graphs of earlier phases, or of another run in this process,
-            # count towards the compiler's limit, beyond which it silently stops compiling: drop them.
+            # A compiled graph depends on which parameters train. Graphs of earlier phases, or of another run in this
+            # process, count towards the recompile limit, beyond which torch silently runs eagerly: drop them.
             torch.compiler.reset()
         if self.wrapped is None or train.parallel == "ddp":
-            # FSDP shards in place, once, and follows requires_grad; DDP reads it when constructed.
+            # FSDP shards once, in place, and follows requires_grad; DDP reads requires_grad when it is constructed.
             self.wrapped = wrap(self.model, self.world, parallel=train.parallel)
         self.optimizer = build_optimizer(self.model, train)
         self.graphs = StepGraphs(self.model, train.execution) if train.cuda_graphs else None
-        # The optimizer's state belongs to one phase: the first step of each phase uses a new optimizer.
+        # The optimizer's state belongs to one phase; each phase starts with a new optimizer.
         if self.resumed_from is not None and self.step > phase_at(train, self.step).start:
             load_optimizer(self.optimizer, self.resumed_from)
         self.resumed_from = None
@@ -142,27 +143,12 @@ class Trainer:
         """Takes one optimizer step: forward and backward of every micro-batch, clipping, AdamW."""
         train, step = self.recipe.train, self.step
         self.rate = set_learning_rate(self.optimizer, train, step)
-        # In every loss term that is not a mean over targets, micro-steps and processes have equal weight.
+        # In loss terms that are not means over targets, micro-steps and processes have equal weight.
         objective = replace(objective_at(train, step), share=1.0, bottom_k=self.bottom_k, mean_count=self.world.mean)
         if self.controller:
             objective = self.controller.steer(objective, step)
         self.objective = objective
-        inputs = self.micro_batches.inputs(step)
-        policy = policy_at(train, self.model.method, step)
-        mean_targets = self.micro_batches.mean_targets(inputs)
-        total = torch.zeros((), device=self.world.device)
-        assert self.wrapped is not None  # set by _enter
-        for index, arguments in enumerate(inputs):
-            with accumulating(self.wrapped, last=index + 1 == len(inputs)):
-                compute, arguments = partial(self._forward, objective, policy), arguments | {ITEMS: mean_targets}
-                if self.graphs is None:
-                    output = add_gradients(compute(arguments, train.execution), len(inputs))
-                else:
-                    output = self.graphs.run((objective, policy), arguments, compute, share=len(inputs))
-                total = total + output.loss / len(inputs)
-                self.tally.count(output, len(inputs), self.model.config.iterations)
-                if self.controller and output.gates is not None:
-                    self.controller.add(output.depth, output.gates, step)
+        loss = self._accumulate_gradients(objective, policy_at(train, self.model.method, step))
         norm = self._clip(train.clip or math.inf)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -170,13 +156,33 @@ class Trainer:
         self.tally.add("grad_norm", norm)
         self.tally.steps += 1
         self.tally.tokens += train.global_batch * self.recipe.data.sequence
-        # The previous step is checked while this one runs: a NaN is noticed one step late, but always before a save.
+        # The previous step is checked while this one runs: NaN is detected one step late, but always before a save.
         self.require_finite()
-        self.last_step = torch.stack((norm.detach(), total.to(norm.dtype))).to("cpu", non_blocking=norm.is_cuda)
-        # Without the event, reading them would wait for everything launched in the meantime.
+        self.last_step = torch.stack((norm.detach(), loss.to(norm.dtype))).to("cpu", non_blocking=norm.is_cuda)
+        # Without the event, reading both numbers would wait for everything launched in the meantime.
         self.arrival = torch.cuda.current_stream().record_event() if norm.is_cuda else None
         if self.controller and self.controller.due(step):
-            self.controller.turn(self.world.sum(self.controller.sums))
+            self.controller.update(self.world.sum(self.controller.sums))
+
+    def _accumulate_gradients(self, objective: Objective, policy: Policy | None) -> Tensor:
+        """Runs forward and backward of the step's micro-batches; returns their mean loss."""
+        assert self.wrapped is not None  # set by _enter
+        inputs = self.micro_batches.inputs(self.step)
+        mean_targets = self.micro_batches.mean_targets(inputs)
+        forward = partial(self._forward, objective, policy)
+        loss = torch.zeros((), device=self.world.device)
+        for index, arguments in enumerate(inputs):
+            arguments["num_items_in_batch"] = mean_targets
+            with accumulating(self.wrapped, last=index + 1 == len(inputs)):
+                if self.graphs is None:
+                    output = add_gradients(forward(arguments, self.recipe.train.execution), len(inputs))
+                else:
+                    output = self.graphs.run((objective, policy), arguments, forward, share=len(inputs))
+                loss = loss + output.loss / len(inputs)
+                self.tally.count(output, len(inputs), self.model.config.iterations)
+                if self.controller and output.gates is not None:
+                    self.controller.add(output.depth, output.gates, self.step)
+        return loss
 
     def _clip(self, largest: float) -> Tensor:
         """Clips the gradients to norm ``largest`` and returns their norm before clipping.
@@ -188,10 +194,10 @@ class Trainer:
             return nn.utils.clip_grad_norm_(self.model.parameters(), largest)
         gate_norm = nn.utils.clip_grad_norm_(gates, largest)
         norm = nn.utils.clip_grad_norm_(self.model.backbone.parameters(), largest)
-        return norm + 0.0 * gate_norm  # propagates a gate norm that is not finite
+        return norm + 0.0 * gate_norm  # NaN if the gates' norm is not finite
 
     def _after_step(self, phase_end: int) -> bool:
-        """Logs, validates and saves after a step if due. Returns true if the run must stop here."""
+        """Logs, validates and saves if due after a step; returns whether the run must stop here."""
         train = self.recipe.train
         step, self.step = self.step, self.step + 1
         if self.telemetry:
@@ -225,7 +231,7 @@ class Trainer:
             )
 
     def require_finite(self) -> None:
-        """Raises if the gradient norm of the last step is not finite. Earlier steps are already checked."""
+        """Raises if the gradient norm of the last step is not finite; earlier steps were checked before."""
         if self.last_step is None:
             return
         if self.arrival is not None:
@@ -243,6 +249,7 @@ class Trainer:
         )
 
     def _log(self, step: int) -> None:
+        """Logs the means of metrics since the last log."""
         tally, self.tally = self.tally, Tally()
         means = tally.means(self.world)
         if not self.telemetry:
@@ -296,6 +303,7 @@ class Trainer:
         )
 
     def _validate(self, step: int) -> None:
+        """Evaluates the validation split after ``step`` and logs the result."""
         if self.validation is None:
             return
         self.after = scores = self.evaluate(self.recipe.train.eval_tokens)

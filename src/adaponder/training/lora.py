@@ -1,4 +1,4 @@
-"""Trains low-rank adapters (LoRA, by peft) on the linear layers of the backbone, whose own weights stay fixed.
+"""Trains low-rank adapters (LoRA, with peft) on the linear layers of the backbone, whose own weights are frozen.
 
 Checkpoints hold the merged model, which opens like any other; beside it ``lora.safetensors`` holds the adapters and
 the weights that they adapt, so that a resumed run continues with the same numbers.
@@ -65,7 +65,7 @@ def merged(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def trains(name: str, train: TrainRecipe, *, backbone_trains: bool) -> bool:
-    """Returns whether the parameter ``name`` is trained: gates or backbone may be frozen; LoRA trains adapters only."""
+    """Returns whether the parameter ``name`` trains: gates or backbone may be frozen; LoRA trains adapters only."""
     if name.startswith("method."):
         return not train.freeze_gates
     return backbone_trains and (train.lora_rank is None or _is_adapter(name))

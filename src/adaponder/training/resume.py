@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a run continues from; refuses a checkpoint that was trained with other settings."""
+"""Finds the checkpoint from which a run continues; refuses one that was trained with other settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from adaponder.training.distributed import World
 
 
 class Start(NamedTuple):
-    """Where a run starts: checkpoint folder (``None``: no checkpoint), step, and state of the depth controller."""
+    """The start of a run: checkpoint folder (``None``: none), step, and states to restore."""
 
     folder: Path | None
     step: int
@@ -28,7 +28,7 @@ class Start(NamedTuple):
 
 
 def check_resume(resume: str | None, *, weights_only: bool, allow_changes: bool) -> None:
-    """Raises for options that contradict each other, before anything is read or written."""
+    """Raises on options that contradict each other, before anything is read or written."""
     for flag, given in (("--weights-only", weights_only), ("--allow-changes", allow_changes)):
         if given and resume is None:
             raise InputError(f"{flag} needs a checkpoint: name one with --resume, or drop it")
@@ -53,7 +53,7 @@ def find_start(
     weights_only: bool,
     allow_changes: bool,
 ) -> Start:
-    """Returns where to continue. Raises if the settings differ from those with which the checkpoint was trained."""
+    """Returns where to start; raises if the settings differ from those with which the checkpoint was trained."""
     folder = None if resume is None else Path(resume)
     if resume == "auto":
         folder, skipped = newest_complete(out)
@@ -102,8 +102,8 @@ def _print_start(start: Start, changes: list[str], *, states: int, world: World)
 def is_finished(recipe: Recipe, out: Path, world: World, *, weights_only: bool, allow_changes: bool) -> bool:
     """Returns whether ``out`` holds the complete final model of ``recipe``, so that nothing is left to train.
 
-    Raises and lists the differences if the final model has another recipe (more steps, say); with ``allow_changes``, or
-    if the final model is damaged, returns false: the run continues from its newest checkpoint.
+    If the final model has another recipe (fewer steps, say), raises and lists the differences. With ``allow_changes``,
+    or if the final model is damaged, returns false: the run continues from its newest checkpoint.
     """
     final = out / "final"
     if not final.is_dir():

@@ -1,4 +1,4 @@
-"""Trains one recipe in one run folder, from its first step or its last checkpoint, to its final model."""
+"""Trains one recipe in one run folder: from the first step or a checkpoint to the final model."""
 
 from __future__ import annotations
 
@@ -52,29 +52,32 @@ def train(
     quiet: bool = False,
     trainer_class: type[Trainer] = Trainer,
 ) -> Outcome:
-    """Trains ``recipe`` in folder ``out``.
+    """Trains ``recipe`` in the run folder ``out``.
 
-    ``resume``: ``None`` starts a new run in an empty folder; ``auto`` continues from the newest complete checkpoint, if
-    any, and leaves a finished run unchanged (see :func:`is_finished`); a path names a checkpoint. ``weights_only``
-    takes a checkpoint's weights and starts at step 0. ``allow_changes`` lets a resumed run differ from the settings of
-    its checkpoint. ``wandb`` names a Weights & Biases project to log to as well.
+    Args:
+        resume: ``None`` starts a new run in an empty folder; ``auto`` continues from the newest complete checkpoint, if
+            any, and leaves a finished run unchanged (see :func:`is_finished`); a path names a checkpoint.
+        data: the folder for prepared data.
+        weights_only: take only the weights from the checkpoint and start at step 0.
+        allow_changes: allow a resumed run to have other settings than its checkpoint.
+        wandb: a Weights & Biases project to log to as well.
     """
     recipe = with_method(recipe, out, resume)
     config_of(recipe)  # raises if no model can be built, before any data is prepared
     check_resume(resume, weights_only=weights_only, allow_changes=allow_changes)
-    with join(device) as world, owned(out, world, resume):
+    with join(device) as world, locked_run_folder(out, world, resume):
         if resume == "auto" and is_finished(recipe, out, world, weights_only=weights_only, allow_changes=allow_changes):
             if world.leads:
                 console.print(f"already finished: {out / 'final'} is complete; nothing was changed", soft_wrap=True)
             return Outcome(out / "final", recipe.train.steps, None, world)
-        # While data is prepared Ctrl-C ends the command at once; a rerun continues the preparation.
+        # Ctrl-C ends the preparation of data at once; a rerun continues it.
         shards, validation = open_data(recipe, data, world)
         with stop_signals() as stop_requested:
             sampler = sampler_of(recipe, shards)
             start = find_start(
                 recipe, out, resume, sampler, world, weights_only=weights_only, allow_changes=allow_changes
             )
-            # If this raises, the folder is still empty, so that the corrected command can use it.
+            # Raises while the folder is still empty, so that the corrected command can use it.
             trainer = trainer_class(
                 *(recipe, out, world, _model_at(start, recipe, shards), sampler, validation),
                 step=start.step,
@@ -99,7 +102,7 @@ def train(
 
 
 def _model_at(start: Start, recipe: Recipe, shards: Shards) -> AdaPonderForCausalLM:
-    """Returns the recipe's new model, or the model of the checkpoint in ``start``, with the data's special tokens."""
+    """Returns a new model or the model of the checkpoint in ``start``, with the data's special tokens."""
     if start.folder is None:
         require_own_tokenizer(recipe, shards)
         model = build_model(recipe, shards.vocab_size)
@@ -120,8 +123,8 @@ def open_finished(recipe: Recipe, out: Path, *, data: Path = Path("data")) -> Tr
 
 
 @contextmanager
-def owned(out: Path, world: World, resume: str | None) -> Iterator[None]:
-    """Locks the run folder, which must be writable, empty unless resuming, and not in use by another run.
+def locked_run_folder(out: Path, world: World, resume: str | None) -> Iterator[None]:
+    """Context manager that creates and locks the run folder; raises if it is in use or, for a new run, not empty.
 
     Refuses to resume from another folder's checkpoint if this folder holds checkpoints or a final model.
     """
@@ -161,7 +164,7 @@ def owned(out: Path, world: World, resume: str | None) -> Iterator[None]:
 
 
 def _require_own_checkpoint(out: Path, resumed: Path) -> None:
-    """Raises if a run that continues from another folder would replace checkpoints or the final model in ``out``."""
+    """Raises if ``out`` holds checkpoints or a final model, and ``resumed`` is not one of these checkpoints."""
     existing = [*(out / "checkpoints").glob("step-*"), *out.glob("final")]
     if existing and resumed.resolve().parent != (out / "checkpoints").resolve():
         raise InputError(
@@ -172,7 +175,7 @@ def _require_own_checkpoint(out: Path, resumed: Path) -> None:
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Yields a function that returns whether SIGINT or SIGTERM arrived. A second signal ends the process at once."""
+    """Context manager that yields a function: whether SIGINT or SIGTERM arrived. A second signal ends the process."""
     signals: list[int] = []
 
     def handle(number: int, frame: Any) -> None:
@@ -190,7 +193,7 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
 
 
 def _print_remarks(recipe: Recipe, shards: Shards, validation: Shards, world: World) -> None:
-    """Prints a line for each effect of the recipe on this machine and data that a user might not expect."""
+    """Prints effects of the recipe on this machine and data that a user might not expect, one per line."""
     train, has_ponder_term = recipe.train, method_class(recipe.model.method).has_ponder_term
     pressed, gates_begin = has_ponder_term and bool(train.ponder_weight), train.gates_begin(pressed=has_ponder_term)
     remarks = []

@@ -18,7 +18,7 @@ from adaponder.recipes import TrainRecipe
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps ``start … end - 1``, with the backbone frozen or not. Each phase has a new optimizer."""
+    """Steps ``start … end - 1``, with the backbone trained or frozen; each phase has a new optimizer."""
 
     start: int
     end: int
@@ -26,7 +26,7 @@ class Phase:
 
 
 def phases(train: TrainRecipe) -> list[Phase]:
-    """Returns the phases of a run: first only the method's parameters train, then all; an empty phase is left out."""
+    """Returns the phases of a run: first only the method's parameters train, then all; omits an empty phase."""
     frozen = train.freeze_backbone_steps
     both = [Phase(0, frozen, False), Phase(frozen, train.steps, True)]
     return [phase for phase in both if phase.end > phase.start]
@@ -37,18 +37,18 @@ def phase_at(train: TrainRecipe, step: int) -> Phase:
 
 
 def learning_rate_factor(train: TrainRecipe, step: int) -> float:
-    """Returns the learning rate of ``step`` over its peak: linear warm-up, then a cosine down to ``min_lr_ratio``.
+    """Returns the learning rate divided by its peak: linear warm-up, then a cosine down to ``min_lr_ratio``.
 
-    After a phase with a frozen backbone, a second warm-up of ``joint_warmup`` multiplies the factor.
+    After a phase with a frozen backbone, a second linear warm-up of ``joint_warmup`` steps multiplies the factor.
     """
-    again, warmup = 1.0, _steps(train.warmup, train)
+    second_warmup, warmup = 1.0, _steps(train.warmup, train)
     if train.joint_warmup and 0 < train.freeze_backbone_steps <= step:
-        again = min(1.0, (step - train.freeze_backbone_steps + 1) / max(1, _steps(train.joint_warmup, train)))
+        second_warmup = min(1.0, (step - train.freeze_backbone_steps + 1) / max(1, _steps(train.joint_warmup, train)))
     if step < warmup:
-        return again * ((step + 1) / warmup)
+        return second_warmup * ((step + 1) / warmup)
     done = (step - warmup) / max(1, train.steps - 1 - warmup)
     cosine = train.min_lr_ratio + (1.0 - train.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
-    return again * cosine
+    return second_warmup * cosine
 
 
 def _steps(warmup: float, train: TrainRecipe) -> int:
@@ -57,7 +57,7 @@ def _steps(warmup: float, train: TrainRecipe) -> int:
 
 
 def exit_entropy_at(train: TrainRecipe, step: int) -> float | None:
-    """Returns Ouro's exit-entropy weight beta at ``step``, interpolated linearly. ``None`` means the config's value."""
+    """Returns Ouro's exit-entropy weight beta at ``step``, interpolated linearly; ``None``: the config's value."""
     if train.exit_entropy is None:
         return None
     before, after = train.exit_entropy
@@ -68,7 +68,7 @@ def exit_entropy_at(train: TrainRecipe, step: int) -> float | None:
 
 
 def objective_at(train: TrainRecipe, step: int) -> Objective:
-    """Returns the objective: cross-entropy (eq. 11), from ``ponder_start`` on with the ponder term (eq. 12 to 14)."""
+    """Returns the objective of ``step``: cross-entropy (eq. 11), from ``ponder_start`` on also eq. 12 to 14."""
     fraction = ponder_fraction(step, start=train.ponder_start, full=train.ponder_full, k_max=train.k_max)
     weight = train.ponder_weight if step >= train.ponder_start else 0.0
     return Objective(
@@ -80,7 +80,10 @@ def objective_at(train: TrainRecipe, step: int) -> Objective:
 
 
 def policy_at(train: TrainRecipe, method: Method, step: int) -> Policy | None:
-    """Returns the policy: full depth before ``ponder_start`` unless ``halt_before_ponder``. ``None``: the default."""
+    """Returns the policy of ``step``: full depth before ``ponder_start`` unless ``halt_before_ponder`` is set.
+
+    ``None`` means the method's default policy. A method's own ``training_policy`` takes precedence.
+    """
     policy = method.training_policy(step / train.capacity_warmup if train.capacity_warmup else 1.0)
     if policy is not None:
         return policy
@@ -90,15 +93,16 @@ def policy_at(train: TrainRecipe, method: Method, step: int) -> Policy | None:
 
 
 def named_groups(model: nn.Module, train: TrainRecipe) -> list[dict]:
-    """Returns AdamW's parameter groups, each with names, peak learning rate, weight decay and the first step it trains.
+    """Returns AdamW's parameter groups with parameter names, peak learning rate, weight decay and the step they start.
 
     There are up to four: matrices (with weight decay) and vectors (without) of the backbone and of the method.
     """
     gate_lr = train.lr if train.gate_lr is None else train.gate_lr
     pressed = isinstance(model, AdaPonderForCausalLM) and model.method.has_ponder_term
+    owners = (("backbone", train.lr, 0), ("method", gate_lr, train.gates_begin(pressed=pressed)))
     groups = {
-        (part, is_matrix): {"params": [], "names": [], "peak": peak, "start": start, "weight_decay": decay}
-        for part, peak, start in (("backbone", train.lr, 0), ("method", gate_lr, train.gates_begin(pressed=pressed)))
+        (owner, is_matrix): {"params": [], "names": [], "peak": peak, "start": start, "weight_decay": decay}
+        for owner, peak, start in owners
         for is_matrix, decay in ((True, train.weight_decay), (False, 0.0))
     }
     for name, parameter in model.named_parameters():
@@ -117,7 +121,7 @@ def build_optimizer(model: nn.Module, train: TrainRecipe) -> torch.optim.AdamW:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, train: TrainRecipe, step: int) -> float:
-    """Sets each group's rate to peak times schedule (0 before its first step) and returns the backbone's rate."""
+    """Sets each group's learning rate, which is 0 before its first step; returns the backbone's."""
     factor = learning_rate_factor(train, step)
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * factor if step >= group["start"] else 0.0

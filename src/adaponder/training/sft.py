@@ -1,4 +1,4 @@
-"""Runs TRL's ``SFTTrainer`` with the model's own loss, so that it trains the two-stage objective."""
+"""Runs TRL's ``SFTTrainer`` with the model's own loss, so that it can train the two-stage objective."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from transformers import Trainer
 from trl import SFTTrainer
 
 from adaponder.errors import InputError
-from adaponder.modeling.arguments import OF_PACKING
+from adaponder.modeling.arguments import PACKING_ARGUMENTS
 from adaponder.training.watch import member_of
 
 
 class PonderSFTTrainer(SFTTrainer):
     """``SFTTrainer`` for an AdaPonder model: TRL's data handling, and the loss of the model's own forward.
 
-    The stock ``SFTTrainer`` replaces a model's forward by one that computes cross-entropy only. Here the forward is not
-    replaced: with :class:`adaponder.integrations.PonderCallback` its loss has the ponder term. Packed conversations do
+    The stock ``SFTTrainer`` replaces a model's forward by one that computes cross-entropy only. Here the forward stays,
+    so that with :class:`adaponder.integrations.PonderCallback` the loss has the ponder term. Packed conversations do
     not attend to each other.
     """
 
@@ -45,5 +45,5 @@ class PonderSFTTrainer(SFTTrainer):
         if training:
             self._total_train_tokens += int(tokens) * self.accelerator.num_processes
         self._metrics["train" if training else "eval"]["num_tokens"] = [self._total_train_tokens]
-        inputs = {name: value for name, value in inputs.items() if name not in OF_PACKING}
+        inputs = {name: value for name, value in inputs.items() if name not in PACKING_ARGUMENTS}
         return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)

@@ -46,7 +46,7 @@ Axis = tuple[str, tuple[Any, ...]]  # a field of the recipe and the values to tr
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a sweep: folder name, recipe, value of every axis, and the overrides that produce the recipe."""
+    """One run of a sweep: folder name, recipe, value of each axis, and the overrides that produce the recipe."""
 
     name: str
     recipe: Recipe
@@ -76,10 +76,10 @@ def plan(
     one_at_a_time: bool = False,
     seeds: Sequence[int] = (),
 ) -> list[PlannedRun]:
-    """Returns the runs of the sweep, ordered by seed: every setting with the first seed, then with the next.
+    """Returns the runs of the sweep: every combination of values with the first seed, then with the next.
 
-    The runs are the product of the axes ``grids`` (text, see :func:`parse_axis`). With ``one_at_a_time`` they are the
-    recipe itself and, for each other value of each axis, the recipe with that value.
+    ``grids`` are axes as text, see :func:`parse_axis`. With ``one_at_a_time``, the runs are the recipe itself and, for
+    each other value of each axis, the recipe with that value.
     """
     base, axes = with_method(load_recipe(name, overrides)), [parse_axis(text) for text in grids]
     _check_arguments(axes, seeds, {override.partition("=")[0] for override in overrides}, one_at_a_time=one_at_a_time)
@@ -108,7 +108,7 @@ def plan(
 
 
 def _check_arguments(axes: Sequence[Axis], seeds: Sequence[int], fixed: set[str], *, one_at_a_time: bool) -> None:
-    """Raises if axes, seeds and the fields ``fixed`` by --set contradict each other."""
+    """Raises if axes, seeds and the fields set by --set (``fixed``) contradict each other."""
     if not axes and not seeds:
         raise InputError("--grid is missing: name at least one axis, e.g. --grid train.k_max=0.1,0.15,0.2; or --seeds")
     if len(set(seeds)) < len(seeds):
@@ -136,27 +136,27 @@ def _refuse_twins(runs: Sequence[PlannedRun]) -> None:
 
 
 def value_of(recipe: Recipe, field: str) -> Any:
-    """Returns a field's value in the recipe, or in the config if it is a model field that the recipe leaves unset."""
+    """Returns a field's value in the recipe; a model field that the recipe leaves unset has the config's value."""
     value: Any = recipe.as_dict()
     for key in field.split("."):
         value = value.get(key) if isinstance(value, dict) else None
     section, _, key = field.partition(".")
-    left_open = value is None or field == "model.embedding_scale"
-    if left_open and section == "model" and (config := config_of(recipe)) is not None:
+    unresolved = value is None or field == "model.embedding_scale"
+    if unresolved and section == "model" and (config := config_of(recipe)) is not None:
         value = getattr(config, key, None)
     return list(value) if isinstance(value, tuple) else value
 
 
 def _name_of(varied: Mapping[str, Any], recipe: Recipe, axes: Iterable[str]) -> str:
-    """Returns a name such as ``k_max=0.1__ponder_weight=0.2__seed=1``, safe in every shell."""
-    lasts = [field.rpartition(".")[2] for field in axes]
-    parts = []
+    """Returns a folder name such as ``k_max=0.1__ponder_weight=0.2__seed=1``, safe in every shell."""
+    short_names = [field.rpartition(".")[2] for field in axes]
+    assignments = []
     for field, value in varied.items():
-        last = field.rpartition(".")[2]
-        parts.append(f"{field if lasts.count(last) > 1 else last}={_typed(value).strip('[]')}")
-    full_name = "__".join(parts) or "base"
+        short = field.rpartition(".")[2]
+        assignments.append(f"{field if short_names.count(short) > 1 else short}={_typed(value).strip('[]')}")
+    full_name = "__".join(assignments) or "base"
     safe = re.sub(r"[^A-Za-z0-9._=+-]+", "-", full_name)[:_LONGEST_NAME]
-    # Shortening may make two names equal: the fingerprint distinguishes them.
+    # Replaced characters may make two names equal: the fingerprint distinguishes them.
     return safe if safe == full_name else f"{safe}__{recipe.fingerprint}"
 
 
@@ -174,9 +174,9 @@ def _as_override(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """Summary of one run, a line of the sweep's table. Unknown values are ``None``.
+    """The summary of one run, a line of the sweep's table; unknown values are ``None``.
 
-    Loss, mean depth and shares of tokens halted are from the last validation, the speed is the median of the log.
+    Loss, mean depth and halted shares are from the last validation; the speed is the median over the log.
     """
 
     name: str
@@ -200,10 +200,10 @@ class RunSummary:
 def requested_depth(recipe: Recipe, config: AdaPonderConfig | None) -> float | None:
     """Returns the mean depth that the objective of the recipe's last step aims at.
 
-    The ponder loss pushes the lowest share k of a token's K - 1 gates towards closed, and a closed gate saves one
-    iteration: ``K - k (K - 1)``, or K if the ponder weight is 0. The measured ``validation_depth`` may be above (pushed
-    gates need not close) or below (a token that halts skips its later gates). With ``train.target_depth`` set, returns
-    that; for mor the sum of its capacities; for methods that never halt K; for others ``None``.
+    With a ponder loss, which pushes the lowest share k of the K - 1 gates per token towards closed, that is
+    ``K - k (K - 1)``, because a closed gate saves one iteration; or ``train.target_depth``, if set. The measured
+    ``validation_depth`` may be above (these gates need not close) or below (a token that halts skips its later gates).
+    For mor it is the sum of the capacities, for methods that never halt K, for others ``None``.
     """
     if config is None:
         return None
@@ -254,9 +254,9 @@ def result_of(run: PlannedRun, folder: Path) -> RunSummary:
 def examine(
     runs: Sequence[PlannedRun], *, out: Path, data: Path = Path("data"), device: str = "cpu"
 ) -> list[RunSummary]:
-    """Returns the current summary of every run. Prepares the data, trains nothing.
+    """Prepares the data and returns the current summary of each run; trains nothing.
 
-    Raises if a run cannot be trained, or if its folder holds a run with other settings; the error lists them.
+    Raises if a run cannot be trained, or if its folder holds a run with other settings, which the error lists.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise InputError(
@@ -291,7 +291,7 @@ def _examine(run: PlannedRun, folder: Path, prepared: Path) -> RunSummary:
         meta = torch.device("meta")
         with meta:
             model = AdaPonderForCausalLM(config)
-        # Constructed for its checks only: tensors on the meta device take no memory.
+        # Constructed for its checks only, on the meta device, where tensors take no memory.
         Trainer(recipe, folder, World(device=meta), model, sampler, validation)
     summary = pending(run, config)
     newest = folder / "final" if (folder / "final").is_dir() else newest_complete(folder)[0]
@@ -299,7 +299,7 @@ def _examine(run: PlannedRun, folder: Path, prepared: Path) -> RunSummary:
         return summary
     finished = newest.name == "final"
     state = verify_checkpoint(newest) if finished else json.loads((newest / STATE).read_text())
-    # The number of processes matters only to a run that is resumed.
+    # The number of processes matters only if the run is resumed.
     changes = differences(state, recipe, sampler, World(size=state["world"] if finished else 1))
     if finished and (was := state["recipe"]["train"]["eval_tokens"]) != recipe.train.eval_tokens:
         changes.append(f"train.eval_tokens: {was} → {recipe.train.eval_tokens}")
@@ -312,7 +312,7 @@ def _examine(run: PlannedRun, folder: Path, prepared: Path) -> RunSummary:
 
 
 def rows_left(run: PlannedRun, summary: RunSummary) -> float:
-    """Returns training tokens times K that a run has still to compute; its remaining time is about proportional."""
+    """Returns the tokens times K that a run must still compute, to which its remaining time is about proportional."""
     per_step = run.recipe.train.global_batch * run.recipe.data.sequence * (summary.iterations or 1)
     return float((summary.steps - summary.step) * per_step)
 
@@ -327,10 +327,10 @@ def carry_out(
     quiet: bool = False,
     starting: Callable[[int, RunSummary, float | None], None] = lambda index, summary, seconds: None,
 ) -> Iterator[tuple[int, RunSummary]]:
-    """Trains or resumes every run that is not finished and yields ``(index, summary)`` as each ends.
+    """Trains or resumes every run that is not finished and yields ``(index, summary)`` after each.
 
-    A failed run does not end the sweep, a stopped run does. Before each run,
-    calls ``starting(index, summary, seconds left)``.
+    A failed run does not end the sweep, a stopped run does. ``starting(index, summary, seconds left)`` is called before
+    each run.
     """
     rows, seconds = 0.0, 0.0  # rows computed by this sweep so far, and the time that they took
     waiting = [index for index, summary in enumerate(summaries) if summary.status == PENDING]

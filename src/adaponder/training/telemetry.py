@@ -1,6 +1,6 @@
-"""Logs a run: metrics.jsonl, TensorBoard, optionally Weights & Biases, and a live view. NaN is shown as NaN.
+"""Logs a run to metrics.jsonl, TensorBoard, optionally Weights & Biases, and a live view in the terminal.
 
-A disk error ends the run with one line that names the file.
+A disk error ends the run with a one-line error that names the file.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _SHOWN = (
     ("mfu", "mfu", ".1%"),
     ("mean_depth", "depth", ".3f"),
 )
-# Metrics of the live view that a line of plain text leaves out.
+# Metrics of the live view that lines of plain text leave out.
 _LIVE_ONLY = {"ponder", "lr", "grad_norm"}
 
 
 @contextmanager
 def room_to_write(what: str | Path | None = None) -> Iterator[None]:
-    """Converts an ``OSError`` in the block to a ``TrainingError``: ``what`` could not be written.
+    """Context manager that turns an ``OSError`` into a ``TrainingError``: ``what`` could not be written.
 
-    Without ``what``, only errors of a full disk are converted, and the message names the file of the ``OSError``.
+    Without ``what``, only errors of a full disk are turned, and the message names the file of the ``OSError``.
     """
     try:
         yield
@@ -64,7 +64,7 @@ def room_to_write(what: str | Path | None = None) -> Iterator[None]:
 
 
 class Telemetry:
-    """Logs one flat dict of metrics per step, in the leading process."""
+    """Logs a flat dict of metrics per step; used in the leading process only."""
 
     def __init__(self, folder: Path, *, steps: int, start: int, quiet: bool = False, wandb: str | None = None):
         from torch.utils.tensorboard import SummaryWriter
@@ -100,7 +100,7 @@ class Telemetry:
 
     def log(self, metrics: dict[str, Any]) -> None:
         step, now = metrics["step"], round(time.time(), 3)
-        # The file is closed after each line, so that a killed process loses none.
+        # Closing the file after each line loses none if the process is killed.
         with room_to_write(self.path), self.path.open("ab") as file:
             file.write(f"{json.dumps({'time': now} | metrics)}\n".encode())
         scalars = {}
@@ -133,7 +133,7 @@ class Telemetry:
     def close(self) -> None:
         if self.shown:
             self.live.stop()
-            # The live view disappears when it stops: print its last state.
+            # The live view disappears when it stops, so print its last state.
             console.print(view_of(self.latest))
         with suppress(OSError):  # log has flushed everything or raised
             self.board.close()
@@ -142,7 +142,7 @@ class Telemetry:
 
 
 def _join_wandb(project: str, folder: Path) -> Any:
-    """Starts, or resumes, the Weights & Biases run of this folder in ``project``."""
+    """Starts or resumes the Weights & Biases run of this folder in ``project``."""
     try:
         import wandb  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -182,7 +182,7 @@ def line_of(metrics: dict[str, Any]) -> str:
 
 
 def view_of(metrics: dict[str, Any]) -> RenderableType:
-    """Returns the live view under the progress bar: metrics, and the share of tokens active in each iteration."""
+    """Returns the live view under the progress bar: metrics, and the share of active tokens by iteration."""
     facts = [line((label, "dim"), f" {metrics[name]:{form}}") for name, label, form in _SHOWN if name in metrics]
     halted, gates = metrics.get("halted"), metrics.get("gate_means") or []
     if not halted:

@@ -1,4 +1,4 @@
-"""Measures loss and depths on the validation split: always on the same windows, divided among all processes."""
+"""Measures loss and depths on the same windows of the validation split each time, divided among all processes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from adaponder.training.watch import count_depths, depth_shares
 
 
 def whole_windows(shards: Shards, tokens: int, *, length: int) -> int:
-    """Returns the number of whole windows of ``length`` predictions in the split's first ``tokens`` tokens, at least 1.
+    """Returns the number of windows of ``length`` predictions in the split's first ``tokens`` tokens, at least 1.
 
-    A window reads ``length + 1`` tokens; the last token of the last window may lie beyond the first ``tokens``.
+    A window has ``length + 1`` tokens; the last token of the last window may lie beyond the first ``tokens``.
     """
     stride = _stride(shards, length)
     return max(1, min(tokens, shards.tokens - (length + 1 - stride)) // stride)
@@ -46,15 +46,20 @@ def validate(
 ) -> dict[str, Any]:
     """Returns ``validation_loss``, mean ``validation_depth`` and ``validation_halted`` of the first ``tokens`` tokens.
 
-    ``validation_halted`` are the shares of tokens with depth at most 1 … K-1. Only tokens with targets are
-    counted (in conversations: the assistant's turns). ``together`` windows of ``length`` tokens form a batch; without
-    ``across``, tokens attend only to their own document; ``options`` are further arguments of the model's forward.
+    ``validation_halted`` are the shares of tokens with depth at most 1 … K-1. Only tokens with targets are counted (in
+    conversations, the assistant's turns).
+
+    Args:
+        length: predictions per window.
+        together: windows per batch.
+        across: whether tokens attend to the documents before their own in the window.
+        options: further arguments of the model's forward.
     """
     windows, stride = whole_windows(shards, tokens, length=length), _stride(shards, length)
     # Summed loss, predictions, tokens of depth 1 … K.
     sums = torch.zeros(2 + model.config.iterations, dtype=torch.double, device=world.device)
     model.eval()
-    # FSDP needs equally many forwards in every process: past the end the last window is repeated and not counted.
+    # FSDP needs the same number of forwards in every process: beyond the end, the last window is repeated, not counted.
     for index in range(-(-windows // (world.size * together))):
         numbers = (index * world.size + world.rank) * together + np.arange(together)
         batch = read_windows(shards, np.minimum(numbers, windows - 1), sequence=length, stride=stride)

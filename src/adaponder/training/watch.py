@@ -1,4 +1,4 @@
-"""Computes a run's metrics: means since the last log, MFU, gate collapse, depths inside other libraries' trainers."""
+"""Computes a run's metrics: means since the last log, MFU, gate collapse, and depths in other libraries' trainers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from adaponder.modeling import AdaPonderForCausalLM, AdaPonderOutput
 from adaponder.recipes import TrainRecipe
 from adaponder.training.distributed import World
 
-# Dense bf16 FLOPs per second that vendors state, by a substring of the device's name in torch.
+# Dense bf16 FLOPs per second as vendors state them, by a substring of the device's name in torch.
 _PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-# A gate with a lower mean passes on almost no update, and receives almost no gradient to open it again.
+# Below this mean, a gate weights updates with almost 0 and gets almost no gradient that could open it again.
 _SHUT = 0.01
-# If a larger share of tokens halts at one depth below K, the gates hardly distinguish tokens.
+# If more tokens than this share halt at the same depth below K, the gates hardly distinguish tokens.
 _NEARLY_ALL = 0.95
 
 
 def count_depths(depth: Tensor, iterations: int) -> Tensor:
-    """Returns ``int64[K]``, the number of tokens of each depth 1 … K. Depth 0 (padding) does not count."""
+    """Returns the number of tokens of each depth 1 … K, ``int64[K]``; padding has depth 0 and does not count."""
     levels = torch.arange(1, iterations + 1, device=depth.device)
     return (depth[..., None] == levels).sum((0, 1))
 
@@ -43,7 +43,7 @@ def depth_shares(counts: Tensor) -> tuple[float, list[float]]:
 
 @dataclass
 class Tally:
-    """Sums of metrics since the last log, on the device; only :meth:`means` waits for the device."""
+    """Sums metrics since the last log, on the device; only :meth:`means` waits for the device."""
 
     steps: int = 0
     tokens: int = 0
@@ -55,7 +55,7 @@ class Tally:
         self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def count(self, output: AdaPonderOutput, micro_steps: int, iterations: int) -> None:
-        """Adds the output of one of a step's ``micro_steps`` micro-steps."""
+        """Adds the output of a micro-step to the sums; a step has ``micro_steps`` of them."""
         assert output.loss is not None
         assert output.depth is not None
         for name, value in {"loss": output.loss, **(output.terms or {})}.items():
@@ -65,7 +65,7 @@ class Tally:
             self.add("gates", output.gates.sum((0, 1)))
 
     def means(self, world: World) -> dict[str, Any]:
-        """Returns means over all processes. Every process must call it."""
+        """Returns means over all processes; every process must call it."""
         sums = dict(self.sums)
         depths, norm = world.sum(sums.pop("depths")), float(sums.pop("grad_norm")) / self.steps
         gates = world.sum(sums.pop("gates")) if "gates" in sums else None
@@ -83,7 +83,7 @@ class Tally:
 def utilisation(
     tokens_per_second: float, config: AdaPonderConfig, *, shape: Shape, sequence: int, world: World
 ) -> dict[str, float]:
-    """Returns ``{"mfu": …}``, the model's FLOPs per second over the device's peak; empty if the peak is unknown."""
+    """Returns ``{"mfu": …}``, FLOPs per second divided by the device's peak; empty if the peak is unknown."""
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
     peak = next((rate for key, rate in _PEAK.items() if key in name), None)
     if peak is None:
@@ -95,7 +95,7 @@ def utilisation(
 def collapse(metrics: dict[str, Any], train: TrainRecipe, *, pressed: bool = True) -> tuple[str, str] | None:
     """Returns (kind, message) of a warning if the gates no longer distinguish tokens, else ``None``.
 
-    ``pressed``: whether the loss has a ponder term; without it, gates may stay open and there is no stage 1.
+    ``pressed``: whether the loss has a ponder term. Without it, gates may stay open and there is no stage 1.
     """
     step, halted, gates = metrics["step"], metrics["halted"], metrics.get("gate_means", [])
     if not halted:
@@ -127,8 +127,8 @@ def member_of(model: nn.Module, caller: str) -> AdaPonderForCausalLM:
 class DepthCounts:
     """Counts this process's tokens by depth inside another library's trainer, separately for training and evaluation.
 
-    Every forward in training mode with a loss counts. In evaluation a forward counts only if :meth:`evaluated` follows,
-    because other code may call the same model between two evaluations.
+    In training mode, every forward with a loss counts. In evaluation mode, a forward counts only if :meth:`evaluated`
+    follows, because other code may call the model between two evaluations.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class DepthCounts:
                 self.last = counts
 
     def evaluated(self, batches: Any) -> None:
-        """Adds the last forward to the evaluation over ``batches``; drops the counts of an earlier evaluation."""
+        """Adds the last forward to the counts of the evaluation over ``batches``; drops those of an earlier one."""
         if batches is not self.batches:
             self.sums.pop(False, None)
         if self.last is not None:

@@ -87,7 +87,7 @@ def test_a_constant_number_of_rows_never_waits_for_the_device(monkeypatch):
 
     monkeypatch.setattr(attention, "compact_attention", hidden)
     monkeypatch.setattr(ForcedDepths, "check", lambda *_: None)
-    monkeypatch.setattr("adaponder.execution.tokens._here", lambda values: False)
+    monkeypatch.setattr("adaponder.execution.tokens._is_readable", lambda values: False)
     rows = rows_of(DEPTHS[0], 1)
     with NeverWaiting():
         results(model, rows, DEPTHS[0])

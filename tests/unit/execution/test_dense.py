@@ -5,7 +5,7 @@ import torch
 
 from adaponder import Objective
 from adaponder.backbones.wrapper import Backbone
-from adaponder.execution.dense import Dense
+from adaponder.execution import dense
 from adaponder.policies import ForcedDepths
 from packed_support import DEPTHS, PADDED, assert_same
 from support import METHODS, ids, tiny
@@ -30,9 +30,9 @@ def results(model, given):
 @pytest.fixture
 def by_rows(monkeypatch):
     """Switches to rows as if there were kernels, and returns the list of whether each pass with a mask took them."""
-    taken, every_row = [], Dense._every_row
+    taken, as_rows = [], dense._as_rows
     monkeypatch.setattr(Backbone, "masks_by_kernels", lambda self, x: True)
-    monkeypatch.setattr(Dense, "_every_row", lambda *given: taken.append(True) or every_row(*given))
+    monkeypatch.setattr(dense, "_as_rows", lambda key: taken.append(True) or as_rows(key))
     return taken
 
 

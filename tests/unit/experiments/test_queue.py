@@ -44,7 +44,7 @@ def test_every_run_builds_a_model_and_measures_what_can_be_measured(shipped):
     for run in built.values():
         config = config_of(run.shaped)
         assert config is not None
-        assert method_class(config.method).own_parameters(config) >= 0
+        assert method_class(config.method).added_parameters(config) >= 0
     for run in shipped.experiments:
         assert set(run.measures) <= set(MEASURES), run.label
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adaponder.ops.ledger_attention import LedgerRows, Projection, Scratch, Turn, scratch_for
+from adaponder.ops.ledger_attention import Angles, LedgerRows, Projection, Scratch, scratch_for
 from adaponder.ops.ledger_attention import torch as reference
 from adaponder.ops.ledger_attention import triton as kernels
 from kernel_support import draw
@@ -135,30 +135,30 @@ def entering(number: int, dtype: torch.dtype, device: str):
     }
     # The rows' own keys and values are not there yet.
     made.keys[made.rows.row], made.values[made.rows.row] = torch.nan, torch.nan
-    return made, qkv, shape._replace(**learned), Turn(position, angle.cos(), angle.sin())
+    return made, qkv, shape._replace(**learned), Angles(position, angle.cos(), angle.sin())
 
 
 @pytest.mark.parametrize(("number", "device", "dtype"), places(len(SHAPES)))
 def test_a_row_that_enters_is_written_and_reads_itself(number, device, dtype):
     splits, window = SHAPES[number][1], 5 if number == 2 else None
-    made, qkv, shape, turn = entering(number, dtype, device)
+    made, qkv, shape, angles = entering(number, dtype, device)
     rows = made.rows
     wide = [x.double() for x in (qkv, made.keys, made.values)]
     learned = {name: getattr(shape, name) for name in LEARNED}
     wide_shape = shape._replace(**{name: None if x is None else x.double() for name, x in learned.items()})
-    truth = reference.decode_attention(*wide, rows, wide_shape, turn, window=window)
+    truth = reference.decode_attention(*wide, rows, wide_shape, angles, window=window)
     plain_pools, pools, fresh = ([made.keys.clone(), made.values.clone()] for _ in range(3))
-    plain = reference.decode_attention(qkv, *plain_pools, rows, shape, turn, window=window)
+    plain = reference.decode_attention(qkv, *plain_pools, rows, shape, angles, window=window)
     scratch = scratch_for(rows.num_single, shape.heads, shape.size, device)
     for _ in range(2 if number == 2 else 1):  # the counters are as they were
         out = torch.empty(rows.num_single, shape.heads * shape.size, dtype=dtype, device=device)
         options = {"window": window, "scratch": scratch, "splits": splits}
-        kernels.decode_attention(qkv, *pools, rows, shape, turn, out=out, **options)
+        kernels.decode_attention(qkv, *pools, rows, shape, angles, out=out, **options)
         no_further(out.view(truth.shape), plain, truth)
         assert not scratch.counter.any()
-    query = kernels.enter(qkv, *fresh, rows.row, shape, turn)
-    expected = reference.enter(qkv, *plain_pools, rows.row, shape, turn)
-    no_further(query, expected, reference.enter(*wide, rows.row, wide_shape, turn))
+    query = kernels.enter(qkv, *fresh, rows.row, shape, angles)
+    expected = reference.enter(qkv, *plain_pools, rows.row, shape, angles)
+    no_further(query, expected, reference.enter(*wide, rows.row, wide_shape, angles))
     for written in (pools, fresh):
         for pool, other, exact in zip(written, plain_pools, wide[1:], strict=True):
             no_further(pool[rows.row], other[rows.row], exact[rows.row])

@@ -18,7 +18,7 @@ def test_a_controller_brings_slow_gates_to_the_target(target, effect):
         wanted = 4.0 - min(1.0, effect * 3 * steered.ponder_fraction) * 3
         promised += 0.2 * (wanted - promised)
         depth += 0.05 * (promised - depth)
-        controller.turn(torch.tensor([1.0, depth, promised], dtype=torch.double))
+        controller.update(torch.tensor([1.0, depth, promised], dtype=torch.double))
     assert depth == pytest.approx(target, abs=0.05)
 
 

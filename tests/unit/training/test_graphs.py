@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adaponder import Objective
 from adaponder.errors import ConfigError, TrainingError
 from adaponder.policies import ForcedDepths
-from adaponder.training.graphs import STEPS, StepGraphs, add_gradients, fitted
+from adaponder.training.graphs import STEPS, StepGraphs, add_gradients, next_limits
 from adaponder.training.run import train
 from kernel_support import PLACES
 from support import ids, tiny
@@ -107,11 +107,11 @@ def test_steps_from_graphs_equal_eager_steps(device, execution, micro_steps, com
 
 def test_rows_are_fitted_to_the_latest_counts():
     tokens, step = STEPS * 8, 8
-    assert fitted(None, (16, 9, 0), tokens) == (16, 16, 0)
-    assert fitted((16, 16, 8), (17, 16, 0), tokens) == (24, 16, 8), "grows at once, keeps one step more than it needs"
-    assert fitted((64, 32, 32), (17, 24, 25), tokens) == (24 + step, 32, 32)
-    assert fitted(None, (tokens, tokens - 1), tokens) == (tokens, tokens)
-    assert fitted(None, (1,), 5) == (1,)
+    assert next_limits(None, (16, 9, 0), tokens) == (16, 16, 0)
+    assert next_limits((16, 16, 8), (17, 16, 0), tokens) == (24, 16, 8), "grows at once, keeps one step to spare"
+    assert next_limits((64, 32, 32), (17, 24, 25), tokens) == (24 + step, 32, 32)
+    assert next_limits(None, (tokens, tokens - 1), tokens) == (tokens, tokens)
+    assert next_limits(None, (1,), 5) == (1,)
 
 
 def test_tokens_that_do_not_fit_are_computed_again():

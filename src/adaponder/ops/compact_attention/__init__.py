@@ -1,12 +1,12 @@
 """Computes attention in a pass over active rows: only some tokens of each sequence are queries.
 
-``softmax(q K^T * scale) V``, where ``q [n, heads, size]`` packs the queries of all sequences and ``K, V`` are
-``[sequences, key heads, slots, size]``. A query sees the slots of its sequence up to its own, except absent ones
-(padding; halted tokens of ``mor``); it always sees its own slot.
+Computes ``softmax(q K^T * scale) V``, where ``q [n, heads, size]`` packs the queries of all sequences and ``K, V`` are
+``[sequences, key heads, slots, size]``. A query attends to the slots of its sequence up to its own, except absent ones
+(padding; halted tokens of ``mor``), and always to its own.
 
 ``torch.py`` calls torch's attention for each sequence with an explicit mask and supports every case. ``triton.py`` has
 three kernels (CUDA with 160 KiB of shared memory, bf16 and fp16, head size up to 128, causal, grouped heads, packed
-documents). No mask is stored, and no key after the last visible slot is read. A compiled pass calls a custom op, which
+documents), which store no mask and read no key after the last visible slot. A compiled pass calls a custom op, which
 takes no windows or dropout; passes that need those are not compiled.
 """
 
@@ -37,7 +37,10 @@ def compact_attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Computes attention of packed queries by Triton kernels if possible, else torch; in a custom op if compiling."""
+    """Computes attention of packed queries by Triton kernels if possible, else torch; by a custom op if compiling.
+
+    See ``compact_attention`` in torch.py for the arguments.
+    """
     true_scale = query.shape[-1] ** -0.5 if scale is None else scale
     if is_compiling():
         if dropout or window is not None or (rows.query.document is not None and rows.key.spans is None):
@@ -64,10 +67,10 @@ def _kernels_for(
 
 def _rows(sequence: Tensor, query_slot: Tensor, key_slot: Tensor, *masks: Tensor | None) -> PackedRows:
     present, spans = masks
-    document, of_query = (None, None) if spans is None else (spans[0], spans[0][sequence, query_slot])
-    # Only windows read the order, and there are none here: the slots serve as order.
+    document, query_document = (None, None) if spans is None else (spans[0], spans[0][sequence, query_slot])
+    # Only windows read the order, and there are none here, so the slots stand in for it.
     key = Places(key_slot, key_slot, document, present, spans)
-    return PackedRows(sequence, Places(query_slot, query_slot, of_query), key)
+    return PackedRows(sequence, Places(query_slot, query_slot, query_document), key)
 
 
 @custom_op("adaponder::compact_attention", mutates_args=())
@@ -82,7 +85,7 @@ def _mix(
     spans: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the attention output and the softmax's log-normaliser, which is zeros if torch computed the output."""
+    """Returns the attention output and the softmax's log-normaliser (zeros if torch computed the output)."""
     rows = _rows(sequence, query_slot, key_slot, present, spans)
     if kernels := _kernels_for(query, keys, values, rows):
         return kernels.mix(query, keys, values, rows, scale)

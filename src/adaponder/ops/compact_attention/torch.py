@@ -1,4 +1,4 @@
-"""Computes attention where only some tokens of each sequence are queries, but all its tokens are keys."""
+"""Computes attention in which only some tokens of each sequence are queries, but all its tokens are keys."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def compact_attention(
 
     Shapes: query ``[n, heads, size]``; keys ``[sequences, key heads, slots, size]``, where heads are a multiple of key
     heads; values ``[sequences, key heads, slots, value size]``; result ``[n, heads, value size]``. ``window`` is the
-    maximum number of tokens that a query sees, itself included. ``scale=None`` is ``size ** -0.5``.
+    maximum number of tokens to which a query attends, itself included. ``scale=None`` is ``size ** -0.5``.
     """
     grouped = query.shape[1] != keys.shape[1]
     packed_query = query.transpose(0, 1)[None]
     with masked_attention():
         mixed = [
             scaled_dot_product_attention(
-                packed_query[:, :, part],
+                packed_query[:, :, queries],
                 keys[sequence : sequence + 1],
                 values[sequence : sequence + 1],
                 attn_mask=mask,
@@ -76,7 +76,7 @@ def compact_attention(
                 dropout_p=dropout,
                 enable_gqa=grouped,
             )
-            for (sequence, part), mask in zip(rows.parts, rows.masks(window), strict=True)
+            for (sequence, queries), mask in zip(rows.parts, rows.masks(window), strict=True)
         ]
     return torch.cat(mixed, 2)[0].transpose(0, 1) if mixed else query.new_zeros(0, query.shape[1], values.shape[-1])
 
@@ -92,13 +92,13 @@ def gradients(
     wide = wide_dtype(query.dtype)
     grad_query = torch.zeros_like(query, memory_format=torch.contiguous_format)
     grad_keys, grad_values = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (keys, values))
-    for (sequence, part), mask in zip(rows.parts, rows.masks(None), strict=True):
+    for (sequence, queries), mask in zip(rows.parts, rows.masks(None), strict=True):
         # Query heads are grouped by their key head: [key heads, groups, rows, size].
-        q, g = (x[part].to(wide).transpose(0, 1).unflatten(0, (-1, groups)) for x in (query, grad))
+        q, g = (x[queries].to(wide).transpose(0, 1).unflatten(0, (-1, groups)) for x in (query, grad))
         k, v = (x[sequence].to(wide)[:, None] for x in (keys, values))
         weight = (q @ k.mT * scale).masked_fill(~mask[0], -torch.inf).softmax(-1)
         grad_scores = torch.ops.aten._softmax_backward_data(g @ v.mT, weight, -1, wide) * scale
-        grad_query[part] = (grad_scores @ k).flatten(0, 1).transpose(0, 1).to(query.dtype)
+        grad_query[queries] = (grad_scores @ k).flatten(0, 1).transpose(0, 1).to(query.dtype)
         grad_keys[sequence] = (grad_scores.mT @ q).sum(1).to(keys.dtype)
         grad_values[sequence] = (weight.mT @ g).sum(1).to(values.dtype)
     return grad_query, grad_keys, grad_values

@@ -76,15 +76,15 @@ def gradients(
     grad_keys, grad_values = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (keys, values))
     if not count:
         return grad_query, grad_keys, grad_values
-    # In each row <weights, d weights> equals <result, d result>.
+    # In each row, the sum of weights * d weights equals the sum of result * d result.
     along = (mixed.float() * grad.float()).sum(-1)
     inputs = (query, keys, values, grad, normaliser, along)
     strides = _strides(query, keys, values, mixed)
     constants = _constants(query, keys, rows, BACKWARD_WARPS)
     sequences, slots = rows.key.slot.shape
     blocks = triton.cdiv(slots, constants["KEYS"])
-    # For each block of keys, the first query that sees some of it, the first that sees all of it, and the end of those
-    # that see it: queries are ordered by sequence and slot.
+    # For each block of keys: the first query that sees a part of it, the first that sees all of it, and the end of the
+    # queries that see it. Queries are ordered by sequence and slot.
     place = rows.sequence * slots + rows.query.slot[0]
     base = torch.arange(sequences, device=place.device)[:, None] * slots
     low = base + torch.arange(blocks, device=place.device) * constants["KEYS"]
@@ -106,7 +106,7 @@ def gradients(
 
 
 class _CompactAttention(torch.autograd.Function):
-    """Saves inputs, output and one normaliser per query and head; backward recomputes the attention weights."""
+    """Saves inputs, output and a normaliser per query and head; backward recomputes the attention weights."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scale: float) -> Tensor:
@@ -199,7 +199,7 @@ def _queries(
 
 @triton.jit
 def _weights(q, k, v, grad, level, along, scale, PRECISION: tl.constexpr):
-    """Returns a block's attention weights and the gradients of its scores over them, not masked."""
+    """Returns a block's attention weights, not masked, and the gradients of its scores divided by them."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * 1.4426950408889634)
     weight = tl.exp2(scores - level[:, None])
     return weight, tl.dot(grad, tl.trans(v), input_precision=PRECISION) - along[:, None]

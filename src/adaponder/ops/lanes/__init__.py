@@ -23,7 +23,7 @@ def _has_rows(lane: Tensor) -> bool:
 
 begin_rows = dispatch(plain.begin_rows, when=lambda books, lane, *, width, vanishes: width == 1 and _has_rows(lane))
 end_rows = dispatch(plain.end_rows, when=lambda books, lane, *rest, **options: _has_rows(lane))
-resume_rows = dispatch(plain.resume_rows, when=lambda first, kept, lane, iteration: _has_rows(lane))
+resume_rows = dispatch(plain.resume_rows, when=lambda initial, stored, lane, iteration: _has_rows(lane))
 force_rows = dispatch(plain.force_rows, when=lambda keep, forced, lane, *rest: _has_rows(lane))
 ponder_rows = dispatch(plain.ponder_rows, when=lambda x, *rest: runs_fused(x) and len(x) > 0 and x.shape[1] == 1)
 begin_windows = dispatch(plain.begin_windows, when=lambda books, windows, lane, **options: _has_rows(lane))

@@ -19,7 +19,7 @@ class Books(NamedTuple):
         iteration, last: the current token's next iteration, and the last iteration allowed in this lane.
         used: number of rows used so far in the lane's pages.
         pages: int32 ``[lanes, …]``: the lane's block table; rows are allocated from its pages in order.
-        tick: ``[1]``: index of the current tick in the log, incremented as each tick begins.
+        tick: ``[1]``: index of the current tick in the log; each tick begins by incrementing it.
         page_size: rows per page.
     """
 
@@ -45,7 +45,7 @@ class Begun(NamedTuple):
 
 
 def begin_rows(books: Books, lane: Tensor, *, width: int, vanishes: bool) -> Begun:
-    """Begins a tick: allocates ``width`` pool rows for each lane's next iteration and calls :func:`book_rows`."""
+    """Begins a tick: allocates ``width`` pool rows for each lane's next iteration and enters them into the index."""
     books.tick.add_(1)
     count = torch.arange(width, device=lane.device)
     offset = (books.used[lane][:, None] + count).clamp(max=books.pages.shape[1] * books.page_size - 1)
@@ -115,7 +115,7 @@ class DraftWindows(NamedTuple):
     Attributes:
         front, stop: index in the sequence of the window's first token, and of the first token after the window.
         origin: index of the first decoded token, whose rows are the first in the lane's pages.
-        final: index of the last token that is to be computed.
+        final: index of the last token to compute.
         room: maximum number of tokens in the window.
         token: token ids, ``[lanes, window]`` like all that follow.
         choice: the next token that each token's latest iteration sampled.
@@ -166,10 +166,10 @@ class WindowRows(NamedTuple):
 def begin_windows(
     books: Books, windows: DraftWindows, lane: Tensor, *, passes: int, vanishes: bool, every: bool | None = None
 ) -> WindowRows:
-    """Enters the next pool rows of these lanes' windows into the index and returns them; a token has ``passes`` rows.
+    """Begins a tick: enters the next pool rows of these lanes' windows into the index; a token has ``passes`` rows.
 
-    With ``every``, all window entries get a row, else only entries with a token that has not halted, at least one.
-    By default false on a CPU and true elsewhere, where selecting entries would synchronise with the host.
+    With ``every``, all window entries get a row, else only entries with an active token (at least one entry). The
+    default is false on a CPU and true elsewhere, where selecting entries would synchronise with the host.
     """
     every = lane.device.type != "cpu" if every is None else every
     books.tick.add_(1)

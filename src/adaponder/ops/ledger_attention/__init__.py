@@ -1,10 +1,10 @@
 """Computes attention for rows at any iteration, through an index into pools of keys and values.
 
 Computes ``softmax(q K^T * scale) V``, where the index ``[lanes, iterations, slots]`` holds the pool row that a query
-reads for each slot; nothing is copied. A pass has single-query rows (decode: one query per lane), then cohorts, runs of
-rows that share lane and iteration (prefill). ``enter`` splits the QKV product of new rows, applies norm and rotary
-embedding and writes keys and values into the pools; ``decode_attention`` is ``enter`` and attention of single-query
-rows in one kernel. For cohorts, a pass calls ``enter``, then ``ledger_attention`` with ``num_single=0``.
+reads for each slot; nothing is copied. A pass has single-query rows (decode: one query per lane), then cohorts, which
+are consecutive rows that share lane and iteration (prefill). ``enter`` splits the QKV product of new rows, applies norm
+and rotary embedding, and writes keys and values into the pools. ``decode_attention`` is ``enter`` and the attention of
+single-query rows in one kernel. For cohorts, a pass calls ``enter``, then ``ledger_attention`` with ``num_single=0``.
 
 ``torch.py`` supports every case. The kernels (``kernels.py``, launched by ``triton.py``) need CUDA, pools in bf16 or
 fp16, and keys and values of equal size, at most 128.
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from adaponder.ops.dispatch import dispatch, runs_fused
 from adaponder.ops.ledger_attention import torch as plain
-from adaponder.ops.ledger_attention.torch import Cohort, LedgerRows, Projection, Scratch, Tiles, Turn, scratch_for
+from adaponder.ops.ledger_attention.torch import Angles, Cohort, LedgerRows, Projection, Scratch, Tiles, scratch_for
 
-__all__ = ["Cohort", "LedgerRows", "Projection", "Scratch", "Tiles", "Turn"]
+__all__ = ["Angles", "Cohort", "LedgerRows", "Projection", "Scratch", "Tiles"]
 __all__ += ["by_kernels", "decode_attention", "enter", "ledger_attention", "scratch_for"]
 
 _LARGEST = 128  # head size

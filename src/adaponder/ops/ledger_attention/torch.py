@@ -95,10 +95,10 @@ class Projection(NamedTuple):
     epsilon: float = 1e-6
 
 
-class Turn(NamedTuple):
-    """The position of each row, int64 ``[n]``, and tables of rotary cosines and sines by position.
+class Angles(NamedTuple):
+    """The position of each row, int64 ``[n]``, and tables of the rotary cosines and sines of all positions.
 
-    Tables are float32 ``[positions, rotary]``; the second half of a table's row repeats the first, as in Hugging Face.
+    Tables are float32 ``[positions, rotary]``; the second half of each row repeats the first, as in Hugging Face.
     """
 
     position: Tensor
@@ -119,7 +119,7 @@ class Scratch(NamedTuple):
 
 
 def scratch_for(rows: int, heads: int, size: int, device: torch.device | str) -> Scratch:
-    """Allocates enough memory for any pass of up to ``rows`` rows with the default number of splits."""
+    """Allocates enough memory for passes of up to ``rows`` rows with the default number of splits."""
     entries = max(rows, MOST_PROGRAMS) * heads
     partial = torch.empty(entries, size, dtype=torch.float32, device=device)
     level = torch.empty(entries, dtype=torch.float32, device=device)
@@ -152,11 +152,11 @@ def ledger_attention(
     step = max(1, GATHERED // max(1, rows.reach * keys.shape[1] * keys.shape[2]))
     with masked_attention():
         for start in range(0, rows.num_single, step):
-            part = slice(start, min(start + step, rows.num_single))
-            mixed[part] = _attend_single(query[part], keys, values, rows, part, window, scale)
+            span = slice(start, min(start + step, rows.num_single))
+            mixed[span] = _attend_single(query[span], keys, values, rows, span, window, scale)
         for cohort in rows.cohorts:
-            part = slice(cohort.start, cohort.stop)
-            mixed[part] = _attend_cohort(query[part], keys, values, rows, cohort, window, scale)
+            span = slice(cohort.start, cohort.stop)
+            mixed[span] = _attend_cohort(query[span], keys, values, rows, cohort, window, scale)
     return mixed
 
 
@@ -168,13 +168,13 @@ def _seen(ids: Tensor, slot: Tensor, window: int | None) -> Tensor:
 
 
 def _attend_single(
-    query: Tensor, keys: Tensor, values: Tensor, rows: LedgerRows, part: slice, window: int | None, scale: float | None
+    query: Tensor, keys: Tensor, values: Tensor, rows: LedgerRows, span: slice, window: int | None, scale: float | None
 ) -> Tensor:
     """Computes single-query rows in one SDPA call: batch = rows, heads = key heads, queries = heads per key head."""
-    ids = rows.index[rows.lane[part], rows.iteration[part], : rows.reach]
-    seen = _seen(ids, rows.slot[part], window)
+    ids = rows.index[rows.lane[span], rows.iteration[span], : rows.reach]
+    seen = _seen(ids, rows.slot[span], window)
     # Unseen slots read the query's own row: an unwritten row may hold NaN, and NaN times zero is NaN.
-    ids = torch.where(seen, ids, rows.row[part, None])
+    ids = torch.where(seen, ids, rows.row[span, None])
     row_keys, row_values = keys[ids].transpose(1, 2), values[ids].transpose(1, 2)
     grouped_query = query.unflatten(1, (keys.shape[1], -1))
     mask = seen[:, None, None].expand(-1, -1, grouped_query.shape[2], -1)
@@ -203,14 +203,14 @@ def _attend_cohort(
     return mixed.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def enter(qkv: Tensor, keys: Tensor, values: Tensor, row: Tensor, projection: Projection, turn: Turn) -> Tensor:
+def enter(qkv: Tensor, keys: Tensor, values: Tensor, row: Tensor, projection: Projection, angles: Angles) -> Tensor:
     """Splits a QKV product, writes keys and values to pool rows ``row`` and returns queries ``[n, heads, size]``.
 
     Adds the bias and applies norms and rotary embedding in at least float32; results have the pools' precision.
     """
     query, key, value = _apart(qkv, projection)
-    query = _turned(_normed(widened(query), projection.query_norm, projection), projection, turn)
-    key = _turned(_normed(widened(key), projection.key_norm, projection), projection, turn)
+    query = _rotated(_normed(widened(query), projection.query_norm, projection), projection, angles)
+    key = _rotated(_normed(widened(key), projection.key_norm, projection), projection, angles)
     keys[row], values[row] = key.to(keys.dtype), value.to(values.dtype)
     return query.to(keys.dtype)
 
@@ -221,7 +221,7 @@ def decode_attention(
     values: Tensor,
     rows: LedgerRows,
     projection: Projection,
-    turn: Turn,
+    angles: Angles,
     *,
     window: int | None = None,
     scale: float | None = None,
@@ -238,8 +238,8 @@ def decode_attention(
     """
     single = rows.num_single
     first = rows.select(slice(single))
-    turn = turn._replace(position=turn.position[:single])
-    query = enter(qkv[:single], keys, values, first.row, projection, turn)
+    angles = angles._replace(position=angles.position[:single])
+    query = enter(qkv[:single], keys, values, first.row, projection, angles)
     mixed = ledger_attention(query, keys, values, first, window=window, scale=scale)
     return mixed if out is None else out.copy_(mixed.view(out.shape))
 
@@ -259,11 +259,11 @@ def _normed(x: Tensor, weight: Tensor | None, projection: Projection) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + projection.epsilon) * weight
 
 
-def _turned(x: Tensor, projection: Projection, turn: Turn) -> Tensor:
+def _rotated(x: Tensor, projection: Projection, angles: Angles) -> Tensor:
     """Applies rotary position embedding to the first ``rotary`` elements of each head, pairing their two halves."""
     if not projection.rotary:
         return x
-    cos, sin = turn.cos[turn.position][:, None], turn.sin[turn.position][:, None]
-    turning, rest = x.split((projection.rotary, projection.size - projection.rotary), -1)
-    first, second = turning.chunk(2, -1)
-    return torch.cat((turning * cos + torch.cat((-second, first), -1) * sin, rest), -1)
+    cos, sin = angles.cos[angles.position][:, None], angles.sin[angles.position][:, None]
+    x, rest = x.split((projection.rotary, projection.size - projection.rotary), -1)
+    first, second = x.chunk(2, -1)
+    return torch.cat((x * cos + torch.cat((-second, first), -1) * sin, rest), -1)

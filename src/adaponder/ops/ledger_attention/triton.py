@@ -15,12 +15,12 @@ from adaponder.ops.ledger_attention import kernels
 from adaponder.ops.ledger_attention.torch import (
     MOST_PROGRAMS,
     MOST_SPLITS,
+    Angles,
     Cohort,
     LedgerRows,
     Projection,
     Scratch,
     Tiles,
-    Turn,
     scratch_for,
 )
 
@@ -65,7 +65,7 @@ def decode_attention(
     values: Tensor,
     rows: LedgerRows,
     projection: Projection,
-    turn: Turn,
+    angles: Angles,
     *,
     window: int | None = None,
     scale: float | None = None,
@@ -79,18 +79,18 @@ def decode_attention(
     if out is None:
         out = torch.empty(rows.num_single, heads, size, dtype=keys.dtype, device=keys.device)
     options = _entry_options(projection) | {"DEPENDENT": dependent} | ({"launch_pdl": True} if dependent else {})
-    entry = (rows.row, *_entry(projection, turn))
+    entry = (rows.row, *_entry(projection, angles))
     _attend_single(qkv, keys, values, rows, out.view(-1, heads, size), entry, options, window, scale, scratch, splits)
     return out
 
 
-def enter(qkv: Tensor, keys: Tensor, values: Tensor, row: Tensor, projection: Projection, turn: Turn) -> Tensor:
+def enter(qkv: Tensor, keys: Tensor, values: Tensor, row: Tensor, projection: Projection, angles: Angles) -> Tensor:
     """Writes new keys and values into the pools and returns the queries, like ``enter`` in torch.py."""
     query = torch.empty(qkv.shape[0], projection.heads, projection.size, dtype=keys.dtype, device=keys.device)
     if qkv.shape[0]:
         with on_device_of(qkv):
             kernels.enter_kernel[(qkv.shape[0],)](
-                qkv, query, keys, values, row, *_entry(projection, turn),
+                qkv, query, keys, values, row, *_entry(projection, angles),
                 qkv.stride(0), keys.stride(0), values.stride(0),
                 KEY_HEADS=keys.shape[1], GROUPS=projection.heads // keys.shape[1], SIZE=keys.shape[2],
                 **_entry_options(projection),
@@ -98,13 +98,16 @@ def enter(qkv: Tensor, keys: Tensor, values: Tensor, row: Tensor, projection: Pr
     return query
 
 
-def _entry(projection: Projection, turn: Turn) -> tuple[Tensor | None, ...]:
-    turned = tuple(turn) if projection.rotary else (None, None, None)
-    return *turned, projection.bias, projection.query_norm, projection.key_norm
+def _entry(projection: Projection, angles: Angles) -> tuple[Tensor | None, ...]:
+    angle_pointers = tuple(angles) if projection.rotary else (None, None, None)
+    return *angle_pointers, projection.bias, projection.query_norm, projection.key_norm
 
 
 def _entry_options(projection: Projection) -> dict[str, Any]:
-    """Returns the kernels' constants: norm epsilon, rotary size, head stride, offset of keys, of values from keys."""
+    """Returns constants of the kernels: norm epsilon, rotary size, and the layout of the QKV product.
+
+    ``STEP`` is the distance between heads, ``FIRST`` that from queries to keys, ``NEXT`` that from keys to values.
+    """
     heads, key_heads, size = projection[:3]
     step, first, following = (3, 1, 1) if projection.packed else (1, heads, key_heads)
     layout = {"STEP": step * size, "FIRST": first * size, "NEXT": following * size}
@@ -180,7 +183,7 @@ def splits_for(programs: int, processors: int, reach: int) -> int:
 
 
 def block_for(size: int, programs: int, processors: int) -> tuple[int, int, bool]:
-    """Returns (keys per block, warps, whether to prefetch the next block) for single-query rows without shared keys."""
+    """Returns (keys per block, warps, whether to prefetch the next block) if query heads do not share keys."""
     choices = next(blocks for limit, blocks in ALONE.items() if size <= limit)
     return next(blocks for limit, blocks in choices.items() if programs <= limit * processors)
 
@@ -221,7 +224,7 @@ def block_of(cohorts: tuple[Cohort, ...]) -> int:
 
 
 def tiles_of(cohorts: tuple[Cohort, ...], block: int) -> list[tuple[int, int, int, int]]:
-    """Lists (first row, end of the cohort, lane, iteration) of each tile, the longest-running first."""
+    """Lists (first row, end of the cohort, lane, iteration) of each tile, tiles with the most rows left first."""
     tiles = [
         (first, cohort.stop, cohort.lane, cohort.iteration)
         for cohort in cohorts

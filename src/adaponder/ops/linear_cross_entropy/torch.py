@@ -140,8 +140,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         head = narrowed(rows.dtype, weight, bias)
         losses = torch.empty(rows.shape[0], dtype=wide_dtype(rows.dtype), device=rows.device)
         for start in range(0, rows.shape[0], chunk):
-            part = slice(start, start + chunk)
-            losses[part] = pointwise.losses(torch.nn.functional.linear(rows[part], *head), targets[part])
+            span = slice(start, start + chunk)
+            losses[span] = pointwise.losses(torch.nn.functional.linear(rows[span], *head), targets[span])
         return losses
 
     @staticmethod
@@ -152,12 +152,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         totals = sums_of(ctx.needs_input_grad[1:3], grad.dtype, *parameters)
         head = narrowed(rows.dtype, *parameters)
         for start in range(0, rows.shape[0], ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            logits = torch.nn.functional.linear(rows[part], *head)
-            grad_logits = ctx.pointwise.gradients(logits, targets[part], grad[part])
+            span = slice(start, start + ctx.chunk)
+            logits = torch.nn.functional.linear(rows[span], *head)
+            grad_logits = ctx.pointwise.gradients(logits, targets[span], grad[span])
             if grad_rows is not None:
-                grad_rows[part] = grad_logits @ head[0]
-            add_gradients(*totals, grad_logits, rows[part])
+                grad_rows[span] = grad_logits @ head[0]
+            add_gradients(*totals, grad_logits, rows[span])
         grads = (x if x is None else x.to(like.dtype) for x, like in zip(totals, parameters, strict=True))
         return grad_rows, *grads, None, None, None
 
@@ -184,12 +184,12 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         head = narrowed(rows.dtype, weight, bias)
         losses = token_weights.new_empty(rows.shape[0])
         for start in range(0, rows.shape[0], chunk):
-            part = slice(start, start + chunk)
-            logits = torch.nn.functional.linear(rows[part], *head)
-            losses[part], grad_logits = pointwise.both(logits, targets[part], token_weights[part])
+            span = slice(start, start + chunk)
+            logits = torch.nn.functional.linear(rows[span], *head)
+            losses[span], grad_logits = pointwise.both(logits, targets[span], token_weights[span])
             if totals[0] is not None:
-                chunks.add_product_(totals[0][part], grad_logits, head[0])
-            add_gradients(*totals[1:], grad_logits, rows[part])
+                chunks.add_product_(totals[0][span], grad_logits, head[0])
+            add_gradients(*totals[1:], grad_logits, rows[span])
         ctx.save_for_backward(*totals)
         ctx.dtypes = [None if x is None else x.dtype for x in (rows, weight, bias)]
         return (losses * token_weights).sum()

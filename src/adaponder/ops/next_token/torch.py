@@ -1,7 +1,7 @@
-"""Picks the next token of each row: truncates by one logit threshold, then samples with Gumbel noise from a hash.
+"""Picks the next token of each row: truncates by a logit threshold, then samples with Gumbel noise from a hash.
 
 The noise depends only on seed, sample, position and token id, so it is the same in any batch, lane and run. The hash
-is counter-based splitmix64: seed and sample give the stream's key, position and token id the counter.
+is counter-based splitmix64, with a key from seed and sample and a counter from position and token id.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def pick(
     if least is not None:
         logits = torch.where(logits >= least, logits, -math.inf)
     if sampled:
-        parts = zip(*(rows.split(_ROWS) for rows in (logits, temperature[lanes], key[lanes], position)), strict=True)
-        token = torch.cat([_drawn(*part) for part in parts])
+        chunks = zip(*(rows.split(_ROWS) for rows in (logits, temperature[lanes], key[lanes], position)), strict=True)
+        token = torch.cat([_drawn(*chunk) for chunk in chunks])
     return Picked(token, ~(best.abs() < math.inf))  # NaN compares as false
 
 
@@ -75,8 +75,8 @@ def least_kept(logits: Tensor, lanes: Tensor, numbers: Tensor, top_k: Tensor) ->
         numbers: float64 ``[lanes, 3]``: temperature (0 counts as 1), top-p and the logarithm of min-p.
         top_k: int64 ``[lanes]``, from 1 to V.
     """
-    parts = zip(*(rows.split(_ROWS) for rows in (logits, numbers[lanes], top_k[lanes])), strict=True)
-    return torch.cat([_least_kept(*part) for part in parts])
+    chunks = zip(*(rows.split(_ROWS) for rows in (logits, numbers[lanes], top_k[lanes])), strict=True)
+    return torch.cat([_least_kept(*chunk) for chunk in chunks])
 
 
 def _least_kept(logits: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:

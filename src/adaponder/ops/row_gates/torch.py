@@ -13,7 +13,7 @@ FEW = 8
 
 
 class StackedGates(NamedTuple):
-    """Copies of the weights of all gates, stacked; changes of the gates do not affect them.
+    """Stacked copies of the weights of all gates; later changes of the gates do not affect them.
 
     The first layers, ``inner [gates, inner features, d]``, are ``None`` if gates are linear. The second layers,
     ``out [gates, inner features]`` (``[gates, d]`` if linear), are at least float32.
@@ -31,7 +31,7 @@ def counter_on(device: torch.device) -> Tensor:
 
 
 def stacked_gates(stacked: StackedGates, hidden: Tensor, iteration: Tensor, *, counter: Tensor | None = None) -> Tensor:
-    """Returns the gate logit of each row of ``hidden [n, d]``, by gate ``iteration`` or, if beyond, the last gate.
+    """Returns each row's gate logit for ``hidden [n, d]``: of gate ``iteration [n]`` or, if beyond, of the last gate.
 
     Only the kernel uses ``counter``.
     """

@@ -1,4 +1,4 @@
-"""Computes the gates of few rows; for each row only the weights of its own gate are read."""
+"""Computes the gates of few rows, reading for each row only the weights of its own gate."""
 
 from __future__ import annotations
 

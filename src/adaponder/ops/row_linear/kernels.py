@@ -1,7 +1,7 @@
 """Kernels of linear layers on few rows: matrix-vector up to ``FEW`` rows, tiled up to ``SOME`` rows (triton.py).
 
-``few_*``: a program computes a few outputs of one row, and loads their weights while the previous kernel still runs.
-``some_*``: a program computes a few outputs of all rows, in a loop over the inputs; norms are applied before.
+In ``few_*``, a program computes a few outputs of one row and loads their weights while the previous kernel still runs.
+In ``some_*``, a program computes a few outputs of all rows in a loop over the inputs; another kernel applies norms.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Piece(NamedTuple):
 
 
 class Term(NamedTuple):
-    """A term that is added to a residual: ``linear(x)`` with ``x [n, in]``."""
+    """A term to add to a residual: ``linear(x)`` with ``x [n, in]``."""
 
     x: Tensor
     linear: Linear

@@ -125,9 +125,9 @@ class _VocabExpectation(torch.autograd.Function):
         mixed = narrow_table.new_empty(rows.shape[0], table.shape[1])
         kept_logits = []
         for start in range(0, rows.shape[0], chunk):
-            part = slice(start, start + chunk)
-            logits = torch.nn.functional.linear(rows[part], narrow_weight, narrow_bias)
-            mixed[part] = pointwise.softmax(logits, keep_logits) @ narrow_table
+            span = slice(start, start + chunk)
+            logits = torch.nn.functional.linear(rows[span], narrow_weight, narrow_bias)
+            mixed[span] = pointwise.softmax(logits, keep_logits) @ narrow_table
             if keep_logits:
                 kept_logits.append(logits)
         ctx.save_for_backward(rows, weight, table, bias, *kept_logits)
@@ -145,13 +145,13 @@ class _VocabExpectation(torch.autograd.Function):
         weight, table, bias = narrowed(rows.dtype, *parameters)
         grad = grad.contiguous()
         for index, start in enumerate(range(0, rows.shape[0], ctx.chunk)):
-            part = slice(start, start + ctx.chunk)
-            logits = kept_logits[index] if ctx.keep_logits else torch.nn.functional.linear(rows[part], weight, bias)
-            probability, grad_logits = ctx.pointwise.gradients(logits, grad[part] @ table.t(), ctx.keep_logits)
+            span = slice(start, start + ctx.chunk)
+            logits = kept_logits[index] if ctx.keep_logits else torch.nn.functional.linear(rows[span], weight, bias)
+            probability, grad_logits = ctx.pointwise.gradients(logits, grad[span] @ table.t(), ctx.keep_logits)
             if grad_table is not None:
-                add_product_(grad_table, probability.t(), grad[part])
+                add_product_(grad_table, probability.t(), grad[span])
             if grad_rows is not None:
-                grad_rows[part] = grad_logits @ weight
-            add_gradients(grad_weight, grad_bias, grad_logits, rows[part])
+                grad_rows[span] = grad_logits @ weight
+            add_gradients(grad_weight, grad_bias, grad_logits, rows[span])
         grads = (x if x is None else x.to(like.dtype) for x, like in zip(totals, parameters, strict=True))
         return grad_rows, *grads, None, None, None
