@@ -13,17 +13,7 @@ from adaponder.commands.shared import listed, opt
 from adaponder.errors import AdaPonderError, InputError, in_one_line
 from adaponder.terminal import console
 from benchmarks import harness
-from benchmarks.decode_cases import (
-    DRAFTING,
-    ENGINE,
-    ON_CPU,
-    ON_GPU,
-    STEADY,
-    DecodeCase,
-    cases,
-    served,
-    subset_cases,
-)
+from benchmarks.decode_cases import DRAFTING, ENGINE, ON_CPU, ON_GPU, STEADY, DecodeCase, cases, served, subset_cases
 from benchmarks.decode_sides import Sides, open_checkpoint
 from benchmarks.harness import Common, Precision, Row, Run, number, ratio
 from benchmarks.models import ITERATIONS, SHAPES, SHARES, shares_of

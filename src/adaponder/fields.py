@@ -205,7 +205,7 @@ class Sampling:
     ranges and help from them.
     """
 
-    max_new_tokens: int = setting(128, "Most tokens to generate.", "[1, inf)")
+    max_new_tokens: int = setting(128, "Maximum number of tokens to generate.", "[1, inf)")
     min_new_tokens: int = setting(0, "Generate at least this many tokens before an end-of-text or stop id.", "[0, inf)")
     temperature: float = setting(1.0, "Sampling temperature; 0 always takes the most likely token.", "[0, 100]")
     top_k: int = setting(0, "Sample from the k most likely tokens; 0 keeps all.", "[0, inf)")
@@ -228,7 +228,7 @@ class Sampling:
     frequency_penalty: float = setting(
         0.0, "Subtract this from a token's logit for each time it is in the output.", "[-2, 2]"
     )
-    seed: int = setting(0, "Seed of sampling and of policies that draw.")
+    seed: int = setting(0, "Random seed, of sampling and of policies that draw.")
     samples: int = setting(1, "Completions of each prompt.", "[1, 128]")
     ignore_eos: bool = setting(False, "Generate past the model's end-of-text ids.")
     log_probabilities: int | None = setting(
@@ -237,8 +237,8 @@ class Sampling:
     prompt_log_probabilities: int | None = setting(
         None, "The same for the prompt's tokens, from the second on.", "[0, 20]"
     )
-    tau: float | None = setting(None, "Another threshold of the learned gate.", "[0, 1]")
-    max_iterations: int | None = setting(None, "Read no token more often than this.", "[1, 1024]")
+    tau: float | None = setting(None, "Threshold of the learned gate, instead of the checkpoint's.", "[0, 1]")
+    max_iterations: int | None = setting(None, "Maximum depth of each token.", "[1, 1024]")
     gates: bool = setting(False, "Return the gates of each token.")
     iteration_top: int = setting(0, "Return this many most likely tokens after each iteration.", "[0, 20]")
 
@@ -282,9 +282,9 @@ class Recurrence:
     method: str = setting(DEFAULT_METHOD, "which recurrence", choices=method_names)
     iterations: int = setting(
         4,
-        "K, the most times a token is read (PonderLM's pondering_steps + 1; pause: 1 + pauses)",
+        "K, the maximum number of iterations per token (PonderLM's pondering_steps + 1; pause: 1 + pauses)",
         "[1, 1024]",
-        why="a token must be read at least once",
+        why="every token needs at least one iteration",
     )
     tau: float = setting(
         1e-4, "a token halts once its gate s < tau (eq. 4)", "(0, 1)", why="it is a threshold on a probability"
