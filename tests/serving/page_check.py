@@ -1,19 +1,26 @@
-"""Measures how soon the page colours an edited text, in a real Chromium, with the shipped model on a CPU.
+"""Measures how soon the page colours an edited text, in a real Chromium, with shipped models on a CPU.
 
 The time is from the keystroke to the frame in which the token has its colour: an edit at the end of 500 tokens, and a
-paste of 500. ``server_ms`` is the server's share; the page's share is the processor time of its main thread. ``python
+paste of 500. ``server_ms`` is the server's share; the page's share is the processor time of its main thread. The page
+without a server is measured at the end of a puzzle, and while it writes 200 tokens. ``python
 tests/serving/page_check.py`` runs it; ``--record`` writes ``page_check.json`` beside this file.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import json
 import os
 import shutil
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -22,10 +29,14 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[2] / folder) for folder in ("src", "", "tests")]
 
 import adaponder
+from adaponder.checkpoints.loading import tokenizer_of
+from adaponder.conversion.open import load
+from adaponder.serving.folder import write_page
+from adaponder.serving.served import Served
 from soak_support import call, run_parts, serving
 
 if TYPE_CHECKING:
-    from playwright.sync_api import CDPSession, Page
+    from playwright.sync_api import Browser, CDPSession, Page
 
 RECORD = Path(__file__).with_suffix(".json")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -111,31 +122,92 @@ def measured(page: Page, text: str) -> dict[str, Any]:
     }
 
 
-def edits(options: argparse.Namespace) -> dict[str, Any]:
+@contextmanager
+def chromium() -> Iterator[Browser]:
     from playwright.sync_api import sync_playwright
 
     browser_path = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     assert browser_path is not None, f"none of {', '.join(BROWSERS)} is on the path"
-    load = os.getloadavg()[0]
-    with serving(folder=Path(adaponder.sample_path())) as server, sync_playwright() as playwright:
-        text = text_of(server.url)
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+def machine() -> dict[str, Any]:
+    return {"cores": os.cpu_count(), "load_before": round(os.getloadavg()[0], 2)}
+
+
+def edits(options: argparse.Namespace) -> dict[str, Any]:
+    found = machine()
+    with serving(folder=Path(adaponder.sample_path())) as server, chromium() as browser:
+        text = text_of(server.url)
         page = browser.new_page()
         page.goto(f"{server.url}/")
         rested(page)
-        found = measured(page, text)
-        browser.close()
-        found = {"tokens": count(server.url, text), "cores": os.cpu_count(), "load_before": round(load, 2)} | found
+        found |= {"tokens": count(server.url, text)} | measured(page, text)
     assert found["edit_ms"] < options.most, f"an edit takes {found['edit_ms']} ms in the median: {found}"
     assert found["paste_ms"] < options.most_paste, f"a paste takes {found['paste_ms']} ms in the median: {found}"
+    return found
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None: ...
+
+
+@contextmanager
+def static_page(browser: Browser, name: str, fragment: str = "") -> Iterator[Page]:
+    """Writes the page of a shipped checkpoint, hosts the folder and opens it."""
+    folder = Path(adaponder.sample_path(name))
+    served = Served(load(str(folder), dtype="float32")[0], tokenizer_of(folder), folder, name=name)
+    with tempfile.TemporaryDirectory() as out:
+        write_page(served, Path(out) / "page", source=name)
+        handler = functools.partial(Quiet, directory=f"{out}/page")
+        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as host:
+            threading.Thread(target=host.serve_forever, daemon=True).start()
+            page = browser.new_page()
+            page.goto(f"http://127.0.0.1:{host.server_port}/{fragment}")
+            rested(page)
+            yield page
+            host.shutdown()
+
+
+def without_a_server(options: argparse.Namespace) -> dict[str, Any]:
+    found = machine()
+    with chromium() as browser:
+        with static_page(browser, "sample-hops") as page:
+            page.focus("#text")
+            page.keyboard.press("Control+End")
+            page.evaluate(_WATCH)
+            for number in range(15):
+                page.keyboard.press("Backspace" if number % 2 else "c")
+                wait_until_shown(page, number + 1)
+                page.wait_for_timeout(60)
+            times = page.evaluate("window.times")
+            found |= {"puzzle_edit_ms": round(median(times), 1), "puzzle_edits_ms": [round(ms, 1) for ms in times]}
+        with static_page(browser, "sample", "#text=def%20__init__(self&most=200") as page:
+            began = time.monotonic()
+            page.click("#continue")
+            page.wait_for_selector("html[data-writing]")
+            page.wait_for_selector("html:not([data-writing])", timeout=60_000)
+            found |= {"new_tokens": 200, "new_tokens_seconds": round(time.monotonic() - began, 2)}
+            found["pace"] = page.inner_text("#pace")
+    assert found["puzzle_edit_ms"] < options.most_local, f"an edit takes {found['puzzle_edit_ms']} ms: {found}"
+    assert found["new_tokens_seconds"] < options.most_writing, (
+        f"200 tokens take {found['new_tokens_seconds']} s: {found}"
+    )
     return found
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--most", type=float, default=100.0, help="milliseconds of an edit, in the median")
     parser.add_argument("--most-paste", type=float, default=1000.0, help="milliseconds of a paste, in the median")
+    parser.add_argument("--most-local", type=float, default=50.0, help="the same of an edit without a server")
+    parser.add_argument("--most-writing", type=float, default=3.0, help="seconds of 200 tokens without a server")
 
 
 if __name__ == "__main__":
     packages = ("playwright", "fastapi", "starlette", "uvicorn")
-    sys.exit(run_parts({"edits": edits}, RECORD, add_options, __doc__ or "", packages))
+    sys.exit(
+        run_parts({"edits": edits, "without a server": without_a_server}, RECORD, add_options, __doc__ or "", packages)
+    )
