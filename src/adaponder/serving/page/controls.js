@@ -5,7 +5,7 @@ import { Generation } from "./generate.js";
 import { figure } from "./spelling.js";
 import { set, state } from "./state.js";
 
-// Number inputs: ids of elements, and names of fields of the state.
+// Number inputs; these ids are also the names of their fields in the state.
 const FIELDS = ["most", "temperature", "seed"];
 const ENDINGS = { length: "", stop: "end of text", stopped: "stopped", cancelled: "stopped", error: "failed" };
 

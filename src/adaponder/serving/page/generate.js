@@ -4,8 +4,8 @@ import { complete } from "./api.js";
 import { requestFields } from "./rules.js";
 
 /**
- * One completion of a prompt of token ids. The server describes with each generated token the position that predicted it, which
- * is the token before it: `tokens[i + 1]` of the answer holds depth, gates and predictions of token i.
+ * One completion of a prompt of token ids. With each generated token the server sends depth, gates and predictions of the
+ * position that predicted it, which is the token before it.
  */
 export class Generation {
   /** `prompt` holds tokens `{id, text, depth?…}`; `onProgress(generation)` is called as tokens arrive. */
