@@ -124,6 +124,6 @@ export class Controls {
   drawPace({ count, speed, finishReason }) {
     const rate = speed === null ? "" : ` · ${figure(speed, 0)} tokens/s`;
     const ending = ENDINGS[finishReason] ? ` · ${ENDINGS[finishReason]}` : "";
-    byId("pace").textContent = `${count} tokens${rate}${ending}`;
+    byId("pace").textContent = `${count} ${count === 1 ? "token" : "tokens"}${rate}${ending}`;
   }
 }
