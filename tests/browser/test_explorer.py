@@ -302,7 +302,8 @@ def test_the_inspector_tells_gates_guesses_and_what_more_depth_would_gain(explor
     assert shown == pytest.approx(after["nll_by_iteration"], abs=0.0051)
     gain = after["nll"] - after["full_nll"]
     if abs(gain) >= 0.005:
-        assert f"{'lower' if gain > 0 else 'raise'} this loss by {abs(gain):.2f} nats" in page.inner_text("#inspector .verdict")
+        verdict = f"{'lower' if gain > 0 else 'raise'} this loss by {abs(gain):.2f} nats"
+        assert verdict in page.inner_text("#inspector .verdict")
     # The pointer looks at another token for as long as it stays there.
     box = page.locator("#mirror .token[data-slot='0']").bounding_box()
     page.mouse.move(box["x"] + 3, box["y"] + 8)
