@@ -110,7 +110,7 @@ function show(answer, detailed) {
   byId("spoken").textContent = sentence(scores, model.iterations);
   if (firstVisit) selectDeepest();
   firstVisit = false;
-  document.documentElement.dataset.shown = detailed ? "detailed" : "scored";
+  document.documentElement.dataset.shown = detailed ? "detailed" : "read";
 }
 
 function showProgress(generation) {
