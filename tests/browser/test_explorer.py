@@ -64,7 +64,7 @@ def shows(explorer: Explorer, text: str, **adaponder) -> None:
     shown = explorer.stat("Mean depth"), explorer.stat("Loss")
     assert shown == (f"{answer['mean_depth']:.2f}", f"{answer['loss']:,.3f}")
     usage = answer["usage"]
-    for name, key in (("FLOPs saved", "flops"), ("K/V saved", "kv_bytes")):
+    for name, key in (("FLOPs saved", "flops"), ("KV cache saved", "kv_bytes")):
         share = 1 - usage[key] / usage[f"{key}_full_depth"]
         assert abs(int(explorer.stat(name).split()[0]) - 100 * share) <= 0.5 + 1e-6
     counts = explorer.page.eval_on_selector_all(
@@ -302,7 +302,8 @@ def test_the_inspector_tells_gates_guesses_and_what_more_depth_would_gain(explor
     assert shown == pytest.approx(after["nll_by_iteration"], abs=0.0051)
     gain = after["nll"] - after["full_nll"]
     if abs(gain) >= 0.005:
-        assert f"{'gain' if gain > 0 else 'lose'} {abs(gain):.2f} nats" in page.inner_text("#inspector .verdict")
+        verdict = f"{'lower' if gain > 0 else 'raise'} this loss by {abs(gain):.2f} nats"
+        assert verdict in page.inner_text("#inspector .verdict")
     # The pointer looks at another token for as long as it stays there.
     box = page.locator("#mirror .token[data-slot='0']").bounding_box()
     page.mouse.move(box["x"] + 3, box["y"] + 8)
@@ -423,7 +424,7 @@ def test_what_is_exported_can_be_read(explorer):
     page, answer = explorer.page, score(explorer.address, HOSTILE + TEXT, policy="gate:0.5", iteration_top=5)
     saved = {}
     for kind in ("svg", "png", "json"):
-        page.click("#keep summary")
+        page.click("#export summary")
         with page.expect_download() as download:
             page.click(f"#export-{kind}")
         saved[kind] = download.value.path().read_bytes()

@@ -366,7 +366,7 @@ def test_the_page_of_puzzles_opens_on_one_and_marks_the_answers(visit):
         assert f"{verdicts.count('right')} of 6 answers right" in page.inner_text("#summary-a")
         spent, full, plain = (answer["usage"][f"flops{name}"] for name in ("", "_full_depth", "_vanilla"))
         assert explorer.stat("FLOPs saved") == f"{100 * (1 - spent / full):.0f} %"
-        assert f"than 4× for all; {spent / plain:.1f}× a plain model" in page.inner_text("#summary-a")
+        assert f"vs. full depth; {spent / plain:.1f}× a plain model" in page.inner_text("#summary-a")
         page.click("text=New puzzle")
         explorer.until(f"document.getElementById('text').value !== {json.dumps(first)}")
         explorer.settle()

@@ -1,58 +1,56 @@
-// What the server's routes answer, from a model in this browser: the same fields, for as much of a request as the page asks.
+// Answers the requests that the page makes, with the same fields as the server, from a model in this browser.
 
-import { draw } from "./policies.js";
-
-/** A sentence to show; the page says it in a line above the text. */
-export class Refusal extends Error {}
+import { sample } from "./policies.js";
 
 export class Answers {
-  /** `facts` describe the model as the server's `/v1/models` does, with what else the browser must know under `local`. */
+  /** `facts`: the contents of model.json, which are those of the server's `/v1/models`. */
   constructor(facts, model, tokenizer) {
     Object.assign(this, { facts, local: model.facts, model, tokenizer });
   }
 
+  /** Returns the token ids of a prompt, which is a text or ids from a link. */
   ids(prompt) {
     const ids = typeof prompt === "string" ? this.tokenizer.encode(prompt) : prompt;
     const { positions, vocabulary } = this.facts;
-    if (!ids.length) throw new Refusal("The text has no tokens.");
+    if (!ids.length) throw new Error("The text has no tokens.");
     const tokens = ids.length;
     if (tokens > positions) {
-      throw Object.assign(new Refusal(`The text has ${tokens} tokens, and the model's positions end at ${positions}; shorten it.`), { tokens });
+      throw Object.assign(new Error(`The text has ${tokens} tokens, but the model has only ${positions} positions; shorten it.`), { tokens });
     }
-    const wrong = ids.find((id) => !(id >= 0 && id < vocabulary));
-    if (wrong !== undefined) throw new Refusal(`The link names token ${wrong}; this model's end at ${vocabulary - 1}.`);
+    const invalid = ids.find((id) => !(id >= 0 && id < vocabulary));
+    if (invalid !== undefined) throw new Error(`The link contains token id ${invalid}; this model's ids end at ${vocabulary - 1}.`);
     return ids;
   }
 
-  /** The line of the rule that a request names; a mean depth becomes thresholds between two calibrated ones. */
-  line({ policy, budget }) {
-    const { iterations, calibrated, default_policy: own } = this.local;
-    if (budget === undefined) return policy ?? own;
+  /** Returns the request's policy; a mean depth becomes thresholds interpolated between two calibrated ones. */
+  policyLine({ policy, budget }) {
+    const { iterations, calibrated, default_policy: defaultPolicy } = this.local;
+    if (budget === undefined) return policy ?? defaultPolicy;
     if (budget === 1 || budget === iterations) return `fixed:${budget}`;
     const all = (value) => new Array(iterations - 1).fill(value);
     const points = [[1, all(1)], ...calibrated, [iterations, all(0)]];
     const above = points.findIndex(([depth]) => depth >= budget);
-    const [[low, before], [high, after]] = [points[above - 1], points[above]];
+    const [[low, lowTaus], [high, highTaus]] = [points[above - 1], points[above]];
     const share = (budget - low) / (high - low);
-    return `gate:${before.map((tau, gate) => (1 - share) * tau + share * after[gate]).join(",")}`;
+    return `gate:${lowTaus.map((tau, gate) => (1 - share) * tau + share * highTaus[gate]).join(",")}`;
   }
 
-  /** Reads a text, yielding between parts of it; returns it with its scores. */
-  *read(ids, line, { depths: forced = {}, seed = 0 }) {
+  /** Runs the model on a text, yielding between chunks of it; returns the text with its scores. */
+  *run(ids, line, { depths: forced = {}, seed = 0 }) {
     const policy = this.model.policy(line);
     const text = this.model.textFor(policy.seeded ? `${line} ${seed}` : line, ids, forced);
-    yield* this.model.read(text, ids, policy, { forced, seed });
+    yield* this.model.run(text, ids, policy, { forced, seed });
     return text;
   }
 
-  /** What `/score` answers. */
-  *score({ prompt, adaponder: how, full_depth: full }) {
-    const began = performance.now();
+  /** Computes the answer of `/score`. */
+  *score({ prompt, adaponder: options, full_depth: full }) {
+    const started = performance.now();
     const { model, local, tokenizer } = this;
     const ids = this.ids(prompt);
-    const line = this.line(how);
-    const { scores, kept } = yield* this.read(ids, line, how);
-    const whole = full ? (yield* this.read(ids, local.halts ? `fixed:${local.iterations}` : line, {})).scores : null;
+    const line = this.policyLine(options);
+    const { scores, cached } = yield* this.run(ids, line, options);
+    const fullScores = full ? (yield* this.run(ids, local.halts ? `fixed:${local.iterations}` : line, {})).scores : null;
     const texts = tokenizer.pieces(ids);
     const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
     const tokens = ids.map((id, slot) => {
@@ -62,14 +60,14 @@ export class Answers {
         text: texts[slot],
         nll: slot ? losses.at(-1) : null,
         nll_by_iteration: losses,
-        ...this.reading(scores[slot], how),
-        ...(whole ? { full_nll: slot ? model.losses(whole[slot - 1], id).at(-1) : null } : {}),
+        ...this.positionFields(scores[slot], options),
+        ...(fullScores ? { full_nll: slot ? model.losses(fullScores[slot - 1], id).at(-1) : null } : {}),
       };
     });
     const depths = scores.map(({ depth }) => depth);
     const loss = mean(tokens.slice(1).map(({ nll }) => nll));
-    const most = this.cost(new Array(ids.length).fill(local.iterations), line);
-    const spent = this.cost(depths, line);
+    const fullCost = this.cost(new Array(ids.length).fill(local.iterations), line);
+    const cost = this.cost(depths, line);
     return {
       object: "score",
       model: this.facts.name,
@@ -78,65 +76,65 @@ export class Answers {
       perplexity: loss === null ? null : Math.exp(Math.min(loss, 700)),
       mean_depth: mean(depths),
       unknown_tokens: ids.filter((id) => id === local.unknown_id).length,
-      ...(whole ? { full_loss: mean(tokens.slice(1).map((token) => token.full_nll)) } : {}),
-      usage: { tokens: ids.length, cached_tokens: kept, iterations: depths.reduce((sum, depth) => sum + depth, 0), ...spent, flops_full_depth: most.flops, flops_vanilla: this.vanilla(ids.length), kv_bytes_full_depth: most.kv_bytes },
-      seconds: (performance.now() - began) / 1000,
+      ...(fullScores ? { full_loss: mean(tokens.slice(1).map((token) => token.full_nll)) } : {}),
+      usage: { tokens: ids.length, cached_tokens: cached, iterations: depths.reduce((sum, depth) => sum + depth, 0), ...cost, flops_full_depth: fullCost.flops, flops_vanilla: this.vanilla(ids.length), kv_bytes_full_depth: fullCost.kv_bytes },
+      seconds: (performance.now() - started) / 1000,
       tokens,
     };
   }
 
-  /** Depth, gates and predictions of a score, as an answer lists them. */
-  reading({ depth, gates, top }, { iteration_top: most = 0 }) {
+  /** Returns the answer's fields about one position: depth, gates and predictions. */
+  positionFields({ depth, gates, top }, { iteration_top: count = 0 }) {
     const spelled = ({ id, logprob }) => ({ id, text: this.tokenizer.spelled(id), logprob });
-    return { depth, gates, ...(most ? { iteration_top: top.map((likeliest) => likeliest.slice(0, most).map(spelled)) } : {}) };
+    return { depth, gates, ...(count ? { iteration_top: top.map((tokens) => tokens.slice(0, count).map(spelled)) } : {}) };
   }
 
-  /** The chunks of a completion: one per token, as the model writes it. */
-  *complete({ prompt, max_tokens: most, temperature, seed, adaponder: how }) {
+  /** Yields the chunks of a completion, one per token. */
+  *complete({ prompt, max_tokens: maxTokens, temperature, seed, adaponder: options }) {
     const { model, tokenizer, local } = this;
     const ids = [...prompt];
-    const policy = { ...how, seed };
-    const line = this.line(how);
-    const spell = tokenizer.speller();
-    ids.forEach(spell);
-    let written = 0;
+    const seeded = { ...options, seed };
+    const line = this.policyLine(options);
+    const decode = tokenizer.streamDecoder();
+    ids.forEach(decode);
+    let count = 0;
     for (let reason = null; reason === null; ) {
-      const { scores } = yield* this.read(ids, line, policy);
+      const { scores } = yield* this.run(ids, line, seeded);
       const last = scores.at(-1);
-      const token = draw(model.logits([{ hidden: last.hidden.at(-1) }])(0), { temperature, seed, position: ids.length - 1 });
+      const token = sample(model.logits([{ hidden: last.hidden.at(-1) }])(0), { temperature, seed, position: ids.length - 1 });
       const ends = local.end_ids.includes(token);
-      written += 1;
+      count += 1;
       if (ends) reason = "stop";
-      else if (written === most) reason = "length";
-      const text = (ends ? "" : spell(token)) + (reason ? spell() : "");
-      const adaponder = { tokens: [{ id: token, text, ...this.reading(last, how) }] };
-      if (written === 1) adaponder.prompt_depths = scores.map(({ depth }) => depth);
+      else if (count === maxTokens) reason = "length";
+      const text = (ends ? "" : decode(token)) + (reason ? decode() : "");
+      const adaponder = { tokens: [{ id: token, text, ...this.positionFields(last, options) }] };
+      if (count === 1) adaponder.prompt_depths = scores.map(({ depth }) => depth);
       yield { choices: [{ index: 0, text, finish_reason: reason, adaponder }] };
       ids.push(token);
     }
   }
 
-  /** FLOPs and bytes of keys and values of a text of these depths: `adaponder.methods.cost` without what is not there. */
+  /** Returns FLOPs and KV cache bytes of a text of these depths: `adaponder.methods.cost` for the supported models. */
   cost(depths, line) {
-    const { backbone, gate_flops: gateFlops, gates_asked: asked, iterations, mixes, halts, cost } = this.local;
+    const { backbone, gate_flops: gateFlops, gates_asked: gatesAsked, iterations, mixes, halts, cost } = this.local;
     const policy = halts ? this.model.policy(line) : null;
     const head = 2 * backbone.vocabulary * backbone.hidden;
-    let [flops, reads] = [head * depths.length, 0];
+    let [flops, rows] = [head * depths.length, 0];
     for (let iteration = 0; iteration < iterations; iteration += 1) {
       let [active, pairs] = [0, 0];
       depths.forEach((depth, slot) => {
         if (depth > iteration) [active, pairs] = [active + 1, pairs + slot + 1];
       });
-      reads += active;
+      rows += active;
       flops += 2 * cost.body * active + 2 * cost.attention * pairs;
       if (iteration && mixes) flops += 2 * head * active;
-      if (iteration < asked) flops += gateFlops * active;
+      if (iteration < gatesAsked) flops += gateFlops * active;
       if (policy && iteration < iterations - 1) flops += head * policy.heads(iteration) * active;
     }
-    return { flops, kv_bytes: 4 * cost.kv * reads };
+    return { flops, kv_bytes: 4 * cost.kv * rows };
   }
 
-  /** FLOPs of the decoder without recurrence, which reads every token once. */
+  /** Returns the FLOPs of the decoder without recurrence, which reads every token once. */
   vanilla(tokens) {
     const { backbone, cost } = this.local;
     return tokens * (2 * backbone.vocabulary * backbone.hidden + 2 * cost.body + cost.attention * (tokens + 1));

@@ -1,63 +1,63 @@
-// The page's questions, answered by a model in this browser: the functions of the server's api.js over a worker.
+// Answers the page's requests with a model in this browser: the same functions as page/api.js, over a worker.
 
 import { Failure } from "./failure.js";
 
 export { Failure };
 
-/** Where a text goes, for the foot of the page. */
+/** What happens to the visitor's text, for the footer. */
 export const PRIVACY = "The model runs in this browser: nothing you type leaves it";
 
 let worker = null;
 let count = 0;
-const waiting = new Map(); // listeners by the number of their question
+const listeners = new Map(); // by id of their request
 
 function start() {
   worker = new Worker(new URL("worker.js", import.meta.url), { type: "module" });
-  worker.addEventListener("message", ({ data }) => waiting.get(data.id)?.(data));
+  worker.addEventListener("message", ({ data }) => listeners.get(data.id)?.(data));
   worker.addEventListener("error", (event) => {
-    for (const listener of [...waiting.values()]) listener({ problem: event.message || "The model could not be started." });
+    for (const listener of [...listeners.values()]) listener({ problem: event.message || "The model could not be started." });
   });
 }
 
-/** Yields the parts of an answer; returns its end. */
-async function* ask(kind, body, signal) {
+/** Yields the parts of the worker's answer; returns its result. */
+async function* request(kind, body, signal) {
   if (!worker) start();
   const id = (count += 1);
-  const heard = [];
+  const messages = [];
   let wake = null;
-  const tell = (message) => {
-    heard.push(message);
+  const listener = (message) => {
+    messages.push(message);
     wake?.();
   };
   const stop = () => {
     worker.postMessage({ stop: id });
-    tell({ stopped: true });
+    listener({ stopped: true });
   };
-  waiting.set(id, tell);
+  listeners.set(id, listener);
   signal?.addEventListener("abort", stop);
   worker.postMessage({ id, kind, body });
   try {
     for (;;) {
-      while (!heard.length) await new Promise((resolve) => (wake = resolve));
-      const { part, done, problem, tokens, stopped } = heard.shift();
-      if (stopped) throw new DOMException("It was stopped.", "AbortError");
+      while (!messages.length) await new Promise((resolve) => (wake = resolve));
+      const { part, done, problem, tokens, stopped } = messages.shift();
+      if (stopped) throw new DOMException("The request was stopped.", "AbortError");
       if (problem !== undefined) throw new Failure(problem, { tokens });
       if (part === undefined) return done;
       yield part;
     }
   } finally {
-    waiting.delete(id);
+    listeners.delete(id);
     signal?.removeEventListener("abort", stop);
   }
 }
 
-const whole = async (...question) => (await ask(...question).next()).value;
+const result = async (...args) => (await request(...args).next()).value;
 
-/** The model: its name and what `adaponder` says of it. */
-export const model = () => whole("model");
+/** Returns the model's name and its `adaponder` facts. */
+export const model = () => result("model");
 
-/** Depth, loss and more of each token of a text. */
-export const score = (body, signal) => whole("score", body, signal);
+/** Returns the `/score` answer for a text: depth, loss and more of each token. */
+export const score = (body, signal) => result("score", body, signal);
 
 /** Yields the chunks of a completion. */
-export const complete = (body, signal) => ask("complete", body, signal);
+export const complete = (body, signal) => request("complete", body, signal);

@@ -1,10 +1,10 @@
-// Memory for floats, and the matrix product that nearly all of the model's time goes to. The product is WebAssembly with
-// SIMD, assembled here from the instructions below, so there is no binary to trust; a browser without SIMD runs plain
-// JavaScript instead, about ten times more slowly.
+// Memory for floats, and the matrix product, which takes nearly all of the model's time. The product is WebAssembly with SIMD,
+// assembled here from the instructions below, so there is no binary to trust; browsers without SIMD run plain JavaScript,
+// about ten times slower.
 
 const [I32, V128] = [0x7f, 0x7b];
 
-/** Numbers as WebAssembly writes them: seven bits at a time, the lowest first. */
+/** Encodes an integer as LEB128: seven bits per byte, the lowest first. */
 function leb(value, signed = false) {
   const bytes = [];
   for (;;) {
@@ -19,7 +19,7 @@ function leb(value, signed = false) {
 const list = (items) => [...leb(items.length), ...items.flat()];
 const section = (number, bytes) => [number, ...leb(bytes.length), ...bytes];
 
-// Instructions: an operand is a list of bytes that leaves one value on the stack.
+// Instructions as bytes. Operands are bytes of instructions that leave one value on the stack.
 const get = (local) => [0x20, ...leb(local)];
 const set = (local, value) => [...value, 0x21, ...leb(local)];
 const constant = (value) => [0x41, ...leb(value, true)];
@@ -31,60 +31,61 @@ const addFloats = (a, b) => [...a, ...b, 0xfd, ...leb(228)];
 const multiplyFloats = (a, b) => [...a, ...b, 0xfd, ...leb(230)];
 const zeros = [0xfd, 0x0c, ...new Array(16).fill(0)];
 const when = (condition, body) => [...condition, 0x04, 0x40, ...body, 0x0b];
-/** Runs `body` again as long as `condition` holds after it. */
+/** Runs `body` once, and again while `condition` is true after it. */
 const loop = (body, condition) => [0x03, 0x40, ...body, ...condition, 0x0d, 0, 0x0b];
 const atLeast = (a, value) => [...a, ...constant(value), 0x4e];
 
 /**
- * The module: `product(out, outRow, a, aRow, b, bRow, bPanel, n, k, m)` computes `out = a @ b` for `a [n, k]` and
- * `b [k, m]` in panels of 16 columns. Addresses and strides are in bytes: of rows of `out`, `a` and `b`, and from one
- * panel of `b` to the next. `out` must have room for whole panels.
+ * Assembles a module with the function `product(out, outRow, a, aRow, b, bRow, bPanel, n, k, m)`. It computes `out = a @ b` for
+ * `a [n, k]` and `b [k, m]`, which is stored in panels of 16 columns. Addresses are in bytes, and so are the strides: of rows of
+ * `out`, `a` and `b`, and of panels of `b`. `out` must have room for whole panels.
  */
-function assembled() {
+function assemble() {
   const [out, outRow, a, aRow, b, bRow, bPanel, n, k, m] = Array.from({ length: 10 }, (_, index) => index);
-  const [left, from, to, pa, pb, x] = Array.from({ length: 6 }, (_, index) => 10 + index);
+  const [rowsLeft, aTile, outTile, pa, pb, kLeft] = Array.from({ length: 6 }, (_, index) => 10 + index);
+  // Vector locals: sums of 2 rows by 4 vectors, 4 vectors of a row of b, and a broadcast element of a.
   const sum = (row, part) => 16 + 4 * row + part;
-  const [column, factor] = [24, 28];
-  const move = (local, by) => set(local, add(get(local), by));
+  const [bVector, aElement] = [24, 28];
+  const advance = (local, by) => set(local, add(get(local), by));
 
-  /** A tile of 1 or 2 rows by 16 columns, summed over k in registers. */
+  /** Computes a tile of 1 or 2 rows by 16 columns, summing over k in registers. */
   const tile = (rows) => {
-    const each = (make) => Array.from({ length: rows }, (_, row) => [0, 1, 2, 3].map((part) => make(row, part))).flat(2);
-    const at = (base, stride, row) => (row ? add(get(base), get(stride)) : get(base));
+    const forEachVector = (make) => Array.from({ length: rows }, (_, row) => [0, 1, 2, 3].map((part) => make(row, part))).flat(2);
+    const rowAddress = (base, stride, row) => (row ? add(get(base), get(stride)) : get(base));
     return [
-      ...each((row, part) => set(sum(row, part), zeros)),
-      ...set(pa, get(from)),
+      ...forEachVector((row, part) => set(sum(row, part), zeros)),
+      ...set(pa, get(aTile)),
       ...set(pb, get(b)),
-      ...set(x, get(k)),
+      ...set(kLeft, get(k)),
       ...loop(
         [
-          ...[0, 1, 2, 3].flatMap((part) => set(column + part, load(get(pb), 16 * part))),
+          ...[0, 1, 2, 3].flatMap((part) => set(bVector + part, load(get(pb), 16 * part))),
           ...Array.from({ length: rows }, (_, row) => [
-            ...set(factor, loadSplat(at(pa, aRow, row))),
+            ...set(aElement, loadSplat(rowAddress(pa, aRow, row))),
             ...[0, 1, 2, 3].flatMap((part) =>
-              set(sum(row, part), addFloats(get(sum(row, part)), multiplyFloats(get(factor), get(column + part)))),
+              set(sum(row, part), addFloats(get(sum(row, part)), multiplyFloats(get(aElement), get(bVector + part)))),
             ),
           ]).flat(),
-          ...move(pa, constant(4)),
-          ...move(pb, get(bRow)),
-          ...move(x, constant(-1)),
+          ...advance(pa, constant(4)),
+          ...advance(pb, get(bRow)),
+          ...advance(kLeft, constant(-1)),
         ],
-        get(x),
+        get(kLeft),
       ),
-      ...each((row, part) => store(at(to, outRow, row), 16 * part, get(sum(row, part)))),
-      ...Array.from({ length: rows }, () => [...move(from, get(aRow)), ...move(to, get(outRow)), ...move(left, constant(-1))]).flat(),
+      ...forEachVector((row, part) => store(rowAddress(outTile, outRow, row), 16 * part, get(sum(row, part)))),
+      ...Array.from({ length: rows }, () => [...advance(aTile, get(aRow)), ...advance(outTile, get(outRow)), ...advance(rowsLeft, constant(-1))]).flat(),
     ];
   };
   const code = loop(
     [
-      ...set(left, get(n)),
-      ...set(from, get(a)),
-      ...set(to, get(out)),
-      ...when(atLeast(get(left), 2), loop(tile(2), atLeast(get(left), 2))),
-      ...when(get(left), tile(1)),
-      ...move(b, get(bPanel)),
-      ...move(out, constant(64)),
-      ...move(m, constant(-16)),
+      ...set(rowsLeft, get(n)),
+      ...set(aTile, get(a)),
+      ...set(outTile, get(out)),
+      ...when(atLeast(get(rowsLeft), 2), loop(tile(2), atLeast(get(rowsLeft), 2))),
+      ...when(get(rowsLeft), tile(1)),
+      ...advance(b, get(bPanel)),
+      ...advance(out, constant(64)),
+      ...advance(m, constant(-16)),
     ],
     atLeast(get(m), 1),
   );
@@ -100,7 +101,7 @@ function assembled() {
   ]);
 }
 
-/** The same product in JavaScript, over the floats of a buffer. */
+/** Returns the same product in JavaScript, on an array of floats. */
 function plainProduct(floats) {
   return (out, outRow, a, aRow, b, bRow, bPanel, n, k, m) => {
     for (let panel = 0; panel * 16 < m; panel += 1) {
@@ -116,17 +117,17 @@ function plainProduct(floats) {
   };
 }
 
-/** Floats by index in one memory; `product` takes indices and strides of floats, as above. */
+/** One growing memory of floats. Its methods take and return indices of floats; `product` is that of `assemble`. */
 export class Memory {
-  constructor({ simd = true } = {}) {
+  constructor() {
     this.used = 16;
     this.memory = new WebAssembly.Memory({ initial: 16 });
     this.floats = new Float32Array(this.memory.buffer);
-    this.simd = simd && WebAssembly.validate(assembled());
-    if (this.simd) this.run = new WebAssembly.Instance(new WebAssembly.Module(assembled()), { e: { m: this.memory } }).exports.product;
+    const code = assemble();
+    if (WebAssembly.validate(code)) this.run = new WebAssembly.Instance(new WebAssembly.Module(code), { e: { m: this.memory } }).exports.product;
   }
 
-  /** Reserves floats that start at 0; returns the index of the first. */
+  /** Reserves zeroed floats; returns the index of the first. */
   reserve(count) {
     const start = this.used;
     this.used += (count + 15) & ~15;
@@ -143,7 +144,7 @@ export class Memory {
     run(4 * out, 4 * outRow, 4 * a, 4 * aRow, 4 * b, 4 * bRow, 4 * bPanel, n, k, m);
   }
 
-  /** Stores a matrix `[m, k]`, as linear layers have it, in panels of 16 rows; returns its index. */
+  /** Stores a linear layer's weight `[m, k]` in panels of 16 rows; returns its index. */
   pack(matrix, m, k) {
     const start = this.reserve(Math.ceil(m / 16) * 16 * k);
     for (let row = 0; row < m; row += 1) {

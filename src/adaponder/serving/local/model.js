@@ -1,16 +1,16 @@
-// A GPT-NeoX decoder that reads each token several times, as `adaponder.methods` defines it, in float32. Keys and values
-// of every iteration are kept, so that a text which begins like an earlier one is computed from where it differs.
+// A GPT-NeoX decoder with recurrent depth, as in `adaponder.methods`, in float32. The keys and values of the last few texts are
+// cached, so that a text with the same beginning is computed only from where it differs.
 
 import { Memory } from "./kernel.js";
-import { deciding } from "./policies.js";
+import { parsePolicy } from "./policies.js";
 
-const ROWS = 16; // tokens that pass through the layers together
-const TEXTS = 6; // texts whose keys and values are kept
-const WORTH_KEEPING = 32; // tokens; a text that shares fewer is put beside, not in place of, the earlier one
-const TOP = 5; // likeliest tokens that are kept of each prediction
+const ROWS = 16; // tokens computed together
+const MAX_TEXTS = 6; // texts whose keys and values are cached
+const MIN_SHARED = 32; // tokens; a text with a shorter common prefix gets an entry of its own while there is room
+const TOP = 5; // most probable tokens recorded per prediction
 
-const wide = (count) => (count + 15) & ~15;
-export const sigmoid = (x) => 1 / (1 + Math.exp(-x));
+const roundUp = (count) => (count + 15) & ~15;
+const sigmoid = (x) => 1 / (1 + Math.exp(-x));
 
 /** The error function, by its series or continued fraction, with an error below 1e-12. */
 function erf(x) {
@@ -29,76 +29,79 @@ function erf(x) {
   return Math.sign(x) * (1 - Math.exp(-size * size) / fraction / Math.sqrt(Math.PI));
 }
 
-// GELU by table: exact values 1/512 apart and their derivative, between which a cubic is exact to 1e-12.
-const [STEP, REACH] = [512, 8];
-const GELU = new Float64Array(4 * REACH * STEP + 4);
-for (let at = 0; at <= 2 * REACH * STEP + 1; at += 1) {
-  const x = at / STEP - REACH;
-  const below = 0.5 * (1 + erf(x / Math.SQRT2));
-  GELU[2 * at] = x * below;
-  GELU[2 * at + 1] = (below + x * Math.exp((-x * x) / 2) / Math.sqrt(2 * Math.PI)) / STEP;
+// A table of GELU's values and derivatives at steps of 1/512; cubic interpolation between them is exact to 1e-12.
+const [STEPS, REACH] = [512, 8];
+const GELU = new Float64Array(4 * REACH * STEPS + 4);
+for (let index = 0; index <= 2 * REACH * STEPS + 1; index += 1) {
+  const x = index / STEPS - REACH;
+  const cdf = 0.5 * (1 + erf(x / Math.SQRT2));
+  GELU[2 * index] = x * cdf;
+  GELU[2 * index + 1] = (cdf + x * Math.exp((-x * x) / 2) / Math.sqrt(2 * Math.PI)) / STEPS;
 }
 
 function gelu(x) {
   if (x <= -REACH) return 0;
   if (x >= REACH) return x;
-  const place = (x + REACH) * STEP;
-  const at = place | 0;
-  const t = place - at;
-  const low = GELU[2 * at];
-  const slope = GELU[2 * at + 1];
-  const rise = GELU[2 * at + 2] - low;
-  const bend = GELU[2 * at + 3] + slope - 2 * rise;
+  const position = (x + REACH) * STEPS;
+  const index = position | 0;
+  const t = position - index;
+  const low = GELU[2 * index];
+  const slope = GELU[2 * index + 1];
+  const rise = GELU[2 * index + 2] - low;
+  const bend = GELU[2 * index + 3] + slope - 2 * rise;
   return ((bend * t + rise - slope - bend) * t + slope) * t + low;
 }
 
-/** A linear layer whose output rows lie `width` floats apart. */
+/** A linear layer `[m, k]`; `width` is the stride of its output rows. */
 class Linear {
   constructor(memory, weight, bias) {
     const [m, k] = weight.shape;
-    Object.assign(this, { memory, m, k, width: wide(m), bias: bias?.data ?? null, at: memory.pack(weight.data, m, k) });
+    Object.assign(this, { memory, m, k, width: roundUp(m), bias: bias?.data ?? null, weight: memory.pack(weight.data, m, k) });
   }
 
+  /** Writes the layer's outputs for `n` input rows at `a`, which are `aRow` floats apart, to `out`. */
   apply(out, a, aRow, n) {
-    const { memory, m, k, width, bias } = this;
-    memory.product(out, width, a, aRow, this.at, 16, 16 * k, n, k, m);
+    const { memory, m, k, width, bias, weight } = this;
+    memory.product(out, width, a, aRow, weight, 16, 16 * k, n, k, m);
     if (!bias) return;
     for (let row = 0; row < n; row += 1) {
-      for (let column = 0, to = out + row * width; column < m; column += 1) memory.floats[to + column] += bias[column];
+      const start = out + row * width;
+      for (let column = 0; column < m; column += 1) memory.floats[start + column] += bias[column];
     }
   }
 }
 
 /**
- * A text with its scores, keys and values: of each iteration and layer, keys in panels of 16 positions and values row by
- * row, from `used` on in memory with room for `room` positions. `kept` tokens were computed for an earlier text.
+ * A cached text: its token ids, their scores, and where its keys and values begin in memory. There, each iteration and layer has
+ * room for the keys (in panels of 16 positions), then the values (row by row), of `capacity` positions. `key` names the policy;
+ * the first `cached` tokens of the current request were computed by earlier ones.
  */
 class Text {
   constructor() {
-    Object.assign(this, { key: null, ids: [], scores: [], kept: 0, room: 0, used: 0 });
+    Object.assign(this, { key: null, ids: [], scores: [], cached: 0, capacity: 0, start: 0 });
   }
 }
 
 export class Model {
-  /** `facts` as the command writes them, `weights` a function that gives `{data, shape}` of a name, or `null`. */
-  constructor(facts, weights, options) {
+  /** `facts`: `local` of model.json; `weights(name)` returns `{data, shape}` or `null`. */
+  constructor(facts, weights) {
     const { layers, hidden, heads, intermediate, vocabulary, positions } = facts.backbone;
-    const memory = new Memory(options);
-    Object.assign(this, { facts, memory, hidden, size: hidden / heads, texts: [], turns: [], clock: 0 });
+    const memory = new Memory();
+    Object.assign(this, { facts, memory, hidden, headSize: hidden / heads, texts: [], rotations: [], clock: 0 });
     const norm = (name) => [weights(`${name}.weight`).data, weights(`${name}.bias`).data];
     const linear = (name) => new Linear(memory, weights(`${name}.weight`), weights(`${name}.bias`));
     this.layers = Array.from({ length: layers }, (_, layer) => {
       const name = `backbone.gpt_neox.layers.${layer}`;
       return {
-        before: norm(`${name}.input_layernorm`),
+        attentionNorm: norm(`${name}.input_layernorm`),
         qkv: linear(`${name}.attention.query_key_value`),
         dense: linear(`${name}.attention.dense`),
-        between: norm(`${name}.post_attention_layernorm`),
+        mlpNorm: norm(`${name}.post_attention_layernorm`),
         up: linear(`${name}.mlp.dense_h_to_4h`),
         down: linear(`${name}.mlp.dense_4h_to_h`),
       };
     });
-    this.last = norm("backbone.gpt_neox.final_layer_norm");
+    this.finalNorm = norm("backbone.gpt_neox.final_layer_norm");
     const table = weights("backbone.gpt_neox.embed_in.weight");
     this.table = memory.reserve(table.data.length + 16);
     memory.floats.set(table.data, this.table);
@@ -109,33 +112,45 @@ export class Model {
       this.gates.push({ inner: inner && linear(`method.gates.${gate}.inner`), out });
     }
     if (weights("method.exit.weight")) this.gates.push({ inner: null, out: norm("method.exit") });
-    const room = (width) => memory.reserve(ROWS * wide(width));
-    this.room = { x: room(hidden), normed: room(hidden), qkv: room(3 * hidden), mixed: room(hidden), one: room(this.size) };
-    Object.assign(this.room, { out: room(hidden), up: room(Math.max(intermediate, this.gates[0]?.inner?.m ?? 0)) });
-    Object.assign(this.room, { attention: room(positions), logits: room(vocabulary), expected: room(hidden) });
+    // Buffers for ROWS rows, used again in every pass.
+    const buffer = (width) => memory.reserve(ROWS * roundUp(width));
+    this.buffers = {
+      x: buffer(hidden),
+      normed: buffer(hidden),
+      qkv: buffer(3 * hidden),
+      attended: buffer(hidden),
+      head: buffer(this.headSize),
+      out: buffer(hidden),
+      up: buffer(Math.max(intermediate, this.gates[0]?.inner?.m ?? 0)),
+      attention: buffer(positions),
+      logits: buffer(vocabulary),
+      expected: buffer(hidden),
+    };
   }
 
-  /** Where keys (or values) of an iteration and layer of a text begin. */
-  place(text, iteration, layer, values) {
-    return text.used + ((iteration * this.layers.length + layer) * 2 + (values ? 1 : 0)) * text.room * this.hidden;
+  /** Returns where the keys and values of an iteration and layer of a text begin. */
+  keysAndValues(text, iteration, layer) {
+    const size = text.capacity * this.hidden;
+    const keys = text.start + (iteration * this.layers.length + layer) * 2 * size;
+    return [keys, keys + size];
   }
 
-  /** Makes room for so many positions of a text, keeping what it holds. */
+  /** Makes room for this many positions of a text, moving its keys and values. */
   extend(text, positions) {
-    if (positions <= text.room) return;
+    if (positions <= text.capacity) return;
     const { memory, hidden, facts } = this;
-    const room = wide(Math.min(facts.backbone.positions, Math.max(64, 2 * text.room, positions)));
+    const capacity = roundUp(Math.min(facts.backbone.positions, Math.max(64, 2 * text.capacity, positions)));
     const blocks = 2 * facts.iterations * this.layers.length;
-    const [from, had] = [text.used, text.room * hidden];
-    text.used = memory.reserve(blocks * room * hidden + 16);
-    for (let block = 0; had && block < blocks; block += 1) {
-      const source = from + block * had;
-      memory.floats.copyWithin(text.used + block * room * hidden, source, source + had);
+    const [oldStart, oldSize] = [text.start, text.capacity * hidden];
+    text.start = memory.reserve(blocks * capacity * hidden + 16);
+    for (let block = 0; oldSize && block < blocks; block += 1) {
+      const source = oldStart + block * oldSize;
+      memory.floats.copyWithin(text.start + block * capacity * hidden, source, source + oldSize);
     }
-    text.room = room;
+    text.capacity = capacity;
   }
 
-  /** The kept text that shares the longest beginning with `ids` under the same rule, cut to what they share. */
+  /** Returns the cached text with the longest common prefix with `ids` under the same policy, cut to that prefix. */
   textFor(key, ids, forced) {
     const shared = (text) => {
       let same = 0;
@@ -147,19 +162,20 @@ export class Model {
       const length = text.key === key ? shared(text) : -1;
       if (length >= 0 && (!best || length > common)) [best, common] = [text, length];
     }
-    if (best && common < WORTH_KEEPING && common < best.ids.length && this.texts.length < TEXTS) best = null;
-    if (!best && this.texts.length < TEXTS) {
+    if (best && common < MIN_SHARED && common < best.ids.length && this.texts.length < MAX_TEXTS) best = null;
+    if (!best && this.texts.length < MAX_TEXTS) {
       best = new Text();
       this.texts.push(best);
     }
-    // In place of the text that was not used for longest.
+    // Replaces the least recently used text.
     best ??= this.texts.reduce((oldest, text) => (text.time < oldest.time ? text : oldest));
     if (best.key !== key) common = 0;
-    Object.assign(best, { key, kept: common, time: (this.clock += 1) });
+    Object.assign(best, { key, cached: common, time: (this.clock += 1) });
     best.ids.length = best.scores.length = common;
     return best;
   }
 
+  /** Layer normalisation of `rows` rows at `x`, into `out`. */
   norm(out, x, rows, [weight, bias]) {
     const { hidden: d, memory: { floats }, facts } = this;
     for (let row = 0; row < rows; row += 1) {
@@ -173,24 +189,24 @@ export class Model {
     }
   }
 
-  /** Cosines and sines of a position; its angles are rounded to float32, as in the package. */
-  turn(position) {
+  /** Returns cosines and sines of a position's rotary angles, which are rounded to float32 as in the package. */
+  rotation(position) {
     const { frequencies } = this.facts.backbone;
     const angles = () => frequencies.map((frequency) => Math.fround(Math.fround(frequency) * position));
-    return (this.turns[position] ??= [Math.cos, Math.sin].map((wave) => Float32Array.from(angles(), wave)));
+    return (this.rotations[position] ??= [Math.cos, Math.sin].map((wave) => Float32Array.from(angles(), wave)));
   }
 
-  /** Rotates queries and keys, stores keys and values, and scales queries, for the rows' positions. */
-  store(text, iteration, layer, rows) {
-    const { hidden: d, size, memory: { floats }, facts: { backbone } } = this;
-    const [keys, values] = [this.place(text, iteration, layer, false), this.place(text, iteration, layer, true)];
+  /** Rotates queries and keys, caches keys and values, and scales queries. */
+  cacheKeysAndValues(text, iteration, layer, rows) {
+    const { hidden: d, headSize: size, memory: { floats }, facts: { backbone } } = this;
+    const [keys, values] = this.keysAndValues(text, iteration, layer);
     const half = backbone.frequencies.length;
     const width = this.layers[0].qkv.width;
     rows.forEach(({ position }, row) => {
       const panel = keys + (position >> 4) * 16 * d + (position & 15);
-      const [cos, sin] = this.turn(position);
+      const [cos, sin] = this.rotation(position);
       for (let head = 0; head < backbone.heads; head += 1) {
-        const query = this.room.qkv + row * width + head * 3 * size;
+        const query = this.buffers.qkv + row * width + head * 3 * size;
         for (const start of [query, query + size]) {
           for (let at = 0; at < half; at += 1) {
             const [low, high] = [floats[start + at], floats[start + half + at]];
@@ -207,77 +223,77 @@ export class Model {
     });
   }
 
-  /** Mixes the values of all positions up to each row's own, into `room.mixed`. */
+  /** Causal attention of rows, into `buffers.attended`. */
   attend(text, iteration, layer, rows) {
-    const { hidden: d, size, memory, room } = this;
+    const { hidden: d, headSize: size, memory, buffers } = this;
     const { floats } = memory;
-    const [keys, values] = [this.place(text, iteration, layer, false), this.place(text, iteration, layer, true)];
+    const [keys, values] = this.keysAndValues(text, iteration, layer);
     const { width } = this.layers[0].qkv;
-    const seen = rows.at(-1).position + 1;
-    const stride = wide(seen);
+    const length = rows.at(-1).position + 1;
+    const stride = roundUp(length);
     for (let head = 0; head < d / size; head += 1) {
-      memory.product(room.attention, stride, room.qkv + head * 3 * size, width, keys + 16 * head * size, 16, 16 * d, rows.length, size, seen);
+      memory.product(buffers.attention, stride, buffers.qkv + head * 3 * size, width, keys + 16 * head * size, 16, 16 * d, rows.length, size, length);
       rows.forEach(({ position }, row) => {
-        const start = room.attention + row * stride;
-        let [most, total] = [-Infinity, 0];
-        for (let at = start; at <= start + position; at += 1) if (floats[at] > most) most = floats[at];
-        for (let at = start; at <= start + position; at += 1) total += floats[at] = Math.exp(floats[at] - most);
+        const start = buffers.attention + row * stride;
+        let [highest, total] = [-Infinity, 0];
+        for (let at = start; at <= start + position; at += 1) if (floats[at] > highest) highest = floats[at];
+        for (let at = start; at <= start + position; at += 1) total += floats[at] = Math.exp(floats[at] - highest);
         for (let at = start; at <= start + position; at += 1) floats[at] /= total;
-        floats.fill(0, start + position + 1, start + seen);
+        floats.fill(0, start + position + 1, start + length);
       });
-      memory.product(room.one, wide(size), room.attention, stride, values + head * size, d, 16, rows.length, seen, size);
+      memory.product(buffers.head, roundUp(size), buffers.attention, stride, values + head * size, d, 16, rows.length, length, size);
       for (let row = 0; row < rows.length; row += 1) {
-        const from = room.one + row * wide(size);
-        floats.copyWithin(room.mixed + row * d + head * size, from, from + size);
+        const from = buffers.head + row * roundUp(size);
+        floats.copyWithin(buffers.attended + row * d + head * size, from, from + size);
       }
     }
   }
 
-  /** One pass over rows `{position, input}`: sets their `stream` and final-normed `hidden`. */
+  /** Runs the layers on rows `{position, input}`; sets their residual `stream` and final-normed `hidden` state. */
   pass(text, iteration, rows) {
-    const { hidden: d, memory, room, facts: { backbone } } = this;
+    const { hidden: d, memory, buffers, facts: { backbone } } = this;
     const { floats } = memory;
     const n = rows.length;
-    const addTo = (x, { width }) => {
-      for (let row = 0; row < n; row += 1) for (let at = 0; at < d; at += 1) floats[x + row * d + at] += floats[room.out + row * width + at];
+    const addOutput = ({ width }) => {
+      for (let row = 0; row < n; row += 1) for (let at = 0; at < d; at += 1) floats[buffers.x + row * d + at] += floats[buffers.out + row * width + at];
     };
-    rows.forEach((row, index) => floats.set(row.input, room.x + index * d));
+    rows.forEach((row, index) => floats.set(row.input, buffers.x + index * d));
     this.layers.forEach((layer, index) => {
-      this.norm(room.normed, room.x, n, layer.before);
-      layer.qkv.apply(room.qkv, room.normed, d, n);
-      this.store(text, iteration, index, rows);
+      this.norm(buffers.normed, buffers.x, n, layer.attentionNorm);
+      layer.qkv.apply(buffers.qkv, buffers.normed, d, n);
+      this.cacheKeysAndValues(text, iteration, index, rows);
       this.attend(text, iteration, index, rows);
-      layer.dense.apply(room.out, room.mixed, d, n);
+      layer.dense.apply(buffers.out, buffers.attended, d, n);
       // With parallel residuals, attention and MLP both read the layer's input.
-      if (backbone.parallel) this.norm(room.normed, room.x, n, layer.between);
-      addTo(room.x, layer.dense);
-      if (!backbone.parallel) this.norm(room.normed, room.x, n, layer.between);
-      layer.up.apply(room.up, room.normed, d, n);
-      for (let at = room.up; at < room.up + n * layer.up.width; at += 1) floats[at] = gelu(floats[at]);
-      layer.down.apply(room.out, room.up, layer.up.width, n);
-      addTo(room.x, layer.down);
+      if (backbone.parallel) this.norm(buffers.normed, buffers.x, n, layer.mlpNorm);
+      addOutput(layer.dense);
+      if (!backbone.parallel) this.norm(buffers.normed, buffers.x, n, layer.mlpNorm);
+      layer.up.apply(buffers.up, buffers.normed, d, n);
+      for (let at = buffers.up; at < buffers.up + n * layer.up.width; at += 1) floats[at] = gelu(floats[at]);
+      layer.down.apply(buffers.out, buffers.up, layer.up.width, n);
+      addOutput(layer.down);
     });
-    this.norm(room.normed, room.x, n, this.last);
+    this.norm(buffers.normed, buffers.x, n, this.finalNorm);
     rows.forEach((row, index) => {
-      row.stream = floats.slice(room.x + index * d, room.x + (index + 1) * d);
-      [row.previous, row.hidden] = [row.hidden, floats.slice(room.normed + index * d, room.normed + (index + 1) * d)];
+      row.stream = floats.slice(buffers.x + index * d, buffers.x + (index + 1) * d);
+      [row.previous, row.hidden] = [row.hidden, floats.slice(buffers.normed + index * d, buffers.normed + (index + 1) * d)];
     });
   }
 
-  /** Next-token logits of rows, into `room.logits`; the rows lie `head.width` apart. */
+  /** Computes the next-token logits of rows into `buffers.logits`; returns a function from a row's index to its logits. */
   logits(rows) {
-    const { hidden: d, memory, room, head } = this;
-    rows.forEach(({ hidden }, row) => memory.floats.set(hidden, room.normed + row * d));
-    head.apply(room.logits, room.normed, d, rows.length);
-    return (row) => memory.floats.subarray(room.logits + row * head.width, room.logits + row * head.width + head.m);
+    const { hidden: d, memory, buffers, head } = this;
+    rows.forEach(({ hidden }, row) => memory.floats.set(hidden, buffers.normed + row * d));
+    head.apply(buffers.logits, buffers.normed, d, rows.length);
+    return (row) => memory.floats.subarray(buffers.logits + row * head.width, buffers.logits + row * head.width + head.m);
   }
 
-  /** Logits that the gate after an iteration gives rows whose hidden states stand in `room.normed`. */
+  /** Returns the gate logits after an iteration of the rows whose hidden states are in `buffers.normed`. */
   gate(iteration, n) {
-    const { hidden: d, memory: { floats }, room } = this;
+    const { hidden: d, memory: { floats }, buffers } = this;
     const { inner, out: [weight, [bias]] } = this.gates[Math.min(iteration, this.gates.length - 1)];
-    if (inner) inner.apply(room.up, room.normed, d, n);
-    const [start, width] = inner ? [room.up, inner.width] : [room.normed, d];
+    if (inner) inner.apply(buffers.up, buffers.normed, d, n);
+    const [start, width] = inner ? [buffers.up, inner.width] : [buffers.normed, d];
     return Array.from({ length: n }, (_, row) => {
       let sum = bias;
       for (let at = 0; at < weight.length; at += 1) {
@@ -288,18 +304,18 @@ export class Model {
     });
   }
 
-  /** `softmax(logits) @ table`, times its scale, of the first rows of `room.logits`, which hold probabilities. */
+  /** Computes the expected embeddings of the first `n` rows of `buffers.logits`, which must hold probabilities. */
   expected(n) {
-    const { hidden: d, memory, room, head, facts } = this;
-    memory.product(room.expected, wide(d), room.logits, head.width, this.table, d, 16, n, head.m, d);
-    return (row) => memory.floats.subarray(room.expected + row * wide(d), room.expected + row * wide(d) + d).map((x) => x * facts.table_scale);
+    const { hidden: d, memory, buffers, head, facts } = this;
+    memory.product(buffers.expected, roundUp(d), buffers.logits, head.width, this.table, d, 16, n, head.m, d);
+    return (row) => memory.floats.subarray(buffers.expected + row * roundUp(d), buffers.expected + row * roundUp(d) + d).map((x) => x * facts.table_scale);
   }
 
   /**
-   * Reads `ids` from where the text ends, some tokens at a time; yields between them. Each token gets a score: its depth,
-   * gates, and after each iteration its hidden state, the logarithm of the normaliser and the likeliest next tokens.
+   * Computes the tokens of `ids` that the text lacks, in chunks; yields after each. Each token gets a score: its depth, gates,
+   * and after each iteration its hidden state, the log of the softmax's normaliser and the most probable next tokens.
    */
-  *read(text, ids, policy, { forced = {}, seed = 0 } = {}) {
+  *run(text, ids, policy, { forced = {}, seed = 0 } = {}) {
     const { facts, hidden: d, memory, table } = this;
     while (text.ids.length < ids.length) {
       const start = text.ids.length;
@@ -311,7 +327,7 @@ export class Model {
         const input = memory.floats.slice(from, from + d).map((x) => x * facts.input_scale);
         const score = { depth: 0, forced: forced[position] ?? 0, gates: [], hidden: [], normaliser: [], top: [] };
         text.scores[position] = score;
-        rows.push({ position, input, first: input, staying: 1, score });
+        rows.push({ position, input, embedding: input, stayProbability: 1, score });
       }
       for (let iteration = 0; rows.length; iteration += 1) {
         this.pass(text, iteration, rows);
@@ -329,61 +345,60 @@ export class Model {
     }
   }
 
-  /** Halts rows, and gives the others the input of their next iteration: what `advance` of the method does. */
+  /** Halts rows, and sets the input of the others for their next iteration, as the method's `advance` does; returns these. */
   advance(text, iteration, rows, logits, policy, seed) {
-    const { update, halts, state_scale: scale } = this.facts;
-    const { exits } = this.facts;
+    const { update, halts, exits, mixes, state_scale: scale } = this.facts;
     const gates = halts ? this.gate(iteration, rows.length) : [];
-    const going = [];
+    const active = [];
     rows.forEach((row, index) => {
       if (halts) {
-        if (exits) row.staying *= sigmoid(-gates[index]);
-        row.gate = Math.fround(exits ? row.staying : sigmoid(gates[index]));
+        if (exits) row.stayProbability *= sigmoid(-gates[index]);
+        row.gate = Math.fround(exits ? row.stayProbability : sigmoid(gates[index]));
         row.score.gates.push(row.gate);
       }
       const { forced } = row.score;
-      const asked = { iteration, seed, logits: logits(index), ...row };
-      const goes = !halts || (forced ? iteration + 1 < forced : policy.goes(asked));
-      if (policy.keepsLogits) row.before = logits(index).slice();
-      if (!goes) this.freeze(text, iteration, row.position);
+      const decision = { iteration, seed, logits: logits(index), ...row };
+      const continues = !halts || (forced ? iteration + 1 < forced : policy.continues(decision));
+      if (policy.keepsLogits) row.previousLogits = logits(index).slice();
+      if (!continues) this.freeze(text, iteration, row.position);
       else {
-        // Rows move up, so that those that go on are the first.
-        if (this.facts.mixes) becomeProbabilities(logits(index), logits(going.length));
-        going.push(row);
+        // Active rows come first, as `expected` needs them.
+        if (mixes) softmax(logits(index), logits(active.length));
+        active.push(row);
       }
     });
-    const expected = this.facts.mixes && going.length ? this.expected(going.length) : null;
-    going.forEach((row, index) => {
+    const expected = mixes && active.length ? this.expected(active.length) : null;
+    active.forEach((row, index) => {
       if (update === "stream") row.input = row.stream;
       else if (update === "state") row.input = row.hidden;
-      else if (update === "reread") row.input = row.first.map((x, at) => x + scale * row.hidden[at]);
+      else if (update === "reread") row.input = row.embedding.map((x, at) => x + scale * row.hidden[at]);
       else {
         const weight = update === "gated" ? row.gate : 1;
-        const mixture = expected(index);
-        row.input = row.input.map((x, at) => x + weight * mixture[at]);
+        const embedding = expected(index);
+        row.input = row.input.map((x, at) => x + weight * embedding[at]);
       }
     });
-    return going;
+    return active;
   }
 
-  /** A halted token keeps its keys and values in all later iterations. */
+  /** Copies a halted token's keys and values to all later iterations. */
   freeze(text, iteration, position) {
     const { hidden: d, memory: { floats } } = this;
     for (let layer = 0; layer < this.layers.length; layer += 1) {
       const panel = (position >> 4) * 16 * d + (position & 15);
-      const [keys, values] = [false, true].map((kind) => this.place(text, iteration, layer, kind));
+      const [keys, values] = this.keysAndValues(text, iteration, layer);
       for (let later = iteration + 1; later < this.facts.iterations; later += 1) {
-        const [toKeys, toValues] = [false, true].map((kind) => this.place(text, later, layer, kind));
+        const [toKeys, toValues] = this.keysAndValues(text, later, layer);
         for (let at = 0; at < d; at += 1) floats[toKeys + panel + 16 * at] = floats[keys + panel + 16 * at];
         floats.copyWithin(toValues + position * d, values + position * d, values + (position + 1) * d);
       }
     }
   }
 
-  /** The loss of a next token after each iteration of a score, in nats. */
+  /** Returns the loss in nats of next token `id` after each iteration of a score. */
   losses(score, id) {
     const { hidden: d, head, memory: { floats } } = this;
-    const panel = head.at + (id >> 4) * 16 * d + (id & 15);
+    const panel = head.weight + (id >> 4) * 16 * d + (id & 15);
     return score.hidden.map((state, iteration) => {
       let logit = 0;
       for (let at = 0; at < d; at += 1) logit += state[at] * floats[panel + 16 * at];
@@ -391,37 +406,37 @@ export class Model {
     });
   }
 
-  /** The policy of a line such as `gate:0.1`; without one, the method's own. */
+  /** Parses a policy such as `gate:0.1`; the default is the method's. */
   policy(line) {
-    return deciding(line ?? this.facts.default_policy);
+    return parsePolicy(line ?? this.facts.default_policy);
   }
 }
 
-/** Adds what a prediction says to a score: the logarithm of its normaliser, and its likeliest tokens. */
+/** Appends a prediction to a score: the log of its normaliser, and its most probable tokens. */
 function record(score, logits) {
-  let [most, total] = [-Infinity, 0];
-  const top = []; // ids, the likeliest first; of equals, the lower id
+  let [highest, total] = [-Infinity, 0];
+  const top = []; // ids, the most probable first; of equal ones the lower id
   for (let id = 0; id < logits.length; id += 1) {
     const logit = logits[id];
-    if (logit > most) most = logit;
+    if (logit > highest) highest = logit;
     if (top.length === TOP && !(logit > logits[top[TOP - 1]])) continue;
-    let place = Math.min(top.length, TOP - 1);
-    while (place > 0 && logit > logits[top[place - 1]]) {
-      top[place] = top[place - 1];
-      place -= 1;
+    let rank = Math.min(top.length, TOP - 1);
+    while (rank > 0 && logit > logits[top[rank - 1]]) {
+      top[rank] = top[rank - 1];
+      rank -= 1;
     }
-    top[place] = id;
+    top[rank] = id;
   }
-  for (let id = 0; id < logits.length; id += 1) total += Math.exp(logits[id] - most);
-  const normaliser = most + Math.log(total);
+  for (let id = 0; id < logits.length; id += 1) total += Math.exp(logits[id] - highest);
+  const normaliser = highest + Math.log(total);
   score.normaliser.push(normaliser);
   score.top.push(top.map((id) => ({ id, logprob: logits[id] - normaliser })));
 }
 
-/** Writes the softmax of logits to another place in memory, which may be the same. */
-function becomeProbabilities(logits, to) {
-  let [most, total] = [-Infinity, 0];
-  for (const logit of logits) if (logit > most) most = logit;
-  for (let id = 0; id < logits.length; id += 1) total += to[id] = Math.exp(logits[id] - most);
-  for (let id = 0; id < to.length; id += 1) to[id] /= total;
+/** Writes the softmax of logits to `out`, which may be the same array. */
+function softmax(logits, out) {
+  let [highest, total] = [-Infinity, 0];
+  for (const logit of logits) if (logit > highest) highest = logit;
+  for (let id = 0; id < logits.length; id += 1) total += out[id] = Math.exp(logits[id] - highest);
+  for (let id = 0; id < out.length; id += 1) out[id] /= total;
 }

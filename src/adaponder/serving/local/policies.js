@@ -1,29 +1,31 @@
-// The rules that decide after an iteration whether a token is read again, as `adaponder.policies` defines them.
+// The policies that decide after an iteration whether a token halts, as in `adaponder.policies`, and the sampler.
 
-const [MASK, GOLDEN] = [(1n << 64n) - 1n, 0x9e3779b97f4a7c15n];
+const MASK = (1n << 64n) - 1n;
+const GOLDEN = 0x9e3779b97f4a7c15n; // splitmix64's increment
 
-/** Entropy of logits, and their divergence from earlier ones, in nats. */
 function logProbabilities(logits) {
-  const most = logits.reduce((a, b) => Math.max(a, b));
-  const normaliser = most + Math.log(logits.reduce((sum, logit) => sum + Math.exp(logit - most), 0));
+  const highest = logits.reduce((a, b) => Math.max(a, b));
+  const normaliser = highest + Math.log(logits.reduce((sum, logit) => sum + Math.exp(logit - highest), 0));
   return Float64Array.from(logits, (logit) => logit - normaliser);
 }
 
+/** Returns the mean of `value(log, id)` under probabilities with these logarithms. */
 const expectation = (logs, value) => logs.reduce((sum, log, id) => sum + (log > -700 ? Math.exp(log) * value(log, id) : 0), 0);
-const length = (state) => Math.sqrt(state.reduce((sum, x) => sum + x * x, 0));
+const norm = (state) => Math.sqrt(state.reduce((sum, x) => sum + x * x, 0));
 
+// Numbers that a threshold is compared with; entropies and divergences are in nats.
 const MEASURES = {
   entropy: ({ logits }) => -expectation(logProbabilities(logits), (log) => log),
-  kl({ logits, before }) {
-    if (!before) return Infinity;
-    const earlier = logProbabilities(before);
+  kl({ logits, previousLogits }) {
+    if (!previousLogits) return Infinity;
+    const earlier = logProbabilities(previousLogits);
     return expectation(logProbabilities(logits), (log, id) => log - earlier[id]);
   },
-  change: ({ hidden, previous }) => (previous ? length(hidden.map((x, at) => x - previous[at])) / length(previous) : Infinity),
+  change: ({ hidden, previous }) => (previous ? norm(hidden.map((x, index) => x - previous[index])) / norm(previous) : Infinity),
 };
 
-/** A uniform number in [0, 1) from position, seed and iteration. */
-function chance(position, seed, iteration) {
+/** Returns a uniform number in [0, 1) from position, seed and iteration, as the package's random policy does. */
+function uniform(position, seed, iteration) {
   let x = BigInt(position) + ((BigInt(seed) * 0x9e3779b9n + BigInt(iteration) * 0x85ebca6bn) & ((1n << 62n) - 1n));
   for (const factor of [0xbf58476d1ce4e5b9n, 0x94d049bb133111ebn]) {
     x &= MASK;
@@ -34,45 +36,45 @@ function chance(position, seed, iteration) {
 }
 
 /**
- * The policy of a line: `goes(row)` says whether a row's token is read again, `line` names the policy with all that its
- * decisions depend on, `heads` how often it computes logits to decide after an iteration.
+ * Parses a policy such as `gate:0.1`. `continues(row)` returns whether the row's token gets another iteration, `heads(iteration)`
+ * how often the policy evaluates the language-model head to decide after that iteration.
  */
-export function deciding(line) {
+export function parsePolicy(line) {
   const word = line.split(":")[0];
   const values = line.slice(word.length + 1).split(",").map(Number);
-  const at = (iteration) => (values.length > 1 ? values[iteration] : values[0]);
-  const known = { line, goes: null, keepsLogits: word === "kl", seeded: word === "random" };
-  known.heads = (iteration) => (word === "entropy" ? 1 : word === "kl" && iteration ? 2 : 0);
-  if (word === "fixed") known.goes = ({ iteration }) => iteration + 1 < values[0];
-  if (word === "gate") known.goes = ({ gate, iteration }) => gate >= Math.fround(at(iteration));
-  if (word === "exit") known.goes = ({ gate }) => gate > Math.fround(1 - values[0]);
-  if (word === "random") known.goes = ({ position, seed, iteration }) => chance(position, seed, iteration) < values[0];
-  if (MEASURES[word]) known.goes = (row) => Math.fround(MEASURES[word](row)) >= Math.fround(at(row.iteration));
-  if (!known.goes || values.some(Number.isNaN)) throw new Error(`${line} is no rule that this page can run.`);
-  return known;
+  const threshold = (iteration) => (values.length > 1 ? values[iteration] : values[0]);
+  const policy = { continues: null, keepsLogits: word === "kl", seeded: word === "random" };
+  policy.heads = (iteration) => (word === "entropy" ? 1 : word === "kl" && iteration ? 2 : 0);
+  if (word === "fixed") policy.continues = ({ iteration }) => iteration + 1 < values[0];
+  if (word === "gate") policy.continues = ({ gate, iteration }) => gate >= Math.fround(threshold(iteration));
+  if (word === "exit") policy.continues = ({ gate }) => gate > Math.fround(1 - values[0]);
+  if (word === "random") policy.continues = ({ position, seed, iteration }) => uniform(position, seed, iteration) < values[0];
+  if (MEASURES[word]) policy.continues = (row) => Math.fround(MEASURES[word](row)) >= Math.fround(threshold(row.iteration));
+  if (!policy.continues || values.some(Number.isNaN)) throw new Error(`This page cannot run the rule ${line}.`);
+  return policy;
 }
 
-/** One of splitmix64's outputs. */
-function mixed(x) {
+/** The output function of splitmix64. */
+function splitmix(x) {
   for (const [shift, factor] of [[30n, 0xbf58476d1ce4e5b9n], [27n, 0x94d049bb133111ebn], [31n, 1n]]) {
     x = BigInt.asUintN(64, (x ^ (x >> shift)) * factor);
   }
   return x;
 }
 
-/** The next token, drawn with the noise that the package draws for the same seed and position. */
-export function draw(logits, { temperature, seed, position }) {
-  const key = mixed(mixed(BigInt(seed)) + GOLDEN & MASK) + (BigInt(position) << 32n) * GOLDEN;
-  let [token, most] = [0, -Infinity];
+/** Samples the next token by Gumbel noise, the same as the package's for this seed and position. */
+export function sample(logits, { temperature, seed, position }) {
+  const key = splitmix((splitmix(BigInt(seed)) + GOLDEN) & MASK) + (BigInt(position) << 32n) * GOLDEN;
+  let [token, highest] = [0, -Infinity];
   for (let id = 0; id < logits.length; id += 1) {
     let value = logits[id];
     if (temperature > 0) {
-      // Noise is at most 37.
-      if (value / temperature + 37 <= most) continue;
-      const uniform = (Number(mixed(BigInt.asUintN(64, key + BigInt(id) * GOLDEN)) >> 12n) + 0.5) * 2 ** -52;
-      value = value / temperature - Math.log(-Math.log(uniform));
+      // The noise is at most 37: with more than that missing, this token cannot win.
+      if (value / temperature + 37 <= highest) continue;
+      const u = (Number(splitmix(BigInt.asUintN(64, key + BigInt(id) * GOLDEN)) >> 12n) + 0.5) * 2 ** -52;
+      value = value / temperature - Math.log(-Math.log(u));
     }
-    if (value > most) [token, most] = [id, value];
+    if (value > highest) [token, highest] = [id, value];
   }
   return token;
 }

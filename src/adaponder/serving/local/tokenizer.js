@@ -1,29 +1,29 @@
-// Reads a `tokenizer.json` of two kinds: byte-level BPE with GPT-2's pattern, and whole words between spaces. The command
-// that writes the page refuses every other kind.
+// Encodes and decodes text by a `tokenizer.json` of one of two kinds: byte-level BPE with GPT-2's pattern, or whole words
+// between spaces. `adaponder page` refuses every other kind.
 
-// Rust's classes: \s in JavaScript has U+FEFF and lacks U+0085.
+// \p{White_Space} as in Rust: JavaScript's \s includes U+FEFF and lacks U+0085.
 const GPT2 =
   /'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\p{White_Space}\p{L}\p{N}]+|\p{White_Space}+(?!\P{White_Space})|\p{White_Space}+/gu;
-const UNFINISHED = "\ufffd";
-// Tokens that wait for the end of a character, and how many of them can belong to one.
-const [MOST_WAITING, OF_A_CHARACTER] = [12, 3];
+const REPLACEMENT = "\ufffd"; // what incomplete bytes decode to
+const MAX_PENDING = 12; // tokens that may wait for the end of a character
+const PENDING_TAIL = 3; // of these, how many an unfinished character can have
 
-const decoded = (bytes) => new TextDecoder("utf-8", { ignoreBOM: true }).decode(new Uint8Array(bytes));
+const utf8 = (bytes) => new TextDecoder("utf-8", { ignoreBOM: true }).decode(new Uint8Array(bytes));
 
-/** Characters of byte-level vocabularies by byte: printable Latin-1 stands for itself, U+0100 … for the other bytes. */
-function alphabet() {
-  const plain = (byte) => (byte >= 0x21 && byte <= 0x7e) || (byte >= 0xa1 && byte <= 0xff && byte !== 0xad);
+/** The characters that stand for bytes in byte-level vocabularies: printable Latin-1 for itself, U+0100 … for other bytes. */
+function byteCharacters() {
+  const printable = (byte) => (byte >= 0x21 && byte <= 0x7e) || (byte >= 0xa1 && byte <= 0xff && byte !== 0xad);
   let other = 256;
-  return Array.from({ length: 256 }, (_, byte) => String.fromCodePoint(plain(byte) ? byte : other++));
+  return Array.from({ length: 256 }, (_, byte) => String.fromCodePoint(printable(byte) ? byte : other++));
 }
 
-const LETTERS = alphabet();
-const BYTES = new Map(LETTERS.map((letter, byte) => [letter, byte]));
+const CHARACTERS = byteCharacters();
+const BYTES = new Map(CHARACTERS.map((character, byte) => [character, byte]));
 
-/** A pattern that finds any of these texts, the longest first; `null` for none. */
-function oneOf(texts) {
-  const longest = texts.sort((a, b) => b.length - a.length).map((text) => text.replace(/[\\^$.*+?()[\]{}|]/g, "\\$&"));
-  return longest.length ? new RegExp(`(${longest.join("|")})`, "u") : null;
+/** Returns a pattern that matches any of these texts, the longest first; `null` for no texts. */
+function anyOf(texts) {
+  const patterns = texts.sort((a, b) => b.length - a.length).map((text) => text.replace(/[\\^$.*+?()[\]{}|]/g, "\\$&"));
+  return patterns.length ? new RegExp(`(${patterns.join("|")})`, "u") : null;
 }
 
 export class Tokenizer {
@@ -34,91 +34,92 @@ export class Tokenizer {
     this.entries = new Map([...this.vocabulary, ...this.added].map(([entry, id]) => [id, entry]));
     this.unknown = this.vocabulary.get(model.unk_token);
     this.ranks = new Map((model.merges ?? []).map((pair, rank) => [Array.isArray(pair) ? pair.join(" ") : pair, rank]));
-    this.form = normalizer?.type; // NFC, or none
-    // Entries that are looked for before and after the text is normalised.
-    this.before = oneOf(added.filter((token) => !token.normalized).map((token) => token.content));
-    this.after = oneOf(added.filter((token) => token.normalized).map((token) => token.content));
-    this.decodes = Boolean(decoder);
-    this.known = new Map(); // ids by piece of text
+    this.normalForm = normalizer?.type; // "NFC" or undefined
+    // Added tokens that are matched before and after the text is normalised.
+    this.before = anyOf(added.filter((token) => !token.normalized).map((token) => token.content));
+    this.after = anyOf(added.filter((token) => token.normalized).map((token) => token.content));
+    this.byteLevel = Boolean(decoder);
+    this.cache = new Map(); // ids of words
   }
 
-  /** The token ids of a text. */
+  /** Returns the token ids of a text. */
   encode(text) {
     const ids = [];
-    const split = (part, pattern, rest) => {
+    // Adds the ids of the tokens that the pattern matches, and calls `encodeRest` on the text between them.
+    const split = (part, pattern, encodeRest) => {
       for (const [index, piece] of (pattern ? part.split(pattern) : [part]).entries()) {
         if (index % 2) ids.push(this.added.get(piece));
-        else if (piece) rest(piece);
+        else if (piece) encodeRest(piece);
       }
     };
     split(text.toWellFormed?.() ?? text, this.before, (part) => {
-      split(this.form ? part.normalize(this.form) : part, this.after, (piece) => {
+      split(this.normalForm ? part.normalize(this.normalForm) : part, this.after, (piece) => {
         if (this.words) for (const word of piece.split(/\p{White_Space}+/u)) word && ids.push(this.vocabulary.get(word) ?? this.unknown);
-        else for (const [word] of piece.matchAll(GPT2)) for (const id of this.merged(word)) ids.push(id);
+        else for (const [word] of piece.matchAll(GPT2)) for (const id of this.bpe(word)) ids.push(id);
       });
     });
     return ids;
   }
 
-  /** The ids of one word of byte-level BPE: the pair of the lowest rank, then of the leftmost place, is merged first. */
-  merged(word) {
-    const cached = this.known.get(word);
+  /** Returns the ids of one word by byte-level BPE: merges the pair of lowest rank first, and of equal ones the leftmost. */
+  bpe(word) {
+    const cached = this.cache.get(word);
     if (cached) return cached;
-    const parts = [...new TextEncoder().encode(word)].map((byte) => LETTERS[byte]);
+    const parts = [...new TextEncoder().encode(word)].map((byte) => CHARACTERS[byte]);
     for (;;) {
-      let [best, place] = [Infinity, -1];
-      for (let at = 0; at + 1 < parts.length; at += 1) {
-        const rank = this.ranks.get(`${parts[at]} ${parts[at + 1]}`);
-        if (rank < best) [best, place] = [rank, at];
+      let [bestRank, best] = [Infinity, -1];
+      for (let index = 0; index + 1 < parts.length; index += 1) {
+        const rank = this.ranks.get(`${parts[index]} ${parts[index + 1]}`);
+        if (rank < bestRank) [bestRank, best] = [rank, index];
       }
-      if (place < 0) break;
-      parts.splice(place, 2, parts[place] + parts[place + 1]);
+      if (best < 0) break;
+      parts.splice(best, 2, parts[best] + parts[best + 1]);
     }
     const ids = parts.map((part) => this.vocabulary.get(part));
-    if (this.known.size < 50_000) this.known.set(word, ids);
+    if (this.cache.size < 50_000) this.cache.set(word, ids);
     return ids;
   }
 
   bytes(id) {
-    return [...(this.entries.get(id) ?? "")].flatMap((letter) => BYTES.get(letter) ?? [...new TextEncoder().encode(letter)]);
+    return [...(this.entries.get(id) ?? "")].flatMap((character) => BYTES.get(character) ?? [...new TextEncoder().encode(character)]);
   }
 
-  /** Returns a function that gives the text which each next token completes; without a token, what is left. */
-  speller() {
+  /** Returns a function that decodes tokens one by one, holding back unfinished characters; called without one, it returns these. */
+  streamDecoder() {
     let first = true;
-    const waiting = [];
+    const pending = [];
     return (id) => {
-      // Without a decoder, whole words stand with one space between them.
-      if (!this.decodes) {
+      // Whole words are separated by one space.
+      if (!this.byteLevel) {
         const space = first ? "" : " ";
         first = false;
         return id === undefined ? "" : space + (this.entries.get(id) ?? "");
       }
-      if (id !== undefined) waiting.push(id);
-      let end = waiting.length;
-      if (id !== undefined && decoded(waiting.flatMap((token) => this.bytes(token))).endsWith(UNFINISHED)) {
-        if (end < MOST_WAITING) return "";
-        end -= OF_A_CHARACTER;
+      if (id !== undefined) pending.push(id);
+      let end = pending.length;
+      if (id !== undefined && utf8(pending.flatMap((token) => this.bytes(token))).endsWith(REPLACEMENT)) {
+        if (end < MAX_PENDING) return "";
+        end -= PENDING_TAIL;
       }
-      return decoded(waiting.splice(0, end).flatMap((token) => this.bytes(token)));
+      return utf8(pending.splice(0, end).flatMap((token) => this.bytes(token)));
     };
   }
 
-  /** The text of each token; a character of several tokens belongs to the one that completes it. */
+  /** Returns the text of each token; a character of several tokens belongs to the last of them. */
   pieces(ids) {
-    const spell = this.speller();
-    const texts = ids.map(spell);
-    if (texts.length) texts[texts.length - 1] += spell();
+    const decode = this.streamDecoder();
+    const texts = ids.map(decode);
+    if (texts.length) texts[texts.length - 1] += decode();
     return texts;
   }
 
-  /** The text of one token by itself; bytes that are no text as `bytes:\xe2`. */
+  /** Returns the text of a single token; bytes that are not UTF-8 as `bytes:\xe2`. */
   spelled(id) {
     if (!this.entries.has(id)) return "";
-    if (!this.decodes) return this.entries.get(id);
+    if (!this.byteLevel) return this.entries.get(id);
     const bytes = this.bytes(id);
-    const text = decoded(bytes);
-    if (!text.includes(UNFINISHED)) return text;
+    const text = utf8(bytes);
+    if (!text.includes(REPLACEMENT)) return text;
     return `bytes:${bytes.map((byte) => `\\x${byte.toString(16).padStart(2, "0")}`).join("")}`;
   }
 }

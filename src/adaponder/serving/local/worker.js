@@ -1,5 +1,5 @@
-// The model in a worker: answers questions one after another, and hears between two parts of an answer whether it is
-// still wanted.
+// Runs the model in a worker: answers requests one after another. Answers are computed in steps, between which the worker
+// receives messages, so that a request can be stopped.
 
 import { Answers } from "./answers.js";
 import { Model } from "./model.js";
@@ -10,29 +10,29 @@ const MODEL = new URL("../model/", import.meta.url);
 
 async function file(name) {
   const response = await fetch(new URL(name, MODEL));
-  if (!response.ok) throw new Error(`The file model/${name} is missing beside this page (${response.status}).`);
+  if (!response.ok) throw new Error(`The page's file model/${name} could not be loaded (status ${response.status}).`);
   return response;
 }
 
 async function open() {
-  const [facts, spelling, weights] = await Promise.all([
+  const [facts, tokenizer, weights] = await Promise.all([
     file("model.json").then((answer) => answer.json()),
     file("tokenizer.json").then((answer) => answer.json()),
     file("model.safetensors").then((answer) => answer.arrayBuffer()),
   ]);
-  return new Answers(facts, new Model(facts.local, tensors(weights)), new Tokenizer(spelling));
+  return new Answers(facts, new Model(facts.local, tensors(weights)), new Tokenizer(tokenizer));
 }
 
 const opened = open();
-const unwanted = new Set();
-let line = Promise.resolve();
+const stopped = new Set(); // ids of requests
+let queue = Promise.resolve();
 
-/** Lets messages in that have arrived meanwhile. */
-const { port1: bell, port2: ear } = new MessageChannel();
-const pause = () =>
+// Yields to the event loop, so that waiting messages are handled; unlike setTimeout, without a minimum delay.
+const { port1, port2 } = new MessageChannel();
+const yieldToMessages = () =>
   new Promise((resolve) => {
-    ear.onmessage = resolve;
-    bell.postMessage(null);
+    port2.onmessage = resolve;
+    port1.postMessage(null);
   });
 
 async function answer({ id, kind, body }) {
@@ -44,14 +44,14 @@ async function answer({ id, kind, body }) {
     }
     const steps = answers[kind](body);
     for (;;) {
-      if (unwanted.delete(id)) return;
+      if (stopped.delete(id)) return;
       const { done, value } = steps.next();
       if (done) {
         postMessage({ id, done: value ?? null });
         return;
       }
       if (value !== undefined) postMessage({ id, part: value });
-      await pause();
+      await yieldToMessages();
     }
   } catch (error) {
     postMessage({ id, problem: error.message, tokens: error.tokens });
@@ -59,6 +59,6 @@ async function answer({ id, kind, body }) {
 }
 
 addEventListener("message", ({ data }) => {
-  if (data.stop) unwanted.add(data.stop);
-  else line = line.then(() => answer(data));
+  if (data.stop) stopped.add(data.stop);
+  else queue = queue.then(() => answer(data));
 });

@@ -1,26 +1,26 @@
-// The server's routes; a page without a server has local/api.js in the place of this file.
+// Calls the server's routes. A page without a server has local/api.js in place of this file.
 
 import { Failure } from "./failure.js";
 
 export { Failure };
 
-/** Where a text goes, for the foot of the page. */
-export const PRIVACY = "Nothing you type leaves this server";
+/** What happens to the visitor's text, for the footer. */
+export const PRIVACY = "What you type is sent to this server only";
 
-async function refusal(response) {
+async function failureOf(response) {
   let message = `The server answered ${response.status}.`;
   try {
     const { error } = await response.json();
     if (typeof error?.message === "string") message = error.message;
   } catch {
-    // The sentence above says what is known.
+    // No JSON: the status is all that is known.
   }
   const { status } = response;
   if (status === 401 || status === 403) message = `${message} Reload the page to sign in.`;
-  const waits = Number(response.headers.get("retry-after"));
   const busy = status === 429 || status === 503;
+  const delay = Number(response.headers.get("retry-after")) || 1;
   const tokens = Number(/^prompt has (\d+) tokens/.exec(message)?.[1]) || null;
-  return new Failure(message, { status, tokens, again: busy ? Math.max(1, waits || 1) : null });
+  return new Failure(message, { tokens, retryAfter: busy ? Math.max(1, delay) : null });
 }
 
 async function call(path, body, signal) {
@@ -36,26 +36,26 @@ async function call(path, body, signal) {
     });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Failure("The server does not answer.", { again: 2, gone: true });
+    throw new Failure("The server cannot be reached.", { retryAfter: 2 });
   }
-  if (!response.ok) throw await refusal(response);
+  if (!response.ok) throw await failureOf(response);
   return response;
 }
 
-/** The served model: its name and what `adaponder` says of it. */
+/** Returns the served model's name and its `adaponder` facts. */
 export async function model() {
   const { data } = await (await call("v1/models")).json();
   return { name: data[0].id, ...data[0].adaponder };
 }
 
-/** Depth, loss and more of each token of a text. */
+/** Returns the `/score` answer for a text: depth, loss and more of each token. */
 export async function score(body, signal) {
   return (await call("score", body, signal)).json();
 }
 
 /** Yields the chunks of a streamed completion. */
 export async function* complete(body, signal) {
-  const response = await call("v1/completions", { ...body, stream: true, stream_options: { include_usage: true } }, signal);
+  const response = await call("v1/completions", { ...body, stream: true }, signal);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
@@ -64,7 +64,7 @@ export async function* complete(body, signal) {
       part = await reader.read();
     } catch (error) {
       if (error.name === "AbortError") throw error;
-      throw new Failure("The connection to the server was lost.", { gone: true });
+      throw new Failure("The connection to the server was lost.");
     }
     if (part.done) return;
     rest += part.value.replace(/\r\n?/g, "\n");

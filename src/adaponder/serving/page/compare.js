@@ -1,36 +1,37 @@
-// A second rule on the same text, beside the first, with what differs.
+// Compares a second rule, B, with A on the same text.
 
 import * as api from "./api.js";
-import { Dial, equalBudget } from "./dial.js";
+import { Dial, matchDepth } from "./dial.js";
 import { byId, onPointer } from "./dom.js";
 import { Grid } from "./grid.js";
-import { marked } from "./puzzle.js";
-import { question, Reader } from "./reader.js";
-import { offered, usual } from "./rules.js";
+import { annotate } from "./puzzle.js";
+import { Scorer, scoreRequest } from "./scorer.js";
+import { offeredRules, defaultRule } from "./rules.js";
 import { set, state } from "./state.js";
 import { summarise } from "./summary.js";
 import { pieces, Spans } from "./text.js";
 
 export class Comparison {
-  constructor({ hovered, selected, notice, first, drawn }) {
-    Object.assign(this, { notice, first, reading: null, model: null });
+  /** `first()` returns the scores of rule A; `onDraw()` is called when B's have changed. */
+  constructor({ onHover, onSelect, notice, first, onDraw }) {
+    Object.assign(this, { notice, first, scores: null, model: null });
     this.spans = new Spans(byId("copy"));
-    this.grid = new Grid(byId("grid-b"), { name: "b", hovered, selected });
-    this.reader = new Reader({
-      shown: (answer) => {
-        this.reading = marked(answer, this.model);
+    this.grid = new Grid(byId("grid-b"), { name: "b", onHover, onSelect });
+    this.scorer = new Scorer({
+      onScores: (answer) => {
+        this.scores = annotate(answer, this.model);
         this.draw();
-        drawn();
+        onDraw();
       },
-      failed: (failure, wait) => failure && notice(failure, wait),
+      onFailure: (failure, wait) => failure && notice(failure, wait),
     });
-    this.dial = new Dial(byId("dial-b"), { name: "B", turnedTo: (rule) => set({ b: rule }), match: () => this.match() });
+    this.dial = new Dial(byId("dial-b"), { name: "B", onChange: (rule) => set({ b: rule }), onMatch: () => this.match() });
     const copy = byId("copy");
-    onPointer(copy, (event) => hovered(this.spans.slotAt(event.clientX, event.clientY)));
-    copy.addEventListener("mouseleave", () => hovered(null));
+    onPointer(copy, (event) => onHover(this.spans.slotAt(event.clientX, event.clientY)));
+    copy.addEventListener("mouseleave", () => onHover(null));
     copy.addEventListener("click", (event) => {
       const slot = this.spans.slotAt(event.clientX, event.clientY);
-      if (slot !== null) selected(slot);
+      if (slot !== null) onSelect(slot);
     });
     const sheets = [...document.querySelectorAll(".sheet")];
     sheets.forEach((sheet, index) => {
@@ -38,16 +39,16 @@ export class Comparison {
         if (state.b) sheets[1 - index].scrollTop = sheet.scrollTop;
       });
     });
-    byId("compare").addEventListener("click", () => set({ b: state.b ? null : this.second() }));
+    byId("compare").addEventListener("click", () => set({ b: state.b ? null : this.defaultSecond() }));
     byId("by-depth").addEventListener("click", () => set({ difference: false }));
     byId("by-difference").addEventListener("click", () => set({ difference: true }));
   }
 
-  /** The rule that a comparison begins with: one that the first is not. */
-  second() {
-    const words = offered(this.model);
+  /** Returns the rule that a comparison starts with: of another kind than A, if there is one. */
+  defaultSecond() {
+    const words = offeredRules(this.model);
     const first = state.a.split(":")[0];
-    return usual(["fixed", ...words].find((word) => words.includes(word) && word !== first) ?? first, this.model);
+    return defaultRule(["fixed", ...words].find((word) => words.includes(word) && word !== first) ?? first, this.model);
   }
 
   open(model) {
@@ -64,65 +65,64 @@ export class Comparison {
       byId("compare").setAttribute("aria-pressed", String(on));
       byId("compare").textContent = on ? "Stop comparing" : "Compare";
       if (on) this.dial.show(state.b);
-      else this.reading = null;
+      else this.scores = null;
     }
     if (names.has("difference")) {
       byId("by-depth").setAttribute("aria-pressed", String(!state.difference));
       byId("by-difference").setAttribute("aria-pressed", String(state.difference));
     }
-    if (names.has("text")) this.reading = null;
+    if (names.has("text")) this.scores = null;
     if (on) this.draw();
   }
 
-  ask() {
-    this.reader.want(state.b && state.text ? question(state, state.b) : null);
+  requestScores() {
+    this.scorer.request(state.b && state.text ? scoreRequest(state, state.b) : null);
   }
 
-  /** What is compared, for export. */
+  /** Returns B's rule and scores, `null` unless both are on the page. */
   shown() {
-    return state.b && this.reading ? { rule: state.b, reading: this.reading } : null;
+    return state.b && this.scores ? { rule: state.b, scores: this.scores } : null;
   }
 
   draw() {
     if (!state.b || !this.model) return;
-    const deepest = this.model.iterations;
-    const mine = this.reading?.tokens ?? [];
+    const maxDepth = this.model.iterations;
+    const tokens = this.scores?.tokens ?? [];
     const first = this.first();
-    const theirs = first?.tokens.length === mine.length ? first.tokens : [];
-    const gap = (slot) => (theirs[slot] && theirs[slot].depth ? mine[slot].depth - theirs[slot].depth : 0);
+    const others = first?.tokens.length === tokens.length ? first.tokens : [];
     const differs = (slot) => {
-      const found = gap(slot);
-      return found > 0 ? "more" : found < 0 ? "less" : null;
+      const gap = others[slot]?.depth ? tokens[slot].depth - others[slot].depth : 0;
+      return gap > 0 ? "more" : gap < 0 ? "less" : null;
     };
     byId("copy").classList.toggle("difference", state.difference);
-    this.spans.show(pieces(state.text, mine, (slot) => ({ differs: differs(slot), forced: state.forced[slot] })), deepest);
-    this.grid.show(mine, deepest);
-    this.light(state.selected, "selected");
-    summarise(byId("summary-b"), this.reading, deepest, theirs.length ? first : null);
-    const [more, less] = ["more", "less"].map((kind) => mine.filter((_, slot) => differs(slot) === kind).length);
-    byId("differs").textContent = theirs.length
-      ? `B reads ${more} tokens more often than A (▴), ${less} less often (▾), ${mine.length - more - less} as often.`
+    this.spans.show(pieces(state.text, tokens, (slot) => ({ differs: differs(slot), forced: state.forced[slot] })), maxDepth);
+    this.grid.show(tokens, maxDepth);
+    this.highlight(state.selected, "selected");
+    summarise(byId("summary-b"), this.scores, maxDepth, others.length ? first : null);
+    const [more, less] = ["more", "less"].map((kind) => tokens.filter((_, slot) => differs(slot) === kind).length);
+    byId("differs").textContent = others.length
+      ? `B reads ${more} tokens more often than A (▴), ${less} less often (▾) and ${tokens.length - more - less} equally often.`
       : "";
   }
 
-  light(slot, name) {
-    this.spans.light(slot, name);
-    this.grid.light(slot, name);
+  highlight(slot, name) {
+    this.spans.highlight(slot, name);
+    this.grid.highlight(slot, name);
   }
 
   reveal() {
     this.grid.reveal();
   }
 
-  /** Turns B's dial until its mean depth on this text is A's, as nearly as it can be. */
+  /** Moves B's slider until its mean depth on this text is as near as possible to A's. */
   async match() {
     const target = this.first()?.mean_depth;
     if (!target || !state.text) return;
     const button = byId("match");
     button.disabled = true;
     try {
-      const measure = async (rule) => (await api.score(question(state, rule))).mean_depth;
-      set({ b: await equalBudget(state.b, this.model, target, measure) });
+      const measure = async (rule) => (await api.score(scoreRequest(state, rule))).mean_depth;
+      set({ b: await matchDepth(state.b, this.model, target, measure) });
     } catch (failure) {
       this.notice(failure);
     } finally {

@@ -1,6 +1,9 @@
-// Elements made from data. Text from outside enters as text nodes only, styles through the CSS object model only.
+// Helpers that build DOM elements. Untrusted text becomes text nodes only, and styles are set through the CSSOM only, as the
+// page's Content-Security-Policy requires.
 
 const SVG = "http://www.w3.org/2000/svg";
+
+const rendered = (children) => children.flat().filter((child) => child !== null && child !== undefined && child !== false);
 
 function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
@@ -9,48 +12,46 @@ function fill(element, attributes, children) {
     else if (name.startsWith("--")) element.style.setProperty(name, value);
     else element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(...rendered(children));
   return element;
 }
 
-/** An HTML element; attributes `on…` are listeners, `--…` custom properties. */
+/** Creates an HTML element; attributes `on…` are event listeners, `--…` CSS custom properties. */
 export function h(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
 
-/** An SVG element, made in the same way. */
+/** Creates an SVG element in the same way. */
 export function s(tag, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
 
 export const byId = (id) => document.getElementById(id);
 
-/** Replaces what an element holds. */
-export function put(element, ...children) {
-  element.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+/** Replaces an element's children, leaving out `null`, `undefined` and `false`. */
+export function setChildren(element, ...children) {
+  element.replaceChildren(...rendered(children));
 }
 
-/** Sets an attribute only where it differs; `null` removes it. */
-export function attribute(element, name, value) {
+/** Sets an attribute unless it already has this value; `null` removes it. */
+export function setAttribute(element, name, value) {
   if (value === null) {
     if (element.hasAttribute(name)) element.removeAttribute(name);
   } else if (element.getAttribute(name) !== String(value)) element.setAttribute(name, value);
 }
 
-/** Calls `action(event)` when a pointer moves over an element; what moves below a pointer that rests does not count. */
+/** Calls `action(event)` when the pointer moves over an element, but not when the element scrolls below a resting pointer. */
 export function onPointer(element, action) {
   element.addEventListener("mousemove", (event) => {
     if (event.movementX || event.movementY) action(event);
   });
 }
 
-/** Calls `action` once, `delay` milliseconds after the last call. */
+/** Returns a function that calls `action` once, `delay` milliseconds after its last call. */
 export function debounced(action, delay) {
   let timer = 0;
-  const call = (...given) => {
+  return (...args) => {
     clearTimeout(timer);
-    timer = setTimeout(() => action(...given), delay);
+    timer = setTimeout(() => action(...args), delay);
   };
-  call.cancel = () => clearTimeout(timer);
-  return call;
 }

@@ -1,6 +1,6 @@
-// Texts to begin with: those of the checkpoint, else these.
+// Example texts: the checkpoint's own, or else these.
 
-/** The examples of a model, `{name, texts}`: of several texts each call for one shows another. */
+/** Returns the examples of a model, `{name, texts}`; each click on an example shows its next text. */
 export function examplesOf(model) {
   return model.examples?.examples ?? GENERAL.map(({ name, text }) => ({ name, texts: [text] }));
 }

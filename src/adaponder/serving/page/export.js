@@ -1,20 +1,20 @@
-// What is shown, to keep: a drawing (SVG, PNG) of the coloured text with its legend and grid, or all numbers (JSON).
+// Exports the page: a drawing (SVG, PNG) of the coloured text with its legend and grid, or all numbers (JSON).
 
 import { h, s } from "./dom.js";
 import { colours, isDark, mark } from "./palette.js";
-import { told } from "./rules.js";
+import { describe } from "./rules.js";
 import { figure, parts, percent } from "./spelling.js";
 import { histogram } from "./summary.js";
 
-const LETTER = 8.4; // advance of a 14 px monospace letter
-const LINE = 24;
-const COLUMNS = 88;
+const LETTER = 8.4; // width of a 14 px monospace character
+const LINE = 24; // px
+const COLUMNS = 88; // characters per line
 const MARGIN = 28;
 const CELL = 12;
 
-/** Tokens broken into lines: boxes `{text, line, column, depth}` that no line end crosses. */
+/** Breaks tokens into lines; returns boxes `{text, line, column, depth}` that each lie in one line. */
 function boxes(tokens) {
-  const found = [];
+  const result = [];
   let [line, column] = [0, 0];
   for (const token of tokens) {
     for (const part of parts(token.text)) {
@@ -22,42 +22,43 @@ function boxes(tokens) {
       while (letters.length) {
         if (column >= COLUMNS) [line, column] = [line + 1, 0];
         const piece = letters.splice(0, COLUMNS - column).join("").toWellFormed();
-        found.push({ text: piece, line, column, depth: token.depth });
+        result.push({ text: piece, line, column, depth: token.depth });
         column += [...piece].length;
       }
       if (part.end) [line, column] = [line + 1, 0];
     }
   }
-  return { found, lines: line + (column ? 1 : 0) };
+  return { result, lines: line + (column ? 1 : 0) };
 }
 
-function theme() {
+/** Returns the page's current colours as values that an SVG file can hold. */
+function themeColours() {
   const style = getComputedStyle(document.documentElement);
   const probe = document.body.appendChild(h("span", { hidden: true }));
   const colour = (name) => {
     probe.style.color = style.getPropertyValue(name);
     return getComputedStyle(probe).color;
   };
-  const found = { paper: colour("--paper"), ink: colour("--ink"), quiet: colour("--quiet"), line: colour("--line"), deep: colour("--deep") };
+  const resolved = { paper: colour("--paper"), ink: colour("--ink"), quiet: colour("--quiet"), line: colour("--line"), deep: colour("--deep") };
   probe.remove();
-  return found;
+  return resolved;
 }
 
-function legend(tokens, deepest, shades, look, y) {
-  return histogram(tokens, deepest).flatMap((count, index) => [
+function legend(tokens, maxDepth, shades, look, y) {
+  return histogram(tokens, maxDepth).flatMap((count, index) => [
     s("rect", { x: MARGIN + index * 92, y, width: 26, height: 18, rx: 3, fill: shades[index] }),
     s("text", { x: MARGIN + index * 92 + 13, y: y + 13, fill: look.ink, "text-anchor": "middle", "font-size": 11 }, `${index + 1}×`),
     s("text", { x: MARGIN + index * 92 + 34, y: y + 13, fill: look.quiet, "font-size": 12 }, String(count)),
   ]);
 }
 
-function columns(tokens, deepest, shades, look, y, width) {
+function columns(tokens, maxDepth, shades, look, y, width) {
   const perRow = Math.floor((width - 2 * MARGIN) / CELL);
-  const tall = (deepest + 1.5) * CELL;
+  const tall = (maxDepth + 1.5) * CELL;
   return tokens.flatMap((token, index) => {
     const x = MARGIN + (index % perRow) * CELL;
-    const bottom = y + Math.floor(index / perRow) * tall + deepest * CELL;
-    return Array.from({ length: deepest }, (_, read) =>
+    const bottom = y + Math.floor(index / perRow) * tall + maxDepth * CELL;
+    return Array.from({ length: maxDepth }, (_, read) =>
       s("rect", {
         x: x + 0.5,
         y: bottom - (read + 1) * CELL + 0.5,
@@ -70,20 +71,20 @@ function columns(tokens, deepest, shades, look, y, width) {
   });
 }
 
-/** The drawing of a reading, as an SVG element. */
-export function drawing({ reading, model, rule }) {
-  const deepest = model.iterations;
-  const shades = colours(deepest, isDark());
-  const look = theme();
-  const { found, lines } = boxes(reading.tokens);
+/** Draws the scored text as an SVG element. */
+export function drawing({ scores, model, rule }) {
+  const maxDepth = model.iterations;
+  const shades = colours(maxDepth, isDark());
+  const look = themeColours();
+  const { result: textBoxes, lines } = boxes(scores.tokens);
   const width = Math.ceil(COLUMNS * LETTER + 2 * MARGIN);
   const top = 86;
   const below = top + lines * LINE + 24;
-  const rows = Math.ceil(reading.tokens.length / Math.floor((width - 2 * MARGIN) / CELL));
-  const height = Math.ceil(below + 44 + rows * (deepest + 1.5) * CELL + MARGIN);
-  const { name, sentence } = told(rule);
-  const facts = `${model.name} · ${name}: ${sentence} · mean depth ${figure(reading.mean_depth)} of ${deepest} · loss ${figure(reading.loss, 3)}`;
-  const spent = `${reading.tokens.length} tokens, ${percent(1 - reading.usage.flops / reading.usage.flops_full_depth)} of FLOPs saved`;
+  const rows = Math.ceil(scores.tokens.length / Math.floor((width - 2 * MARGIN) / CELL));
+  const height = Math.ceil(below + 44 + rows * (maxDepth + 1.5) * CELL + MARGIN);
+  const { name, sentence } = describe(rule);
+  const facts = `${model.name} · ${name}: ${sentence} · mean depth ${figure(scores.mean_depth)} of ${maxDepth} · loss ${figure(scores.loss, 3)}`;
+  const saving = `${scores.tokens.length} tokens, ${percent(1 - scores.usage.flops / scores.usage.flops_full_depth)} of FLOPs saved`;
   const sans = "system-ui, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif";
   return s(
     "svg",
@@ -91,31 +92,31 @@ export function drawing({ reading, model, rule }) {
     s("rect", { width, height, fill: look.paper }),
     s("text", { x: MARGIN, y: 40, fill: look.ink, "font-size": 18, "font-weight": 600 }, "AdaPonder"),
     s("text", { x: MARGIN, y: 62, fill: look.quiet, "font-size": 12 }, facts),
-    ...found.flatMap(({ text, line, column, depth }) => {
+    ...textBoxes.flatMap(({ text, line, column, depth }) => {
       const [x, y, wide] = [MARGIN + column * LETTER, top + line * LINE, [...text].length * LETTER];
-      const thick = depth ? mark(depth, deepest) : 0;
+      const thick = depth ? mark(depth, maxDepth) : 0;
       return [
         s("rect", { x, y, width: wide, height: LINE - 4, rx: 2, fill: depth ? shades[depth - 1] : "none" }),
         ...(thick ? [s("rect", { x, y: y + LINE - 4 - thick, width: wide, height: thick, fill: look.deep })] : []),
       ];
     }),
-    ...found.map(({ text, line, column }) =>
+    ...textBoxes.map(({ text, line, column }) =>
       s("text", { x: MARGIN + column * LETTER, y: top + line * LINE + 15, fill: look.ink, "font-size": 14, "font-family": "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace", textLength: [...text].length * LETTER, lengthAdjust: "spacingAndGlyphs", "xml:space": "preserve" }, text),
     ),
-    ...legend(reading.tokens, deepest, shades, look, below),
-    s("text", { x: width - MARGIN, y: below + 13, fill: look.quiet, "font-size": 12, "text-anchor": "end" }, spent),
-    ...columns(reading.tokens, deepest, shades, look, below + 40, width),
+    ...legend(scores.tokens, maxDepth, shades, look, below),
+    s("text", { x: width - MARGIN, y: below + 13, fill: look.quiet, "font-size": 12, "text-anchor": "end" }, saving),
+    ...columns(scores.tokens, maxDepth, shades, look, below + 40, width),
   );
 }
 
-/** The drawing as the text of an SVG file. */
-export const svgText = (shown) => `${new XMLSerializer().serializeToString(drawing(shown))}\n`;
+/** Returns the drawing as an SVG file. */
+export const svgText = (current) => `${new XMLSerializer().serializeToString(drawing(current))}\n`;
 
-/** The drawing as a PNG, twice as large. */
-export async function png(shown) {
-  const element = drawing(shown);
+/** Returns the drawing as a PNG at twice its size. */
+export async function png(current) {
+  const element = drawing(current);
   const [width, height] = [Number(element.getAttribute("width")), Number(element.getAttribute("height"))];
-  const url = URL.createObjectURL(new Blob([svgText(shown)], { type: "image/svg+xml" }));
+  const url = URL.createObjectURL(new Blob([svgText(current)], { type: "image/svg+xml" }));
   try {
     const image = new Image();
     image.src = url;
@@ -128,14 +129,14 @@ export async function png(shown) {
   }
 }
 
-/** All numbers, as text of a JSON file. */
-export function json({ reading, model, rule, compared, text }) {
-  const side = (one) => one && { rule: one.rule, ...one.reading };
-  return `${JSON.stringify({ text, model, a: side({ rule, reading }), b: compared ? side(compared) : null }, null, 1)}\n`;
+/** Returns all numbers as a JSON file. */
+export function json({ scores, model, rule, compared, text }) {
+  const side = ({ rule: line, scores: answer }) => ({ rule: line, ...answer });
+  return `${JSON.stringify({ text, model, a: side({ rule, scores }), b: compared && side(compared) }, null, 1)}\n`;
 }
 
-/** Offers a file for download. */
-export function offer(name, content, type) {
+/** Downloads content as a file. */
+export function download(name, content, type) {
   const url = URL.createObjectURL(content instanceof Blob ? content : new Blob([content], { type }));
   const link = h("a", { href: url, download: name });
   document.body.append(link);

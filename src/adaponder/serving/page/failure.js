@@ -1,9 +1,8 @@
-// What every failure becomes: a sentence to show and, where waiting may help, a delay.
-
-/** What went wrong; `again` is after how many seconds a further try makes sense, `null` where none does. */
+/** An error whose message the page shows; `retryAfter` is in seconds, `null` if a retry is pointless; `tokens` is the length of a
+ * text that is too long. */
 export class Failure extends Error {
-  constructor(message, { again = null, status = 0, gone = false, tokens = null } = {}) {
+  constructor(message, { retryAfter = null, tokens = null } = {}) {
     super(message);
-    Object.assign(this, { again, status, gone, tokens });
+    Object.assign(this, { retryAfter, tokens });
   }
 }

@@ -1,28 +1,27 @@
-// Writing on: tokens arrive one by one, and each shows its depth once the token after it is there.
+// Generates text: tokens arrive one by one, and the depth of each is known once the token after it has arrived.
 
 import { complete } from "./api.js";
-import { asked } from "./rules.js";
+import { requestFields } from "./rules.js";
 
 /**
- * A run of the model from a prompt of token ids. A generated token tells the depth of the row that predicted it, which
- * is the token before it: so `tokens[i + 1]` of the answer gives depth, gates and predictions of token i.
+ * One completion of a prompt of token ids. With each generated token the server sends depth, gates and predictions of the
+ * position that predicted it, which is the token before it.
  */
-export class Writing {
-  /** `prompt` are tokens `{id, text, depth?…}`; `grown(writing)` is called as tokens come. */
-  constructor({ model, prompt, rule, forced, temperature, seed, most, grown }) {
-    Object.assign(this, { model, prompt, rule, forced, temperature, seed, most, grown });
+export class Generation {
+  /** `prompt` holds tokens `{id, text, depth?…}`; `onProgress(generation)` is called as tokens arrive. */
+  constructor({ model, prompt, rule, forced, temperature, seed, maxTokens, onProgress }) {
+    Object.assign(this, { model, prompt, rule, forced, temperature, seed, maxTokens, onProgress });
     this.tokens = prompt.map((token) => ({ ...token }));
-    this.made = 0;
-    this.began = 0;
-    this.last = 0;
-    this.reason = null;
-    this.usage = null;
+    this.count = 0; // generated tokens
+    this.firstTime = 0;
+    this.lastTime = 0;
+    this.finishReason = null;
     this.aborter = new AbortController();
   }
 
   /** Tokens per second between the first and the last token. */
   get speed() {
-    return this.made > 1 && this.last > this.began ? (1000 * (this.made - 1)) / (this.last - this.began) : null;
+    return this.count > 1 && this.lastTime > this.firstTime ? (1000 * (this.count - 1)) / (this.lastTime - this.firstTime) : null;
   }
 
   get text() {
@@ -33,48 +32,47 @@ export class Writing {
     this.aborter.abort();
   }
 
-  /** Runs to its end, or until it is stopped. */
+  /** Runs until the completion ends or is stopped. */
   async run() {
     const body = {
       model: this.model,
       prompt: this.prompt.map((token) => token.id),
-      max_tokens: this.most,
+      max_tokens: this.maxTokens,
       temperature: this.temperature,
       seed: this.seed,
-      adaponder: { ...asked(this.rule), depth: true, gates: true, iteration_top: 5 },
+      adaponder: { ...requestFields(this.rule), depth: true, gates: true, iteration_top: 5 },
     };
     if (Object.keys(this.forced).length) body.adaponder.depths = this.forced;
     try {
-      for await (const chunk of complete(body, this.aborter.signal)) this.take(chunk);
+      for await (const chunk of complete(body, this.aborter.signal)) this.append(chunk);
     } catch (error) {
       if (error.name !== "AbortError") throw error;
-      this.reason = "stopped";
+      this.finishReason = "stopped";
     }
   }
 
-  take(chunk) {
-    if (chunk.usage) this.usage = chunk.usage;
+  append(chunk) {
     const choice = chunk.choices?.[0];
     if (!choice) return;
     choice.adaponder?.prompt_depths?.forEach((depth, slot) => {
       if (this.tokens[slot]) this.tokens[slot].depth = depth;
     });
     for (const token of choice.adaponder?.tokens ?? []) {
-      const before = this.tokens.at(-1);
-      Object.assign(before, { depth: token.depth, gates: token.gates ?? before.gates });
-      if (token.iteration_top?.length) before.iteration_top = token.iteration_top;
-      this.tokens.push({ id: token.id, text: token.text, depth: null, nll: null, written: true });
-      this.last = performance.now();
-      if (!this.made) this.began = this.last;
-      this.made += 1;
+      const predictor = this.tokens.at(-1);
+      Object.assign(predictor, { depth: token.depth, gates: token.gates ?? predictor.gates });
+      if (token.iteration_top?.length) predictor.iteration_top = token.iteration_top;
+      this.tokens.push({ id: token.id, text: token.text, depth: null, nll: null });
+      this.lastTime = performance.now();
+      if (!this.count) this.firstTime = this.lastTime;
+      this.count += 1;
     }
-    if (choice.finish_reason) this.reason = choice.finish_reason;
-    this.grown(this);
+    if (choice.finish_reason) this.finishReason = choice.finish_reason;
+    this.onProgress(this);
   }
 
-  /** All tokens but an end-of-text token, which has no text and nothing can follow. */
-  get kept() {
+  /** All tokens except a final end-of-text token, which has no text and cannot be continued. */
+  get textTokens() {
     const last = this.tokens.at(-1);
-    return this.reason === "stop" && this.made && last?.text === "" ? this.tokens.slice(0, -1) : this.tokens;
+    return this.finishReason === "stop" && this.count && last?.text === "" ? this.tokens.slice(0, -1) : this.tokens;
   }
 }

@@ -1,65 +1,65 @@
-// The page: state on one side, parts on the other, and what leads from one to the other.
+// Starts the page and connects its state to its parts.
 
 import * as api from "./api.js";
 import { Comparison } from "./compare.js";
+import { Controls } from "./controls.js";
 import { Dial } from "./dial.js";
-import { byId, h, put } from "./dom.js";
+import { byId, h, setChildren } from "./dom.js";
 import { examplesOf } from "./examples.js";
-import { json, offer, png, svgText } from "./export.js";
+import { download, json, png, svgText } from "./export.js";
 import { Grid } from "./grid.js";
 import { inspect } from "./inspector.js";
-import { paint } from "./palette.js";
-import { marked } from "./puzzle.js";
-import { always, question, Reader } from "./reader.js";
-import { offered, runs, usual } from "./rules.js";
-import { scaled, written } from "./spelling.js";
-import { address, fromFragment, keepAddress, set, state, watch } from "./state.js";
+import { setPalette } from "./palette.js";
+import { annotate } from "./puzzle.js";
+import { defaultRule, isRunnable, offeredRules } from "./rules.js";
+import { scoreDefaults, Scorer, scoreRequest } from "./scorer.js";
+import { scaled, textOf } from "./spelling.js";
+import { address, fromFragment, set, state, syncAddress, watch } from "./state.js";
 import { sentence, summarise } from "./summary.js";
 import { Editor } from "./text.js";
 import { startTheme } from "./theme.js";
 import { startTips } from "./tips.js";
-import { Desk } from "./desk.js";
 
 let model = null;
-let reading = null; // of rule A
-let hovered = null;
-let fresh = false; // nothing was shown yet, and no address said what to show
+let scores = null; // the /score answer for rule A
+let hovered = null; // slot under the pointer
+let firstVisit = false; // nothing has been shown yet, and the address holds no text
 
 const editor = new Editor(byId("text"), byId("mirror"), {
-  edited: (text) => set({ text, ids: null, forced: kept(text) }),
-  hovered: hover,
-  selected: (slot) => set({ selected: slot }),
+  onEdit: (text) => set({ text, ids: null, forced: forcedBeforeEdit(text) }),
+  onHover: hover,
+  onSelect: (slot) => set({ selected: slot }),
 });
-const grid = new Grid(byId("grid-a"), { name: "a", hovered: hover, selected: choose });
-const dial = new Dial(byId("dial-a"), { name: "A", turnedTo: (rule) => set({ a: rule }) });
-const reader = new Reader({ shown, failed: notice });
-const comparison = new Comparison({ hovered: hover, selected: choose, notice, first: () => reading, drawn: drawInspector });
-const desk = new Desk({ notice, grown: showWriting, ended: endWriting, tokens: freshTokens });
+const grid = new Grid(byId("grid-a"), { name: "a", onHover: hover, onSelect: select });
+const dial = new Dial(byId("dial-a"), { name: "A", onChange: (rule) => set({ a: rule }) });
+const scorer = new Scorer({ onScores: show, onFailure: notice });
+const comparison = new Comparison({ onHover: hover, onSelect: select, notice, first: () => scores, onDraw: drawInspector });
+const controls = new Controls({ notice, onProgress: showProgress, onEnd: endGeneration, tokens: currentTokens });
 
-/** Forced depths of tokens that an edit leaves in place: those before it. */
-function kept(text) {
-  const old = editor.before;
+/** Returns the forced depths of the tokens before an edit; later slots may now hold other tokens. */
+function forcedBeforeEdit(text) {
+  const old = editor.textBeforeEdit;
   let same = 0;
   while (same < Math.min(old.length, text.length) && old[same] === text[same]) same += 1;
-  let [place, slot] = [0, 0];
-  const tokens = reading?.tokens ?? [];
-  while (slot < tokens.length && place + tokens[slot].text.length <= same) place += tokens[slot++].text.length;
+  let [end, slot] = [0, 0];
+  const tokens = scores?.tokens ?? [];
+  while (slot < tokens.length && end + tokens[slot].text.length <= same) end += tokens[slot++].text.length;
   return Object.fromEntries(Object.entries(state.forced).filter(([forced]) => Number(forced) < slot));
 }
 
+/** Shows an error, and in how many seconds the page retries; `null` hides it. */
 function notice(failure, wait) {
   const line = byId("notice");
   line.hidden = !failure;
-  const then = wait ? ` Trying again in ${Math.ceil(wait)} s.` : "";
-  line.textContent = failure ? failure.message.replace(/[.!?]?$/, (end) => end || ".") + then : "";
-  line.classList.toggle("waits", Boolean(wait));
-  // The numbers below are those of the text before.
+  const retry = wait ? ` Trying again in ${Math.ceil(wait)} s.` : "";
+  line.textContent = failure ? failure.message.replace(/[.!?]?$/, (end) => end || ".") + retry : "";
+  // A text that is too long is not scored: the numbers are those of the previous text.
   byId("work").classList.toggle("stale", Boolean(failure?.tokens));
-  if (failure?.tokens) count(failure.tokens);
+  if (failure?.tokens) showCount(failure.tokens);
 }
 
-/** Shows how many tokens the text has, of as many as the model has positions for. */
-function count(tokens) {
+/** Shows how many of the model's positions the text takes. */
+function showCount(tokens) {
   byId("count").textContent = model.positions ? `${tokens} / ${model.positions} tokens` : `${tokens} tokens`;
   byId("count").classList.toggle("over", tokens > model.positions);
 }
@@ -67,11 +67,11 @@ function count(tokens) {
 function hover(slot) {
   if (slot === hovered) return;
   hovered = slot;
-  for (const part of [editor.spans, grid, comparison]) part.light(slot, "hover");
+  for (const view of [editor.spans, grid, comparison]) view.highlight(slot, "hover");
   drawInspector();
 }
 
-function choose(slot) {
+function select(slot) {
   set({ selected: slot });
   editor.reveal(slot);
   grid.reveal();
@@ -81,66 +81,63 @@ function choose(slot) {
 function drawInspector() {
   if (!model) return;
   const slot = hovered ?? state.selected;
-  const rule = reading?.policy ?? state.a;
-  const other = comparison.shown()?.reading ?? null;
-  const hands = { force, goOn, replace, close: () => set({ selected: null }) };
-  inspect(byId("inspector"), { reading, other, slot, deepest: model.iterations, halts: model.halts, rule, forced: state.forced, hands });
+  const rule = scores?.policy ?? state.a;
+  const other = comparison.shown()?.scores ?? null;
+  const actions = { force, continueFrom, replace, close: () => set({ selected: null }) };
+  inspect(byId("inspector"), { scores, other, slot, maxDepth: model.iterations, halts: model.halts, rule, forced: state.forced, actions });
 }
 
-const extra = (slot) => ({ forced: state.forced[slot], written: reading.tokens[slot].written });
-
 function draw() {
-  const deepest = model.iterations;
-  if (reading) editor.show(reading.tokens, deepest, extra);
-  grid.show(reading?.tokens ?? [], deepest);
-  grid.light(state.selected, "selected");
-  editor.spans.light(state.selected, "selected");
-  count(reading?.tokens.length ?? 0);
-  byId("work").classList.toggle("bare", !reading);
+  const maxDepth = model.iterations;
+  if (scores) editor.show(scores.tokens, maxDepth, (slot) => ({ forced: state.forced[slot] }));
+  grid.show(scores?.tokens ?? [], maxDepth);
+  grid.highlight(state.selected, "selected");
+  editor.spans.highlight(state.selected, "selected");
+  showCount(scores?.tokens.length ?? 0);
   drawInspector();
 }
 
-/** An answer about the text on the page. */
-function shown(answer, detailed) {
-  // What the detailed answer adds to the same tokens stays until its successor is there.
-  if (!detailed && reading?.full_loss !== undefined && answer.loss === reading.loss) answer.full_loss = reading.full_loss;
-  reading = marked(answer, model);
-  // Exact tokens say what the text is: writing may have completed a character that it had left unfinished before.
-  if (state.ids) set({ text: reading.tokens.map((token) => token.text).join("") });
+/** Shows a `/score` answer for the text on the page. */
+function show(answer, detailed) {
+  // Keeps the loss at full depth until the next detailed answer, so that it does not flicker.
+  if (!detailed && scores?.full_loss !== undefined && answer.loss === scores.loss) answer.full_loss = scores.full_loss;
+  scores = annotate(answer, model);
+  // Generated token ids define the text: the last tokens may complete a character that was unfinished until now.
+  if (state.ids) set({ text: scores.tokens.map((token) => token.text).join("") });
   draw();
-  summarise(byId("summary-a"), reading, model.iterations);
+  summarise(byId("summary-a"), scores, model.iterations);
   comparison.draw();
-  byId("spoken").textContent = sentence(reading, model.iterations);
-  if (fresh) firstLook();
-  fresh = false;
+  byId("spoken").textContent = sentence(scores, model.iterations);
+  if (firstVisit) selectDeepest();
+  firstVisit = false;
   document.documentElement.dataset.shown = detailed ? "detailed" : "read";
 }
 
-function showWriting(writing) {
+function showProgress(generation) {
   const sheet = byId("text").closest(".sheet");
-  // The end stays in view, unless somebody has scrolled up to read.
-  const follows = writing.made <= 1 || sheet.scrollHeight - sheet.scrollTop - sheet.clientHeight < 60;
-  reading = { ...reading, tokens: writing.tokens };
-  editor.write(writing.text);
+  // Keeps the end in view unless the visitor has scrolled up.
+  const follows = generation.count <= 1 || sheet.scrollHeight - sheet.scrollTop - sheet.clientHeight < 60;
+  scores = { ...scores, tokens: generation.tokens };
+  editor.setText(generation.text);
   draw();
   if (follows) sheet.scrollTop = sheet.scrollHeight;
 }
 
-/** The text with all that was written becomes the text; its exact tokens are kept and read again. */
-function endWriting(writing) {
-  const tokens = writing.kept;
-  reading = { ...reading, tokens };
-  editor.write(writing.text);
-  set({ text: writing.text, ids: tokens.map((token) => token.id), selected: state.selected });
-  ask();
+/** Makes prompt and generated tokens the new text and scores exactly these tokens. */
+function endGeneration(generation) {
+  const tokens = generation.textTokens;
+  scores = { ...scores, tokens };
+  editor.setText(generation.text);
+  set({ text: generation.text, ids: tokens.map((token) => token.id), selected: state.selected });
+  requestScores();
 }
 
-/** The tokens of the text as it stands. */
-async function freshTokens() {
-  const body = question(state, state.a);
-  if (reader.answered === JSON.stringify(body) && reading) return reading.tokens;
-  reading = await api.score(body);
-  return reading.tokens;
+/** Returns the tokens of the current text, scored first if necessary. */
+async function currentTokens() {
+  const body = scoreRequest(state, state.a);
+  if (scorer.answered === JSON.stringify(body) && scores) return scores.tokens;
+  scores = await api.score(body);
+  return scores.tokens;
 }
 
 function force(slot, depth) {
@@ -150,104 +147,104 @@ function force(slot, depth) {
   set({ forced, selected: slot });
 }
 
-const goOn = (slot) => desk.write({ keep: slot + 1 });
-const replace = (slot, guess) => desk.write({ keep: slot + 1, add: { id: guess.id, text: written(guess.text), written: true } });
+const continueFrom = (slot) => controls.generate({ keep: slot + 1 });
+const replace = (slot, { id, text }) => controls.generate({ keep: slot + 1, add: { id, text: textOf(text) } });
 
-function ask() {
-  if (!model || desk.busy) return;
+function requestScores() {
+  if (!model || controls.busy) return;
   if (state.text === "") {
-    reading = null;
-    reader.want(null);
+    scores = null;
+    scorer.request(null);
     notice(null);
     draw();
     summarise(byId("summary-a"), null, model.iterations);
     delete document.documentElement.dataset.shown;
   } else {
     delete document.documentElement.dataset.shown;
-    reader.want(question(state, state.a));
+    scorer.request(scoreRequest(state, state.a));
   }
-  comparison.ask();
+  comparison.requestScores();
 }
 
 function changed(names) {
   if (!model) return;
-  if (names.has("text") || names.has("ids")) editor.write(state.text);
+  if (names.has("text") || names.has("ids")) editor.setText(state.text);
   if (names.has("a")) dial.show(state.a);
   comparison.changed(names);
-  desk.changed(names);
-  if (["text", "ids", "forced", "a", "seed"].some((name) => names.has(name))) ask();
-  else if (names.has("b")) comparison.ask();
+  controls.changed(names);
+  if (["text", "ids", "forced", "a", "seed"].some((name) => names.has(name))) requestScores();
+  else if (names.has("b")) comparison.requestScores();
   if (names.has("selected")) {
     hover(null);
-    editor.spans.light(state.selected, "selected");
-    grid.light(state.selected, "selected");
-    comparison.light(state.selected, "selected");
+    editor.spans.highlight(state.selected, "selected");
+    grid.highlight(state.selected, "selected");
+    comparison.highlight(state.selected, "selected");
     drawInspector();
   }
 }
 
-/** On a wide screen the page opens with a token to look at: the deepest, and of those the one that was hardest to follow. */
-function firstLook() {
-  if (!matchMedia("(min-width: 1081px)").matches || state.selected !== null || !reading) return;
-  const rank = (slot) => 1000 * reading.tokens[slot].depth + (reading.tokens[slot + 1]?.nll ?? 0);
-  const slots = reading.tokens.map((_, slot) => slot).slice(0, -1);
-  if (slots.length) choose(slots.reduce((best, slot) => (rank(slot) > rank(best) ? slot : best)));
+/** On a wide screen, selects the deepest token; of several, the one whose next token had the highest loss. */
+function selectDeepest() {
+  if (!matchMedia("(min-width: 1081px)").matches || state.selected !== null || !scores) return;
+  const rank = (slot) => 1000 * scores.tokens[slot].depth + (scores.tokens[slot + 1]?.nll ?? 0);
+  const slots = scores.tokens.map((_, slot) => slot).slice(0, -1);
+  if (slots.length) select(slots.reduce((best, slot) => (rank(slot) > rank(best) ? slot : best)));
 }
 
-/** Goes to what an address says; rules that this model cannot run are replaced by its own, depths are left out. */
-function arrive(found) {
-  desk.stop();
-  const own = usual(offered(model)[0], model);
-  const forced = model.halts ? found.forced : {};
-  set({ ...found, forced, a: runs(found.a, model) ? found.a : own, b: runs(found.b, model) ? found.b : null });
+/** Shows the state of a link, without what this model cannot do: rules that it does not have, forced depths if it never halts. */
+function openLink(link) {
+  controls.stop();
+  const a = isRunnable(link.a, model) ? link.a : defaultRule(offeredRules(model)[0], model);
+  const b = isRunnable(link.b, model) ? link.b : null;
+  set({ ...link, forced: model.halts ? link.forced : {}, a, b });
 }
 
-function wireTools() {
-  const subject = () => ({ reading, model, rule: state.a, text: state.text, compared: comparison.shown() });
-  const keep = (id, make) => {
+function connectExport() {
+  const current = () => ({ scores, model, rule: state.a, text: state.text, compared: comparison.shown() });
+  const onClick = (id, action) => {
     byId(id).addEventListener("click", async () => {
-      byId("keep").open = false;
-      if (reading) await make();
+      byId("export").open = false;
+      if (scores) await action();
     });
   };
-  keep("export-svg", () => offer("adaponder.svg", svgText(subject()), "image/svg+xml"));
-  keep("export-png", async () => offer("adaponder.png", await png(subject()), "image/png"));
-  keep("export-json", () => offer("adaponder.json", json(subject()), "application/json"));
-  keep("copy-link", async () => {
+  onClick("export-svg", () => download("adaponder.svg", svgText(current()), "image/svg+xml"));
+  onClick("export-png", async () => download("adaponder.png", await png(current()), "image/png"));
+  onClick("export-json", () => download("adaponder.json", json(current()), "application/json"));
+  onClick("copy-link", async () => {
     try {
       await navigator.clipboard.writeText(address());
-      byId("spoken").textContent = "The link is copied.";
+      byId("spoken").textContent = "Link copied.";
     } catch {
-      notice(new api.Failure("The browser did not allow copying; the link is in the address bar."));
+      notice(new api.Failure("The browser did not allow copying; copy the link from the address bar."));
     }
   });
   addEventListener("click", (event) => {
-    if (!byId("keep").contains(event.target)) byId("keep").open = false;
+    if (!byId("export").contains(event.target)) byId("export").open = false;
   });
 }
 
-/** A button for each example; one of several texts shows the next of them. */
-function offerExamples() {
+/** Creates a button for each example; each click shows its next text. */
+function showExamples() {
   const buttons = examplesOf(model).map(({ name, texts }) => {
-    const show = () => {
-      desk.stop();
+    const showNext = () => {
+      controls.stop();
       const text = texts[(texts.indexOf(state.text) + 1) % texts.length];
       set({ text, ids: null, forced: {}, selected: null });
     };
-    return h("button", { type: "button", class: "example", onclick: show }, name);
+    return h("button", { type: "button", class: "example", onclick: showNext }, name);
   });
-  put(byId("examples"), buttons);
+  setChildren(byId("examples"), buttons);
 }
 
-function introduce() {
+function showModel() {
   document.title = `${model.name} – AdaPonder`;
   byId("about").textContent = model.examples?.about ?? "";
   byId("about").hidden = !model.examples?.about;
-  if (!model.halts) byId("lede").textContent = `This one reads every token ${model.iterations === 1 ? "once" : `${model.iterations} times`}. Type, and look at its predictions.`;
+  if (!model.halts) byId("lede").textContent = `This model reads every token ${model.iterations === 1 ? "once" : `${model.iterations} times`}. Type and look at its predictions.`;
   const reads = model.iterations === 1 ? "1 read" : `up to ${model.iterations} reads`;
-  put(byId("model"), h("strong", {}, model.name), ` ${scaled(model.parameters, " parameters")} · ${reads} per token`);
+  setChildren(byId("model"), h("strong", {}, model.name), ` ${scaled(model.parameters, " parameters")} · ${reads} per token`);
   for (const axis of [byId("axis"), byId("axis-b")]) {
-    put(axis, Array.from({ length: model.iterations }, (_, index) => h("span", {}, `${index + 1}×`)));
+    setChildren(axis, Array.from({ length: model.iterations }, (_, index) => h("span", {}, `${index + 1}×`)));
   }
 }
 
@@ -257,25 +254,25 @@ async function start() {
       model = await api.model();
       break;
     } catch (failure) {
-      const wait = failure.again === null ? null : Math.min(15, (failure.again ?? 2) * 1.5 ** tries);
+      const wait = failure.retryAfter === null ? null : Math.min(15, (failure.retryAfter ?? 2) * 1.5 ** tries);
       notice(failure, wait);
       if (wait === null) return;
       await new Promise((resolve) => setTimeout(resolve, 1000 * wait));
     }
   }
   notice(null);
-  paint(model.iterations);
-  introduce();
-  offerExamples();
-  always.predictions = Boolean(model.examples?.answers);
+  setPalette(model.iterations);
+  showModel();
+  showExamples();
+  scoreDefaults.predictions = Boolean(model.examples?.answers);
   dial.open(model);
   comparison.open(model);
-  desk.open(model);
+  controls.open(model);
   watch(changed);
-  keepAddress(arrive);
-  const own = usual(offered(model)[0], model);
-  fresh = fromFragment(location.hash) === null;
-  arrive(fromFragment(location.hash) ?? { ...state, text: examplesOf(model)[0].texts[0], a: own });
+  syncAddress(openLink);
+  const link = fromFragment(location.hash);
+  firstVisit = link === null;
+  openLink(link ?? { ...state, text: examplesOf(model)[0].texts[0] });
   draw();
   document.documentElement.dataset.ready = "yes";
 }
@@ -283,5 +280,5 @@ async function start() {
 byId("privacy").textContent = api.PRIVACY;
 startTheme(byId("theme"));
 startTips();
-wireTools();
+connectExport();
 start();

@@ -1,14 +1,16 @@
-// Colours of depths 1 … K: lightness changes in one direction with depth, and the page's ink is readable on each.
+// Colours of depths 1 … K: lightness is monotone in depth, and text is readable on every colour.
 
-// OKLCH anchors (lightness, chroma, hue): on white paper from cream to coral, on dark paper from slate to crimson.
+// OKLCH anchors (lightness, chroma, hue): from cream to coral on the light page, from slate to crimson on the dark one.
 const LIGHT = [[0.962, 0.028, 95], [0.925, 0.08, 92], [0.865, 0.11, 76], [0.79, 0.128, 52], [0.715, 0.138, 32]];
 const DARK = [[0.285, 0.02, 270], [0.335, 0.07, 288], [0.395, 0.108, 318], [0.455, 0.125, 355], [0.52, 0.128, 28]];
 
+/** Converts OKLCH to OKLab. */
 function toLab([lightness, chroma, hue]) {
   const angle = (hue * Math.PI) / 180;
   return [lightness, chroma * Math.cos(angle), chroma * Math.sin(angle)];
 }
 
+/** Converts OKLab to sRGB, clipped to its gamut. */
 function toHex([lightness, a, b]) {
   const l = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3;
   const m = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3;
@@ -26,58 +28,58 @@ function toHex([lightness, a, b]) {
   return `#${linear.map(byte).join("")}`;
 }
 
+/** Returns `steps` colours, interpolated between the anchors in OKLab. */
 function ramp(anchors, steps) {
   const labs = anchors.map(toLab);
   return Array.from({ length: steps }, (_, step) => {
-    const place = steps === 1 ? 0 : (step * (labs.length - 1)) / (steps - 1);
-    const low = Math.min(Math.floor(place), labs.length - 2);
-    return toHex(labs[low].map((value, axis) => value + (labs[low + 1][axis] - value) * (place - low)));
+    const position = steps === 1 ? 0 : (step * (labs.length - 1)) / (steps - 1);
+    const low = Math.min(Math.floor(position), labs.length - 2);
+    return toHex(labs[low].map((value, axis) => value + (labs[low + 1][axis] - value) * (position - low)));
   });
 }
 
-/** Background colours of depths 1 … `deepest`, as hex. */
-export function colours(deepest, dark) {
-  return ramp(dark ? DARK : LIGHT, deepest);
+/** Returns the background colours of depths 1 … `maxDepth`, in hex. */
+export function colours(maxDepth, dark) {
+  return ramp(dark ? DARK : LIGHT, maxDepth);
 }
 
-/** Height in pixels of the mark below a token: none at depth 1, so that depth is told without colour too. */
-export function mark(depth, deepest) {
-  return deepest === 1 ? 0 : Math.round((3 * (depth - 1) * 10) / (deepest - 1)) / 10;
+/** Returns the height in pixels of the mark below a token, which shows depth without colour; 0 at depth 1. */
+export function mark(depth, maxDepth) {
+  return maxDepth === 1 ? 0 : Math.round((3 * (depth - 1) * 10) / (maxDepth - 1)) / 10;
 }
 
-/** Whether the page is dark now, by its own switch or the system's. */
+/** Returns whether the page is dark now, by its own switch or the system's. */
 export function isDark() {
-  const chosen = document.documentElement.dataset.theme;
-  return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  const { theme } = document.documentElement.dataset;
+  return theme ? theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 }
 
-/** Gives the document `--depth-N` and `--mark-N` for N = 1 … deepest, and the ramp of one column of the grid. */
-export function paint(deepest) {
+/** Sets the document's `--depth-N` for N = 1 … maxDepth, and `--ramp`, the gradient of a column of the grid. */
+export function setPalette(maxDepth) {
   const root = document.documentElement.style;
-  const light = colours(deepest, false);
-  const dark = colours(deepest, true);
+  const light = colours(maxDepth, false);
+  const dark = colours(maxDepth, true);
   const stops = [];
   light.forEach((colour, index) => {
     const depth = index + 1;
     root.setProperty(`--depth-${depth}`, `light-dark(${colour}, ${dark[index]})`);
-    stops.push(`var(--depth-${depth}) ${(100 * index) / deepest}% ${(100 * depth) / deepest}%`);
+    stops.push(`var(--depth-${depth}) ${(100 * index) / maxDepth}% ${(100 * depth) / maxDepth}%`);
   });
-  root.setProperty("--iterations", deepest);
+  root.setProperty("--iterations", maxDepth);
   root.setProperty("--ramp", `linear-gradient(to top, ${stops.join(", ")})`);
 }
 
-/** Gives an element the colour and mark of a depth; 0 or `null`: none known yet. */
-export function wear(element, depth, deepest) {
-  const worn = element.dataset.depth ?? "";
-  const wanted = depth ? String(depth) : "";
-  if (worn === wanted) return;
-  if (!wanted) {
+/** Gives an element the colour and mark of a depth; 0 or `null`: not known yet. */
+export function showDepth(element, depth, maxDepth) {
+  const value = depth ? String(depth) : "";
+  if ((element.dataset.depth ?? "") === value) return;
+  if (!value) {
     delete element.dataset.depth;
-    element.style.removeProperty("--own");
+    element.style.removeProperty("--depth-colour");
     element.style.removeProperty("--mark");
     return;
   }
-  element.dataset.depth = wanted;
-  element.style.setProperty("--own", `var(--depth-${depth})`);
-  element.style.setProperty("--mark", `${mark(depth, deepest)}px`);
+  element.dataset.depth = value;
+  element.style.setProperty("--depth-colour", `var(--depth-${depth})`);
+  element.style.setProperty("--mark", `${mark(depth, maxDepth)}px`);
 }

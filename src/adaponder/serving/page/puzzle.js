@@ -1,44 +1,44 @@
-// Puzzles whose answers follow from their text. Hops: steps `x y .`, then `|`, then questions `x y`, where y is the end of
-// the chain of steps that starts at x.
+// Checks the model's answers to puzzles. A hops puzzle is steps `x y .`, then `|`, then questions `x y`, where y is the end
+// of the chain of steps that starts at x.
 
-/** The questions of a hops puzzle, `{slot, needed, answer}`: where the answer stands or would stand, hops, right word. */
+/** Returns the questions of a hops puzzle, `{slot, hops, answer}`; `slot` is where the answer stands or would stand. */
 function questions(words) {
   const bar = words.indexOf("|");
-  const found = [];
-  const leads = new Map();
-  for (let place = 0; place + 2 < bar; place += 3) if (words[place + 2] === ".") leads.set(words[place], words[place + 1]);
+  const result = [];
+  const steps = new Map();
+  for (let index = 0; index + 2 < bar; index += 3) if (words[index + 2] === ".") steps.set(words[index], words[index + 1]);
   for (let slot = bar + 2; bar > 0 && slot <= words.length; slot += 2) {
-    let [word, needed] = [words[slot - 1], 0];
-    while (leads.has(word) && needed < leads.size) [word, needed] = [leads.get(word), needed + 1];
-    if (needed && !leads.has(word)) found.push({ slot, needed, answer: word });
+    let [word, hops] = [words[slot - 1], 0];
+    while (steps.has(word) && hops < steps.size) [word, hops] = [steps.get(word), hops + 1];
+    if (hops && !steps.has(word)) result.push({ slot, hops, answer: word });
   }
-  return found;
+  return result;
 }
 
-/** Marks unknown words of a reading and, for a model of puzzles, right and wrong answers; returns the reading. */
-export function marked(reading, model) {
-  for (const token of reading.tokens) if (token.id === model.unknown) token.unknown = true;
-  if (model.examples?.answers === "hops") judge(reading);
-  return reading;
+/** Adds to a `/score` answer which words are unknown and, for a model of puzzles, which answers are right; returns it. */
+export function annotate(scores, model) {
+  for (const token of scores.tokens) if (token.id === model.unknown) token.unknown = true;
+  if (model.examples?.answers === "hops") gradeAnswers(scores);
+  return scores;
 }
 
 /**
- * Marks what a reading answers: the token of an answer gets a `verdict`, the token that asks a `question`, the reading
- * `answers` with how many are right and their mean loss.
+ * Gives the token of each answer a `verdict`, the token before it a `question`, and the whole `answers`: how many are right,
+ * and their mean loss.
  */
-function judge(reading) {
-  const { tokens } = reading;
+function gradeAnswers(scores) {
+  const { tokens } = scores;
   const losses = [];
   let [right, count] = [0, 0];
-  for (const { slot, needed, answer } of questions(tokens.map((token) => token.text.trim()))) {
-    const says = tokens[slot - 1].iteration_top?.at(-1)[0].text.trim();
-    if (says === undefined) continue;
-    tokens[slot - 1].question = { needed, answer, says };
+  for (const { slot, hops, answer } of questions(tokens.map((token) => token.text.trim()))) {
+    const predicted = tokens[slot - 1].iteration_top?.at(-1)[0].text.trim();
+    if (predicted === undefined) continue;
+    tokens[slot - 1].question = { hops, answer, predicted };
     count += 1;
-    if (says === answer) right += 1;
+    if (predicted === answer) right += 1;
     if (!tokens[slot]) continue;
-    tokens[slot].verdict = says === answer ? "right" : "wrong";
+    tokens[slot].verdict = predicted === answer ? "right" : "wrong";
     losses.push(tokens[slot].nll);
   }
-  if (count) reading.answers = { right, count, loss: losses.length ? losses.reduce((a, b) => a + b) / losses.length : null };
+  if (count) scores.answers = { right, count, loss: losses.length ? losses.reduce((a, b) => a + b) / losses.length : null };
 }

@@ -1,4 +1,4 @@
-// What a token looks like when it must be seen: spaces, line ends, control and direction marks become visible signs.
+// Formats tokens, with visible signs for spaces, line ends, control and direction characters, and numbers.
 
 const NAMES = new Map([
   [0x00ad, "SHY"], [0x061c, "ALM"], [0x180e, "MVS"], [0x200b, "ZWSP"], [0x200c, "ZWNJ"], [0x200d, "ZWJ"],
@@ -10,39 +10,40 @@ const C0 = "NUL SOH STX ETX EOT ENQ ACK BEL BS HT LF VT FF CR SO SI DLE DC1 DC2 
 C0.split(" ").forEach((name, code) => NAMES.set(code, name));
 for (let code = 0x80; code < 0xa0; code += 1) NAMES.set(code, `x${code.toString(16).toUpperCase()}`);
 
-// Everything named above but tab and line end, which a text area shows itself.
+// All characters named above except tab and line end, which a text area shows.
 const HIDDEN =
   /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff]/u;
 
-const escaped = /[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff]/gu;
+// The same with tab and line end.
+const INVISIBLE = /[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff]/gu;
 
-/** The name of a character that has no shape of its own; `undefined` for others. */
-export const nameOf = (character) => NAMES.get(character.codePointAt(0));
+/** Returns the name of an invisible character, `undefined` for others. */
+const nameOf = (character) => NAMES.get(character.codePointAt(0));
 
 export const hasHidden = (text) => HIDDEN.test(text);
 
-/** Parts of a text: `{text}` of plain characters, `{text, name}` of a hidden one, `{text, end: true}` of a line end. */
+/** Splits a text into `{text}` for visible characters, `{text, name}` for a hidden one and `{text, end: true}` for a line end. */
 export function parts(text) {
-  const found = [];
+  const result = [];
   let plain = "";
   const flush = () => {
-    if (plain) found.push({ text: plain });
+    if (plain) result.push({ text: plain });
     plain = "";
   };
   for (const character of text) {
     if (character === "\n" || HIDDEN.test(character)) {
       flush();
-      found.push(character === "\n" ? { text: character, end: true } : { text: character, name: nameOf(character) });
+      result.push(character === "\n" ? { text: character, end: true } : { text: character, name: nameOf(character) });
     } else plain += character;
   }
   flush();
-  return found;
+  return result;
 }
 
-/** A token as one visible line: `·` for a space, `↵` for a line end, `⇥` for a tab, `‹RLO›` for a hidden character. */
+/** Returns a token on one line: `·` for a space, `↵` for a line end, `⇥` for a tab, `‹RLO›` for a hidden character. */
 export function visible(text, longest = Infinity) {
-  const sound = text.isWellFormed?.() === false ? text.toWellFormed() : text;
-  let shown = sound.replace(escaped, (character) => {
+  const wellFormed = text.isWellFormed?.() === false ? text.toWellFormed() : text;
+  let shown = wellFormed.replace(INVISIBLE, (character) => {
     if (character === "\n") return "↵";
     if (character === "\t") return "⇥";
     return `‹${nameOf(character)}›`;
@@ -53,10 +54,10 @@ export function visible(text, longest = Infinity) {
   return letters.length > longest ? `${letters.slice(0, longest - 1).join("")}…` : shown;
 }
 
-/** A token as words for a screen reader. */
+/** Returns a token in words for a screen reader. */
 export function spoken(text) {
   if (text === "") return "part of a character";
-  const named = text.replace(escaped, (character) => {
+  const named = text.replace(INVISIBLE, (character) => {
     if (character === "\n") return " new line ";
     if (character === "\t") return " tab ";
     return ` ${nameOf(character)} `;
@@ -66,47 +67,47 @@ export function spoken(text) {
   return (text.startsWith(" ") ? "space " : "") + trimmed;
 }
 
-/** What a predicted token adds to the text: a part of a character, which the server spells `bytes:\\xe2`, adds nothing yet. */
-export const written = (text) => (/^bytes:(\\x[0-9a-f]{2})+$/.test(text) ? "" : text);
+/** Returns what a predicted token adds to the text: nothing if it is part of a character, which the server spells `bytes:\\xe2`. */
+export const textOf = (text) => (/^bytes:(\\x[0-9a-f]{2})+$/.test(text) ? "" : text);
 
-const REACH = 16;
+const REACH = 16; // characters that a token may lie further on
 
-function find(text, piece, place) {
-  if (text.startsWith(piece, place)) return place;
-  const near = text.slice(place, place + piece.length + REACH).indexOf(piece);
-  return near < 0 ? -1 : place + near;
+function find(text, piece, start) {
+  if (text.startsWith(piece, start)) return start;
+  const offset = text.slice(start, start + piece.length + REACH).indexOf(piece);
+  return offset < 0 ? -1 : start + offset;
 }
 
 /**
- * Where each token lies in the text: `[start, end]` in UTF-16 units. A tokenizer may change a text it reads, so a token
- * that is not found where the one before it ended is looked for a little further on, and else has no width.
+ * Returns where each token lies in the text: `[start, end]` in UTF-16 units. Tokenizers may normalise the text, so a token that
+ * does not follow the previous one directly is searched a little further on; one that is not found gets no width.
  */
 export function align(text, tokens) {
-  let place = 0;
+  let position = 0;
   return tokens.map(({ text: piece, unknown }) => {
-    for (const wanted of [piece, piece.trim()]) {
-      const start = wanted ? find(text, wanted, place) : -1;
+    for (const candidate of [piece, piece.trim()]) {
+      const start = candidate ? find(text, candidate, position) : -1;
       if (start >= 0) {
-        place = start + wanted.length;
-        return [start, place];
+        position = start + candidate.length;
+        return [start, position];
       }
     }
-    // An unknown word does not stand in the text as its token is spelled.
-    const word = unknown ? /\S+/u.exec(text.slice(place)) : null;
-    if (!word) return [place, place];
-    const start = place + word.index;
-    place = start + word[0].length;
-    return [start, place];
+    // The token for unknown words covers the next word, whatever it is.
+    const word = unknown ? /\S+/u.exec(text.slice(position)) : null;
+    if (!word) return [position, position];
+    const start = position + word.index;
+    position = start + word[0].length;
+    return [start, position];
   });
 }
 
-/** A number with few digits: 3 that count, thousands with separators. */
+/** Formats a number with so many decimals and thousands separators. */
 export function figure(value, digits = 2) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 }
 
-/** A small or large number in three significant digits. */
+/** Formats a number with three significant digits. */
 export function short(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   if (value === 0) return "0";
@@ -114,15 +115,15 @@ export function short(value) {
   return String(Number(value.toPrecision(3)));
 }
 
-/** Counts with their unit, that of the last: 1.23 GFLOP; `0.67 of 1.30 GFLOP`. */
+/** Formats counts with a prefixed unit that suits the last: `1.23 GFLOP`, `0.67 of 1.30 GFLOP`. */
 export function scaled(values, unit, base = 1000) {
   const all = [values].flat();
-  const signs = base === 1024 ? ["", "Ki", "Mi", "Gi", "Ti"] : ["", "k", "M", "G", "T", "P"];
+  const prefixes = base === 1024 ? ["", "Ki", "Mi", "Gi", "Ti"] : ["", "k", "M", "G", "T", "P"];
   let step = 0;
-  while (all.at(-1) >= base ** (step + 1) && step < signs.length - 1) step += 1;
-  const whole = all.at(-1) / base ** step;
-  const digits = whole >= 100 || step === 0 ? 0 : whole >= 10 ? 1 : 2;
-  return `${all.map((value) => figure(value / base ** step, digits)).join(" of ")} ${signs[step]}${unit}`;
+  while (all.at(-1) >= base ** (step + 1) && step < prefixes.length - 1) step += 1;
+  const last = all.at(-1) / base ** step;
+  const digits = last >= 100 || step === 0 ? 0 : last >= 10 ? 1 : 2;
+  return `${all.map((value) => figure(value / base ** step, digits)).join(" of ")} ${prefixes[step]}${unit}`;
 }
 
 export const percent = (share) => `${Math.round(100 * share)} %`;

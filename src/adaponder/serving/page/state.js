@@ -1,29 +1,29 @@
-// What the page shows, in one object, and the same in the URL's fragment, which browsers never send to a server.
+// The page's state in one object, mirrored in the URL's fragment, which browsers never send to a server.
 
 import { debounced } from "./dom.js";
 
 const START = {
   text: "",
-  ids: null, // the exact tokens of the text, where they are known from generation
-  forced: {}, // depth by slot
+  ids: null, // token ids of the text if it was generated: encoding it again may give others
+  forced: {}, // forced depths by slot
   a: null, // a rule, as in rules.js
-  b: null, // a second one to compare with
-  difference: false, // colour the second reading by how it differs
-  selected: null, // slot under inspection
+  b: null, // a second rule to compare with
+  difference: false, // colour text B by how its depths differ from A's
+  selected: null, // slot of the token in the inspector
   temperature: 0.7,
   seed: 1,
-  most: 64,
+  most: 64, // tokens to generate
 };
 
 export const state = { ...START };
 const listeners = [];
 
-/** Calls `listener(changed)` after each change, with the set of names that changed. */
+/** Calls `listener(names)` after each change, with the set of fields that changed. */
 export function watch(listener) {
   listeners.push(listener);
 }
 
-/** Sets fields and tells all listeners once. */
+/** Sets fields, then calls each listener once if any of them changed. */
 export function set(changes) {
   const changed = new Set();
   for (const [name, value] of Object.entries(changes)) {
@@ -36,8 +36,8 @@ export function set(changes) {
 
 const numbers = (text) => text.split(".").filter((part) => /^\d+$/.test(part)).map(Number);
 
-/** The fragment that `fromFragment` reads back. */
-export function toFragment() {
+/** Returns the state as a fragment, without `#`. */
+function toFragment() {
   const fields = new URLSearchParams();
   fields.set("text", state.text);
   if (state.ids) fields.set("ids", state.ids.join("."));
@@ -53,48 +53,48 @@ export function toFragment() {
   return fields.toString();
 }
 
-/** The fields that a fragment names, with what it does not name as at the start; `null` without a text. */
+/** Returns the state of a fragment, with defaults for missing fields; `null` if it holds no text. */
 export function fromFragment(fragment) {
   const fields = new URLSearchParams(fragment.replace(/^#/, ""));
   if (!fields.has("text")) return null;
-  const found = { ...START, forced: {}, text: fields.get("text").replace(/\r\n?/g, "\n") };
+  const fragmentState = { ...START, forced: {}, text: fields.get("text").replace(/\r\n?/g, "\n") };
   const ids = numbers(fields.get("ids") ?? "");
-  if (ids.length) found.ids = ids;
-  found.a = fields.get("a");
-  found.b = fields.get("b");
-  found.difference = fields.get("show") === "difference";
+  if (ids.length) fragmentState.ids = ids;
+  fragmentState.a = fields.get("a");
+  fragmentState.b = fields.get("b");
+  fragmentState.difference = fields.get("show") === "difference";
   for (const pair of (fields.get("forced") ?? "").split(".")) {
     const parts = /^(\d+)-(\d+)$/.exec(pair);
-    if (parts) found.forced[parts[1]] = Number(parts[2]);
+    if (parts) fragmentState.forced[parts[1]] = Number(parts[2]);
   }
-  if (/^\d+$/.test(fields.get("token") ?? "")) found.selected = Number(fields.get("token"));
+  if (/^\d+$/.test(fields.get("token") ?? "")) fragmentState.selected = Number(fields.get("token"));
   for (const name of ["temperature", "seed", "most"]) {
     const value = Number(fields.get(name) ?? NaN);
-    if (fields.has(name) && Number.isFinite(value) && value >= 0) found[name] = value;
+    if (fields.has(name) && Number.isFinite(value) && value >= 0) fragmentState[name] = value;
   }
-  return found;
+  return fragmentState;
 }
 
-let written = "";
+let lastWritten = "";
 
-const write = debounced(() => {
-  written = `#${toFragment()}`;
-  history.replaceState(null, "", written);
+const writeFragment = debounced(() => {
+  lastWritten = `#${toFragment()}`;
+  history.replaceState(null, "", lastWritten);
 }, 250);
 
-/** Keeps the address in step with the state; `arrived` is called with the fields of an address that was followed. */
-export function keepAddress(arrived) {
-  watch(write);
+/** Writes each state into the address bar; calls `onNavigate(state)` when the visitor follows another link to this page. */
+export function syncAddress(onNavigate) {
+  watch(writeFragment);
   addEventListener("hashchange", (event) => {
-    // Not location.hash: what was waiting to be written may stand there again by now.
+    // Not location.hash: the debounced write may have replaced it by now.
     const { hash } = new URL(event.newURL);
-    if (hash === written) return;
-    const found = fromFragment(hash);
-    if (found) arrived(found);
+    if (hash === lastWritten) return;
+    const navigated = fromFragment(hash);
+    if (navigated) onNavigate(navigated);
   });
 }
 
-/** The address of what is shown now. */
+/** Returns a link to the current state. */
 export function address() {
   return `${location.href.split("#")[0]}#${toFragment()}`;
 }

@@ -1,15 +1,15 @@
-// The text: a text area, in which the browser itself does caret, undo, selection and input methods, above a mirror
-// that holds the same characters and carries the colours. Both break lines alike, since nothing in the mirror has width.
+// The editor: a text area, where the browser provides caret, undo, selection and input methods, above a mirror that shows the
+// same characters with colours. Both break lines alike, because labels and marks in the mirror take up no width.
 
-import { attribute, h, onPointer, put } from "./dom.js";
-import { wear } from "./palette.js";
+import { h, onPointer, setAttribute, setChildren } from "./dom.js";
+import { showDepth } from "./palette.js";
 import { align, hasHidden, parts } from "./spelling.js";
 
-// What a span shows of a piece.
-const PARTS = ["text", "slot", "depth", "forced", "written", "differs", "level", "unknown", "verdict"];
+// Fields of a piece that change how its span looks.
+const FIELDS = ["text", "slot", "depth", "forced", "differs", "level", "unknown", "verdict"];
 
-/** Fills a span with a token's text; characters without shape get a label that takes no room. */
-function spell(span, text) {
+/** Sets a span's text; invisible characters get a label without width. */
+function setText(span, text) {
   if (span.textContent === text && !span.dataset.parts) return;
   if (!text.includes("\n") && !hasHidden(text)) {
     span.textContent = text;
@@ -17,7 +17,7 @@ function spell(span, text) {
     return;
   }
   span.dataset.parts = "yes";
-  put(
+  setChildren(
     span,
     parts(text).map((part) => {
       if (part.end) return h("i", { class: "end" }, part.text);
@@ -26,47 +26,46 @@ function spell(span, text) {
   );
 }
 
-/** Coloured spans of a text, one per token: the mirror of the editor, and the second text of a comparison. */
+/** A text as coloured spans, one per token: the mirror of the editor, or text B of a comparison. */
 export class Spans {
   constructor(element) {
     this.element = element;
     this.pieces = [];
-    this.deepest = 0;
+    this.maxDepth = 0;
   }
 
-  /** Shows pieces `{text, slot, depth, forced, mark}`; spans that stay the same are left alone. */
-  show(pieces, deepest) {
+  /** Shows pieces, as from `pieces()`; unchanged spans are not touched. */
+  show(pieces, maxDepth) {
     const spans = this.element.children;
-    let hidden = 0;
+    let hiddenCount = 0;
     pieces.forEach((piece, index) => {
       const span = spans[index] ?? this.element.appendChild(h("span", { class: "token" }));
       const before = this.pieces[index];
-      // Labels of neighbours without width stand at four places, so that none covers another.
-      piece.level = hasHidden(piece.text) ? hidden++ % 4 : null;
-      if (before && PARTS.every((part) => before[part] === piece[part]) && deepest === this.deepest) return;
-      if (before?.text !== piece.text) spell(span, piece.text);
-      wear(span, piece.depth, deepest);
-      attribute(span, "data-slot", piece.slot ?? null);
+      // Labels of neighbouring invisible characters alternate between four positions, so that they do not overlap.
+      piece.level = hasHidden(piece.text) ? hiddenCount++ % 4 : null;
+      if (before && FIELDS.every((field) => before[field] === piece[field]) && maxDepth === this.maxDepth) return;
+      if (before?.text !== piece.text) setText(span, piece.text);
+      showDepth(span, piece.depth, maxDepth);
+      setAttribute(span, "data-slot", piece.slot ?? null);
       span.classList.toggle("forced", Boolean(piece.forced));
-      span.classList.toggle("written", Boolean(piece.written));
       span.classList.toggle("unknown", Boolean(piece.unknown));
-      attribute(span, "data-verdict", piece.verdict ?? null);
-      attribute(span, "data-differs", piece.differs ?? null);
-      attribute(span, "data-level", piece.level);
+      setAttribute(span, "data-verdict", piece.verdict ?? null);
+      setAttribute(span, "data-differs", piece.differs ?? null);
+      setAttribute(span, "data-level", piece.level);
     });
     while (spans.length > pieces.length) spans[spans.length - 1].remove();
     this.pieces = pieces;
-    this.deepest = deepest;
+    this.maxDepth = maxDepth;
   }
 
-  /** Lights the spans of a slot up in place of what was lit so. */
-  light(slot, name) {
+  /** Gives the class `name` to the spans of a slot, and to no others. */
+  highlight(slot, name) {
     for (const span of this.element.querySelectorAll(`.${name}`)) span.classList.remove(name);
     if (slot === null) return;
     for (const span of this.element.querySelectorAll(`[data-slot="${slot}"]`)) span.classList.add(name);
   }
 
-  /** The slot whose span lies under a point of the screen; `null` where there is none. */
+  /** Returns the slot of the span at a point of the screen, `null` if there is none. */
   slotAt(x, y) {
     for (const element of document.elementsFromPoint(x, y)) {
       const span = element.closest(".token");
@@ -76,107 +75,107 @@ export class Spans {
   }
 }
 
-/** Pieces of a text from its tokens: what lies between tokens belongs to none. */
-export function pieces(text, tokens, extra = () => ({})) {
-  const found = [];
-  let place = 0;
+/** Splits a text into one piece per token, with the token's fields and `extra(slot)`; text between tokens has no slot. */
+export function pieces(text, tokens, extra) {
+  const result = [];
+  let covered = 0;
   align(text, tokens).forEach(([start, end], slot) => {
-    if (start > place) found.push({ text: text.slice(place, start) });
+    if (start > covered) result.push({ text: text.slice(covered, start) });
     const { depth, unknown, verdict } = tokens[slot];
-    if (end > start) found.push({ text: text.slice(start, end), slot, depth, unknown, verdict, ...extra(slot) });
-    place = end;
+    if (end > start) result.push({ text: text.slice(start, end), slot, depth, unknown, verdict, ...extra(slot) });
+    covered = end;
   });
-  if (place < text.length) found.push({ text: text.slice(place) });
-  return found;
+  if (covered < text.length) result.push({ text: text.slice(covered) });
+  return result;
 }
 
 export class Editor {
-  /** `edited(text)` after each change by hand, `hovered(slot)`, `selected(slot)` when the caret moves. */
-  constructor(area, mirror, { edited, hovered, selected }) {
+  /** Calls `onEdit(text)` after each edit by the visitor, `onSelect(slot)` when the caret moves. */
+  constructor(area, mirror, { onEdit, onHover, onSelect }) {
     this.area = area;
     this.spans = new Spans(mirror);
-    this.deepest = 1;
+    this.maxDepth = 1;
     this.text = "";
-    this.before = ""; // the text before the last edit
+    this.textBeforeEdit = "";
     area.addEventListener("input", () => {
-      this.carry(area.value);
-      edited(area.value);
+      this.updateMirror(area.value);
+      onEdit(area.value);
     });
-    onPointer(area, (event) => hovered(this.spans.slotAt(event.clientX, event.clientY)));
-    area.addEventListener("mouseleave", () => hovered(null));
+    onPointer(area, (event) => onHover(this.spans.slotAt(event.clientX, event.clientY)));
+    area.addEventListener("mouseleave", () => onHover(null));
     let caret = -1;
-    const moved = () => {
+    const onCaret = () => {
       if (document.activeElement !== area || area.selectionStart === caret) return;
       caret = area.selectionStart;
-      selected(this.slotOf(caret));
+      onSelect(this.slotOf(caret));
     };
-    document.addEventListener("selectionchange", moved);
-    area.addEventListener("keyup", moved);
+    document.addEventListener("selectionchange", onCaret);
+    area.addEventListener("keyup", onCaret);
     area.addEventListener("click", () => {
       caret = -1;
-      moved();
+      onCaret();
     });
   }
 
-  /** Puts a text in that was not typed. */
-  write(text) {
+  /** Replaces the text with one that was not typed. */
+  setText(text) {
     if (this.area.value !== text) this.area.value = text;
-    this.carry(text);
+    this.updateMirror(text);
   }
 
-  /** Shows tokens of the very text that stands here. */
-  show(tokens, deepest, extra) {
-    this.deepest = deepest;
-    this.spans.show(pieces(this.text, tokens, extra), deepest);
+  /** Colours the current text by its tokens. */
+  show(tokens, maxDepth, extra) {
+    this.maxDepth = maxDepth;
+    this.spans.show(pieces(this.text, tokens, extra), maxDepth);
   }
 
-  /** Takes an edit over into the mirror: colours before and after it stay, what is between waits for its own. */
-  carry(text) {
+  /** Copies an edit into the mirror; text before and after the edit keeps its colours until the next scores. */
+  updateMirror(text) {
     const old = this.text;
     if (text === old) return;
-    this.before = old;
+    this.textBeforeEdit = old;
     this.text = text;
-    const most = Math.min(old.length, text.length);
-    let front = 0;
-    while (front < most && old[front] === text[front]) front += 1;
-    let back = 0;
-    while (back < most - front && old[old.length - 1 - back] === text[text.length - 1 - back]) back += 1;
-    const kept = [];
+    const shorter = Math.min(old.length, text.length);
+    let prefix = 0;
+    while (prefix < shorter && old[prefix] === text[prefix]) prefix += 1;
+    let suffix = 0;
+    while (suffix < shorter - prefix && old[old.length - 1 - suffix] === text[text.length - 1 - suffix]) suffix += 1;
+    const before = [];
     const after = [];
-    let place = 0;
+    let start = 0;
     for (const piece of this.spans.pieces) {
-      const end = place + piece.text.length;
-      if (end <= front) kept.push(piece);
-      else if (place >= old.length - back) after.push(piece);
-      place = end;
+      const end = start + piece.text.length;
+      if (end <= prefix) before.push(piece);
+      else if (start >= old.length - suffix) after.push(piece);
+      start = end;
     }
     const length = (list) => list.reduce((sum, piece) => sum + piece.text.length, 0);
-    const middle = text.slice(length(kept), text.length - length(after));
-    if (middle) kept.push({ text: middle });
-    // Slots behind the edit are other ones until the answer comes.
-    this.spans.show([...kept, ...after.map((piece) => ({ ...piece, slot: undefined }))], this.deepest);
+    const middle = text.slice(length(before), text.length - length(after));
+    if (middle) before.push({ text: middle });
+    // Slots after the edit are unknown until the next scores.
+    this.spans.show([...before, ...after.map((piece) => ({ ...piece, slot: undefined }))], this.maxDepth);
   }
 
-  /** The slot of the token that ends at or spans a place in the text. */
+  /** Returns the slot of the token that contains the character before the caret. */
   slotOf(caret) {
-    let place = 0;
+    let start = 0;
     let last = null;
     for (const piece of this.spans.pieces) {
-      const end = place + piece.text.length;
+      const end = start + piece.text.length;
       if (piece.slot !== undefined) last = piece.slot;
-      if (caret <= end && (caret > place || caret === 0)) return piece.slot ?? last;
-      place = end;
+      if (caret <= end && (caret > start || caret === 0)) return piece.slot ?? last;
+      start = end;
     }
     return last;
   }
 
-  /** Brings a token into view, without moving caret or focus. */
+  /** Scrolls a token into view without moving caret or focus. */
   reveal(slot) {
     const span = this.spans.element.querySelector(`[data-slot="${slot}"]`);
     const sheet = this.area.closest(".sheet");
     if (!span || !sheet) return;
-    const [own, frame] = [span.getBoundingClientRect(), sheet.getBoundingClientRect()];
-    if (own.top < frame.top) sheet.scrollTop -= frame.top - own.top + own.height;
-    else if (own.bottom > frame.bottom) sheet.scrollTop += own.bottom - frame.bottom + own.height;
+    const [token, frame] = [span.getBoundingClientRect(), sheet.getBoundingClientRect()];
+    if (token.top < frame.top) sheet.scrollTop -= frame.top - token.top + token.height;
+    else if (token.bottom > frame.bottom) sheet.scrollTop += token.bottom - frame.bottom + token.height;
   }
 }

@@ -1,10 +1,10 @@
-// Light, dark, or as the system has it; remembered in this browser.
+// Switches between light, dark and the system's colours; the choice is stored in this browser.
 
 const ORDER = ["", "light", "dark"];
 const NAMES = { "": "◐ Auto", light: "○ Light", dark: "● Dark" };
 const KEY = "adaponder-theme";
 
-function remembered() {
+function stored() {
   try {
     return localStorage.getItem(KEY) ?? "";
   } catch {
@@ -12,21 +12,21 @@ function remembered() {
   }
 }
 
-/** Makes a button the switch. */
+/** Makes a button switch the theme. */
 export function startTheme(button) {
-  let theme = ORDER.includes(remembered()) ? remembered() : "";
+  let theme = ORDER.includes(stored()) ? stored() : "";
   const apply = () => {
     if (theme) document.documentElement.dataset.theme = theme;
     else delete document.documentElement.dataset.theme;
     button.textContent = NAMES[theme];
-    button.setAttribute("aria-label", `Colours: ${theme || "as the system"}`);
+    button.setAttribute("aria-label", `Theme: ${theme || "system"}`);
   };
   button.addEventListener("click", () => {
     theme = ORDER[(ORDER.indexOf(theme) + 1) % ORDER.length];
     try {
       localStorage.setItem(KEY, theme);
     } catch {
-      // It holds until the page is closed.
+      // Storage is blocked: the choice lasts until the page is closed.
     }
     apply();
   });

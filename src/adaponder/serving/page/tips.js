@@ -1,11 +1,11 @@
-// Tooltips for pointer, touch and keyboard: an element with `data-tip` shows its text in a box beside it.
+// Tooltips for pointer, touch and keyboard: an element with `data-tip` shows that text in a box beside it.
 
 import { h } from "./dom.js";
 
-const GAP = 8; // px, also to the edge of the window
+const GAP = 8; // px, to the element and to the window's edge
 
-/** Returns the attributes of an element with a tooltip, which can be hovered, tapped or focused. */
-export const explained = (text) => ({ "data-tip": text, tabindex: "0" });
+/** Returns the attributes that give an element a tooltip, on hover, tap and focus. */
+export const tipAttributes = (text) => ({ "data-tip": text, tabindex: "0" });
 
 /** Shows tooltips on hover, tap and focus; hides them when the pointer leaves, on another tap, Escape or scrolling. */
 export function startTips() {
@@ -18,11 +18,11 @@ export function startTips() {
     if (!element) return;
     element.setAttribute("aria-describedby", box.id);
     box.textContent = element.dataset.tip;
-    const [at, tip] = [element.getBoundingClientRect(), box.getBoundingClientRect()];
-    const left = Math.min(at.left, document.documentElement.clientWidth - tip.width - GAP);
-    const below = at.bottom + GAP + tip.height <= innerHeight;
+    const [anchor, tip] = [element.getBoundingClientRect(), box.getBoundingClientRect()];
+    const left = Math.min(anchor.left, document.documentElement.clientWidth - tip.width - GAP);
+    const fitsBelow = anchor.bottom + GAP + tip.height <= innerHeight;
     box.style.left = `${Math.max(GAP, left)}px`;
-    box.style.top = `${below ? at.bottom + GAP : Math.max(GAP, at.top - GAP - tip.height)}px`;
+    box.style.top = `${fitsBelow ? anchor.bottom + GAP : Math.max(GAP, anchor.top - GAP - tip.height)}px`;
   };
   const ownerOf = ({ target }) => target.closest?.("[data-tip]") ?? null;
   addEventListener("pointerover", (event) => event.pointerType === "mouse" && show(ownerOf(event)));
