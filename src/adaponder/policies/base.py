@@ -65,6 +65,8 @@ class PolicyLine(NamedTuple):
 
 def numbers_of(text: str) -> tuple[float, ...]:
     """Parses comma-separated numbers."""
+    if not text:
+        raise InputError("a value is needed after the word, as in fixed:2")
     try:
         return tuple(float(number) for number in text.split(","))
     except ValueError:
