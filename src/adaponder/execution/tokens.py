@@ -93,7 +93,7 @@ def check_inputs(
             )
         grid, name = inputs_embeds.detach()[..., 0], "inputs_embeds"
     else:
-        if input_ids is None or input_ids.ndim != 2:
+        if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
             raise InputError("input_ids must be a [batch, time] tensor of token ids")
         check_ids("input_ids", input_ids, vocabulary)
         grid, name = input_ids, "input_ids"

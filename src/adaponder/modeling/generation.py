@@ -52,6 +52,8 @@ def check_generation(
         if embedded.ndim != 3 or (input_ids is not None and input_ids.shape != embedded.shape[:2]):
             raise InputError("inputs_embeds must be [batch, time, hidden], and input_ids beside it [batch, time]")
         input_ids = torch.full(embedded.shape[:2], -1, device=embedded.device)  # no token id, so no padding
+    if input_ids is not None and not isinstance(input_ids, Tensor):
+        raise InputError("input_ids must be a [batch, time] tensor of token ids")
     if input_ids is None or input_ids.ndim != 2 or 0 in input_ids.shape:
         raise InputError("input_ids: the prompt is empty and there is no bos_token_id; give at least one token")
     if embedded is None:

@@ -98,6 +98,9 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
 
         >>> model = AdaPonderForCausalLM.from_backbone(pythia, method="adaponder", iterations=4)
         """
+        if not isinstance(stock, nn.Module) or isinstance(stock, AdaPonderForCausalLM):
+            name = type(stock).__name__
+            raise BackboneError(f"stock is a {name}: pass a decoder of transformers, as AutoModelForCausalLM opens it")
         recurrence.setdefault("embedding_scale", 1.0)
         recurrence.setdefault("attn_implementation", stock.config._attn_implementation)
         config = AdaPonderConfig(backbone_config=stock.config, dtype=stock.dtype, **recurrence)
@@ -291,9 +294,8 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         if policy is None:
             return
         if not self.method.halts:
-            raise InputError(
-                f"policy: {self.config.method} cannot halt single tokens; use max_iterations to run all fewer times"
-            )
+            cure = "use max_iterations to run all fewer times" if self.config.iterations > 1 else "leave it out"
+            raise InputError(f"policy: {self.config.method} cannot halt single tokens; {cure}")
         policy = as_policy(policy)
         policy.check_signal(self.method.signal, self.config.method, self.config.iterations)
         policy.check(self.config.method, self.config.iterations)

@@ -68,7 +68,7 @@ def test_no_process_is_started_where_no_template_is_rendered(monkeypatch):
 
 @pytest.mark.parametrize("prompt", ["caf\udce9", "\ud800"])
 def test_a_prompt_that_is_not_utf_8_is_refused(prompt):
-    with pytest.raises(InputError, match="^prompt is not UTF-8 text"):
+    with pytest.raises(InputError, match=r"^prompt is not UTF-8 text"):
         encode(tokenizer(), prompt)
 
 
