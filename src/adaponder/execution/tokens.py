@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,6 +77,13 @@ class Tokens:
         )
 
 
+def require_tensors(**values: Any) -> None:
+    """Raises unless each of these arguments is a tensor or ``None``."""
+    for name, value in values.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise InputError(f"{name} is a {type(value).__name__}, it must be a tensor")
+
+
 def check_inputs(
     input_ids: Tensor | None, inputs_embeds: Tensor | None, *, vocabulary: int, hidden_size: int
 ) -> Tensor:
@@ -93,7 +101,7 @@ def check_inputs(
             )
         grid, name = inputs_embeds.detach()[..., 0], "inputs_embeds"
     else:
-        if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
+        if input_ids is None or input_ids.ndim != 2:
             raise InputError("input_ids must be a [batch, time] tensor of token ids")
         check_ids("input_ids", input_ids, vocabulary)
         grid, name = input_ids, "input_ids"

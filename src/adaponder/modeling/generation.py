@@ -14,7 +14,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 from adaponder.errors import CacheError, EvaluationError, InputError
 from adaponder.execution.ledger import Ledger
-from adaponder.execution.tokens import check_ids
+from adaponder.execution.tokens import check_ids, require_tensors
 from adaponder.fields import Field, Range, Sampling, fields_of, violation
 from adaponder.modeling.arguments import RunTime, check_room
 
@@ -45,6 +45,7 @@ def check_generation(
     backbone's number of positions, ``None`` if it is unlimited.
     """
     embedded = settings.get("inputs_embeds")
+    require_tensors(input_ids=input_ids, inputs_embeds=embedded, attention_mask=settings.get("attention_mask"))
     if embedded is None and input_ids is None and settings.get("bos_token_id") is not None:
         input_ids = torch.tensor([[settings["bos_token_id"]]])  # transformers starts from this token
     if embedded is not None:
@@ -52,8 +53,6 @@ def check_generation(
         if embedded.ndim != 3 or (input_ids is not None and input_ids.shape != embedded.shape[:2]):
             raise InputError("inputs_embeds must be [batch, time, hidden], and input_ids beside it [batch, time]")
         input_ids = torch.full(embedded.shape[:2], -1, device=embedded.device)  # no token id, so no padding
-    if input_ids is not None and not isinstance(input_ids, Tensor):
-        raise InputError("input_ids must be a [batch, time] tensor of token ids")
     if input_ids is None or input_ids.ndim != 2 or 0 in input_ids.shape:
         raise InputError("input_ids: the prompt is empty and there is no bos_token_id; give at least one token")
     if embedded is None:

@@ -21,7 +21,7 @@ from adaponder.execution.cached import Cached
 from adaponder.execution.compact import Packed
 from adaponder.execution.dense import Dense
 from adaponder.execution.ledger import Ledger
-from adaponder.execution.tokens import Tokens, arrange_tokens, check_inputs
+from adaponder.execution.tokens import Tokens, arrange_tokens, check_inputs, require_tensors
 from adaponder.halting import gate_probability
 from adaponder.methods import Method, Objective, build_method
 from adaponder.methods.objectives import CrossEntropy, LossFunction, Scorer, Trajectory, as_targets
@@ -183,6 +183,8 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             seed: seed of policies that draw random numbers: an int for all sequences (default 0), or ``[batch]``.
         """
         refuse_unknown(kwargs)
+        require_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds, labels=labels, targets=targets)
+        require_tensors(attention_mask=attention_mask, position_ids=position_ids, document_ids=document_ids)
         # Without ids, a placeholder of the same shape stands for them.
         ids = check_inputs(
             input_ids, inputs_embeds, vocabulary=self.config.vocab_size, hidden_size=self.config.hidden_size

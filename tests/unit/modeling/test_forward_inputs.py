@@ -61,7 +61,9 @@ WRONG = {
     "documents-many": ("document_ids", {"input_ids": ids(), "document_ids": ids(3, 9)}),
     "objective": (r"objective=0\.1", {"input_ids": ids(), "labels": ids(), "objective": 0.1}),
     "policy": ("policy", {"input_ids": ids(), "policy": 3}),
-    "ids-list": ("input_ids must be a .* tensor", {"input_ids": [[1, 2]]}),
+    "ids-list": ("input_ids is a list, it must be a tensor", {"input_ids": [[1, 2]]}),
+    "labels-list": ("labels is a list", {"input_ids": ids(), "labels": ids().tolist()}),
+    "mask-list": ("attention_mask is a list", {"input_ids": ids(), "attention_mask": ids().tolist()}),
     "policy-class": ("policy=<class", {"input_ids": ids(), "policy": FixedDepth}),
     "misspelled": ("polcy", {"input_ids": ids(), "polcy": FixedDepth(1)}),
 }
