@@ -264,7 +264,11 @@ def tokenizer_of(name: str | Path, *, verify: bool | None = None) -> PreTrainedT
     if os.path.lexists(folder / "tokenizer.json"):
         read_json(folder / "tokenizer.json")
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        # Without files, transformers makes a tokenizer of some families that encodes every text as no token.
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):
+            raise ValueError("its vocabulary is empty")
+        return tokenizer
     except Exception as error:  # the tokenizers library raises bare Exception for anything it cannot read
         # Without files, transformers advises to install packages that would not help.
         why = f" that can be read ({in_one_line(error)})" if has_tokenizer(folder) else ""

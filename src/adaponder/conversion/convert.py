@@ -92,7 +92,8 @@ def convert(
         converted, checks = _to_family(opened, method, settings, ids)
     require_checks(checks, out)
     remarks = _save(converted, out, opened.folder)
-    summary = Conversion(source, opened.kind, str(out), method, 1, converted.num_parameters(), 0, None, tuple(checks))
+    kind = opened.recurrence["method"] if is_ours(opened.model) else opened.kind
+    summary = Conversion(source, kind, str(out), method, 1, converted.num_parameters(), 0, None, tuple(checks))
     if not is_ours(converted):
         return summary
     has_gates = isinstance(converted.method, AdaPonder) and bool(converted.method.gates)

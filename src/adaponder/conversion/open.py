@@ -62,7 +62,10 @@ class OpenedCheckpoint:
 
     def wrapped(self, **settings: Any) -> AdaPonderForCausalLM:
         """Returns the decoder wrapped as it was trained, changed by ``settings``; without a recurrence ``vanilla``."""
-        settings = {"method": PLAIN_METHOD} | self.recurrence | settings
+        trained = dict(self.recurrence)
+        if trained.get("method") == PLAIN_METHOD:
+            trained.pop("iterations")  # always 1 for this method: another method takes its default
+        settings = {"method": PLAIN_METHOD} | trained | settings
         stock = self.model.backbone if is_ours(self.model) else self.model
         model = AdaPonderForCausalLM.from_backbone(stock, **settings)
         if self.loops and settings["method"] == "ouro":

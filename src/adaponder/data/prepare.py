@@ -30,7 +30,7 @@ from adaponder.data.tokenizers import (
     tokenizer_hash,
     vocabulary_size,
 )
-from adaponder.errors import InputError
+from adaponder.errors import InputError, listed
 from adaponder.files import lock, sha256_of, write_whole
 from adaponder.journal import on_interrupt
 
@@ -79,6 +79,8 @@ def prepare(
         raise InputError(f"--chat-template {chat_template}: also name the field of the conversations, with --chat")
     counts = Counts()
     parts = sources.find(inputs, counts)
+    if all(part.path.is_file() and not part.size for part in parts):
+        raise InputError(f"{'input' if len(inputs) == 1 else 'inputs'} {listed(inputs)}: no files, or only empty ones")
     answers = [part.argument for part in parts if learns_answers(part.argument)]
     if answers and len(answers) < len(parts):
         raise InputError(
@@ -87,8 +89,8 @@ def prepare(
     # Validation reads these documents one per window, so all must have the same length.
     lengths = {argument: settings_of(argument).length for argument in answers}
     if len(set(lengths.values())) > 1:
-        listed = ", ".join(f"{argument} ({length})" for argument, length in lengths.items())
-        raise InputError(f"inputs {listed}: documents must have equal lengths in tokens; prepare them separately")
+        differing = ", ".join(f"{argument} ({length})" for argument, length in lengths.items())
+        raise InputError(f"inputs {differing}: documents must have equal lengths in tokens; prepare them separately")
     if not os.path.isfile(out / MANIFEST):  # a finished folder no longer needs its tokenizer
         check_tokenizer(tokenizer, end_token)
     chat_format = ChatFormat.of(chat, tokenizer, end_token, chat_template) if chat else None

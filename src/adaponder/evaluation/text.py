@@ -131,13 +131,15 @@ def open_text(
     ``data`` is a folder made by ``adaponder prepare`` (its ``split`` is read), or any input of ``prepare``: a text
     file, a folder of text files, ``.jsonl`` (all of these also compressed), ``.parquet``, ``stdlib``, ``hf:NAME``.
     """
+    where = ""
     if os.path.isfile(Path(data) / MANIFEST):
+        where = f" in its {split} split; name the other with --split, or prepare more text"
         documents = _prepared(Path(data), split, vocabulary, whose)
     else:
         documents = _encoded(data, vocabulary)
     text = _joined(documents, vocabulary, max_tokens)
     if text is None:
-        raise InputError(f"--data {data} has no text")
+        raise InputError(f"--data {data} has no text{where}")
     if not text.counted.any():
         raise InputError(f"--data {data} has no learned tokens, so there is nothing to score")
     return text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,6 +75,13 @@ class Tokens:
             past=self.past * times,
             per_token=self.per_token * times,
         )
+
+
+def require_tensors(**values: Any) -> None:
+    """Raises unless each of these arguments is a tensor or ``None``."""
+    for name, value in values.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise InputError(f"{name} is a {type(value).__name__}, it must be a tensor")
 
 
 def check_inputs(

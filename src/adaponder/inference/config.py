@@ -122,6 +122,11 @@ class EngineShape:
 
 def check_model(model: AdaPonderForCausalLM) -> None:
     """Raises :class:`InputError` or :class:`BackboneError` if an engine cannot run the model."""
+    if not hasattr(model, "method"):
+        raise InputError(
+            f"model is a {type(model).__name__}, not an AdaPonderForCausalLM: make one with its from_pretrained(path) "
+            "or from_backbone(decoder)"
+        )
     reuse, family = model.method.reuse(), model.config.backbone_config.model_type
     if reuse in ("kv", "none"):
         raise InputError(

@@ -225,6 +225,7 @@ class Engine:
 
         Other streams and requests may run at the same time.
         """
+        self._check(request)
         if request.samples != 1:
             raise InputError(f"samples={request.samples} must be 1 for a stream; use submit() with on_event for more")
         events: deque[Event] = deque()

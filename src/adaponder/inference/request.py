@@ -64,6 +64,8 @@ def check_request(
 
     ``positions`` is the maximum length of a sequence, ``iterations`` the maximum depth of a token.
     """
+    if not isinstance(request, Request):
+        raise InputError(f"request={shown(request)} must be a Request, as in Request(prompt=ids)")
     vocabulary = model.config.vocab_size
     prompt = _check_ids("prompt", request.prompt, vocabulary)
     if not prompt:

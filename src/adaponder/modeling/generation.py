@@ -14,7 +14,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 from adaponder.errors import CacheError, EvaluationError, InputError
 from adaponder.execution.ledger import Ledger
-from adaponder.execution.tokens import check_ids
+from adaponder.execution.tokens import check_ids, require_tensors
 from adaponder.fields import Field, Range, Sampling, fields_of, violation
 from adaponder.modeling.arguments import RunTime, check_room
 
@@ -45,6 +45,7 @@ def check_generation(
     backbone's number of positions, ``None`` if it is unlimited.
     """
     embedded = settings.get("inputs_embeds")
+    require_tensors(input_ids=input_ids, inputs_embeds=embedded, attention_mask=settings.get("attention_mask"))
     if embedded is None and input_ids is None and settings.get("bos_token_id") is not None:
         input_ids = torch.tensor([[settings["bos_token_id"]]])  # transformers starts from this token
     if embedded is not None:

@@ -21,7 +21,7 @@ from adaponder.execution.cached import Cached
 from adaponder.execution.compact import Packed
 from adaponder.execution.dense import Dense
 from adaponder.execution.ledger import Ledger
-from adaponder.execution.tokens import Tokens, arrange_tokens, check_inputs
+from adaponder.execution.tokens import Tokens, arrange_tokens, check_inputs, require_tensors
 from adaponder.halting import gate_probability
 from adaponder.methods import Method, Objective, build_method
 from adaponder.methods.objectives import CrossEntropy, LossFunction, Scorer, Trajectory, as_targets
@@ -98,6 +98,9 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
 
         >>> model = AdaPonderForCausalLM.from_backbone(pythia, method="adaponder", iterations=4)
         """
+        if not isinstance(stock, nn.Module) or isinstance(stock, AdaPonderForCausalLM):
+            name = type(stock).__name__
+            raise BackboneError(f"stock is a {name}: pass a decoder of transformers, as AutoModelForCausalLM opens it")
         recurrence.setdefault("embedding_scale", 1.0)
         recurrence.setdefault("attn_implementation", stock.config._attn_implementation)
         config = AdaPonderConfig(backbone_config=stock.config, dtype=stock.dtype, **recurrence)
@@ -180,6 +183,8 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             seed: seed of policies that draw random numbers: an int for all sequences (default 0), or ``[batch]``.
         """
         refuse_unknown(kwargs)
+        require_tensors(input_ids=input_ids, inputs_embeds=inputs_embeds, labels=labels, targets=targets)
+        require_tensors(attention_mask=attention_mask, position_ids=position_ids, document_ids=document_ids)
         # Without ids, a placeholder of the same shape stands for them.
         ids = check_inputs(
             input_ids, inputs_embeds, vocabulary=self.config.vocab_size, hidden_size=self.config.hidden_size
@@ -291,9 +296,8 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         if policy is None:
             return
         if not self.method.halts:
-            raise InputError(
-                f"policy: {self.config.method} cannot halt single tokens; use max_iterations to run all fewer times"
-            )
+            cure = "use max_iterations to run all fewer times" if self.config.iterations > 1 else "leave it out"
+            raise InputError(f"policy: {self.config.method} cannot halt single tokens; {cure}")
         policy = as_policy(policy)
         policy.check_signal(self.method.signal, self.config.method, self.config.iterations)
         policy.check(self.config.method, self.config.iterations)

@@ -22,7 +22,7 @@ from adaponder.checkpoints.manifest import MANIFEST, share_weights, verify_files
 from adaponder.checkpoints.special_tokens import require_agreement
 from adaponder.config import AdaPonderConfig
 from adaponder.errors import CheckpointError, InputError, listed
-from adaponder.files import checksums_wanted
+from adaponder.files import checksums_wanted, read_json
 
 _REFUSED = {
     "trust_remote_code": "loading weights never executes code here",
@@ -53,6 +53,12 @@ class StrictCheckpointMixin:
         hub: dict[str, Any] = {name: kwargs[name] for name in ("revision", "cache_dir", "token") if name in kwargs}
         where = fetch(pretrained_model_name_or_path, NEEDED, **hub)
         refuse_unsafe(where)
+        kind = read_json(where / "config.json").get("model_type")
+        if kind not in (None, AdaPonderConfig.model_type):
+            raise CheckpointError(
+                f"{where} holds a {kind} model: open it with AutoModelForCausalLM and wrap it with "
+                "AdaPonderForCausalLM.from_backbone, or use adaponder convert"
+            )
         verify = checksums_wanted() if verify is None else verify
         if verify:
             verify_files(where, may_be_missing=NOT_NEEDED)

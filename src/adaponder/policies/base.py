@@ -65,6 +65,8 @@ class PolicyLine(NamedTuple):
 
 def numbers_of(text: str) -> tuple[float, ...]:
     """Parses comma-separated numbers."""
+    if not text:
+        raise InputError("a value is needed after the word, as in fixed:2")
     try:
         return tuple(float(number) for number in text.split(","))
     except ValueError:
@@ -220,7 +222,7 @@ def as_policy(policy: Policy | Callable[[PolicyInput], Tensor]) -> Policy:
     """Returns the policy itself, or wraps a user's callable."""
     if isinstance(policy, Policy):
         return policy
-    if callable(policy):
+    if callable(policy) and not isinstance(policy, type):
         return Custom(policy)
     cure = "; adaponder.policies.parse_policy makes one of a text" if isinstance(policy, str) else ""
     raise InputError(f"policy={shown(policy)}: a Policy object or a callable taking PolicyInput is needed{cure}")

@@ -80,6 +80,11 @@ _renderer = TemplateRenderer()
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[int], *, special: bool = True) -> list[int]:
     """Returns the token ids of a prompt, text or ids; raises if there are none. ``special`` adds special tokens."""
+    if isinstance(prompt, str):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:  # surrogates stand for the undecodable bytes of an argument or a pipe
+            raise InputError(f"prompt is not UTF-8 text (at character {error.start})") from None
     with panics_as_errors("prompt: the tokenizer cannot encode it"):
         ids = list(tokenizer(prompt, add_special_tokens=special).input_ids) if isinstance(prompt, str) else list(prompt)
     if not ids:

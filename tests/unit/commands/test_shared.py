@@ -14,6 +14,7 @@ from adaponder.conversion.open import load
 from adaponder.data.tokenizers import END, train_bpe
 from adaponder.errors import InputError
 from harness_support import VOCABULARY, reader, words
+from support import stock
 
 
 def another(entries: int, text: str) -> PreTrainedTokenizerFast:
@@ -62,6 +63,13 @@ def test_the_same_tokenizer_from_elsewhere_is_taken_and_so_is_one_where_there_is
         open_tokenizer(model, folder, str(folders / "large"))
     with pytest.raises(InputError, match="bare has no tokenizer; name a folder"):
         open_tokenizer(model, folder, None)
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "llama", "gpt2"])
+def test_a_stock_decoder_saved_without_its_tokenizer_has_none(tmp_path, family):
+    stock(family).save_pretrained(tmp_path)  # for some families transformers would make an empty tokenizer
+    with pytest.raises(InputError, match=f"{tmp_path.name} has no tokenizer; name a folder"):
+        open_subject(str(tmp_path))
 
 
 def test_a_checkpoint_smaller_than_its_own_tokenizer_is_refused(folders, tmp_path):

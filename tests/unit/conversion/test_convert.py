@@ -96,6 +96,9 @@ def test_between_methods_and_there_and_back_the_backbone_stays(tmp_path, source)
     done = convert.convert(str(tmp_path / "ada"), tmp_path / "loop", method="loop")
     assert done.iterations == 3
     assert done.checks[0].holds
+    convert.convert(str(tmp_path / "ada"), tmp_path / "plain", method="vanilla")
+    done = convert.convert(str(tmp_path / "plain"), tmp_path / "deep", method="adaponder")
+    assert (done.kind, done.iterations) == ("vanilla", 4)
     done = convert.convert(str(tmp_path / "ada"), tmp_path / "back", method="backbone")
     assert done.checks[0].difference == 0
     before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (source, tmp_path / "back"))

@@ -88,10 +88,19 @@ def test_repaired_documents_and_an_empty_split_are_remarked(tokenizer, tmp_path,
 def test_what_one_worker_refuses_several_refuse_too(tmp_path, tokenizer):
     (tmp_path / "nothing.txt").write_text("")
     write_megatron(tmp_path / "m", [[1, 2], [3, 999]])
-    refused = {"nothing.txt": (DataError, "empty"), "m.bin": (InputError, r"m\.bin, document 1: token id 999 at 1 ")}
+    refused = {"nothing.txt": (InputError, "empty"), "m.bin": (InputError, r"m\.bin, document 1: token id 999 at 1 ")}
     for name, (error, says) in refused.items():
         with pytest.raises(error, match=says):
             prepare([str(tmp_path / name)], out=tmp_path / f"{name} out", tokenizer=str(tokenizer), workers=2)
+
+
+def test_inputs_without_text_leave_the_output_folder_to_the_next_inputs(tmp_path, tokenizer):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "nothing.txt").write_text("")
+    for name in ("folder", "nothing.txt"):
+        with pytest.raises(InputError, match=f"{name}: no files, or only empty"):
+            prepare([str(tmp_path / name)], out=tmp_path / "out", tokenizer=str(tokenizer))
+    assert not (tmp_path / "out").exists()
 
 
 def test_hashing_the_inputs_reports_every_block(tmp_path, tokenizer, monkeypatch):

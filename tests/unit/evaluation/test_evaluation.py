@@ -84,6 +84,9 @@ def test_foreign_tokens_and_empty_texts_are_refused(stock, records, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(InputError, match=r"--data .*empty.txt"):
         open_text(str(tmp_path / "empty.txt"), words, whose="stock")
+    prepare([str(records)], out=tmp_path / "all", tokenizer=str(stock), validation=0.0, workers=1)
+    with pytest.raises(InputError, match="no text in its validation split; name the other with --split"):
+        open_text(str(tmp_path / "all"), words, whose="stock")
     with pytest.raises(InputError, match="no such file"):
         open_text(str(tmp_path / "nowhere"), words, whose="stock")
 

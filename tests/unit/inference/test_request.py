@@ -8,12 +8,12 @@ import pytest
 import torch
 from own_policy import UntilLikely
 
-from adaponder import AdaPonderForCausalLM
+from adaponder import AdaPonderForCausalLM, Engine
 from adaponder.errors import InputError
 from adaponder.inference.outputs import Completion, Token
 from adaponder.inference.request import Request, check_request
 from adaponder.policies import ExitThreshold, FixedDepth, ForcedDepths, LearnedGate, Ranked, Uniform
-from support import POSITIONS, VOCABULARY, tiny
+from support import POSITIONS, VOCABULARY, stock, tiny
 
 PROMPT = [3, 1, 4, 1, 5]
 K = 4
@@ -86,6 +86,14 @@ def test_invalid_values_are_refused_by_the_name_of_their_field(model, field, val
     for value in values:
         with pytest.raises(InputError, match=field):
             check(model, Request(**{"prompt": PROMPT, "max_new_tokens": 40} | {field: value}))
+
+
+def test_what_is_no_request_or_no_model_is_refused(model):
+    with pytest.raises(InputError, match=r"request=\[1, 2\] must be a Request"):
+        next(Engine(model, lanes=1).stream([1, 2]))  # pyright: ignore[reportArgumentType]
+    for wrong in ("sample", stock()):
+        with pytest.raises(InputError, match=f"model is a {type(wrong).__name__}.*from_pretrained"):
+            Engine(wrong)  # pyright: ignore[reportArgumentType]
 
 
 def test_policies_without_thresholds_or_depths_for_every_slot_are_refused(model):

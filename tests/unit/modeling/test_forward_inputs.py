@@ -61,6 +61,10 @@ WRONG = {
     "documents-many": ("document_ids", {"input_ids": ids(), "document_ids": ids(3, 9)}),
     "objective": (r"objective=0\.1", {"input_ids": ids(), "labels": ids(), "objective": 0.1}),
     "policy": ("policy", {"input_ids": ids(), "policy": 3}),
+    "ids-list": ("input_ids is a list, it must be a tensor", {"input_ids": [[1, 2]]}),
+    "labels-list": ("labels is a list", {"input_ids": ids(), "labels": ids().tolist()}),
+    "mask-list": ("attention_mask is a list", {"input_ids": ids(), "attention_mask": ids().tolist()}),
+    "policy-class": ("policy=<class", {"input_ids": ids(), "policy": FixedDepth}),
     "misspelled": ("polcy", {"input_ids": ids(), "polcy": FixedDepth(1)}),
 }
 
@@ -78,7 +82,7 @@ def test_an_invalid_argument_is_refused_in_one_line_that_names_it(model, case):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("case", ["too-large", "floating", "empty-batch"])
+@pytest.mark.parametrize("case", ["too-large", "floating", "empty-batch", "ids-list"])
 def test_generate_checks_its_prompt_before_the_first_token(model, case):
     _, given = WRONG[case]
     with pytest.raises(AdaPonderError, match=r"input_ids|inputs_embeds") as error:

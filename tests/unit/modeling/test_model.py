@@ -39,6 +39,15 @@ def test_saved_and_loaded_through_the_auto_classes_it_is_the_same_model(tmp_path
     assert f"{model.num_parameters():,}" in card
 
 
+def test_a_stock_folder_and_what_is_no_stock_decoder_are_refused_with_the_cure(tmp_path):
+    stock().save_pretrained(tmp_path)
+    with pytest.raises(AdaPonderError, match=r"holds a gpt_neox model: .*from_backbone"):
+        AdaPonderForCausalLM.from_pretrained(tmp_path)
+    for wrong in ("EleutherAI/pythia-70m", tiny()):
+        with pytest.raises(AdaPonderError, match=f"stock is a {type(wrong).__name__}: .*AutoModelForCausalLM"):
+            AdaPonderForCausalLM.from_backbone(wrong)  # pyright: ignore[reportArgumentType]
+
+
 def test_the_loss_is_the_stock_models_and_its_terms_add_up():
     model = tiny("adaponder", iterations=4)
     labels = ids().clone()

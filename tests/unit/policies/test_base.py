@@ -155,6 +155,7 @@ def test_a_policy_and_its_line_convert_into_each_other(line):
         ("fast:1", "name one of .*gate.*ranked-shares.*, then a colon"),
         *((line, "name one of") for line in ("gate:0.1@0.2", "ranked-uniform:0.9@0.1", "router:1", "")),
         ("gate:x", "not a number"),
+        *((line, "value is needed.*fixed:2") for line in ("fixed", "gate:")),
         ("gate:1.5", "tau"),
         ("fixed:nan", "whole number"),
         ("random:0.1,0.2", "one value"),

@@ -66,6 +66,12 @@ def test_no_process_is_started_where_no_template_is_rendered(monkeypatch):
         chat_text("messages", tokenizer(), MESSAGES)
 
 
+@pytest.mark.parametrize("prompt", ["caf\udce9", "\ud800"])
+def test_a_prompt_that_is_not_utf_8_is_refused(prompt):
+    with pytest.raises(InputError, match=r"^prompt is not UTF-8 text"):
+        encode(tokenizer(), prompt)
+
+
 def test_a_panic_of_the_tokenizer_is_an_error_in_one_line(monkeypatch, capfd):
     monkeypatch.setattr("threading.active_count", lambda: 1)  # test runners have threads of their own
     with pytest.raises(BaseException, match="retry-limit") as refusal:
