@@ -120,6 +120,7 @@ app = typer.Typer(
     "Start with [bold]adaponder puzzle[/] (seconds) or [bold]adaponder demo[/] (minutes), or convert a checkpoint you "
     "have.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )

@@ -6,7 +6,7 @@ import json as jsonlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import add
@@ -84,7 +84,7 @@ def generate(
     if interactive:
         shared.refuse("--interactive", prompt=prompt, prompt_file=prompt_file, json=json, samples=samples > 1)
     prompts = [] if interactive else read_prompts(prompt, prompt_file)
-    from adaponder.commands.interactive import Conversation, LiveText
+    from adaponder.commands.interactive import Conversation, LiveText, ctrl_c_noted
 
     model, folder, tokenizer = opening.generator(checkpoint)
     settings["policy"] = depth.choose(model, folder)
@@ -99,9 +99,11 @@ def generate(
     streams = console.is_terminal and len(prompts) == samples == 1
     live = LiveText(depth.max_iterations or model.config.iterations, colours=depth_colours) if streams else None
     began = time.perf_counter()
-    completions = continue_prompts(
-        model, tokenizer, prompts, settings=settings, chat=chat, stops=stops, lanes=lanes, drafts=drafts, live=live
-    )
+    engine: dict[str, Any] = {"chat": chat, "stops": stops, "lanes": lanes, "drafts": drafts}
+    with ctrl_c_noted() as interrupted:
+        completions = continue_prompts(
+            model, tokenizer, prompts, settings=settings, live=live, until=interrupted, **engine
+        )
     show(completions, colours=depth_colours, text=not streams, stats=stats)
     seconds = time.perf_counter() - began
     new_tokens = sum(len(completion.pieces) - completion.prompt for completion in completions)
@@ -109,6 +111,8 @@ def generate(
     values = [completion.as_dict() for completion in completions]
     # The fields of a single completion are also at the top level.
     write_json(json, result | {"completions": values} | (values[0] if len(values) == 1 else {}))
+    if interrupted():
+        raise KeyboardInterrupt  # what was generated has been shown and written
     return completions
 
 
@@ -170,7 +174,7 @@ class Generated:
     """A prompt and its continuation: the text and depth of each token, and the cost.
 
     Attributes:
-        depths: depth of each token; 0 for the last, which was generated but never fed to the model.
+        depths: depth of each token; 0 for tokens that were never fed to the model, such as the last generated one.
         prompt: number of prompt tokens, which come first in ``pieces``.
         deepest: the maximum depth that was allowed.
         decode: cost of the generated tokens; its seconds include the prefill.
@@ -217,11 +221,12 @@ def continue_prompts(
     lanes: int = 64,
     drafts: int | None = None,
     live: LiveText | None = None,
+    until: Callable[[], bool] = lambda: False,
 ) -> list[Generated]:
     """Continues the prompts with the engine.
 
     ``settings`` are fields of a request, such as ``samples``. With ``chat`` each prompt is a user's message. ``live``
-    shows the text of a single prompt as it is generated.
+    shows the text of a single prompt as it is generated. Once ``until`` returns true, all texts end as they are.
     """
     from adaponder.inference.engine import Engine
     from adaponder.text import TextEngine, chat_ids, encode, pieces
@@ -250,20 +255,21 @@ def continue_prompts(
     if live is not None:
         with live:
             live.say("".join(pieces(tokenizer, ids[0])), style="bold")
-            text_engine.finish(lambda event: (note(event), live.show(event)))
+            text_engine.finish(lambda event: (note(event), live.show(event)), until=until)
     else:
         with counting("generating", len(writings)) as advance:
-            text_engine.finish(lambda event: (note(event), advance(int(event.done))))
+            text_engine.finish(lambda event: (note(event), advance(int(event.done))), until=until)
     shape = engine.runner.backbone_shape
     completions = []
     for writing in writings:
         request, read = writing.request, [depth for depth in writing.depths if depth]
         rule = {"policy": request.policy, "max_iterations": request.max_iterations}
         prefill, decode = _cost(model, read, len(request.prompt), shape, **rule)
+        texts = [*pieces(tokenizer, request.prompt), *writing.pieces]
         completions.append(
             Generated(
-                pieces=[*pieces(tokenizer, request.prompt), *writing.pieces],
-                depths=writing.depths,
+                pieces=texts,
+                depths=writing.depths + [0] * (len(texts) - len(writing.depths)),
                 prompt=len(request.prompt),
                 deepest=request.max_iterations or model.config.iterations,
                 finish_reason=writing.finish_reason or "cancelled",
@@ -284,7 +290,7 @@ def _cost(
     from adaponder.evaluation.meter import Meter
 
     prefill, decode = (Meter(model.config, dtype=model.dtype, device=model.device, shape=shape) for _ in range(2))
-    read = torch.tensor([depths])
+    read = torch.tensor([depths], dtype=torch.long)
     prefill.add(read[:, :prompt], logits=1, **rule)
     # Counting token by token is as slow as generating; it is needed only if each pass expands all cached keys again.
     chunk = 1 if shape.expansion else max(1, len(depths) - prompt)

@@ -24,7 +24,7 @@ from adaponder.errors import InputError
 from adaponder.evaluation.meter import Meter
 from adaponder.policies import Entropy
 from adaponder.terminal import Screen, plain
-from adaponder.text import Writing
+from adaponder.text import TextEngine, Writing
 from harness_support import reader, words
 
 GREEDY = ("--greedy", "--max-new-tokens", "8")
@@ -227,6 +227,23 @@ def test_ctrl_c_ends_the_text_and_not_the_program(monkeypatch, checkpoint):
     assert "stopped; 3 tokens, " in shown or "stopped; 4 tokens, " in shown
     assert "2 tokens, " in shown
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_shows_and_writes_what_was_generated(monkeypatch, checkpoint, tmp_path):
+    step = TextEngine.step
+
+    def interrupted(self):
+        if any(writing.finish_reason for writings in self._writings.values() for writing in writings):
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self)
+
+    monkeypatch.setattr(TextEngine, "step", interrupted)
+    out = tmp_path / "out.json"
+    with pytest.raises(KeyboardInterrupt):
+        generate.generate(checkpoint, prompt=["a", "b"], samples=2, lanes=1, max_new_tokens=5, greedy=True, json=out)
+    completions = json.loads(out.read_text())["completions"]
+    assert [completion["finish_reason"] for completion in completions] == ["length"] + ["cancelled"] * 3
+    assert completions[0]["text"]
 
 
 TEMPLATE = (
