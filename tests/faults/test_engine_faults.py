@@ -232,7 +232,7 @@ def test_streams_at_the_same_time_yield_the_tokens_of_each_alone(model, engine):
     assert all(next(stream, None) is None for stream in streams)
     assert ids == [solo(model, request, tokens=40)[0].ids for request in requests]
     with pytest.raises(InputError, match="samples=2"):
-        next(engine.stream(Request([1], samples=2)))
+        next(engine.stream(Request([1], max_new_tokens=2, samples=2)))
     finish(engine)
 
 
