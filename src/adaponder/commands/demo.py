@@ -90,7 +90,7 @@ def compare_with_sample(trained: Path) -> list[dict[str, Any]]:
     from adaponder.evaluation.scoring import ScoringOptions
 
     sample = full_name(SAMPLE)
-    (text,) = _generate(sample, max_new_tokens=60, temperature=0.6, seed=6)
+    (text,) = _generate(sample, max_new_tokens=60, temperature=0.8)
     console.print(by_depth(text.pieces, text.depths, text.deepest))
     console.print(legend(text.deepest))
     rows, cells, reading = [], [], Reading()
