@@ -2,9 +2,7 @@
 
 ``values.json`` holds the values of commit 9e23d55, and ``fixtures/`` holds files which that commit wrote: a checkpoint
 of every method, a prepared data folder, and a run folder that was stopped after step 2 of 4. A refactoring leaves both
-as they are; ``test_fingerprints.py`` compares. Only whole forwards and training steps on one family are here: the laws
-compare everything else with them (the cache, the engine, packed documents, other families), and policies are computed
-by hand in ``unit/policies/test_rows.py``.
+as they are; ``test_fingerprints.py`` compares.
 
 Each tensor is stored as its shape, two numbers (its norm and a weighted sum) and the SHA-256 of its bytes. Whole
 numbers (depths, token ids) must always be equal. The two numbers must agree to 1e-10 in float64 and 1e-5 in float32,
@@ -41,8 +39,9 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from adaponder import AdaPonderConfig, AdaPonderForCausalLM, Objective
-from support import FAMILIES, METHODS, ids, stir
+from adaponder import AdaPonderConfig, AdaPonderForCausalLM, Engine, ForcedDepths, Objective, Request
+from adaponder.policies import parse_policy
+from support import FAMILIES, HALTING, METHODS, ids, stir, tiny
 
 HERE = Path(__file__).parent
 VALUES, FIXTURES = HERE / "values.json", HERE / "fixtures"
@@ -65,6 +64,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "pondernet state scale": ("pondernet", {"state_scale": 0.5}),
     "anytime priors": ("anytime", {"halt_prior": 2.0, "loss_prior": [0.5, 0.3, 0.2], "lookahead_by": "nats"}),
     "anytime gates": ("anytime", {"gate_share": 0.4}),
+}
+POLICIES = (
+    *("fixed:2", "gate:0.4", "gate:0.3,0.6", "entropy:3.2", "entropy:3.6", "kl:0.4", "change:0.5", "confidence:0.05"),
+    *("confidence:0.1", "similarity:0.8", "similarity:0.95", "random:0.6", "random-rates:0.7", "uniform:0.5@0.4,0.6"),
+    *("geometric:0.5@0.3,0.7", "shares:0.7,0.3@0.4,0.5", "ranked-uniform:0.5", "ranked-geometric:0.6"),
+    "ranked-shares:0.8,0.4",
+)
+EXIT_POLICIES = ("exit:0.7", "sampled-exit")
+METHOD_POLICIES = {"mor": ("router",), "ouro": EXIT_POLICIES, "act": EXIT_POLICIES, "pondernet": EXIT_POLICIES}
+ENGINES: dict[str, dict[str, Any]] = {
+    "stock body": {"body": "stock"},
+    "drafts": {"drafts": 3},
+    "top-k": {"expectation_top_k": 5},
+    "late": {"late": True, "burst": 3},
+    "few rows": {"rows": 160},
+    "no sharing": {"share_prefixes": False},
 }
 
 
@@ -173,6 +188,80 @@ def training_values(model: AdaPonderForCausalLM, execution: str, objective: Obje
     model.eval()
 
 
+@torch.no_grad()
+def cached_values(model: AdaPonderForCausalLM) -> Iterator[tuple[str, Any]]:
+    """Yields logits and depths of decoding through a cache in chunks, and what ``generate`` writes."""
+    tokens, mask = padded_batch()
+    ledger, logits = None, []
+    for start, end in ((0, 5), (5, 6), (6, 7), (7, 11)):
+        output = model(
+            tokens[:, start:end], attention_mask=mask[:, :end], past_key_values=ledger, use_cache=True, seed=3
+        )
+        ledger = output.past_key_values
+        logits.append(output.logits)
+    yield "logits", torch.cat(logits, 1)[mask.bool()]
+    yield "depth", ledger.depth
+    prompt = {"attention_mask": mask[:2], "max_new_tokens": 8, "pad_token_id": 0, "seed": 4}
+    yield "greedy ids", model.generate(tokens[:2], do_sample=False, **prompt)
+    torch.manual_seed(1)
+    yield "sampled ids", model.generate(tokens[:2], do_sample=True, temperature=0.8, top_k=20, **prompt)
+
+
+def engine_requests(method: str, iterations: int) -> list[Request]:
+    """Returns requests that use every option once."""
+    prompts = ids(6, 13, seed=9).tolist()
+    prompts[1][:9] = prompts[0][:9]
+    details = {"log_probabilities": 3, "prompt_log_probabilities": 2, "iteration_top": 2, "gates": True}
+    sampling = {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "logit_bias": {3: 5.0, 11: -50.0}, "samples": 2}
+    penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4}
+    requests = [
+        Request(prompts[0], max_new_tokens=6, temperature=0.0, **details),
+        Request(prompts[1], max_new_tokens=6, temperature=0.9, seed=3, **sampling, **penalties, **details),
+        Request(prompts[2][:2], max_new_tokens=9, temperature=0.0, stop_ids=tuple(range(0, 61, 4)), min_new_tokens=2),
+    ]
+    if method in HALTING:
+        requests += [
+            Request(prompts[3], max_new_tokens=4, temperature=0.0, policy=parse_policy("random:0.6"), seed=8),
+            Request(prompts[4], max_new_tokens=4, temperature=0.0, depths=[1, 3, 0, 2]),
+        ]
+    if iterations > 1 and method != "pause":
+        requests.append(Request(prompts[5], max_new_tokens=4, temperature=0.0, max_iterations=2))
+    return requests
+
+
+def engine_values(model: AdaPonderForCausalLM, **options: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the completions of the batching engine."""
+    engine = Engine(model, **({"lanes": 3, "chunk": 21, "tokens": 40, "prefix_block": 4} | options))
+    requests = engine_requests(model.config.method, model.config.iterations)
+    for number, completions in enumerate(engine.generate(requests)):
+        for done in completions:
+            name = f"request {number} sample {done.sample}"
+            yield f"{name} ids", done.ids
+            yield f"{name} depths", done.depths
+            yield f"{name} end", [done.finish_reason, done.stop_id, done.cached_tokens, done.error]
+            numbers = [value for token in done.tokens for value in token.gates]
+            numbers += [token.log_probability for token in done.tokens if token.log_probability is not None]
+            tops = [top for token in done.tokens for top in (token.top, *token.iteration_top)]
+            for token in done.prompt_log_probabilities or ():
+                numbers += [] if token.log_probability is None else [token.log_probability]
+                tops.append(token.top)
+            yield f"{name} top ids", [id for top in tops for id, _ in top]
+            numbers += [number for top in tops for _, number in top]
+            if numbers:
+                yield f"{name} numbers", torch.tensor(numbers, dtype=torch.float64)
+
+
+def policy_values(model: AdaPonderForCausalLM) -> Iterator[tuple[str, Any]]:
+    """Yields the depths that each policy, read from its text, gives."""
+    tokens = ids(2, 12, seed=4)
+    for line in POLICIES + METHOD_POLICIES.get(model.config.method, ()):
+        with torch.no_grad():
+            yield line, model(tokens, policy=parse_policy(line), seed=6, output_logits=False).depth
+    forced = ForcedDepths(1 + torch.arange(24).view(2, 12) % 3)
+    with torch.no_grad():
+        yield "forced logits", model(tokens, policy=forced).logits
+
+
 def method_values(method: str, precisions: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yields everything that a method computes by name."""
     for precision in precisions:
@@ -180,9 +269,14 @@ def method_values(method: str, precisions: Sequence[str]) -> Iterator[tuple[str,
         objective = Objective(ponder_weight=0.7, ponder_fraction=0.4)
         parts = {f"training, {execution}": training_values(model, execution, objective) for execution in EXECUTIONS}
         parts |= {execution: forward_values(model, execution) for execution in EXECUTIONS}
+        parts |= {"cached": cached_values(model), "engine": engine_values(model)}
         parts["training, no logits"] = training_values(model, "dense", objective, output_logits=False)
+        if method in HALTING:
+            parts["policy"] = policy_values(model)
         if method == "ouro":
             parts["training, stage 2"] = training_values(model, "dense", Objective(exit_stage=2))
+        if method == "adaponder" and precision == "float64":
+            parts |= {f"engine, {name}": engine_values(model, **options) for name, options in ENGINES.items()}
         for part, values in parts.items():
             yield from ((f"{method} {precision} {part}: {name}", value) for name, value in values)
 
@@ -208,6 +302,30 @@ def variant_values() -> Iterator[tuple[str, Any]]:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         weights = [parameter.detach().flatten() for _, parameter in sorted(model.named_parameters())]
         yield f"new {method} float32: weights", torch.cat(weights)
+
+
+def family_values() -> Iterator[tuple[str, Any]]:
+    """Yields what adaponder computes around each family of backbones."""
+    for family in FAMILIES:
+        model = tiny("adaponder", family)
+        objective = Objective(ponder_weight=0.7, ponder_fraction=0.4)
+        parts = {execution: forward_values(model, execution) for execution in EXECUTIONS}
+        parts |= {"training": training_values(model, "dense", objective)}
+        parts |= {"cached": cached_values(model), "engine": engine_values(model)}
+        for part, values in parts.items():
+            yield from ((f"{family} float64 {part}: {name}", value) for name, value in values)
+
+
+def packed_values() -> Iterator[tuple[str, Any]]:
+    """Yields logits of several documents packed into one sequence."""
+    documents = torch.tensor([[0] * 4 + [1] * 5 + [2] * 3] * 2)
+    for method in METHODS:
+        model = stored(method, torch.float64)
+        for execution in EXECUTIONS:
+            with torch.no_grad():
+                output = model(ids(2, 12, seed=2), document_ids=documents, execution=execution, labels=ids(2, 12))
+            yield f"{method} float64 packed, {execution}: logits", output.logits
+            yield f"{method} float64 packed, {execution}: loss", output.loss
 
 
 def adaponder(*arguments: str, folder: Path) -> None:
@@ -267,18 +385,18 @@ def write_fixtures() -> None:
     (training / "run" / ".lock").unlink()
 
 
-GROUPS = (*METHODS, "variants", "prepared", "resumed")
+GROUPS = (*METHODS, "variants", "families", "packed", "prepared", "resumed")
 
 
 def group_values(group: str, folder: Path, precisions: Sequence[str] = tuple(DTYPES)) -> dict[str, Any]:
     """Returns the fingerprints of one group by name; ``folder`` is a new place for files."""
     folder.mkdir(parents=True)
+    with_files = {"prepared": prepared_values, "resumed": resumed_values}
+    without = {"variants": variant_values, "families": family_values, "packed": packed_values}
     if group in METHODS:
         values = method_values(group, precisions)
-    elif group == "variants":
-        values = variant_values()
     else:
-        values = {"prepared": prepared_values, "resumed": resumed_values}[group](folder)
+        values = with_files[group](folder) if group in with_files else without[group]()
     return {name: fingerprint(value) for name, value in values}
 
 

@@ -13,7 +13,7 @@ CASES = [(group, precision) for group in GROUPS for precision in (DTYPES if grou
 
 def is_further(group: str, precision: str) -> bool:
     """Returns whether make test-every checks this case: its code also runs in the others or in the laws."""
-    return precision == "float32" and group != "adaponder"
+    return group == "families" or (precision == "float32" and group != "adaponder")
 
 
 @pytest.mark.parametrize(
