@@ -1,6 +1,6 @@
-"""Parses device names and precisions, and chooses the autocast of a run.
+"""Parses device names and dtypes, and builds the autocast context of a run.
 
-torch is imported inside functions, so that the command line can list precisions without it.
+torch is imported inside functions, so that the command line can list dtypes without it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 # Values of --dtype; auto: the precision that the weights were saved in, but at least float32 on a CPU.
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-# Values of --weights: the layers' linear maps quantised to one byte per number, or half precision throughout.
+# Values of --weights: int8 and fp8 quantise the layers' linear maps to one byte per weight; bfloat16 and float16
+# convert the whole model.
 WEIGHTS = ("int8", "fp8", "bfloat16", "float16")
 
 
@@ -34,7 +35,7 @@ def as_device(name: str) -> torch.device:
 
 
 def as_dtype(name: str) -> str | torch.dtype:
-    """Returns the torch dtype ``name``; ``auto`` stays a string, with which Hugging Face loads the saved dtype."""
+    """Returns the torch dtype ``name``; ``auto`` stays a string, which makes Hugging Face load the saved dtype."""
     import torch
 
     if name not in DTYPES:

@@ -1,4 +1,4 @@
-"""Defines gates, the halting threshold, the gated update, and the gates that the ponder loss ranks."""
+"""Defines gates, the halting threshold, the gated update, and the gate values that the ponder loss ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adaponder.ops.precision import wide_dtype, widened
 
 
 class Column(nn.Linear):
-    """A linear layer to one number, in at least float32: near the logit of tau = 1e-4, bf16 values are 1/16 apart."""
+    """A linear layer to one number, in at least float32: adjacent bf16 logits near tau = 1e-4 differ by 1/16."""
 
     def __init__(self, width: int):
         super().__init__(width, 1)
@@ -23,7 +23,7 @@ class Column(nn.Linear):
         wide = wide_dtype(hidden.dtype)
         hidden, weight, bias = hidden.to(wide), self.weight.to(wide), self.bias.to(wide)
         if is_compiling():
-            # The compiler fuses this sum with the operations before it; a matrix product would read it from memory.
+            # The compiler fuses this sum with the operations before it; a matrix product needs their result stored.
             return (hidden * weight).sum(-1, keepdim=True) + bias
         with torch.autocast(hidden.device.type, enabled=False):
             return nn.functional.linear(hidden, weight, bias)
@@ -116,11 +116,11 @@ def bottom_k_mean(values: Tensor, fraction: float) -> Tensor:
 
 
 def ponder_pool(logits: Tensor, real: Tensor | None, depth: Tensor, *, on: str, pool: str) -> Tensor:
-    """Returns the gate values that the ponder loss ranks, K-1 per real token (``real=None``: per token).
+    """Returns the gate values that the ponder loss ranks, K-1 per real token (``real=None``: all tokens are real).
 
     ``on`` selects logits ``[batch, time, K-1]`` or their probabilities. A token of depth D was active at gates
     ``i < D``. Its later gates keep their value, computed from the frozen hidden state (``pool="all"`` and ``"each"``),
-    or count as constant 0 (``pool="closed"``).
+    or are replaced by the constant 0 (``pool="closed"``).
     """
     values = gate_probability(logits) if on == "probabilities" else logits
     if pool == "closed":

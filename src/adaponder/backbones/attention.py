@@ -35,7 +35,7 @@ class Lane(NamedTuple):
     arrived: list[bool]
 
     def of_layer(self, layer: int) -> Lane:
-        """Returns a lane of one layer that does not contain its index, so that one compiled graph fits all layers."""
+        """Returns this lane for one layer, without the layer's index, so that all layers share one compiled graph."""
         return Lane(self.rows, [self.windows[layer]], [])
 
     def take(self, layer: int, lane: Lane) -> None:
@@ -68,7 +68,7 @@ def attend(
     lane: Lane | LedgerLane | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Computes attention for a decoder's attention module: over the rows of ``lane`` if there is one, else ``sdpa``."""
+    """Computes attention for a decoder's attention module: over the rows of ``lane`` if given, else by ``sdpa``."""
     if lane is not None:
         lane.arrived.append(True)
         mixed = lane.mix(

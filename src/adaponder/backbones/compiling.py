@@ -1,7 +1,7 @@
 """Compiles passes over the backbone: either one layer, with a graph that all layers share, or a whole pass.
 
-A layer compiles in seconds. A whole pass takes a minute or two with 24 layers and nearly halves the host's work, which
-matters if the host is slower than the GPU.
+A layer compiles in seconds. A whole pass of 24 layers compiles in a minute or two and nearly halves the host's work,
+which matters if the host is slower than the GPU.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Layers:
             raise BackboneError(
                 f"{type(body).__name__} has no list of its {len(windows)} layers; compile by='pass' instead"
             )
-        # The recompile limit counts the graphs of all layers together, and each distinct window may need a dozen:
-        # with or without rows to reuse, in training or evaluation, for static or dynamic shapes.
+        # The recompile limit counts the graphs of all layers together. Each distinct window may need a dozen: with or
+        # without rows to reuse, in training or evaluation, for static or dynamic shapes.
         self.limit = 2 * torch._dynamo.config.recompile_limit * len(set(windows))
         kinds = {type(layer) for layer in self.layers}
         self.forwards = {kind: compiled(kind.forward, memory_budget, options) for kind in kinds}
@@ -89,7 +89,7 @@ class Layers:
 
 
 def vary(tensors: Sequence[Tensor | None], dimension: int) -> None:
-    """Marks a dimension, whose size differs from pass to pass, as dynamic for the compiler."""
+    """Marks a dimension of these tensors as dynamic for the compiler, because its size differs from pass to pass."""
     for tensor in tensors:
         if tensor is not None:
             torch._dynamo.maybe_mark_dynamic(tensor, dimension)

@@ -32,7 +32,7 @@ def _obstacle(stock: PreTrainedModel) -> str | None:
         return "it is an encoder-decoder; a decoder that reads its own embeddings is needed"
     kinds = set(getattr(config, "layer_types", None) or [])
     if any("linear" in kind or kind in ("conv", "mamba", "recurrent") for kind in kinds):
-        return "linear-attention and convolution layers keep one running state, not a row per token to reuse"
+        return "linear-attention and convolution layers keep one running state instead of one row per token to reuse"
     if unknown := kinds - {"full_attention", "sliding_attention"}:
         return f"attention of kind {', '.join(sorted(unknown))} is not modelled"
     if "longrope" in rope_types(config):
@@ -40,7 +40,7 @@ def _obstacle(stock: PreTrainedModel) -> str | None:
     harmless = {"final_logit_softcapping": (None, 0), "logit_scale": (None, 1), "logits_scaling": (None, 1)}
     for name, values in (harmless | {"lm_head_multiplier": (None, 1)}).items():
         if getattr(config, name, None) not in values:
-            return f"{name} changes its logits, and the expectation over the vocabulary is of a linear head"
+            return f"{name} changes its logits, and the expectation over the vocabulary supports only a linear head"
     if not isinstance(head, nn.Linear):
         return f"its head is a {type(head).__name__}, not a linear map of the hidden state"
     if not isinstance(embedding, nn.Embedding):
@@ -98,8 +98,3 @@ def decoder_layers(body: nn.Module, count: int) -> list[nn.Module]:
 def has_attention_dropout(config: PreTrainedConfig) -> bool:
     """Returns whether the config sets dropout of attention weights (it applies in training mode)."""
     return any(getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "attn_dropout"))
-
-
-def unfolds(config: PreTrainedConfig) -> bool:
-    """Returns whether the cache holds compressed keys and values, which each pass expands (latent attention)."""
-    return getattr(config, "qk_head_dim", None) is not None

@@ -1,8 +1,8 @@
 """Initialises weights for training from scratch, small enough that K iterations of a deep stack do not diverge.
 
-The rule is PonderLM's, also for its loop baseline: matrices and embedding tables are drawn from a normal of variance
-2 / (5 d), truncated at three standard deviations; projections into the residual stream are divided by
-sqrt(2 * layers * K), because K iterations add to the stream 2 * layers * K times.
+This is PonderLM's rule, which it also uses for its loop baseline: weights of matrices and embedding tables are drawn
+from a normal distribution of variance 2 / (5 d), truncated at three standard deviations; projections into the residual
+stream are divided by sqrt(2 * layers * K), because K iterations add to the stream 2 * layers * K times.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def depth_scaled_(stock: PreTrainedModel, *, iterations: int, seed: int) -> None
 
 
 def _truncated_normal_(weight: torch.Tensor, std: float, generator: torch.Generator) -> None:
-    # Float32 gives equal weights in every precision; the generator is on the CPU in training, so on every device too.
+    # Drawing in float32 gives equal weights in every precision. In training the generator is on the CPU, which gives
+    # equal weights on every device.
     drawn = torch.empty(weight.shape, dtype=torch.float32, device="meta" if weight.is_meta else generator.device)
     nn.init.trunc_normal_(drawn, std=std, a=-3.0 * std, b=3.0 * std, generator=generator)
     weight.copy_(drawn)

@@ -32,7 +32,7 @@ class IterationView(Cache):
     previous: list[KeysValues] | None = None  # keys and values of an earlier pass by layer, in views that have them
 
     def __init__(self, layers: int):
-        super().__init__(layers=[])
+        super().__init__(layers=[])  # an empty cache to the backbone, which then builds a plain causal mask
         self.calls = [0] * layers
         self.written: list[KeysValues | None] = [None] * layers
         self.single = False  # whether of_layer made this view, which then has the rows of one layer
@@ -59,7 +59,7 @@ class IterationView(Cache):
         return [row for row in self.written if row is not None]
 
     def of_layer(self, layer: int) -> IterationView:
-        """Returns a view of one layer that does not contain its index, so that one compiled graph fits all layers."""
+        """Returns this view for one layer, without the layer's index, so that all layers share one compiled graph."""
         view = copy.copy(self)
         view.single, view.calls, view.written = True, [0], [None]
         if self.previous is not None:
@@ -71,24 +71,6 @@ class IterationView(Cache):
         self.calls[layer] += view.calls[0]
         self.written[layer] = view.written[0]
 
-    # The backbone reads these sizes to build its own mask, which happens in plain causal passes only.
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return query_length, 0
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [False] * len(self.calls)
-
-    @property
-    def is_compileable(self) -> bool:
-        return False
-
 
 class PlainView(IterationView):
     """A view that reuses nothing: every layer reads the rows that it has just written."""
@@ -99,9 +81,10 @@ class PlainView(IterationView):
 
 
 class DenseView(IterationView):
-    """Algorithm 2: returns ``where(active, new, previous)`` for all tokens ``[batch, time]``.
+    """View of a dense pass (Algorithm 2): keys and values are ``where(active, new, previous)`` for all tokens.
 
-    ``previous`` has the rows of the previous iteration; ``None`` (first iteration, no reuse): all rows are new.
+    ``previous`` has the keys and values of the previous iteration. If it is ``None`` (first iteration, or a method that
+    does not reuse them), all are new.
     """
 
     def __init__(self, layers: int, *, previous: list[KeysValues] | None, active: Tensor | None):
@@ -178,7 +161,7 @@ class _Merged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grid: Tensor, rows: Tensor, place: Tensor, sequence: Tensor, slot: Tensor) -> Tensor:
         ctx.save_for_backward(place, sequence, slot)
-        # The grid is the second operand, because its layout decides that of the result: compiled graphs depend on it.
+        # The grid is the second operand, whose layout becomes that of the result, on which compiled graphs depend.
         return torch.where(_columns(place < 0), grid, rows[place.clamp_min(0)].transpose(1, 2))
 
     @staticmethod
@@ -215,14 +198,13 @@ class RowPlan:
 class RowView(IterationView):
     """The view of a pass over active rows: returns the rows of all slots, from the ledger or computed in this pass."""
 
-    def __init__(self, layers: int, *, stores: list[KeysValues | None], plan: RowPlan):
+    def __init__(self, layers: int, *, stores: list[KeysValues], plan: RowPlan):
         super().__init__(layers)
         self.stores = stores
         self.plan = plan
 
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
-        store = self.stores[layer]
-        old_keys, old_values = (None, None) if store is None else store
+        old_keys, old_values = self.stores[layer] if self.stores else (None, None)
         new_keys, keys = self._rows_of(keys, old_keys)
         new_values, values = self._rows_of(values, old_values)
         self.written[layer] = (new_keys, new_values)

@@ -20,7 +20,6 @@ from adaponder.backbones.families import (
     layer_windows,
     read_whole,
     refuse_by_name,
-    unfolds,
     windows_of,
 )
 from adaponder.backbones.views import DenseView, GridView, IterationView, KeysValues, PlainView
@@ -47,7 +46,7 @@ class PassOutput(NamedTuple):
 
 
 class Backbone:
-    """A decoder as four parts: an embedding table, a body, a final norm, a linear head.
+    """Splits a decoder into four parts: embedding table, decoder layers (``body``), final norm and linear head.
 
     Holds a stock ``…ForCausalLM`` and changes only its attention function (see attention.py) and, when compiled, its
     GELU and rotary functions (see ops/gelu.py, ops/rotary.py). The constructor refuses families of another structure;
@@ -62,7 +61,8 @@ class Backbone:
         self.layers: int = stock.config.num_hidden_layers
         self.windows = windows_of(stock.config)
         self.layer_windows = layer_windows(stock.config)
-        self.unfolds = unfolds(stock.config)
+        # Latent attention caches compressed keys and values, which each pass expands.
+        self.unfolds = getattr(stock.config, "qk_head_dim", None) is not None
         self.compile_options: dict[str, Any] | None = None
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._packs: bool | None = None
@@ -90,11 +90,11 @@ class Backbone:
         return self.__dict__ | {"_compiled": {}}
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns ``function``, which runs between passes; compiled, if :meth:`compile` was called."""
+        """Returns ``function``, compiled if :meth:`compile` was called; for functions that run between passes."""
         if self.compile_options is None:
             return function
         if function not in self._compiled:
-            # Such a function keeps few activations for backward, so it needs no memory budget.
+            # These functions keep few activations for backward, so they need no memory budget.
             self._compiled[function] = compiling.compiled(function, 1.0, self._compiler_options)
         return self._compiled[function]
 
@@ -134,12 +134,12 @@ class Backbone:
             weight = self._head().weight
             if weight.device.type == "meta":
                 return False
-            place = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
-            lane = Lane(PackedRows(place[0], Places(place, place), Places(place, place)), self.layer_windows, [])
+            zero = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
+            lane = Lane(PackedRows(zero[0], Places(zero, zero), Places(zero, zero)), self.layer_windows, [])
             x = torch.zeros(1, 1, self.stock.config.hidden_size, dtype=weight.dtype, device=weight.device)
             with torch.no_grad(), _evaluating(self.stock):
                 try:
-                    self.read(x, position=place, mask=None, view=PlainView, lane=lane, stream=False)
+                    self.read(x, position=zero, mask=None, view=PlainView, lane=lane, stream=False)
                     self._packs = True
                 except BackboneError:
                     self._packs = False
@@ -195,7 +195,7 @@ class Backbone:
         replay: bool = False,
         stream: bool = True,
     ) -> PassOutput:
-        """Runs one pass of the whole body over ``x [lanes, queries, d]``.
+        """Runs one pass of the backbone over ``x [lanes, queries, d]``.
 
         The cache object is ``view(layers, **view_options)``. With a ``lane`` the queries are packed rows of several
         sequences, and ``mask`` must be ``None``. ``replay`` recomputes activations in backward (gradient
@@ -266,7 +266,7 @@ class Backbone:
         if read_whole(self.stock.config):
             raise BackboneError(
                 f"{self.stock.config.model_type} takes no explicit mask: it can only be read whole, without padding, "
-                "packed documents or a cache (adaponder eval --data does; tasks with --batch-size 1)"
+                "packed documents or a cache (as adaponder eval --data does, and tasks with --batch-size 1)"
             )
         attention.refuse_attention(self.stock.config._attn_implementation)  # the user may have set it on the backbone
         masks = {kind: self._as_attention(visible(query, key, window=w), dtype) for kind, w in self.windows.items()}
@@ -279,7 +279,7 @@ class Backbone:
 
     @torch.no_grad()
     def verify(self) -> None:
-        """Raises unless embedding table, body, final norm and head reproduce the stock forward on random tokens."""
+        """Raises unless the four parts of the decoder reproduce the stock forward on random tokens."""
         weight = self._head().weight
         if weight.device.type == "meta":
             return
@@ -306,7 +306,7 @@ def _watching(module: nn.Module, see: Callable[[Any, Any], None]) -> Iterator[No
 
     Replaces the module's forward, because the compiler cannot trace the registration of a hook.
     """
-    before, forward = module.__dict__.get("forward"), module.forward
+    replaced, forward = module.__dict__.get("forward"), module.forward
 
     def watched(*arguments: Any, **named: Any) -> Any:
         result = forward(*arguments, **named)
@@ -317,10 +317,10 @@ def _watching(module: nn.Module, see: Callable[[Any, Any], None]) -> Iterator[No
     try:
         yield
     finally:
-        if before is None:
+        if replaced is None:
             module.__dict__.pop("forward")
         else:
-            module.__dict__["forward"] = before
+            module.__dict__["forward"] = replaced
 
 
 @contextmanager

@@ -87,7 +87,7 @@ class Rows(ABC):
 
     @abstractmethod
     def gate(self, gates: Sequence[nn.Module] | nn.ModuleList, values: Tensor) -> Tensor:
-        """Returns each row's gate logit, computed by ``gates[i]`` after iteration ``i``, or by the last gate."""
+        """Returns the gate logit of each row, ``gates[min(i, len(gates) - 1)](values)`` after iteration ``i``."""
 
     @abstractmethod
     def decide(self, gate: Tensor, hidden: Tensor) -> None:
@@ -114,7 +114,7 @@ class Execution(Rows):
             iteration (with ``kv``, its hidden state still changes); ``none``: its newest row; ``absent``: no row.
         replay: recompute passes in backward instead of keeping their activations.
         stream: whether the method needs the residual stream.
-        passes, shown: numbers of passes done so far, and of those reported by :meth:`show`.
+        passes, shown: number of passes done so far, and number of passes reported by :meth:`show`.
         depth: the number of passes in which each token was active.
         gate_logits: the results of :meth:`gate`, in order.
         states: hidden states after each pass, if ``control.keep_states``.
@@ -132,7 +132,7 @@ class Execution(Rows):
         self._hidden_before: Tensor | None = None
 
     def read(self, x: Tensor) -> Pass:
-        """Runs one pass of the backbone over the active tokens (eq. 1), which reuses halted tokens' rows (eq. 10)."""
+        """Runs one backbone pass over the active tokens (eq. 1); halted tokens' rows are reused (eq. 10)."""
         output = self._pass(x)
         self.depth = self.depth + self.active
         self.passes += 1
@@ -169,7 +169,7 @@ class Execution(Rows):
         previous, self._hidden_before = self._hidden_before, hidden
         policy = self.control.policy
         if isinstance(policy, SequencePolicy):
-            self._halt(policy.choose(gate, self.active, self.tokens.lengths, self.passes - 1))
+            self._halt(policy.choose(gate, self.active, self.tokens.real.sum(1), self.passes - 1))
             return
         active = self._rows(self.active)
         if active.numel():

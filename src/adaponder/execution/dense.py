@@ -17,13 +17,13 @@ from adaponder.ops.masks import Places
 
 
 class Dense(Execution):
-    """Computes every token, so no shape depends on data; the default in training, and the reference."""
+    """Computes every token, so that no shape depends on data: the default in training, and the reference."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.previous: list[KeysValues] | None = None
         self.mask: Tensor | dict[str, Tensor] | None = None
-        self.rows: PackedRows | None = None  # for kernels that skip masked keys, instead of a mask
+        self.rows: PackedRows | None = None  # replaces the mask for kernels that skip masked keys
 
     def _pass(self, x: Tensor) -> Pass:
         tokens = self.tokens
@@ -42,7 +42,7 @@ class Dense(Execution):
             mask=self.mask,
             lane=None if self.rows is None else Lane(self.rows, self.backbone.layer_windows, []),
             view=DenseView,
-            # A pass that reuses nothing needs no mask of active tokens: one compiled graph less.
+            # A pass that reuses nothing gets no mask of active tokens, which saves a compiled graph.
             view_options={"previous": previous, "active": None if previous is None else self.active},
             replay=self.replay,
             stream=self.stream,

@@ -52,12 +52,12 @@ class RowStore:
 
 
 class Ledger(Cache):
-    """The KV cache of a batch, with as many rows per layer as the sum of the tokens' depths (``reuse="none"``: K each).
+    """The KV cache of a batch. Each layer has a row per iteration of each token, as many as the token's depth.
 
-    ``table[sequence, slot, iteration]`` is the row that an iteration reads for a token: that of the token's iteration
-    ``min(iteration, depth - 1)`` (law 3), or -1 if the method hides halted tokens. So nothing is copied when a token
-    halts, and beams share the rows of their common prefix. ``identity`` has the settings that the rows depend on; a
-    model refuses a ledger whose identity differs.
+    With ``reuse="none"`` each token has K rows. ``table[sequence, slot, iteration]`` is the row that an iteration reads
+    for a token: the row of the token's iteration ``min(iteration, depth - 1)`` (law 3), or -1 if the method hides
+    halted tokens. So nothing is copied when a token halts, and beams share the rows of their common prefix.
+    ``identity`` has the settings that the rows depend on; a model refuses a ledger whose identity differs.
     """
 
     def __init__(self, *, layers: int, iterations: int, slots_per_token: int = 1, **identity: Any):
@@ -67,7 +67,7 @@ class Ledger(Cache):
         self.layers_count = layers
         self.iterations = iterations
         self.slots_per_token = slots_per_token
-        self.stores: list[RowStore | None] = [None] * layers
+        self.stores: list[RowStore] = []  # one per layer; empty before the first pass
         self.table: Tensor | None = None
         self.slot_depth: Tensor | None = None
 
@@ -79,12 +79,12 @@ class Ledger(Cache):
     @property
     def rows(self) -> int:
         """Number of rows stored per layer."""
-        return 0 if self.stores[0] is None else self.stores[0].count
+        return self.stores[0].count if self.stores else 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of the stored keys and values, without spare buffer capacity."""
-        tensors = [tensor for store in self.stores if store is not None for tensor in store.tensors()]
+        tensors = [tensor for store in self.stores for tensor in store.tensors()]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @property
@@ -109,7 +109,7 @@ class Ledger(Cache):
         table[:, past:, iteration] = table[:, past:, iteration - 1]
 
     def write(self, sequence: Tensor, slot: Tensor, sequences: Tensor, iteration: int) -> Tensor:
-        """Enters the rows that a pass will append, for tokens (``sequence``, ``slot``) in this order, into the table.
+        """Enters into the table the rows that a pass will append, one per token (``sequence``, ``slot``) in this order.
 
         Returns the row of each slot of ``sequences`` at this iteration, ``[sequences, slots]``; -1 for none.
         """
@@ -131,24 +131,20 @@ class Ledger(Cache):
             raise CacheError("the cache is empty: no token has been read yet")
         return self.table, self.slot_depth
 
-    def snapshot(self) -> list[KeysValues | None]:
-        """Returns the current keys and values of each layer; later appends do not change them."""
-        return [None if store is None else store.tensors() for store in self.stores]
+    def snapshot(self) -> list[KeysValues]:
+        """Returns the current keys and values of each layer (empty list: no rows); later appends do not change them."""
+        return [store.tensors() for store in self.stores]
 
     def append(self, rows: list[KeysValues]) -> None:
-        for layer, (keys, values) in enumerate(rows):
-            store = self.stores[layer]
-            if store is None:
-                self.stores[layer] = RowStore(keys, values)
-            else:
-                store.append(keys, values)
+        if not self.stores:
+            self.stores = [RowStore(keys, values) for keys, values in rows]
+            return
+        for store, (keys, values) in zip(self.stores, rows, strict=True):
+            store.append(keys, values)
 
     # The interface that generate() uses.
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.slots // self.slots_per_token
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self.get_seq_length()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -167,19 +163,11 @@ class Ledger(Cache):
     def is_initialized(self) -> bool:
         return self.table is not None
 
-    @property
-    def is_compileable(self) -> bool:
-        return False
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [False] * self.layers_count
-
     def update(self, *args, **kwargs) -> KeysValues:
         raise CacheError("a Ledger works with AdaPonderForCausalLM only; a backbone alone cannot use it")
 
     def reset(self) -> None:
-        self.stores = [None] * self.layers_count
+        self.stores = []
         self.table = self.slot_depth = None
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -227,10 +215,8 @@ class Ledger(Cache):
         if 2 * count > self.rows and int(used[-1]) == count - 1:
             # The unused rows are the last ones: appending overwrites them, and nothing is copied.
             for store in self.stores:
-                if store is not None:
-                    store.count = count
+                store.count = count
             return
         self.table = renumbered - empty
         for store in self.stores:
-            if store is not None:
-                store.select(used[empty:])
+            store.select(used[empty:])

@@ -54,10 +54,6 @@ class Tokens:
         """The index of the last slot, an upper bound on derived positions; needs no device synchronisation."""
         return self.past + self.slot.shape[1] - 1
 
-    @property
-    def lengths(self) -> Tensor:
-        return self.real.sum(1)
-
     def repeat(self, times: int) -> Tokens:
         """Returns the tokens, each followed by ``times - 1`` pause tokens at the same position."""
 
@@ -152,8 +148,8 @@ def arrange_tokens(
     """
     batch, time = input_ids.shape
     past = 0 if ledger is None else ledger.get_seq_length()
-    real, before = _real(input_ids, attention_mask, ledger, past)
-    order = real.cumsum(1) - 1 + before[:, None]
+    real, num_cached = _real(input_ids, attention_mask, ledger, past)
+    order = real.cumsum(1) - 1 + num_cached[:, None]
     slot = (past + torch.arange(time, device=input_ids.device)).expand(batch, -1)
     if document_ids is None and position_ids is not None and attention_mask is None and not past:
         document_ids = _restarts(_as_grid(position_ids, input_ids, "position_ids"))
@@ -222,5 +218,5 @@ def _first_of_document(order: Tensor, real: Tensor, document: Tensor) -> Tensor:
     """Returns, for each token, the ``order`` of the first real token of its document."""
     new = torch.ones_like(document, dtype=torch.bool)
     new[:, 1:] = document[:, 1:] != document[:, :-1]
-    # Padding has the order of the real token before it, so the next real one's is one more.
+    # Padding has the order of the real token before it, so the order of the next real token is one more.
     return torch.where(new, order + ~real, 0).cummax(dim=1).values

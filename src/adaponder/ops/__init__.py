@@ -1,1 +1,1 @@
-"""Operations, one folder each; the kernels have the signature of the plain PyTorch version."""
+"""Operations, one folder each; Triton kernels have the same signature as the PyTorch version."""

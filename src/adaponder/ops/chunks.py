@@ -1,4 +1,4 @@
-"""Shared by cross-entropy and vocabulary expectation, which compute logits for one chunk of tokens at a time."""
+"""Helpers of cross-entropy and vocabulary expectation, which compute logits for one chunk of tokens at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHUNK_ELEMENTS = 1 << 25
 def as_rows(hidden: Tensor, weight: Tensor, chunk: int | None, elements: int | None) -> tuple[Tensor, int]:
     """Returns (hidden states as rows ``[n, d]`` in the compute precision, rows per chunk).
 
-    ``chunk=None`` is the number of rows with at most ``elements`` logits.
+    ``chunk=None``: as many rows as have at most ``elements`` logits together.
     """
     rows = hidden.reshape(-1, hidden.shape[-1]).to(compute_dtype(hidden))
     if chunk is None:

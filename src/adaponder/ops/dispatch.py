@@ -54,7 +54,7 @@ def runs_fused(like: Tensor, *_: object, **__: object) -> bool:
 
 
 def has_half_kernels(like: Tensor) -> bool:
-    """Returns whether Triton kernels may run for ``like``: the device has them, and products are in bf16 or fp16."""
+    """Returns whether half-precision Triton kernels may run for ``like``: products are in bf16 or fp16, on CUDA."""
     return has_kernels(like) and compute_dtype(like) in _FUSED_DTYPES
 
 

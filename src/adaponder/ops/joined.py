@@ -23,7 +23,7 @@ _SETTING = "post_grad_custom_pre_pass"
 
 @torch.library.custom_op("adaponder::join", mutates_args=())
 def join(parts: list[Tensor]) -> Tensor:
-    """Equals ``torch.cat(parts, -1)``; as a custom operation it can have its own lowering in Inductor."""
+    """Equals ``torch.cat(parts, -1)``; it is a custom operation so that Inductor can lower it in its own way."""
     return torch.cat(parts, -1)
 
 
@@ -81,7 +81,7 @@ def settings(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copy_of_transpose(cat: Any) -> Any | None:
-    """Returns the node ``cat(3 tensors, -1).transpose(1, 2).contiguous()``; ``None`` if ``cat`` is used otherwise."""
+    """Returns the node ``cat(3 tensors, -1).transpose(1, 2).contiguous()``; ``None`` if the graph differs."""
     parts, *dim = cat.args
     result = cat.meta["val"]
     if len(parts) != 3 or not dim or dim[0] not in (3, -1) or result.ndim != 4 or len(cat.users) != 1:

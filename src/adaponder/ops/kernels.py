@@ -1,4 +1,4 @@
-"""Shared by the kernels: programmatic dependent launch, and loops over the vocabulary."""
+"""Helpers of the kernels: programmatic dependent launch, and loops over the vocabulary."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-_counting, _inside = threading.Lock(), []  # the first entry: whether cuDNN was enabled
+_lock = threading.Lock()
+_enabled_before: list[bool] = []  # per open context of _without_cudnn, whether cuDNN was enabled when it was entered
 _NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -80,16 +81,13 @@ def masked_attention() -> AbstractContextManager[object]:
 @contextmanager
 def _without_cudnn() -> Iterator[None]:
     """Context manager that disables cuDNN attention in the process until the last nested or concurrent one ends."""
-    with _counting:
-        if not _inside:
-            _inside.append(torch.backends.cuda.cudnn_sdp_enabled())
-            torch.backends.cuda.enable_cudnn_sdp(False)
-        else:
-            _inside.append(False)
+    with _lock:
+        _enabled_before.append(torch.backends.cuda.cudnn_sdp_enabled())
+        torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
-        with _counting:
-            if len(_inside) == 1:
-                torch.backends.cuda.enable_cudnn_sdp(_inside[0])
-            _inside.pop()
+        with _lock:
+            if len(_enabled_before) == 1:
+                torch.backends.cuda.enable_cudnn_sdp(_enabled_before[0])
+            _enabled_before.pop()

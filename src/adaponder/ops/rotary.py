@@ -43,7 +43,7 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 
 def use(stock: PreTrainedModel) -> None:
-    """Makes a decoder's rotary function call :func:`rotary` while compiling, where both give equal results."""
+    """Makes a decoder's rotary function call :func:`rotary` while compiling, if both give equal results."""
     family: Any = sys.modules[type(stock.base_model).__module__]
     original = getattr(family, NAME, None)
     if original is None or hasattr(original, "parts"):
@@ -69,8 +69,8 @@ def _same(original: Rotary, parts: int) -> bool:
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device="cpu")
 
-    given = (draw(2, 3, 5, 4 * parts), draw(2, 3, 5, 4 * parts), draw(2, 5, 4), draw(2, 5, 4))
+    inputs = (draw(2, 3, 5, 4 * parts), draw(2, 3, 5, 4 * parts), draw(2, 5, 4), draw(2, 5, 4))
     try:
-        return all(map(torch.equal, original(*given), rotary(*given)))
+        return all(map(torch.equal, original(*inputs), rotary(*inputs)))
     except (RuntimeError, TypeError, ValueError):
         return False  # another signature, or it rotates whole heads only

@@ -152,11 +152,11 @@ class Policy(ABC):
             )
 
     def check_signal(self, signal: str, method: str, iterations: int) -> None:
-        """Raises unless the policy accepts ``signal``, the kind of ``gate`` that models of ``method`` provide."""
+        """Raises unless the policy accepts ``signal``, the kind of ``gate`` that models of ``method`` have."""
         if self.signal not in (None, signal):
             raise InputError(
-                f"policy={self.spelling}: it reads the signal of {self.signal}, and this model is {method} "
-                f"(K={iterations}), whose signal is {signal}; gate, fixed or entropy can decide for it"
+                f"policy={self.spelling}: it needs the signal {self.signal!r}, but this model ({method}, "
+                f"K={iterations}) has the signal {signal!r}; use gate, fixed or entropy instead"
             )
 
     def check_batch(self, sequences: int, slots: int) -> None:  # noqa: B027 (most policies fit every batch)
@@ -172,7 +172,7 @@ class Policy(ABC):
 
     @classmethod
     def parse(cls, line: PolicyLine) -> Policy | None:
-        """Returns the policy with this line of text, or ``None`` if the line does not have the form of this class."""
+        """Builds the policy that ``line`` describes; returns ``None`` if this class does not accept such a line."""
         if line.thresholds or (line.value and not cls.value_field):
             return None
         return cls(**{cls.value_field: cls.parse_value(line.value)}) if cls.value_field else cls()
@@ -213,7 +213,7 @@ def parse_policy(text: str, option: str = "--policy") -> Policy:
         raise InputError(f"{option} {text}: {error}") from None
     if policy is None:
         near = "" if word in by_word else did_you_mean(word, by_word)
-        words = f"name one of {', '.join(by_word)}, then a colon and its value"
+        words = f"name one of {', '.join(by_word)}, then a colon and a value"
         raise InputError(f"{option} {text}: {f'no policy is called {word}{near}' if near else words}")
     return policy
 
@@ -224,7 +224,7 @@ def as_policy(policy: Policy | Callable[[PolicyInput], Tensor]) -> Policy:
         return policy
     if callable(policy) and not isinstance(policy, type):
         return Custom(policy)
-    cure = "; adaponder.policies.parse_policy makes one of a text" if isinstance(policy, str) else ""
+    cure = "; adaponder.policies.parse_policy builds one from text" if isinstance(policy, str) else ""
     raise InputError(f"policy={shown(policy)}: a Policy object or a callable taking PolicyInput is needed{cure}")
 
 

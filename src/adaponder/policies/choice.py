@@ -57,9 +57,10 @@ def choose_policy(
     points = [(1.0, (1.0,) * gates), *points, (float(iterations), (0.0,) * gates)]
     # Between calibrated depths, thresholds are interpolated linearly.
     above = next(index for index, (depth, _) in enumerate(points) if depth >= budget)
-    (low, before), (high, after) = points[above - 1], points[above]
+    (low, low_taus), (high, high_taus) = points[above - 1], points[above]
     share = (budget - low) / (high - low)
-    return LearnedGate(tuple((1 - share) * left + share * right for left, right in zip(before, after, strict=True)))
+    taus = zip(low_taus, high_taus, strict=True)
+    return LearnedGate(tuple((1 - share) * left + share * right for left, right in taus))
 
 
 def profile_policy(profiles: Profiles, name: str, option: str) -> Policy:

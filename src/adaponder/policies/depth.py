@@ -16,8 +16,9 @@ from adaponder.policies.base import Policy, PolicyInput
 from adaponder.policies.gate import LearnedGate
 from adaponder.policies.values import as_number, as_share, set_fields, unit_hash
 
-# Replace the iteration in hashes that are drawn once per token or sequence: its rate, whether a token has its own rate,
-# the exit of a token, whether the gate decides in a sequence (hashed with a negative position, so distinct from _EXIT).
+# These numbers replace the iteration in hashes that are drawn once per token or sequence. The hashes decide the rate,
+# whether a token has its own rate, when a token exits, and whether the gate decides in a sequence. The last two may be
+# equal, because the position that is hashed for _BY_GATE is negative.
 _RATE, _OWN_RATE, _EXIT, _BY_GATE = -1, -2, -3, -3
 
 
@@ -65,14 +66,14 @@ class ForcedDepths(Policy):
         depths = self.depths
         is_integer = isinstance(depths, Tensor) and not depths.is_floating_point() and depths.dtype != torch.bool
         if not is_integer or depths.ndim != 2:
-            given = f"{depths.dtype} {tuple(depths.shape)}" if isinstance(depths, Tensor) else shown(depths)
-            raise InputError(f"depths={given} must be a tensor [batch, time] of whole numbers")
+            value = f"{depths.dtype} {tuple(depths.shape)}" if isinstance(depths, Tensor) else shown(depths)
+            raise InputError(f"depths={value} must be a tensor [batch, time] of whole numbers")
 
     def check(self, method: str, iterations: int) -> None:
         # On a GPU, computing the maximum would synchronise, and no token gets more than K iterations anyway.
         if self.depths.device.type == "cpu" and self.depths.numel() and int(self.depths.max()) > iterations:
             raise InputError(
-                f"policy: ForcedDepths has depth {int(self.depths.max())}; the model reads a token at most "
+                f"policy: ForcedDepths has depth {int(self.depths.max())}, but the model reads a token at most "
                 f"K={iterations} times"
             )
 
@@ -162,8 +163,8 @@ class GateOrChance(Policy):
 
     def by_gate(self, seed: Tensor) -> Tensor:
         """Returns a bool per entry of ``seed``: whether the gate decides in sequences with this seed."""
-        place = torch.full_like(seed, _BY_GATE)
-        return unit_hash(place, seed, place) < self.share
+        number = torch.full_like(seed, _BY_GATE)
+        return unit_hash(number, seed, number) < self.share
 
 
 @dataclass(frozen=True)

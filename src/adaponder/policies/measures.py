@@ -40,7 +40,7 @@ class MeasureThreshold(Policy):
     @staticmethod
     @abstractmethod
     def measure(rows: PolicyInput) -> Tensor:
-        """Returns one number per row; thresholds are converted to its dtype."""
+        """Returns the measure of each row, which is compared with the threshold in the dtype of this tensor."""
 
     def __call__(self, rows: PolicyInput) -> Tensor:
         measured = self.measure(rows)

@@ -62,8 +62,8 @@ class Schedule(Policy):
         schedule = cls.parse_shares(line)
         if not schedule.thresholds:
             raise InputError(
-                f"a share is kept by calibrated thresholds; adaponder calibrate --rule {line.word} makes a --profile "
-                f"of them, and ranked-{line.word}:{line.value} ranks within the sequence, for evaluation only"
+                f"it needs calibrated thresholds: adaponder calibrate --rule {line.word} makes a --profile with them; "
+                f"or ranked-{line.word}:{line.value} ranks within the sequence, for evaluation only"
             )
         return schedule
 

@@ -77,10 +77,8 @@ def as_share(name: str, value: float) -> float:
 
 def as_floats(name: str, value: float | Sequence[float]) -> float | tuple[float, ...]:
     """Returns one number, or a tuple with one per gate, each converted by :func:`as_number`."""
-    if not isinstance(value, Sequence):
+    if not isinstance(value, Sequence) or isinstance(value, str):
         return as_number(name, value)
-    if isinstance(value, str):  # a string is a Sequence too
-        raise InputError(f"{name}={shown(value)} must be a number")
     return tuple(as_number(name, number) for number in value)
 
 

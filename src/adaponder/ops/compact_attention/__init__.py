@@ -68,7 +68,7 @@ def _kernels_for(
 def _rows(sequence: Tensor, query_slot: Tensor, key_slot: Tensor, *masks: Tensor | None) -> PackedRows:
     present, spans = masks
     document, query_document = (None, None) if spans is None else (spans[0], spans[0][sequence, query_slot])
-    # Only windows read the order, and there are none here, so the slots stand in for it.
+    # Only windows read the order, and there are none here, so slots are passed as the order.
     key = Places(key_slot, key_slot, document, present, spans)
     return PackedRows(sequence, Places(query_slot, query_slot, query_document), key)
 

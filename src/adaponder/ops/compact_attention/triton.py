@@ -124,7 +124,7 @@ class _CompactAttention(torch.autograd.Function):
 def _places(rows: PackedRows) -> tuple[Any, ...]:
     """Returns each query's sequence and slot, the mask of present keys and its stride, documents, and sizes.
 
-    Another tensor stands in for a missing mask or missing documents.
+    For a missing mask or missing documents, another tensor is passed, which the kernels do not read.
     """
     sequences, slots = rows.key.slot.shape
     mask = (rows.sequence, 0) if rows.key.present is None else (rows.key.present, rows.key.present.stride(0))
@@ -199,7 +199,7 @@ def _queries(
 
 @triton.jit
 def _weights(q, k, v, grad, level, along, scale, PRECISION: tl.constexpr):
-    """Returns a block's attention weights, not masked, and the gradients of its scores divided by them."""
+    """Returns a block's attention weights, not masked, and its scores' gradients divided by these weights."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * 1.4426950408889634)
     weight = tl.exp2(scores - level[:, None])
     return weight, tl.dot(grad, tl.trans(v), input_precision=PRECISION) - along[:, None]
@@ -226,7 +226,11 @@ def _absorb(scores, v, top, total, sums, PRECISION: tl.constexpr):
 
 @triton.jit
 def _ranges(slot, member, exists, opening, seen, HOLES: tl.constexpr, DOCUMENTS: tl.constexpr, KEYS: tl.constexpr):
-    """Returns the first key that needs a mask, and the end of the keys that all queries of a block see."""
+    """Returns (low, plain): keys before ``plain`` are read without a mask, keys from ``low`` on with one.
+
+    With DOCUMENTS, plain is 0, and keys before low, which no query of the block may see, are skipped. With HOLES, all
+    keys are masked. Otherwise low == plain.
+    """
     if DOCUMENTS:
         return tl.min(tl.where(member, opening, seen), 0).to(tl.int32) // KEYS * KEYS, 0
     if HOLES:
@@ -340,7 +344,7 @@ def _query_kernel(
 @triton.jit
 def _key_kernel(
     query, keys, values, grads, normaliser, alongs, grad_keys, grad_values,
-    row_ranges,  # for each block of keys: first queries that see some of it, and all of it, and the end of both
+    row_ranges,  # per block of keys: the first query that sees part of it, the first that sees all of it, their end
     all_blocks,
     sequences, slots, present, present_sequence, spans, tokens,
     length,  # slots per sequence

@@ -66,8 +66,8 @@ def book_rows(index: Tensor, lane: Tensor, slot: Tensor, iteration: Tensor, row:
     """
     number = torch.arange(index.shape[1], device=index.device)
     same, later = number == iteration[:, None], number > iteration[:, None]
-    after = -1 if vanishes else row[:, None].int()
-    index[lane, :, slot] = torch.where(same, row[:, None].int(), torch.where(later, after, index[lane, :, slot]))
+    later_row = -1 if vanishes else row[:, None].int()
+    index[lane, :, slot] = torch.where(same, row[:, None].int(), torch.where(later, later_row, index[lane, :, slot]))
 
 
 def end_rows(
@@ -153,7 +153,7 @@ class WindowRows(NamedTuple):
     Attributes:
         lane: lane of each row; the unused last lane if the window entry has no token or a halted one.
         seat: index of the token's entry in tensors of all lanes: ``lane * window + place % window``.
-        begun: the tokens, places, iterations and pool rows.
+        begun: the tokens, their places and iterations, and their pool rows.
         entries: indices of the rows in the flattened ``[lanes of the tick, window]``; ``None``: all entries in order.
     """
 
@@ -175,7 +175,7 @@ def begin_windows(
     books.tick.add_(1)
     unused_lane, size = len(books.token) - 1, windows.size
     column = torch.arange(size, device=lane.device)
-    place, live = _standing(windows, lane)
+    place, live = _entries(windows, lane)
     entries = None
     if not every:
         entries = live.flatten().nonzero()[:, 0]
@@ -205,7 +205,7 @@ def end_windows(
     Entries that had no row are ignored. Writes for each lane into ``log[tick]``: the ids ``sampled`` by its tokens
     (:data:`NOT_A_NUMBER` if ``invalid``), their iterations (-1: no row) and the number of accepted tokens.
     """
-    place, live = _standing(windows, lane)
+    place, live = _entries(windows, lane)
     column = torch.arange(windows.size, device=lane.device)
     token, iteration, stop = windows.token[lane], windows.iteration[lane], windows.stop[lane][:, None]
     choice = torch.where(live, sampled, windows.choice[lane])
@@ -232,8 +232,11 @@ def end_windows(
         stored.index_copy_(0, lane, values)
 
 
-def _standing(windows: DraftWindows, lane: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (place, whether the token is active) of each window entry of these lanes, ``[n, window]`` each."""
+def _entries(windows: DraftWindows, lane: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (token index in its sequence, whether the token is active) of each window entry, ``[n, window]`` each.
+
+    Entries beyond the end of a lane's window are not active.
+    """
     front, column = windows.front[lane][:, None], torch.arange(windows.size, device=lane.device)
     place = front + (column - front) % windows.size
     return place, (place < windows.stop[lane][:, None]) & ~windows.halted[lane]

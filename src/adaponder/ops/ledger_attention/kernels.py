@@ -49,7 +49,7 @@ def _angles(positions, row, cos, sin, SIZE: tl.constexpr, ROTARY: tl.constexpr):
 def _turned(
     base, offset, mask, bias, norm, cosine, sine, EPSILON: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr
 ):
-    """Loads the heads of the QKV product at ``offset [heads, 1]``, norms and rotates them; ``[heads, size]``."""
+    """Loads heads of the QKV product at ``offset [heads, 1]``, then normalises and rotates them: ``[heads, size]``."""
     part = across(SIZE)
     x = _read(base, offset, part, mask, bias)
     if norm is not None:
@@ -68,7 +68,7 @@ def _turned(
 
 @triton.jit
 def rows_of(ids, base, stride, SIZE: tl.constexpr):
-    """Loads pool rows ``[keys, size]``; zeros where an id is -1."""
+    """Loads the pool rows ``ids``: ``[keys, size]``, zeros for an id of -1."""
     part = across(SIZE)
     mask = (ids >= 0)[:, None] & (part < SIZE)
     return tl.load(base + ids.to(tl.int64)[:, None] * stride + part, mask=mask, other=0.0)
@@ -262,7 +262,7 @@ def enter_kernel(
     EPSILON: tl.constexpr, KEY_HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
     STEP: tl.constexpr, FIRST: tl.constexpr, NEXT: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """Norms and rotates the queries and keys of a row; writes its keys and values into the pools."""
+    """Normalises and rotates the queries and keys of a row; writes its keys and values into the pools."""
     row = tl.program_id(0).to(tl.int64)
     HEADS: tl.constexpr = GROUPS * KEY_HEADS
     cosine, sine = _angles(positions, row, cos, sin, SIZE, ROTARY)

@@ -119,7 +119,7 @@ class Scratch(NamedTuple):
 
 
 def scratch_for(rows: int, heads: int, size: int, device: torch.device | str) -> Scratch:
-    """Allocates enough memory for passes of up to ``rows`` rows with the default number of splits."""
+    """Allocates enough scratch memory for passes of up to ``rows`` rows with the default number of splits."""
     entries = max(rows, MOST_PROGRAMS) * heads
     partial = torch.empty(entries, size, dtype=torch.float32, device=device)
     level = torch.empty(entries, dtype=torch.float32, device=device)
@@ -146,7 +146,7 @@ def ledger_attention(
     values ``[rows, key heads, value size]``; result ``[n, heads, value size]``. ``scale=None`` is ``size ** -0.5``.
     Only the kernels use ``scratch``, from :func:`scratch_for`; ``size`` is the head dimension.
     """
-    # torch's memory-efficient kernel reads rows at addresses it does not check.
+    # torch's memory-efficient kernel needs aligned rows but does not check their addresses.
     query = query.contiguous()
     mixed = query.new_empty(*query.shape[:2], values.shape[-1])
     step = max(1, GATHERED // max(1, rows.reach * keys.shape[1] * keys.shape[2]))

@@ -26,12 +26,12 @@ from adaponder.ops.ledger_attention.torch import (
 
 # Measured on an H200 with torch 2.11 (bf16, 16 heads; 1 to 128 rows of 128 to 2,048 keys; cohorts of 1,024).
 # Single-query rows: (keys per block, warps, whether to prefetch the next block) by largest head size, then by largest
-# number of rows x key heads per multiprocessor: few of them take large blocks and split their keys.
+# number of rows x key heads per multiprocessor: if these are few, blocks are large and keys are split.
 ALONE = {
     64: {1: (128, 8, True), 2: (64, 8, True), 4: (32, 4, True), math.inf: (16, 4, True)},
     128: {1: (64, 8, True), 2: (32, 8, True), math.inf: (32, 2, True)},
 }
-# The same for query heads that share keys.
+# (keys per block, warps, whether to prefetch) for query heads that share keys.
 SHARED = (64, 4, False)
 # The fewest keys per split.
 LEAST = 128
@@ -51,7 +51,7 @@ def ledger_attention(
     scratch: Scratch | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """Computes attention over the pool rows that the index lists, like ``ledger_attention`` in torch.py."""
+    """Computes attention of each query over the pool rows in ``rows.index``; see ``ledger_attention`` in torch.py."""
     mixed = torch.empty_like(query, memory_format=torch.contiguous_format)
     _attend_single(query, keys, values, rows, mixed, (None,) * 7, {}, window, scale, scratch, splits)
     if rows.cohorts or rows.tiles is not None:
@@ -143,16 +143,13 @@ def _attend_single(
     reach = rows.reach if window is None else min(rows.reach, window)
     programs, processors = rows.num_single * key_heads, _processors(keys.device)
     splits = splits_for(programs, processors, reach) if splits is None else splits
-    if splits > 1 and scratch is None:
-        scratch = scratch_for(rows.num_single, heads, size, keys.device)
-    if (
-        splits > 1
-        and scratch is not None
-        and scratch.partial.numel() < (entries := rows.num_single * heads * splits) * size
-    ):
-        raise ValueError(
-            f"scratch.partial={tuple(scratch.partial.shape)} is too small: {entries} entries of {size} needed"
-        )
+    if splits > 1:
+        entries = rows.num_single * heads * splits
+        scratch = scratch_for(rows.num_single, heads, size, keys.device) if scratch is None else scratch
+        if scratch.partial.numel() < entries * size:
+            raise ValueError(
+                f"scratch.partial={tuple(scratch.partial.shape)} is too small: {entries} entries of {size} needed"
+            )
     groups = heads // key_heads
     block, warps, ahead = block_for(size, programs, processors) if groups == 1 else SHARED
     plain = {"EPSILON": 0.0, "ROTARY": 0, "STEP": 0, "FIRST": 0, "NEXT": 0, "DEPENDENT": False}

@@ -72,7 +72,7 @@ def linear_cross_entropy(
 
     Args:
         hidden: ``[..., d]``, the final-normed hidden states.
-        weight: ``[vocabulary, d]``, the head, with its ``bias``.
+        weight, bias: the head, ``[vocabulary, d]`` and ``[vocabulary]``; ``bias=None``: no bias.
         targets: ``[...]``, token ids; -100 is ignored.
         chunk: tokens per chunk; ``None``: as many as ``pointwise.elements`` logits allow.
         pointwise: the implementation of the operations on logits; the Triton version passes its kernels.

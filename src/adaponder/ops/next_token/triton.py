@@ -29,7 +29,7 @@ def pick(
     sampled: bool = True,
     least: Tensor | None = None,
 ) -> Picked:
-    """Samples each row's next token, like ``pick`` in torch.py up to rounding of logarithms."""
+    """Samples each row's next token, like ``pick`` in torch.py, except that logarithms may round differently."""
     rows, vocabulary = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     token = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -115,7 +115,10 @@ def _row_kernel(scores, winners, tokens, bad, parts, vocabulary, PARTS: tl.const
 
 
 def least_kept(logits: Tensor, lanes: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
-    """Returns the smallest logit kept in each row, like ``least_kept`` in torch.py up to rounding of sums."""
+    """Returns the smallest logit of each row that top-k, top-p and min-p keep, ``[n, 1]``.
+
+    Equals ``least_kept`` in torch.py, except that sums of probabilities may round differently.
+    """
     rows, vocabulary = logits.shape
     values = logits.sort(dim=-1, descending=True).values
     least = torch.empty(rows, 1, dtype=logits.dtype, device=logits.device)

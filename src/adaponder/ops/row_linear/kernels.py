@@ -180,7 +180,10 @@ def norm_kernel(
     x, result, gain, shift, gain_1, shift_1, eps, stride,
     INPUTS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, SHIFTED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """Applies one or two norms to each row; ``result`` holds the first norm of all rows, then the second of all."""
+    """Normalises each row of ``x`` with gain, shift and, if the grid has two columns, also with gain_1, shift_1.
+
+    ``result`` is ``[norms, rows, INPUTS]``.
+    """
     allow_next(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
@@ -277,7 +280,7 @@ def some_gated_kernel(
     INPUTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, BIASED: tl.constexpr,
     ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
-    """Computes one block of outputs of ``activation(gate(x)) * up(x)`` for all rows; ``x`` is normed already."""
+    """Computes one block of outputs of ``activation(gate(x)) * up(x)`` for all rows; ``x`` is already normalised."""
     allow_next(DEPENDENT)
     wait_for_previous(DEPENDENT)
     output, row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, ROWS)

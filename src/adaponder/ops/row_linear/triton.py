@@ -218,7 +218,7 @@ def _padded(rows: int) -> int:
 
 
 def _normed(x: Tensor, norms: Sequence[Norm | None]) -> list[Tensor]:
-    """Applies each norm to ``x`` (``None``: none); computes equal norms once, and two of one type in one kernel."""
+    """Applies each norm to ``x`` (``None``: none); computes equal norms once, two norms of one kind by one kernel."""
     distinct = list(dict.fromkeys(norm for norm in norms if norm is not None))
     done: dict[Norm | None, Tensor] = {None: x.contiguous()}  # kernels receive one stride for all inputs
     kinds = {(norm.eps, norm.centred, norm.bias is None) for norm in distinct}

@@ -63,7 +63,7 @@ def vocab_expectation(
 
     Args:
         hidden: ``[..., d]``, the final-normed hidden states.
-        weight: ``[vocabulary, d]``, the head, with its ``bias``.
+        weight, bias: the head, ``[vocabulary, d]`` and ``[vocabulary]``; ``bias=None``: no bias.
         table: ``[vocabulary, e]``, the embeddings to mix.
         top_k: mix only the k likeliest embeddings; ``None``: all.
         chunk: tokens per chunk; ``None``: as many as ``pointwise.elements`` logits allow.
