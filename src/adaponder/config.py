@@ -34,8 +34,8 @@ _FOREIGN_KEYS = {
     "use_cache",  # transformers.Trainer writes it
 }
 
-# The auto_map in the config.json of folders that ``adaponder export`` writes. It, or a part of it, is ignored in favour
-# of this package's classes; any other is refused.
+# The auto_map in the config.json of folders that ``adaponder export`` writes. These entries, or some of them, are
+# ignored, because this package's own classes are used; any other auto_map is refused.
 OUR_AUTO_MAP = {
     "AutoConfig": "configuration_adaponder.AdaPonderConfig",
     "AutoModel": "modeling_adaponder.AdaPonderModel",
@@ -51,7 +51,7 @@ _SIZE = re.compile(r"(_size|_dim|_rank|_heads|_layers|max_position_embeddings)$|
 
 
 def is_our_auto_map(auto_map: Any) -> bool:
-    """Returns whether an ``auto_map`` is part of ``OUR_AUTO_MAP``; code named by an ``auto_map`` is never run.
+    """Returns whether all entries of an ``auto_map`` are in ``OUR_AUTO_MAP``; callers refuse any other ``auto_map``.
 
     Ignores the prefix ``NAME--`` that Hugging Face adds to each entry for a hub repository NAME.
     """
@@ -97,10 +97,10 @@ class AdaPonderConfig(PreTrainedConfig, Recurrence):
         sizes = {name: kwargs.pop(name, None) for name in _SIZES}
         _refuse_unknown(kwargs, {field.name for field in fields(type(self))})
         self.backbone_config = _as_config(self.backbone_config)
-        for name, given in sizes.items():
-            if given is not None and given != getattr(self, name):
+        for name, size in sizes.items():
+            if size is not None and size != getattr(self, name):
                 raise ConfigError(
-                    f"{name}={shown(given)} must be set in backbone_config, where it is {getattr(self, name)}"
+                    f"{name}={shown(size)} must be set in backbone_config, where it is {getattr(self, name)}"
                 )
         method = method_class(self.method)
         if method.fixed_iterations is not None:
@@ -126,8 +126,8 @@ class AdaPonderConfig(PreTrainedConfig, Recurrence):
         _check_sizes(backbone.to_dict() | sizes)
         if self.pause_token_id is not None and self.pause_token_id >= self.vocab_size:
             raise ConfigError(
-                f"pause_token_id={self.pause_token_id} lies outside the vocabulary of {self.vocab_size}: name an "
-                "unused slot, or None for a vector of its own"
+                f"pause_token_id={self.pause_token_id} lies outside the vocabulary of {self.vocab_size}: give an "
+                "unused token id, or None for a learned vector"
             )
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
@@ -176,7 +176,7 @@ def _as_config(backbone: PreTrainedConfig | dict | None) -> PreTrainedConfig:
     fields_of_backbone = dict(backbone)
     family = fields_of_backbone.pop("model_type")
     if not isinstance(family, str) or family not in CONFIG_MAPPING:
-        raise ConfigError(f"backbone_config.model_type={shown(family)} is no family that this transformers has")
+        raise ConfigError(f"backbone_config.model_type={shown(family)} is not a family of the installed transformers")
     _check_sizes(backbone)
     try:
         return AutoConfig.for_model(family, **fields_of_backbone)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-from adaponder.errors import ConfigError, InputError, choice, shown
+from adaponder.errors import AdaPonderError, ConfigError, InputError, choice, shown
 from adaponder.registry import DEFAULT_METHOD, Scale, method_names
 
 PonderOn = Literal["probabilities", "logits"]
@@ -103,15 +103,17 @@ def violation(field: Field, value: Any) -> str | None:
     return f"{problem}; {field.why}" if field.why else problem
 
 
-def check_fields(values: Any, prefix: str = "", *, kind: type | None = None) -> None:
-    """Raises a :class:`ConfigError` that names the first attribute of ``values`` with an invalid value.
+def check_fields(
+    values: Any, prefix: str = "", *, kind: type | None = None, error: type[AdaPonderError] = ConfigError
+) -> None:
+    """Raises an ``error`` that names the first attribute of ``values`` with an invalid value.
 
     ``kind`` is the dataclass whose fields are checked, by default the type of ``values``; errors prepend ``prefix``.
     """
     for name, field in fields_of(kind or type(values)).items():
         value = getattr(values, name)
         if problem := violation(field, value):
-            raise ConfigError(f"{prefix}{name}={shown(value)} {problem}")
+            raise error(f"{prefix}{name}={shown(value)} {problem}")
 
 
 def fits(value: Any, hint: Any, field: Field) -> bool:
@@ -228,14 +230,14 @@ class Sampling:
     frequency_penalty: float = setting(
         0.0, "Subtract this from a token's logit for each time it is in the output.", "[-2, 2]"
     )
-    seed: int = setting(0, "Random seed, of sampling and of policies that draw.")
-    samples: int = setting(1, "Completions of each prompt.", "[1, 128]")
+    seed: int = setting(0, "Random seed of sampling, and of policies that draw random numbers.")
+    samples: int = setting(1, "Number of completions of each prompt.", "[1, 128]")
     ignore_eos: bool = setting(False, "Generate past the model's end-of-text ids.")
     log_probabilities: int | None = setting(
         None, "Return log-probabilities: of each token and of this many most likely tokens.", "[0, 20]"
     )
     prompt_log_probabilities: int | None = setting(
-        None, "The same for the prompt's tokens, from the second on.", "[0, 20]"
+        None, "Like log_probabilities, but for the prompt's tokens from the second on.", "[0, 20]"
     )
     tau: float | None = setting(None, "Threshold of the learned gate, instead of the checkpoint's.", "[0, 1]")
     max_iterations: int | None = setting(None, "Maximum depth of each token.", "[1, 1024]")
@@ -295,13 +297,13 @@ class Recurrence:
         "[0, 1024]",
         why="0 is a linear gate, else a multiple of the hidden size",
     )
-    gate_bias: float = setting(4.0, "where gates start: s = sigmoid(gate_bias)", "[-1000, 1000]")
+    gate_bias: float = setting(4.0, "gates start at s = sigmoid(gate_bias)", "[-1000, 1000]")
     shared_gate: bool = setting(False, "one gate for all iterations (the paper's ablation) instead of one each")
     embedding_scale: float | Scale | None = setting(
         None,
-        "factor on embeddings and on the table of the mixture: a number, sqrt(d) or sqrt(2.5 d); once built it is a "
-        "number. None is what training from scratch uses: sqrt(d), for loop sqrt(2.5 d). Conversions of stock models "
-        "have 1, so that vanilla is the stock model",
+        "factor on embeddings, also on expected ones: a number, sqrt(d) or sqrt(2.5 d), stored as a number. None: the "
+        "default of training from scratch: sqrt(d), for loop sqrt(2.5 d). Conversions of stock models have 1, so that "
+        "vanilla is the stock model",
         "(0, 1_000_000]",
     )
     initial_multiplier: float = setting(
@@ -318,20 +320,20 @@ class Recurrence:
     ponder_on: PonderOn = setting("probabilities", "the ponder loss acts on gate probabilities or logits")
     ponder_pool: Literal["all", "closed", "each"] = setting(
         "all",
-        "which gates the ponder loss ranks. all: those of every iteration together; closed: the same, later gates of a "
-        "halted token counted as constant 0; each: those of each iteration by themselves, so that some halt at each",
+        "which gates the ponder loss ranks together. all: those of all iterations; closed: the same, but later gates "
+        "of a halted token count as constant 0; each: those of one iteration, so that some tokens halt after each",
     )
     pause_token_id: int | None = setting(
         None,
-        "an unused vocabulary slot that serves as pause token; None learns a vector of its own",
+        "an unused token id that serves as pause token; None: the pause is a learned vector",
         "[0, 2_147_483_647]",
-        why="it is a slot of the vocabulary",
+        why="it is a token id",
     )
     capacities: list[float] | None = setting(
-        None, "mor, share of tokens each recursion keeps in training; the first is 1 (all tokens)", "(0, 1]"
+        None, "mor: share of tokens that each recursion computes in training; the first is 1 (all tokens)", "(0, 1]"
     )
-    router_alpha: float = setting(0.1, "mor, factor on the router's sigmoid", "(0, 1_000_000]")
-    router_loss_weight: float = setting(1e-3, "mor, factor on the auxiliary loss", "[0, 1_000_000]")
+    router_alpha: float = setting(0.1, "mor: factor on the router's sigmoid", "(0, 1_000_000]")
+    router_loss_weight: float = setting(1e-3, "mor: factor on the auxiliary loss", "[0, 1_000_000]")
     exit_threshold: float | None = setting(
         None,
         "a token exits once its cumulative exit probability reaches this. None: ouro 1 (never early), act 0.99 (its "
@@ -339,45 +341,47 @@ class Recurrence:
         "(0, 1]",
         why="it is a probability",
     )
-    exit_entropy_weight: float = setting(0.1, "ouro, the beta of stage I", "[0, 1_000_000]")
+    exit_entropy_weight: float = setting(0.1, "ouro: the beta of stage I", "[0, 1_000_000]")
     halting_cost: float = setting(
-        0.01, "act, factor on the ponder cost: a token's depth and its remainder", "[0, 1_000_000]"
+        0.01, "act: factor on the ponder cost, which is a token's depth plus its remainder", "[0, 1_000_000]"
     )
     exit_prior: float = setting(
         0.3,
-        "pondernet, chance to exit after each iteration under the geometric prior",
+        "pondernet: probability to exit after each iteration under the geometric prior",
         "(0, 1)",
         why="it is a probability",
     )
     exit_prior_weight: float = setting(
-        0.01, "pondernet, factor on the divergence of exits from their prior", "[0, 1_000_000]"
+        0.01, "pondernet: factor on the divergence of exits from their prior", "[0, 1_000_000]"
     )
     state_scale: float = setting(
         1.0,
-        "pondernet and reread, factor on the state that the next iteration reads beside the token's embedding; where "
-        "embeddings are not scaled, a state of its full size drowns them",
+        "pondernet and reread: factor on the state that is added to the token's embedding for the next iteration; "
+        "without an embedding scale, use less than 1, because embeddings are small beside the state",
         "(0, 1_000_000]",
     )
     halt_prior: float = setting(
-        1.0, "anytime, random halts in training: P(depth > i) = halt_prior / (halt_prior + i)", "(0, 1_000_000]"
+        1.0, "anytime: random halts in training, P(depth > i) = halt_prior / (halt_prior + i)", "(0, 1_000_000]"
     )
     loss_prior: list[float] | None = setting(
-        None, "anytime, share of each depth 1 … K in the training loss, 1 in all; None makes them equal", "[0, 1]"
+        None, "anytime: share of each depth 1 … K in the training loss, adding up to 1; None: equal shares", "[0, 1]"
     )
     gate_share: float = setting(
         0.0,
-        "anytime, share of sequences in which the gates halt tokens in training, after train.capacity_warmup, "
-        "instead of chance; above 0 tokens without a target learn to halt, from the first step on",
+        "anytime: share of training sequences whose tokens are halted by the gates instead of at random, after "
+        "train.capacity_warmup; above 0, gates also learn to halt tokens without a target, from the first step on",
         "[0, 1)",
         why="gates have their labels from the other sequences",
     )
     lookahead_delta: float = setting(
-        0.05, "anytime, gates learn whether a later iteration lowers a token's loss by more nats", "[0, 1_000]"
+        0.05,
+        "anytime: gates learn whether a later iteration lowers a token's loss by more than this (nats)",
+        "[0, 1_000]",
     )
     lookahead_by: Literal["tokens", "nats"] = setting(
         "tokens",
-        "anytime, what a gate's label counts. tokens: each the same; nats: as much as the gain lies above or below "
-        "lookahead_delta, so that a gate is half open where reading on gains that much on the average",
+        "anytime: weight of a gate's label. tokens: all labels equally; nats: by the distance of the gain from "
+        "lookahead_delta, so that a gate learns 1/2 if the expected gain is lookahead_delta",
     )
 
     if typing.TYPE_CHECKING:  # defined by AdaPonderConfig; methods read them

@@ -15,8 +15,8 @@ Scale = Literal["sqrt(d)", "sqrt(2.5 d)"]
 SCALES: dict[str, float] = {"sqrt(d)": 1.0, "sqrt(2.5 d)": 2.5}
 
 # The default embedding scale of a model trained from scratch: the same for all methods, vanilla included, so that they
-# can be compared; loop has its release's. It is here and not in the method's class, because the hash of a recipe
-# contains it: `adaponder recipes` takes one second, and importing the classes and torch four more.
+# can be compared; loop has the scale of its published model. The scales are here, not in the methods' classes, because
+# the hash of a recipe contains them: `adaponder recipes` takes one second, importing torch would take four more.
 _NAMES = ("adaponder", "ponder", "loop", "pause", "mor", "ouro", "act")
 _NAMES += ("pondernet", "anytime", "relay", "reread", "vanilla")
 _SCALES: dict[str, Scale] = {name: "sqrt(2.5 d)" if name == "loop" else "sqrt(d)" for name in _NAMES}
@@ -34,7 +34,7 @@ def method_names() -> tuple[str, ...]:
 
 
 def check_method(name: str | None, prefix: str = "") -> str:
-    """Returns ``name``; raises unless it is a registered method, with ``prefix`` before the field's name."""
+    """Returns ``name``; raises unless it is a registered method. Errors begin with ``prefix``, e.g. ``model.``."""
     if isinstance(name, str) and name in REMOVED_METHODS:
         version = REMOVED_METHODS[name]
         raise ConfigError(f"{prefix}method={name} was removed; adaponder {version} is the last version that has it")
@@ -49,7 +49,7 @@ def scale_from_scratch(name: str) -> Scale:
 
 
 def scale_of(rule: str, hidden_size: int) -> float:
-    """Returns the embedding scale of a rule in ``SCALES``, such as ``sqrt(d)``, for this hidden size ``d``."""
+    """Returns the embedding scale by ``rule``, a key of ``SCALES``, for the hidden size d."""
     return math.sqrt(SCALES[rule] * hidden_size)
 
 

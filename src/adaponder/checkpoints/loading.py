@@ -30,7 +30,7 @@ NEEDED = ("*.json", "*.safetensors", "*.txt", "tokenizer.model", "*.jinja")
 _OF_A_TOKENIZER = tuple(pattern for pattern in NEEDED if pattern != "*.safetensors")
 # A manifest may list these, but loading does not need them.
 NOT_NEEDED = ("README.md", "optimizer.safetensors")
-_NEGLIGIBLE = 2**24  # numbers: at most 64 MiB too much is allocated
+_NEGLIGIBLE = 2**24  # a model may have so many numbers more than its saved weights: at most 64 MiB
 # The most bytes of safetensors headers that are read, enough for 100,000 tensors.
 _HEADERS = 12_000_000
 # The most tensors of a checkpoint per tensor of its model; experts may be stored singly and loaded as one tensor.
@@ -99,14 +99,20 @@ def refuse_unsafe(folder: Path) -> None:
     if (headers := sum(map(_header_bytes, weights))) > _HEADERS:
         raise CheckpointError(f"{folder}: .safetensors headers of {headers:,} bytes, at most {_HEADERS:,} are read")
     for path in weights:
-        _require_safetensors(path)
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{path}: truncated or not a safetensors file of {path.stat().st_size} bytes ({error})"
+            ) from error
 
 
 def refuse_code(folder: Path) -> None:
     """Refuses a folder that has settings to run code, links out of it, special files, or an adapter."""
     for pattern in (*NEEDED, "additional_chat_templates/*"):
         for path in sorted(folder.glob(pattern)):
-            _require_own(path, folder.resolve())
+            _require_inside(path, folder.resolve())
     for path in sorted(folder.glob("*config*.json")):
         settings = read_json(path)
         if path.name == "config.json":
@@ -122,7 +128,7 @@ def _refuse_adapter(folder: Path) -> None:
         raise CheckpointError(f"{folder}/adapter_config.json: an adapter names another model to load; merge it first")
 
 
-def _require_own(path: Path, folder: Path) -> None:
+def _require_inside(path: Path, folder: Path) -> None:
     """Refuses a special file or a link that leads out of ``folder``, except to the blobs of the hub's cache."""
     target, blobs = path.resolve(), folder.parent.parent / "blobs"
     of_the_hub = folder.parent.name == "snapshots" and target.is_relative_to(blobs)
@@ -186,16 +192,6 @@ def _header_bytes(path: Path) -> int:
     return stated if stated <= path.stat().st_size else 0
 
 
-def _require_safetensors(path: Path) -> None:
-    try:
-        with safe_open(path, "pt"):
-            pass
-    except SafetensorError as error:
-        raise CheckpointError(
-            f"{path}: truncated or not a safetensors file of {path.stat().st_size} bytes ({error})"
-        ) from error
-
-
 def require_room(folder: Path, config: PreTrainedConfig) -> None:
     """Refuses a config whose model would be much larger than the saved weights, before that model is allocated.
 
@@ -251,7 +247,10 @@ def in_our_words(folder: Path | str) -> Iterator[None]:
 
 
 def tokenizer_of(name: str | Path, *, verify: bool | None = None) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a checkpoint, of a folder with a tokenizer only, or of a hub name; never runs code."""
+    """Loads a tokenizer from a checkpoint, a tokenizer-only folder or a hub model; never runs remote code.
+
+    ``verify``: whether to compare the files with the manifest; ``None``: unless ``ADAPONDER_VERIFY=0``.
+    """
     folder = Path(name)
     if not folder.is_dir():
         folder = fetch(name, _OF_A_TOKENIZER)
@@ -272,7 +271,7 @@ def tokenizer_of(name: str | Path, *, verify: bool | None = None) -> PreTrainedT
     except Exception as error:  # the tokenizers library raises bare Exception for anything it cannot read
         # Without files, transformers advises to install packages that would not help.
         why = f" that can be read ({in_one_line(error)})" if has_tokenizer(folder) else ""
-        raise InputError(f"--tokenizer: {name} has no tokenizer{why}; name a folder or hub model that has") from error
+        raise InputError(f"--tokenizer: {name} has no tokenizer{why}; name a folder or a hub model with one") from error
 
 
 def has_tokenizer(folder: Path) -> bool:

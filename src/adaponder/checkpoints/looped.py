@@ -108,18 +108,19 @@ def translated_config(where: Any, config: dict[str, Any], layout: Layout) -> dic
             raise CheckpointError(f"{where}: {name}={shown(value)}: {layout.name} with it is not modelled")
     kinds = config.get("layer_types") or []
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise CheckpointError(f"{where}: layer_types: {layout.name} is modelled with full_attention alone")
+        raise CheckpointError(f"{where}: layer_types: only full_attention is supported for {layout.name}")
     if missing := [name for name in _SIZES if config.get(name) is None]:
         raise CheckpointError(f"{where}: {listed(missing)} missing")
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     fields = {name: config.get(name, value) for name, value in _COMMON.items()} | {"num_key_value_heads": heads}
     if fields["head_dim"] is None:
         fields["head_dim"] = config.get("kv_channels")  # Nanbeige's name for it
-    rope = ("rope_parameters",) if fields["rope_parameters"] is not None else ("rope_theta", "rope_scaling")
-    for name in ({"rope_parameters", "rope_theta", "rope_scaling"}).difference(rope):
-        del fields[name]
-    if fields.get("rope_scaling", ...) is None:
-        del fields["rope_scaling"]  # its presence makes transformers warn of the old name
+    if fields["rope_parameters"] is not None:
+        del fields["rope_theta"], fields["rope_scaling"]
+    else:
+        del fields["rope_parameters"]
+        if fields["rope_scaling"] is None:
+            del fields["rope_scaling"]  # its presence makes transformers warn of the old name
     return {name: config[name] for name in _SIZES} | fields
 
 

@@ -50,7 +50,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not complete or not all(_is_entry(name, entry) for name, entry in files.items()):
         raise CheckpointError(f"{path} is not a manifest of a whole checkpoint; {_cure(folder)}")
     unsealed = {key: value for key, value in content.items() if key != "checksum"}
-    if not older and (not is_sealed(content) or raw != sealed(unsealed).encode()):
+    if not older and raw != sealed(unsealed).encode():
         raise CheckpointError(f"{path}: checksum differs from what was written; {_cure(folder)}")
     return content
 
@@ -74,8 +74,8 @@ def verify_files(
         if (only is None or name in only) and (skip is None or not name.endswith(skip))
     }
     present = [name for name in listed if os.path.lexists(folder / name)]
-    if lost := [name for name in listed if name not in present and name not in may_be_missing]:
-        raise CheckpointError(f"{folder / lost[0]} is missing; {_cure(folder)}")
+    if missing := [name for name in listed if name not in present and name not in may_be_missing]:
+        raise CheckpointError(f"{folder / missing[0]} is missing; {_cure(folder)}")
     for name in present:
         path, size = folder / name, listed[name]["bytes"]
         if path.is_file() and path.stat().st_size != size:

@@ -47,5 +47,5 @@ def data_of(name: str) -> str:
     if folder is None:
         return name
     if not (folder / TEXT).is_file():
-        raise InputError(f"--data {name}: that checkpoint has no text: sample is Python, hops:seed=3 are puzzles")
+        raise InputError(f"--data {name}: that checkpoint has no text; use sample (Python) or hops:seed=3 (puzzles)")
     return str(folder / TEXT)

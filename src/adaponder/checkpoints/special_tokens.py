@@ -94,10 +94,10 @@ def disagreements(
     if not isinstance(config, Mapping):
         raise CheckpointError(f"{folder / 'config.json'}: backbone_config must be an object")
     problems = []
-    for name, stated in (("config.json", config), (GENERATION, generation)):
-        ends, padding = as_ids(stated.get("eos_token_id")), stated.get("pad_token_id")
+    for name, values in (("config.json", config), (GENERATION, generation)):
+        ends, padding = as_ids(values.get("eos_token_id")), values.get("pad_token_id")
         if ends and tokens.end is not None and tokens.end not in ends:
-            problems.append(f"{name} has eos_token_id={stated['eos_token_id']!r}, the tokenizer's end is {tokens.end}")
+            problems.append(f"{name} has eos_token_id={values['eos_token_id']!r}, the tokenizer's end is {tokens.end}")
         if padding is not None and tokens.padding is not None and padding != tokens.padding:
             problems.append(f"{name} has pad_token_id={padding!r}, the tokenizer pads with {tokens.padding}")
     positions = config.get("max_position_embeddings")
@@ -108,11 +108,11 @@ def disagreements(
     return problems
 
 
-def as_ids(stated: Any) -> list[Any]:
-    """Returns a config's ``eos_token_id`` (absent, one id or several) as a list."""
-    if stated is None:
+def as_ids(ids: Any) -> list[Any]:
+    """Returns a config's ``eos_token_id`` (``None``, one id or several) as a list."""
+    if ids is None:
         return []
-    return list(stated) if isinstance(stated, (list, tuple)) else [stated]
+    return list(ids) if isinstance(ids, (list, tuple)) else [ids]
 
 
 def align(model: PreTrainedModel, end: int, padding: int | None = None, *, from_scratch: bool = False) -> list[str]:
@@ -124,8 +124,8 @@ def align(model: PreTrainedModel, end: int, padding: int | None = None, *, from_
     config, generation, changes = model.config.get_text_config(), model.generation_config, []
     assert generation is not None  # every generating model has one
     if padding is None:
-        named = (generation.pad_token_id, getattr(config, "pad_token_id", None))
-        padding = end if from_scratch else next((token for token in named if token is not None), end)
+        paddings = (generation.pad_token_id, getattr(config, "pad_token_id", None))
+        padding = end if from_scratch else next((token for token in paddings if token is not None), end)
     for name, settings in (("config", config), ("generation config", generation)):
         before = (getattr(settings, "eos_token_id", None), getattr(settings, "pad_token_id", None))
         ends = as_ids(before[0])
@@ -160,10 +160,10 @@ def mend(folder: Path) -> list[str]:
         files[GENERATION] = (generation, generation)
     for name, (content, settings) in files.items():
         for key, token in (("eos_token_id", tokens.end), ("pad_token_id", tokens.padding)):
-            stated = settings.get(key)
-            if token is not None and stated is not None and token not in as_ids(stated):
+            before = settings.get(key)
+            if token is not None and before is not None and token not in as_ids(before):
                 settings[key] = token
-                changes.append(f"{name}: {key} {stated} → {token}")
+                changes.append(f"{name}: {key} {before} → {token}")
         write_whole(folder / name, (json.dumps(content, indent=2) + "\n").encode(), CheckpointError)
     positions = config.get("max_position_embeddings")
     if isinstance(positions, int) and tokens.length is not None and tokens.length > positions:

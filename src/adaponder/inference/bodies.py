@@ -36,7 +36,7 @@ class Pools(NamedTuple):
 
     @classmethod
     def empty(cls, shapes: list[RowShape], rows: int, dtype: torch.dtype, device: torch.device) -> Pools:
-        """Allocates ``rows`` rows of zeros: attention multiplies masked values by 0, and 0 times NaN is NaN."""
+        """Allocates ``rows`` rows of zeros, because attention multiplies masked values by 0, and 0 times NaN is NaN."""
         keys, values = zip(*shapes, strict=True)
         like = torch.zeros(0, dtype=dtype, device=device)
         return cls([like.new_zeros(rows, *shape) for shape in keys], [like.new_zeros(rows, *shape) for shape in values])
@@ -61,7 +61,8 @@ class Body(ABC):
 def build_body(model: AdaPonderForCausalLM, kind: str | None, *, rows: int, positions: int, width: int) -> Body:
     """Builds the ``fused`` or ``stock`` body; ``kind=None`` means ``fused`` if that supports the backbone.
 
-    ``rows`` is the maximum number of decode rows in one pass, padding included; ``width`` is the slots per token.
+    ``rows`` is the maximum number of decode rows in one pass, padding included; ``positions`` is the number of
+    positions; ``width`` is the number of slots per token.
     """
     reason = None if kind == "stock" else unsupported(model.wrapped)
     if kind != "stock" and reason is None:
@@ -201,7 +202,7 @@ class FusedBody(Body):
         return _added(x, Term(inner, layer.down), layer.after[1])
 
     def _split(self, position: Tensor, rows: LedgerRows) -> tuple[PassRows, PassRows | None]:
-        """Splits a pass into decode rows and prefill rows (``None`` if none), each numbered from 0."""
+        """Splits a pass into decode rows and prefill rows (``None`` if none); both parts number their rows from 0."""
         count = rows.num_single
         decode = rows.select(slice(count)), Angles(position[:count], self.cos, self.sin)
         if not rows.cohorts and rows.tiles is None:
@@ -230,7 +231,7 @@ class FusedBody(Body):
 
 
 def _added(residual: Tensor, term: Term, norm: Norm | None) -> Tensor:
-    """Equals ``residual + norm(linear(x))`` for the ``x`` and ``linear`` of ``term``; ``None``: no norm."""
+    """Returns ``residual + norm(linear(x))`` for the ``x`` and ``linear`` of ``term``; without the norm if ``None``."""
     if norm is None:
         return residual_linears(residual, (term,))
     (product,) = normed_linears(term.x, (Piece((term.linear,)),))

@@ -9,14 +9,16 @@ from typing import Literal
 import torch
 
 from adaponder.backbones.families import read_whole, rope_types
-from adaponder.errors import BackboneError, InputError, shown
-from adaponder.fields import fields_of, setting, violation
+from adaponder.checkpoints.special_tokens import as_ids
+from adaponder.errors import BackboneError, InputError
+from adaponder.fields import check_fields, setting
 from adaponder.inference.bodies import Body
 from adaponder.modeling import AdaPonderForCausalLM
 
 # Rows per page.
 PAGE = 16
-# Drafting speeds decoding up by 2.3 with one lane, by 2.0 with four; 16 lanes get slower (benchmarks/README.md).
+# Up to this number of lanes, drafting is on by default: it makes decoding 2.3 times as fast with one lane and 2.0 times
+# with four, but slower with 16 (benchmarks/README.md).
 FEW_LANES = 4
 
 
@@ -26,7 +28,7 @@ class EngineConfig:
 
     lanes: int = setting(64, "Maximum number of sequences on the device.", "[1, inf)")
     rows: int | None = setting(
-        None, "Rows of keys and values in the pools; by default what memory allows and the lanes can use.", "[1, inf)"
+        None, "Number of KV rows in the pools; by default what all lanes can use, if memory allows.", "[1, inf)"
     )
     chunk: int | None = setting(None, "Maximum number of prefill rows per tick.", "[1, inf)")
     tokens: int | None = setting(
@@ -43,22 +45,19 @@ class EngineConfig:
     )
     expectation_top_k: int | None = setting(
         None,
-        "Expected embeddings use the k likeliest tokens only, which changes the model; by default as it was trained.",
+        "Compute expected embeddings from the k likeliest tokens only, which changes the model; by default as trained.",
         "[1, inf)",
     )
-    body: Literal["fused", "stock"] | None = setting(None, "Kernels of the backbone; by default the faster one.")
+    body: Literal["fused", "stock"] | None = setting(None, "Kernels of the backbone; by default fused if possible.")
     drafts: int | None = setting(
         None,
-        "Maximum number of tokens of a sequence that are started before they are certain, which spends rows to save "
+        "Maximum number of a sequence's draft tokens, which start before they are certain: drafting costs rows, saves "
         "ticks and changes no result; by default on for few lanes.",
         "[0, inf)",
     )
 
     def __post_init__(self) -> None:
-        for name, field in fields_of(EngineConfig).items():
-            value = getattr(self, name)
-            if problem := violation(field, value):
-                raise InputError(f"{name}={shown(value)} {problem}")
+        check_fields(self, error=InputError)
 
 
 @dataclass(frozen=True)
@@ -105,11 +104,11 @@ class EngineShape:
 
     @property
     def rows_in_flight(self) -> int:
-        """The maximum number of a lane's decode rows in launches that are not processed yet, of which there are two."""
+        """The maximum number of a lane's decode rows in launches that are not processed yet, of which two may exist."""
         return 2 * self.burst * self.width
 
     def default_rows(self, model: AdaPonderForCausalLM, body: Body) -> int:
-        """Returns the pool rows that full lanes need, limited to 90 % of the GPU's free memory (1 GiB on a CPU)."""
+        """Returns how many rows full lanes need, limited to 90 % of the GPU's free memory (1 GiB on a CPU)."""
         needed = self.lanes * (self.tokens * self.width * self.passes + 2 * PAGE) + 3 * PAGE + self.rows_in_flight
         free = 1 << 30
         if model.device.type == "cuda":
@@ -158,8 +157,7 @@ def max_tokens(model: AdaPonderForCausalLM, tokens: int | None) -> int:
 
 def eos_ids(model: AdaPonderForCausalLM) -> frozenset[int]:
     """Returns the model's end-of-text token ids."""
-    ids = model.generation_config.eos_token_id
-    return frozenset(ids if isinstance(ids, (list, tuple)) else [ids]) - {None}
+    return frozenset(as_ids(model.generation_config.eos_token_id))
 
 
 def _window(config: EngineConfig, method: str, width: int, passes: int) -> int:

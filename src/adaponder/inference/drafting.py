@@ -28,7 +28,7 @@ from adaponder.ops.lanes import Books, DraftWindows, WindowRows, begin_windows, 
 
 
 class Drafting:
-    """Holds the windows of all lanes, of up to ``size`` tokens; every tensor keeps its address, for CUDA graphs."""
+    """Holds the draft windows of all lanes, of at most ``size`` tokens each, in tensors that CUDA graphs can reuse."""
 
     def __init__(self, books: Books, *, size: int, passes: int, vanishes: bool):
         self.books, self.size, self.passes, self.vanishes = books, size, passes, vanishes
@@ -68,7 +68,7 @@ class Drafting:
         end_windows(self.books, self.windows, self._lane, *results, log)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Scatters values, one per row of the tick, to window positions ``[lanes * size]``; the others get zeros."""
+        """Scatters one value per row of the tick to window entries ``[lanes * size]``; all other entries get zeros."""
         if self._entries is None:
             return values
         zeros = values.new_zeros(len(self._lane) * self.size, *values.shape[1:])

@@ -57,7 +57,7 @@ class Engine:
         self.postprocessor = Postprocessor(self.runner, self.scheduler)
         self.late = model.device.type == "cuda" if self.config.late is None else self.config.late
         self._token_rows = shape.width * shape.passes  # rows of a token at full depth
-        # The most rows of one request: all but page 0, two partly used pages, and the rows of launches in flight.
+        # One request can use all rows except page 0, two partly used pages, and the rows of launches in flight.
         self._most_rows = max(0, (self.pages.count - 1) * PAGE - 2 * PAGE - shape.rows_in_flight)
         self._requests: dict[int, list[Sequence]] = {}
         self._callbacks: dict[int, Callable[[Event], None]] = {}
@@ -284,7 +284,7 @@ class Engine:
 
     @property
     def statistics(self) -> dict[str, int]:
-        """Counters since the engine was opened, and its current load."""
+        """Counters since the engine was opened (ticks, rows, tokens, …), and its current load (sequences, pages)."""
         scheduler = self.scheduler
         return {
             **self.postprocessor.counts,

@@ -15,13 +15,13 @@ from adaponder.inference.sampler import Features
 from adaponder.inference.tick import Extras, TickRunner, pad_lanes, to_host
 from adaponder.ops.ledger_attention import LedgerRows, Tiles, by_kernels
 
-# The device idles for some microseconds between two graphs: ticks of up to _FEW_LANES are captured _TICKS at a time.
+# The device idles for some microseconds between two graphs, so a graph holds _TICKS ticks if they have few lanes.
 _FEW_LANES, _TICKS = 4, 8
 _SPARE_TILES = 64  # in addition to the tiles of a single cohort of all rows
 
 
 def pad_context(slots: int, limit: int) -> int:
-    """Rounds an upper bound on slots up to a captured graph size; costs little, as programs for unused slots exit."""
+    """Rounds an upper bound on slots up to a captured size; this costs little, as programs for unused slots exit."""
     size = 512
     while size < slots:
         size *= 4
@@ -30,7 +30,7 @@ def pad_context(slots: int, limit: int) -> int:
 
 def pad_prefill(rows: int) -> int:
     """Rounds a number of prefill rows up to the nearest captured graph size."""
-    step = max(64, 1 << (rows - 1).bit_length() >> (3 if rows <= 1024 else 4))  # at most a quarter, or an eighth, more
+    step = max(64, 1 << (rows - 1).bit_length() >> (3 if rows <= 1024 else 4))  # adds at most 1/4 (above 1024: 1/8)
     return -(-rows // step) * step
 
 

@@ -88,7 +88,7 @@ class RowStream:
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Consecutive tokens whose rows are in the pools, for sharing between sequences.
+    """Consecutive tokens with their depths, whose pool rows several sequences can share.
 
     ``columns`` is the tokens' part of a lane's index, int32 ``[iterations, slots]``; ``pages`` hold their rows.
     """
@@ -102,8 +102,8 @@ class KVRows:
     """The pool rows of a sequence's keys and values: rows shared with other sequences, and rows on its own pages.
 
     Attributes:
-        shared: parts of the prompt whose rows come from the prefix cache or another sample; their pages are referenced.
-        prefill, decode: the sequence's own rows, of prefilled tokens and of decoded tokens.
+        shared: parts of the prompt whose rows come from the prefix cache or from another sample.
+        prefill, decode: the rows on the sequence's own pages, of prefilled tokens and of decoded tokens.
         in_flight: decode rows beyond ``decode.used`` that unprocessed launches may use.
     """
 
@@ -112,7 +112,7 @@ class KVRows:
         self.shared: list[Span] = []
         self.prefill, self.decode = RowStream(page_size), RowStream(page_size)
         self.in_flight = 0
-        self._written: list[tuple[list[int], list[int]]] = []
+        self._written: list[tuple[list[int], list[int]]] = []  # tokens and rows of each prefill pass
 
     @property
     def num_cached(self) -> int:
@@ -129,7 +129,7 @@ class KVRows:
         return [page for span in self.shared for page in span.pages] + self.prefill.pages + self.decode.pages
 
     def take_prefill(self, tokens: list[int], rows: int) -> list[int]:
-        """Allocates ``rows`` prefill rows for one iteration of these tokens, the same number for each token."""
+        """Allocates ``rows`` prefill rows for one iteration of these tokens; each token gets equally many."""
         pool_rows = self.prefill.take(rows)
         self._written.append((tokens, pool_rows))
         return pool_rows
@@ -171,7 +171,7 @@ class PrefixCache:
         return len(self._blocks)
 
     def find(self, namespace: Hashable, tokens: Sequence[int]) -> list[Span]:
-        """Returns the blocks of the longest cached prefix of ``tokens``; increments their pages' reference counts."""
+        """Returns the spans of the longest cached prefix of ``tokens``; increments their pages' reference counts."""
         blocks, parent = [], namespace
         for start in range(0, len(tokens) - self.size + 1, self.size):
             block = self._blocks.get((parent, tuple(tokens[start : start + self.size])))
@@ -184,7 +184,7 @@ class PrefixCache:
         return [block.span for block in blocks]
 
     def add(self, namespace: Hashable, tokens: Sequence[int], spans: Sequence[Span]) -> None:
-        """Caches the leading blocks of ``tokens``, one span each, unless they are cached already."""
+        """Caches the first ``len(spans)`` blocks of ``tokens`` unless cached already; ``spans[i]`` is block ``i``."""
         parent, blocks = namespace, []
         for number, span in enumerate(spans):
             key = (parent, tuple(tokens[number * self.size : (number + 1) * self.size]))

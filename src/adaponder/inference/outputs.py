@@ -49,7 +49,7 @@ class Completion:
         prompt_log_probabilities: one entry per prompt token; ``None`` unless requested.
         finish_reason: ``stop`` (at ``stop_id``: an end-of-text or stop id), ``length``, ``cancelled`` or ``error``;
             ``None`` until the sample finishes.
-        error: the error in one line.
+        error: the error in one line, if ``finish_reason`` is ``error``.
         dropped_rows: the number of rows computed for wrong drafts, which are not part of any depth.
         cached_tokens: the number of leading prompt tokens found in the prefix cache.
     """

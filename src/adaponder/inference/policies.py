@@ -22,12 +22,12 @@ from adaponder.inference.lanes import write_lane
 from adaponder.ops.lanes import force_rows
 from adaponder.policies import ForcedDepths, Policy, PolicyInput, as_int64
 
-_FIELDS = 2  # the largest number of numeric fields of a policy: a schedule has thresholds and shares
+_FIELDS = 2  # the largest number of numeric fields of a built-in policy
 _PER_ROW = ("iteration", "gate", "hidden", "position", "seed", "slot", "active")
 
 
 class LanePolicies:
-    """Holds the policy, seed, prescribed depths and last iteration of every lane.
+    """Holds the policy, seed, forced depths and last iteration of every lane.
 
     Attributes:
         errors: exceptions raised by policies, by lane; rows of such a lane halt until :meth:`set` or :meth:`clear`.
@@ -47,7 +47,7 @@ class LanePolicies:
         self._class_numbers: dict[type[Policy], int] = {}
 
     def set(self, lane: int, policy: Policy, seed: int, depths: Mapping[int, int], last: int) -> None:
-        """Sets the policy of a lane; of a :class:`ForcedDepths` policy, the lane gets the depths of sequence 0.
+        """Sets the policy of a lane; with a :class:`ForcedDepths` policy, the lane gets the depths of sequence 0.
 
         ``depths`` maps slots to depths that override the policy (0: no override); ``last`` is the last allowed
         iteration.
@@ -144,7 +144,7 @@ class LanePolicies:
                     f"policy {policy.fingerprint} must return a bool tensor of shape {tuple(sequence.shape)}"
                 )
             return continues.masked_scatter(selected, decision.to(continues.device))
-        except Exception as error:  # any error ends this request alone
+        except Exception as error:  # any error ends only this request
             self.errors[lane] = error
             return continues
 

@@ -1,4 +1,4 @@
-"""Turns the results of a launch into tokens, depths, cached prefixes and finished sequences."""
+"""Turns the results of a launch (one or more ticks) into tokens, depths, cached prefixes and finished sequences."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ class Postprocessor:
         first, row, tokens = len(sequence.extras), column * self.window, []
         history = sequence.extras + [(extras, tick, row) for tick in range(ticks)]
         for token_id, depth, entry in zip(*new, strict=True):
-            stop, place = first + entry // self.window + 1, entry % self.window
-            rows = [(values, (tick, row + place)) for values, tick, row in history[stop - depth // width : stop]]
+            stop, offset = first + entry // self.window + 1, entry % self.window
+            rows = [(values, (tick, row + offset)) for values, tick, row in history[stop - depth // width : stop]]
             tokens.append(_token_with_outputs(sequence, token_id, depth, rows))
         sequence.extras = history[-self.runner.passes :]
         return tokens
@@ -211,7 +211,7 @@ class Postprocessor:
 
 
 def _split(log: np.ndarray, size: int) -> list[WindowLog]:
-    """Splits the log of draft windows, ``[lanes, ticks, 2 * size + 1]``."""
+    """Splits the log of all draft windows, ``[lanes, ticks, 2 * size + 1]``, into one log per lane."""
     lanes, ticks, _ = log.shape
     columns = np.split(log, (size, 2 * size), axis=2)
     flat = (values.reshape(lanes, ticks * values.shape[2]).tolist() for values in columns)

@@ -126,8 +126,8 @@ def _check_policy(request: Request, model: AdaPonderForCausalLM, slots: int, ite
         policy = as_policy(request.policy)
         if not policy.causal or not policy.row_by_row:
             raise InputError(
-                f"policy={policy.spelling} reads other tokens of the sequence: it can be evaluated, but not generate; "
-                "use one that decides for each token separately"
+                f"policy={policy.spelling} reads other tokens of the sequence: it can be evaluated, but it cannot "
+                "generate; use a policy that decides for each token separately"
             )
         policy.check_batch(1, slots)
 

@@ -22,8 +22,8 @@ from adaponder.inference.sequence import Chunk, Sequence
 from adaponder.inference.tick import Extras, TickRunner, to_host
 from adaponder.modeling import AdaPonderForCausalLM
 
-# Multiply-adds of a matrix product per CPU thread, which take about 100 microseconds. Threads that share a product wait
-# for the slowest thread: a short time compared with this, but longer than a whole product of a small model takes.
+# Multiply-adds per CPU thread in a matrix product: about 100 microseconds of work. Threads that share a product wait
+# for the slowest thread, which is short compared with this, but longer than a whole product of a small model takes.
 PER_THREAD = 1_000_000
 # Matrix products per layer (attention in and out, MLP up and down), and after the layers (head, expectation).
 _LAYER_PRODUCTS, _HEAD_PRODUCTS = 4, 2

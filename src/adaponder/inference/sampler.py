@@ -61,7 +61,7 @@ class Features(NamedTuple):
 
     @classmethod
     def union(cls, features: Iterable[Features]) -> Features:
-        """Returns the features that at least one of these includes."""
+        """Returns the features that at least one of these includes, with the largest number of top tokens."""
         *flags, tops = zip(cls(), *features, strict=True)
         return cls(*map(any, flags), max((top for top in tops if top is not None), default=None))
 
@@ -151,7 +151,7 @@ def _penalties(request: Request) -> tuple[float, float, float]:
 
 
 class LaneBiases:
-    """Values to add to a few logits of each lane: logit biases, and bans up to a position.
+    """Holds the values to add to a few logits of each lane: logit biases, and bans up to a position.
 
     The buffers ``[lanes, entries]`` keep their addresses; unused entries add 0 to token 0.
     """

@@ -11,9 +11,9 @@ from adaponder.inference.config import EngineShape
 from adaponder.inference.kv_cache import PrefixCache
 from adaponder.inference.sequence import DECODING, PREFILLING, WAITING, Chunk, Sequence
 
-# Number of tokens of a kind (policy, iterations) from which on their measured mean depth is used.
+# The measured mean depth of a kind (policy, iterations) is used from this number of tokens on.
 _ENOUGH = 32
-# Number of kinds whose mean depth is stored; requests with different thresholds are of different kinds.
+# Maximum number of kinds whose mean depth is stored: each threshold of a policy is another kind.
 _KINDS = 1024
 _order, _rank = attrgetter("order"), attrgetter("rank")
 
@@ -152,7 +152,7 @@ class Scheduler:
         return int(tokens * self.width * self.expected_depth(sequence)) + 2 * self.pages.size
 
     def expected_depth(self, sequence: Sequence) -> float:
-        """Estimates passes per token: the mean of prescribed depths, else the mean measured for its kind, else K."""
+        """Estimates passes per token: the mean forced depth, else the mean measured for this kind, else the limit."""
         if sequence.submission.forced_mean is not None:
             return sequence.submission.forced_mean
         count, total = self._depths.get(sequence.submission.kind, (0, 0))

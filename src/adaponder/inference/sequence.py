@@ -29,8 +29,8 @@ class Submission:
         namespace: the prefix-cache namespace; ``None`` disables sharing.
         stop_ids: token ids that end a sample, and the log's code for NaN; without the model's end-of-text ids.
         kind: (policy, iterations): the scheduler averages depths over requests of one kind.
-        forced: the depths that the request prescribes, by slot; they replace the policy's.
-        forced_mean: the mean of these depths if the request prescribes a depth for every slot, else ``None``.
+        forced: the request's forced depths, by slot; they replace the policy's decisions.
+        forced_mean: the mean of the forced depths if every slot has one, else ``None``.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class Sequence:
         num_scheduled: tokens assigned to prefill chunks, cached ones included.
         chunks: prefill chunks that are not finished.
         num_iterations: without drafting, the iterations of the current token so far.
-        window: with drafting, the log of the latest ticks, in which a token of the window may have started.
-        extras: if the request asks for any, (extras of the launch, tick, first row of the sequence) by latest tick.
+        window: with drafting, the log of the latest ticks, as many as a token can stay in the draft window.
+        extras: if the request needs any, (the launch's extras, tick, the sequence's first row) of the latest ticks.
         lane: ``None`` while the sequence waits.
     """
 

@@ -271,13 +271,14 @@ class TickRunner:
 
 
 class TickRows(Rows):
-    """The rows of a tick as methods see them: tensors ``[n, 1]`` and ``[n, width, d]``, n tokens of ``width`` slots.
+    """The rows of a tick as methods see them: ``[n, 1]`` and ``[n, width, d]`` for n tokens of ``width`` slots each.
 
     Attributes:
         last: the last allowed iteration of each token.
         row: the KV pool rows of each token, ``[n, width]``.
         previous: the hidden states of the previous iteration, if a policy reads them.
-        num_decode: the number of decoding tokens, which come first; then come the prefill chunks, ``cohorts``.
+        num_decode: the number of decoding tokens; they precede the prefill tokens.
+        cohorts: the prefill chunks, as ranges of rows that share lane and iteration.
         gate_output: the gate values, ``[n, 1]``, if the method evaluated gates.
     """
 

@@ -65,8 +65,7 @@ class AdaptiveComputationTime(Method):
         return self.exit_policy()
 
     def reset_parameters(self, std: float) -> None:
-        for gate in self.gates:
-            gate.reset_parameters(std)
+        super().reset_parameters(std)
         for signal in self.signals:
             nn.init.zeros_(signal)
 

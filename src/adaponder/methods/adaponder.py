@@ -49,10 +49,6 @@ class AdaPonder(Ponder):
     def default_policy(self, *, training: bool) -> Policy:
         return LearnedGate(self.config.tau)
 
-    def reset_parameters(self, std: float) -> None:
-        for gate in self.gates:
-            gate.reset_parameters(std)
-
     def objective(self, values: Objective) -> LossFunction:
         return PonderLoss(
             weight=values.ponder_weight,

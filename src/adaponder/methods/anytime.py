@@ -90,8 +90,7 @@ class Anytime(AdaPonder):
 
     @classmethod
     def requested_depth(cls, config: Recurrence, closed_share: float) -> None:
-        """Returns ``None``: depth is chosen after training."""
-        return
+        """Returns ``None``: the mean depth is chosen after training."""
 
     @classmethod
     def complete(cls, config: Recurrence) -> None:
@@ -145,12 +144,7 @@ class EveryDepthLoss:
     tokens are halted by gates, only each token's loss after its last iteration counts, as at inference.
     """
 
-    needs_states: ClassVar[bool] = True
-
     prior: tuple[float, ...]
-
-    def __call__(self, trajectory: Trajectory, score: Scorer, execution: Execution) -> Losses:
-        return self.from_losses(losses_by_depth(trajectory, score), score, execution)
 
     def from_losses(self, losses: Tensor, score: Scorer, execution: Execution) -> Losses:
         """Computes the loss from ``losses [iterations, batch, time]``, each token's loss after each iteration."""
@@ -168,7 +162,7 @@ class EveryDepthLoss:
 
 
 def gated_sequences(execution: Execution) -> Tensor | None:
-    """Returns ``bool[batch, 1]``, true for sequences halted by gates; ``None`` if the policy halts all one way."""
+    """Returns ``bool[batch, 1]``, true for sequences halted by gates; ``None`` if the policy does not mix two rules."""
     policy = execution.control.policy
     if not isinstance(policy, GateOrChance):
         return None

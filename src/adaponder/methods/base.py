@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from adaponder.execution.base import Execution, Pass, Rows
 from adaponder.execution.tokens import Tokens
 from adaponder.fields import Recurrence
+from adaponder.halting import Gate
 from adaponder.methods.objectives import CrossEntropy, LossFunction, Objective, Trajectory
 from adaponder.policies import ExitThreshold, FixedDepth, Policy
 
@@ -120,7 +121,10 @@ class Method(nn.Module, ABC):
         return False
 
     def reset_parameters(self, std: float) -> None:
-        """Initialises the parameters that the method adds to the backbone."""
+        """Initialises the parameters that the method adds to the backbone; by default, its gates."""
+        for module in self.modules():
+            if isinstance(module, Gate):
+                module.reset_parameters(std)
 
     def default_policy(self, *, training: bool) -> Policy:
         """Returns the policy of a forward that sets none."""

@@ -145,7 +145,7 @@ def cost_of(
 
 
 def per_depth(config: Recurrence, *, context: int = 0, shape: Shape | None = None) -> list[Cost]:
-    """Returns the costs of decoding one token after ``context`` tokens at depth 1 … K, with a bfloat16 cache.
+    """Returns the cost of decoding one token at each depth 1 … K, after ``context`` tokens and with a bfloat16 cache.
 
     For methods that cannot halt, depth n means ``max_iterations=n``.
     """

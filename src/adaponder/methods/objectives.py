@@ -109,7 +109,7 @@ class CrossEntropy:
 
 
 def local_count(count: Tensor) -> Tensor:
-    """Returns ``count``, which is its mean over processes if there is only one."""
+    """Returns ``count`` unchanged, which is its mean over a single process."""
     return count
 
 

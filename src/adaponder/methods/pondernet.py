@@ -51,10 +51,6 @@ class PonderNet(Method):
     def default_policy(self, *, training: bool) -> Policy:
         return self.full_depth if training else self.exit_policy()
 
-    def reset_parameters(self, std: float) -> None:
-        for gate in self.gates:
-            gate.reset_parameters(std)
-
     def objective(self, values: Objective) -> LossFunction:
         return GeometricExitLoss(prior=self.config.exit_prior, weight=self.config.exit_prior_weight)
 

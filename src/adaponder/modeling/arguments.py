@@ -41,8 +41,8 @@ class RunTime:
 
     def over(self, below: RunTime | None) -> RunTime:
         """Merges with ``below``, which supplies unset fields."""
-        given = {name: value for name, value in vars(self).items() if value is not None and value is not False}
-        return self if below is None else replace(below, **given)
+        changes = {name: value for name, value in vars(self).items() if value is not None and value is not False}
+        return self if below is None else replace(below, **changes)
 
     def check_batch(self, sequences: int) -> None:
         """Raises if ``seed`` is a tensor without exactly one seed per sequence."""
@@ -52,15 +52,15 @@ class RunTime:
 
 def refuse_unknown(kwargs: dict[str, Any]) -> None:
     """Raises if ``kwargs`` sets arguments that this model's ``forward`` does not take."""
-    given = {key for key, value in kwargs.items() if value is not None and value is not False}
-    if "output_attentions" in given:
+    passed = {key for key, value in kwargs.items() if value is not None and value is not False}
+    if "output_attentions" in passed:
         raise InputError("output_attentions: attention weights are not kept; hooks on backbone layers can see them")
-    if packing := given & {*PACKING_ARGUMENTS}:
+    if packing := passed & {*PACKING_ARGUMENTS}:
         raise InputError(
             f"{', '.join(sorted(packing))}: forward has no such argument, position_ids that restart replace it; "
             "with TRL use adaponder.integrations.PonderSFTTrainer, which leaves it out"
         )
-    if unknown := given - _ACCEPTED:
+    if unknown := passed - _ACCEPTED:
         raise InputError(f"{', '.join(sorted(unknown))}: forward has no such argument")
 
 
@@ -91,7 +91,7 @@ class AdaPonderOutput(ModelOutput):
         logits: ``[batch, kept, vocabulary]`` after each token's last iteration, at the positions ``logits_to_keep``.
         past_key_values: the ledger, if ``use_cache`` or a ledger was given.
         hidden_states: on request, final-normed hidden states ``[batch, time, hidden]`` after each pass, the last of
-            which the head reads (Hugging Face's own models give one per layer).
+            which the head reads (Hugging Face's own models return one per layer).
         depth: ``[batch, time]``, the iterations of each token; 0 for padding.
         gates: ``[batch, time, gates]`` probabilities: adaponder's ``s``, mor's router, ouro's exit ``lambda``.
         iteration_logits: on request, logits after each pass, ``[passes, batch, kept, vocabulary]`` (pause: one pass).

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 
+from adaponder.checkpoints.special_tokens import as_ids
 from adaponder.errors import CacheError, EvaluationError, InputError
 from adaponder.execution.ledger import Ledger
 from adaponder.execution.tokens import check_ids, require_tensors
@@ -58,8 +59,8 @@ def check_generation(
     if embedded is None:
         # Synchronises the device once, instead of in every forward.
         check_ids("input_ids", input_ids, vocabulary, wait=True)
-    real = _real_tokens(input_ids, settings)
-    if (real == 0).any():
+    lengths = _lengths(input_ids, settings)
+    if (lengths == 0).any():
         raise InputError("attention_mask: a sequence is all padding; give at least one real token per sequence")
     for field in _CHECKED:
         value = settings.get(field.name)
@@ -76,11 +77,11 @@ def check_generation(
             "text so far, with at least one token that the cache does not hold"
         )
     if positions is not None:
-        _check_length(int(real.max()), settings, positions)
+        _check_length(int(lengths.max()), settings, positions)
 
 
-def _real_tokens(ids: Tensor, settings: Mapping[str, Any]) -> Tensor:
-    """Counts the real tokens of each sequence as Hugging Face does: by the mask, else by the padding token."""
+def _lengths(ids: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    """Counts the real tokens of each sequence as Hugging Face does: by the mask or, without one, the padding token."""
     mask = settings.get("attention_mask")
     if mask is not None:
         if mask.ndim != 2 or mask.shape != ids.shape:
@@ -89,9 +90,7 @@ def _real_tokens(ids: Tensor, settings: Mapping[str, Any]) -> Tensor:
             )
         return (mask != 0).sum(1)
     pad = settings.get("pad_token_id")
-    end = settings.get("eos_token_id")
-    ends = end if isinstance(end, (list, tuple)) else [end]
-    if isinstance(pad, int) and pad not in ends:
+    if isinstance(pad, int) and pad not in as_ids(settings.get("eos_token_id")):
         return (ids != pad).sum(1)
     return ids.new_full((ids.shape[0],), ids.shape[1])
 
@@ -109,7 +108,7 @@ def _check_length(prompt: int, settings: Mapping[str, Any], positions: int) -> N
 
 
 def check_cache(cache: Any, new: Ledger) -> Ledger:
-    """Returns ``cache``; raises unless it is a ledger with the same settings as ``new``, an empty one."""
+    """Returns ``cache``; raises unless it is a ledger with the same settings as ``new``, an empty ledger."""
     if not isinstance(cache, Ledger):
         raise CacheError(
             f"past_key_values is a {type(cache).__name__}: this model keeps one row per token and iteration, which "
@@ -158,10 +157,10 @@ class LedgerGenerationMixin(GenerationMixin):
         See :meth:`forward` for ``policy``, ``max_iterations`` and ``seed``. The result's ``past_key_values.depth`` has
         the depths of all processed tokens.
         """
-        given = {name: value for name, value in kwargs.items() if value is not None}
+        overrides = {name: value for name, value in kwargs.items() if value is not None}
         check_generation(
             inputs if inputs is not None else kwargs.get("input_ids"),
-            (generation_config or self.generation_config).to_dict() | given,
+            (generation_config or self.generation_config).to_dict() | overrides,
             vocabulary=self.config.vocab_size,
             positions=self.config.max_position_embeddings,
         )

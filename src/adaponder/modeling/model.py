@@ -169,7 +169,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
             inputs_embeds: ``[batch, time, hidden]`` instead of ids, as ``get_input_embeddings()`` computes them.
             document_ids: ids of documents packed into a sequence: attention stays within equal ids, positions restart.
             policy: decides depths instead of the method's default policy.
-            max_iterations: limit on each token's iterations.
+            max_iterations: maximum depth of each token.
             execution: ``dense`` or ``compact``; by default dense in training, else compact if that skips tokens. A
                 list sets the number of rows that compact execution computes in each pass after the first; if more
                 tokens are active in a pass (compare ``depth``), the output is wrong.
@@ -249,10 +249,10 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
                 ledger.forget(past)
             raise
 
-    def _run_time(self, given: RunTime, sequences: int) -> RunTime:
+    def _run_time(self, settings: RunTime, sequences: int) -> RunTime:
         """Returns the caller's settings, with unset fields from the enclosing ``generate`` or the training defaults."""
         # Dynamo cannot read a context variable; a compiled forward gets its settings from generate's keyword arguments.
-        run_time = given if torch.compiler.is_compiling() else given.over(generating(self))
+        run_time = settings if torch.compiler.is_compiling() else settings.over(generating(self))
         if self.training and run_time.policy is None:
             run_time = run_time.over(RunTime(policy=self.training_policy, seed=self._training_seeds(sequences)))
         run_time.check_batch(sequences)
@@ -296,19 +296,19 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         if policy is None:
             return
         if not self.method.halts:
-            cure = "use max_iterations to run all fewer times" if self.config.iterations > 1 else "leave it out"
+            cure = "use max_iterations to run fewer for all" if self.config.iterations > 1 else "leave it out"
             raise InputError(f"policy: {self.config.method} cannot halt single tokens; {cure}")
         policy = as_policy(policy)
         policy.check_signal(self.method.signal, self.config.method, self.config.iterations)
         policy.check(self.config.method, self.config.iterations)
 
-    def _policy(self, given: PolicyLike | None, *, generates: bool) -> Policy:
-        """Returns ``given``, checked, or the method's default policy; raises if it must be causal and is not."""
-        self.check_policy(given)
-        policy = self.method.default_policy(training=self.training) if given is None else as_policy(given)
+    def _policy(self, policy: PolicyLike | None, *, generates: bool) -> Policy:
+        """Checks ``policy`` (``None``: the method's default) and returns it; ``generates`` requires a causal policy."""
+        self.check_policy(policy)
+        policy = self.method.default_policy(training=self.training) if policy is None else as_policy(policy)
         if generates and not policy.causal:
             raise InputError(
-                f"policy={policy.spelling} looks at later tokens: it can evaluate, not generate "
+                f"policy={policy.spelling} reads later tokens: it can be evaluated, but it cannot generate "
                 "(a model in training mode may have such a default: call model.eval())"
             )
         return policy
@@ -375,7 +375,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         return Cached(*batch, **options, ledger=ledger)
 
     def _warn_of_objective(self) -> None:
-        """Warns once if gates are trained without an objective, whose ponder term would teach them to close."""
+        """Warns once if gates are trained without an objective: only its ponder term teaches them to halt."""
         trains = self.method.has_ponder_term and torch.is_grad_enabled()
         if not trains or self._warned_of_objective or torch.compiler.is_compiling():
             return

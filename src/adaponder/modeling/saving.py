@@ -51,24 +51,24 @@ class StrictCheckpointMixin:
         if pretrained_model_name_or_path is None:
             raise InputError("from_pretrained(None): name a folder, or build cls(config) and call load_state_dict")
         hub: dict[str, Any] = {name: kwargs[name] for name in ("revision", "cache_dir", "token") if name in kwargs}
-        where = fetch(pretrained_model_name_or_path, NEEDED, **hub)
-        refuse_unsafe(where)
-        kind = read_json(where / "config.json").get("model_type")
+        folder = fetch(pretrained_model_name_or_path, NEEDED, **hub)
+        refuse_unsafe(folder)
+        kind = read_json(folder / "config.json").get("model_type")
         if kind not in (None, AdaPonderConfig.model_type):
             raise CheckpointError(
-                f"{where} holds a {kind} model: open it with AutoModelForCausalLM and wrap it with "
+                f"{folder} holds a {kind} model: open it with AutoModelForCausalLM and wrap it with "
                 "AdaPonderForCausalLM.from_backbone, or use adaponder convert"
             )
         verify = checksums_wanted() if verify is None else verify
         if verify:
-            verify_files(where, may_be_missing=NOT_NEEDED)
-            require_agreement(where)
+            verify_files(folder, may_be_missing=NOT_NEEDED)
+            require_agreement(folder)
         wants_info = kwargs.pop("output_loading_info", False)
-        with in_our_words(where):
-            require_room(where, AdaPonderConfig.from_pretrained(where))
+        with in_our_words(folder):
+            require_room(folder, AdaPonderConfig.from_pretrained(folder))
             # Mismatched sizes are accepted here so that all of them can be listed below.
             loaded: Any = super().from_pretrained(
-                where,
+                folder,
                 *args,
                 **kwargs,
                 use_safetensors=True,
@@ -77,11 +77,11 @@ class StrictCheckpointMixin:
                 ignore_mismatched_sizes=True,
             )
         model, info = loaded
-        require_exact_keys(str(where), info)
-        require_finite(str(where), model.state_dict().items())
+        require_exact_keys(str(folder), info)
+        require_finite(str(folder), model.state_dict().items())
         model.wrapped.verify()
-        if verify and not (where / MANIFEST).exists():
-            warnings.warn(f"{where}: unverified, there is no {MANIFEST}; doctor --seal writes one", stacklevel=2)
+        if verify and not (folder / MANIFEST).exists():
+            warnings.warn(f"{folder}: unverified, there is no {MANIFEST}; doctor --seal writes one", stacklevel=2)
         return (model, info) if wants_info else model
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
