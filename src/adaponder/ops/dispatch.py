@@ -41,7 +41,7 @@ def dispatch(plain: Callable[P, T], when: Callable[..., bool]) -> Callable[P, T]
 
 
 def has_kernels(like: Tensor, *_: object, **__: object) -> bool:
-    """Returns whether Triton kernels may run on the device of ``like``: CUDA only, unless ``ADAPONDER_KERNELS=0``."""
+    """Returns whether Triton kernels may run for ``like``: it is on CUDA, and ``ADAPONDER_KERNELS`` is not 0."""
     return HAS_TRITON and like.is_cuda and os.environ.get("ADAPONDER_KERNELS") != "0"
 
 

@@ -1,7 +1,7 @@
 """Writes the three gradients of a fused query-key-value product directly into one buffer in compiled backward passes.
 
 GPT-NeoX splits one product in three, so backward concatenates three gradients. Inductor fuses the operations that
-compute them into the concatenation, where every element evaluates all three, and then copies the result into the
+compute them into the concatenation, so that every element evaluates all three, and then copies the result into the
 layout that the product's own backward reads. This graph pass transposes each gradient first and computes it into its
 slice of the result: a step gets about 5 % faster (``benchmarks/records/tuning-h200.json``, runs 10 and 11).
 """
@@ -44,7 +44,7 @@ def _compile_in_place() -> None:
 
 
 class JoinInPlace(CustomGraphPass):
-    """Graph pass that replaces concatenate, transpose, copy by transpose, :func:`join`; results are bit-identical."""
+    """Graph pass that replaces (concatenate, transpose, copy) by (transpose, :func:`join`); results are bit-identical."""
 
     def __call__(self, graph: Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=_aten.cat.default):

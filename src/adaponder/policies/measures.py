@@ -23,8 +23,8 @@ _ROWS = 1024
 class MeasureThreshold(Policy):
     """Continues while :meth:`measure` is at least (with ``at_most``: at most) ``threshold``, a number or one per gate.
 
-    Measures that compare two iterations (``reads_previous``) are undefined after iteration 0, where every token
-    continues. ``logits_read`` is how many times a measure computes a token's logits.
+    After iteration 0 every token continues if the measure compares two iterations (``reads_previous``).
+    ``logits_read`` is how many times a measure computes a token's logits.
     """
 
     threshold: float | tuple[float, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ def at(value: float | Sequence[float] | Tensor, iteration: Tensor, dtype: torch.
 def as_int64(seed: int) -> int:
     """Returns the int64 that is congruent to ``seed`` modulo 2**64."""
     if -(1 << 63) <= seed < (1 << 63):
-        return seed  # a compiler with symbolic seeds could not represent the numbers below
+        return seed  # a compiler that traces the seed as a symbol cannot represent the constants below
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -43,7 +44,7 @@ def sequence_seeds(seed: int, number: Tensor) -> Tensor:
 
 
 def mix_bits(x: Tensor) -> Tensor:
-    """Hashes int64 numbers by two invertible rounds like those of splitmix64, but both shift by 30; modulo 2**64."""
+    """Hashes int64 numbers modulo 2**64 by two invertible rounds: those of splitmix64, but both shift by 30."""
     for factor in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
         x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * factor
     return x
@@ -60,7 +61,7 @@ def unit_hash(position: Tensor, seed: Tensor, iteration: Tensor) -> Tensor:
     return (x & ((1 << 24) - 1)).double() / (1 << 24)
 
 
-def as_number(name: str, value: float) -> float:
+def as_number(name: str, value: Any) -> float:
     """Returns ``value`` as a float, so that equal settings have equal fingerprints; raises on NaN and non-numbers."""
     if isinstance(value, bool) or not hasattr(value, "__float__") or math.isnan(float(value)):
         raise InputError(f"{name}={shown(value)} must be a number")

@@ -30,7 +30,7 @@ FORWARD_WARPS, BACKWARD_WARPS = 4, 8
 
 
 def compact_attention(query: Tensor, keys: Tensor, values: Tensor, rows: PackedRows, scale: float) -> Tensor:
-    """Computes attention of packed queries, like ``compact_attention`` in torch.py, where :func:`fits` is true."""
+    """Computes attention of packed queries, like ``compact_attention`` in torch.py, if :func:`fits` is true."""
     return _CompactAttention.apply(query, keys, values, rows, scale)
 
 
@@ -344,7 +344,7 @@ def _query_kernel(
 @triton.jit
 def _key_kernel(
     query, keys, values, grads, normaliser, alongs, grad_keys, grad_values,
-    row_ranges,  # per block of keys: the first query that sees part of it, the first that sees all of it, their end
+    row_ranges,  # per block of keys: first query that sees part of it, first that sees all of it, end of these queries
     all_blocks,
     sequences, slots, present, present_sequence, spans, tokens,
     length,  # slots per sequence
