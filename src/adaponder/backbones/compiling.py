@@ -73,7 +73,7 @@ class Layers:
         shared: list[tuple[Any, Any]] = []
 
         def of_layer(value: Any) -> Any:
-            """Reduces a view or lane to this layer, so that all layers share a graph; returns other values as they are."""
+            """Reduces a view or lane to this layer, so that all layers share a graph; other values stay as they are."""
             if not isinstance(value, (IterationView, Lane)):
                 return value
             shared.append((value, value.of_layer(index)))

@@ -44,7 +44,7 @@ def _compile_in_place() -> None:
 
 
 class JoinInPlace(CustomGraphPass):
-    """Graph pass that replaces (concatenate, transpose, copy) by (transpose, :func:`join`); results are bit-identical."""
+    """Graph pass that replaces (concatenate, transpose, copy) by (transpose, :func:`join`), bit for bit the same."""
 
     def __call__(self, graph: Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=_aten.cat.default):
