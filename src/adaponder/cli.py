@@ -40,7 +40,7 @@ FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 _ParserError: Any = typer.BadParameter.__mro__[2]
 
 
-# Maps (command, an option's name in the last release) to its new name; the old name works for one release.
+# Renamed options: maps (command, old name) to the new name. Old names work for one release.
 RENAMED = {("serve", "--tokens"): "--max-length", ("serve", "--max-tokens"): "--max-new-tokens"}
 
 
@@ -85,7 +85,7 @@ class Command(_PlainFlags, TyperCommand):
                 if isinstance(value, float) and not math.isfinite(value):
                     raise typer.BadParameter(f"{value} is not a finite number", ctx=ctx, param=param)
                 if isinstance(value, int) and abs(value) > LARGEST_INT:
-                    raise typer.BadParameter(f"beyond {LARGEST_INT}", ctx=ctx, param=param)
+                    raise typer.BadParameter("the number does not fit into 64 bits", ctx=ctx, param=param)
         return rest
 
     def invoke(self, ctx: Any) -> Any:

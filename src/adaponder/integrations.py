@@ -52,7 +52,7 @@ class PonderCallback(TrainerCallback):
         capacity_warmup: int = 0,
         exit_stage: Literal[1, 2] = 1,
     ):
-        # The same schedule, and the same checks, as in our own loop.
+        # The same schedule and checks as in adaponder train.
         try:
             self.schedule = TrainRecipe(
                 steps=max(1, ponder_full),
@@ -125,14 +125,13 @@ class PonderCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs is None:
             return
-        if "loss" not in logs:
-            self.evaluated = self._depths(logs)
-            for entry in (logs, state.log_history[-1]):
-                entry |= self.evaluated
-            return
-        depths = self.depths.take(training=True)
+        training = "loss" in logs
+        depths = self.depths.take(training=True) if training else self._depths(logs)
         for entry in (logs, state.log_history[-1]):
             entry |= depths
+        if not training:
+            self.evaluated = depths
+            return
         method = member_of(kwargs["model"], "PonderCallback").method
         schedule = replace(self.schedule, steps=max(state.max_steps, self.schedule.steps))
         step = max(0, state.global_step - 1)
@@ -146,13 +145,13 @@ class PonderCallback(TrainerCallback):
         self.depths.evaluated(kwargs["eval_dataloader"])
 
     def _depths(self, metrics: dict[str, Any]) -> dict[str, float]:
-        """Returns the depths of an evaluation, under the prefix of its ``metrics`` (``eval_depth``); else {}."""
+        """Returns an evaluation's depths, named with the prefix of its ``metrics`` (``eval_depth``); {} for training."""
         prefix = next((name.removesuffix("_runtime") for name in metrics if name.endswith("_runtime")), "train")
         depths = {} if prefix == "train" else self.depths.take(training=False)
         return {f"{prefix}_{name}": value for name, value in depths.items()}
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        if metrics is not None:  # a trainer may have logged a copy
+        if metrics is not None:  # a trainer may have logged a copy of the metrics
             metrics |= self.evaluated
         self.evaluated = {}
 

@@ -87,7 +87,7 @@ def line(*parts: object) -> Text:
     return Text.assemble(*((str(part[0]), part[1]) if isinstance(part, tuple) else str(part) for part in parts))
 
 
-# Brighter with depth, so that depths differ in lightness too: for colour-blind readers and grey prints.
+# Deeper is brighter, so that depths can be told apart in grey prints and by colour-blind readers too.
 _STEPS = ((48, 18, 59), (62, 73, 137), (33, 144, 140), (94, 201, 97), (253, 231, 37))
 
 
@@ -106,24 +106,17 @@ def depth_style(depth: int, deepest: int) -> str:
 
 def by_depth(pieces: Sequence[str], depths: Sequence[int], deepest: int) -> Text:
     """Joins pieces of text, each coloured by the depth of its token."""
-    text = Text()
-    for piece, depth in zip(pieces, depths, strict=True):
-        text.append(piece, style=depth_style(depth, deepest))
-    return text
+    return Text.assemble(*((piece, depth_style(depth, deepest)) for piece, depth in zip(pieces, depths, strict=True)))
 
 
 def legend(deepest: int) -> Text:
     """Returns the colour key of depths 1 … ``deepest``, in one line; empty if no colours are shown."""
-    text = Text()
     if not console.in_colour:
-        return text
-    text.append("read ")
-    for depth in range(1, deepest + 1):
-        text.append(f" {depth}x ", style=depth_style(depth, deepest))
-    return text
+        return Text()
+    return Text.assemble("read ", *((f" {depth}x ", depth_style(depth, deepest)) for depth in range(1, deepest + 1)))
 
 
-_GAP = 2
+_GAP = 2  # spaces between columns
 
 
 @dataclass(frozen=True)
@@ -150,11 +143,11 @@ class Titled:
             drawn = Table(header_style="bold", show_header=any(self.columns), box=None, pad_edge=False)
             spare = options.max_width - _GAP * (len(group) - 1) - sum(least[index] for index in group)
             for index in group:
-                best = max(cell_len(cell) for cell in (self.columns[index], *(row[index] for row in self.rows)))
-                more = max(0, min(best - least[index], spare))
-                spare -= more
+                widest = max(cell_len(cell) for cell in (self.columns[index], *(row[index] for row in self.rows)))
+                extra = max(0, min(widest - least[index], spare))
+                spare -= extra
                 justify = "right" if self._holds_figures(index) else "left"
-                drawn.add_column(self.columns[index], justify=justify, overflow="fold", width=least[index] + more)
+                drawn.add_column(self.columns[index], justify=justify, overflow="fold", width=least[index] + extra)
             for row in self.rows:
                 drawn.add_row(*(row[index] for index in group))
             yield drawn
@@ -168,7 +161,7 @@ class Titled:
     def _least_width(self, index: int, most: int) -> int:
         """Returns the minimum width of a column: its widest cell, and at least the longest word of its heading.
 
-        Cells wider than half the table's width ``most`` (all of it if there is only one column) wrap.
+        Cells wrap if they are wider than half the table's width ``most``, or than all of it for a single column.
         """
         cells = max((cell_len(row[index]) for row in self.rows), default=0)
         word = max((cell_len(word) for word in self.columns[index].split()), default=0)
@@ -238,7 +231,7 @@ def quiet_libraries() -> None:
         logging.set_verbosity_error()
 
 
-# The path that means standard output, and the latest result for it, which json_alone writes.
+# The path that means standard output, and the JSON text of the latest result for it, which json_alone prints.
 STDOUT = Path("-")
 _last: list[str] = []
 

@@ -23,7 +23,7 @@ Message = dict[str, str]
 class TemplateRenderer:
     """Renders chat templates in a subprocess, started when needed and restarted after a template exceeded a limit.
 
-    A template may use a second of processor time, ``mebibytes`` of memory, and write ``characters``. The subprocess
+    A template may use one second of processor time and ``mebibytes`` MiB, and write ``characters``. The subprocess
     ends when its standard input is closed, at the latest when this process ends.
     """
 
@@ -124,5 +124,5 @@ def chat_text(
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """Returns the token ids of :func:`chat_text`, whose template adds special tokens; errors name ``--chat``."""
+    """Encodes :func:`chat_text` without adding special tokens, since the template has them; errors name ``--chat``."""
     return encode(tokenizer, chat_text("--chat", tokenizer, messages), special=False)

@@ -47,7 +47,7 @@ def token_texts(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
     """Returns each id's text with its leading space; incomplete characters as ``\\xe2``, unknown ids as ``<7>``."""
     tokens = [int(token) for token in ids]
     decoded = tokenizer.decode_batch([[token] for token in tokens], skip_special_tokens=False)
-    # A tokenizer of whole words has no decoder: decoding puts a space between any two tokens.
+    # A tokenizer of whole words has no decoder, and its decoding puts a space between any two tokens.
     space = " " if tokenizer.decoder is None else ""
     texts = []
     for token, text in zip(tokens, decoded, strict=True):
@@ -62,7 +62,7 @@ def unknown_id(tokenizer: Tokenizer, end_id: int | None) -> int | None:
     model = json.loads(tokenizer.to_str())["model"]
     token = model.get("unk_token")
     unknown = model.get("unk_id") if token is None else tokenizer.token_to_id(token)
-    return None if unknown == end_id else unknown  # byte-level vocabularies name the end token, and never use it
+    return None if unknown == end_id else unknown  # byte-level vocabularies may declare the end token as UNK, unused
 
 
 def token_bytes(entry: str, decoded: str) -> bytes:

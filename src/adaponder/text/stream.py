@@ -22,6 +22,7 @@ LONGEST_STOP = 1000
 UNFINISHED = "\ufffd"
 # The most tokens of an unfinished character, which has at most 3 of its 4 bytes.
 _OF_A_CHARACTER = 3
+# The most tokens held back in a run of invalid bytes, and the least number of earlier tokens to decode as context.
 _MOST_WAITING = 12
 
 
@@ -66,13 +67,13 @@ class Detokenizer:
         return self._return(len(self._ids), self._decode(self._ids)) if self.waiting else ""
 
     def _return(self, end: int, text: str) -> str:
-        """Returns the new part of ``text``, decoded from ``ids[:end]``; drops ids no longer needed as context."""
-        shown = self._decode(self._ids[: self._returned])
-        completes = self._begun and not text.startswith(shown)
+        """Returns the new part of ``text``, the text of ``ids[:end]``; drops ids that later tokens do not need."""
+        returned = self._decode(self._ids[: self._returned])
+        completes = self._begun and not text.startswith(returned)
         if completes:
-            shown = self._decode(self._ids[: self._returned - self._begun])
+            returned = self._decode(self._ids[: self._returned - self._begun])
         self._begun = 0
-        piece = text[len(shown) :] if text.startswith(shown) else self._decode(self._ids[self._returned : end])
+        piece = text[len(returned) :] if text.startswith(returned) else self._decode(self._ids[self._returned : end])
         if piece and not completes:  # the piece is enough context for the next tokens
             self._ids, self._returned = self._ids[self._returned :], end - self._returned
         else:
