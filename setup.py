@@ -1,7 +1,7 @@
-"""Adds to pyproject.toml what depends on where the repository is published: absolute links in the README, and URLs.
+"""Adds metadata that depends on where the repository is published: the README with absolute links, and project URLs.
 
-A package index shows the README without the files beside it: ``ADAPONDER_REPOSITORY=https://host/owner/name`` says
-where they are. A build without it keeps relative links and names no URLs.
+A package index shows the README without the files that its links lead to; their address is the environment variable
+``ADAPONDER_REPOSITORY=https://host/owner/name``. A build without it keeps relative links and has no project URLs.
 """
 
 import os
@@ -15,10 +15,10 @@ readme = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
 urls = {}
 if repository:
     link = re.compile(r"(!?)(\[[^\]]*\])\((?!https?:|#)([^)]+)\)")
-    place = {"!": f"{repository}/raw/HEAD/", "": f"{repository}/blob/HEAD/"}
+    base = {"!": f"{repository}/raw/HEAD/", "": f"{repository}/blob/HEAD/"}  # of images and of other links
     # Twice: an image may be the text of a link.
     for _ in range(2):
-        readme = link.sub(lambda found: f"{found[1]}{found[2]}({place[found[1]]}{found[3]})", readme)
+        readme = link.sub(lambda match: f"{match[1]}{match[2]}({base[match[1]]}{match[3]})", readme)
     pages = {"Documentation": "docs/index.md", "Changelog": "CHANGELOG.md", "Security": "SECURITY.md"}
     urls = {"Source": repository, "Issues": f"{repository}/issues"}
     urls |= {name: f"{repository}/blob/HEAD/{path}" for name, path in pages.items()}

@@ -57,8 +57,8 @@ def is_panic(problem: BaseException) -> bool:
 def panics_as_errors(what: str, *, alone: bool = False) -> Iterator[None]:
     """Context manager that turns a native library's panic, which is no ``Exception``, into an :class:`InputError`.
 
-    The error message begins with ``what``. The library's backtrace on standard error is dropped if there is only one
-    thread or if ``alone`` is set, which may lose what other threads write there.
+    The error message begins with ``what``. The library's backtrace is kept off standard error if there is only one
+    thread, or if ``alone`` is set; with ``alone``, what other threads write there is lost too.
     """
     stderr = None
     quiet = (alone or threading.active_count() == 1) and _redirected.acquire(blocking=False)
@@ -94,7 +94,7 @@ def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """Joins the first ``most`` names by commas and adds the number of the others."""
+    """Joins the first ``most`` names by commas and adds how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
@@ -107,7 +107,7 @@ def shown(value: Any) -> str:
 
 
 def choice(value: Any, words: Sequence[str]) -> str:
-    """Returns ``one of a, b, …`` for an error about ``value``; for more than three words, with a suggestion."""
+    """Returns ``one of a, b, …`` for an error about ``value``, with a spelling hint if there are more than three."""
     hint = did_you_mean(value, words) if isinstance(value, str) and len(words) > 3 else ""
     return f"one of {', '.join(words)}{hint}"
 

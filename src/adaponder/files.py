@@ -1,6 +1,6 @@
 """Reads untrusted files as plain data within size limits, and writes files atomically.
 
-Refusing a file raises a one-line error. A written file is complete under its final name, or absent.
+A refused file raises a one-line error. A file appears under its final name only when it is completely written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from filelock import lock_descriptor
 
 from adaponder.errors import AdaPonderError, CheckpointError, InputError
 
-# Files above this limit are not read into memory; the largest tokenizer.json on the hub has about 40 MB.
+# Larger files are not read into memory; the largest tokenizer.json on the hub has about 40 MB.
 JSON_BYTES = 2**28
 # Deeper than any config, table or manifest, but far from a stack overflow.
 JSON_DEPTH = 64
@@ -62,13 +62,24 @@ def read_bytes(path: Path, error: type[AdaPonderError] = CheckpointError, *, lim
     return content
 
 
+def read_text(path: Path, error: type[AdaPonderError] = CheckpointError, *, limit: int = JSON_BYTES) -> str:
+    """Returns the text of a UTF-8 file of at most ``limit`` bytes."""
+    try:
+        return read_bytes(path, error, limit=limit).decode("utf-8")
+    except UnicodeDecodeError as problem:
+        raise error(f"{path} is not text in UTF-8: {problem.reason} at byte {problem.start:,}") from None
+
+
 def read_json(path: Path, error: type[AdaPonderError] = CheckpointError) -> dict[str, Any]:
-    """Returns the object in a JSON file; raises if it is damaged or nested too deeply, or if numbers are too long."""
+    """Returns the object in a JSON file, parsed by :func:`parse_json`."""
     return parse_json(read_bytes(path, error), path, error)
 
 
 def parse_json(content: bytes, where: Path | str, error: type[AdaPonderError] = CheckpointError) -> dict[str, Any]:
-    """Parses a JSON object within the limits above; errors begin with ``where``, the name of the source."""
+    """Parses a JSON object; refuses nesting beyond JSON_DEPTH and integers of more than JSON_DIGITS digits.
+
+    Errors begin with ``where``, the name of the source.
+    """
     try:
         loaded = json.loads(content.decode("utf-8"), parse_int=_whole)
     except RecursionError:
@@ -76,7 +87,7 @@ def parse_json(content: bytes, where: Path | str, error: type[AdaPonderError] = 
     except ValueError as problem:  # includes JSONDecodeError and UnicodeDecodeError
         raise error(f"{where} is not valid JSON: {problem}") from None
     if not isinstance(loaded, dict):
-        raise error(f"{where}: an object is needed, found {type(loaded).__name__}")
+        raise error(f"{where} must hold an object, not {type(loaded).__name__}")
     if _deeper_than(loaded, JSON_DEPTH):
         raise error(f"{where}: nested too deeply for a JSON file of its kind")
     return loaded
@@ -100,8 +111,8 @@ class _PlainYaml(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
         names = Counter(key.value for key, _ in pairs if isinstance(key, yaml.ScalarNode))
-        if twice := [name for name, count in names.items() if count > 1]:
-            raise yaml.YAMLError(f"{twice[0]} stands there twice")
+        if repeated := [name for name, count in names.items() if count > 1]:
+            raise yaml.YAMLError(f"{repeated[0]} is given twice")
         return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node: Any) -> int:
@@ -114,7 +125,10 @@ _PlainYaml.add_constructor("tag:yaml.org,2002:int", _PlainYaml.construct_yaml_in
 
 
 def parse_yaml(text: str, where: str, error: type[AdaPonderError]) -> Any:
-    """Parses YAML within the limits above; errors begin with ``where``, the name of the source."""
+    """Parses YAML; refuses aliases, duplicate keys, nesting beyond YAML_DEPTH and integers beyond JSON_DIGITS digits.
+
+    Errors begin with ``where``, the name of the source.
+    """
     try:
         return yaml.load(text, Loader=_PlainYaml)
     except RecursionError:
@@ -126,11 +140,7 @@ def parse_yaml(text: str, where: str, error: type[AdaPonderError]) -> Any:
 
 def read_yaml(path: Path, error: type[AdaPonderError]) -> Any:
     """Returns the content of a YAML file, parsed by :func:`parse_yaml`."""
-    try:
-        text = read_bytes(path, error, limit=YAML_BYTES).decode("utf-8")
-    except UnicodeDecodeError as problem:
-        raise error(f"{path} is not text in UTF-8: {problem.reason} at byte {problem.start:,}") from None
-    return parse_yaml(text, str(path), error)
+    return parse_yaml(read_text(path, error, limit=YAML_BYTES), str(path), error)
 
 
 _NEVER = threading.Event()
@@ -188,7 +198,7 @@ def checksums_wanted() -> bool:
     """Returns whether to verify checksums of data and weights: true unless ``ADAPONDER_VERIFY=0``."""
     setting = os.environ.get("ADAPONDER_VERIFY", "1")
     if setting not in ("0", "1"):
-        raise InputError(f"ADAPONDER_VERIFY={setting}: 1 verifies checksums (as without it), 0 leaves them out")
+        raise InputError(f"ADAPONDER_VERIFY={setting} must be 1 (the default: verify checksums) or 0 (skip them)")
     return setting == "1"
 
 
@@ -236,8 +246,8 @@ def replacing_folder(folder: Path, partial: Path, *, overwrite: bool = False) ->
     Raises if ``folder`` is not empty, unless ``overwrite`` is set. If the block or the disk fails, ``partial`` is
     removed and ``folder`` is unchanged.
     """
-    before = partial.with_name(f"{partial.name}.replaced")
-    for leftover in (partial, before):
+    replaced = partial.with_name(f"{partial.name}.replaced")
+    for leftover in (partial, replaced):
         shutil.rmtree(leftover, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
@@ -247,14 +257,14 @@ def replacing_folder(folder: Path, partial: Path, *, overwrite: bool = False) ->
         flush(partial)
         try:
             if overwrite and folder.exists():
-                folder.rename(before)
+                folder.rename(replaced)
             partial.rename(folder)  # replaces an empty folder; raises if it holds anything
         except BaseException:
-            if before.exists():
-                before.rename(folder)
+            if replaced.exists():
+                replaced.rename(folder)
             raise
         _flush_names(folder.parent)
-        shutil.rmtree(before, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -269,7 +279,7 @@ def lock(descriptor: int, *, wait: bool = False) -> bool:
 
 
 def flush(path: Path) -> None:
-    """Flushes a file's content, or a folder's entries, to the disk (fsync)."""
+    """Flushes a file's content or a folder's list of names to the disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -98,10 +98,10 @@ def changed_settings(
 
 @contextmanager
 def resuming(journal: Journal | None, part: str) -> Iterator[None]:
-    """Context manager for work that saves finished parts in ``journal`` (``None``: nothing is saved, for no ``--out``).
+    """Context manager for work that saves finished parts in ``journal``, or nowhere if it is ``None`` (no ``--out``).
 
-    Prints how many parts an earlier call finished and, when interrupted, how many are saved. ``part`` is the noun for a
-    part in these messages, such as ``row``.
+    Prints how many parts an earlier call finished and, when interrupted, how many are saved. In these messages a part
+    is called ``part``, such as ``row``.
     """
     if journal is not None and len(journal):
         console.print(Text(f"resuming: {_count(journal, part)} in {journal.folder}"))

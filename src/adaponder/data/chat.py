@@ -17,7 +17,7 @@ from adaponder.data.manifest import CHAT_TEMPLATE, DataError
 from adaponder.data.readers import Counts, Document, InputPart, records, valid_unicode, without_compression
 from adaponder.data.tokenizers import SpecialTokens, encoding, special_tokens, tokenizer_file
 from adaponder.errors import InputError
-from adaponder.files import read_bytes, read_json
+from adaponder.files import read_json, read_text
 
 if TYPE_CHECKING:
     from adaponder.text.prompts import TemplateRenderer
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ASSISTANT = "assistant"
 # The tag with which a template marks the assistant's text for transformers.
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Maximum characters of one conversation, which is encoded in a single call, and memory to render it.
+# Limits for one conversation: characters (they are encoded in a single call), and MiB of memory to render it.
 _LONGEST, _MEBIBYTES = 2**22, 512
 
 
@@ -34,7 +34,7 @@ class ChatFormat:
     """Turns records into conversations, rendered as text by a Jinja template.
 
     ``fields`` names the field of a record that holds a list of messages, or two fields: a prompt and a completion, each
-    text or a list of messages. The template may write the tokenizer's special ``tokens``; messages may not.
+    text or a list of messages. The template may write the tokenizer's special ``tokens``; messages may not hold them.
     """
 
     fields: tuple[str, ...]
@@ -43,10 +43,10 @@ class ChatFormat:
 
     @classmethod
     def of(cls, fields: Sequence[str], tokenizer: str, end_token: str | None, template: Path | None) -> ChatFormat:
-        """Returns the format with the template in file ``template``; ``None``: with the tokenizer's own template."""
+        """Returns the format with the template in file ``template``, or the tokenizer's own if ``None``."""
         if not 1 <= len(fields) <= 2 or not all(fields):
             raise InputError(f"--chat {','.join(fields)}: name one field of messages, or two, PROMPT,COMPLETION")
-        text = own_template(tokenizer) if template is None else _text_of(template)
+        text = own_template(tokenizer) if template is None else read_text(template, InputError)
         if text is None:
             raise InputError(f"--chat: the tokenizer {tokenizer} has no chat template; name one with --chat-template")
         return cls(tuple(fields), text, special_tokens(tokenizer, end_token))
@@ -57,12 +57,12 @@ class ChatFormat:
 
     def read(self, part: InputPart, counts: Counts) -> Iterator[Document]:
         """Yields a rendered conversation for each record of ``part``."""
-        for fields, place in records(part, self.fields, counts):
+        for fields, origin in records(part, self.fields, counts):
             source = fields.get("source")
             source = source if isinstance(source, str) else without_compression(part.path).stem or part.argument
-            yield self.conversation(self._messages(fields, place, counts), source, place)
+            yield self.conversation(self._messages(fields, origin, counts), source, origin)
 
-    def _messages(self, fields: Mapping[str, Any], place: str, counts: Counts) -> list[dict[str, Any]]:
+    def _messages(self, fields: Mapping[str, Any], origin: str, counts: Counts) -> list[dict[str, Any]]:
         """Returns the checked messages of a record, each with a role and a content."""
         messages: list[Any] = []
         for name, role in zip(self.fields, ("user", ASSISTANT), strict=False):
@@ -71,21 +71,21 @@ class ChatFormat:
                 value = [{"role": role, "content": value}]
             if not isinstance(value, list) or not value:
                 kinds = "text or a list of messages" if len(self.fields) == 2 else "a list of messages"
-                raise DataError(f"{place}: {name} must be {kinds}, at least one")
-            messages += [self._message(entry, f"{place}: {name}[{at}]", counts) for at, entry in enumerate(value)]
+                raise DataError(f"{origin}: {name} must be {kinds}, not empty")
+            messages += [self._message(entry, f"{origin}: {name}[{i}]", counts) for i, entry in enumerate(value)]
         if not any(message["role"] == ASSISTANT for message in messages):
-            raise DataError(f"{place}: no message has the role {ASSISTANT!r}, so there is nothing to learn")
+            raise DataError(f"{origin}: no message has the role {ASSISTANT!r}, so there is nothing to learn")
         return messages
 
-    def _message(self, message: Any, place: str, counts: Counts) -> dict[str, Any]:
+    def _message(self, message: Any, origin: str, counts: Counts) -> dict[str, Any]:
         if not isinstance(message, dict):
-            raise DataError(f"{place}: a message must be an object with a role and a content")
+            raise DataError(f"{origin}: a message must be an object with a role and a content")
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise DataError(f"{place}.{key} must be text, it is {str(message.get(key))[:40]!r}")
+                raise DataError(f"{origin}.{key} must be text, it is {str(message.get(key))[:40]!r}")
         if (forged := self._special.search(message["content"])) is not None:
             raise DataError(
-                f"{place}.content contains the special token {forged[0]!r}, with which a text could end its own turn: "
+                f"{origin}.content contains the special token {forged[0]!r}, with which a text could end its own turn: "
                 "remove it or spell it differently"
             )
         content = valid_unicode(message["content"])
@@ -93,37 +93,37 @@ class ChatFormat:
         # A table stores null for a key that a message does not have.
         return {key: value for key, value in message.items() if value is not None} | {"content": content}
 
-    def conversation(self, messages: list[dict[str, Any]], source: str, place: str) -> Document:
+    def conversation(self, messages: list[dict[str, Any]], source: str, origin: str) -> Document:
         """Renders messages with the template and marks the assistant's turns as learned."""
-        text, marked = self._render(messages, place)
-        learned = marked if _MARKED.search(self.template) else self._turns(messages, text, place)
+        text, marked = self._render(messages, origin)
+        learned = marked if _MARKED.search(self.template) else self._turns(messages, text, origin)
         if not any(text[first:last].strip() for first, last in learned):
-            raise DataError(f"{place}: the template writes none of the assistant's words")
+            raise DataError(f"{origin}: the template writes none of the assistant's words")
         spans = tuple((first, last) for first, last in learned if last > first)
-        return Document(text, source, learned=spans, origin=place)
+        return Document(text, source, learned=spans, origin=origin)
 
-    def _turns(self, messages: list[dict[str, Any]], text: str, place: str) -> list[tuple[int, int]]:
-        """Returns the character span of each assistant turn, which begins after its generation prompt in ``text``."""
+    def _turns(self, messages: list[dict[str, Any]], text: str, origin: str) -> list[tuple[int, int]]:
+        """Returns each assistant turn's span of characters in ``text``, without the generation prompt before it."""
         turns = []
-        for at, message in enumerate(messages):
+        for index, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
             try:
-                prompt = self._render(messages[:at], place, generation_prompt=True)[0]
+                prompt = self._render(messages[:index], origin, generation_prompt=True)[0]
             except DataError:
-                if at:
+                if index:
                     raise
-                raise _ambiguous(place, "cannot write the text before a first message of the assistant") from None
-            rendered = self._render(messages[: at + 1], place)[0]
+                raise _ambiguous(origin, "cannot write the text before a first message of the assistant") from None
+            rendered = self._render(messages[: index + 1], origin)[0]
             if not text.startswith(rendered) or not rendered.startswith(prompt):
-                raise _ambiguous(place, f"writes message {at} differently when others follow")
+                raise _ambiguous(origin, f"writes message {index} differently if other messages follow")
             turns.append((len(prompt), len(rendered)))
         return turns
 
     def _render(
-        self, messages: list[dict[str, Any]], place: str, *, generation_prompt: bool = False
+        self, messages: list[dict[str, Any]], origin: str, *, generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Renders messages and returns the text and the spans that the template marks as generated, if it marks any."""
+        """Renders messages; returns the text and the spans, if any, that the template marks as generated."""
         try:
             return _renderer().render(
                 messages,
@@ -134,7 +134,7 @@ class ChatFormat:
                 eos_token=self.tokens.end,
             )
         except InputError as problem:
-            raise DataError(f"{place}: {problem}") from None
+            raise DataError(f"{origin}: {problem}") from None
 
 
 @cache
@@ -144,9 +144,9 @@ def _renderer() -> TemplateRenderer:
     return TemplateRenderer(mebibytes=_MEBIBYTES, characters=_LONGEST)
 
 
-def _ambiguous(place: str, reason: str) -> DataError:
+def _ambiguous(origin: str, reason: str) -> DataError:
     return DataError(
-        f"{place}: the template {reason}, so the assistant's words cannot be located; mark them in the template, "
+        f"{origin}: the template {reason}, so the assistant's words cannot be located; mark them in the template, "
         "{% generation %}…{% endgeneration %}, and name it with --chat-template"
     )
 
@@ -156,19 +156,13 @@ def own_template(tokenizer: str) -> str | None:
     if (file := tokenizer_file(tokenizer)) is None:
         return None
     if os.path.isfile(file.parent / CHAT_TEMPLATE):
-        return _text_of(file.parent / CHAT_TEMPLATE)
+        return read_text(file.parent / CHAT_TEMPLATE, InputError)
     settings = file.parent / "tokenizer_config.json"
-    stated = read_json(settings, InputError).get("chat_template") if os.path.isfile(settings) else None
-    if isinstance(stated, list):  # several, by name
-        stated = next((entry.get("template") for entry in stated if entry.get("name") == "default"), None)
-    return stated if isinstance(stated, str) else None
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return read_bytes(path, InputError).decode()
-    except UnicodeDecodeError:
-        raise InputError(f"--chat-template {path}: not UTF-8 text") from None
+    template = read_json(settings, InputError).get("chat_template") if os.path.isfile(settings) else None
+    if isinstance(template, list):  # several, by name
+        named = (entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default")
+        template = next(named, {}).get("template")
+    return template if isinstance(template, str) else None
 
 
 class ConversationEncoder:

@@ -1,4 +1,4 @@
-"""Encodes documents into tokens, in this process or in workers. Both give the same tokens in the same order."""
+"""Encodes documents into tokens, in this process or in workers, with the same tokens in the same order."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class EncodedDocument(NamedTuple):
 
 @dataclass
 class Encoder:
-    """Encodes chunks of numbered documents. Can be pickled.
+    """Encodes chunks of numbered documents; can be pickled.
 
-    A share ``validation`` of the documents, selected by hash, goes to the validation split. ``done`` is the number of
-    the first document to encode for (train, validation): complete shards already hold the documents before it.
+    A share ``validation`` of the documents, selected by hash, goes to the validation split. ``done`` has the number of
+    the first document to encode for train and for validation: complete shards already hold the documents before it.
     """
 
     tokenizer_json: str
@@ -97,7 +97,7 @@ class Encoder:
                     if group_size >= PIECE:
                         self._encode(group, parts)
                         group, group_size = [], 0
-            no_tokens = np.empty(0, self.dtype)  # replaced once all are encoded
+            no_tokens = np.empty(0, self.dtype)  # replaced once all documents are encoded
             encoded.append(EncodedDocument(number, validation, no_tokens, document.source, size, digest, learned))
         self._encode(group, parts)
         end = np.array([self.end_id], self.dtype)
@@ -114,7 +114,7 @@ class Encoder:
             parts[index].append(np.array(piece.ids, self.dtype))
 
     def _accepted(self, tokens: np.ndarray, origin: str) -> np.ndarray:
-        """Removes the end token from the end of a tokenized input, if any. Raises for ids outside the vocabulary."""
+        """Returns a document's tokens without their end token, if any; raises for ids outside the vocabulary."""
         if self.vocab_size > 2 ** (8 * tokens.itemsize):
             raise InputError(
                 f"{origin}: {tokens.dtype.name} cannot hold the {self.vocab_size} ids of the tokenizer: "
@@ -146,7 +146,7 @@ def hash_and_size(content: str | np.ndarray) -> tuple[int, int]:
 def encode_in_order(
     encoder: Encoder, chunks: Iterable[list[Numbered]], *, workers: int
 ) -> Generator[list[EncodedDocument]]:
-    """Yields ``map(encoder, chunks)`` in order, computed by ``workers`` processes, or here if ``workers`` is 1."""
+    """Yields ``map(encoder, chunks)``, computed by ``workers`` processes, or by this one if ``workers`` is 1."""
     if workers == 1:
         yield from map(encoder, chunks)
         return
@@ -178,7 +178,7 @@ def encode_in_order(
 
 @contextlib.contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Defers Ctrl-C until the block ends. Processes started in the block inherit the blocked signal."""
+    """Context manager that defers Ctrl-C until the block ends; processes started in it inherit the blocked signal."""
     resource_tracker.ensure_running()  # starting it later would unblock the signal
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

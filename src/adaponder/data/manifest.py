@@ -1,4 +1,4 @@
-"""Reads and checks ``manifest.json``: counts and checksums of a prepared folder. Its last line is its own checksum."""
+"""Reads and checks a prepared folder's ``manifest.json``: counts, checksums, and as last entry its own checksum."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Manifest:
     Attributes:
         tokenizer_hash: hash of the tokenizer's behaviour, see :func:`adaponder.data.tokenizers.hash_of_content`.
         tokenizer_sha256: SHA-256 of ``tokenizer.json``.
-        fingerprint: the arguments and inputs that made the folder; a rerun with different arguments is refused.
+        fingerprint: the arguments and inputs that made the folder; a rerun with others is refused.
         skipped: number of documents or files skipped or repaired, by kind.
         template_sha256: SHA-256 of ``chat_template.jinja``; ``None`` if the tokenizer has no template.
         begin_token: the token that begins a text (BOS); ``None`` means the end token.
@@ -163,9 +163,9 @@ class Manifest:
             "vocab_size": sized,
             "dtype": sized and self.dtype == dtype_of(self.vocab_size),
             "end_id": sized and _is_count(self.end_id) and self.end_id < self.vocab_size,
-            "tokenizer_hash": _is_sum(self.tokenizer_hash),
-            "tokenizer_sha256": _is_sum(self.tokenizer_sha256),
-            "template_sha256": self.template_sha256 is None or _is_sum(self.template_sha256),
+            "tokenizer_hash": _is_sha256(self.tokenizer_hash),
+            "tokenizer_sha256": _is_sha256(self.tokenizer_sha256),
+            "template_sha256": self.template_sha256 is None or _is_sha256(self.template_sha256),
             "begin_token": isinstance(self.begin_token, str | None),
             "skipped": all(kind in SKIPPED and _is_count(count) for kind, count in counts.items()),
             "fingerprint": isinstance(share, (int, float)) and 0 <= share < 1,
@@ -176,7 +176,7 @@ class Manifest:
 
 
 def _splits(content: dict[str, Any]) -> dict[str, tuple[Shard, ...]]:
-    """Parses the shards of each split. Raises ``ValueError`` if totals or shard numbers are inconsistent."""
+    """Parses the shards of each split; raises ``ValueError`` if totals or shard numbers are inconsistent."""
     if set(content) != set(SPLITS):
         raise ValueError(f"splits {', '.join(content)} must be {' and '.join(SPLITS)}")
     splits = {}
@@ -191,11 +191,11 @@ def _splits(content: dict[str, Any]) -> dict[str, tuple[Shard, ...]]:
 
 
 def shard_from(content: dict[str, Any]) -> Shard:
-    """Parses a shard's entry in the manifest. Raises ``ValueError`` for an invalid number or checksum."""
+    """Parses a shard's entry in the manifest; raises ``ValueError`` for an invalid number or checksum."""
     shard = Shard(**content)
     for name, value in asdict(shard).items():
-        if not (_is_sum(value) if name.endswith("sha256") else _is_count(value)):
-            raise ValueError(f"{name} of a shard is {str(value)[:40]}")
+        if not (_is_sha256(value) if name.endswith("sha256") else _is_count(value)):
+            raise ValueError(f"{name}={str(value)[:40]} of a shard is not valid")
     return shard
 
 
@@ -203,17 +203,17 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _LARGEST
 
 
-def _is_sum(value: Any) -> bool:
+def _is_sha256(value: Any) -> bool:
     return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
 
 
 def unsealed(path: Path) -> dict[str, Any]:
-    """Reads a :func:`adaponder.checkpoints.manifest.sealed` file. Raises if a byte of it was changed."""
+    """Reads a file that :func:`adaponder.checkpoints.manifest.sealed` made; raises if a byte of it was changed."""
     raw = read_bytes(path, DataError)
     content = parse_json(raw, path, DataError)
     if content.get("format") != FORMAT:
-        was = str(content.get("format"))[:40]
-        raise DataError(f"{path}: format {was}, this version reads {FORMAT}: delete {path.parent} and prepare again")
+        number = str(content.get("format"))[:40]
+        raise DataError(f"{path}: format {number}, this version reads {FORMAT}: delete {path.parent} and prepare again")
     content.pop("checksum", None)
     if raw != sealed(content).encode():
         raise DataError(

@@ -1,6 +1,6 @@
-"""Turns inputs into token shards. It may be stopped at any time: the same command continues and gives the same bytes.
+"""Turns inputs into token shards; if it is stopped, the same command continues and gives the same bytes.
 
-A rerun reads past the documents of complete shards and encodes only the rest (see :mod:`adaponder.data.shards`).
+A rerun skips the documents of complete shards and encodes only the others (see :mod:`adaponder.data.shards`).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _MOST_WORKERS = 1024
 
 
 class Progress(NamedTuple):
-    """Progress of one ``stage``: ``read`` of ``total`` input bytes are read.
+    """The progress of a ``stage``: ``read`` of ``total`` input bytes have been read.
 
-    The stages are ``checksums``, whose calls come from other threads, ``tokenizer``, ``tokens`` and ``done``.
+    The stages are ``checksums`` (reported from other threads), ``tokenizer``, ``tokens`` and ``done``.
     """
 
     stage: str
@@ -66,7 +66,7 @@ def prepare(
 ) -> Manifest:
     """Tokenizes ``inputs`` into ``out``. Equal arguments give equal bytes, also after interruptions.
 
-    Each document's tokens are followed by the end token. A document goes to validation iff its hash, as a fraction of
+    Each document's tokens are followed by the end token. A document goes to validation if its hash, as a fraction of
     2**64, is below ``validation``: the same text always goes to the same split. A finished ``out`` is left unchanged.
 
     ``chat`` names the field of each record that holds the messages of a conversation, or two fields: a prompt and its
@@ -114,8 +114,7 @@ def prepare(
             parts = [part._replace(reader=chat_format.read) for part in parts]
         if answers:
             fingerprint["answers"] = True
-        manifest = finished(out, fingerprint)
-        if manifest is not None:
+        if (manifest := finished(out, fingerprint)) is not None:
             return manifest
         writer = ShardWriter(out, fingerprint)
         with on_interrupt(f"{out}: interrupted; run the same command again to continue"):
@@ -124,7 +123,7 @@ def prepare(
 
 @contextlib.contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """Locks a folder inside the block, so that only one preparation writes there."""
+    """Context manager that creates and locks a folder, so that only one preparation writes there."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(out, os.O_RDONLY)
@@ -152,11 +151,12 @@ def _prepare(
     """Writes the missing shards, then the manifest."""
     fingerprint, total = writer.state.fingerprint, sum(part.size for part in parts)
     tokenizer, end_id = _tokenizer(writer, parts, lambda read: progress(Progress("tokenizer", 0, 0, read, total)))
+    vocab_size = vocabulary_size(tokenizer)
     encoder = Encoder(
         tokenizer_json=tokenizer.to_str(),
         end_id=end_id,
-        vocab_size=vocabulary_size(tokenizer),
-        dtype=dtype_of(vocabulary_size(tokenizer)),
+        vocab_size=vocab_size,
+        dtype=dtype_of(vocab_size),
         validation=fingerprint["validation"],
         done=(writer.state.documents["train"], writer.state.documents["validation"]),
     )
@@ -225,7 +225,7 @@ def _chunks(parts: Sequence[InputPart], counts: Counts, *, skip: int) -> Iterato
 def _tokenizer(
     writer: ShardWriter, parts: Sequence[InputPart], progress: Callable[[int], None]
 ) -> tuple[Tokenizer, int]:
-    """Returns (tokenizer, id of its end token). Reads ``tokenizer.json`` if an interrupted run has written it."""
+    """Returns (tokenizer, id of its end token), from ``tokenizer.json`` if an interrupted run has written it."""
     path, state = writer.out / TOKENIZER, writer.state
     if state.end_token is not None:
         tokenizer, end_id = load_tokenizer(str(path), end_token=state.end_token)
@@ -250,7 +250,7 @@ def _training_texts(parts: Iterable[InputPart], validation: float, progress: Cal
 
 
 def _tokenizer_of(inputs: Sequence[str]) -> str:
-    """Returns ``symbols`` if all inputs are puzzles. Raises for other inputs, which need a named tokenizer."""
+    """Returns ``symbols`` if all inputs are puzzles; raises for other inputs, which need a named tokenizer."""
     for argument in inputs:
         if not is_generated(argument):
             raise InputError(f"--tokenizer is missing: {argument} has no tokenizer of its own; name one, or {TRAIN}N")

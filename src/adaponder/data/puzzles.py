@@ -55,7 +55,7 @@ Entry = TypeVar("Entry")
 
 
 def symbol_tokenizer(end_token: str) -> Tokenizer:
-    """Returns a tokenizer that splits at white space. Unknown words become ``<unknown>``."""
+    """Returns a tokenizer that splits at white space and maps unknown words to ``<unknown>``."""
     tokenizer = Tokenizer(models.WordLevel(_ID_OF, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([end_token])
@@ -68,7 +68,7 @@ def ids_of(words: Iterable[str]) -> np.ndarray:
 
 
 def words_of(ids: np.ndarray) -> list[str]:
-    """Returns the words of ``ids``, without end tokens. Ids beyond the vocabulary are ``<unknown>``."""
+    """Returns the word of each id; ids beyond the words, also the end token's, give ``<unknown>``."""
     return [WORDS[index] if 0 <= index < END_ID else UNKNOWN for index in ids.tolist()]
 
 
@@ -89,10 +89,10 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Hops:
-    """Settings of hops documents. A letter has at most one next letter; only chains' last letters are shared.
+    """Settings of hops documents. A letter has at most one next letter; chains share no letter except the last.
 
     Attributes:
-        most: hops of the longest question; each count from 1 to ``most`` is equally frequent, give or take one.
+        most: hops of the longest question; each number of hops from 1 to ``most`` occurs equally often, within one.
         questions: number of questions of each document.
         letters: number of letters to choose from.
         ends: number of candidates for the last letter of a chain; several questions may have the same answer.
@@ -112,8 +112,7 @@ class Hops:
     @property
     def hops(self) -> list[int]:
         """Returns the number of hops of each question of a document, in ascending order."""
-        counts = [(self.questions + self.most - p) // self.most for p in range(1, self.most + 1)]
-        return [p for p, count in enumerate(counts, 1) for _ in range(count)]
+        return sorted(1 + number % self.most for number in range(self.questions))
 
     @property
     def length(self) -> int:
@@ -140,9 +139,9 @@ class Hops:
         if self.capitals:
             ends = [name.upper() for name in shuffled(LETTERS[: self.letters], draw)[: self.ends]]
         chains, start = [], 0
-        for p in shuffled(self.hops, draw):
-            chains.append([*names[start : start + p], ends[int(draw() * len(ends))]])
-            start += p
+        for hops in shuffled(self.hops, draw):
+            chains.append([*names[start : start + hops], ends[int(draw() * len(ends))]])
+            start += hops
         taken = [0] * len(chains)
         words = []
         for number in shuffled([number for number, chain in enumerate(chains) for _ in chain[1:]], draw):
@@ -177,7 +176,7 @@ def _hops_questions(words: Sequence[str]) -> Iterator[Question]:
 
 @dataclass(frozen=True)
 class Mano:
-    """Settings of mano documents. Heights of trees are drawn uniformly. One side of a node may be lower than the other.
+    """Settings of mano documents. Heights of trees are drawn uniformly; a node's two subtrees may differ in height.
 
     Attributes:
         length: tokens of each document, including its end token.
@@ -222,7 +221,7 @@ class Mano:
         if draw() < 0.5:
             heights.reverse()
         sign = tuple(OPERATIONS)[int(draw() * len(OPERATIONS))]
-        (left, first), (right, second) = (self._tree(side, draw) for side in heights)
+        (left, first), (right, second) = (self._tree(subtree, draw) for subtree in heights)
         return [sign, *left, *right], OPERATIONS[sign](first, second) % self.modulus
 
 

@@ -25,7 +25,7 @@ from adaponder.data.manifest import DataError
 from adaponder.errors import AdaPonderError, InputError
 from adaponder.files import open_plain
 
-# Maximum bytes of one document: several copies of it are in memory while it is encoded.
+# Maximum bytes of one document: several copies of a document are in memory while it is encoded.
 LONGEST = 2**30
 _HEAD = 8192
 # Rows of a table that are in memory at a time.
@@ -60,7 +60,7 @@ class Document(NamedTuple):
         return self.text if self.tokens is None else self.tokens
 
 
-Record = tuple[dict[str, Any], str]  # fields by name, and their file and line or row for errors
+Record = tuple[dict[str, Any], str]  # fields by name, and for errors the file with the line or row
 
 
 @dataclass
@@ -83,7 +83,8 @@ class InputPart(NamedTuple):
     """One part of an input: a file, a pair of Megatron files, a hub dataset or a puzzle.
 
     Attributes:
-        argument: the input as the user named it; ``name`` is the path within it.
+        argument: the input as the user named it.
+        name: path of the part within the input.
         files: the files to read; empty for a hub dataset or a puzzle.
         stamps: modification time, size and inode of each of ``files``.
         records: yields the records with the named fields; ``None`` for a part without records.
@@ -106,18 +107,18 @@ def compression_of(path: Path) -> str:
 
 
 def without_compression(path: Path) -> Path:
-    """Returns the path without the suffix of its compression: ``part.jsonl`` of ``part.jsonl.gz``."""
+    """Returns the path without a compression suffix: ``part.jsonl`` for ``part.jsonl.gz``."""
     return path.with_suffix("") if compression_of(path) else path
 
 
 def inner_suffix(path: Path) -> str:
-    """Returns the suffix of the content, in lower case: ``.jsonl`` of ``part.jsonl`` and of ``part.JSONL.gz``."""
+    """Returns the suffix of the content, in lower case: ``.jsonl`` for ``part.jsonl`` and for ``part.JSONL.gz``."""
     return without_compression(path).suffix.lower()
 
 
 @contextlib.contextmanager
 def decompressed(path: Path, error: type[AdaPonderError] = DataError) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Yields (raw file, decompressed stream). The position in the raw file measures progress.
+    """Context manager that yields (raw file, decompressed stream); the raw file's position measures progress.
 
     A damaged or truncated file raises ``error``.
     """
@@ -126,8 +127,8 @@ def decompressed(path: Path, error: type[AdaPonderError] = DataError) -> Iterato
         try:
             yield raw, _DECOMPRESSORS[compression](raw) if compression else raw
         except _DAMAGE as problem:
-            what = f"damaged or truncated {compression} file" if compression else "cannot be read"
-            raise error(f"{path}: {what} ({problem})") from None
+            fault = f"damaged or truncated {compression} file" if compression else "cannot be read"
+            raise error(f"{path}: {fault} ({problem})") from None
 
 
 def text(part: InputPart, counts: Counts) -> Iterator[Document]:
@@ -206,7 +207,7 @@ def record_documents(part: InputPart, counts: Counts) -> Iterator[Document]:
 
 
 def records(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
-    """Yields every record and its file and line (or row). Raises if a record lacks one of the fields ``names``."""
+    """Yields each record with its file and line (or row); raises if a record lacks one of the fields ``names``."""
     if part.records is None:
         raise InputError(
             f"input {part.argument}: {part.name} holds no records; --chat reads .jsonl, .parquet, saved datasets and "
@@ -281,13 +282,13 @@ def _values(column: pa.Array) -> list[Any]:
 
 
 def hub(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
-    """Yields the rows of ``hf:NAME[:CONFIG][:SPLIT]``, by the ``datasets`` library. The default split is train."""
+    """Yields the rows of ``hf:NAME[:CONFIG][:SPLIT]``, loaded by ``datasets``; the default split is train."""
     for number, row in enumerate(load_hub(part.argument)):
         yield row, f"{part.argument}, row {number}"
 
 
 def load_hub(argument: str) -> Any:
-    """Loads a hub dataset. Its ``_fingerprint`` identifies this version of the data."""
+    """Loads a hub dataset; its ``_fingerprint`` identifies this version of the data."""
     try:
         import datasets  # an extra
     except ImportError:
@@ -300,7 +301,7 @@ def load_hub(argument: str) -> Any:
 
 
 def parse_hub(argument: str) -> tuple[str, str | None, str]:
-    """Returns (name, config, split) of ``hf:NAME[:CONFIG][:SPLIT]``. ``hf:NAME:test`` names a split."""
+    """Returns (name, config, split) of ``hf:NAME[:CONFIG][:SPLIT]``; ``hf:NAME:test`` has a split and no config."""
     name, *rest = argument.removeprefix("hf:").split(":")
     if not name or len(rest) > 2:
         raise InputError(f"input {argument}: use hf:NAME, hf:NAME:CONFIG, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT")
@@ -317,18 +318,19 @@ _TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 def megatron(part: InputPart, counts: Counts) -> Iterator[Document]:
     """Yields the documents of a Megatron ``MMapIndexedDataset``, a pair of .idx and .bin."""
     index, data = part.files
-    dtype, sizes, bounds = _megatron_index(index, data)
-    ends = np.cumsum(sizes, dtype=np.int64)
-    starts = ends - sizes
-    tokens = np.memmap(data, dtype, "r") if len(sizes) and ends[-1] else np.empty(0, dtype)
+    dtype, starts, bounds = _megatron_index(index, data)
+    tokens = np.memmap(data, dtype, "r") if starts[-1] else np.empty(0, dtype)
     for number, (first, last) in enumerate(pairwise(bounds.tolist())):
-        document = np.array(tokens[starts[first] : ends[last - 1]] if last > first else tokens[:0])
+        document = np.array(tokens[starts[first] : starts[last]])
         counts.read += document.nbytes
         yield Document("", part.path.stem, tokens=document, origin=f"{data}, document {number}")
 
 
 def _megatron_index(index: Path, data: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
-    """Returns (token type, tokens per sequence, document bounds as sequence numbers). Raises if the files disagree."""
+    """Returns (token type, token offsets of sequences, sequence offsets of documents); raises if the files disagree.
+
+    Offsets begin with 0 and end with the total number: sequence i has the tokens ``starts[i] … starts[i + 1] - 1``.
+    """
     with open_plain(index, DataError) as file:
         raw = file.read()
     if raw[:9] != _MAGIC or len(raw) < 34 or int.from_bytes(raw[9:17], "little") != 1:
@@ -338,23 +340,23 @@ def _megatron_index(index: Path, data: Path) -> tuple[np.dtype, np.ndarray, np.n
     dtype = np.dtype(_TOKEN_TYPES[raw[17]])
     sequences, documents = (int.from_bytes(raw[at : at + 8], "little") for at in (18, 26))
     if len(raw) < 34 + 12 * sequences + 8 * documents:
-        raise DataError(f"{index}: truncated: {sequences} sequences and {documents} bounds of documents do not fit")
+        raise DataError(f"{index}: truncated: too short for {sequences} sequences and {documents} document bounds")
     sizes = np.frombuffer(raw, "<i4", sequences, 34)
     pointers = np.frombuffer(raw, "<i8", sequences, 34 + 4 * sequences)
     bounds = np.frombuffer(raw, "<i8", documents, 34 + 12 * sequences)
-    ends = np.cumsum(sizes, dtype=np.int64)
-    if (sizes < 0).any() or (pointers != (ends - sizes) * dtype.itemsize).any():
+    starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    if (sizes < 0).any() or (pointers != starts[:-1] * dtype.itemsize).any():
         raise DataError(f"{index}: sequences do not follow one another")
     if (np.diff(bounds) < 0).any() or (documents and (bounds[0] != 0 or bounds[-1] != sequences)):
         raise DataError(f"{index}: documents do not follow one another")
-    tokens = int(ends[-1]) if sequences else 0
+    tokens = int(starts[-1])
     if (size := data.stat().st_size) != tokens * dtype.itemsize:
         raise DataError(f"{data}: {size} bytes, but {tokens} tokens of {dtype.name} take {tokens * dtype.itemsize}")
-    return dtype, sizes, bounds
+    return dtype, starts, bounds
 
 
 def puzzle(part: InputPart, counts: Counts) -> Iterator[Document]:
-    """Yields the documents of a puzzle (see :mod:`adaponder.data.puzzles`). Their number of bytes is unknown."""
+    """Yields the documents of a puzzle (see :mod:`adaponder.data.puzzles`), whose number of bytes is not known."""
     name, settings = part.argument.partition(":")[0], puzzles.settings_of(part.argument)
     for words in puzzles.documents(settings):
         learned = None

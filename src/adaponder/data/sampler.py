@@ -1,4 +1,4 @@
-"""Draws batches as a pure function of seed and step: no state to save, the same order for any number of processes."""
+"""Draws batches as a function of seed and step alone: no state to save, the same order for any number of processes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ _ROUNDS = 8
 
 
 class Batch(NamedTuple):
-    """Windows of a step: inputs are ``tokens[:, :-1]``, targets ``tokens[:, 1:]``.
+    """The n windows of a step; their inputs are ``tokens[:, :-1]``, their targets ``tokens[:, 1:]``.
 
-    ``documents`` is the document number of each token in the split, ``learned`` whether each token counts as a target
-    (``None``: all do), both ``[n, sequence + 1]`` like ``tokens``; ``windows``, ``[n]``, is the number of each window.
+    Attributes:
+        tokens: token ids, ``[n, sequence + 1]``.
+        documents: the number in the split of each token's document, ``[n, sequence + 1]``.
+        windows: the number of each window, ``[n]``.
+        learned: whether each token counts as a target, ``[n, sequence + 1]``; ``None``: all do.
     """
 
     tokens: np.ndarray
@@ -96,8 +99,8 @@ def round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 def permute(values: np.ndarray, size: int, *, keys: tuple[int, ...]) -> np.ndarray:
     """Applies to ``values`` a bijection of ``[0, size)`` selected by ``keys``, without an array of length ``size``.
 
-    A Feistel network permutes ``[0, root ** 2)``, which is larger. A value that lands outside ``[0, size)`` is permuted
-    again until it is inside, which must happen because its cycle started inside.
+    A Feistel network permutes the larger range ``[0, root ** 2)``. A value that lands outside ``[0, size)`` is permuted
+    again until it is inside; this ends, because the value's cycle started inside.
     """
     root = max(2, math.isqrt(size - 1) + 1)
     permuted = _feistel(values.astype(np.uint64), np.uint64(root), keys)

@@ -42,9 +42,9 @@ from adaponder.data.manifest import (
     shard_from,
     unsealed,
 )
-from adaponder.data.tokenizers import hash_of_content, tokenizer_hash
+from adaponder.data.tokenizers import tokenizer_hash
 from adaponder.errors import InputError
-from adaponder.files import checksums_wanted, open_plain, read_json, sha256_of, sha256_of_each, write_whole
+from adaponder.files import checksums_wanted, open_plain, sha256_of, sha256_of_each, write_whole
 from adaponder.journal import changed_settings
 from adaponder.terminal import errors
 
@@ -91,7 +91,7 @@ class ShardWriter:
         if state is None and any(path.name != JOURNAL + ".tmp" for path in out.iterdir()):
             raise InputError(f"--out {out} is not empty and was not made by adaponder prepare: name another folder")
         if state is None or state.end_token is None:
-            # Nothing is written yet: after a mistyped tokenizer the same folder may be used.
+            # Nothing has been written yet, so the folder may be used again, e.g. after a mistyped tokenizer.
             state = WriterState(fingerprint)
             state.save(out)
         _require_same(out, state.fingerprint, fingerprint)
@@ -120,7 +120,7 @@ class ShardWriter:
         self.state.save(self.out)
 
     def add(self, documents: Iterable[EncodedDocument]) -> None:
-        """Adds documents and writes each shard that is full."""
+        """Adds documents and writes each shard once it is full."""
         for document in documents:
             split = SPLITS[document.validation]
             self._open[split].append(document)
@@ -130,7 +130,7 @@ class ShardWriter:
                 self._write(split, document.index + 1)
 
     def _write(self, split: str, documents: int) -> None:
-        """Writes the pending documents of a split as a shard. ``documents``: number of input documents read so far."""
+        """Writes a split's pending documents as a shard; ``documents`` input documents have been read so far."""
         pending, self._open[split], self._size[split] = self._open[split], [], 0
         joined = np.concatenate([document.tokens for document in pending])
         tokens = joined.astype(joined.dtype.newbyteorder("<"), copy=False).tobytes()
@@ -186,7 +186,7 @@ def finished(out: Path, fingerprint: dict[str, Any]) -> Manifest | None:
 
 
 def _require_same(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises if a folder was begun with other arguments or inputs. The error lists the differences."""
+    """Raises if a folder was begun with other arguments or inputs; the error lists the differences."""
     if changes := changed_settings(before, now, _text_of):
         raise InputError(f"--out {out} has other arguments: {'; '.join(changes)}; delete it or name another folder")
 
@@ -255,12 +255,10 @@ class Shards:
     def read_blocks(self, starts: np.ndarray, count: int) -> np.ndarray:
         """Returns ``int64[len(starts), count]``: row i is ``read(starts[i], count)``."""
         self._check_range(starts, count)
-        blocks = np.empty((len(starts), count), self._dtype)
+        blocks = np.empty((len(starts), count), np.int64)
         for block, start in zip(blocks, starts.tolist(), strict=True):
             self._fill(block, start)
-        if blocks.size and blocks.max() >= self.vocab_size:
-            self._refuse_foreign(blocks, starts)
-        return blocks.astype(np.int64)
+        return blocks
 
     def number_blocks(self, starts: np.ndarray, count: int) -> np.ndarray:
         """Returns ``int64[len(starts), count]``: the document number of each token of ``read_blocks``."""
@@ -296,12 +294,12 @@ class Shards:
             sums += [[shard.docs_sha256 for shard in split] for split in self.manifest.splits.values()]
         return hashlib.sha256(json.dumps([sums, self.tokenizer_hash]).encode()).hexdigest()[:16]
 
-    def require_tokenizer(self, tokenizer_hash: str, whose: str) -> None:
-        """Raises unless the data's tokenizer has this hash; the error calls that hash's checkpoint ``whose``."""
+    def require_tokenizer(self, tokenizer_hash: str, owner: str) -> None:
+        """Raises unless the data was tokenized with the tokenizer of this hash; the error names its ``owner``."""
         if tokenizer_hash != self.tokenizer_hash:
             raise DataError(
-                f"{self.folder} was tokenized with tokenizer {self.tokenizer_hash[:12]}, {whose} has "
-                f"{tokenizer_hash[:12]}: prepare the data with the tokenizer of {whose}, or use another checkpoint"
+                f"{self.folder} was tokenized with tokenizer {self.tokenizer_hash[:12]}, {owner} has "
+                f"{tokenizer_hash[:12]}: prepare the data with the tokenizer of {owner}, or use another checkpoint"
             )
 
     def _check_range(self, starts: np.ndarray, count: int) -> None:
@@ -322,39 +320,30 @@ class Shards:
                 raise DataError(f"{path}: {error.strerror or error}") from error
             if len(tokens) < count:
                 raise DataError(f"{path}: truncated since it was opened: {len(tokens)} of {count} tokens at {offset}")
+            if (tokens >= self.vocab_size).any():
+                wrong = int(np.argmax(tokens >= self.vocab_size))
+                raise DataError(
+                    f"{path}: token id {tokens[wrong]} at offset {offset + wrong} is outside the vocabulary of "
+                    f"{self.vocab_size}: the shard is damaged, prepare the data again"
+                )
             block[filled : filled + count] = tokens
             filled, number = filled + count, number + 1
-
-    def _refuse_foreign(self, blocks: np.ndarray, starts: np.ndarray) -> None:
-        """Raises an error that names the first token id outside the vocabulary."""
-        block, offset = (int(indices[0]) for indices in np.nonzero(blocks >= self.vocab_size))
-        token = starts[block] + offset
-        number = bisect_right(self._bounds, token) - 1
-        path = self.folder / self.split / self._shards[number].tokens_name
-        raise DataError(
-            f"{path}: token id {blocks[block, offset]} at offset {token - self._bounds[number]} "
-            f"is outside the vocabulary of {self.vocab_size}: the shard is damaged, prepare the data again"
-        )
 
 
 def _check_tokenizer(folder: Path, manifest: Manifest) -> None:
     """Raises unless tokenizer and chat template are, byte for byte, those that made the data."""
-    path = folder / TOKENIZER
-    content_hash = hash_of_content(read_json(path, DataError))
-    if content_hash != manifest.tokenizer_hash:
-        raise DataError(
-            f"{path} has hash {content_hash[:12]}, the data was made with {manifest.tokenizer_hash[:12]}: "
-            "restore the right tokenizer or prepare the data again"
-        )
-    for file, checksum in ((path, manifest.tokenizer_sha256), (folder / CHAT_TEMPLATE, manifest.template_sha256)):
-        if checksum is not None and sha256_of(file, DataError) != checksum:
-            raise DataError(f"{file}: its checksum differs, so it was damaged or edited: prepare the data again")
+    for name, checksum in ((TOKENIZER, manifest.tokenizer_sha256), (CHAT_TEMPLATE, manifest.template_sha256)):
+        if checksum is not None and sha256_of(folder / name, DataError) != checksum:
+            raise DataError(
+                f"{folder / name}: its checksum differs, so it was damaged, edited or replaced: restore the file that "
+                "made the data, or prepare the data again"
+            )
 
 
 def _document_table(path: Path, shard: Shard, masked: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (``int64[documents]``, the first token of each; ``int64[spans, 2]``, the bounds of learned spans).
+    """Returns each document's first token, ``int64[documents]``, and the learned spans, ``int64[spans, 2]``.
 
-    Raises unless the documents cover the shard's tokens exactly. Without ``masked`` there are no spans.
+    Raises unless the documents cover the shard's tokens exactly. Unless ``masked``, there are no spans.
     """
     schema = MASKED_DOCS if masked else DOCS
     try:
@@ -376,7 +365,7 @@ def _document_table(path: Path, shard: Shard, masked: bool) -> tuple[np.ndarray,
 
 
 def _learned(path: Path, table: pa.Table, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Returns the learned spans of a shard. Raises unless they are in order, disjoint and within their documents."""
+    """Returns the learned spans of a shard; raises unless they are in order, disjoint and within their documents."""
     column = table.column("learned").combine_chunks()
     counts = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     values = column.flatten().to_numpy(zero_copy_only=False)

@@ -2,7 +2,7 @@
 
 Invalid UTF-8 and lone surrogates become U+FFFD. Empty documents are skipped; in folders, so are hidden files, pipes,
 devices, broken links, links to folders, and binary files (with NUL or little valid UTF-8 near the start). ``Counts``
-counts all of these. A binary file that the user names is an error, as is a file that cannot be read.
+counts all of these. A binary file that the user names is an error, and so is a file that cannot be read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from adaponder.files import read_json, sha256_of_each
 
 STDLIB = "stdlib"
 HUB = "hf:"
-# Tests, vendored or abandoned packages, and files that differ between machines.
+# Folders left out: tests, vendored or abandoned packages, and folders that differ between machines.
 _STDLIB_WITHOUT = {
     *("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"),
     *("idlelib", "lib2to3", "distutils", "turtledemo", "ensurepip"),
@@ -48,7 +48,7 @@ def documents(inputs: Sequence[str], *, counts: Counts | None = None) -> Iterato
 
 
 def read(parts: Iterable[InputPart], counts: Counts) -> Iterator[Document]:
-    """Yields the non-empty documents of ``parts`` as valid Unicode. Raises if a file changes while it is read."""
+    """Yields the non-empty documents of ``parts`` as valid Unicode; raises if a file changes while it is read."""
     before = counts.read
     for part in parts:
         for document in part.reader(part, counts):
@@ -64,7 +64,7 @@ def read(parts: Iterable[InputPart], counts: Counts) -> Iterator[Document]:
 
 
 def find(inputs: Sequence[str], counts: Counts) -> list[InputPart]:
-    """Returns the files and other parts of ``inputs`` in reading order."""
+    """Returns the parts of ``inputs`` (files, hub datasets, puzzles) in reading order."""
     parts = []
     try:
         for argument in inputs:
@@ -101,7 +101,7 @@ def describe(
 ) -> list[dict[str, Any]]:
     """Returns for each input its number of files, their bytes, and a hash of their names and contents.
 
-    ``progress`` is called with the number of bytes hashed so far, and in all.
+    ``progress`` is called with the number of bytes hashed so far and the total number.
     """
     files = [path for part in parts for path in part.files]
     total = sum(size for part in parts for _, size, _ in part.stamps)
@@ -175,7 +175,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 def _part(argument: str, name: str, path: Path, reader: Callable[..., Iterator[Any]], *files: Path) -> InputPart:
-    """Returns a part that is read from ``files``, or from ``path`` alone. Its size is the size of its last file.
+    """Returns a part that is read from ``files``, by default from ``path``; its size is that of the last file.
 
     ``reader`` yields documents, or records if it is ``readers.jsonl`` or ``readers.table``.
     """
@@ -187,7 +187,7 @@ def _part(argument: str, name: str, path: Path, reader: Callable[..., Iterator[A
 
 
 def _file(argument: str, name: str, path: Path, *, named: bool) -> Iterator[InputPart]:
-    """Yields the part of one file. A file that the user ``named`` must be neither an archive nor binary."""
+    """Yields the part of one file; raises for an archive or a binary file that the user ``named``."""
     suffix, inner = path.suffix.lower(), readers.inner_suffix(path)
     index, data = path.with_suffix(".idx"), path.with_suffix(".bin")
     if path in (index, data) and index.is_file() and data.is_file():
@@ -213,12 +213,12 @@ def _file(argument: str, name: str, path: Path, *, named: bool) -> Iterator[Inpu
 
 
 def _saved_dataset(argument: str, folder: Path) -> Iterator[InputPart]:
-    """Yields the files of a folder that ``datasets.save_to_disk`` wrote: of its train split, or of its only split."""
+    """Yields the files of the train split, or of the only split, of a folder that ``datasets.save_to_disk`` wrote."""
     splits_file = folder / "dataset_dict.json"
     if splits_file.is_file():
         splits = _names(splits_file, read_json(splits_file, DataError).get("splits"))
         if "train" not in splits and len(splits) != 1:
-            raise InputError(f"input {argument}: name one of its splits {', '.join(splits)} as {argument}/SPLIT")
+            raise InputError(f"input {argument}: name a split as {argument}/SPLIT, one of {', '.join(splits)}")
         folder = folder / ("train" if "train" in splits else splits[0])
     state = folder / "state.json"
     entries = read_json(state, DataError).get("_data_files")
@@ -230,7 +230,7 @@ def _saved_dataset(argument: str, folder: Path) -> Iterator[InputPart]:
 
 
 def _names(path: Path, listed: Any) -> list[str]:
-    """Returns the names ``listed`` in file ``path`` without folders, so that no file outside its folder is read."""
+    """Returns the file names ``listed`` in ``path``, stripped of folders so that no file outside the folder is read."""
     if not isinstance(listed, list) or not listed or not all(isinstance(name, str) for name in listed):
         raise DataError(f"{path} must list at least one name")
     return [Path(name).name for name in listed]

@@ -1,4 +1,4 @@
-"""Loads, trains and hashes tokenizers. Text that spells a special token stays text."""
+"""Loads, trains and hashes tokenizers; text that spells a special token is encoded as plain text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PIECE = 2**20
 def load_tokenizer(
     spec: str, documents: Iterable[str] | None = None, *, end_token: str | None = None
 ) -> tuple[Tokenizer, int]:
-    """Returns (tokenizer, id of the end token) of ``spec``; it encodes text that spells a special token as plain text.
+    """Returns (tokenizer, id of the end token) of ``spec``; text that spells a special token is encoded as plain text.
 
     ``spec`` is a path to a ``tokenizer.json``, a folder or hub repository that holds one, a run folder, ``sample``,
     ``symbols`` (the words of generated puzzles), or ``train-bpe:N``: a byte-level BPE of at most ``N`` entries, trained
@@ -85,7 +85,7 @@ class SpecialTokens(NamedTuple):
 
 
 def special_tokens(spec: str, end_token: str | None = None) -> SpecialTokens:
-    """Returns the special tokens of a tokenizer. Without a ``bos_token``, ``begin`` is the end token."""
+    """Returns the special tokens of a tokenizer; without a ``bos_token``, ``begin`` is the end token."""
     if (path := tokenizer_file(spec)) is None:
         end = end_token or END
         return SpecialTokens(end, end, frozenset([end]))
@@ -119,7 +119,7 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
 
 
 def train_bpe(entries: int, documents: Iterable[str] | None, *, end_token: str = END) -> Tokenizer:
-    """Trains a byte-level BPE of at most ``entries`` entries: the end token (0), the 256 bytes, then merges."""
+    """Trains a byte-level BPE of at most ``entries`` entries: the end token (id 0), the 256 bytes, then merges."""
     if documents is None:
         raise InputError(f"{TRAIN}{entries} needs documents to train on")
     tokenizer = Tokenizer(models.BPE())
@@ -213,7 +213,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _token_named(role: str, path: Path) -> str | None:
-    """Returns the token that a ``tokenizer_config.json`` names for a role, or ``None`` if it names none."""
+    """Returns the token of a ``role`` such as ``eos_token`` in a ``tokenizer_config.json``, or ``None`` without one."""
     if not os.path.exists(path):
         return None
     token = read_json(path, InputError).get(role)
@@ -225,7 +225,7 @@ def _token_named(role: str, path: Path) -> str | None:
 
 @contextlib.contextmanager
 def encoding() -> Iterator[None]:
-    """Converts an error of the tokenizer inside the block to a one-line ``InputError``."""
+    """Context manager that converts an error of the tokenizer to a one-line ``InputError``."""
     try:
         # The library may panic in a regular expression. Other threads write nothing but progress bars.
         with panics_as_errors("it panics", alone=True):

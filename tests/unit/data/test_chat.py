@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from adaponder.data import DataError, Sampler, Shards
-from adaponder.data.chat import ChatFormat, ConversationEncoder
+from adaponder.data.chat import ChatFormat, ConversationEncoder, own_template
 from adaponder.data.prepare import prepare as prepared
 from adaponder.data.tokenizers import SpecialTokens, load_tokenizer
 from adaponder.errors import InputError
@@ -254,6 +254,14 @@ def test_a_template_that_cannot_serve_is_named(folder, tmp_path, template, said)
     (tmp_path / "bad.jinja").write_text(template)
     with pytest.raises(DataError, match=said):
         make(folder, tmp_path / "out", chat_template=tmp_path / "bad.jinja")
+
+
+def test_of_a_tokenizer_s_list_of_templates_the_one_named_default_is_used(tmp_path):
+    """An entry that is no object is skipped: it was a traceback."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for templates, expected in ((["text", {"name": "default", "template": "{{ 1 }}"}], "{{ 1 }}"), (["text"], None)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+        assert own_template(str(tmp_path)) == expected
 
 
 def test_contradicting_options_are_refused(folder, tmp_path):

@@ -248,7 +248,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "a list": (b"[1, 2]", "mapping"),
     "a list of bases": (b"base: [a, b]", "base="),
     "a base of itself": (b"base: mine.yaml", "cycle"),
-    "a key twice": (b"train: {steps: 1, steps: 2}", "steps stands there twice"),
+    "a key twice": (b"train: {steps: 1, steps: 2}", "steps is given twice"),
     "a key that is a number": (b"5: 6", "5: no such field; a recipe has base, model, data, train, about"),
     "a section that is none": (b"base: cpu/demo\ntrain: null", "train=None"),
     "a source of no kind": (b"base: cpu/demo\nprovenance: {train.lr: {kind: no}}", "provenance.train.lr.kind="),
