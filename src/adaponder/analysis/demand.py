@@ -28,7 +28,7 @@ class Demand(NamedTuple):
         accuracy, depth: for each group, share of right answers and mean depth of the answering token, under the model's
             own policy.
         by_depth: for each group, the number of answering tokens with depth 1, 2, … K under that policy.
-        rho: Spearman's correlation over questions of hops or height with that depth; ``None`` if either is constant.
+        rho: Spearman's correlation of ``needs`` and that depth over all questions; ``None`` if either is constant.
     """
 
     needs: list[int]
@@ -57,7 +57,7 @@ def measure_demand(model: AdaPonderForCausalLM, text: Text, *, batch_size: int =
     """
     if text.vocabulary.hash != tokenizer_hash(load_tokenizer(SYMBOLS)[0]):
         raise InputError(f"the text is not in tokens of {SYMBOLS}: needed depths are known for hops and mano alone")
-    longest = int(np.diff(text.starts, append=text.predictions).max())
+    longest = int(text.lengths.max())
     check_fits(model, text, Windows(max(1, longest - 1)))
     iterations = model.config.iterations
     need, right, depth = _answers(model, text, batch_size, {})
@@ -110,7 +110,7 @@ def _answers(model: AdaPonderForCausalLM, text: Text, batch_size: int, arguments
 def _batches(text: Text, size: int) -> Iterator[np.ndarray]:
     """Yields batches of documents of equal length, ``int64[documents, length]``; skips documents of one token."""
     tokens = text.stream[1:]
-    lengths = np.diff(text.starts, append=text.predictions)
+    lengths = text.lengths
     for length in np.unique(lengths[lengths > 1]).tolist():
         starts = text.starts[lengths == length]
         for first in range(0, len(starts), size):

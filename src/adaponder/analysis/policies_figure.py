@@ -50,12 +50,9 @@ def loss_against_compute(rows: Sequence[Entry]) -> Figure:
     legend: dict[str, Any] = {}
     with house() as theme:
         figure = new_figure(width=PAGE, height=1.1 + 2 * (0.35 + 1.25 * lines))
-        halves = zip(
-            figure.subfigures(2, 1, squeeze=False).ravel(),
-            (("depth", "mean iterations"), ("mflops", "MFLOP")),
-            strict=True,
-        )
-        for half, (field, label) in halves:
+        halves = figure.subfigures(2, 1, squeeze=False).ravel()
+        labels = {"depth": "mean iterations", "mflops": "MFLOP"}
+        for half, (field, label) in zip(halves, labels.items(), strict=True):
             panels = half.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel()
             for axes, kind in zip(panels, kinds, strict=False):
                 _draw_rule(axes, kind, shown, field, theme)

@@ -215,7 +215,7 @@ def sensitivity(records: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def _draw(panel: Axes, name: str, line: Line, look: dict[str, Any], theme: Theme) -> None:
-    """Draws a line in panel ``name``: against its axis's values, or against the ``requested`` or ``realised`` depth."""
+    """Draws a line in panel ``name``; x is the line's recipe field, or the ``requested`` or ``realised`` depth."""
     numeric = all(_is_number(point.fields.get(line.axis)) for point in line.points)
     if name == line.axis:
         values = [point.fields[name] if numeric else text_of(point.fields[name]) for point in line.points]

@@ -121,7 +121,7 @@ def _per_document(
 
 
 class Correlation(NamedTuple):
-    """Spearman's rho (``None`` where one side is constant) and its interval over resampled documents."""
+    """Spearman's rho (``None`` if a variable is constant) and its interval over resampled documents."""
 
     rho: float | None
     interval: Interval | None
@@ -137,10 +137,10 @@ def spearman(x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None) ->
     """Returns Spearman's correlation of two arrays of non-negative integers; ``weights`` are optional, one per pair."""
     weights = np.ones(len(x)) if weights is None else weights.astype(np.float64)
     ranks = []
-    for side in (x, y):
-        tied = np.bincount(side, weights=weights)
+    for values in (x, y):
+        tied = np.bincount(values, weights=weights)
         # Tied values share the middle rank; the mean of all ranks is half of the total.
-        ranks.append((np.cumsum(tied) - tied / 2 - weights.sum() / 2)[side])
+        ranks.append((np.cumsum(tied) - tied / 2 - weights.sum() / 2)[values])
     first, second = ranks
     spread = float(np.sqrt((weights * first**2).sum() * (weights * second**2).sum()))
     return float((weights * first * second).sum()) / spread if spread > 0 else None
@@ -149,7 +149,7 @@ def spearman(x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None) ->
 def rank_correlation(trace: Trace, x: np.ndarray, y: np.ndarray) -> Correlation:
     """Returns Spearman's rho of two values per prediction, and its percentile interval over resampled documents."""
     # Indices among the distinct values have the same ranks, and computing the ranks of a resample needs no sorting.
-    x, y = (np.unique(side, return_inverse=True)[1] for side in (x, y))
+    x, y = (np.unique(values, return_inverse=True)[1] for values in (x, y))
     rho, document = spearman(x, y), trace["document"]
     documents = int(document.max()) + 1
     if rho is None or documents < FEW:

@@ -130,7 +130,7 @@ def planned_scorings(model: AdaPonderForCausalLM, how: ScoringOptions) -> list[S
     """Returns the options of each scoring of the text that a trace needs.
 
     A method that halts is scored with ``how`` and once more at full depth. A method that never halts gives the loss of
-    every depth in one scoring, except where one pass does all iterations (pause): it is scored once for each depth.
+    every depth in one scoring, unless one pass does all iterations (pause): it is then scored once for each depth.
     """
     deepest = kind_of(model, how).deepest
     if model.method.halts:
@@ -171,7 +171,7 @@ def make_trace(
         if block is not None
         for i, values in enumerate(block.T, 1)
     }
-    frame = _words_and_places(text, windows).assign(depth=scores.depth, nll=scores.nll).astype(FIXED)
+    frame = _columns_of_text(text, windows).assign(depth=scores.depth, nll=scores.nll).astype(FIXED)
     kind, policy = kind_of(model, how), how.policy or model.method.default_policy(training=False)
     about = About(
         checkpoint=checkpoint,
@@ -206,7 +206,7 @@ def _spent(model: AdaPonderForCausalLM, spent: Spent, how: ScoringOptions) -> di
     return {key: value for key, value in spent.as_dict().items() if key not in ("tokens_per_second", "seconds")}
 
 
-def _words_and_places(text: Text, windows: Windows) -> pd.DataFrame:
+def _columns_of_text(text: Text, windows: Windows) -> pd.DataFrame:
     """Returns the columns of a trace that need no model: tokens, positions, sources, frequencies."""
     ids, codes, counts = np.unique(text.stream, return_inverse=True, return_counts=True)
     # The last token is predicted, but predicts nothing.
@@ -257,9 +257,9 @@ def read_trace(path: Path) -> Trace:
     if description is None:
         raise InputError(f"{path} is not a trace; adaponder analyze CKPT --data … --out DIR writes one")
     about = parse_json(description, path, InputError)
-    if wrong := set(about) ^ {field.name for field in fields(About)}:
+    if differing := set(about) ^ {field.name for field in fields(About)}:
         raise InputError(
-            f"{path} was written by another version ({', '.join(sorted(wrong))}); trace the checkpoint again"
+            f"{path} was written by another version ({', '.join(sorted(differing))}); trace the checkpoint again"
         )
     about["tau"] = None if about["tau"] is None else tuple(about["tau"])
     return check(Trace(table.to_pandas(), About(**about)), str(path))

@@ -69,7 +69,7 @@ class Spent:
         return self.tokens / self.seconds if self.seconds else None
 
     def __add__(self, other: Spent) -> Spent:
-        """Returns the cost of two portions of one scoring together."""
+        """Adds the cost of another portion of the same scoring."""
         return replace(
             self,
             cost=self.cost + other.cost,
@@ -158,22 +158,17 @@ class Meter:
         ``dense`` execution skips no rows: FLOPs are counted at full depth, but ``iterations`` remains the mean depth.
         FLOPs of logits that ``policy`` computes only to decide are added to the FLOPs of the gates.
         """
-        arguments: dict[str, Any] = {
-            "shape": self.shape,
-            "past": past,
-            "max_iterations": max_iterations,
-            "logits": logits,
-            "dtype": self.dtype,
-        }
         depth = depth.detach().cpu()
         deepest = self.config.iterations if max_iterations is None else max_iterations
+        arguments: dict[str, Any] = {"shape": self.shape, "past": past, "logits": logits, "dtype": self.dtype}
+        arguments["max_iterations"] = deepest
         counted = cost_of(depth, self.config, every_gate=every_gate, **arguments)
         computed = depth
         if dense:
             computed = (depth > 0) * deepest
             full = cost_of(computed, self.config, every_gate=True, **arguments)
             fields = {field: getattr(full, field) for field in ("rows", "body", "attention", "expectation", "gates")}
-            counted = Cost(**(vars(counted) | fields))
+            counted = replace(counted, **fields)
         active = [int((computed > i).sum()) for i in range(deepest - 1)]
         counted = replace(counted, gates=counted.gates + deciding_flops(policy, active, self.shape))
         self.deepest = max(self.deepest, deepest)

@@ -264,7 +264,8 @@ def score_portions(
 
 
 # The two executions round differently, so a gate that nearly equals its threshold may be above it in only one of them.
-# Such flips are counted, and allowed only where the gate is no further from the threshold than the measured gate noise.
+# Such flips are counted, and allowed only if the gate is no further from the threshold than the measured gate noise.
+
 # Allowed difference of mean losses by precision; lower precisions allow 1e-2, because single flips change the loss.
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -314,7 +315,6 @@ def agreement(
         for execution in ("dense", "compact")
     )
     flipped = dense.depth != compact.depth
-    same = ~flipped
     noise, unexplained = 0.0, None
     if dense.gates is not None and compact.gates is not None:
         noise = float(np.abs(dense.gates - compact.gates)[_untouched(flipped, windows)].max(initial=0.0))
@@ -328,7 +328,7 @@ def agreement(
     return Agreement(
         tokens=text.predictions,
         loss_difference=abs(float(dense.nll.mean() - compact.nll.mean())),
-        worst=float(np.abs(dense.nll - compact.nll)[same].max(initial=0.0)),
+        worst=float(np.abs(dense.nll - compact.nll)[~flipped].max(initial=0.0)),
         flips=int(flipped.sum()),
         unexplained=unexplained,
         gate_noise=noise,

@@ -74,7 +74,7 @@ def summarise(
 
 
 def by_source(text: Text, nll: np.ndarray, depth: np.ndarray, *, seed: int = 0) -> dict[str, Summary]:
-    """Returns a summary for each source, in order of falling size; empty if all documents have the same source."""
+    """Returns a summary for each source, the largest first; empty if all documents have the same source."""
     names, sources = sorted(set(text.sources)), np.array(text.sources)
     if len(names) < 2:
         return {}
@@ -134,7 +134,7 @@ class Difference:
 def paired_difference(text: Text, first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Difference:
     """Compares two losses per prediction of ``text``: the mean and interval of ``second - first``."""
     if first.shape != second.shape:
-        raise InputError(f"{len(first)} and {len(second)} predictions: only the same tokens can be compared")
+        raise InputError(f"{len(first)} and {len(second)} predictions cannot be compared: score the same tokens")
     gap, counted = second - first, text.counted
     return Difference(
         mean=float(gap[counted].mean()),

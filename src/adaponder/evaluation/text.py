@@ -49,10 +49,9 @@ class Vocabulary(NamedTuple):
 def open_vocabulary(spec: str) -> Vocabulary:
     """Opens the tokenizer of a model folder or hub name, or a ``tokenizer.json``; converts older formats."""
     folder = Path(spec)
-    if not folder.is_dir():
-        return Vocabulary.of(*load_tokenizer(spec))
-    refuse_code(folder)
-    if (folder / "tokenizer.json").is_file():
+    if folder.is_dir():
+        refuse_code(folder)
+    if not folder.is_dir() or (folder / "tokenizer.json").is_file():
         return Vocabulary.of(*load_tokenizer(spec))
     loaded: Any = tokenizer_of(folder)  # transformers converts other formats
     end = loaded.eos_token_id if loaded.eos_token_id is not None else loaded.bos_token_id
@@ -90,9 +89,14 @@ class Text:
         return len(self.stream) - 1
 
     @property
+    def lengths(self) -> np.ndarray:
+        """Returns the number of predictions of each document, ``int64[documents]``."""
+        return np.diff(self.starts, append=self.predictions)
+
+    @property
     def document(self) -> np.ndarray:
         """Returns the document index of each prediction, ``int64[predictions]``."""
-        return np.repeat(np.arange(len(self.starts)), np.diff(self.starts, append=self.predictions))
+        return np.repeat(np.arange(len(self.starts)), self.lengths)
 
     @property
     def counted(self) -> np.ndarray:
@@ -126,20 +130,20 @@ class Text:
 def open_text(
     data: str, vocabulary: Vocabulary, *, whose: str, split: str = "validation", max_tokens: int | None = None
 ) -> Text:
-    """Opens ``data`` as tokens of ``vocabulary``, ``max_tokens`` at most; ``whose`` names the checkpoint in errors.
+    """Opens ``data`` as a text of at most ``max_tokens`` tokens; errors name the checkpoint by ``whose``.
 
     ``data`` is a folder made by ``adaponder prepare`` (its ``split`` is read), or any input of ``prepare``: a text
     file, a folder of text files, ``.jsonl`` (all of these also compressed), ``.parquet``, ``stdlib``, ``hf:NAME``.
     """
-    where = ""
+    hint = ""
     if os.path.isfile(Path(data) / MANIFEST):
-        where = f" in its {split} split; name the other with --split, or prepare more text"
+        hint = f" in its {split} split; name the other with --split, or prepare more text"
         documents = _prepared(Path(data), split, vocabulary, whose)
     else:
         documents = _encoded(data, vocabulary)
     text = _joined(documents, vocabulary, max_tokens)
     if text is None:
-        raise InputError(f"--data {data} has no text{where}")
+        raise InputError(f"--data {data} has no text{hint}")
     if not text.counted.any():
         raise InputError(f"--data {data} has no learned tokens, so there is nothing to score")
     return text
@@ -189,7 +193,7 @@ def _encoded(data: str, vocabulary: Vocabulary) -> Iterator[_Piece]:
 
 
 def _joined(documents: Iterator[_Piece], vocabulary: Vocabulary, limit: int | None) -> Text | None:
-    """Joins ``documents`` to a text of at most ``limit`` tokens; ``None`` if the documents have no tokens."""
+    """Joins ``documents`` into a text of at most ``limit`` tokens; returns ``None`` if they have no tokens."""
     pieces: list[_Piece] = []
     predictions = 0
     for piece in documents:
@@ -281,7 +285,7 @@ class Windows:
 
     def batches(self, text: Text, size: int) -> Iterator[WindowBatch]:
         """Yields batches of up to ``size`` windows; a shorter last window is a separate batch, so nothing is padded."""
-        starts, lengths, scored = self._cut(text.predictions)
+        starts, lengths, fresh = self._cut(text.predictions)
         full = int((lengths == self.length).sum())
         groups = [slice(begin, min(begin + size, full)) for begin in range(0, full, size)]
         for group in [*groups, *([slice(full, None)] if full < len(starts) else [])]:
@@ -290,4 +294,4 @@ class Windows:
             index, documents = index[:, :-1], None
             if not self.across_documents:
                 documents = torch.from_numpy(np.searchsorted(text.starts, index, "right") - 1)
-            yield WindowBatch(index, tokens[:, :-1], tokens[:, 1:], index >= scored[group, None], documents)
+            yield WindowBatch(index, tokens[:, :-1], tokens[:, 1:], index >= fresh[group, None], documents)

@@ -24,8 +24,8 @@ from adaponder.policies import Custom, FixedDepth, Policy, PolicyInput
 
 # Maximum number of logits that are copied to float32 at a time: about 40 MB.
 _CHUNK = 10_000_000
-# A cached text that would lose more than this share is copied before truncation, as its client may continue it; shorter
-# common prefixes than _WORTH_COPYING tokens are scored anew instead.
+# If truncation would leave less than this share of a cached text, the text is copied first, since its client may
+# continue it. A common prefix of fewer than _WORTH_COPYING tokens is not copied but scored anew.
 _SHARE_LEFT = 0.5
 _WORTH_COPYING = 32
 
@@ -77,7 +77,10 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class TokenScores:
-    """The score of each token; the first ``cached`` were reused from an earlier text; the last has no target."""
+    """The score of each token; the first ``cached`` scores were reused from an earlier text.
+
+    The last token has no target, so its ``nll`` means nothing.
+    """
 
     tokens: list[TokenScore]
     cached: int

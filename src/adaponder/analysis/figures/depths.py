@@ -15,11 +15,11 @@ from adaponder.analysis.figures.plate import (
     DEPTH,
     Plate,
     depth_axis,
-    facts_of,
     iteration_axis,
     listed,
     mean_depth_limits,
     percent,
+    traced_method,
 )
 from adaponder.analysis.figures.words import drawable
 from adaponder.analysis.style import PAGE, PALETTE, Theme, depth_colours, depth_limits, new_figure, series
@@ -30,7 +30,7 @@ DECILES = 10
 SOURCES = 10
 _WINDOW_BINS = 16
 _QUANTILES = {"whislo": 0.05, "q1": 0.25, "med": 0.5, "q3": 0.75, "whishi": 0.95}
-# Float32 has no values closer to 1 than about this.
+# Gates are clipped to this distance from 0 and 1; float32 has hardly any values closer to 1.
 _END = 1e-7
 
 
@@ -81,6 +81,7 @@ class GateValues(Plate):
         deciding, later: histograms ``[gate, bin]`` of active and of already halted tokens, as shares of all tokens.
         closed: share of all tokens that each gate halted.
         lines: threshold of each gate; ``None`` for gates without a threshold.
+        quantiles: 5 %, 50 % and 95 % quantile of each gate's values, ``[gate, 3]``.
     """
 
     name = "gates"
@@ -95,7 +96,7 @@ class GateValues(Plate):
         gates, depth = trace.by_iteration("gate"), trace["depth"][:, None]
         count = gates.shape[1]
         active = depth > np.arange(count)
-        method, tau = facts_of(trace.about), trace.about.tau
+        method, tau = traced_method(trace.about), trace.about.tau
         self.meaning = method.gate_meaning
         self.lines: tuple[float | None, ...] = (0.5 if trace.about.policy.startswith("router") else None,) * count
         if tau is not None and method.gates_decide:

@@ -212,10 +212,10 @@ class GainByIteration(Plate):
         # Where no token halts, or all do at once, one of the groups is empty.
         shown = [index for index in range(3 if self.halts else 1) if self.gains[index].tokens.any()]
         width = 0.8 / len(shown)
-        for place, index in enumerate(shown):
+        for bar, index in enumerate(shown):
             present = self.gains[index].tokens > 0
             gains = self.gains[index].pick(present)
-            x = iterations[present] + width * (place - (len(shown) - 1) / 2)
+            x = iterations[present] + width * (bar - (len(shown) - 1) / 2)
             draw_bars(axes, x, gains.mean, gains.bars, theme, width=width, label=_GROUPS[index], **looks[index])
         iteration_axis(axes, iterations)
         axes.set(xlabel="iteration", ylabel="NLL gained by it (nats)")
@@ -257,7 +257,8 @@ class ForgoneGain(Plate):
 
     Attributes:
         groups: for each depth d below K, the mean gain from d of the tokens that halted at d.
-        random: the mean gain from d of all tokens; 95 % of means over as many random tokens are within ``band`` of it.
+        random: for each d, the mean gain from d of all tokens. The mean over a random sample as large as the group at d
+            is within ``band`` of it with probability 95 %.
         halted: mean over the text of each token's gain from its own depth.
         chance: (mean, low, high) of ``halted`` if depths are permuted within each document; 95 % interval.
     """

@@ -58,7 +58,7 @@ class Plate(ABC):
     def table(self) -> pd.DataFrame: ...
 
 
-def facts_of(kind: Kind) -> type[Method]:
+def traced_method(kind: Kind) -> type[Method]:
     """Returns the class of the traced method, or the base class if it is not registered in this process."""
     return method_class(kind.method) if kind.method in method_names() else Method
 

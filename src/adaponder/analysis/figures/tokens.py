@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from rich.text import Text
 
-from adaponder.analysis.figures.plate import HATCH, Plate, facts_of, percent
+from adaponder.analysis.figures.plate import HATCH, Plate, percent, traced_method
 from adaponder.analysis.figures.words import for_figure, for_html, on_one_line, visible
 from adaponder.analysis.style import PAGE, Theme, depth_colours, new_figure
 from adaponder.analysis.trace import Trace
@@ -25,7 +25,7 @@ PASSAGE = 320
 
 
 class TokenGrid(Plate):
-    """Shows which iterations of consecutive tokens were computed; ``after`` labels skipped iterations."""
+    """Shows which iterations of consecutive tokens were computed; ``after`` is the legend label of the skipped ones."""
 
     name = "grid"
     title = "Computed or reused, token by token"
@@ -40,12 +40,12 @@ class TokenGrid(Plate):
         tokens = trace.frame.iloc[self.first : self.first + length]
         self.words = [for_figure(str(word)) for word in tokens["token"]]
         self.depths = tokens["depth"].to_numpy(np.int64)
-        self.deepest, self.after = trace.about.deepest, facts_of(trace.about).after_halting
+        self.deepest, self.after = trace.about.deepest, traced_method(trace.about).after_halting
 
     def draw(self, theme: Theme) -> Figure:
         count, deepest = len(self.words), self.deepest
         used = np.unique(self.depths).tolist()
-        more_lines = len(used) // _ENTRIES  # of the legend, which has an entry beside those of the depths
+        more_lines = len(used) // _ENTRIES  # of the legend, which has one entry more than there are depths
         figure = new_figure(width=PAGE, height=1.35 + 0.24 * deepest + _LINE * more_lines)
         axes = figure.subplots()
         colours = depth_colours(deepest)

@@ -47,11 +47,11 @@ def for_figure(text: str, limit: int = 10) -> str:
 def drawable(text: str, limit: int) -> str:
     """Returns ``text`` in characters of the figures' font, cut at ``limit``; others are escaped as in ``visible``."""
     spelled = visible(text, keep="")
-    shown = "".join(letter if _has(letter) else _number(letter) for letter in spelled)
+    shown = "".join(letter if _has_glyph(letter) else _number(letter) for letter in spelled)
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 
 @cache
-def _has(letter: str) -> bool:
+def _has_glyph(letter: str) -> bool:
     font = get_font(findfont(FontProperties(family="DejaVu Sans")))
     return font.get_char_index(ord(letter)) != 0

@@ -29,17 +29,18 @@ CLOSE, REACHED = 0.004, 0.02
 # How a schedule selects its share of active tokens: by thresholds on gates or, if ``ranked``, by rank.
 _SELECTION = {False: "thresholds", True: "ranked"}
 # Maximum scorings of a search, and its maximum steps: a step at a setting that was scored before is free.
-_MAX_RUNS, _MAX_LOOKS = 6, 40
+_MAX_RUNS, _MAX_STEPS = 6, 40
 
 
 class Rule(NamedTuple):
-    """A policy that compares one signal with a threshold.
+    """A policy that compares one signal of each row with a threshold.
 
     Attributes:
         name: label in tables and legends.
-        policy: builds the policy from a threshold, which is in ``unit``.
-        signal: computes the signal of each row; large where the token should continue.
-        ceiling: whether the policy continues while a measure is at most the threshold; ``signal`` is minus the measure.
+        policy: builds the policy from a threshold.
+        unit: unit of the threshold, as tables show it.
+        signal: computes the signal of each row; a larger signal always favours continuing.
+        ceiling: whether a token continues while its measure is at most the threshold; ``signal`` is minus the measure.
         shallowest: the smallest mean depth; 2 for policies that compare two iterations.
         lowest: the smallest threshold that the policy accepts.
     """
@@ -54,7 +55,7 @@ class Rule(NamedTuple):
 
 
 def _measure_rule(name: str, kind: type[MeasureThreshold], unit: str) -> Rule:
-    """Returns the rule of a policy that compares a measure with a threshold."""
+    """Returns the rule of the policy class ``kind``, which compares a measure with a threshold."""
 
     def signal(rows: PolicyInput) -> Tensor:
         return -kind.measure(rows) if kind.at_most else kind.measure(rows)
@@ -78,7 +79,7 @@ RULES: dict[str, Rule] = {
 
 
 class FullDepth(NamedTuple):
-    """The losses ``[n, K]`` of half a text at full depth, and the signal ``[n, K-1]`` of each rule by its name."""
+    """Half a text at full depth: losses after each iteration, ``[n, K]``, and each rule's signals, ``[n, K-1]``."""
 
     nll: np.ndarray
     signals: dict[str, np.ndarray]
@@ -130,7 +131,10 @@ def at_full_depth(
 
 
 class Setting(NamedTuple):
-    """A value of a dial's free number, in words and as a policy (``None`` for the oracle, which has a ``price``)."""
+    """A dial's setting: a description (``words``) and the policy that it gives.
+
+    The oracle has no policy (``None``): it chooses the depth with the least loss plus ``price`` per iteration.
+    """
 
     words: str
     policy: Policy | None
@@ -141,7 +145,7 @@ class Setting(NamedTuple):
         return None if self.policy is None else self.policy.as_line()
 
     def options(self, half: Half, losses: np.ndarray | None, *, iterations: int, seed: int) -> ScoringOptions:
-        """Returns options that score ``half`` at this setting; only the oracle needs the ``losses`` at every depth."""
+        """Returns options that score ``half`` at this setting; ``losses``, at every depth, are for the oracle only."""
         if self.policy is not None:
             return ScoringOptions(policy=self.policy, seed=seed)
         assert losses is not None
@@ -150,9 +154,12 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Dial:
-    """A policy with one free number, such as a threshold; ``at(depth)`` sets it by the recorded signals.
+    """A policy with one free number, such as a threshold.
 
-    ``shallowest`` is the smallest mean depth that it can have. At this depth and at K, the measured depth is exact.
+    Attributes:
+        at: returns the setting that has a given mean depth according to the recorded signals.
+        causal: whether the policy decides without looking at later tokens.
+        shallowest: the smallest mean depth of any setting. At this depth and at K, the measured depth is exact.
     """
 
     name: str
@@ -302,7 +309,7 @@ class Tuned(NamedTuple):
 
 
 def too_shallow(budget: float, shallowest: float) -> str | None:
-    """Returns why a rule whose smallest mean depth is ``shallowest`` cannot meet ``budget``; ``None`` if it can."""
+    """Returns why a policy with the smallest mean depth ``shallowest`` cannot meet ``budget``; ``None`` if it can."""
     return f"has a mean depth of at least {shallowest:g}" if budget < shallowest - REACHED else None
 
 
@@ -313,7 +320,7 @@ def tune(dial: Dial, budget: float, measure: Callable[[Setting], Scores], *, ite
     aim = min(max(budget, dial.shallowest), float(iterations))
     low, high = (dial.shallowest, dial.shallowest), (float(iterations), float(iterations))
     measured: dict[str, tuple[float, Setting, Scores]] = {}
-    for _ in range(_MAX_LOOKS):
+    for _ in range(_MAX_STEPS):
         setting = dial.at(aim)
         key = repr(setting)
         repeated = key in measured

@@ -24,9 +24,9 @@ _UNEQUAL = 0.1
 
 @dataclass(frozen=True)
 class Half:
-    """One half: the predictions of ``text`` that ``windows`` score.
+    """The tuning or the held-out half of an evaluation text: the predictions of ``text`` that ``windows`` score.
 
-    ``own_text`` contains only these predictions; its documents are the units that intervals resample.
+    ``own_text`` contains only these predictions; confidence intervals resample its documents.
     """
 
     text: Text
@@ -57,8 +57,7 @@ class Half:
 
     def depth_interval(self, scores: Scores, *, seed: int) -> Interval | None:
         """Returns the bootstrap interval of the mean of ``scores.depth``."""
-        counts = np.diff(self.own_text.starts, append=self.own_text.predictions)
-        return bootstrap(per_document(self.own_text, scores.depth.astype(np.float64)), counts, seed=seed)
+        return bootstrap(per_document(self.own_text, scores.depth.astype(np.float64)), self.own_text.lengths, seed=seed)
 
     def everywhere(self, values: np.ndarray, otherwise: int) -> np.ndarray:
         """Returns one value per prediction of the whole text: ``values`` in this half, ``otherwise`` elsewhere."""
@@ -79,7 +78,7 @@ class Halves(NamedTuple):
 def halve(text: Text, windows: Windows) -> Halves:
     """Splits a text into halves of about equal size: by whole documents if there are many, else by windows."""
     documents = len(text.starts)
-    in_first = _assign(np.diff(text.starts, append=text.predictions))
+    in_first = _assign(text.lengths)
     larger = max(in_first[text.document].sum(), (~in_first)[text.document].sum())
     even = 2 * larger - text.predictions <= _UNEQUAL * text.predictions
     if documents >= _ENOUGH_DOCUMENTS and even:
@@ -111,7 +110,7 @@ def _assign(lengths: np.ndarray) -> np.ndarray:
 
 def _documents(text: Text, mask: np.ndarray) -> Text:
     """Returns a text of the documents where ``mask``, ``bool[documents]``, is true; each still follows an end token."""
-    lengths = np.diff(text.starts, append=text.predictions)[mask]
+    lengths = text.lengths[mask]
     starts = np.cumsum(lengths) - lengths
     return _selected(text, mask[text.document], starts, np.flatnonzero(mask), text.utf8_bytes[mask])
 
@@ -125,9 +124,8 @@ def _every_other(text: Text, windows: Windows, offset: int) -> Half:
     starts = np.flatnonzero(np.diff(index, prepend=-2) > 1)
     first = text.document[index[starts]]
     lengths = np.diff(starts, append=len(index))
-    document_lengths = np.diff(text.starts, append=text.predictions)[first]
     # The bytes of a window are estimated by its share of the tokens of the document that it begins in.
-    utf8_bytes = np.round(text.utf8_bytes[first] * lengths / document_lengths).astype(np.int64)
+    utf8_bytes = np.round(text.utf8_bytes[first] * lengths / text.lengths[first]).astype(np.int64)
     return Half(text, windows, _selected(text, predictions, starts, first, utf8_bytes))
 
 

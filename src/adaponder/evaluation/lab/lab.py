@@ -1,7 +1,8 @@
-"""Compares policies tuned to one mean depth on half of a text and measured on the other half; calibrates a policy.
+"""Compares policies at equal mean depth, and calibrates a policy.
 
-Calibration tunes one tau for all gates, and proposes a tau per iteration from the losses at full depth. A proposal is
-chosen if its loss on the tuning half is significantly lower. The held-out half is only used to measure.
+Each policy is tuned on one half of a text and measured on the other. Calibration tunes one tau for all gates, and
+proposes a tau per iteration from the losses at full depth. A proposal is chosen if its loss on the tuning half is
+significantly lower.
 """
 
 from __future__ import annotations
@@ -119,9 +120,9 @@ class Lab:
         return dials.tune(dial, budget, measure, iterations=self.iterations)
 
     def held_out(self, tuned: Tuned, learned: Scores | None = None) -> tuple[Measurement, Scores | None]:
-        """Measures a tuned setting on the held-out half, compared with ``learned``, the learned gate's scores, if any.
+        """Measures a tuned setting on the held-out half; with ``learned``, compares it with the learned gate's scores.
 
-        A setting that was never scored on the tuning half is not measured; its scores are ``None``.
+        If the budget is below the dial's smallest depth, the measurement has no results and the scores are ``None``.
         """
         dial, setting, half = tuned.dial, tuned.setting, self.halves.held_out
         planned = Measurement(
@@ -290,7 +291,7 @@ def calibrate(lab: Lab, budget: float, *, rule: str = "gate") -> Calibration:
 
 
 def meet(lab: Lab, budget: float, *, rule: str = "gate") -> list[Tuned]:
-    """Returns all candidates, each tuned to ``budget`` on the tuning half, best first (see :func:`ordered`)."""
+    """Tunes all candidates to ``budget`` on the tuning half; returns them best first (see :func:`ordered`)."""
     check_budget(budget, lab.iterations, "--budget")
     check_rule(rule, budget)
     full = lab.full_depth
@@ -361,7 +362,7 @@ def expected_loss(full: FullDepth, shares: tuple[float, ...]) -> float:
 
 
 def _climb(full: FullDepth, shares: tuple[float, ...]) -> tuple[tuple[float, ...], float]:
-    """Moves shares between iterations, in ever smaller steps, while the loss falls; returns shares and loss."""
+    """Hill-climbs the share of tokens active in each iteration, at a fixed mean depth; returns shares and loss."""
     loss = expected_loss(full, shares)
     for step in (0.2, 0.1, 0.05, 0.02):
         while moved := next((to for to in _moves(shares, step) if expected_loss(full, to) < loss - 1e-6), None):

@@ -36,7 +36,7 @@ from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.ops.precision import wide_dtype
 from adaponder.text import TextStream, chat_text
 
-Answer = tuple[float, bool]
+Answer = tuple[float, bool]  # log-likelihood, and whether the continuation is the most likely one
 Counting = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 

@@ -63,7 +63,7 @@ class TaskScore:
     samples: list[dict[str, Any]]
 
     def value(self, metric: str) -> float | None:
-        return next((number.value for number in self.metrics if number.name == metric), None)
+        return next((entry.value for entry in self.metrics if entry.name == metric), None)
 
     def as_dict(self) -> dict[str, Any]:
         opened = self.opened
@@ -132,10 +132,10 @@ def _from_files(manager: TaskManager, name: str, shots: int, data: TaskData, lim
     if "class" in config:
         raise InputError(f"--task-data: {name} is a Python task that fetches its own records; leave it out")
     # lm-eval's split is evaluated, or the first of test and validation that is in ``data``.
-    theirs = config.get("test_split") or config.get("validation_split") or "test"
-    split = next((split for split in (theirs, "test", "validation") if data.find(name, split)), None)
+    preferred = config.get("test_split") or config.get("validation_split") or "test"
+    split = next((split for split in (preferred, "test", "validation") if data.find(name, split)), None)
     if split is None:
-        raise InputError(f"--task-data: no records of {name}; looked for {data.looked_for(name, theirs)}")
+        raise InputError(f"--task-data: no records of {name}; looked for {data.looked_for(name, preferred)}")
     examples = _examples(name, config, data, split) if shots else None
     # Preparing many records takes seconds, so only ``limit`` are prepared, unless examples come from the same split.
     loaded = {split: _dataset(name, config, data, split, None if examples == split else limit)}
@@ -158,17 +158,17 @@ def _from_files(manager: TaskManager, name: str, shots: int, data: TaskData, lim
 
 
 def _examples(name: str, config: dict[str, Any], data: TaskData, split: str) -> str | None:
-    """Returns the split of few-shot examples: map.yaml's; else lm-eval's, unless that one is evaluated; else train.
+    """Returns the split of few-shot examples; ``None`` for a task that defines its own examples.
 
-    Returns ``None`` for a task that defines its own examples.
+    This is the split that map.yaml names; else lm-eval's, unless it is the evaluated ``split``; else ``train``.
     """
     fewshot = config.get("fewshot_config") or {}
     if fewshot.get("samples"):
         return None
-    theirs = config.get("fewshot_split") or fewshot.get("split") or config.get("training_split")
-    theirs = theirs or config.get("validation_split")
+    preferred = config.get("fewshot_split") or fewshot.get("split") or config.get("training_split")
+    preferred = preferred or config.get("validation_split")
     mapped = data.fewshot(name)
-    source = mapped or (theirs if theirs and theirs != split else "train")
+    source = mapped or (preferred if preferred and preferred != split else "train")
     if data.find(name, source):
         return source
     raise InputError(
@@ -184,7 +184,7 @@ def _dataset(name: str, config: dict[str, Any], data: TaskData, split: str, limi
         return datasets.Dataset.from_list(records[:limit])
     except _UNREADABLE as error:
         file = data.find(name, split)
-        raise InputError(f"{file}: its records do not have fields of one kind ({error})") from None
+        raise InputError(f"{file}: a field has different types in different records ({error})") from None
 
 
 def _template_fields(config: dict[str, Any]) -> tuple[str, ...]:

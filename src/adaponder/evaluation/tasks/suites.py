@@ -17,7 +17,10 @@ from adaponder.config import AdaPonderConfig
 
 @dataclass(frozen=True)
 class Reference:
-    """Published scores of one backbone: for each number of shots, a percentage per task, in the suite's order."""
+    """Published ``scores`` of one backbone: for each number of shots, a percentage per task, in the suite's order.
+
+    ``shape`` is (hidden size, layers, heads, MLP width).
+    """
 
     name: str
     source: str
@@ -80,7 +83,7 @@ class Comparison:
 
 _SOURCE = "AdaPonderLM (2026), table of downstream tasks: released checkpoint (300B tokens), evaluated by its authors"
 
-# Zero-shot and five-shot scores, by name and shape (hidden size, layers, heads, MLP width).
+# Zero-shot and five-shot scores, by name and shape.
 _SCORES = {
     ("Pythia-410M", (1024, 24, 16, 4096)): (
         (51.4, 52.2, 36.4, 21.4, 53.8, 66.9, 33.7, 81.5, 30.9),
