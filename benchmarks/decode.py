@@ -122,7 +122,7 @@ def _speed(row: Row) -> str:
 
 
 COLUMNS = {
-    "who, lanes, context, depth": _case_name,
+    "side, lanes, context, depth": _case_name,
     "tokens/s": _speed,
     "spread": harness.SPREAD,
     "x engine": number("times_engine", ".2f"),

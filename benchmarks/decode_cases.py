@@ -1,4 +1,4 @@
-"""Lists what ``benchmarks decode`` measures: a side, a shape, lanes, context and depth each."""
+"""Lists the cases of ``benchmarks decode``: the side (implementation), shape, lanes, context and depth of each."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class DecodeCase:
 def cases(
     shapes: Sequence[str], depths: Sequence[float], *, lanes: Sequence[int], contexts: Sequence[int], new: int
 ) -> list[DecodeCase]:
-    """Returns all cases of each shape; neighbours use the same model.
+    """Returns the cases of all shapes; consecutive cases use the same model.
 
-    The engine runs with every number of lanes and every context at full depth, and with every depth at the middle
-    context. Other sides run with the fewest lanes and with the number of lanes that is nearest to 64.
+    The engine runs with every number of lanes and every context at full depth, with every depth at the middle context,
+    and with limited memory. Drafting runs with the fewest lanes, other sides also with the number nearest to 64.
     """
     many = min(lanes, key=lambda count: abs(count - 64))
     short, middle = min(contexts), sorted(contexts)[len(contexts) // 2]
@@ -96,8 +96,8 @@ def subset_cases(shapes: Sequence[str]) -> list[DecodeCase]:
 def served(
     shape: str = "ouro-1.4b", lanes: Sequence[int] = (1, 32, 128), context: int = 1024, new: int = 128
 ) -> list[DecodeCase]:
-    """Returns end-to-end cases for each number of concurrent requests and mean depth, then those of equal memory."""
+    """Returns end-to-end cases for each number of concurrent requests and mean depth, then a memory case per depth."""
     depths = (4.0, 3.0, 2.5, 2.0)
     middle = sorted(lanes)[len(lanes) // 2]
-    cases = [DecodeCase(ENGINE, shape, count, context, depth, WHOLE, new) for count in lanes for depth in depths]
-    return cases + [DecodeCase(ENGINE, shape, middle, context, depth, MEMORY, new) for depth in depths]
+    result = [DecodeCase(ENGINE, shape, count, context, depth, WHOLE, new) for count in lanes for depth in depths]
+    return result + [DecodeCase(ENGINE, shape, middle, context, depth, MEMORY, new) for depth in depths]

@@ -135,7 +135,7 @@ def copy_rate(device: torch.device) -> float:
 
 
 def ratio(above: float | None, below: float | None) -> float | None:
-    """Returns ``above / below``, or ``None`` where either is missing."""
+    """Returns ``above / below``, or ``None`` if either is missing."""
     return None if above is None or not below else above / below
 
 
@@ -150,11 +150,11 @@ def check_kernels(device: torch.device) -> None:
     """Runs a test of each kernel on this device; raises with the end of pytest's output if one fails."""
     arguments = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "kernel_check", "tests/unit/ops"]
     # A process either compiles kernels or interprets them.
-    more = {} if device.type == "cuda" else {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    variables = {} if device.type == "cuda" else {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(
         arguments,
         cwd=ROOT,
-        env=child_environment() | more,
+        env=child_environment() | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         timeout=300,
@@ -357,7 +357,7 @@ def commit_of(commit: str | None, *, required: bool, paths: Sequence[str] = MEAS
         head = _git("rev-parse", "--short=12", "HEAD")
     except (OSError, subprocess.CalledProcessError):
         if required:
-            raise InputError("--commit is needed where there is no git: name it, or use --no-record") from None
+            raise InputError("there is no git checkout: name the commit with --commit, or use --no-record") from None
         return "unknown"
     return head + ("-dirty" if _git("diff", "--name-only", "HEAD", "--", *paths) else "")
 
@@ -379,7 +379,7 @@ def words_of(name: str) -> list[str]:
 
 
 def select(items: Sequence[Any], only: Sequence[str] | None, always: str | None = None) -> list[Any]:
-    """Returns the items whose name contains a word of ``only`` or has ``always`` as a part; all without ``only``."""
+    """Returns the items whose names contain a word of ``only`` or the part ``always``; without ``only``, all items."""
     names = {item: item.name for item in items}
     for word in only or ():
         if not any(word in name for name in names.values()):
@@ -412,6 +412,6 @@ SPREAD, PEAK = number("spread", ".1%"), number("peak_bytes", ".1f", 2**-30)
 
 
 def speed(name: str, form: str, scale: float = 1.0) -> Cell:
-    """Formats as :func:`number`, with "out of memory" for a variant that did not fit."""
+    """Returns a formatter like :func:`number` that shows "out of memory" for a variant that did not fit."""
     cell = number(name, form, scale)
     return lambda row: cell(row) if row["fits"] else "out of memory"

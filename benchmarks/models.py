@@ -51,7 +51,7 @@ def build_ours(recipe: Recipe, method: str, device: torch.device = CPU) -> AdaPo
 
 
 def build_plain(recipe: Recipe, device: torch.device = CPU) -> PlainPonder:
-    """Builds the plain PonderLM with the weights of our ``ponder``; both compute the same function."""
+    """Builds the plain PonderLM with the weights of our method ``ponder``; both models compute the same function."""
     ours = build_ours(recipe, PLAIN, device)
     config = ours.config
     shape = {"iterations": config.iterations, "scale": config.table_scale, "first": config.input_scale}
@@ -78,7 +78,7 @@ DOCUMENTS, PADDING = "packed documents", "left padding"
 
 
 def mask_inputs(kind: str, recipe: Recipe, batch: int, device: torch.device) -> dict[str, Tensor]:
-    """Returns the arguments of a forward that mask attention; none if ``kind`` is empty."""
+    """Returns the mask arguments of a forward, document ids or an attention mask; empty if ``kind`` is empty."""
     if not kind:
         return {}
     generator, time = torch.Generator().manual_seed(recipe.train.seed), recipe.data.sequence

@@ -104,7 +104,7 @@ def cases(sizes: Sequence[Size]) -> list[OpCase]:
         OpCase(op, size, implementation, backward)
         for op, size in itertools.product(OPERATIONS, sizes)
         for implementation, backward in itertools.product(implementations[op], (False, True))
-        if backward or implementation != KEPT  # forward alone keeps nothing
+        if backward or implementation != KEPT  # logits are kept only for a backward
     ]
 
 

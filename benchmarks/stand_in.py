@@ -28,7 +28,7 @@ from benchmarks.serve_client import Answer, steady_rate
 
 Callback = Callable[[Event], None]
 VOCABULARY = 768
-# Below it, a byte-level tokenizer has single bytes, which are no complete characters.
+# Smaller ids of a byte-level tokenizer are single bytes, which may not be complete characters.
 FIRST_WORD = 257
 _COUNTS = ("ticks", "rows", "tokens", "waiting", "resident", "most_resident", "preemptions", "pages", "pages_held")
 _COUNTS += ("prefix_tokens_reused", "drafted", "accepted")

@@ -95,7 +95,7 @@ class StepOptions(Common):
         return f"{title} that reads {shares} of the tokens" if shares else title
 
     def begin(self, name: str) -> Run:
-        """Begins the record called ``name``; where tokens halt, dense and compact execution are compared first."""
+        """Begins the record ``name``; if tokens halt, checks that dense and compact execution agree."""
         recipe, depths = self.recipe, self.depths
         settings: dict[str, Any] = {"batch": self.sequences, "sequence": recipe.data.sequence, "dtype": self.dtype}
         if depths is not None:
@@ -168,9 +168,9 @@ class Variant:
 
 
 def train(options: StepOptions) -> dict[str, Any]:
-    """Time a training step: plain PonderLM, our ponder, and adaponder compiled, eager and checkpointed.
+    """Time a training step of plain PonderLM, our ponder, and adaponder compiled, eager and checkpointed.
 
-    With --keep, training that skips halted tokens is compared with dense training.
+    With --keep, tokens halt: compact training, which skips them, is compared with dense training, which does not.
 
     [dim]python -m benchmarks train --device cuda --batch 32[/]
 

@@ -95,7 +95,7 @@ def run(
     beside: Annotated[int, typer.Option(min=0, hidden=True)] = 0,
     options: TrainOptions,
 ) -> None:
-    """Trains one run in this process and writes its record, with the measurements of all claims."""
+    """Trains one run in this process and writes its record, with the measurements that its claims need."""
     from experiments.measures import TIMED, measuring
     from experiments.runner import carry_out
 

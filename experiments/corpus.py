@@ -99,7 +99,7 @@ def download(lock: Path, wheels: Sequence[Wheel], folder: Path) -> None:
 
 
 def is_permissive(licence: str) -> bool:
-    """Returns whether an SPDX expression permits using Python source: every part of an AND, or one part of an OR."""
+    """Returns whether an SPDX expression is permissive: at least one OR alternative has only permissive AND parts."""
     for choice in re.split(r"\s+OR\s+", licence.strip()):
         parts = re.split(r"\s+AND\s+", choice.strip("() "))
         if all(part in SOURCE_LICENCES | _BESIDE for part in parts) and SOURCE_LICENCES & set(parts):

@@ -61,13 +61,13 @@ def mean_accuracy(models: Iterable[Subject]) -> pd.DataFrame:
 
 
 def fixed_depths(models: Sequence[Subject]) -> dict[int, list[float]]:
-    """Returns ``{K: accuracy by number of hops}`` of models that do not halt: of several methods, the best of each."""
+    """Returns ``{K: accuracy by number of hops}`` of models that do not halt; of several methods, the best."""
     fixed = [model for model in models if not model.halts]
     return mean_accuracy(fixed).groupby(level=0).max().T.to_dict("list") if fixed else {}
 
 
 def needed_depths(models: Sequence[Subject]) -> list[int | None]:
-    """Returns the needed depth of each number of hops; ``None`` where no model of fixed depth reaches ``SOLVED``."""
+    """Returns the needed depth of each number of hops; ``None`` if no model of fixed depth reaches ``SOLVED``."""
     fixed = fixed_depths(models)
     needs = range(len(models[0].result["needs"]) if models else 0)
     return [next((k for k in fixed if fixed[k][i] >= SOLVED), None) for i in needs]

@@ -133,7 +133,7 @@ class Evidence:
         }
 
     def _best(self, settings: Sequence[str]) -> str:
-        """Returns the setting whose seed 0 has the lowest loss on the half ``choose``; the first if none has run."""
+        """Returns the setting whose run of seed 0 has the lowest ``choose`` loss; the first setting if none has one."""
         first = {name: self._first[name].record.get(0) for name in settings if name in self._first}
         known = {name: record["final"]["choose"] for name, record in first.items() if record and "final" in record}
         return min(known, key=lambda name: known[name]) if known else settings[0]
@@ -154,7 +154,7 @@ class Evidence:
         return parameters_of(config, shape=shape)
 
     def points(self, name: str) -> pd.DataFrame:
-        """Returns the setting's rows of :attr:`runs`, indexed by seed, without reruns."""
+        """Returns the first run of each seed of a setting: rows of :attr:`runs`, indexed by seed."""
         setting = self.setting(name)
         return self._first[setting] if setting in self._first else self.runs.iloc[:0].set_index("seed")
 

@@ -156,7 +156,7 @@ def _in_short(judged: Sequence[Judged]) -> list[str]:
 
 
 def _statements(judged: Sequence[Judged], *, ours: bool) -> list[str]:
-    """Returns a table of the paper's statements, or of ``ours``, numbered by their order in ``claims.yaml``."""
+    """Returns a table of the paper's statements or, with ``ours``, of ours, numbered by their order in claims.yaml."""
     rows = []
     for number, (statement, (verdict, findings)) in enumerate(judged, 1):
         if _is_ours(statement) != ours:
@@ -193,11 +193,11 @@ def _questions(evidence: Evidence) -> list[str]:
 def _claims(evidence: Evidence) -> list[str]:
     """Returns the tables of each claim outside ``_OWN_SECTION``, then a list of claims that have no finished run."""
     lines, waiting = [], []
-    for claim, says in evidence.queue.claims.items():
+    for claim, sentence in evidence.queue.claims.items():
         if claim in _OWN_SECTION:
             continue
         if table := tables.claim_table(evidence, claim):
-            lines += ["", f"### {claim}", "", says, "", *table, *tables.measured_tables(evidence, claim)]
+            lines += ["", f"### {claim}", "", sentence, "", *table, *tables.measured_tables(evidence, claim)]
         else:
             count = len({run.label for run in evidence.queue.of_claim(claim)})
             waiting.append(f"`{claim}` ({count} runs)")
@@ -280,7 +280,7 @@ def draw_steps(spots: Mapping[str, Sequence[tuple[int, float]]], shares: Mapping
     return figure
 
 
-# Two functions for each figure: the first returns the arguments of the second (none without records), which draws.
+# Two functions of each figure: the first returns the drawn values (none without records), the second draws them.
 FIGURES: Mapping[str, tuple[Callable[[Evidence], tuple[Any, ...]], Callable[..., Figure]]] = {
     "loss-against-flops": (cost_points, draw_line),
     "loss-against-iterations": (frontier_points, draw_line),

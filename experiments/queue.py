@@ -69,14 +69,14 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Prepared text for training; ``prepare`` is the command that makes it, ``says`` describes it.
+    """A prepared training text, made by the command ``prepare``; ``says`` is its description on the results page.
 
     Attributes:
         name: empty for the queue's main corpus.
         folder: output of ``adaponder prepare``; ``None`` keeps ``data.source`` of the recipe.
-        hash: the data hash of all records on this corpus; ``None``: those records have its name instead.
-        loss: weights (``final`` or ``averaged``) whose loss on the half ``report`` of the validation documents is the
-            loss of a run; ``None``: the last validation loss, over all documents.
+        hash: data hash by which records are matched to this corpus; ``None``: they are matched by ``name``.
+        loss: which loss counts for a run: that of its ``final`` or ``averaged`` weights on the ``report`` half of the
+            validation documents; ``None``: the last validation loss, over all documents.
     """
 
     name: str
@@ -173,7 +173,7 @@ def _load(recipe: str, changes: tuple[str, ...]) -> Recipe:
 class Queue:
     """The content of ``queue.yaml``: sentences of claims, runs (most useful first) and corpora, by name.
 
-    ``seconds`` estimates runs before a similar run was timed: on ``hardware``, ``start`` seconds before the first step,
+    ``seconds`` estimates a run if no similar one was timed: on ``hardware``, ``start`` seconds before the first step
     and ``iteration`` seconds for 3,000 steps with one iteration per token.
     """
 
@@ -208,7 +208,7 @@ def read_queue(path: Path) -> Queue:
         corpora = {name: Corpus(name, **values) for name, values in {"": raw["data"], **raw.get("corpora", {})}.items()}
         if not corpora[""].hash:
             raise ValueError("data.hash: the main corpus needs one")
-        claims = {str(claim): str(says) for claim, says in raw["claims"].items()}
+        claims = {str(claim): str(sentence) for claim, sentence in raw["claims"].items()}
         experiments = list(dict.fromkeys(_experiments(raw["runs"], claims, corpora)))
         queue = Queue(claims, experiments, corpora, {name: raw["seconds"][name] for name in _SECONDS})
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -41,7 +41,7 @@ from experiments.queue import Corpus, Experiment, Queue, identity
 # Yields (name, result) of each measurement on the model in the first folder with the prepared data in the second.
 Measure = Callable[[Path, Path], Iterator[tuple[str, dict[str, Any]]]]
 
-# About so many log lines go into a record, for curves.
+# Approximate number of log lines that a record keeps, for curves.
 _LINES = 60
 # The share of a run's steps, at its end, over which weights are averaged.
 _AVERAGED = 0.1
