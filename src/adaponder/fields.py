@@ -333,7 +333,7 @@ class Recurrence:
         None, "mor: share of tokens that each recursion computes in training; the first is 1 (all tokens)", "(0, 1]"
     )
     router_alpha: float = setting(0.1, "mor: factor on the router's sigmoid", "(0, 1_000_000]")
-    router_loss_weight: float = setting(1e-3, "mor: factor on the auxiliary loss", "[0, 1_000_000]")
+    router_loss_weight: float = setting(1e-3, "mor: factor on the routers' loss", "[0, 1_000_000]")
     exit_threshold: float | None = setting(
         None,
         "a token exits once its cumulative exit probability reaches this. None: ouro 1 (never early), act 0.99 (its "
@@ -341,7 +341,7 @@ class Recurrence:
         "(0, 1]",
         why="it is a probability",
     )
-    exit_entropy_weight: float = setting(0.1, "ouro: the beta of stage I", "[0, 1_000_000]")
+    exit_entropy_weight: float = setting(0.1, "ouro: factor on the entropy of exits, beta of stage I", "[0, 1_000_000]")
     halting_cost: float = setting(
         0.01, "act: factor on the ponder cost, which is a token's depth plus its remainder", "[0, 1_000_000]"
     )

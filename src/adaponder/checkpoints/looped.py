@@ -35,7 +35,7 @@ class Layout(NamedTuple):
         loops: the config field with the number of loops.
         names: maps parts of published tensor names to the decoder's.
         gate: maps the tensors of the exit gate to names in :class:`~adaponder.methods.ouro.Ouro`.
-        refused: config fields for features that the decoder does not compute.
+        refused: config fields that must be unset, because the decoder does not compute their features.
     """
 
     name: str
@@ -70,7 +70,7 @@ LAYOUTS = {
     ),
 }
 
-# Looped models whose recurrence is not a method of the family, and why.
+# Looped models whose recurrence is not a method of this package, and why.
 _OTHERS = {
     "iquestloopcoder": "in its second pass a gate per head mixes attention to the first pass's keys with a window of "
     "64 tokens; passes here differ in their input alone",

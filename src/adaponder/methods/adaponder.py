@@ -34,7 +34,7 @@ class AdaPonder(Ponder):
 
     def receive(self, rows: Rows, state: State, output: Pass) -> State:
         # The pass computed eq. 1 and 10: halted tokens kept their keys and values. Here they keep h as well.
-        return State(state.input, rows.freeze(output.hidden, state.hidden))
+        return State(state.input, rows.freeze(output.hidden, state.hidden), state.carried)
 
     def advance(self, rows: Rows, state: State) -> State:
         embedding, hidden = state.input, state.hidden

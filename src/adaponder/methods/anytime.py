@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from adaponder.errors import ConfigError
-from adaponder.execution.base import Execution, Pass, Rows
+from adaponder.execution.base import Execution, Rows
 from adaponder.fields import Recurrence
 from adaponder.halting import gate_probability, pondered
 from adaponder.methods.adaponder import AdaPonder
@@ -125,9 +125,6 @@ class Reread(Anytime):
     def start(self, rows: Rows, embedded: Tensor) -> State:
         x = self.scaled(embedded)
         return State(x, carried=(x,))
-
-    def receive(self, rows: Rows, state: State, output: Pass) -> State:
-        return State(state.input, rows.freeze(output.hidden, state.hidden), state.carried)
 
     def advance(self, rows: Rows, state: State) -> State:
         hidden, (x,) = state.hidden, state.carried
