@@ -187,7 +187,7 @@ def _faster(evidence: Evidence, test: Test) -> _Result:
 
 
 def _unaffordable(evidence: Evidence, test: Test) -> _Result:
-    """Reports the runs that a test would need: ``runs``, or as many as detect an ``effect`` of this size."""
+    """Reports the number of runs that a test would need: ``runs``, or enough to detect a difference of ``effect``."""
     noise, _ = evidence.pools[""]["stable"]
     runs = test.get("runs") or (2 * statistics.seeds_for(test["effect"], noise) if noise else None)
     return statistics.UNAFFORDABLE, f"{test['unaffordable']}: {runs or 'unknown'} runs"
