@@ -145,7 +145,7 @@ class PonderCallback(TrainerCallback):
         self.depths.evaluated(kwargs["eval_dataloader"])
 
     def _depths(self, metrics: dict[str, Any]) -> dict[str, float]:
-        """Returns an evaluation's depths, named with the prefix of its ``metrics`` (``eval_depth``); {} for training."""
+        """Returns an evaluation's depths, named with the prefix of ``metrics`` (``eval_depth``); {} for training."""
         prefix = next((name.removesuffix("_runtime") for name in metrics if name.endswith("_runtime")), "train")
         depths = {} if prefix == "train" else self.depths.take(training=False)
         return {f"{prefix}_{name}": value for name, value in depths.items()}

@@ -33,7 +33,7 @@ def evaluate(
     data: Annotated[str | None, opt(shared.DATA, "TEXT")] = None,
     depths: Annotated[str | None, opt("Also score with all tokens at these fixed depths.", "1,2,…")] = None,
     dense: Annotated[bool, opt("Compute halted tokens too, and mask them.", flag="--dense")] = False,
-    check_tokens: Annotated[int, opt("Compare skipping with dense on the first N tokens; 0: off.", "N", min=0)] = 2048,
+    check_tokens: Annotated[int, opt("Check skipping against dense on the first N tokens; 0: off.", "N", min=0)] = 2048,
     json: shared.Json = None,
     tasks: Annotated[str | None, _task("Tasks of lm-evaluation-harness instead of a text.", "a,b,…")] = None,
     suite: Annotated[str | None, _task(_PAPER, "NAME", check=shared.one_of("paper"))] = None,
@@ -179,27 +179,26 @@ def narrow(
     sizes = [weight_bytes(subject.model)]
     narrow(subject.model, weights)
     sizes.append(weight_bytes(subject.model))
-    repeated, differences = [], {}
+    repeated, differences, losses = [], {}, {}
     for before, how in zip(scorings, options, strict=True):
         after = score(f"{before.label}, {weights} weights", how)
         repeated.append(after)
-        differences[before.label] = paired_difference(text, before.scores.nll, after.scores.nll, seed=how.seed)
+        difference = paired_difference(text, before.scores.nll, after.scores.nll, seed=how.seed)
+        differences[before.label] = difference.as_dict()
+        interval = "" if difference.interval is None else f" (95 % {difference.interval})"
+        losses[before.label] = f"{difference.mean:+.4f} nats per token{interval}"
     first, last = scorings[0], repeated[0]
     depths = [first.summary.depth, last.summary.depth]
     other_depth = float((first.scores.depth != last.scores.depth).mean())
-    losses = {}
-    for label, difference in differences.items():
-        interval = "" if difference.interval is None else f" (95 % {difference.interval})"
-        losses[label] = f"{difference.mean:+.4f} nats per token{interval}"
     lines = [
         f"{weights} weights: {losses.pop(first.label)}, mean depth {depths[0]:.3f} to {depths[1]:.3f}, "
         f"{other_depth:.1%} of the tokens at another depth; {sizes[0] / 1e6:,.1f} MB of weights become "
         f"{sizes[1] / 1e6:,.1f}"
     ]
     lines += [f"{label}: {loss}" for label, loss in losses.items()]
-    changes = {"weights": weights, "difference": differences.pop(first.label).as_dict(), "depth": depths}
-    changes |= {"by_depth": {label: difference.as_dict() for label, difference in differences.items()}}
-    return repeated, changes | {"other_depth": other_depth, "bytes": sizes}, "\n".join(lines)
+    changes = {"weights": weights, "difference": differences.pop(first.label), "depth": depths}
+    changes |= {"by_depth": differences, "other_depth": other_depth, "bytes": sizes}
+    return repeated, changes, "\n".join(lines)
 
 
 def described(data: str, text: Text, windows: Windows) -> str:
@@ -260,7 +259,7 @@ def compare(
     second: Annotated[str, arg("Another, with the same tokenizer.", "B")],
     *,
     data: Annotated[str, opt(shared.DATA, "TEXT")],
-    policy_a: Annotated[str | None, opt("A's policy, as --policy of eval: gate:0.1 is another tau.", "RULE")] = None,
+    policy_a: Annotated[str | None, opt("A's policy, as in eval --policy, e.g. gate:0.1 (tau = 0.1).", "RULE")] = None,
     policy_b: Annotated[str | None, opt("B's policy.", "RULE")] = None,
     profile_a: Annotated[str | None, opt("A's profile, stored by adaponder calibrate.", "NAME")] = None,
     profile_b: Annotated[str | None, opt("B's profile.", "NAME")] = None,
@@ -288,7 +287,7 @@ def compare(
             f"{first} and {second} have different tokenizers ({hash_a[:12]}, {hash_b[:12]}), so their tokens cannot be "
             "paired; compare the bits per byte of adaponder eval instead"
         )
-    # The shorter windows of the two, so that every token has the same context in both.
+    # The shorter of the two default windows, so that every token has the same context under both checkpoints.
     windows = min((reading.windows(subject) for subject in subjects), key=lambda windows: windows.length)
     depths = (
         shared.Depth(policy=policy_a, profile=profile_a, max_iterations=max_iterations_a),
@@ -313,7 +312,8 @@ def compare(
         interval = f"95 % {difference.interval}, paired by document: {verdict} on this text"
     console.print(f"\nB - A: {difference.mean:+.4f} nats per token; {interval}")
     easier, equal = difference.wins, difference.ties
-    console.print(f"Of the tokens, B finds {easier:.1%} easier, {equal:.1%} equal, {1 - easier - equal:.1%} harder")
+    harder = 1 - easier - equal
+    console.print(f"B's loss is lower on {easier:.1%} of the tokens, equal on {equal:.1%}, higher on {harder:.1%}")
     result = {
         "data": data,
         "split": reading.split,

@@ -30,7 +30,7 @@ class AdaPonderLM(HarnessLM):
         tokenizer: folder, hub name or ``tokenizer.json``; default: the checkpoint's own.
         revision: branch, tag or commit of a hub name.
         dtype: float32, bfloat16, float16, float64, or auto: as saved.
-        device: cpu, cuda, cuda:1, …; by default a GPU where there is one.
+        device: cpu, cuda, cuda:1, …; by default a GPU if there is one.
         batch_size: texts per forward; changes speed and rounding, nothing else.
         max_batch_size: ignored; lm-eval passes it to every model, for ``batch_size="auto"``, which is refused here.
         seed: seed of random policies and of sampling.

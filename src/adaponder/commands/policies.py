@@ -111,7 +111,7 @@ def halved(subject: shared.Subject, data: str, reading: shared.Reading) -> tuple
 
 
 def bar_of_scorings(progress: Progress) -> Callable[[str, int], Callable[[int], None]]:
-    """Adds a progress bar for scorings; returns a function that restarts it with a title and a total."""
+    """Adds a progress bar; returns show(title, total), which restarts it and returns a function that advances it."""
     task = progress.add_task("", total=None)
 
     def show(title: str, total: int) -> Callable[[int], None]:

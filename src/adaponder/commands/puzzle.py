@@ -1,4 +1,4 @@
-"""adaponder puzzle: tests a checkpoint, trained on hops puzzles, on new ones, and colours words by depth."""
+"""adaponder puzzle: tests a checkpoint that was trained on hops puzzles on new ones; colours words by depth."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def puzzle(
 def hops_of(folder: Path) -> Hops:
     """Returns the settings of the hops puzzles that a checkpoint was trained on, or the defaults if they are unknown.
 
-    The settings are in the checkpoint's state or in the manifest of its data. Raises if the data is
-    another kind of puzzle: all puzzles have the same tokens, so nothing else would reveal the mistake.
+    The settings are in the checkpoint's state or in the manifest of its data. Raises if the data is another kind of
+    puzzle: all kinds share their tokens, so the check of the tokenizer does not notice.
     """
     from adaponder.data.manifest import MANIFEST, Manifest
     from adaponder.data.puzzles import Hops, is_generated, settings_of
@@ -146,7 +146,7 @@ def by_need(read: Readings) -> list[dict[str, Any]]:
 
 def show(read: Readings, rows: list[dict[str, Any]], *, deepest: int) -> None:
     """Prints the first puzzle, each word coloured by its depth, and the table ``rows`` of all puzzles."""
-    console.print("Steps lead from letter to letter; a question wants the letter that a chain of steps ends with.")
+    console.print("Steps lead from letter to letter; a question asks for the letter at the end of a chain of steps.")
     for text in ("", _steps(read, deepest), "", *_questions(read, deepest), legend(deepest)):
         console.print(text)
     cells = [

@@ -72,7 +72,7 @@ def output_file(path: Path | None) -> Path | None:
         _refuse_unwritable(path)
         if path.is_dir():
             raise typer.BadParameter(f"{path} is a folder, not a file")
-        # Writing replaces the path itself, even /dev/stdout where permissions allow it.
+        # Writing replaces the file at this path: with enough permissions, even /dev/stdout.
         if path.absolute().parent in _STREAMS or (path.exists() and not path.is_file()):
             raise typer.BadParameter(f"{path} is a device or a pipe, not a file; - is standard output")
     return path

@@ -84,7 +84,7 @@ def run_sweep(
         write_json(json, result)
         return SweepEnd(result, 0)
     _create(folder, default=out is None)
-    with console.status("checking every run, and preparing data where needed"):
+    with console.status("checking every run, and preparing data if needed"):
         summaries = examine(runs, out=folder, device=device)
     versions = {"adaponder": __version__} | {name: version(name) for name in ("torch", "transformers")}
     settings |= {"device": hardware_name(device), "versions": versions}
@@ -112,7 +112,7 @@ def run_sweep(
 
 
 def _create(folder: Path, *, default: bool) -> None:
-    """Creates ``folder``; its parent must exist, unless ``default`` is set."""
+    """Creates ``folder``; its parent must exist, unless ``default``: the folder was not given as ``--out``."""
     if not default and not folder.parent.is_dir():
         problem = "is a file, not a folder" if folder.parent.exists() else "does not exist"
         raise InputError(f"--out {folder}: {folder.parent} {problem}")
@@ -142,7 +142,7 @@ def show(name: str, summaries: Sequence[RunSummary]) -> None:
 
     averaged = points([dataclasses.asdict(summary) for summary in summaries])
     axes = list(averaged[0].fields)
-    # The last component of a field's name is enough if no other axis ends in it.
+    # A heading is the last component of the field's name, or the whole name if two axes end alike.
     short = [axis.rpartition(".")[2] for axis in axes]
     heads = [name if short.count(name) == 1 else axis for axis, name in zip(axes, short, strict=True)] or ["recipe"]
     columns = (*heads, "emb. scale", "loss", "requested", "realised", "halted", "tok/s", "runs")

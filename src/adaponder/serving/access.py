@@ -40,7 +40,7 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
 }
-# Sent when a request is refused before its body is read: the next bytes are the rest of it, not a new request.
+# Header of a refusal that is sent before the body is read: the next bytes are the rest of the body, no new request.
 _CLOSE = {"connection": "close"}
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
@@ -147,8 +147,8 @@ class AccessControl:
 
     def _check_origin(self, headers: Headers) -> None:
         origin = headers.get("origin")
-        same = {f"{scheme}://{headers['host'].lower()}" for scheme in ("http", "https")}
-        if origin is not None and origin not in self.access.origins and origin.lower() not in same:
+        same_origin = {f"{scheme}://{headers['host'].lower()}" for scheme in ("http", "https")}
+        if origin is not None and origin not in self.access.origins and origin.lower() not in same_origin:
             message = "pages of this Origin may not call the server; allow it with adaponder serve --allow-origin"
             raise ApiError(403, message, code="invalid_origin", headers=_CLOSE)
 

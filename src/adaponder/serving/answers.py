@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from json import dumps
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any
@@ -98,7 +99,7 @@ class AnswerWriter:
 
     def _event(self, index: int, writing: Writing, fields: bytes) -> bytes:
         tail = self._tail
-        if self._continuous_usage:  # of this choice, as in vLLM
+        if self._continuous_usage:  # the usage of this choice alone, as in vLLM
             prompt, new = len(writing.request.prompt), 0 if self.hidden else len(writing.tokens)
             usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
             tail = b"".join((b'}],"usage":', dumps(usage).encode(), b"}\n\n"))
@@ -135,16 +136,13 @@ class AnswerWriter:
         prompt: list[PromptToken] = writing.prompt_log_probabilities or [] if self._echoed else []
         tokens: list[Token | PromptToken] = [*prompt, *writing.tokens[first:last]]
         offset = sum(len(piece) for piece in writing.pieces[:first])
-        offsets = []
-        for text in [*(self._prompt_pieces(index) if prompt else []), *writing.pieces[first:last]]:
-            offsets.append(offset)
-            offset += len(text)
+        texts = [*(self._prompt_pieces(index) if prompt else []), *writing.pieces[first:last]]
         values = [token.log_probability for token in tokens]
         return {
             "tokens": [self.served.spell(token.id).text for token in tokens],
             "token_logprobs": [None if value is None else finite(value) for value in values],
             "top_logprobs": [self._top_logprobs(token) for token in tokens] if self._top else None,
-            "text_offset": offsets,
+            "text_offset": list(accumulate(map(len, texts), initial=offset))[:-1],
         }
 
     def _top_logprobs(self, token: Token | PromptToken) -> dict[str, float] | None:
@@ -298,7 +296,7 @@ class ScoreWriter:
 
         tokens, texts = [], pieces(self.served.tokenizer, ids)
         for slot, (token, text, score) in enumerate(zip(ids, texts, scores, strict=True)):
-            # The score of a token holds the loss of the next one.
+            # The score of a token holds the loss of the next token.
             loss = _cached_json(scores[slot - 1], "loss", loss_fields) if slot else '"nll":null,"nll_by_iteration":[]'
             fields = [f'"id":{token},"text":{encode_basestring(text)}', loss]
             fields.append(_cached_json(score, ("depth", gates, top), depth_fields))

@@ -88,10 +88,10 @@ class Turns(Generic[_Item]):
     def __bool__(self) -> bool:
         return bool(self._items)
 
-    def put(self, client: str, item: _Item, place: int | None = None) -> None:
-        """Adds an item behind the client's other items, or at index ``place`` among them."""
+    def put(self, client: str, item: _Item, index: int | None = None) -> None:
+        """Adds an item behind the client's other items, or at ``index`` among them."""
         items = self._items.setdefault(client, deque())
-        items.insert(len(items) if place is None else place, item)
+        items.insert(len(items) if index is None else index, item)
 
     def take(self, skipped: Collection[str] = ()) -> tuple[str, _Item] | None:
         """Removes and returns the next (client, item) of a client not in ``skipped``; ``None`` if there is none."""

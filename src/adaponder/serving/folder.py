@@ -20,7 +20,7 @@ from adaponder.methods import method_class, method_names
 from adaponder.policies.choice import calibrated
 from adaponder.serving.served import Served
 
-# What local/policies.js implements.
+# The policies that local/policies.js implements.
 POLICIES = ("gate", "exit", "fixed", "entropy", "kl", "change", "random")
 MOST_BYTES = 50_000_000
 _CURE = "serve it with adaponder serve"
@@ -49,7 +49,7 @@ def _refuse(source: str, field: str, value: Any, supported: tuple[Any, ...]) -> 
 
 
 def require_tokenizer(content: dict[str, Any], source: str) -> None:
-    """Raises unless the browser gives the same ids as this ``tokenizer.json``."""
+    """Raises unless the page's JavaScript tokenizer supports this ``tokenizer.json``: then both give the same ids."""
     model, splits = content["model"], content["pre_tokenizer"] or {}
     kind = f"{model['type']} after {splits.get('type')}"
     _refuse(source, "tokenizer", kind, ("BPE after ByteLevel", "WordLevel after WhitespaceSplit"))
@@ -134,7 +134,7 @@ def write_page(served: Served, out: Path, *, source: str) -> dict[str, int]:
         raise InputError(f"{source}: {megabytes}; {_CURE}")
     with saving(out, intact="nothing was written") as partial:
         with as_file(files("adaponder.serving")) as serving:
-            # local/api.js replaces page/api.js, which asks a server.
+            # local/api.js replaces page/api.js, which calls a server.
             for folder in ("page", "local"):
                 shutil.copytree(serving / folder, partial / "page", dirs_exist_ok=True)
         (partial / "page" / "index.html").rename(partial / "index.html")

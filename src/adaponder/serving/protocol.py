@@ -293,7 +293,7 @@ def _limited(body: type[_Body], **fields: Any) -> type[_Body]:
 
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-# Maps fields of an engine request to their names in a body, where the two differ.
+# Maps fields of an engine request to their names in a body, if the two differ.
 _FIELDS = {name: f"adaponder.{name}" for name in Generation.model_fields.keys() - GenerationBody.model_fields.keys()}
 _FIELDS |= {"max_new_tokens": "max_tokens", "log_probabilities": "logprobs", "samples": "n"}
 _FIELDS |= {"min_new_tokens": "min_tokens", "stop_ids": "stop_token_ids"}

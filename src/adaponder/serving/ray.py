@@ -46,16 +46,8 @@ _QUIET = {"enable_access_log": False, "log_level": "WARNING"}
 _RAY_HEADERS = frozenset({b"x-request-disconnect-disabled", b"x-request-timeout-seconds"})
 # Time to wait after each failed try of a request.
 _TRY_AGAIN_SECONDS = (0.05, 0.2, 0.5, 1.0)
-_UNAVAILABLE = json.dumps(
-    {
-        "error": {
-            "message": "no replica answers; try again",
-            "type": "server_error",
-            "param": None,
-            "code": "unavailable",
-        }
-    }
-).encode()
+_ERROR = {"message": "no replica answers; try again", "type": "server_error", "param": None, "code": "unavailable"}
+_UNAVAILABLE = json.dumps({"error": _ERROR}).encode()
 
 
 @dataclass(frozen=True, kw_only=True)

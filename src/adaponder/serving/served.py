@@ -21,7 +21,7 @@ from adaponder.policies.base import registered_policies
 from adaponder.text import TokenSpeller, has_template
 from adaponder.text.spelling import unknown_id
 
-# Texts that the page offers, beside the weights.
+# File beside the weights with the texts that the page offers.
 EXAMPLES = "examples.json"
 
 
@@ -54,9 +54,9 @@ class Served:
         self.shape = shape_of(model.config)
         self.eos_ids = eos_ids(model)
         self.spell = TokenSpeller(tokenizer)
-        writer: Any = tokenizer
-        backend = getattr(writer, "backend_tokenizer", None)  # a slow tokenizer has none
-        self.unknown_id = None if backend is None else unknown_id(backend, writer.eos_token_id)
+        end_id: Any = tokenizer.eos_token_id
+        backend = getattr(tokenizer, "backend_tokenizer", None)  # a slow tokenizer has none
+        self.unknown_id = None if backend is None else unknown_id(backend, end_id)
         self.template = has_template(tokenizer)
 
     def facts(self) -> dict[str, Any]:

@@ -188,7 +188,7 @@ class BoundedConnection(HttpToolsProtocol):
         if holder is None:
             return
         if self.places.missing(holder, 1, room=self.most_connections, at_once=0):
-            self.connections.discard(self)  # uvicorn would count it, for all clients, until it is closed
+            self.connections.discard(self)  # else it would count towards uvicorn's limit until it is closed
             self._refuse("429 Too Many Requests")
         else:
             self._holder = holder

@@ -86,7 +86,7 @@ class Run:
         self._tickets.append(ticket)
 
     def _measure(self, events: list[Event]) -> None:
-        if events[0].token is None:  # only ends, which come after the tokens of a step
+        if events[0].token is None:  # only final events, which follow the tokens of a step
             return
         now = time.monotonic()
         if self._last_token is None:

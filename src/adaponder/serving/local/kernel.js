@@ -31,7 +31,7 @@ const addFloats = (a, b) => [...a, ...b, 0xfd, ...leb(228)];
 const multiplyFloats = (a, b) => [...a, ...b, 0xfd, ...leb(230)];
 const zeros = [0xfd, 0x0c, ...new Array(16).fill(0)];
 const when = (condition, body) => [...condition, 0x04, 0x40, ...body, 0x0b];
-/** Runs `body` once, and again while `condition` is true after it. */
+/** Runs `body` once, and repeats it while `condition` is true. */
 const loop = (body, condition) => [0x03, 0x40, ...body, ...condition, 0x0d, 0, 0x0b];
 const atLeast = (a, value) => [...a, ...constant(value), 0x4e];
 
@@ -117,7 +117,7 @@ function plainProduct(floats) {
   };
 }
 
-/** One growing memory of floats. Its methods take and return indices of floats; `product` is that of `assemble`. */
+/** One growing memory of floats. Methods take and return indices of floats; `product` calls the function that `assemble` builds. */
 export class Memory {
   constructor() {
     this.used = 16;

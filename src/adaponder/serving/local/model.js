@@ -72,9 +72,9 @@ class Linear {
 }
 
 /**
- * A cached text: its token ids, their scores, and where its keys and values begin in memory. There, each iteration and layer has
- * room for the keys (in panels of 16 positions), then the values (row by row), of `capacity` positions. `key` names the policy;
- * the first `cached` tokens of the current request were computed by earlier ones.
+ * A cached text: its token ids, their scores, and the index `start` at which its keys and values begin in memory: for each
+ * iteration and layer the keys (in panels of 16 positions), then the values (row by row), of `capacity` positions. `key`
+ * names the policy; the first `cached` tokens of the current request were computed by earlier ones.
  */
 class Text {
   constructor() {
@@ -175,7 +175,7 @@ export class Model {
     return best;
   }
 
-  /** Layer normalisation of `rows` rows at `x`, into `out`. */
+  /** Normalises `rows` rows at `x` into `out` (layer normalisation). */
   norm(out, x, rows, [weight, bias]) {
     const { hidden: d, memory: { floats }, facts } = this;
     for (let row = 0; row < rows; row += 1) {
@@ -223,7 +223,7 @@ export class Model {
     });
   }
 
-  /** Causal attention of rows, into `buffers.attended`. */
+  /** Computes the causal attention of rows into `buffers.attended`. */
   attend(text, iteration, layer, rows) {
     const { hidden: d, headSize: size, memory, buffers } = this;
     const { floats } = memory;
@@ -345,7 +345,7 @@ export class Model {
     }
   }
 
-  /** Halts rows, and sets the input of the others for their next iteration, as the method's `advance` does; returns these. */
+  /** Halts rows as the policy decides; returns the others with their next input, computed as in the method's `advance`. */
   advance(text, iteration, rows, logits, policy, seed) {
     const { update, halts, exits, mixes, state_scale: scale } = this.facts;
     const gates = halts ? this.gate(iteration, rows.length) : [];

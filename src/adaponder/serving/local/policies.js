@@ -69,7 +69,7 @@ export function sample(logits, { temperature, seed, position }) {
   for (let id = 0; id < logits.length; id += 1) {
     let value = logits[id];
     if (temperature > 0) {
-      // The noise is at most 37: with more than that missing, this token cannot win.
+      // The noise is at most 37: a token that lacks more than that cannot win.
       if (value / temperature + 37 <= highest) continue;
       const u = (Number(splitmix(BigInt.asUintN(64, key + BigInt(id) * GOLDEN)) >> 12n) + 0.5) * 2 ** -52;
       value = value / temperature - Math.log(-Math.log(u));

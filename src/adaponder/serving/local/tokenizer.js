@@ -1,4 +1,4 @@
-// Encodes and decodes text by a `tokenizer.json` of one of two kinds: byte-level BPE with GPT-2's pattern, or whole words
+// Encodes and decodes text with a `tokenizer.json` of one of two kinds: byte-level BPE with GPT-2's pattern, or whole words
 // between spaces. `adaponder page` refuses every other kind.
 
 // \p{White_Space} as in Rust: JavaScript's \s includes U+FEFF and lacks U+0085.
@@ -6,7 +6,7 @@ const GPT2 =
   /'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\p{White_Space}\p{L}\p{N}]+|\p{White_Space}+(?!\P{White_Space})|\p{White_Space}+/gu;
 const REPLACEMENT = "\ufffd"; // what incomplete bytes decode to
 const MAX_PENDING = 12; // tokens that may wait for the end of a character
-const PENDING_TAIL = 3; // of these, how many an unfinished character can have
+const PENDING_TAIL = 3; // the most of them that can belong to one unfinished character
 
 const utf8 = (bytes) => new TextDecoder("utf-8", { ignoreBOM: true }).decode(new Uint8Array(bytes));
 
@@ -84,7 +84,7 @@ export class Tokenizer {
     return [...(this.entries.get(id) ?? "")].flatMap((character) => BYTES.get(character) ?? [...new TextEncoder().encode(character)]);
   }
 
-  /** Returns a function that decodes tokens one by one, holding back unfinished characters; called without one, it returns these. */
+  /** Returns a function that decodes tokens one by one and holds back unfinished characters until it is called without a token. */
   streamDecoder() {
     let first = true;
     const pending = [];

@@ -11,10 +11,10 @@ function frame(height, label, ...children) {
   return s("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": label }, ...children);
 }
 
-/** The x coordinate of an iteration. */
+/** Returns the x coordinate of an iteration. */
 const across = (index, count) => LEFT + 14 + (count === 1 ? 0 : (index * (WIDTH - LEFT - RIGHT - 28)) / (count - 1));
 
-/** How many iterations apart labels of this width must be, so that they do not overlap. */
+/** Returns how many iterations apart labels of this width must be, so that they do not overlap. */
 const stride = (count, width) => Math.max(1, Math.ceil((width * (count - 1)) / (WIDTH - LEFT - RIGHT - 28)));
 
 /** Labels iterations below a chart, as many as fit. */
@@ -31,7 +31,7 @@ function ticks(values, y, text) {
   ]);
 }
 
-/** Draws gates after each iteration on a logarithmic axis; a filled dot is at or above its threshold: the token is read again. */
+/** Draws the gate after each iteration on a logarithmic axis; a filled dot, at or above its threshold: the token is read again. */
 export function gateChart(gates, thresholds, maxDepth) {
   const height = 118;
   const positive = [...gates, ...thresholds].filter((value) => value > 0 && value <= 1);
@@ -59,7 +59,7 @@ export function gateChart(gates, thresholds, maxDepth) {
       return [
         s("line", { class: "stem", x1: across(index, count), x2: across(index, count), y1: y(10 ** floor), y2: y(gate) }),
         s("circle", { class: open ? "dot" : "dot closed", cx: across(index, count), cy: y(gate), r: 5 }),
-        // The last gate always gets its value, earlier ones where they fit; at the right edge it stands to the left of the dot.
+        // The last gate is always labelled, earlier ones if there is room; at the right edge the label is left of its dot.
         ...((gates.length - 1 - index) % stride(count, 108) ? [] : [label(gate, index)]),
       ];
     }),

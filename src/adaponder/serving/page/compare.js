@@ -12,7 +12,7 @@ import { summarise } from "./summary.js";
 import { pieces, Spans } from "./text.js";
 
 export class Comparison {
-  /** `first()` returns the scores of rule A; `onDraw()` is called when B's have changed. */
+  /** `first()` returns the scores of rule A; `onDraw()` is called when the scores of B have changed. */
   constructor({ onHover, onSelect, notice, first, onDraw }) {
     Object.assign(this, { notice, first, scores: null, model: null });
     this.spans = new Spans(byId("copy"));
@@ -44,7 +44,7 @@ export class Comparison {
     byId("by-difference").addEventListener("click", () => set({ difference: true }));
   }
 
-  /** Returns the rule that a comparison starts with: of another kind than A, if there is one. */
+  /** Returns the rule B that a comparison starts with: one of another word than A, if the model has one. */
   defaultSecond() {
     const words = offeredRules(this.model);
     const first = state.a.split(":")[0];

@@ -56,8 +56,8 @@ export class Dial {
 }
 
 /**
- * Returns the rule with this word whose mean depth on the text is nearest to `target`, found by at most `tries` bisections of
- * the slider. `measure(rule)` resolves to a mean depth.
+ * Returns the rule of the same word as `rule` whose mean depth on the text is nearest to `target`, found by at most `tries`
+ * bisections of the slider. `measure(rule)` resolves to the mean depth under a rule.
  */
 export async function matchDepth(rule, model, target, measure, tries = 11) {
   const { scale, steps } = parseRule(rule);

@@ -31,7 +31,7 @@ function boxes(tokens) {
   return { result, lines: line + (column ? 1 : 0) };
 }
 
-/** Returns the page's current colours as values that an SVG file can hold. */
+/** Returns the page's current colours without CSS variables, which an SVG file cannot resolve. */
 function themeColours() {
   const style = getComputedStyle(document.documentElement);
   const probe = document.body.appendChild(h("span", { hidden: true }));

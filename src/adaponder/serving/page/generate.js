@@ -19,7 +19,7 @@ export class Generation {
     this.aborter = new AbortController();
   }
 
-  /** Tokens per second between the first and the last token. */
+  /** Returns the tokens per second between the first and the last token; `null` for fewer than two. */
   get speed() {
     return this.count > 1 && this.lastTime > this.firstTime ? (1000 * (this.count - 1)) / (this.lastTime - this.firstTime) : null;
   }
@@ -70,7 +70,7 @@ export class Generation {
     this.onProgress(this);
   }
 
-  /** All tokens except a final end-of-text token, which has no text and cannot be continued. */
+  /** Returns all tokens except a final end-of-text token, which has no text and cannot be continued. */
   get textTokens() {
     const last = this.tokens.at(-1);
     return this.finishReason === "stop" && this.count && last?.text === "" ? this.tokens.slice(0, -1) : this.tokens;

@@ -82,7 +82,7 @@ export class Grid {
     this.highlight(this.current, "selected");
   }
 
-  /** Sets the last block's width, so that it keeps it while its columns are not rendered. */
+  /** Sets the last block's width, which it keeps while its columns are not rendered. */
   sizeLastBlock() {
     const block = this.element.lastChild;
     block?.style.setProperty("--columns", block.childElementCount);

@@ -23,13 +23,13 @@ function heading(token, slot, count, maxDepth, close) {
   );
 }
 
-/** The probability of the token itself; not for the random part of a puzzle. */
+/** Returns a note with the probability that the model gave the token; `null` for the random part of a puzzle. */
 function probabilityNote(token, puzzle) {
   if (token.nll === null || token.nll === undefined || (puzzle && !token.verdict)) return null;
   return h("p", { class: "quiet" }, `The model gave it ${finePercent(Math.exp(-token.nll))} (${figure(token.nll)} nats).`);
 }
 
-/** The model's answer to a puzzle's question, and whether it is right. */
+/** Returns a note with the model's answer to a puzzle's question, and whether it is right; `null` for other tokens. */
 function answerNote({ question }) {
   if (!question) return null;
   const { hops, answer, predicted } = question;
@@ -37,7 +37,7 @@ function answerNote({ question }) {
   return h("p", { class: "quiet" }, `This question takes ${hops} ${hops === 1 ? "hop" : "hops"}. The model answers ${predicted}, `, h("strong", {}, verdict), ".");
 }
 
-/** The same token under rule B of a comparison. */
+/** Returns a note about the same token under rule B of a comparison; `null` without a comparison. */
 function comparisonNote(other, slot, maxDepth) {
   const token = other?.tokens[slot];
   if (!token) return null;

@@ -47,7 +47,7 @@ function forcedBeforeEdit(text) {
   return Object.fromEntries(Object.entries(state.forced).filter(([forced]) => Number(forced) < slot));
 }
 
-/** Shows an error, and in how many seconds the page retries; `null` hides it. */
+/** Shows an error and in how many seconds the page retries; `null` hides the last error. */
 function notice(failure, wait) {
   const line = byId("notice");
   line.hidden = !failure;
@@ -191,7 +191,7 @@ function selectDeepest() {
   if (slots.length) select(slots.reduce((best, slot) => (rank(slot) > rank(best) ? slot : best)));
 }
 
-/** Shows the state of a link, without what this model cannot do: rules that it does not have, forced depths if it never halts. */
+/** Shows the state of a link, without rules that this model does not have, and without forced depths if it never halts. */
 function openLink(link) {
   controls.stop();
   const a = isRunnable(link.a, model) ? link.a : defaultRule(offeredRules(model)[0], model);

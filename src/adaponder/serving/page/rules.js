@@ -97,7 +97,7 @@ function calibrated(model) {
   return model.profiles.filter(({ budget, policy }) => Number.isFinite(budget) && policy?.startsWith("gate:"));
 }
 
-/** Returns the words of the rules that this model can run, in the order of the menu. */
+/** Returns the words (keys of `RULES`) of the rules that this model can run, in the order of the menu. */
 export function offeredRules(model) {
   const words = Object.keys(RULES).filter((word) => word !== "budget" && model.policies.includes(word));
   // The server takes no policy for a model that never halts.

@@ -70,7 +70,7 @@ export function spoken(text) {
 /** Returns what a predicted token adds to the text: nothing if it is part of a character, which the server spells `bytes:\\xe2`. */
 export const textOf = (text) => (/^bytes:(\\x[0-9a-f]{2})+$/.test(text) ? "" : text);
 
-const REACH = 16; // characters that a token may lie further on
+const REACH = 16; // how many characters after the previous token's end a token is searched for
 
 function find(text, piece, start) {
   if (text.startsWith(piece, start)) return start;
@@ -79,8 +79,8 @@ function find(text, piece, start) {
 }
 
 /**
- * Returns where each token lies in the text: `[start, end]` in UTF-16 units. Tokenizers may normalise the text, so a token that
- * does not follow the previous one directly is searched a little further on; one that is not found gets no width.
+ * Returns the place of each token in the text, `[start, end]` in UTF-16 units. Tokenizers may normalise the text, so a token that
+ * does not follow the previous one directly is searched in the next `REACH` characters; one that is not found has an empty place.
  */
 export function align(text, tokens) {
   let position = 0;
@@ -101,7 +101,7 @@ export function align(text, tokens) {
   });
 }
 
-/** Formats a number with so many decimals and thousands separators. */
+/** Formats a number with `digits` decimals and with thousands separators. */
 export function figure(value, digits = 2) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
@@ -115,7 +115,7 @@ export function short(value) {
   return String(Number(value.toPrecision(3)));
 }
 
-/** Formats counts with a prefixed unit that suits the last: `1.23 GFLOP`, `0.67 of 1.30 GFLOP`. */
+/** Formats one count or several, with the unit prefix that suits the last of them: `1.23 GFLOP`, `0.67 of 1.30 GFLOP`. */
 export function scaled(values, unit, base = 1000) {
   const all = [values].flat();
   const prefixes = base === 1024 ? ["", "Ki", "Mi", "Gi", "Ti"] : ["", "k", "M", "G", "T", "P"];

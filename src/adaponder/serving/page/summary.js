@@ -12,7 +12,7 @@ export function histogram(tokens, maxDepth) {
   return counts;
 }
 
-/** Explains why no token has this depth although others are deeper. */
+/** Returns the reason why no token has this depth although some are deeper. */
 function whyNone(depth, policy) {
   const why = policy?.startsWith("gate:") ? "every gate computed at this point was at or above its threshold" : "under this rule every token was read again";
   return `No token stopped after ${depth} ${depth === 1 ? "read" : "reads"}: ${why}.`;

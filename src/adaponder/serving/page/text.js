@@ -1,5 +1,5 @@
-// The editor: a text area, where the browser provides caret, undo, selection and input methods, above a mirror that shows the
-// same characters with colours. Both break lines alike, because labels and marks in the mirror take up no width.
+// The editor: a text area, for which the browser provides caret, undo, selection and input methods, above a mirror that shows
+// the same characters with colours. Both break lines alike, because labels and marks in the mirror take up no width.
 
 import { h, onPointer, setAttribute, setChildren } from "./dom.js";
 import { showDepth } from "./palette.js";
