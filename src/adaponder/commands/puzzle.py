@@ -123,7 +123,7 @@ def read_puzzles(model: AdaPonderForCausalLM, settings: Hops) -> Readings:
 
 
 def by_need(read: Readings) -> list[dict[str, Any]]:
-    """Returns for each number of hops: questions, share of right answers, mean depth, and the share right at depth 1.
+    """Returns a row per number of hops: questions, share of right answers, mean depth, and the share right at depth 1.
 
     The last row has no number of hops: it counts the last question of each puzzle, whose answer follows by elimination.
     """

@@ -125,7 +125,7 @@ def _create(folder: Path, *, default: bool) -> None:
 def show_plan(
     name: str, runs: Sequence[PlannedRun], summaries: Sequence[RunSummary], folder: Path, device: str
 ) -> None:
-    """Prints the runs and, for use on any machine, the command that trains each run in its folder of the sweep."""
+    """Prints the runs, and for each the command that trains it, on any machine, in its folder of the sweep."""
     rows = [(r.name, r.seed, r.steps, number(r.requested_depth, ".2f"), r.fingerprint) for r in summaries]
     console.print(table(f"{len(runs)} runs of {name}", ("run", "seed", "steps", "requested depth", "recipe"), rows))
     console.print_whole(f"\nmkdir -p {shlex.quote(str(folder))}")

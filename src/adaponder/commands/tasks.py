@@ -81,7 +81,7 @@ def run_tasks(
 
 
 def plan(tasks: Sequence[str], fewshot: Sequence[int], suite: Suite | None) -> tuple[list[str], list[int]]:
-    """Returns tasks and numbers of few-shot examples without duplicates; by default the suite's, or 0 examples."""
+    """Returns the tasks and numbers of few-shot examples, without duplicates; default: the suite's, or 0 examples."""
     if not tasks and suite is None:
         raise InputError("--tasks: name at least one task of lm-eval, or a --suite")
     if suite is not None and (unknown := [task for task in tasks if task not in suite.tasks]):

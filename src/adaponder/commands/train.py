@@ -71,7 +71,7 @@ def train(
 
 
 def _every_depth(iterations: int | None) -> list[str]:
-    """Returns eval's option for all depths; none if the iterations are those of a checkpoint that is continued."""
+    """Returns eval's option for all depths; empty if ``iterations`` is unknown, as for a checkpoint trained further."""
     return ["--depths", ",".join(map(str, range(1, iterations + 1)))] if iterations else []
 
 

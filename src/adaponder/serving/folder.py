@@ -49,7 +49,7 @@ def _refuse(source: str, field: str, value: Any, supported: tuple[Any, ...]) -> 
 
 
 def require_tokenizer(content: dict[str, Any], source: str) -> None:
-    """Raises unless the page's JavaScript tokenizer supports this ``tokenizer.json``: then both give the same ids."""
+    """Raises unless the page's JavaScript tokenizer supports this ``tokenizer.json``, and so gives the same ids."""
     model, splits = content["model"], content["pre_tokenizer"] or {}
     kind = f"{model['type']} after {splits.get('type')}"
     _refuse(source, "tokenizer", kind, ("BPE after ByteLevel", "WordLevel after WhitespaceSplit"))

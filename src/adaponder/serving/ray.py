@@ -165,7 +165,7 @@ def deploy(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) ->
 
 
 def stop(*, started: bool) -> None:
-    """Removes the app once its requests are done, and disconnects; shuts Ray down if :func:`connect` ``started`` it."""
+    """Removes the app once its requests are done, and disconnects; shuts Ray down if :func:`connect` started it."""
     ray, serve = _import_ray()
     if ray.is_initialized():
         if started:

@@ -197,7 +197,7 @@ def _best(body: CompletionBody | ChatBody, samples: Sequence[Sequence[Writing]])
 
 
 def _count_tokens(metrics: Metrics, samples: Sequence[Sequence[Writing]], *, hidden: bool) -> None:
-    """Adds an answer's tokens to the metrics; a prompt counts once, and tokens from the prefix cache get no depth."""
+    """Adds an answer's tokens to the metrics: each prompt once, without the depths of tokens from the prefix cache."""
     for writings in samples:
         for index, writing in enumerate(writings):
             depths = [depth for depth in writing.depths if depth]
