@@ -132,7 +132,7 @@ def stand_in_model() -> AdaPonderForCausalLM:
 
 
 def stand_in_worker(lanes: int, tick: float):
-    """Builds a server's worker with a :class:`SleepingEngine` and a BPE tokenizer trained on the files of this folder."""
+    """Builds a server's worker with a :class:`SleepingEngine` and a BPE tokenizer trained on this folder."""
     from adaponder.serving.served import Served
     from adaponder.serving.worker import Worker
 
