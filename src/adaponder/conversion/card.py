@@ -32,7 +32,7 @@ def training_of(folder: Path) -> dict[str, Any] | None:
     """
     try:
         state = read_json(folder / "state.json")
-    except AdaPonderError:  # conversions have none
+    except AdaPonderError:  # a conversion has no state.json
         return None
     recipe = _typed(state, "recipe", dict) or {}
     data, train = _typed(recipe, "data", dict) or {}, _typed(recipe, "train", dict) or {}
@@ -50,7 +50,7 @@ def training_of(folder: Path) -> dict[str, Any] | None:
 
 
 def _validation(folder: Path, step: int, tokens: int | None) -> dict[str, Any] | None:
-    """Returns loss and depth of the run's validation after ``step`` steps, and its number of ``tokens`` as given."""
+    """Returns loss and depth of the run's validation after ``step`` steps, with ``tokens``, the number it scored."""
     path = next((path for run in folder.parents[:2] if (path := run / "metrics.jsonl").is_file()), None)
     for line in reversed(read_bytes(path).decode("utf-8", "replace").splitlines() if path else []):
         try:
@@ -69,7 +69,7 @@ def _typed(settings: dict[str, Any], name: str, kind: type = int) -> Any:
 
 
 def _source_name(settings: dict[str, Any], name: str) -> str | None:
-    """Returns the setting ``name``; of an absolute path only the last part, so that no local path is published."""
+    """Returns the setting ``name``, an absolute path shortened to its last part so that no local path is published."""
     text = _typed(settings, name, str)
     return PurePath(text).name if text is not None and PurePath(text).is_absolute() else text
 

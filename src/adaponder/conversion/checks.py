@@ -24,7 +24,7 @@ from adaponder.policies import ExitThreshold, FixedDepth
 class Check:
     """The result of a comparison: ``difference`` must be at most ``bound``; without a bound it is only reported.
 
-    The difference of two tensors is relative to the largest magnitude.
+    The difference of two tensors is relative to their largest magnitude.
     """
 
     what: str
@@ -37,7 +37,7 @@ class Check:
 
 
 def require_checks(checks: Sequence[Check], out: Path) -> None:
-    """Raises if a check does not hold; the error names ``out``."""
+    """Raises if a check does not hold; the error says that nothing was written to ``out``."""
     if failed := [check for check in checks if not check.holds]:
         raise CheckpointError(
             "; ".join(f"{c.what}: differs by {c.difference:.1e}, {c.bound:.1e} allowed" for c in failed)
@@ -61,8 +61,8 @@ def compare_with_ponderlm(
     """Compares ``model`` with the released PonderLM, whose config fields are ``source``.
 
     Logits after one iteration must agree to rounding. If K is equal and the method is ponder or adaponder, logits at
-    full depth with all gates set to 1 must agree too, and gates closer to 1 than initially must bring the logits closer
-    to PonderLM's. If an embedding scale differs, differences are only reported.
+    full depth with all gates set to 1 must agree too, and setting the gates closer to 1 than they are initially must
+    bring the logits closer to PonderLM's. If an embedding scale differs, differences are only reported.
     """
 
     def released(steps: int) -> Tensor:
@@ -71,20 +71,20 @@ def compare_with_ponderlm(
 
     names = ("embedding_scale", "initial_multiplier")
     same = all(getattr(model.config, name) == source[name] for name in names)
-    once = compare("one iteration equals PonderLM's", model(ids, max_iterations=1).logits, released(0), bounded=same)
+    first = compare("one iteration equals PonderLM's", model(ids, max_iterations=1).logits, released(0), bounded=same)
     if model.config.method not in ("ponder", "adaponder") or model.config.iterations != source["iterations"]:
-        return [once]
+        return [first]
     expected = released(source["iterations"] - 1)
     if not isinstance(model.method, AdaPonder):
-        return [once, compare("full depth equals PonderLM", model(ids).logits, expected, bounded=same)]
-    opened = _logits_at_gates(model, model.method, ids, 1e4)
-    wide_open = compare("full depth with gates at 1", opened, expected, bounded=same)
-    as_is = compare("full depth with gates as they start", model(ids).logits, expected, bounded=False)
-    # Updates are weighted by s, so the difference is about proportional to 1 - s: halving that about halves it.
+        return [first, compare("full depth equals PonderLM", model(ids).logits, expected, bounded=same)]
+    open_logits = _logits_at_gates(model, model.method, ids, 1e4)
+    at_open_gates = compare("full depth with gates at 1", open_logits, expected, bounded=same)
+    initial = compare("full depth with initial gates", model(ids).logits, expected, bounded=False)
+    # Updates are weighted by s, so halving 1 - s about halves the difference.
     half_as_far = _logits_at_gates(model, model.method, ids, model.config.gate_bias + math.log(2))
     difference = relative_difference(half_as_far, expected)
-    bound = 0.75 * as_is.difference + rounding_bound(expected.dtype) if same else None
-    return [once, wide_open, as_is, Check("the same, gates half as far from 1", difference, bound)]
+    bound = 0.75 * initial.difference + rounding_bound(expected.dtype) if same else None
+    return [first, at_open_gates, initial, Check("full depth with gates half as far from 1", difference, bound)]
 
 
 def compare_with_loops(
@@ -92,30 +92,23 @@ def compare_with_loops(
 ) -> list[Check]:
     """Compares ``model`` with a published looped model: logits after every loop, then the gate's probabilities.
 
-    ``source`` has the recurrence of the release, ``gate`` its exit gate, if it has one. A ``model`` of another method,
-    or of fewer loops, is compared after its first loop alone.
+    ``source`` has the recurrence of the release, ``gate`` the tensors of its exit gate, if any. A ``model`` of another
+    method or of fewer loops is compared after the first loop only.
     """
     same = model.config.method == source["method"] and model.config.iterations >= source["iterations"]
-    body: Any = stock.base_model
+    decoder: Any = stock.base_model
     hidden, checks, probabilities = stock.get_input_embeddings()(ids), [], []
     for loop in range(1, 1 + (source["iterations"] if same and source["method"] == "ouro" else 1)):
-        hidden = body(inputs_embeds=hidden, use_cache=False).last_hidden_state
-        depth: dict[str, Any] = {"policy": FixedDepth(loop)} if model.method.halts else {}
-        ours = model(ids, max_iterations=loop, **depth)
-        theirs = model.wrapped.logits(hidden)
-        checks.append(
-            compare(
-                f"logits after loop {loop} equal the source's",
-                ours.logits,
-                theirs,
-                bounded=model.config.input_scale == 1,
-            )
-        )
+        hidden = decoder(inputs_embeds=hidden, use_cache=False).last_hidden_state
+        options: dict[str, Any] = {"policy": FixedDepth(loop)} if model.method.halts else {}
+        ours, theirs = model(ids, max_iterations=loop, **options), model.wrapped.logits(hidden)
+        bounded = model.config.input_scale == 1
+        checks.append(compare(f"logits after loop {loop} equal the source's", ours.logits, theirs, bounded=bounded))
         if same and gate:
             logit = nn.functional.linear(hidden, gate["exit.weight"], gate["exit.bias"])
             probabilities.append((ours.gates[..., -1], torch.sigmoid(logit[..., 0])))
     if probabilities:
-        ours, theirs = (torch.stack(part, -1) for part in zip(*probabilities, strict=True))
+        ours, theirs = (torch.stack(gates, -1) for gates in zip(*probabilities, strict=True))
         checks.append(compare("exit probabilities equal the source's", ours, theirs))
     return checks
 
@@ -126,18 +119,17 @@ def compare_with_saved(model: AdaPonderForCausalLM, saved: dict[str, Tensor]) ->
 
     ``saved`` has ``ids [time]`` and ``logits [loops, time, vocabulary]`` (or of the last loop alone); with an exit gate
     also ``gates [time, loops]``, ``thresholds [n]``, and ``exits [n, time]``, the loop at which each token exits. Exits
-    may differ where the cumulative probability equals a threshold to rounding; depths with keys and values reused after
+    may differ if the cumulative probability is within rounding of a threshold. Depths with keys and values reused after
     an exit, as this package decodes, are reported without a bound.
     """
     ids, loops = saved["ids"][None].to(model.device), model.config.iterations
-    halts = model.method.halts
-    options: dict[str, Any] = {"policy": FixedDepth(loops)} if halts else {}
+    options: dict[str, Any] = {"policy": FixedDepth(loops)} if model.method.halts else {}
     output = model(ids, output_iteration_logits=True, **options)
     ours = output.iteration_logits[:, 0]
     theirs = saved["logits"].to(ours.device)
     if theirs.shape not in (ours.shape, ours[-1:].shape):
         raise InputError(
-            f"logits of {list(theirs.shape)} (loops, time, vocabulary); this checkpoint has {list(ours.shape)}"
+            f"saved logits have shape {list(theirs.shape)} (loops, time, vocabulary), the model's {list(ours.shape)}"
         )
     first = loops - len(theirs)
     checks = [
@@ -156,9 +148,8 @@ def compare_with_saved(model: AdaPonderForCausalLM, saved: dict[str, Tensor]) ->
         past[:, -1] = True
         differs = past.int().argmax(-1) + 1 != exits
         near = ((reached[:, :-1] - threshold).abs() <= bound).any(-1)
-        checks.append(
-            Check(f"exits at {threshold:g}: share of tokens that differ", float((differs & ~near).double().mean()), 0.0)
-        )
+        share = float((differs & ~near).double().mean())
+        checks.append(Check(f"exits at {threshold:g}: share of tokens that differ", share, 0.0))
         reusing = model(ids, policy=ExitThreshold(threshold)).depth
         depths[f"{threshold:g}"] = {
             "published": float(exits.double().mean()),

@@ -1,4 +1,4 @@
-"""Converts stock decoders and PonderLM to our methods, and back; checks the result before writing it."""
+"""Converts stock decoders and published looped models to our methods and back; checks the result before writing it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,17 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Conversion:
-    """The result of a conversion. ``losses[n-1]`` is the loss at depth n on the given text; empty without a text."""
+    """The result of a conversion.
+
+    Attributes:
+        kind: the source's method if it is one of our models, else its kind, see :class:`OpenedCheckpoint`.
+        method: the method of the result, or ``backbone`` for a plain stock decoder.
+        parameters: number of parameters of the result.
+        added: number of parameters that the method adds to the backbone.
+        gates_open: initial probability of continuing; ``None`` without gates.
+        losses: ``losses[n-1]`` is the loss at depth n on the given text; empty without a text.
+        remarks: descriptions of changes made so that configs and tokenizer agree.
+    """
 
     source: str
     kind: str
@@ -72,8 +82,8 @@ def convert(
     """Converts a checkpoint, checks that it computes what its source computes, and saves it with its tokenizer.
 
     ``method="backbone"`` saves the plain stock decoder; ``None`` keeps the method of a published looped model and is
-    ``adaponder`` for any other source. Other options are fields of :class:`AdaPonderConfig`.
-    Nothing is written unless every check holds.
+    ``adaponder`` for any other source. ``text`` is a text on which the loss at each depth is measured. ``recurrence``
+    are fields of :class:`AdaPonderConfig`. Nothing is written unless every check holds.
     """
     out = Path(out)
     require_empty(out)
@@ -116,14 +126,14 @@ def require_empty(out: Path) -> None:
 def _to_family(
     opened: OpenedCheckpoint, method: str, recurrence: dict[str, Any], ids: Tensor
 ) -> tuple[AdaPonderForCausalLM, list[Check]]:
-    """Returns the checkpoint's backbone wrapped with ``method``, and the comparisons with the source."""
+    """Returns the checkpoint's backbone wrapped with ``method``, and the checks against the source."""
     if opened.recurrence.get("method") == method and opened.kind == "adaponder":
         trained, iterations = opened.recurrence["iterations"], recurrence.get("iterations")
         if iterations in (None, trained):
             raise InputError(f"--method {method}: {opened.folder} has this method already")
         raise InputError(
-            f"--iterations {iterations}: K = {trained} of {opened.folder} is fixed by training; --max-iterations of "
-            "generate, eval and analyze lowers it at run time"
+            f"--iterations {iterations}: K = {trained} of {opened.folder} is fixed by training; to lower it at run "
+            "time, use --max-iterations of generate, eval and analyze"
         )
     model = opened.wrapped(**recurrence, method=method).eval()
     stock = model.backbone
@@ -134,11 +144,11 @@ def _to_family(
         elif opened.loops:
             checks += compare_with_loops(model, stock, ids, opened.recurrence, opened.parameters)
         else:
-            once = {"max_iterations": 1} if opened.kind == "adaponder" else {}
+            options = {"max_iterations": 1} if opened.kind == "adaponder" else {}
             # A different embedding scale gives a different function: the difference is reported without a bound.
             source_scale = opened.model.config.input_scale if is_ours(opened.model) else 1.0
             same = model.config.input_scale == source_scale
-            ours, theirs = model(ids, max_iterations=1).logits, opened.model(ids, **once).logits
+            ours, theirs = model(ids, max_iterations=1).logits, opened.model(ids, **options).logits
             checks.append(compare("one iteration equals the source", ours, theirs, bounded=same))
     return model, checks
 
@@ -147,7 +157,7 @@ def _to_backbone(opened: OpenedCheckpoint, ids: Tensor) -> tuple[PreTrainedModel
     """Returns the stock decoder inside one of our models, with the embedding scale multiplied into its table."""
     model = opened.model
     if not is_ours(model):
-        raise InputError(f"--method backbone: {opened.folder} is a {opened.kind} checkpoint already without a method")
+        raise InputError(f"--method backbone: {opened.folder} is a {opened.kind} checkpoint, without a method of ours")
     with torch.no_grad():
         expected = model(ids, max_iterations=1).logits
         scale = model.config.input_scale
@@ -168,7 +178,7 @@ def _to_backbone(opened: OpenedCheckpoint, ids: Tensor) -> tuple[PreTrainedModel
 def _tokens_of(text: str, folder: Path) -> Tensor:
     """Tokenizes a text with the checkpoint's tokenizer, ``int64[1, tokens]``; raises for fewer than two tokens."""
     if not has_tokenizer(folder):
-        raise InputError(f"--text: {folder} has no tokenizer to read it with")
+        raise InputError(f"--text: {folder} has no tokenizer to encode it with")
     ids = tokenizer_of(str(folder))(text, return_tensors="pt").input_ids
     if ids.shape[1] < 2:
         raise InputError("--text: at least two tokens are needed to predict one")
@@ -177,7 +187,7 @@ def _tokens_of(text: str, folder: Path) -> Tensor:
 
 @torch.no_grad()
 def loss_by_depth(model: AdaPonderForCausalLM, ids: Tensor) -> tuple[float, ...]:
-    """Returns the mean loss on ``ids [1, tokens]`` with all tokens at depth 1, then at depth 2, … K."""
+    """Returns the mean losses on ``ids [1, tokens]`` with all tokens at depth 1, 2, … K."""
     ids = ids[:, : model.config.max_position_embeddings or ids.shape[1]].to(model.device)
     depths = range(1, model.config.iterations + 1)
     if model.method.halts:
@@ -194,7 +204,7 @@ def _save(model: PreTrainedModel, out: Path, source: Path) -> list[str]:
     with saving(out, intact="nothing was written") as partial:
         if is_ours(model) and (tokens := read_special_tokens(source)) is not None and tokens.end is not None:
             remarks = align(model, tokens.end, tokens.padding)
-        without_manifest: dict[str, Any] = {"manifest": False} if is_ours(model) else {}  # it is written below
+        without_manifest: dict[str, Any] = {"manifest": False} if is_ours(model) else {}  # the manifest is written last
         model.save_pretrained(partial, **without_manifest)
         copy_tokenizer(source, partial, model if is_ours(model) else None)
         write_manifest(partial)

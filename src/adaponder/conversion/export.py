@@ -32,7 +32,7 @@ from adaponder.modeling import AdaPonderForCausalLM
 CODE = ("configuration_adaponder.py", "modeling_adaponder.py")
 # Decoder families for which tests compare the exported file with the package.
 FAMILIES = ("gpt_neox", "llama", "mistral", "qwen2", "qwen3")
-# The card is edited on the hub, and the package does not download the code: the manifest covers neither.
+# Not listed in the manifest: people edit the card on the hub, and the package does not download the code.
 _NOT_LISTED = ("README.md", *CODE)
 
 
@@ -57,13 +57,13 @@ def export(
 ) -> list[Check]:
     """Writes ``model``, with the tokenizer in ``source``, to the new or empty folder ``out``; returns the checks.
 
-    ``card`` returns the text of the folder's README.md. Nothing is written unless the exported code computes what the
-    package computes; ``verify=False`` skips that comparison.
+    ``card`` returns the text of the folder's README.md. Nothing is written unless the exported code computes the same
+    logits and depths as the package; ``verify=False`` skips that comparison.
     """
     require_empty(out)
     require_exportable(model.config, str(source))
     if not has_tokenizer(source):
-        raise InputError(f"{source} has no tokenizer: put its files there first")
+        raise InputError(f"{source} has no tokenizer: copy the tokenizer's files there first")
     with saving(out, intact="nothing was written") as partial:
         model.save_pretrained(partial, manifest=False)
         settings = read_json(partial / "config.json") | {"auto_map": OUR_AUTO_MAP}
@@ -91,14 +91,14 @@ def compare_with_package(folder: Path, model: AdaPonderForCausalLM) -> list[Chec
     cached = twin(ids, use_cache=True)
     differs = ours.depth != theirs.depth
     same = not bool(differs.any())
-    if ours.gates is not None:  # depths may differ where a gate is within rounding of tau
+    if ours.gates is not None:  # depths may differ if a gate is within rounding of tau
         tau = model.config.tau
         differs &= ~((ours.gates - tau).abs() <= tau * rounding_bound(model.dtype)).any(-1)
     same_cached = same and bool((cached.depth == ours.depth).all())
     return [
         compare("the exported file's logits", theirs.logits, ours.logits, bounded=same),
-        compare("its logits with a cache", cached.logits, ours.logits, bounded=same_cached),
-        Check("its depths, share of tokens", float(differs.float().mean()), 0.0),
+        compare("the exported file's logits with a cache", cached.logits, ours.logits, bounded=same_cached),
+        Check("the exported file's depths: share of tokens that differ", float(differs.float().mean()), 0.0),
     ]
 
 
@@ -109,7 +109,7 @@ def require_name(name: str) -> None:
     except HFValidationError as error:
         raise InputError(f"--push {name}: {in_one_line(error)}") from None
     if name.count("/") != 1:
-        raise InputError(f"--push {name} must be OWNER/MODEL, as under https://huggingface.co/OWNER/MODEL")
+        raise InputError(f"--push {name} must be OWNER/MODEL, as in https://huggingface.co/OWNER/MODEL")
 
 
 def push(folder: Path, name: str, *, private: bool = False, api: HfApi | None = None) -> str:

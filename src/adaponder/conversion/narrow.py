@@ -1,4 +1,4 @@
-"""Narrower weights: int8 or fp8 in the decoder's linear layers, or half precision throughout.
+"""Stores a model's weights in fewer bits: int8 or fp8 in the decoder's linear layers, or half precision throughout.
 
 Only linear layers inside the decoder's layers are quantised, with one scale per output; they are most of the weights.
 Embeddings and head keep their precision, since every iteration mixes them, and so do gates, which are small and decide
@@ -87,7 +87,7 @@ def narrow(model: AdaPonderForCausalLM, weights: str) -> None:
     ]
     if not linears:
         family = model.config.backbone_config.model_type
-        raise InputError(f"--weights {weights}: {family} has no plain linear map in its layers")
+        raise InputError(f"--weights {weights}: the layers of {family} have no plain nn.Linear to quantise")
     for module, name, linear in linears:
         setattr(module, name, NarrowLinear(linear, _QUANTISED[weights]))
 

@@ -1,4 +1,4 @@
-"""Opens any checkpoint as a model (stock decoder, PonderLM's, Ouro's, ours); missing or unexpected keys raise."""
+"""Opens any checkpoint (stock, PonderLM, Ouro, Nanbeige, ours) as a model; raises on missing or unexpected keys."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class OpenedCheckpoint:
     folder: Path
     model: PreTrainedModel  # the stock decoder; for adaponder an AdaPonderForCausalLM
     recurrence: dict[str, Any] = field(default_factory=dict)  # the config fields of training; empty for stock
-    parameters: dict[str, Tensor] = field(default_factory=dict)  # of the method, where they are published
+    parameters: dict[str, Tensor] = field(default_factory=dict)  # the published exit gate's, by our names; may be empty
 
     @property
     def loops(self) -> bool:
@@ -61,10 +61,10 @@ class OpenedCheckpoint:
         return self.kind in LAYOUTS
 
     def wrapped(self, **settings: Any) -> AdaPonderForCausalLM:
-        """Returns the decoder wrapped as it was trained, changed by ``settings``; without a recurrence ``vanilla``."""
+        """Returns the decoder wrapped as it was trained, changed by ``settings``; a stock one becomes ``vanilla``."""
         trained = dict(self.recurrence)
         if trained.get("method") == PLAIN_METHOD:
-            trained.pop("iterations")  # always 1 for this method: another method takes its default
+            trained.pop("iterations")  # always 1 for this method; another method has its own default
         settings = {"method": PLAIN_METHOD} | trained | settings
         stock = self.model.backbone if is_ours(self.model) else self.model
         model = AdaPonderForCausalLM.from_backbone(stock, **settings)
@@ -105,7 +105,7 @@ def open_checkpoint(name: str, *, revision: str | None = None, dtype: str = "aut
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that all of them are listed below
+            ignore_mismatched_sizes=True,  # require_exact_keys lists all of them
             key_mapping=None if layout is None else layout.names,
         )
     model, info = loaded
@@ -124,7 +124,10 @@ def open_checkpoint(name: str, *, revision: str | None = None, dtype: str = "aut
 
 
 def _published_tensors(folder: Path, raw: dict[str, Any], head: str, table: str, *names: str) -> dict[str, Tensor]:
-    """Returns the tensors ``names``, if present; raises if the ``head`` contradicts ``tie_word_embeddings``."""
+    """Returns the stored tensors among ``names``; raises if the head contradicts ``tie_word_embeddings``.
+
+    A tied ``head`` must be absent or equal to the embedding ``table``; an untied head must be stored.
+    """
     tied, tensors = raw.get("tie_word_embeddings", False), dict[str, Tensor]()
     needed = {*names, *((head, table) if tied else (head,))}
     for path in sorted(folder.glob("*.safetensors")):
@@ -180,7 +183,7 @@ def _stock_config(folder: Path) -> PreTrainedConfig:
 
 
 def _recurrence(folder: Path, raw: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
-    """Returns the config fields of a published recurrence; empty for a stock decoder."""
+    """Returns the config fields of a published model's recurrence; empty for a stock decoder."""
     if (layout := layout_of(raw)) is not None:
         return translated_recurrence(folder / "config.json", raw, layout)
     return _ponderlm_recurrence(raw, config) if raw.get("ponderinglm") else {}

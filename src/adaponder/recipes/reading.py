@@ -21,7 +21,7 @@ _SECTIONS = {"model": ModelRecipe, "data": DataRecipe, "train": TrainRecipe}
 
 
 def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Returns the recipe with this name or path, with ``section.field=value`` overrides. Unknown fields are errors.
+    """Returns the recipe with this name or path, changed by ``section.field=value`` overrides; unknown fields raise.
 
     A recipe that names a ``base`` states only the fields that differ from it.
     """
@@ -44,7 +44,7 @@ def recipe_names() -> list[str]:
 
 
 def stated_in(name: str) -> dict[str, str]:
-    """Maps each ``section.field`` set in a recipe or its bases to the name of the recipe whose value is used."""
+    """Maps each ``section.field`` that a recipe or its bases set to the name of the recipe that decides its value."""
     values, _ = _read(name)
     base = values.pop("base", None)
     return ({} if base is None else stated_in(base)) | dict.fromkeys(_fields_in(values), name)
@@ -93,13 +93,16 @@ def _is_file(name: str) -> bool:
         return False
 
 
-def _with_bases(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Returns a recipe's YAML merged over its bases; ``above``: the recipes that have it as a base."""
-    if name in above:
-        raise ConfigError(f"{name}: its bases form a cycle, {' → '.join((*above, name))}")
+def _with_bases(name: str, derived: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Returns a recipe's YAML merged over its bases; raises if its bases form a cycle.
+
+    ``derived`` is the chain of recipes that led to this one, each of which has the next as its base.
+    """
+    if name in derived:
+        raise ConfigError(f"{name}: its bases form a cycle, {' → '.join((*derived, name))}")
     values, recipe_name = _read(name)
     base = values.pop("base", None)
-    merged = values if base is None else _merge(_with_bases(base, (*above, name)), values)
+    merged = values if base is None else _merge(_with_bases(base, (*derived, name)), values)
     return merged | {"name": recipe_name}
 
 
@@ -131,7 +134,7 @@ def _set_field(values: dict[str, Any], override: str) -> None:
 
 
 def _build(kind: Any, values: Mapping[str, Any], path: str) -> Any:
-    """Builds the dataclass ``kind``. Field names in errors begin with ``path``, e.g. ``train.``."""
+    """Builds the dataclass ``kind`` from ``values``; field names in errors begin with ``path``, e.g. ``train.``."""
     known = {item.name: item for item in fields(kind)}
     hints = typing.get_type_hints(kind)
     arguments: dict[str, Any] = {}
@@ -194,7 +197,7 @@ def _coerced(value: Any, hint: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Converts text that spells a number to float, since YAML 1.1 reads 1e-3 as text; returns others unchanged."""
+    """Converts text that spells a number to float, since YAML 1.1 reads 1e-3 as text; other values stay unchanged."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -202,7 +205,7 @@ def _number(value: Any) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    """Converts all text that spells a number in a backbone's mapping, whole numbers to int, others to float."""
+    """Converts text that spells a number in a backbone's mapping, nested too: whole numbers to int, others to float."""
     if isinstance(value, dict):
         return {key: _numbers(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -25,17 +25,17 @@ FREE_TRAIN = ("eval_every", "eval_tokens", "save_every", "keep", "log_every", "k
 def _open_recurrence() -> Any:
     """Makes a frozen dataclass with the fields of ``Recurrence``, all ``None`` (unset) by default except ``method``.
 
-    An unset field takes the value that a checkpoint was trained with, else the config's default; ``method`` may be
-    unset only for a checkpoint. ``ponder_on`` is left out, because the section ``train`` has it.
+    A field left unset has the value that the checkpoint was trained with; from scratch, the config's default.
+    ``method`` may be unset only for a checkpoint. ``ponder_on`` is left out, because the section ``train`` has it.
     """
     hints = typing.get_type_hints(Recurrence)
-    columns: list[Any] = []
+    open_fields: list[Any] = []
     for item in fields(Recurrence):
-        default = item.default if item.name == "method" else None
         if item.name != "ponder_on":
-            column = dataclasses.field(default=default, metadata=item.metadata)
-            columns.append((item.name, hints[item.name] | None, column))
-    return dataclasses.make_dataclass("OpenRecurrence", columns, frozen=True, kw_only=True)
+            default = item.default if item.name == "method" else None
+            open_field = dataclasses.field(default=default, metadata=item.metadata)
+            open_fields.append((item.name, hints[item.name] | None, open_field))
+    return dataclasses.make_dataclass("OpenRecurrence", open_fields, frozen=True, kw_only=True)
 
 
 OpenRecurrence: Any = _open_recurrence()
@@ -43,15 +43,15 @@ OpenRecurrence: Any = _open_recurrence()
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRecipe(OpenRecurrence):
-    """The model that is trained: a backbone, and every setting of :class:`adaponder.fields.Recurrence`."""
+    """The model to train: a backbone, and every setting of :class:`adaponder.fields.Recurrence`."""
 
     backbone: Any = setting(
         MISSING,
         "a Hugging Face config as a mapping (training from scratch; vocab_size defaults to the tokenizer's, rounded up "
-        "to 128), or a checkpoint folder or hub name (continued pretraining)",
+        "to a multiple of 128), or a checkpoint folder or hub name (continued pretraining)",
     )
     init: Literal["depth_scaled", "stock"] = setting(
-        "depth_scaled", "depth_scaled (PonderLM's) or stock (the backbone's own); only from scratch"
+        "depth_scaled", "initial weights from scratch: depth_scaled (PonderLM's rule) or stock (the backbone's own)"
     )
 
     def __post_init__(self) -> None:
@@ -62,8 +62,7 @@ class ModelRecipe(OpenRecurrence):
             return
         if not isinstance(self.backbone, Mapping):
             raise ConfigError(
-                f"model.backbone={shown(self.backbone)} must be a mapping with model_type, or a checkpoint's folder or "
-                "name"
+                f"model.backbone={shown(self.backbone)} must be a mapping with model_type, or name a checkpoint"
             )
         if not isinstance(self.backbone.get("model_type"), str):
             raise ConfigError("model.backbone.model_type is missing: name the decoder family, e.g. gpt_neox")
@@ -78,22 +77,22 @@ class ModelRecipe(OpenRecurrence):
 
 @dataclass(frozen=True)
 class DataRecipe:
-    """The data that is trained on."""
+    """The data to train on."""
 
     source: str = setting(
-        MISSING, "a folder made by adaponder prepare, or what to prepare one from (stdlib, files, folders)"
+        MISSING, "a folder made by adaponder prepare, or an input to prepare (stdlib, a puzzle, a file or a folder)"
     )
     tokenizer: str = setting(
         "train-bpe:4096", "folder, hub name, path of a tokenizer.json, or train-bpe:N; ignored for a prepared folder"
     )
     sequence: int = setting(
-        2048, "tokens that a window predicts", "[1, 10_000_000]", why="a window must predict at least one token"
+        2048, "predicted tokens per window", "[1, 10_000_000]", why="a window must predict at least one token"
     )
     attend_across_documents: bool = setting(
         True, "whether tokens attend to earlier documents of their window, as in Pythia"
     )
     validation: float = setting(
-        0.01, "share of documents held out when preparing", "[0, 1)", why="something must be left to train on"
+        0.01, "share of documents held out for validation", "[0, 1)", why="something must be left to train on"
     )
 
     def __post_init__(self) -> None:
@@ -105,15 +104,15 @@ class DataRecipe:
 
 @dataclass(frozen=True)
 class TrainRecipe:
-    """How the model is trained; a step is one update by the optimizer."""
+    """The settings of training; a step is one update by the optimizer."""
 
-    steps: int = setting(MISSING, "updates in all", "[1, 1_000_000_000]")
+    steps: int = setting(MISSING, "number of updates", "[1, 1_000_000_000]")
     global_batch: int = setting(
         MISSING, "windows per update, over all processes", "[1, 1_000_000]", why="at least one window is needed"
     )
     micro_batch: int | None = setting(
         None,
-        "windows per process and forward, at most; None: the process's whole share of an update",
+        "maximum windows per process and forward; None: the process's whole share of an update",
         "[1, 1_000_000]",
         why="at least one window is needed",
     )
@@ -121,104 +120,102 @@ class TrainRecipe:
     gate_lr: float | None = setting(
         None, "peak learning rate of the method's own parameters; None: the same as lr", "[0, 100]"
     )
-    min_lr_ratio: float = setting(0.1, "the cosine's floor as a share of the peak", "[0, 1]")
-    warmup: float = setting(0.02, "linear warm-up; below 1 a share of the steps, else steps", STEPS)
+    min_lr_ratio: float = setting(0.1, "final learning rate of the cosine as a share of the peak", "[0, 1]")
+    warmup: float = setting(0.02, "linear warm-up: a share of all steps if below 1, else a number of steps", STEPS)
     joint_warmup: float | None = setting(
         None,
-        "a second warm-up where joint training begins after freeze_backbone_steps, on top of the schedule: the "
-        "optimizer's averages begin anew there; None: no second one",
+        "a second warm-up after freeze_backbone_steps, when joint training begins with a new optimizer; it multiplies "
+        "the schedule; None: no second warm-up",
         STEPS,
     )
-    weight_decay: float = setting(0.1, "of AdamW", "[0, 100]")
-    betas: tuple[float, float] = setting((0.9, 0.95), "of AdamW", "[0, 1)")
-    clip: float | None = setting(1.0, "largest gradient norm", "(0, 1_000_000_000]", why="null turns clipping off")
+    weight_decay: float = setting(0.1, "AdamW's weight decay of matrices", "[0, 100]")
+    betas: tuple[float, float] = setting((0.9, 0.95), "AdamW's beta_1 and beta_2", "[0, 1)")
+    clip: float | None = setting(1.0, "maximum gradient norm", "(0, 1_000_000_000]", why="null turns clipping off")
     dtype: Literal["float32", "bfloat16", "float64"] = setting(
-        "float32", "bfloat16 autocasts on a GPU (a CPU computes in float32 and says so); float32; float64 for tests"
+        "float32", "bfloat16: autocast on a GPU (a CPU computes in float32 and says so); float32; float64: for tests"
     )
     execution: Literal["dense", "compact"] = setting(
         "dense",
-        "dense computes every token and masks; compact computes active rows only, with the same gradients: cheaper "
-        "once many tokens halt",
+        "dense: compute every token and mask the halted ones; compact: compute active rows only, with the same "
+        "gradients, which is cheaper once many tokens halt",
     )
-    compile: bool = setting(False, "torch.compile the passes over the backbone and what is computed between them")
+    compile: bool = setting(False, "torch.compile the backbone's passes and the computation between them")
     compile_by: Literal["layer", "pass"] = setting(
         "layer",
-        "layer compiles one layer and uses it for all; pass compiles one graph of all layers, which takes minutes "
-        "instead of seconds and is faster where the host is slower than the GPU (small models)",
+        "layer: compile one layer and use it for all; pass: compile one graph of all layers, which takes minutes "
+        "instead of seconds and is faster if the host is slower than the GPU (small models)",
     )
     memory_budget: float = setting(
-        1.0, "with compile, the share of activations kept for backward; the rest is computed again", "(0, 1]"
+        1.0, "with compile, the share of activations kept for backward; the others are computed again", "(0, 1]"
     )
     cuda_graphs: bool | None = setting(
         None,
         "on one GPU, run forward and backward as CUDA graphs once the objective has been the same for 16 forwards, so "
-        "that the device does not wait for the host; takes up to twice the memory of activations; None: no",
+        "that the device does not wait for the host; takes up to twice the activation memory; None: no graphs",
     )
     gradient_checkpointing: bool = setting(
         False, "compute each iteration again in backward instead of keeping its activations"
     )
     keep_logits: bool = setting(
         False,
-        "for adaponder and ponder, keep the vocabulary's logits of every iteration for backward instead of computing "
-        "them again: faster, the same bits, tokens x vocabulary x 2 bytes (bfloat16) more per iteration",
+        "for adaponder and ponder, keep every iteration's logits for backward instead of computing them again: faster, "
+        "bitwise equal, and per iteration tokens x vocabulary x 2 bytes (bfloat16) more memory",
     )
-    parallel: Literal["ddp", "fsdp"] = setting("ddp", "how several processes share the work")
-    ponder_weight: float = setting(0.1, "the paper's lambda", "[0, 1_000_000]")
-    k_max: float = setting(
-        0.1, "the share of gates that the ponder loss averages, the lowest, once it is full", "[0, 1]"
-    )
-    ponder_start: int = setting(0, "the paper's S0, the step where stage 2 begins", STEPS)
-    ponder_full: int = setting(0, "the paper's S1, the step where k has reached k_max", STEPS)
-    ponder_on: PonderOn = setting("probabilities", "whether the ponder loss is of gate probabilities or of logits")
+    parallel: Literal["ddp", "fsdp"] = setting("ddp", "how several processes share the work: DDP or FSDP")
+    ponder_weight: float = setting(0.1, "weight of the ponder loss, the paper's lambda", "[0, 1_000_000]")
+    k_max: float = setting(0.1, "final k: the ponder loss is the mean of the lowest share k of gates", "[0, 1]")
+    ponder_start: int = setting(0, "the paper's S0, the step at which stage 2 begins", STEPS)
+    ponder_full: int = setting(0, "the paper's S1, the step at which k reaches k_max", STEPS)
+    ponder_on: PonderOn = setting("probabilities", "whether the ponder loss acts on gate probabilities or on logits")
     ponder_scope: Literal["micro", "process"] = setting(
-        "micro", "rank gates over all processes of a micro-step (micro), or in each process (process)"
+        "micro", "rank the gates of a micro-step over all processes (micro), or within each process (process)"
     )
     gate_start: int | None = setting(
         None,
-        "the first step that updates the method's own parameters; gates keep their initial values until then. None: a "
-        "third into stage 1 for a loss with a ponder term, else step 0",
+        "the first step that updates the method's own parameters; gates keep their initial values until then. None: "
+        "after a third of stage 1 if the loss has a ponder term, else step 0",
         STEPS,
     )
     halt_before_ponder: bool = setting(False, "whether gates may halt tokens in stage 1")
     target_depth: float | None = setting(
-        None, "from ponder_full on, steer ponder_weight and k towards this mean depth; None: do not", "[1, 1024]"
+        None, "from ponder_full on, steer ponder_weight and k towards this mean depth; None: no steering", "[1, 1024]"
     )
-    target_gain: float = setting(0.5, "how strongly to steer; see training/controller.py", "(0, 1000]")
-    target_every: int = setting(10, "steps between two corrections of the steering", "[1, 1_000_000_000]")
-    freeze_backbone_steps: int = setting(0, "the first steps, in which the method's own parameters train alone", STEPS)
+    target_gain: float = setting(0.5, "gain of the steering; see training/controller.py", "(0, 1000]")
+    target_every: int = setting(10, "steps between two updates of the steering", "[1, 1_000_000_000]")
+    freeze_backbone_steps: int = setting(0, "number of first steps that train the method's own parameters alone", STEPS)
     freeze_gates: bool | None = setting(
-        None, "whether the method's own parameters stay as the checkpoint has them; None: they train"
+        None, "whether the method's own parameters keep the checkpoint's values; None: they train"
     )
     lora_rank: int | None = setting(
-        None, "train low-rank adapters of the backbone's linear maps; None: train the weights", "[1, 65_536]"
+        None, "train adapters of this rank on the backbone's linear layers; None: train the weights", "[1, 65_536]"
     )
     lora_alpha: float | None = setting(
-        None, "adapters weigh lora_alpha / lora_rank; None: twice the rank", "(0, 1_000_000]"
+        None, "adapters are scaled by lora_alpha / lora_rank; None: twice the rank", "(0, 1_000_000]"
     )
     capacity_warmup: int = setting(
         0,
-        "for mor, steps over which capacity shrinks from 1; for anytime, over which random halts become as frequent as "
-        "model.halt_prior says",
+        "for mor, number of first steps over which capacities shrink from 1 to model.capacities; for anytime, over "
+        "which random halts become as frequent as model.halt_prior says",
         STEPS,
     )
     exit_stage: Literal[1, 2] = setting(
-        1, "for ouro, its training stage; 2 trains exits alone, with freeze_backbone_steps = steps"
+        1, "for ouro, the training stage; stage 2 trains the exits alone, with freeze_backbone_steps = steps"
     )
     exit_entropy: tuple[float, float] | None = setting(
         None, "for ouro, beta at the beginning and at the end; None: model.exit_entropy_weight always", "[0, 1_000_000]"
     )
     exit_entropy_steps: tuple[int, int] | None = setting(
-        None, "the steps between which beta changes linearly; equal ones are a jump; None: all steps", STEPS
+        None, "the two steps between which beta changes linearly (equal: in one jump); None: first and last", STEPS
     )
-    seed: int = setting(0, "of the weights and of the order of the data", "[0, 9_223_372_036_854_775_807]")
+    seed: int = setting(0, "seed of the initial weights and of the data order", "[0, 9_223_372_036_854_775_807]")
     eval_every: int = setting(0, "steps between validations; 0: only at the end", STEPS)
     eval_tokens: int = setting(131_072, "tokens of one validation", "[1, 1_000_000_000_000_000]")
     save_every: int = setting(0, "steps between checkpoints; 0: only at the end", STEPS)
-    keep: int = setting(2, "how many checkpoints are kept", "[1, 1_000_000]")
+    keep: int = setting(2, "number of checkpoints to keep", "[1, 1_000_000]")
     log_every: int = setting(10, "steps between logs; 0: only at the end", STEPS)
 
     def gates_begin(self, *, pressed: bool) -> int:
-        """Returns the first step that updates the method's parameters; ``pressed``: the loss has a ponder term."""
+        """Returns the first step that updates the method's parameters; ``pressed`` tells if there is a ponder term."""
         if self.gate_start is not None:
             return self.gate_start
         waits = pressed and self.ponder_weight and not self.freeze_backbone_steps
@@ -275,10 +272,10 @@ class TrainRecipe:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value of a paper's recipe comes from.
+    """The origin of a value in a paper's recipe.
 
-    ``stated``: in the paper; ``release``: in public code or configs (PonderLM's unless noted otherwise); ``inferred``:
-    in neither, and ``note`` gives the reason. A test compares ``value`` with the value in the recipe.
+    The value is ``stated`` in the paper, from a ``release`` of code or configs (PonderLM's unless noted otherwise), or
+    ``inferred`` for the reason in ``note``. A test compares ``value`` with the recipe's.
     """
 
     kind: Literal["stated", "inferred", "release"]
@@ -315,9 +312,9 @@ class Recipe:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the recipe as plain data; for training from scratch, an unset embedding scale gets its default value.
+        """Returns the recipe as plain data; from scratch, an unset embedding scale is replaced by its default.
 
-        So if that default is changed, the hash and the records of a run change too.
+        A change of that default therefore changes the hash and the records of a run.
         """
         values = dataclasses.asdict(self)
         if self.model.embedding_scale is None and not isinstance(self.model.backbone, str):

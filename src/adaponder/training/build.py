@@ -23,7 +23,7 @@ def with_method(recipe: Recipe, out: Path | None = None, resume: str | None = No
     """Returns the recipe with the method of the checkpoint to train from, if ``model.method`` is ``None``.
 
     A resumed run has the method of its folder ``out`` or of the checkpoint that ``resume`` names, so that it continues
-    even if the checkpoint from which it started is gone.
+    even if the checkpoint that it was started from is gone.
     """
     if recipe.model.method is not None:
         return recipe
@@ -103,7 +103,7 @@ def _refuse_unknown(backbone: dict[str, Any]) -> None:
 
 
 def _from_checkpoint(name: str, settings: dict[str, Any]) -> AdaPonderForCausalLM:
-    """Returns a model with a recipe's ``settings`` and a checkpoint's weights (the backbone's if methods differ)."""
+    """Builds a model with a recipe's ``settings`` and a checkpoint's weights, only the backbone's if methods differ."""
     opened = open_checkpoint(name, dtype="float32")
     model = opened.model
     if not isinstance(model, AdaPonderForCausalLM) or opened.recurrence["method"] != settings["method"]:

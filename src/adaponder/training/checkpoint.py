@@ -45,10 +45,10 @@ def save_checkpoint(
     texts: dict[str, str] | None = None,
     adapters: dict[str, Tensor] | None = None,
 ) -> None:
-    """Writes a checkpoint, or nothing at all on a failure. ``texts`` maps names of further files to their content."""
+    """Writes a checkpoint, or nothing if that fails; ``texts`` maps names of further files to their content."""
     partial = folder.with_name(f"{_PARTIAL}{folder.name}")
     with saving(folder, partial=partial, intact="earlier checkpoints are untouched", overwrite=True):
-        model.save_pretrained(partial, state_dict=weights, manifest=False)  # sealed below, all at once
+        model.save_pretrained(partial, state_dict=weights, manifest=False)  # the manifest is written last
         if optimizer is not None:
             save_file(optimizer, partial / OPTIMIZER)
         if adapters:
@@ -59,7 +59,7 @@ def save_checkpoint(
 
 
 def verify_checkpoint(folder: Path, *, weights_only: bool = False) -> dict[str, Any]:
-    """Returns the checkpoint's state. Raises if a file is missing or was changed.
+    """Returns the checkpoint's state; raises if a file is missing or was changed.
 
     With ``weights_only`` the optimizer's file may be missing.
     """
@@ -105,7 +105,7 @@ def cpu_copy(tensor: Tensor) -> Tensor:
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Returns the model's state dict, gathered on the CPU. A tied weight is the same tensor under both names."""
+    """Returns the model's state dict, gathered on the CPU; a tied weight is the same tensor under both names."""
     weights = model.state_dict(keep_vars=True)  # with keep_vars, tied weights are one object
     copies = {id(value): cpu_copy(value) for value in weights.values()}
     return {name: copies[id(value)] for name, value in weights.items()}
@@ -122,7 +122,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Loads the moments saved in ``folder`` into ``optimizer``. Raises if a moment is missing."""
+    """Loads the moments saved in ``folder`` into ``optimizer``; raises if a moment is missing."""
     saved = load_file(folder / OPTIMIZER)
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
@@ -159,23 +159,16 @@ def random_states(world: World) -> list[dict[str, str]]:
     ]
 
 
-def parse_random_states(saved: list[dict[str, str]]) -> list[dict[str, Tensor]]:
-    """Returns the states that :func:`random_states` wrote, as tensors."""
-    return [
-        {kind: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8) for kind, state in by_kind.items()}
-        for by_kind in saved
-    ]
-
-
-def restore_random_state(states: dict[str, Tensor], device: torch.device) -> None:
-    """Restores the CPU's generator state and, if ``states`` has it, the device's."""
-    torch.set_rng_state(states[CPU])
-    if device.type != CPU and device.type in states:
-        torch.get_device_module(device).set_rng_state(states[device.type], device)
+def restore_random_state(states: dict[str, str], device: torch.device) -> None:
+    """Restores one process's entry of :func:`random_states`: the CPU's state and, if it is there, the device's."""
+    tensors = {kind: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8) for kind, state in states.items()}
+    torch.set_rng_state(tensors[CPU])
+    if device.type != CPU and device.type in tensors:
+        torch.get_device_module(device).set_rng_state(tensors[device.type], device)
 
 
 class Saver:
-    """Saves ``model`` to the run folder. All processes gather tensors; the leading process writes."""
+    """Saves ``model`` to the run folder; all processes gather the tensors, and the leading process writes them."""
 
     def __init__(self, recipe: Recipe, run: Path, world: World, model: AdaPonderForCausalLM, shards: Shards):
         self.recipe, self.run, self.world, self.model, self.shards = recipe, run, world, model, shards

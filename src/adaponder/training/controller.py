@@ -35,7 +35,7 @@ class DepthController:
 
     target: float  # the mean depth to reach
     iterations: int  # K
-    start: int  # the first step that the controller changes
+    start: int  # the first step whose objective the controller changes
     gain: float
     every: int
     pressure: float = 0.0  # u: the log of the factor by which the ponder weight and k are multiplied

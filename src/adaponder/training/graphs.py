@@ -1,8 +1,8 @@
 """Runs the forward and backward of training steps as CUDA graphs, each launched by a single call of the host.
 
 A graph needs constant shapes. In compact execution each pass computes a constant number of rows, a few more than the
-latest step needed. After the forward, the host compares this number with the active tokens; if they did not fit, the
-forward is computed again without a graph.
+latest step needed. After the forward, the host compares this number with the number of active tokens; if there were
+more, the forward is computed again without a graph.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from adaponder.modeling import AdaPonderForCausalLM
 
 # Computes the model's output, an AdaPonderOutput, for tensor arguments and an ``execution``.
 Forward = Callable[[dict[str, Tensor], Any], Any]
-# The number of rows of a pass is a multiple of 1 / STEPS of a batch's tokens.
+# The number of rows of a pass is a multiple of a batch's tokens divided by STEPS.
 STEPS = 32
-# The most graphs to keep; they differ in their numbers of rows.
+# The maximum number of graphs to keep; they differ in their numbers of rows.
 _MOST = 16
 
 
@@ -38,7 +38,7 @@ class Recorded(NamedTuple):
 class StepGraphs:
     """Runs forward and backward eagerly at first, then as CUDA graphs, which share a memory pool.
 
-    ``patience`` is the number of eager calls with equal settings before a capture (in compact execution at least 1).
+    ``patience`` is the number of eager calls with equal settings before a capture, in compact execution at least 1.
     """
 
     def __init__(self, model: AdaPonderForCausalLM, execution: str, *, patience: int = 16):
@@ -97,7 +97,10 @@ class StepGraphs:
         return (output.depth[..., None] > later).sum((0, 1)).tolist()
 
     def _capture(self, execution: Any, inputs: dict[str, Tensor], forward: Forward, share: int) -> None:
-        """Captures the forward and backward that have just run eagerly; a capture computes nothing."""
+        """Captures the step that has just run eagerly as CUDA graphs of its forward and backward (of ``loss / share``).
+
+        Capturing only records kernels, so no gradient is added twice.
+        """
         if len(self.graphs) == _MOST:
             self.graphs, self.pool = {}, None  # a memory pool is freed with its last graph
         buffers = {name: value.to(self.model.device, copy=True) for name, value in inputs.items()}

@@ -31,7 +31,7 @@ from adaponder.training.data import MicroBatches
 from adaponder.training.distributed import World, accumulating, global_bottom_k_mean, wrap
 from adaponder.training.graphs import StepGraphs, add_gradients
 from adaponder.training.lora import trains
-from adaponder.training.schedule import build_optimizer, objective_at, phase_at, phases, policy_at, set_learning_rate
+from adaponder.training.schedule import Phase, build_optimizer, objective_at, phases, policy_at, set_learning_rate
 from adaponder.training.telemetry import Telemetry
 from adaponder.training.validation import validate
 from adaponder.training.watch import Tally, collapse, utilisation
@@ -41,14 +41,14 @@ BEFORE = "before.json"
 
 @dataclass
 class Trainer:
-    """Runs the training of one recipe in this process; a step depends only on the state before it.
+    """Trains one recipe in this process; a step depends only on the state before it.
 
     Attributes:
         run: the run folder.
         validation: the validation split; becomes ``None`` if it is shorter than one window.
         step: the next step to take.
         resumed_from: the checkpoint whose optimizer state is loaded before the first step.
-        controller_state: the depth controller's state in that checkpoint.
+        controller_state: the depth controller's state in ``resumed_from``.
         stop_requested: returns whether to stop after the current step.
         telemetry: the logs; ``None`` except in the leading process.
     """
@@ -82,8 +82,8 @@ class Trainer:
         self.last_step: Tensor | None = None  # gradient norm and loss, being copied to the host and not yet checked
         self.arrival: torch.cuda.Event | None = None  # recorded after that copy
         self.logged: int | None = None  # the last step with a line of metrics
-        self.before: dict[str, Any] | None = None  # validation of the initial checkpoint
-        self.after: dict[str, Any] | None = None  # the latest validation
+        self.before: dict[str, Any] | None = None  # result of validating the initial checkpoint
+        self.after: dict[str, Any] | None = None  # result of the latest validation
         self.bottom_k = global_bottom_k_mean(self.world) if train.ponder_scope == "micro" else bottom_k_mean
         self.saver = Saver(self.recipe, self.run, self.world, self.model, self.sampler.shards)
         self.controller: DepthController | None = controller_of(train, self.model, self.world, self.controller_state)
@@ -96,12 +96,12 @@ class Trainer:
             )
 
     def train(self) -> bool:
-        """Takes all remaining steps, phase by phase; returns false if stopped before the last one."""
+        """Takes all remaining steps, phase by phase; returns false if it was stopped before the last step."""
         try:
             for phase in phases(self.recipe.train):
                 if self.step >= phase.end:
                     continue
-                self._enter(phase.backbone_trains)
+                self._enter(phase)
                 first = self.step
                 while self.step < phase.end:
                     self._one_step()
@@ -115,11 +115,11 @@ class Trainer:
         finally:
             gc.unfreeze()
 
-    def _enter(self, backbone_trains: bool) -> None:
+    def _enter(self, phase: Phase) -> None:
         """Begins a phase: sets which parameters train, wraps the model in DDP or FSDP, and builds the optimizer."""
         train = self.recipe.train
         for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(trains(name, train, backbone_trains=backbone_trains))
+            parameter.requires_grad_(trains(name, train, backbone_trains=phase.backbone_trains))
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise TrainingError(
                 f"train.freeze_backbone_steps={train.freeze_backbone_steps} must be 0: "
@@ -135,7 +135,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, train)
         self.graphs = StepGraphs(self.model, train.execution) if train.cuda_graphs else None
         # The optimizer's state belongs to one phase; each phase starts with a new optimizer.
-        if self.resumed_from is not None and self.step > phase_at(train, self.step).start:
+        if self.resumed_from is not None and self.step > phase.start:
             load_optimizer(self.optimizer, self.resumed_from)
         self.resumed_from = None
 
@@ -249,7 +249,7 @@ class Trainer:
         )
 
     def _log(self, step: int) -> None:
-        """Logs the means of metrics since the last log."""
+        """Logs each metric's mean since the last log."""
         tally, self.tally = self.tally, Tally()
         means = tally.means(self.world)
         if not self.telemetry:
@@ -276,7 +276,7 @@ class Trainer:
             self.telemetry.warn(warning[0], f"step {metrics['step']}: {prefix}{warning[1]}")
 
     def measure_before(self) -> None:
-        """Evaluates the initial checkpoint before step 0 and writes ``before.json``; a resumed run reads that file."""
+        """Evaluates the checkpoint to train from and writes ``before.json``; a resumed run reads that file instead."""
         path = self.run / BEFORE
         if self.validation is None or not isinstance(self.recipe.model.backbone, str):
             return

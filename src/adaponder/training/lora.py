@@ -21,7 +21,7 @@ _ADAPTER = "default"
 
 
 def attach(model: AdaPonderForCausalLM, train: TrainRecipe, resumed_from: Path | None = None) -> None:
-    """Adds the recipe's adapters, if any, to the backbone. Loads their values from ``resumed_from`` if given."""
+    """Adds the recipe's adapters, if any, to the backbone; loads their values from ``resumed_from``, if given."""
     if train.lora_rank is None:
         return
     try:
@@ -49,7 +49,7 @@ def attach(model: AdaPonderForCausalLM, train: TrainRecipe, resumed_from: Path |
 
 
 def adapters_of(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the tensors of the adapters and the weights that they adapt, by name in the model."""
+    """Returns the adapters' tensors and the weights that they adapt, by name in the model."""
     return {name: value for name, value in model.state_dict().items() if _is_adapter(name) or ".base_layer." in name}
 
 
@@ -65,7 +65,7 @@ def merged(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def trains(name: str, train: TrainRecipe, *, backbone_trains: bool) -> bool:
-    """Returns whether the parameter ``name`` trains: gates or backbone may be frozen; LoRA trains adapters only."""
+    """Returns whether the parameter ``name`` trains: gates or backbone may be frozen; LoRA trains its adapters only."""
     if name.startswith("method."):
         return not train.freeze_gates
     return backbone_trains and (train.lora_rank is None or _is_adapter(name))

@@ -6,31 +6,29 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from adaponder.data import Sampler
 from adaponder.errors import CheckpointError, InputError, TrainingError
 from adaponder.recipes import FREE_TRAIN, Recipe
 from adaponder.registry import scale_of
 from adaponder.terminal import console, line
 from adaponder.training.build import config_of
-from adaponder.training.checkpoint import OPTIMIZER, newest_complete, parse_random_states, verify_checkpoint
+from adaponder.training.checkpoint import OPTIMIZER, newest_complete, verify_checkpoint
 from adaponder.training.distributed import World
 
 
 class Start(NamedTuple):
-    """The start of a run: checkpoint folder (``None``: none), step, and states to restore."""
+    """The start of a run: step, states to restore, and the checkpoint that they come from."""
 
-    folder: Path | None
+    folder: Path | None  # None: the run starts from its recipe
     step: int
     controller_state: dict[str, Any] | None = None
-    random_state: dict[str, Tensor] | None = None  # by kind of device; restored last, since building a model draws
+    random_state: dict[str, str] | None = None  # by kind of device; restored last, since building a model draws
 
 
 def check_resume(resume: str | None, *, weights_only: bool, allow_changes: bool) -> None:
-    """Raises on options that contradict each other, before anything is read or written."""
-    for flag, given in (("--weights-only", weights_only), ("--allow-changes", allow_changes)):
-        if given and resume is None:
+    """Raises if options contradict each other, before anything is read or written."""
+    for flag, is_set in (("--weights-only", weights_only), ("--allow-changes", allow_changes)):
+        if is_set and resume is None:
             raise InputError(f"{flag} needs a checkpoint: name one with --resume, or drop it")
     if resume in (None, "auto"):
         return
@@ -53,7 +51,7 @@ def find_start(
     weights_only: bool,
     allow_changes: bool,
 ) -> Start:
-    """Returns where to start; raises if the settings differ from those with which the checkpoint was trained."""
+    """Returns the start of a run; raises if the settings differ from those with which the checkpoint was trained."""
     folder = None if resume is None else Path(resume)
     if resume == "auto":
         folder, skipped = newest_complete(out)
@@ -78,10 +76,10 @@ def find_start(
             f"a resumed run keeps the checkpoint's model, but the recipe differs in {'; '.join(shapes)}; "
             "start a new run, with model.backbone set to that checkpoint"
         )
-    random_states = parse_random_states(state["rng"])
-    start = Start(folder, int(state["step"]), state.get("controller"), random_states[world.rank % len(random_states)])
+    saved = state["rng"]
+    start = Start(folder, int(state["step"]), state.get("controller"), saved[world.rank % len(saved)])
     if world.leads:
-        _print_start(start, changes, states=len(random_states), world=world)
+        _print_start(start, changes, states=len(saved), world=world)
     return start
 
 
@@ -90,13 +88,14 @@ def _warn(label: str, text: str) -> None:
 
 
 def _print_start(start: Start, changes: list[str], *, states: int, world: World) -> None:
-    """Prints where an exact resume continues, and how the run may differ from the earlier run."""
+    """Prints the step at which the run continues, and how it may differ from the earlier run."""
     console.print(f"resuming at step {start.step} from {start.folder}", soft_wrap=True)
     if changes:
         _warn("it was trained with", f"other settings: {'; '.join(changes)}")
-    if world.device.type not in (start.random_state or {}) or states < world.size:
-        random = f"random states of {states} of {world.size} processes, by kind: {', '.join(start.random_state or {})}"
-        console.print(f"it holds {random}; dropout, if any, may draw other numbers", soft_wrap=True)
+    kinds = start.random_state or {}
+    if world.device.type not in kinds or states < world.size:
+        held = f"random states of {states} of {world.size} processes, for {', '.join(kinds)}"
+        console.print(f"the checkpoint holds {held}; dropout, if any, may draw other numbers", soft_wrap=True)
 
 
 def is_finished(recipe: Recipe, out: Path, world: World, *, weights_only: bool, allow_changes: bool) -> bool:
@@ -133,13 +132,13 @@ def is_finished(recipe: Recipe, out: Path, world: World, *, weights_only: bool, 
     return not changes
 
 
-def recipe_changes(was: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Returns ``field: was → is`` for each field that affects the result and differs from a checkpoint's recipe."""
-    now = json.loads(json.dumps(recipe.as_dict()))
+def recipe_changes(saved: dict[str, Any], recipe: Recipe) -> list[str]:
+    """Returns ``field: old → new`` for each field that affects the result and differs from the ``saved`` recipe."""
+    current = json.loads(json.dumps(recipe.as_dict()))
     config, changes = config_of(recipe), []
     for section in ("model", "data", "train"):
-        for name in sorted(set(was[section]) | set(now[section])):
-            before, after = was[section].get(name), now[section].get(name)
+        for name in sorted(set(saved[section]) | set(current[section])):
+            before, after = saved[section].get(name), current[section].get(name)
             if before == after or (section == "train" and name in FREE_TRAIN):
                 continue
             if name == "embedding_scale" and config is not None:
@@ -151,7 +150,7 @@ def recipe_changes(was: dict[str, Any], recipe: Recipe) -> list[str]:
 
 
 def differences(state: dict[str, Any], recipe: Recipe, sampler: Sampler, world: World) -> list[str]:
-    """Returns ``field: was → is`` for everything in which a resumed run would differ from its checkpoint."""
+    """Returns ``field: old → new`` for everything in which a resumed run would differ from its checkpoint."""
     changes = recipe_changes(state["recipe"], recipe)
     if state["world"] != world.size:
         changes.append(f"processes: {state['world']} → {world.size}")

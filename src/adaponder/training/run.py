@@ -70,14 +70,14 @@ def train(
             if world.leads:
                 console.print(f"already finished: {out / 'final'} is complete; nothing was changed", soft_wrap=True)
             return Outcome(out / "final", recipe.train.steps, None, world)
-        # Ctrl-C ends the preparation of data at once; a rerun continues it.
+        # During the preparation of data, Ctrl-C ends the process at once; a rerun continues the preparation.
         shards, validation = open_data(recipe, data, world)
         with stop_signals() as stop_requested:
             sampler = sampler_of(recipe, shards)
             start = find_start(
                 recipe, out, resume, sampler, world, weights_only=weights_only, allow_changes=allow_changes
             )
-            # Raises while the folder is still empty, so that the corrected command can use it.
+            # If this raises, the run folder is still empty, so that the corrected command can use it.
             trainer = trainer_class(
                 *(recipe, out, world, _model_at(start, recipe, shards), sampler, validation),
                 step=start.step,
@@ -175,14 +175,14 @@ def _require_own_checkpoint(out: Path, resumed: Path) -> None:
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Context manager that yields a function: whether SIGINT or SIGTERM arrived. A second signal ends the process."""
+    """Context manager that yields ``stop_requested()``: whether SIGINT or SIGTERM arrived. A second signal exits."""
     signals: list[int] = []
 
     def handle(number: int, frame: Any) -> None:
         if signals:
             os._exit(130)
         signals.append(number)
-        print("\nstopping after this step; once more to stop at once", file=sys.stderr, flush=True)
+        print("\nstopping after this step; press Ctrl-C again to stop at once", file=sys.stderr, flush=True)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -193,7 +193,7 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
 
 
 def _print_remarks(recipe: Recipe, shards: Shards, validation: Shards, world: World) -> None:
-    """Prints effects of the recipe on this machine and data that a user might not expect, one per line."""
+    """Prints what the user might not expect of this recipe on this machine and data, one sentence per line."""
     train, has_ponder_term = recipe.train, method_class(recipe.model.method).has_ponder_term
     pressed, gates_begin = has_ponder_term and bool(train.ponder_weight), train.gates_begin(pressed=has_ponder_term)
     remarks = []

@@ -26,14 +26,10 @@ class Phase:
 
 
 def phases(train: TrainRecipe) -> list[Phase]:
-    """Returns the phases of a run: first only the method's parameters train, then all; omits an empty phase."""
+    """Returns the non-empty phases of a run: in the first only the method's parameters train, in the second all."""
     frozen = train.freeze_backbone_steps
     both = [Phase(0, frozen, False), Phase(frozen, train.steps, True)]
     return [phase for phase in both if phase.end > phase.start]
-
-
-def phase_at(train: TrainRecipe, step: int) -> Phase:
-    return next(phase for phase in phases(train) if step < phase.end)
 
 
 def learning_rate_factor(train: TrainRecipe, step: int) -> float:
@@ -93,7 +89,7 @@ def policy_at(train: TrainRecipe, method: Method, step: int) -> Policy | None:
 
 
 def named_groups(model: nn.Module, train: TrainRecipe) -> list[dict]:
-    """Returns AdamW's parameter groups with parameter names, peak learning rate, weight decay and the step they start.
+    """Returns AdamW's parameter groups with parameter names, peak learning rate, weight decay and first step.
 
     There are up to four: matrices (with weight decay) and vectors (without) of the backbone and of the method.
     """
@@ -121,7 +117,7 @@ def build_optimizer(model: nn.Module, train: TrainRecipe) -> torch.optim.AdamW:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, train: TrainRecipe, step: int) -> float:
-    """Sets each group's learning rate, which is 0 before its first step; returns the backbone's."""
+    """Sets each group's learning rate, 0 before the group's first step; returns the backbone's."""
     factor = learning_rate_factor(train, step)
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * factor if step >= group["start"] else 0.0

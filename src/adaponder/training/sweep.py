@@ -1,6 +1,6 @@
 """Plans the runs of a recipe with several settings, trains them one after another, and summarizes each run.
 
-Each run has its own folder and resumes where it stopped; finished runs are not trained again.
+Each run has its own folder and continues from its newest checkpoint; finished runs are not trained again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Axis = tuple[str, tuple[Any, ...]]  # a field of the recipe and the values to tr
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a sweep: folder name, recipe, value of each axis, and the overrides that produce the recipe."""
+    """A run of a sweep: folder name, recipe, its value of each axis, and the overrides that produce the recipe."""
 
     name: str
     recipe: Recipe
@@ -60,7 +60,7 @@ def parse_axis(text: str) -> Axis:
     if "." not in field or not listed.strip() or listed.rstrip().endswith(","):
         raise InputError(f"--grid {text} must be section.field=value,value,…, e.g. train.k_max=0.1,0.15,0.2")
     if field == "train.seed":
-        raise InputError(f"--grid {text}: use --seeds {listed}; seeds are averaged over, not compared")
+        raise InputError(f"--grid {text}: use --seeds {listed}; results are averaged over seeds, which are no axis")
     try:
         values = parse_yaml(f"[{listed}]", "--grid", InputError)
     except InputError:
@@ -78,8 +78,8 @@ def plan(
 ) -> list[PlannedRun]:
     """Returns the runs of the sweep: every combination of values with the first seed, then with the next.
 
-    ``grids`` are axes as text, see :func:`parse_axis`. With ``one_at_a_time``, the runs are the recipe itself and, for
-    each other value of each axis, the recipe with that value.
+    ``grids`` are axes as text, see :func:`parse_axis`. With ``one_at_a_time``, the runs are the recipe itself and the
+    recipe with each other value of each axis, one changed field at a time.
     """
     base, axes = with_method(load_recipe(name, overrides)), [parse_axis(text) for text in grids]
     _check_arguments(axes, seeds, {override.partition("=")[0] for override in overrides}, one_at_a_time=one_at_a_time)
@@ -108,7 +108,7 @@ def plan(
 
 
 def _check_arguments(axes: Sequence[Axis], seeds: Sequence[int], fixed: set[str], *, one_at_a_time: bool) -> None:
-    """Raises if axes, seeds and the fields set by --set (``fixed``) contradict each other."""
+    """Raises if axes, seeds and ``fixed`` (the fields set by --set) contradict each other."""
     if not axes and not seeds:
         raise InputError("--grid is missing: name at least one axis, e.g. --grid train.k_max=0.1,0.15,0.2; or --seeds")
     if len(set(seeds)) < len(seeds):
@@ -136,7 +136,7 @@ def _refuse_twins(runs: Sequence[PlannedRun]) -> None:
 
 
 def value_of(recipe: Recipe, field: str) -> Any:
-    """Returns a field's value in the recipe; a model field that the recipe leaves unset has the config's value."""
+    """Returns a field's value in the recipe, or in the config if it is a model field that the recipe leaves unset."""
     value: Any = recipe.as_dict()
     for key in field.split("."):
         value = value.get(key) if isinstance(value, dict) else None
@@ -174,7 +174,7 @@ def _as_override(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """The summary of one run, a line of the sweep's table; unknown values are ``None``.
+    """The summary of one run, a row of the sweep's table; unknown values are ``None``.
 
     Loss, mean depth and halted shares are from the last validation; the speed is the median over the log.
     """
@@ -201,9 +201,9 @@ def requested_depth(recipe: Recipe, config: AdaPonderConfig | None) -> float | N
     """Returns the mean depth that the objective of the recipe's last step aims at.
 
     With a ponder loss, which pushes the lowest share k of the K - 1 gates per token towards closed, that is
-    ``K - k (K - 1)``, because a closed gate saves one iteration; or ``train.target_depth``, if set. The measured
-    ``validation_depth`` may be above (these gates need not close) or below (a token that halts skips its later gates).
-    For mor it is the sum of the capacities, for methods that never halt K, for others ``None``.
+    ``K - k (K - 1)``, because a closed gate saves one iteration, or ``train.target_depth``, if set. The measured
+    ``validation_depth`` may be higher (these gates need not close) or lower (a token that halts skips its later gates).
+    For mor the requested depth is the sum of the capacities, for methods that never halt K, for others ``None``.
     """
     if config is None:
         return None
@@ -301,8 +301,8 @@ def _examine(run: PlannedRun, folder: Path, prepared: Path) -> RunSummary:
     state = verify_checkpoint(newest) if finished else json.loads((newest / STATE).read_text())
     # The number of processes matters only if the run is resumed.
     changes = differences(state, recipe, sampler, World(size=state["world"] if finished else 1))
-    if finished and (was := state["recipe"]["train"]["eval_tokens"]) != recipe.train.eval_tokens:
-        changes.append(f"train.eval_tokens: {was} → {recipe.train.eval_tokens}")
+    if finished and (eval_tokens := state["recipe"]["train"]["eval_tokens"]) != recipe.train.eval_tokens:
+        changes.append(f"train.eval_tokens: {eval_tokens} → {recipe.train.eval_tokens}")
     if changes:
         raise InputError(
             f"{folder} holds a run with other settings ({'; '.join(changes)}): undo that, name another --out, or "
@@ -329,8 +329,8 @@ def carry_out(
 ) -> Iterator[tuple[int, RunSummary]]:
     """Trains or resumes every run that is not finished and yields ``(index, summary)`` after each.
 
-    A failed run does not end the sweep, a stopped run does. ``starting(index, summary, seconds left)`` is called before
-    each run.
+    A failed run does not end the sweep, a stopped run does. ``starting`` is called before each run with its index, its
+    summary and the estimated seconds until the sweep ends, ``None`` before the first run.
     """
     rows, seconds = 0.0, 0.0  # rows computed by this sweep so far, and the time that they took
     waiting = [index for index, summary in enumerate(summaries) if summary.status == PENDING]

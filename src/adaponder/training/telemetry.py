@@ -40,15 +40,15 @@ _SHOWN = (
     ("mfu", "mfu", ".1%"),
     ("mean_depth", "depth", ".3f"),
 )
-# Metrics of the live view that lines of plain text leave out.
+# Metrics that are in the live view, but not in lines of plain text.
 _LIVE_ONLY = {"ponder", "lr", "grad_norm"}
 
 
 @contextmanager
 def room_to_write(what: str | Path | None = None) -> Iterator[None]:
-    """Context manager that turns an ``OSError`` into a ``TrainingError``: ``what`` could not be written.
+    """Context manager that converts an ``OSError`` to a ``TrainingError``: ``what`` could not be written.
 
-    Without ``what``, only errors of a full disk are turned, and the message names the file of the ``OSError``.
+    Without ``what``, only errors of a full disk are converted, and the message names the file of the ``OSError``.
     """
     try:
         yield
@@ -59,7 +59,7 @@ def room_to_write(what: str | Path | None = None) -> Iterator[None]:
         what = what or error.filename or "a file of the run"
         raise TrainingError(
             f"{what} could not be written: {error.strerror or error}; the run stops, its checkpoints are intact: "
-            f"{'free some space' if full else 'fix that'}, then continue with --resume auto"
+            f"{'free some space' if full else 'correct that'}, then continue with --resume auto"
         ) from error
 
 
@@ -121,8 +121,8 @@ class Telemetry:
         if self.plain:
             done = step + 1 - self.start
             left = (time.monotonic() - self.began) / done * (self.steps - step - 1) if done > 0 else 0.0
-            shown = f"step {step} of {self.steps}  {line_of(metrics)}  {timedelta(seconds=round(left))} left"
-            console.print(shown, soft_wrap=True)
+            text = f"step {step} of {self.steps}  {line_of(metrics)}  {timedelta(seconds=round(left))} left"
+            console.print(text, soft_wrap=True)
 
     def warn(self, kind: str, message: str) -> None:
         """Prints a warning, once per kind."""
@@ -135,7 +135,7 @@ class Telemetry:
             self.live.stop()
             # The live view disappears when it stops, so print its last state.
             console.print(view_of(self.latest))
-        with suppress(OSError):  # log has flushed everything or raised
+        with suppress(OSError):  # log() has already flushed everything, or raised
             self.board.close()
         if self.remote is not None:
             self.remote.finish()
@@ -154,7 +154,7 @@ def _join_wandb(project: str, folder: Path) -> Any:
 
 
 def _drop_from(path: Path, start: int) -> None:
-    """Removes the lines of step ``start`` and later, which will be trained again, and truncated lines."""
+    """Removes truncated lines and the lines of step ``start`` and later steps, which will be trained again."""
     if path.is_file():
         earlier = [line for line in path.read_text().splitlines() if _step(line) < start]
         write_whole(path, "".join(line + "\n" for line in earlier).encode(), TrainingError)
@@ -169,7 +169,7 @@ def _step(line: str) -> float:
 
 
 def line_of(metrics: dict[str, Any]) -> str:
-    """Returns metrics as one line of text: losses, speed, depth, shares halted, means of gates."""
+    """Returns metrics as one line of text: losses, speed, depth, shares of halted tokens, mean gates."""
     values = {"cross_entropy": metrics["loss"]} | metrics if "loss" in metrics else metrics
     words = [
         f"{label} {values[name]:{form}}" for name, label, form in _SHOWN if name in values and name not in _LIVE_ONLY

@@ -21,7 +21,7 @@ from adaponder.training.distributed import World
 
 # Dense bf16 FLOPs per second as vendors state them, by a substring of the device's name in torch.
 _PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-# Below this mean, a gate weights updates with almost 0 and gets almost no gradient that could open it again.
+# Below this mean, a gate multiplies updates by almost 0 and gets almost no gradient that could open it again.
 _SHUT = 0.01
 # If more tokens than this share halt at the same depth below K, the gates hardly distinguish tokens.
 _NEARLY_ALL = 0.95

@@ -64,8 +64,8 @@ class AdaPonderConfig(PreTrainedConfig):
             settings = dict(self.backbone_config)
             self.backbone_config = AutoConfig.for_model(settings.pop("model_type"), **settings)
         for name in _SIZES:
-            if (given := kwargs.pop(name, None)) not in (None, value := getattr(self, name)):
-                raise ValueError(f"{name}={given} must be set in backbone_config, where it is {value}")
+            if (size := kwargs.pop(name, None)) not in (None, value := getattr(self, name)):
+                raise ValueError(f"{name}={size} must be set in backbone_config, where it is {value}")
         if self.method not in ("adaponder", "ponder") or self.reuse != "state":
             raise ValueError(f"method={self.method!r}, reuse={self.reuse!r}: this file computes adaponder and ponder")
         super().__post_init__(**kwargs)

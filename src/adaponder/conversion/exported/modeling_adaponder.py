@@ -29,7 +29,7 @@ from transformers.utils import ModelOutput
 from .configuration_adaponder import AdaPonderConfig
 
 Read = Callable[[int, Tensor, Tensor], Tensor]
-_LOGITS_AT_ONCE = 2**25  # of the expectation: 128 MiB in float32
+_LOGITS_AT_ONCE = 2**25  # while computing the expectation: 128 MiB in float32
 # Not cuDNN: given a mask, its backward can return NaN on some GPUs.
 _MASKED_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -39,9 +39,9 @@ class AdaPonderOutput(ModelOutput):
     """The output of a forward.
 
     Attributes:
-        loss: mean cross-entropy, where labels were given.
+        loss: mean cross-entropy, if labels were given.
         logits: ``[batch, kept, vocabulary]`` after each token's last iteration, at the positions ``logits_to_keep``.
-        past_key_values: the cache, where one was given or ``use_cache`` is set.
+        past_key_values: the cache, if one was given or ``use_cache`` is set.
         hidden_states: on request, final-normed hidden states ``[batch, time, d]`` after each pass.
         depth: ``[batch, time]``, the iterations of each token; 0 for padding.
         gates: ``[batch, time, K - 1]``, the gates' probabilities; 0 once the token has halted.
@@ -92,7 +92,7 @@ class Gate(nn.Module):
 
 
 class Gates(nn.Module):
-    """The gates of all iterations; returns 1 for every token if there are none (``method: ponder``)."""
+    """The gates of all iterations; without gates (``method: ponder``) the result is 1 for every token."""
 
     def __init__(self, config: AdaPonderConfig):
         super().__init__()
@@ -109,7 +109,7 @@ class PonderCache(Cache):
 
     ``rows[layer]`` is (keys, values), each ``[K, batch, slots, heads, size]``. Iteration i writes its rows for i and
     all later iterations, and a later iteration of the token overwrites them. So iteration j reads row ``min(j, D - 1)``
-    of a token of depth D: eq. 10. ``real`` (no padding) and ``depth`` are ``[batch, slots]``.
+    of a token of depth D: eq. 10. ``real [batch, slots]`` is false for padding; ``depth`` has the same shape.
     """
 
     def __init__(self, iterations: int):
@@ -126,7 +126,7 @@ class PonderCache(Cache):
         self.real = torch.cat([self.real, real], 1)
         self.depth = functional.pad(self.depth, (0, real.shape[1]))
         room = self.rows[0][0].shape[2] if self.rows else self.real.shape[1]  # padding alone leaves no rows
-        if (lacking := self.real.shape[1] - room) > 0:  # spare slots, so that not every token copies all rows
+        if (lacking := self.real.shape[1] - room) > 0:  # adds spare slots, so that not every token copies all rows
             self._each(lambda rows: functional.pad(rows, (0, 0, 0, 0, 0, lacking + 128)))
 
     def swap(self, layer: int, iteration: int, sequences: Tensor, slots: Tensor, new: tuple[Tensor, Tensor]) -> Any:
@@ -136,13 +136,13 @@ class PonderCache(Cache):
         """
         if layer not in self.rows:
             shape = (self.iterations, *self.real.shape)
-            self.rows[layer] = tuple(part.new_zeros(*shape, part.shape[1], part.shape[3]) for part in new)
+            self.rows[layer] = tuple(rows.new_zeros(*shape, rows.shape[1], rows.shape[3]) for rows in new)
         for rows, computed in zip(self.rows[layer], new, strict=True):
             rows[iteration:, sequences[:, None], slots] = computed.transpose(1, 2)
         return tuple(rows[iteration, sequences, : self.real.shape[1]].transpose(1, 2) for rows in self.rows[layer])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.rows = {layer: tuple(change(part) for part in rows) for layer, rows in self.rows.items()}
+        self.rows = {layer: tuple(map(change, rows)) for layer, rows in self.rows.items()}
 
     # The interface that generate() uses.
 
@@ -180,7 +180,7 @@ class OnePass(Cache):
 
 
 class Tokens(NamedTuple):
-    """Tokens of a forward, ``[batch, time]``; ``real``: no padding; ``past``: the number of cached slots."""
+    """The tokens of a forward, ``[batch, time]``; ``real`` is false for padding; ``past``: number of cached slots."""
 
     real: Tensor
     position: Tensor
@@ -257,7 +257,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
             input_ids: ``[batch, time]``; with a cache, the tokens it does not hold yet.
             attention_mask: 0 for padding, left or right; with a cache, over cached tokens too.
             position_ids: by default real tokens are counted from 0, so that left padding changes nothing.
-            past_key_values: the cache of an earlier forward, to continue from.
+            past_key_values: the cache of the forward to continue.
             labels: shifted inside; -100 is ignored, as are predictions made at padding.
             use_cache: return a cache, with which halted tokens are skipped; without a cache they are computed too.
             logits_to_keep: only the last n positions' logits, or those at the given indices; 0 keeps all.
@@ -266,8 +266,8 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
             output_hidden_states: return hidden states after each pass; ``None``: as set in the config.
         """
         unknown = kwargs.keys() - {"cache_position", "tokenizer", "token_type_ids"}  # Hugging Face passes them to all
-        if given := sorted(name for name in unknown if kwargs[name] is not None and kwargs[name] is not False):
-            raise ValueError(f"{', '.join(given)}: forward has no such argument")
+        if names := sorted(name for name in unknown if kwargs[name] is not None and kwargs[name] is not False):
+            raise ValueError(f"{', '.join(names)}: forward has no such argument")
         most = self.config.iterations if max_iterations is None else max_iterations
         if not 1 <= most <= self.config.iterations:
             raise ValueError(f"max_iterations={max_iterations} must be between 1 and {self.config.iterations}")
@@ -287,8 +287,8 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         logits = head(hidden if labels is not None else hidden[:, kept])
         if labels is not None:
             loss, logits = _loss(logits, labels, tokens.real, num_items_in_batch), logits[:, kept]
-        every = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        output = AdaPonderOutput(loss, logits, cache, tuple(states) if every else None, depth, gates, hidden)
+        with_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        output = AdaPonderOutput(loss, logits, cache, tuple(states) if with_states else None, depth, gates, hidden)
         return output.to_tuple() if return_dict is False else output
 
     def _check_positions(self, tokens: Tokens, *, given: bool) -> None:
@@ -343,19 +343,19 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         return embedding(torch.arange(self.config.vocab_size, device=device))
 
     def _read_all(self, tokens: Tokens) -> Read:
-        """Returns a function that runs a pass over all tokens; halted ones keep keys and values (Algorithm 2)."""
+        """Returns a function that runs a pass over all tokens; halted tokens keep keys and values (Algorithm 2)."""
         before: dict[int, tuple[Tensor, Tensor]] = {}
         slots = torch.arange(tokens.real.shape[1], device=tokens.real.device).expand(tokens.real.shape)
         # A pass that is plainly causal needs no mask: attention is faster without.
         mask = None if bool(tokens.real.all()) else self._mask(slots, tokens.real)
 
         def read(i: int, x: Tensor, active: Tensor) -> Tensor:
-            # Backward may run this pass again, when ``before`` has its results: rows of halted tokens are the same.
+            # Backward may run this pass again, when ``before`` has rows of the last pass: the same for halted tokens.
             def answer(layer: int, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
                 if i > 0:
                     (keys, values), (old_keys, old_values) = new, before[layer]
-                    own = active[:, None, :, None]
-                    new = torch.where(own, keys, old_keys), torch.where(own, values, old_values)  # eq. 10
+                    is_active = active[:, None, :, None]
+                    new = torch.where(is_active, keys, old_keys), torch.where(is_active, values, old_values)  # eq. 10
                 before[layer] = new
                 return new
 
@@ -425,8 +425,8 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        if (wanted := generation_config.cache_implementation) not in (None, "dynamic"):
-            raise ValueError(f"cache_implementation={wanted!r} keeps one row per token, not K: leave it out")
+        if (kind := generation_config.cache_implementation) not in (None, "dynamic"):
+            raise ValueError(f"cache_implementation={kind!r} keeps one row per token, not K: leave it out")
         if generation_config.assistant_early_exit is not None:
             raise ValueError("assistant_early_exit leaves layers out, which every iteration needs: leave it out")
         cache = _ponder_cache(model_kwargs.get("past_key_values"))
@@ -452,7 +452,7 @@ class AdaPonderModel(AdaPonderForCausalLM):
 
 
 def _ponder_cache(cache: Any) -> PonderCache | None:
-    """Returns ``cache`` if it is a :class:`PonderCache` or ``None``; raises on other caches."""
+    """Returns ``cache`` if it is a :class:`PonderCache` or ``None``; raises for other caches."""
     if cache is not None and not isinstance(cache, PonderCache):
         raise ValueError(f"past_key_values is a {type(cache).__name__}: only a PonderCache holds K rows per token")
     return cache
