@@ -15,25 +15,19 @@ from adaponder.errors import InputError
 
 
 @pytest.mark.parametrize("learned", [None, ((0, 1),)], ids=["text", "conversation"])
-def test_text_that_the_tokenizer_cannot_encode_is_an_error_in_one_line(learned):
-    """The vocabulary has no id for the word and no unknown token; the library raises a bare Exception."""
-    knows_one = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "known": 1}))
-    encoder = Encoder(knows_one.to_str(), end_id=0, vocab_size=2, dtype="uint16", validation=0.0)
-    with pytest.raises(InputError, match="--tokenizer") as refused:
-        encoder([(0, Document("other", "s", learned=learned))])
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("learned", [None, ((0, 1),)], ids=["text", "conversation"])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_panic_of_the_tokenizer_is_an_error_in_one_line(workers, learned, capfd):
-    words = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "<unk>": 1}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a+)+$"), "isolated")
+@pytest.mark.parametrize("unknown", ["[x]", None], ids=["panic", "no id for the word"])
+def test_text_that_the_tokenizer_cannot_encode_is_an_error_in_one_line(workers, learned, unknown, capfd):
+    """The library panics in its regular expression, or raises a bare Exception for a word without an id."""
+    words = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "[x]": 1}, unk_token=unknown))
+    if unknown:
+        words.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a+)+$"), "isolated")
     encoder = Encoder(words.to_str(), end_id=0, vocab_size=2, dtype="uint16", validation=0.0)
     chunks = [[(0, Document("a" * 40 + "b", "s", learned=learned))]]
+    message = "the tokenizer cannot encode the text: .*retry-limit" if unknown else "--tokenizer"
     with ThreadPoolExecutor(1) as drawing:
         drawing.submit(int)  # progress has a thread of its own
-        with pytest.raises(InputError, match=r"the tokenizer cannot encode the text: .*retry-limit") as refused:
+        with pytest.raises(InputError, match=message) as refused:
             list(encode_in_order(encoder, chunks, workers=workers))
     assert "\n" not in str(refused.value)
     assert capfd.readouterr().err == ""

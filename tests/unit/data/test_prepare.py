@@ -103,18 +103,6 @@ def test_inputs_without_text_leave_the_output_folder_to_the_next_inputs(tmp_path
     assert not (tmp_path / "out").exists()
 
 
-def test_hashing_the_inputs_reports_every_block(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr("adaponder.files._BLOCK", 10)
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text("text " * 20)
-    seen = []
-    prepare(
-        [f"{tmp_path}/a.txt", f"{tmp_path}/b.txt"], out=tmp_path / "out", tokenizer=str(tokenizer), progress=seen.append
-    )
-    hashed = [(now.read, now.total) for now in seen if now.stage == "checksums"]
-    assert hashed == [(read, 200) for read in range(10, 201, 10)]
-
-
 def test_a_worker_that_dies_is_reported_and_the_others_end(corpus, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr("adaponder.data.prepare._CHUNK_DOCUMENTS", 1)
 
