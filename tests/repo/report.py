@@ -1,4 +1,4 @@
-"""Prints how large the project is: files and lines per package, and words of prose.
+"""Prints how large the project is: lines, files and longest functions per package, and words of prose.
 
     make report
     python tests/repo/report.py OTHER_CHECKOUT     another tree, to compare with
@@ -10,9 +10,11 @@ figures inform; no test holds them, because a limit on the length of a file only
 import ast
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+SHOWN = 10  # longest functions
 DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 MEASURES = ("files", "lines", "code lines")
 
@@ -37,6 +39,14 @@ def sizes(folder: Path) -> dict[str, Counter[str]]:
         parts = path.relative_to(folder).parts
         by_package[parts[0] if len(parts) > 1 else "."] += size_of(path.read_text())
     return dict(by_package)
+
+
+def functions(folder: Path) -> Iterator[tuple[int, str]]:
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                yield length, f"{path.relative_to(folder)}:{node.lineno} {node.name}"
 
 
 def prose_words(text: str) -> int:
@@ -65,17 +75,18 @@ def show(root: Path) -> None:
     print(f"{'Python':<44}", *(f"{name:>10}" for name in MEASURES))
     for folder in ("src/adaponder", "benchmarks", "experiments", "tests"):
         by_package = sizes(root / folder)
-        rows = sorted(by_package.items(), key=lambda row: -row[1]["lines"])
-        if folder not in ("src/adaponder", "tests"):
-            rows = []
-        for name, size in [*rows, (folder, sum(by_package.values(), Counter()))]:
-            label = name if name == folder else f"  {folder}/{name}"
-            print(f"{label:<44}", *(f"{size[measure]:>10,}" for measure in MEASURES))
+        rows = {f"  {folder}/{package}": size for package, size in by_package.items()}
+        rows = (
+            dict(sorted(rows.items(), key=lambda row: -row[1]["lines"])) if folder in ("src/adaponder", "tests") else {}
+        )
+        for name, size in (rows | {folder: sum(by_package.values(), Counter())}).items():
+            print(f"{name:<44}", *(f"{size[measure]:>10,}" for measure in MEASURES))
     words = documents(root)
-    print("\nwords of prose")
-    for name, count in sorted(words.items(), key=lambda row: -row[1]):
-        print(f"{count:>8,}  {name}")
-    print(f"{sum(words.values()):>8,}  all documents")
+    longest = sorted(functions(root / "src" / "adaponder"), reverse=True)[:SHOWN]
+    prose = sorted(((count, name) for name, count in words.items()), reverse=True)
+    prose.append((sum(words.values()), "all documents"))
+    for title, counts in (("longest functions of src/", longest), ("words of prose", prose)):
+        print(f"\n{title}", *(f"{count:>8,}  {name}" for count, name in counts), sep="\n")
 
 
 if __name__ == "__main__":
