@@ -129,7 +129,7 @@ def compare_with_saved(model: AdaPonderForCausalLM, saved: dict[str, Tensor]) ->
     theirs = saved["logits"].to(ours.device)
     if theirs.shape not in (ours.shape, ours[-1:].shape):
         raise InputError(
-            f"saved logits have shape {list(theirs.shape)} (loops, time, vocabulary), the model's {list(ours.shape)}"
+            f"saved logits have shape {list(theirs.shape)} (loops, time, vocabulary), the model has {list(ours.shape)}"
         )
     first = loops - len(theirs)
     checks = [
