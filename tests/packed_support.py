@@ -10,10 +10,10 @@ DEPTHS = [torch.tensor([[4, 1, 3, 2, 4, 1], [2, 2, 4, 1, 1, 3]]), torch.tensor([
 PADDED = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
 
 
-def loss_and_gradients(model, tokens: torch.Tensor | None = None, **asked) -> list[torch.Tensor]:
-    """Returns the loss of ``tokens`` (or a fixed batch) and every gradient."""
+def loss_and_gradients(model, **asked) -> list[torch.Tensor]:
+    """Returns the loss of a fixed batch and every gradient."""
     model.zero_grad()
-    loss = model(ids() if tokens is None else tokens, **asked).loss
+    loss = model(ids(), **asked).loss
     loss.backward()
     return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
 
@@ -28,10 +28,11 @@ def packed_results(model, given, trains):
     found = []
     for depth in DEPTHS:
         asked = {"policy": ForcedDepths(depth), "execution": "compact", "targets": ids(2, 6, seed=1), **given}
-        asked |= {"output_logits": False}
+        with torch.set_grad_enabled(trains):
+            loss = model(ids(2, 6), **asked, output_logits=False).loss
+        found.append(loss.detach())
         if trains:
-            found += loss_and_gradients(model, ids(2, 6), **asked)
-        else:
-            with torch.no_grad():
-                found.append(model(ids(2, 6), **asked).loss)
+            loss.backward()
+            found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+            model.zero_grad()
     return found

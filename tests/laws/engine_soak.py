@@ -88,6 +88,18 @@ def preempted(asked: argparse.Namespace) -> dict[str, Any]:
     return dict(total)
 
 
+def cancelled(asked: argparse.Namespace) -> dict[str, Any]:
+    """Cancels at random, and compares a quarter of the others."""
+    model = tiny("adaponder", "llama", iterations=3).eval()
+    requests = draw_requests(asked.requests // 4, 2, halts=True, iterations=3, sampled=0.4, extras=0.2)
+    engine = Engine(model, **CROWDED)
+    ended = run_all(engine, requests, 2, rush=0.6, cancel=0.5)
+    compared = random.Random(2).sample(range(len(requests)), len(requests) // 4)
+    ended.cancelled |= set(range(len(requests))) - set(compared)
+    assert_all_as_alone(model, requests, ended, tokens=40)
+    return _counts(engine, ended) | {"requests": len(requests)}
+
+
 def failing(asked: argparse.Namespace) -> dict[str, Any]:
     """Gives a third a policy or a callback that raises at some token; the results of the others are unchanged."""
     model = tiny("adaponder", iterations=3).eval()
@@ -154,7 +166,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engines", type=int, default=60, help="number in the last part")
 
 
-PARTS = {"mixed requests": mixed, "preempted without help": preempted}
+PARTS = {"mixed requests": mixed, "preempted without help": preempted, "cancelled at random": cancelled}
 PARTS |= {"failing requests": failing, "random engines": random_engines}
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import torch
 
 from adaponder import FixedDepth, Objective
 from laws import assert_close, make_case
-from support import tiny
+from support import stir, tiny
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -64,3 +64,20 @@ def test_ponder_is_ponderlm(first):
     for execution in ("dense", "compact"):
         output = model(case.ids, attention_mask=case.mask, execution=execution)
         assert_close(output.logits[case.real], expected[case.real], execution)
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    case = make_case(2, 9, 4, "ragged", "left", 4)
+    gradients = []
+    for replay in (False, True):
+        for execution in ("dense", "compact"):
+            model = stir(tiny("adaponder", iterations=4)).train()
+            if replay:
+                model.gradient_checkpointing_enable()
+            labels = case.ids.masked_fill(~case.real, -100)
+            asked = {"policy": case.policy, "objective": Objective(ponder_weight=0.3, ponder_fraction=0.35)}
+            model(case.ids, attention_mask=case.mask, labels=labels, execution=execution, **asked).loss.backward()
+            gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for found in gradients[1:]:
+        for name, expected in gradients[0].items():
+            assert_close(found[name], expected, f"gradient of {name}")

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 
 from adaponder.analysis.figures import PLATES, choose, depths, losses, tokens
 from adaponder.analysis.figures.depths import ActiveTokens, DepthByDifficulty, DepthByPlace, GateValues
@@ -13,7 +14,7 @@ from adaponder.analysis.figures.losses import ForgoneGain, GainByIteration, Loss
 from adaponder.analysis.figures.tokens import TokenGrid
 from adaponder.analysis.figures.words import for_figure, for_html, on_one_line, visible
 from adaponder.analysis.report import facts
-from adaponder.analysis.style import house
+from adaponder.analysis.style import DARK, LIGHT, depth_colours, house
 from adaponder.analysis.tables import FEW, geometric_bins, means, numbers, quantile_bins, rank_correlation, spearman
 from adaponder.analysis.trace import Trace
 from adaponder.errors import InputError
@@ -251,6 +252,45 @@ def test_no_label_overlaps_its_neighbour_and_nothing_warns(plate, deepest):
             assert axes.get_ylabel() or axes.get_xlabel() or axes.get_shared_x_axes(), plate.name
 
 
+def test_rounding_errors_do_not_fill_an_axis():
+    trace = made_up(300, depth=np.full(300, 1))
+    trace.frame[[f"full_nll_{i}" for i in range(1, 5)]] = 3.0 + 1e-7 * np.random.default_rng(0).normal(size=(300, 4))
+    for plate in (ForgoneGain, GainByIteration):
+        for axes in drawn(plate, trace).axes:
+            low, high = axes.get_ylim()
+            assert low < 0 < high
+            assert high - low > 3e-4
+            assert not axes.yaxis.get_offset_text().get_text()
+
+
+def test_a_depth_without_tokens_has_no_line_across_it():
+    trace = made_up(300, depth=np.tile([1, 2, 4], 100))
+    line = drawn(LossByDepth, trace).axes[0].containers[0][0]
+    assert np.isnan(line.get_ydata()).tolist() == [False, False, True, False]
+
+
+@pytest.mark.one_of(2)
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_colours_of_depths_mean_depths_alone(trace, dark):
+    depths = [to_hex(colour) for colour in depth_colours(4)]
+    figure = drawn(LossByDepth, trace, dark=dark)
+    assert [to_hex(bar.get_facecolor()) for bar in figure.axes[1].patches] == depths
+    shades = figure.axes[2].images[0].cmap(np.linspace(0, 1, 256))
+    assert to_hex(shades[0]) == to_hex((DARK if dark else LIGHT).paper)
+    assert set(depths).isdisjoint(map(to_hex, shades))
+    bars = {to_hex(bar.get_facecolor()) for bar in drawn(ActiveTokens, trace, dark=dark).axes[0].patches}
+    assert len(bars) == 1
+    assert bars.isdisjoint(depths)
+
+
+@pytest.mark.one_of(2)
+@pytest.mark.parametrize("counts", [[130, 260], [7, 7]])
+def test_an_axis_of_frequencies_has_numbers(trace, counts):
+    panel = drawn(DepthByPlace, changed(trace, count=np.resize(counts, 1200))).axes[0]
+    low, high = panel.get_xlim()
+    assert sum(low <= place <= high for place in panel.get_xticks()) > 1
+
+
 @pytest.mark.parametrize("depth", [[1], [3, 4, 4, 4, 4, 4, 4, 4]], ids=str)
 def test_no_axis_shows_an_impossible_mean_depth(depth):
     trace = made_up(240, depth=np.resize(depth, 240))
@@ -263,6 +303,14 @@ def test_no_axis_shows_an_impossible_mean_depth(depth):
         line = panel.containers[0][0]
         assert all(low <= mean <= high for mean in line.get_ydata())
         assert not line.get_clip_on()  # a point on the edge is visible as a whole
+
+
+def test_the_grid_names_every_depth_within_the_page():
+    figure = drawn(TokenGrid, made_up(32, deepest=12, documents=1, depth=np.arange(32) % 12 + 1))
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == [*(f"computed, depth {depth}" for depth in range(1, 13)), "halted: K/V reused"]
+    box = figure.legends[0].get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.width
 
 
 def test_the_busiest_stretch_has_the_highest_entropy_of_depths():

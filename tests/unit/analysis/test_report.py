@@ -12,7 +12,7 @@ import pytest
 
 import lab_support
 from adaponder.analysis.report import write_report
-from adaponder.analysis.style import DARK, LIGHT
+from adaponder.analysis.style import DARK, LIGHT, PAGE
 from adaponder.analysis.trace import read_trace
 from adaponder.commands import analyze
 from adaponder.errors import AdaPonderError, InputError
@@ -68,14 +68,20 @@ def test_a_figure_is_written_as_picture_table_and_section(written):
 
 
 def test_pictures_are_light_and_dark_have_words_and_scroll_on_a_narrow_screen(written):
-    report, page, _ = written
+    report, page, out = written
     images = page.all("img")
     assert [image["class"] for image in images] == ["on-light", "on-dark"] * len(report.drawn)
     assert all(len(image["alt"] or "") > 40 for image in images)
     regions = [region for region in page.all("div") if (region.get("aria-label") or "").startswith("Figure: ")]
     assert [(region["class"], region["tabindex"]) for region in regions] == [("scroll", "0")] * len(report.drawn)
+    style = (out / "report.html").read_text()
+    width = re.search(r"figure img \{[^}]*min-width: (\d+)rem", style)
+    # The smallest label, 7 points of a figure of 7 inches, is at least 9 pixels high at 16 pixels a rem.
+    assert 7 / 72 / PAGE * int(width[1]) * 16 >= 9
     for image, theme in zip(images[:2], (LIGHT, DARK), strict=True):
         assert theme.paper.lower() in base64.b64decode((image["src"] or "").split(",")[1]).decode().lower()
+        for name, colour in (("paper", theme.paper), ("ink", theme.ink), ("muted", theme.muted), ("line", theme.grid)):
+            assert f"--{name}: {colour}" in style
 
 
 def test_tokens_and_names_that_spell_a_script_are_text_and_the_page_loads_nothing(written):

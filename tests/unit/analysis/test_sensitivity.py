@@ -2,8 +2,11 @@
 
 import statistics
 
+import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 
+from adaponder.analysis import style
 from adaponder.analysis.sensitivity import lines_of, points, sensitivity
 from adaponder.errors import InputError
 
@@ -89,6 +92,19 @@ def test_the_figure_shows_the_records_against_each_knob_and_both_depths(grid):
     assert "realised" in realised.get_xlabel()
 
 
+def test_one_at_a_time_has_a_panel_per_knob_bars_for_seeds_and_a_ring_for_the_recipe(one_at_a_time):
+    figure = sensitivity(one_at_a_time)
+    assert len(figure.axes) == 4
+    assert figure.axes[0].containers[0].has_yerr
+    assert "3 seeds" in figure.get_supxlabel()
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["λ varied,  k = 0.1", "k varied,  λ = 0.1", "the recipe itself"]
+    realised = figure.axes[-1]
+    assert realised.containers[0].has_xerr
+    rings = [line for line in realised.lines if line.get_markerfacecolor() == "none" and len(line.get_xdata())]
+    assert [tuple(ring.get_xydata()[0]) for ring in rings] == [pytest.approx((3.99, 2.21))]
+
+
 def test_what_failed_is_counted_below_and_nothing_at_all_is_an_error(grid):
     grid[0] |= {"status": "failed", "validation_loss": None}
     figure = sensitivity(grid)
@@ -111,3 +127,41 @@ def test_sweeps_of_words_of_many_sizes_and_of_seeds_alone_are_drawn():
     assert high - low == pytest.approx(0.002), "tiny differences are not blown up"
     unasked = [record(2.0, k_max=k) | {"requested_depth": None} for k in SHARES]
     assert [panel.get_xlabel() for panel in sensitivity(unasked).axes][1:] == ["mean iterations, realised"]
+
+
+@pytest.mark.parametrize("count", [6, 12])
+def test_no_colour_is_used_twice_however_many_lines_there_are(count):
+    words = [f"w{index}" for index in range(count)]
+    records = [record(2.0 + k, 3.0, ponder_weight=k, ponder_on=word) for k in range(2) for word in words]
+    panel = sensitivity(records).axes[0]
+    assert len(panel.containers) == count
+    assert len({container[0].get_color() for container in panel.containers}) == count
+
+
+def test_no_axis_of_depths_shows_one_that_cannot_be():
+    # Three shares of halted tokens: K is 4.
+    for depths in ((1.0, 4.0), (3.99, 4.0), (1.0, 1.01), (4.0, 4.0)):
+        drawn = sensitivity([record(2.0 + d, d, requested=d, k_max=i) for i, d in enumerate(depths)])
+        for panel in drawn.axes[1:]:
+            low, high = panel.get_xlim()
+            assert 1.0 <= low < high <= 4.0
+            points = [x for container in panel.containers for x in container[0].get_xdata()]
+            assert all(low <= x <= high for x in points)
+            assert not any(container[0].get_clip_on() for container in panel.containers)
+
+
+def test_colours_stand_out_on_their_paper_and_differ_in_grey_print():
+    def lightness(colour) -> float:
+        return float(np.array(to_rgb(colour)) @ [0.2126, 0.7152, 0.0722])
+
+    for theme in (style.LIGHT, style.DARK):
+        away = [abs(lightness(colour) - lightness(theme.paper)) for colour in (*style.PALETTE, theme.muted, theme.ink)]
+        assert min(away[:-1]) > 0.2
+        assert away[-1] > 0.8
+    for place in range(len(style.PALETTE) - 1):
+        left, right = style.series(place), style.series(place + 1)
+        assert all(left[key] != right[key] for key in ("color", "marker", "linestyle"))
+        assert abs(lightness(left["color"]) - lightness(right["color"])) > 0.05
+    for deepest in (1, 4, 7):
+        shades = [lightness(colour) for colour in style.depth_colours(deepest)]
+        assert shades == sorted(shades), "deeper is lighter"

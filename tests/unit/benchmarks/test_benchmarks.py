@@ -85,6 +85,16 @@ def test_records_have_telling_names_and_do_not_replace_each_other(monkeypatch, t
     assert all(found["commit"] == "abc" for found in records.values())
 
 
+def test_names_come_from_recipe_and_device(monkeypatch):
+    for device, recipe, expected in (
+        ("NVIDIA H200", "paper/adaponder-70m", "train-70m-h200"),
+        ("NVIDIA A100-SXM4-80GB", "paper/ponder-410m", "train-ponder-410m-a100-sxm4-80gb"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_, device=device: device)
+        name = "-".join(["train", *harness.words_of(recipe)])
+        assert harness.record_path(name, torch.device("cuda")).stem == expected
+
+
 def test_a_commit_is_asked_for_where_there_is_no_git(monkeypatch):
     assert harness.commit_of(None, required=True).removesuffix("-dirty").isalnum()
     monkeypatch.setenv("PATH", "")
@@ -111,6 +121,15 @@ def test_only_what_is_asked_for_is_measured_and_no_record_stands_for_all(tmp_pat
     result = invoke("ops", *SMALL, "--only=faster")
     assert isinstance(result.exception, InputError)
     assert "--only faster" in str(result.exception)
+
+
+def test_ops_resume_by_size(tmp_path):
+    first = measured("ops", *SMALL, "--no-record", "--size=8,4,9", folder=tmp_path)
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(json.dumps(first))
+    again = measured("ops", *SMALL, "--no-record", "--size=8,4,9", "--resume", str(earlier), folder=tmp_path)
+    assert [row["seconds"] for row in again["metrics"]["rows"]] == [row["seconds"] for row in first["metrics"]["rows"]]
+    assert len({tuple(row["seconds"]) for row in first["metrics"]["rows"]}) == len(first["metrics"]["rows"])
 
 
 def test_the_roofline_counts_the_unavoidable_work():

@@ -59,12 +59,18 @@ def test_a_method_that_mixes_no_vocabulary_reads_its_head_once_a_token():
     assert moved["table"] == 0
 
 
-def test_cases_have_names_of_their_own_and_the_subset_is_of_them():
+def test_cases_are_told_apart_and_hold_what_the_aims_are_stated_for():
     every = decode_cases.cases(["70m", "410m"], list(SHARES), **decode_cases.ON_GPU)
     names = [case.name for case in every]
     assert len(set(names)) == len(names)
+    assert {case.lanes for case in every if case.side == "engine"} >= {1, 4, 16, 64, 256}
+    assert {case.depth for case in every if case.side == "engine"} == {4.0, 3.7, 3.0, 2.0, 1.0}
     few = decode_cases.subset_cases(["70m", "410m"])
     assert {case for case in few if case.kind == "steady"} <= set(every)
+    assert DecodeCase("engine", "70m", 1, 128) in few
+    assert DecodeCase("engine", "410m", 64, 512, 3.7) in few
+    assert {(case.context, case.new) for case in decode_cases.served()} == {(1024, 128)}
+    assert len(decode_cases.served()) == 3 * 4 + 4
 
 
 def test_a_case_that_fails_is_a_row_and_the_rest_goes_on():
@@ -96,6 +102,29 @@ def test_speeds_are_relative_to_the_engine_at_full_depth_without_drafting():
     rows += [row("engine", 2.0, 5, lanes=1), row("engine", None, 100), row("drafting", None, 140)]
     decode.compare(rows)
     assert [row["times_engine"] for row in rows] == [1.0, 1.95, 2.5, None, None, 1.0, 1.4]
+
+
+@pytest.mark.every
+def test_the_record_has_every_figure_of_every_row(tmp_path):
+    found = measured("--lanes=2", "--contexts=6", "--depths=4,2", "--only=engine", "--only=portable", tmp_path=tmp_path)
+    assert found["command"] == "bench decode"
+    assert found["settings"]["shares"]["2"] == list(SHARES[2.0])
+    rows = {row["name"]: row for row in found["metrics"]["rows"]}
+    stream = rows["tiny, engine, 2 lanes, context 6, depth 4"]
+    assert stream["mean_depth"] == 4.0
+    assert stream["resident_lanes"] == 2.0
+    assert stream["tokens_per_second"] == pytest.approx(sum(stream["rates"]) / 2)
+    assert stream["limit_share"] == pytest.approx(stream["tokens_per_second"] / stream["limit_tokens_per_second"])
+    assert stream["first_token_seconds"]["p50"] > 0
+    assert stream["between_tokens_seconds"]["p99"] >= stream["between_tokens_seconds"]["p50"] > 0
+    assert stream["kv_rows"] >= 2 * 4 * 6
+    halted = rows["tiny, engine, 2 lanes, context 6, depth 2"]
+    assert 1 < halted["mean_depth"] < 3
+    assert rows["tiny, portable, 2 lanes, context 6, depth 4"]["tokens_per_second"] > 0
+    memory = [row for row in rows.values() if row["kind"] == "memory"]
+    assert len(memory) == 2
+    assert all(row["works"] and row["limit_share"] is None for row in memory)
+    assert halted["times_engine"] == halted["tokens_per_second"] / stream["tokens_per_second"]
 
 
 def test_the_shape_of_ouro_is_that_of_its_release(tmp_path):

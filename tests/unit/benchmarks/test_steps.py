@@ -117,10 +117,20 @@ def test_ratios_are_to_both_plain_versions():
     assert spread([1.0, 2.0, 4.0]) == 1.5
 
 
-def test_variants_have_names_of_their_own_and_a_memory_budget_reaches_the_compiler(monkeypatch):
-    for halting in (False, True):
-        names = [variant.name for variant in steps.train_variants("layer", torch.device("cuda"), halting=halting)]
-        assert len(set(names)) == len(names)
+def test_variants_have_names_of_their_own(monkeypatch):
+    on_gpu = steps.train_variants("layer", torch.device("cuda"))
+    names = [variant.name for variant in on_gpu]
+    assert len(set(names)) == len(names)
+    assert names[:3] == ["plain", "plain, compiled", "adaponder, eager"]
+    assert [variant.memory_budget for variant in on_gpu if variant.memory_budget != 1] == [0.5]
+    assert names.count("adaponder, compiled, CUDA graphs") == names.count("adaponder, compiled, left padding") == 1
+    halting = [variant.name for variant in steps.train_variants("layer", torch.device("cuda"), halting=True)]
+    assert {"adaponder, compiled, compact, CUDA graphs", "adaponder, compiled, compact, packed documents"} < {*halting}
+    assert len(set(halting)) == len(halting)
+    assert all(variant.memory_budget == 1 for variant in steps.train_variants("layer", CPU))
+    by_pass = {variant.name for variant in steps.train_variants("pass", CPU)}
+    assert StepOptions(overrides=["train.compile_by=pass"]).by == "pass"
+    assert {"ponder, compiled by pass", "adaponder, compiled by pass"} <= by_pass
     options = []
     monkeypatch.setattr(models.AdaPonderForCausalLM, "compile_passes", lambda self, **how: options.append(how))
     Variant("adaponder", memory_budget=0.5).build(tiny_recipe(), CPU)

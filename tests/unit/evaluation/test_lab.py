@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.colors import to_hex
 
 import support
 from adaponder import AdaPonderError, FixedDepth, LearnedGate
@@ -273,6 +274,22 @@ def result(rows):
     absent = replace(rows[2], policy="unable", loss=None, depth=None, active=(), difference=None, missed="cannot")
     further = [replace(row, budget=3.0) for row in rows[1:]]
     return json.loads(json.dumps([row.as_dict() for row in [*rows, absent, *further]]))
+
+
+def test_loss_against_compute_has_a_panel_for_each_rule_and_a_colour_for_each_line(result):
+    drawn = figures.loss_against_compute(result)
+    names = {row["policy"] for row in result if row["loss"] is not None} - {figures.ORACLE, TRAINED}
+    shown = [axis for axis in drawn.axes if axis.get_visible()]
+    # Against iterations, then against FLOPs.
+    kinds = {name.split(",")[0] for name in names - {LEARNED}}
+    assert sorted(axis.get_title() for axis in shown) == sorted(2 * [*kinds])
+    for axis in shown:
+        of_rule = {name for name in names if name.split(",")[0] == axis.get_title()}
+        lines = [line for line in axis.lines if line.get_label() != "the other policies" and line.get_marker() != "*"]
+        assert len({to_hex(line.get_color()) for line in lines}) == len(lines) == 1 + len(of_rule)
+        losses = {row["loss"] for row in result if row["policy"] in of_rule and row["loss"] is not None}
+        assert losses <= {loss for line in lines for loss in line.get_ydata()}
+    assert figures.ORACLE in drawn.get_suptitle()
 
 
 def test_a_line_is_promised_where_one_is_drawn(result):

@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -110,6 +111,14 @@ def test_large_weights_are_known_by_blocks_spread_over_them(folder, monkeypatch)
         changed[place] ^= 1
         weights.write_bytes(changed)
         assert identity(folder) != before
+
+
+def test_a_write_that_fails_leaves_what_was_there(folder, monkeypatch):
+    store(folder, "a", PROFILE)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(CheckpointError, match="No space"):
+        store(folder, "b", PROFILE)
+    assert list(stored(folder)) == ["a"]
 
 
 def test_a_profile_waits_for_one_that_another_process_stores(folder):

@@ -7,7 +7,7 @@ from adaponder import Objective
 from adaponder.backbones.wrapper import Backbone
 from adaponder.execution import dense
 from adaponder.policies import ForcedDepths
-from packed_support import DEPTHS, PADDED, assert_same, loss_and_gradients
+from packed_support import DEPTHS, PADDED, assert_same
 from support import METHODS, ids, tiny
 
 DOCUMENTS = torch.tensor([[0, 0, 1, 1, 1, 1], [3, 3, 0, 0, 3, 3]])
@@ -19,10 +19,12 @@ MASKED = [
 
 
 def results(model, given):
+    model.zero_grad()
     objective = Objective(ponder_weight=0.3, ponder_fraction=0.3)
     policy = {"policy": ForcedDepths(DEPTHS[0])} if model.method.halts else {}
-    asked = {"targets": ids(2, 6, seed=1), "execution": "dense", "objective": objective}
-    return loss_and_gradients(model, ids(2, 6), **asked, **policy, **given)
+    loss = model(ids(2, 6), targets=ids(2, 6, seed=1), execution="dense", objective=objective, **policy, **given).loss
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
 
 
 @pytest.fixture
@@ -54,6 +56,11 @@ def test_compiled_passes_take_rows_too(by_rows):
     model.compile_passes(by="layer", backend="aot_eager", fullgraph=True)
     for given, theirs in zip(MASKED, expected, strict=True):
         assert_same(results(model, given), theirs)
+
+
+def test_a_cpu_masks_in_torch():
+    model = tiny("adaponder", dtype=torch.bfloat16)
+    assert not model.wrapped.masks_by_kernels(torch.zeros(1, dtype=torch.bfloat16))
 
 
 @pytest.mark.gpu

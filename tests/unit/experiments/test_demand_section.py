@@ -68,6 +68,22 @@ def page(models: list[Subject]) -> str:
     return "\n".join(demand.tables(models))
 
 
+def test_the_section_says_where_one_reading_fails_and_four_do_not():
+    text = page([*SEPARATE, FULL, FOLLOWS])
+    assert "| **needed depth** |  | **1** | **2** | **3** | **4** |" in text
+    hard = "K = 1 fails where K = 4 succeeds: 2 hops 30.0 % against 100.0 %, 3 hops 20.0 % against 99.0 %"
+    assert hard in text
+    assert "99.0 % at 1.02" in text
+    # Where three iterations are enough for all, one still fails where four succeed.
+    text = page([*SEPARATE[:2], fixed(3, 1, 1, 1, 1), SEPARATE[3], FOLLOWS])
+    assert "| **needed depth** |  | **1** | **2** | **3** | **3** |" in text
+    assert hard in text
+    text = page([fixed(1, 1, 1, 1, 1), fixed(4, 1, 1, 1, 1), LOST])
+    assert "K = 1 fails where K = 4 succeeds: nowhere." in text
+    assert "no model that halts solves them" in text
+    assert page([FOLLOWS]) == ""
+
+
 def test_aims_are_judged_over_all_seeds_of_a_setting():
     alone = page([*SEPARATE, FULL, FOLLOWS])
     assert "- good: the best of 2 settings that halt, by mean rank correlation. Over its seeds:" in alone

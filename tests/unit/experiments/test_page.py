@@ -96,6 +96,15 @@ def test_wrong_claims_are_refused(evidence, tmp_path):
         settings_table(evidence, ["nobody"], ["loss"])
 
 
+def test_rows_of_a_claim_have_different_titles(evidence):
+    """A table shows title, learning rate and seed: what else differs between two rows must be in their titles."""
+    for claim in evidence.queue.claims:
+        rows = {}
+        for run in evidence.queue.of_claim(claim):
+            row = (evidence.title(run.setting), run.shaped.train.lr, run.seed, run.again, run.corpus)
+            assert rows.setdefault(row, run.label) == run.label, row
+
+
 def test_documents_quote_the_records(evidence):
     """By hand: a new record of one of these runs wants its sentence written again."""
 

@@ -236,3 +236,10 @@ def test_two_runs_that_end_together_do_not_take_one_record_name(tmp_path, monkey
     monkeypatch.setattr(runner, "_write", write)
     assert command("run", "tiny-seed-0", **place({})).code == 0
     assert locked == [True]
+
+
+@pytest.mark.parametrize("name", ["list", "next", "claim", "run", "corpus"])
+def test_help_names_the_values_of_options(name):
+    options = [line for line in CliRunner().invoke(app, [name, "--help"]).output.splitlines() if " --" in line]
+    assert len(options) > 1
+    assert not [line for line in options if "<" in line.replace("<=", "")]

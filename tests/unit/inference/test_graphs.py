@@ -8,11 +8,18 @@ import torch
 from adaponder.backbones.wrapper import Backbone
 from adaponder.inference import Engine, Request
 from adaponder.inference.bodies import FusedBody, Pools
-from adaponder.inference.graphs import GraphedBody
+from adaponder.inference.graphs import GraphedBody, pad_prefill
 from adaponder.ops.ledger_attention import Cohort, LedgerRows
 from support import stock, tiny
 
 SLOTS, LANES, ROWS = 40, 4, 200
+
+
+def test_prefill_rows_are_padded_to_few_sizes():
+    sizes = [pad_prefill(rows) for rows in range(1, 9000)]
+    assert all(size >= rows for rows, size in enumerate(sizes, start=1))
+    assert len(set(sizes)) < 40
+    assert all(size <= max(rows + 63, 1.25 * rows) for rows, size in enumerate(sizes, start=1))
 
 
 def cohorts(index: torch.Tensor, spans: list[tuple[int, int, int]], seed: int) -> LedgerRows:

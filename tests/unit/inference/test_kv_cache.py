@@ -3,7 +3,19 @@
 import pytest
 import torch
 
-from adaponder.inference.kv_cache import Pages, PrefixCache, Span
+from adaponder.inference.kv_cache import Pages, PrefixCache, RowStream, Span
+
+
+def test_pages_are_taken_once_and_page_0_never():
+    pages = Pages(5, 4)
+    taken = pages.take(4)
+    assert sorted(taken) == [1, 2, 3, 4]
+    assert (pages.free, pages.held, pages.take(1), pages.take(0)) == (0, 4, None, [])
+    pages.release(taken[:2])
+    assert (pages.take(3), pages.free) == (None, 2)
+    pages.hold(taken[2:])
+    pages.free_all()
+    assert (pages.free, pages.held, sorted(pages.take(3))) == (4, 0, [1, 2, 3])
 
 
 def test_a_page_is_free_once_its_last_holder_releases_it():
@@ -18,6 +30,17 @@ def test_a_page_is_free_once_its_last_holder_releases_it():
         with pytest.raises(RuntimeError, match=f"page {page}"):
             refused([page])
     assert pages.free == 2
+
+
+def test_a_stream_returns_the_rows_of_its_pages_in_order():
+    stream = RowStream(4)
+    assert (stream.pages_for(0), stream.pages_for(9)) == (0, 3)
+    stream.pages += [5, 2]
+    assert stream.take(3) == [20, 21, 22]
+    assert (stream.room, stream.pages_for(5), stream.pages_for(6)) == (5, 0, 1)
+    assert stream.take(3) == [23, 8, 9]
+    with pytest.raises(RuntimeError):
+        stream.take(3)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from own_policy import UntilLikely
 
 from adaponder import AdaPonderForCausalLM, Engine
 from adaponder.errors import InputError
+from adaponder.inference.outputs import Completion, Token
 from adaponder.inference.request import Request, check_request
 from adaponder.policies import ExitThreshold, FixedDepth, ForcedDepths, LearnedGate, Ranked, Uniform
 from support import POSITIONS, VOCABULARY, stock, tiny
@@ -126,3 +127,12 @@ def test_tau_is_the_learned_gates_alone_and_a_method_that_never_halts_takes_no_d
     for field, value in (("depths", [1]), ("policy", FixedDepth(1))):
         with pytest.raises(InputError, match=field):
             check(tiny("ponder", iterations=K), Request(PROMPT, max_new_tokens=8, **{field: value}))
+
+
+def test_depths_of_a_completion():
+    tokens = [Token(9, 2, -0.5, ((9, -0.5),)), Token(8, 3), Token(7, 1)]
+    completion = Completion(Request([1, 2, 3]), 0, [1, 2, 3], tokens, prompt_depths=[4, 1, 2], finish_reason="length")
+    assert completion.ids == [9, 8, 7]
+    assert completion.depths == [4, 1, 2, 3, 1]  # the last token is returned without being read
+    assert completion.mean_depth == pytest.approx(11 / 5)
+    assert Completion(Request([1]), 0, [1]).mean_depth == 0.0

@@ -162,6 +162,15 @@ def test_prompts_are_scored_in_chunks():
     torch.testing.assert_close(scored.log_probability, -expected)
 
 
+def test_features():
+    greedy = Features.of(request(temperature=0, top_p=0.5, stop_ids=[3]))
+    drawn = Features.of(request(log_probabilities=0))
+    asked = Features.of(request(top_p=0.5, log_probabilities=6, min_new_tokens=1, presence_penalty=1.0))
+    assert Features.union([]) == greedy == Features()
+    assert Features.union([greedy, drawn]) == drawn == Features(sampled=True, log_probabilities=0)
+    assert Features.union([greedy, asked, drawn]) == asked == Features(True, True, True, True, False, 20)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cuda_graph_equals_the_cpu(dtype):

@@ -9,6 +9,9 @@ import torch
 from typer.testing import CliRunner
 
 from adaponder import AdaPonderForCausalLM, cli, methods, registry
+from adaponder.analysis.figures import PLATES, GateValues, TokenGrid
+from adaponder.analysis.report import write_report
+from adaponder.analysis.trace import Trace, make_trace
 from adaponder.evaluation.meter import check_flops
 from adaponder.evaluation.scoring import score
 from adaponder.evaluation.text import Text, Windows, open_text, open_vocabulary
@@ -31,6 +34,8 @@ def echo():
         patch.setattr(methods, "_CLASSES", dict(methods._CLASSES))
 
         class Loud(runpy.run_path(str(Path(__file__).parents[3] / "examples" / "own_method.py"))["Echo"]):
+            after_halting = "halted: silent"
+
             @classmethod
             def described(cls, config):
                 return {"silence below": config.tau}
@@ -55,6 +60,11 @@ def model(run) -> AdaPonderForCausalLM:
 @pytest.fixture(scope="module")
 def text(run) -> Text:
     return open_text(str(run.parent / "shards"), open_vocabulary(str(run / "final")), whose="toy", max_tokens=200)
+
+
+@pytest.fixture(scope="module")
+def trace(model, text) -> Trace:
+    return make_trace(model, text, WINDOWS, checkpoint="toy", data="made up")
 
 
 def test_it_trains_its_parameters(run, model):
@@ -88,6 +98,16 @@ def test_it_is_evaluated_and_metered(model, text):
     assert (halted.total_depth, halted.gates) == (6, (3 + 2) * 2 * model.config.hidden_size)
     assert halted.flops < full.flops
     assert halted.expectation == full.expectation == 0
+
+
+def test_it_is_drawn_in_its_own_words(echo, trace, tmp_path):
+    assert [plate for plate in PLATES if plate.missing(trace.about) is not None] == []
+    write_report(trace, tmp_path, only=("gates", "grid"))
+    assert echo.gate_meaning in (tmp_path / "figures" / "gates.svg").read_text()
+    assert echo.after_halting in (tmp_path / "figures" / "grid.svg").read_text()
+    assert GateValues(trace).meaning == echo.gate_meaning
+    assert GateValues(trace).lines == (0.5, 0.5)
+    assert TokenGrid(trace).after == echo.after_halting
 
 
 def test_commands_take_it(run, tmp_path):

@@ -11,6 +11,7 @@ from torch import Tensor
 from adaponder.ops import kernels as shared
 from adaponder.ops import linear_cross_entropy as loss_op
 from adaponder.ops import vocab_expectation as expectation_op
+from adaponder.ops.chunks import rows_per_chunk
 from adaponder.ops.linear_cross_entropy import plain_linear_cross_entropy
 from adaponder.ops.linear_cross_entropy import torch as loss_reference
 from adaponder.ops.linear_cross_entropy import triton as loss_kernels
@@ -221,6 +222,19 @@ def test_it_can_be_compiled(op, options):
     leaves = leaves_of(op, shape)
     compiled = torch.compile(function(op, PUBLIC, shape, chunk=3, **options), backend="aot_eager", fullgraph=True)
     assert_close(differentiate(compiled, leaves), differentiate(function(op, PLAIN, shape), leaves), 1e-12)
+
+
+@every_op
+def test_a_chunk_of_no_token_is_refused(op):
+    with pytest.raises(ValueError, match="chunk=0"):
+        function(op, PUBLIC, (7, 5, 131, 3), chunk=0)(*leaves_of(op))
+
+
+def test_chunks_are_even_and_whole_tiles():
+    assert rows_per_chunk(1000, 10, 35) == 3
+    assert rows_per_chunk(1000, 10, 6000) == 512
+    assert rows_per_chunk(1000, 1000, 10) == 1
+    assert rows_per_chunk(50, 10, 6000) == 600
 
 
 @pytest.mark.gpu

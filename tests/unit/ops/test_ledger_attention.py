@@ -167,6 +167,14 @@ def test_a_row_that_enters_is_written_and_reads_itself(number, device, dtype):
             assert torch.equal(pool.nan_to_num(), other.nan_to_num())
 
 
+def test_splits_fill_the_device_and_no_more():
+    for programs, processors, reach in itertools.product((1, 16, 131, 2048), (2, 132), (1, 9, 10_000)):
+        splits = kernels.splits_for(programs, processors, reach)
+        assert 1 <= splits <= min(kernels.MOST_SPLITS, -(-reach // kernels.LEAST))
+        assert splits == 1 or splits * programs <= processors
+    assert kernels.splits_for(16, 132, 10_000) == 8
+
+
 @pytest.mark.parametrize("version", [reference, kernels], ids=["torch", "kernels"])
 def test_a_query_that_sees_nothing_gets_zeros(version, interpreted):
     made = case(seed=6, alone=2, cohorts=0, dtype=torch.float32)

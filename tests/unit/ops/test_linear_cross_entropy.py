@@ -41,6 +41,19 @@ def test_a_target_that_does_not_exist_makes_its_loss_nan_in_a_kernel(device):
         assert kernels.linear_cross_entropy_sum(hidden, weight, targets, weights, bias=bias).isnan()
 
 
+def test_the_value_of_the_sum_is_the_per_token_losses_bit_for_bit_with_and_without_gradients():
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        hidden, weight, targets, bias = inputs(dtype=dtype)
+        weights = weights_for(targets)
+        losses = linear_cross_entropy(hidden, weight, targets, bias=bias, chunk=3)
+        with_gradients = linear_cross_entropy_sum(hidden, weight, targets, weights, bias=bias, chunk=3)
+        with torch.no_grad():
+            without = linear_cross_entropy_sum(hidden, weight, targets, weights, bias=bias, chunk=3)
+        assert with_gradients.requires_grad
+        assert not without.requires_grad
+        assert with_gradients == without == (losses * weights.to(losses.dtype)).sum()
+
+
 def test_the_logits_are_computed_once_and_only_the_gradients_that_are_needed(monkeypatch):
     """A chunk takes three products, in forward: one if nothing has a gradient, two if the head is frozen."""
     counts = {"logits": 0, "gradients": 0}

@@ -8,7 +8,7 @@ from torch.backends.cuda import cudnn_sdp_enabled
 
 from adaponder.ops.compact_attention import PackedRows
 from adaponder.ops.compact_attention import torch as reference
-from adaponder.ops.masks import Places, masked_attention
+from adaponder.ops.masks import Places, masked_attention, spans_of
 from support import ids, tiny
 
 PADDED = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])}
@@ -93,3 +93,11 @@ def test_gradients_under_a_mask_are_finite_where_cudnn_returns_nan(dtype):
         # The first part of a query meets a constant: its true gradient is 0, a sum of large numbers that cancel.
         found, true = found[..., 1:], true[..., 1:]
         assert (found - true).norm() <= 0.05 * true.norm()
+
+
+def test_spans_name_the_first_and_the_last_slot_of_each_document():
+    document = torch.tensor([[7, 7, 2, 2, 7], [1, 2, 3, 3, 3], [4, 4, 4, 4, 4]])
+    ids, first, last = spans_of(document)
+    assert torch.equal(ids, document)
+    assert first.tolist() == [[0, 0, 2, 2, 0], [0, 1, 2, 2, 2], [0] * 5]
+    assert last.tolist() == [[4, 4, 3, 3, 4], [0, 1, 4, 4, 4], [4] * 5]

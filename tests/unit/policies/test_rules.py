@@ -8,6 +8,7 @@ import torch
 
 import support
 from adaponder import Entropy, ExitThreshold, FixedDepth, Geometric, LearnedGate, Policy, Ranked, Uniform
+from adaponder.errors import AdaPonderError
 from adaponder.policies import Change, Divergence, Shares, thresholds_for
 from policy_support import EXECUTIONS, K, asked, padded
 
@@ -100,3 +101,11 @@ def test_the_calibrated_thresholds_keep_the_prescribed_shares_of_their_own_data(
     depth = model(ids, policy=dataclasses.replace(schedule, thresholds=thresholds)).depth
     expected = [math.floor(share_by_hand(schedule, i) * 50 + 1e-9) for i in range(K - 1)]
     assert [int((depth > i + 1).sum()) for i in range(K - 1)] == expected
+
+
+@pytest.mark.parametrize("schedule", [Uniform(keep=0.5), Geometric(rate=0.5), Shares(shares=(0.5,) * 3)], ids=str)
+def test_the_uncalibrated_schedule_is_refused_with_the_cure(model, schedule):
+    with pytest.raises(AdaPonderError, match="thresholds") as refusal:
+        model(support.ids(), policy=schedule)
+    for cure in ("thresholds_for", "Ranked"):
+        assert cure in str(refusal.value)

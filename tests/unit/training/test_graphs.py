@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adaponder import Objective
 from adaponder.errors import ConfigError, TrainingError
 from adaponder.policies import ForcedDepths
-from adaponder.training.graphs import StepGraphs, add_gradients
+from adaponder.training.graphs import STEPS, StepGraphs, add_gradients, next_limits
 from adaponder.training.run import train
 from kernel_support import PLACES
 from support import ids, tiny
@@ -103,6 +103,15 @@ def test_steps_from_graphs_equal_eager_steps(device, execution, micro_steps, com
     for mine, theirs in zip(actual, expected, strict=True):
         torch.testing.assert_close(mine, theirs, **tolerance)
     assert len(replayed) >= 4
+
+
+def test_rows_are_fitted_to_the_latest_counts():
+    tokens, step = STEPS * 8, 8
+    assert next_limits(None, (16, 9, 0), tokens) == (16, 16, 0)
+    assert next_limits((16, 16, 8), (17, 16, 0), tokens) == (24, 16, 8), "grows at once, keeps one step to spare"
+    assert next_limits((64, 32, 32), (17, 24, 25), tokens) == (24 + step, 32, 32)
+    assert next_limits(None, (tokens, tokens - 1), tokens) == (tokens, tokens)
+    assert next_limits(None, (1,), 5) == (1,)
 
 
 def test_tokens_that_do_not_fit_are_computed_again():

@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -332,6 +333,12 @@ def test_data_prepared_otherwise_names_the_folder_of_the_data_and_not_of_the_run
         shards_folder(small(tmp_path, source, "data.validation=0.5"), tmp_path / "data", World())
     assert str(refused.value).startswith(source)
     assert f"--out {tmp_path}" not in str(refused.value)
+
+
+def test_logs_without_a_terminal_show_the_step_the_total_and_the_time_left(shards, tmp_path, capsys):
+    train(small(shards, "train.steps=3"), out=tmp_path / "run")
+    lines = re.findall(r"^step (\d) of 3  loss .*  \d:\d\d:\d\d left$", capsys.readouterr().out, flags=re.MULTILINE)
+    assert lines == ["0", "1", "2"]
 
 
 def test_a_warning_of_collapse_names_validation_and_comes_once(shards, tmp_path, capsys):

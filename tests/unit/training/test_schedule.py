@@ -1,17 +1,13 @@
-"""What changes with the step, the depth controller, and warnings of gates that no longer distinguish tokens."""
+"""What changes with the step, at the very steps where it changes."""
 
 import math
-from dataclasses import replace
 
 import pytest
-import torch
 
-from adaponder import FixedDepth, Objective
-from adaponder.recipes import TrainRecipe, load_recipe
+from adaponder import FixedDepth
+from adaponder.recipes import TrainRecipe
 from adaponder.training import schedule
-from adaponder.training.controller import DepthController
 from adaponder.training.schedule import learning_rate_factor, named_groups, objective_at, policy_at
-from adaponder.training.watch import collapse
 from support import METHODS, tiny
 
 
@@ -80,61 +76,3 @@ def test_joint_training_warms_up_again_and_ouros_beta_follows_a_line():
     train = TrainRecipe(steps=12, global_batch=1, exit_entropy=(0.1, 0.05), exit_entropy_steps=(2, 6))
     betas = [objective_at(train, step).exit_entropy_weight for step in range(9)]
     assert betas == pytest.approx([0.1] * 3 + [0.0875, 0.075, 0.0625] + [0.05] * 3)
-
-
-@pytest.mark.parametrize("target", [1.5, 2.5, 3.5])
-@pytest.mark.parametrize("effect", [0.4, 1.0, 2.5])
-def test_a_controller_brings_slow_gates_to_the_target(target, effect):
-    """The simulated gates close ``effect`` times what k asks; their means follow within a few turns, depth later."""
-    controller = DepthController(target=target, iterations=4, start=0, gain=0.5, every=1)
-    depth = promised = 4.0
-    for step in range(600):
-        steered = controller.steer(Objective(ponder_weight=0.1, ponder_fraction=0.1), step)
-        wanted = 4.0 - min(1.0, effect * 3 * steered.ponder_fraction) * 3
-        promised += 0.2 * (wanted - promised)
-        depth += 0.05 * (promised - depth)
-        controller.update(torch.tensor([1.0, depth, promised], dtype=torch.double))
-    assert depth == pytest.approx(target, abs=0.05)
-
-
-@pytest.mark.parametrize(("target", "share"), [(2.0, 2 / 9), (3.5, 0.5 / 9), (4.0, 0.0)])
-def test_a_controller_begins_with_the_share_of_gates_whose_closing_gives_the_target(target, share):
-    """One closed first gate saves a token K - 1 iterations, and is one of its K - 1 gates."""
-    controller = DepthController(target=target, iterations=4, start=3, gain=0.5, every=1)
-    objective = Objective(ponder_weight=0.1, ponder_fraction=0.7)
-    assert controller.steer(objective, 2) == objective
-    steered = controller.steer(objective, 3)
-    assert (steered.ponder_weight, steered.ponder_fraction) == (0.1, pytest.approx(share))
-
-
-@pytest.mark.parametrize(("start", "every", "due"), [(0, 1, [0, 1, 2, 3]), (0, 3, [2, 5, 8]), (5, 3, [7, 10, 13])])
-def test_a_controller_turns_after_whole_spans_of_steps_from_its_start_on(start, every, due):
-    controller = DepthController(target=2.0, iterations=4, start=start, gain=0.5, every=every)
-    assert [step for step in range(due[-1] + 1) if controller.due(step)] == due
-
-
-@pytest.mark.parametrize(
-    ("step", "halted", "gates", "pressed", "kind"),
-    [
-        (10, [0.995, 0.995], [0.5, 0.5], True, "all"),
-        (10, [0.0, 0.995], [0.5, 0.5], True, "one"),
-        (150, [0.967, 0.998], [0.1, 0.0], True, "all"),  # as a run ended that kept 3 % of its tokens
-        (150, [0.9, 0.998], [0.1, 0.0], True, None),  # as puzzles should: most of their tokens need one
-        (200, [0.0, 0.0], [0.5, 0.5], True, "none"),
-        (199, [0.0, 0.1], [0.5, 0.5], True, None),
-        (10, [0.3, 0.6], [0.5, 0.5], True, "early"),
-        (10, [0.0, 0.0], [0.9, 0.001], True, "early"),  # no token may halt yet, but the gate is shut
-        (10, [0.0, 0.0], [0.9, 0.02], True, None),
-        (150, [0.0, 0.2], [0.9, 0.001], True, None),
-        (10, [], [], True, None),
-        (200, [1.0, 1.0], [], False, "all"),
-        (200, [0.0, 1.0], [], False, "one"),
-        (200, [0.0, 0.0], [], False, None),
-    ],
-)
-def test_gates_that_no_longer_distinguish_tokens_are_warned_of(step, halted, gates, pressed, kind):
-    plan = load_recipe("cpu/demo", ["train.steps=200", "train.ponder_start=100", "train.ponder_full=120"]).train
-    warning = collapse({"step": step, "halted": halted, "gate_means": gates}, plan, pressed=pressed)
-    assert (warning and warning[0]) == kind
-    unpressed = collapse({"step": 200, "halted": [0.0, 0.0], "gate_means": gates}, replace(plan, ponder_weight=0.0))
-    assert unpressed is None, "without a ponder loss gates may stay open"

@@ -13,7 +13,7 @@ from trl import SFTConfig, SFTTrainer
 from adaponder import Engine, FixedDepth, Request
 from adaponder.conversion.open import load
 from adaponder.errors import BackboneError, CheckpointError, InputError
-from adaponder.halting import bottom_k_mean
+from adaponder.halting import bottom_k_mean, ponder_fraction
 from adaponder.integrations import PonderCallback, PonderSFTTrainer
 from support import VOCABULARY, ids, tiny
 
@@ -83,7 +83,10 @@ def test_the_loss_is_the_model_s_own_with_the_ponder_term_and_adapters_alone_tra
     for step, (kwargs, output) in zip([0, 0, 1, 1, 2, 2], seen, strict=True):
         assert output.terms.keys() == ({"cross_entropy"} if step < 1 else {"cross_entropy", "ponder"})
         if step == 2:
-            expected = bottom_k_mean(output.gates[kwargs["attention_mask"].bool()], 0.4)
+            real = kwargs["attention_mask"].bool()
+            fraction = ponder_fraction(step, start=1, full=2, k_max=0.4)
+            expected = bottom_k_mean(output.gates[real], fraction)
+            torch.testing.assert_close(output.terms["ponder"], expected)
             share = (kwargs["labels"][:, 1:] != -100).sum() / kwargs["num_items_in_batch"]
             torch.testing.assert_close(output.loss, output.terms["cross_entropy"] + share * 0.5 * expected)
     logged = [entry["loss"] for entry in run.state.log_history if "loss" in entry]

@@ -101,10 +101,13 @@ def test_names_are_safe_for_file_systems_and_never_the_same():
     [
         ([], "--grid"),
         (["train.k_mx=0.1"], "train.k_max"),
+        (["model.backbone.hiden_size=64"], "model.backbone.hidden_size"),
         (["k_max=0.1"], "section.field=value"),
         (["train.k_max=0.1,"], "section.field=value"),
         (["train.k_max=0.1,,0.2"], "--grid train.k_max"),
+        (["train.steps=2001-99-99"], "--grid train.steps"),
         (["train.steps=" + "9" * 5000], "--grid train.steps"),
+        (["train.k_max=few"], "train.k_max='few'"),
         (["train.k_max=0.1,2"], "train.k_max=2.0"),
         (["train.k_max=0.1", "train.k_max=0.2"], "train.k_max"),
         (["train.k_max=0.1,1e-1"], "--grid"),
@@ -189,7 +192,10 @@ def test_what_is_finished_is_never_run_again(recipe, swept, monkeypatch, capsys)
     monkeypatch.setattr(sweeping, "train", lambda *a, **k: pytest.fail("trained again"))
     assert command.run_sweep(recipe, grid=GRID, out=swept).exit_code == 0
     assert (swept / "sweep.json").read_bytes() == before
-    assert "2 done before, 0 to do" in " ".join(capsys.readouterr().out.split())
+    shown = capsys.readouterr().out
+    assert "2 done before, 0 to do" in " ".join(shown.split())
+    assert "requested" in shown
+    assert "scale" in shown  # of embeddings: "emb." may stand on a line of its own
 
 
 @pytest.mark.parametrize(
