@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from adaponder.training.checkpoint import parse_random_states, random_states, restore_random_state
+from adaponder.training.checkpoint import random_states, restore_random_state
 from adaponder.training.distributed import World
 
 
@@ -14,7 +14,7 @@ def draws_again(device: torch.device, draw) -> None:
     saved = json.loads(json.dumps(random_states(World(device=device))))
     first = (torch.rand(3).tolist(), draw().tolist())
     assert (torch.rand(3).tolist(), draw().tolist()) != first
-    (state,) = parse_random_states(saved)
+    (state,) = saved
     restore_random_state(state, device)
     assert (torch.rand(3).tolist(), draw().tolist()) == first
 
@@ -37,7 +37,7 @@ def test_a_gpu_draws_again_what_it_drew():
 
 
 def test_a_state_without_the_device_restores_the_cpu_alone():
-    (state,) = parse_random_states(random_states(World()))
+    (state,) = random_states(World())
     first = torch.rand(3).tolist()
     restore_random_state(state, torch.device("cuda"))
     assert torch.rand(3).tolist() == first
