@@ -130,15 +130,11 @@ def solo(engine: Engine, body: dict[str, Any]) -> tuple[list[int], list[int]]:
 
     extension = body["adaponder"]
     policy = extension.get("policy")
+    same = ("prompt", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed")
     request = Request(
-        prompt=body["prompt"],
+        **{name: body[name] for name in same if name in body},
         max_new_tokens=body["max_tokens"],
-        temperature=body["temperature"],
-        top_p=body.get("top_p", 1.0),
-        presence_penalty=body.get("presence_penalty", 0.0),
-        frequency_penalty=body.get("frequency_penalty", 0.0),
         logit_bias={int(token): bias for token, bias in body.get("logit_bias", {}).items()},
-        seed=body["seed"],
         policy=None if policy is None else parse_policy(policy),
         tau=extension.get("tau"),
         max_iterations=extension.get("max_iterations"),

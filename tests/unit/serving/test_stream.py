@@ -61,18 +61,6 @@ def test_pipelined_requests_end_with_their_connection(server):
     assert 'adaponder_disconnects_total{why="left"} ' in server.get("/metrics").text
 
 
-def test_a_client_that_does_not_read_blocks_no_other(server):
-    extension = {"depth": True, "gates": True, "iteration_top": 20}
-    connection = connect(server)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    body = BODY | {"stream": True, "n": 3, "max_tokens": 60, "logprobs": 20, "adaponder": extension}
-    connection.sendall(request_bytes(body))
-    for _ in range(3):
-        assert server.post("/v1/completions", BODY | {"max_tokens": 4}).status_code == 200
-    check_idle(server)
-    connection.close()
-
-
 class Stuck(Engine):
     """An engine that accepts requests and generates nothing until ``held`` is false."""
 
