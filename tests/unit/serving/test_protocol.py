@@ -54,46 +54,40 @@ REFUSED = [
     ("stop_token_ids", {"stop_token_ids": [VOCABULARY]}, {"stop_token_ids": [1] * 257}),
     ("adaponder.unknown", {"adaponder": {"unknown": 1}}),
 ]
-REFUSALS = [(change, field) for field, *changes in REFUSED for change in changes]
+USER = {"role": "user", "content": "x"}
+REFUSED_IN_CHAT = [
+    ("chat_template", {"chat_template": "{{ 7 * 7 }}"}),
+    ("chat_template_kwargs", {"chat_template_kwargs": {"chat_template": "x", "tokenize": True}}),  # CVE-2025-62426
+    ("add_generation_prompt", {"add_generation_prompt": False}),
+    ("tools", {"tools": [{"type": "function"}]}),
+    ("functions", {"functions": [{}]}),
+    ("response_format.type", {"response_format": {"type": "json_object"}}),
+    ("top_logprobs", {"top_logprobs": 2}),
+    ("max_tokens", {"max_tokens": 1, "max_completion_tokens": 1}),
+    ("messages", {"messages": []}, {"messages": [USER] * 300}),
+    ("messages.0.role", {"messages": [USER | {"role": "robot"}]}),
+    ("messages.0.content.0.type", {"messages": [USER | {"content": [{"type": "image_url"}]}]}),
+    ("store", {"store": True}),
+]
+BODIES = {"completions": BASE, "chat/completions": {"model": "tiny", "messages": [USER]}}
+REFUSALS = [
+    (route, change, field)
+    for route, refused in zip(BODIES, (REFUSED, REFUSED_IN_CHAT), strict=True)
+    for field, *changes in refused
+    for change in changes
+]
 
 
-def check_refused(response, field: str) -> None:
+@pytest.mark.parametrize(("route", "change", "field"), REFUSALS, ids=lambda value: str(value)[:40])
+def test_invalid_field_is_refused_by_name(server, route, change, field):
+    began = time.perf_counter()
+    response = server.post(f"/v1/{route}", BODIES[route] | change)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", field), error
     assert len(error["message"]) < 500
-
-
-@pytest.mark.parametrize(("change", "field"), REFUSALS, ids=lambda value: str(value)[:40])
-def test_invalid_field_is_refused_by_name(server, change, field):
-    began = time.perf_counter()
-    check_refused(server.post("/v1/completions", BASE | change), field)
     assert time.perf_counter() - began < 1.0  # milliseconds on an idle machine
     assert server.worker.sequences == 0
-
-
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"chat_template": "{{ 7 * 7 }}"}, "chat_template"),
-        ({"chat_template_kwargs": {"chat_template": "x", "tokenize": True}}, "chat_template_kwargs"),  # CVE-2025-62426
-        ({"add_generation_prompt": False}, "add_generation_prompt"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"functions": [{}]}, "functions"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": "x"}] * 300}, "messages"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
-        ({"store": True}, "store"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_chat_takes_no_template_no_tool_and_no_unknown_field(server, change, field):
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]} | change
-    check_refused(server.post("/v1/chat/completions", body), field)
 
 
 def post_bytes(server, content, kind="application/json"):
