@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import http.server
+import shutil
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -13,6 +18,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
 from adaponder import AdaPonderForCausalLM
+from adaponder.checkpoints.loading import tokenizer_of
+from adaponder.checkpoints.shipped import sample_path
+from adaponder.conversion.open import load
+from adaponder.serving.served import Served
 from support import stir
 
 if TYPE_CHECKING:
@@ -23,6 +32,41 @@ POSITIONS, ITERATIONS = 768, 4
 MERGES = ["Ġ Ġ", "ĠĠ ĠĠ", "d e", "de f", "Ġ r", "s e", "se l", "sel f", "i n", "o r"]
 TEXT = "def f(self):\n    return [x for x in self]\n"
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x01\x7f \u202egnp.exe\u202c \u2066\u200b " + "w" * 90
+
+
+def browser_path() -> str | None:
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """Opens a browser without its sandbox, which containers forbid: it opens our own page only."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=browser_path(), args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None: ...
+
+
+@contextmanager
+def hosted(folder: Path) -> Iterator[str]:
+    """Serves a folder's files as a static host does; yields the address."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=folder)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def shipped_checkpoint(name: str) -> Served:
+    folder = sample_path(name)
+    model, _ = load(str(folder), dtype="float32")
+    return Served(model, tokenizer_of(folder), folder, name=name)
 
 
 def byte_words() -> PreTrainedTokenizerFast:
@@ -58,7 +102,6 @@ def small_model(method: str = "adaponder", iterations: int = ITERATIONS) -> AdaP
 def serving(model: AdaPonderForCausalLM | None = None, *, key: str | None = None) -> Iterator[str]:
     """Runs a server of a model, by default the small one, and yields its address; ``key`` is then required."""
     import serving_support
-    from adaponder.serving.served import Served
     from adaponder.serving.settings import Access, Key, Settings
 
     served = Served(model or small_model(), byte_words(), name="small")

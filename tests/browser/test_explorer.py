@@ -206,17 +206,6 @@ def test_the_dial_moves_depth(explorer):
     assert (explorer.rule(), set(explorer.columns())) == ("depth 3", {3})
 
 
-@pytest.mark.one_of(2)
-@pytest.mark.parametrize("word", ["entropy", "kl", "change", "random"])
-def test_every_rule_on_offer_is_taken(explorer, word):
-    explorer.fill(TEXT)
-    explorer.page.select_option("#A-rule", word)
-    explorer.settle()
-    value = explorer.rule().split()[-1]
-    extra = {"seed": 1} if word == "random" else {}
-    assert explorer.tokens() == spans(score(explorer.address, TEXT, policy=f"{word}:{value}", **extra))
-
-
 def test_two_rules_side_by_side_and_what_differs(explorer):
     explorer.fill(TEXT)
     page = explorer.page

@@ -1,45 +1,40 @@
 """Measures how soon the page colours an edited text, in a real Chromium, with shipped models on a CPU.
 
 The time is from the keystroke to the frame in which the token has its colour: an edit at the end of 500 tokens, and a
-paste of 500. ``server_ms`` is the server's share; the page's share is the processor time of its main thread. The page
-without a server is measured at the end of a puzzle, and while it writes 200 tokens. ``python
-tests/serving/page_check.py`` runs it; ``--record`` writes ``page_check.json`` beside this file.
+paste of 500. ``server_ms`` is the server's share. The page without a server is measured at the end of a puzzle, and
+while it writes 200 tokens. ``python tests/serving/page_check.py`` runs it; ``--record`` writes ``page_check.json``
+beside this file.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import inspect
 import json
 import os
-import shutil
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).resolve().parents[2] / folder) for folder in ("src", "", "tests")]
+    folders = ("src", "", "tests", "tests/browser")
+    sys.path[:0] = [str(Path(__file__).resolve().parents[2] / folder) for folder in folders]
+
+from explorer_support import chromium, hosted, shipped_checkpoint
 
 import adaponder
-from adaponder.checkpoints.loading import tokenizer_of
-from adaponder.conversion.open import load
 from adaponder.serving.folder import write_page
-from adaponder.serving.served import Served
 from soak_support import call, run_parts, serving
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, CDPSession, Page
+    from playwright.sync_api import Browser, Page
 
 RECORD = Path(__file__).with_suffix(".json")
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 TOKENS = 500
 TYPED = "x = self.path[1"
 # Notes when a keystroke came, and when the frame was drawn in which its answer is shown.
@@ -75,11 +70,6 @@ def wait_until_shown(page: Page, number: int) -> None:
         page.wait_for_timeout(5)
 
 
-def main_thread_seconds(session: CDPSession) -> float:
-    metrics = session.send("Performance.getMetrics")["metrics"]
-    return next(metric["value"] for metric in metrics if metric["name"] == "TaskDuration")
-
-
 def rested(page: Page) -> None:
     page.wait_for_selector("html[data-shown=detailed]", timeout=60_000)
     page.wait_for_timeout(100)
@@ -90,8 +80,6 @@ def measured(page: Page, text: str) -> dict[str, Any]:
     answers: list[Any] = []
     page.on("response", lambda response: answers.append(response) if response.url.endswith("/score") else None)
     page.evaluate(_WATCH)
-    session = page.context.new_cdp_session(page)
-    session.send("Performance.enable", {"timeDomain": "threadTicks"})
     pastes = []
     for number in range(3):
         page.evaluate("() => { window.times = []; }")
@@ -104,34 +92,18 @@ def measured(page: Page, text: str) -> dict[str, Any]:
     page.keyboard.press("Control+End")
     answers.clear()
     page.evaluate("() => { window.times = []; }")
-    before = main_thread_seconds(session)
     for number, character in enumerate(TYPED):
         page.keyboard.type(character)
         wait_until_shown(page, number + 1)
         page.wait_for_timeout(60)
     edits = page.evaluate("window.times")
-    page.wait_for_timeout(100)
-    spent = main_thread_seconds(session) - before
     return {
         "edit_ms": round(median(edits), 1),
         "edits_ms": [round(milliseconds, 1) for milliseconds in edits],
         "server_ms": round(1000 * median(answer.json()["seconds"] for answer in answers), 1),
-        "page_processor_ms_per_edit": round(1000 * spent / len(TYPED), 1),
         "paste_ms": round(median(pastes), 1),
         "pastes_ms": [round(milliseconds, 1) for milliseconds in pastes],
     }
-
-
-@contextmanager
-def chromium() -> Iterator[Browser]:
-    from playwright.sync_api import sync_playwright
-
-    browser_path = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    assert browser_path is not None, f"none of {', '.join(BROWSERS)} is on the path"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox", "--disable-gpu"])
-        yield browser
-        browser.close()
 
 
 def machine() -> dict[str, Any]:
@@ -151,25 +123,16 @@ def edits(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_: Any) -> None: ...
-
-
 @contextmanager
 def static_page(browser: Browser, name: str, fragment: str = "") -> Iterator[Page]:
     """Writes the page of a shipped checkpoint, hosts the folder and opens it."""
-    folder = Path(adaponder.sample_path(name))
-    served = Served(load(str(folder), dtype="float32")[0], tokenizer_of(folder), folder, name=name)
     with tempfile.TemporaryDirectory() as out:
-        write_page(served, Path(out) / "page", source=name)
-        handler = functools.partial(Quiet, directory=f"{out}/page")
-        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as host:
-            threading.Thread(target=host.serve_forever, daemon=True).start()
+        write_page(shipped_checkpoint(name), Path(out) / "page", source=name)
+        with hosted(Path(out) / "page") as address:
             page = browser.new_page()
-            page.goto(f"http://127.0.0.1:{host.server_port}/{fragment}")
+            page.goto(f"{address}/{fragment}")
             rested(page)
             yield page
-            host.shutdown()
 
 
 def without_a_server(options: argparse.Namespace) -> dict[str, Any]:
