@@ -23,9 +23,9 @@ def few(monkeypatch):
 def test_parts_of_another_measurement_are_refused_by_what_differs(tmp_path):
     Journal(tmp_path, {"seed": 0, "rates": (0.9,)}).save("one", {"loss": 0.1 + 0.2}, {"nll": np.arange(3.0)})
     journal = Journal(tmp_path, {"seed": 0, "rates": [0.9]})
-    found = journal.load("one")
-    assert found.facts == {"loss": 0.1 + 0.2}
-    assert found.arrays["nll"].tolist() == [0.0, 1.0, 2.0]
+    part = journal.load("one")
+    assert part.facts == {"loss": 0.1 + 0.2}
+    assert part.arrays["nll"].tolist() == [0.0, 1.0, 2.0]
     assert journal.load("two") is None
     (tmp_path / "mine.txt").write_text("not a part")
     with pytest.raises(AdaPonderError, match="seed was 0, is 1"):

@@ -17,10 +17,10 @@ def screen(monkeypatch):
     """Returns a console of 80 columns, and its output."""
     monkeypatch.setenv("TERM", "xterm-256color")
     written = io.StringIO()
-    found = Screen()
-    found.file, found._force_terminal, found.is_interactive, found.width = written, True, True, 80
-    monkeypatch.setattr(terminal, "console", found)
-    return found, written
+    console = Screen()
+    console.file, console._force_terminal, console.is_interactive, console.width = written, True, True, 80
+    monkeypatch.setattr(terminal, "console", console)
+    return console, written
 
 
 def obeyed(text: str) -> set[str]:

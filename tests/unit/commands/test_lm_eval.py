@@ -55,9 +55,9 @@ def command_line(records, tmp_path, monkeypatch):
             there |= {"dataset_kwargs": {"data_files": data}, "training_split": None, "validation_split": None}
             (include / f"{name}.yaml").write_text(yaml.safe_dump(there))
         out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
-        said = ["adaponder.lm_eval", *arguments, "--tasks", ",".join(f"{name}_here" for name in names)]
-        said += ["--include_path", str(include), "--device", "cpu", "--batch_size", "2", "--output_path", str(out)]
-        monkeypatch.setattr(sys, "argv", said)
+        words = ["adaponder.lm_eval", *arguments, "--tasks", ",".join(f"{name}_here" for name in names)]
+        words += ["--include_path", str(include), "--device", "cpu", "--batch_size", "2", "--output_path", str(out)]
+        monkeypatch.setattr(sys, "argv", words)
         runpy.run_module("adaponder.lm_eval", run_name="__main__")
         (written,) = out.rglob("results_*.json")
         return json.loads(written.read_text())
@@ -65,20 +65,22 @@ def command_line(records, tmp_path, monkeypatch):
     return run
 
 
-def metrics_of(found: dict) -> dict[str, float]:
+def metrics_of(result: dict) -> dict[str, float]:
     """Returns lm-eval's results by ``task metric``."""
     return {
         f"{task.removesuffix('_here')} {key.split(',')[0]}": value
-        for task, metrics in found["results"].items()
+        for task, metrics in result["results"].items()
         for key, value in metrics.items()
         if isinstance(value, float) and "_stderr" not in key and "," in key
     }
 
 
-def our_metrics(found: dict) -> dict[str, float]:
+def our_metrics(result: dict) -> dict[str, float]:
     """Returns the results of ``adaponder eval --tasks --json`` by ``task metric``."""
     return {
-        f"{task['task']} {name}": metric["value"] for task in found["tasks"] for name, metric in task["metrics"].items()
+        f"{task['task']} {name}": metric["value"]
+        for task in result["tasks"]
+        for name, metric in task["metrics"].items()
     }
 
 
@@ -91,11 +93,11 @@ def test_both_models_of_the_command_line_score_as_adaponder_eval_does(command_li
     scores = our_metrics(expected)
     assert len(scores) == 7
     assert [task["cost"]["iterations"] < 3 for task in expected["tasks"]] == [True] * 3, "some tokens must halt"
-    found = command_line("--model", "hf", "--model_args", f"pretrained={checkpoint},dtype=float64")
-    assert metrics_of(found) == pytest.approx(scores, rel=1e-9)
-    found = command_line("--model", "adaponder", "--model_args", f"pretrained={checkpoint}")
-    assert metrics_of(found) == pytest.approx(scores, rel=1e-9)
-    cost = found["config"]["model_cost"]
+    result = command_line("--model", "hf", "--model_args", f"pretrained={checkpoint},dtype=float64")
+    assert metrics_of(result) == pytest.approx(scores, rel=1e-9)
+    result = command_line("--model", "adaponder", "--model_args", f"pretrained={checkpoint}")
+    assert metrics_of(result) == pytest.approx(scores, rel=1e-9)
+    cost = result["config"]["model_cost"]
     assert {name: cost[f"{name}_here"]["iterations"] for name in NAMES} == {
         task["task"]: task["cost"]["iterations"] for task in expected["tasks"]
     }
@@ -109,29 +111,31 @@ def test_local_completions_from_a_server_score_as_adaponder_eval_does(command_li
     data = write_records(tmp_path / "short", short)
     with serving(Served(reader(), words(), name="tiny")) as server:
         how = f"model=tiny,base_url={server.address}/v1/completions,tokenizer={checkpoint},max_length={POSITIONS}"
-        found = metrics_of(command_line("--model", "local-completions", "--model_args", how, records=data))
+        metrics = metrics_of(command_line("--model", "local-completions", "--model_args", how, records=data))
     scores = our_metrics(tasks.run_tasks(checkpoint=str(checkpoint), tasks=NAMES, fewshot=[0], task_data=data))
-    assert found == pytest.approx(scores, rel=1e-9)
+    assert metrics == pytest.approx(scores, rel=1e-9)
 
 
 @pytest.mark.one_of(3)
-@pytest.mark.parametrize("asked", ["policy=fixed:2", "profile=two", "max_iterations=2"])
-def test_policies_and_profiles_are_model_arguments(asked, command_line, checkpoint, records, expected):
-    found = command_line("--model", "adaponder", "--model_args", f"pretrained={checkpoint},{asked}", names=NAMES[1:2])
-    cost = found["config"]["model_cost"]["lambada_openai_here"]
-    if asked == "max_iterations=2":
+@pytest.mark.parametrize("argument", ["policy=fixed:2", "profile=two", "max_iterations=2"])
+def test_policies_and_profiles_are_model_arguments(argument, command_line, checkpoint, records, expected):
+    result = command_line(
+        "--model", "adaponder", "--model_args", f"pretrained={checkpoint},{argument}", names=NAMES[1:2]
+    )
+    cost = result["config"]["model_cost"]["lambada_openai_here"]
+    if argument == "max_iterations=2":
         assert cost["iterations"] <= 2
         return
     assert cost["iterations"] == 2
-    assert found["config"]["model_policy"] == "fixed:2"
+    assert result["config"]["model_policy"] == "fixed:2"
     what = {"tasks": [NAMES[1]], "fewshot": [0], "task_data": records}
     wanted = tasks.run_tasks(checkpoint=str(checkpoint), policy=FixedDepth(2), **what)
-    assert metrics_of(found) == pytest.approx(our_metrics(wanted), rel=1e-12)
-    assert metrics_of(found) != pytest.approx(our_metrics(expected), rel=1e-3)
+    assert metrics_of(result) == pytest.approx(our_metrics(wanted), rel=1e-12)
+    assert metrics_of(result) != pytest.approx(our_metrics(expected), rel=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("arguments", "message"),
     [
         ("profile=none", "--profile none"),
         ("polcy=fixed:2", "--model_args polcy"),
@@ -139,13 +143,13 @@ def test_policies_and_profiles_are_model_arguments(asked, command_line, checkpoi
         ("policy=fixed:2,tau=0.5", "--policy and --tau"),
     ],
 )
-def test_wrong_model_arguments_are_one_line(asked, said, command_line, checkpoint, capsys):
+def test_wrong_model_arguments_are_one_line(arguments, message, command_line, checkpoint, capsys):
     with pytest.raises(SystemExit) as exit:
-        command_line("--model", "adaponder", "--model_args", f"pretrained={checkpoint},{asked}")
+        command_line("--model", "adaponder", "--model_args", f"pretrained={checkpoint},{arguments}")
     assert exit.value.code == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert len(lines) == 1
-    assert said in lines[0]
+    assert message in lines[0]
 
 
 @pytest.mark.parametrize("model", ["hf", "adaponder"])
@@ -178,5 +182,5 @@ def test_the_entry_point_that_lm_eval_looks_for_names_the_registered_class():
 
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     module, _, name = project["entry-points"]["lm_eval.models"]["adaponder"].partition(":")
-    found = getattr(__import__(module, fromlist=[name]), name)
-    assert get_model("adaponder") is found
+    registered = getattr(__import__(module, fromlist=[name]), name)
+    assert get_model("adaponder") is registered

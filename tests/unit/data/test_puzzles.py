@@ -93,7 +93,7 @@ def test_the_last_chain_can_be_inferred_by_elimination():
 @pytest.mark.parametrize("name", SMALL)
 def test_plain_interpretation_answers_every_question(name):
     settings = settings_of(SMALL[name])
-    asked = 0
+    count = 0
     for words in documents(settings):
         assert len(words) == settings.length - 1
         found = list(questions(words))
@@ -108,8 +108,8 @@ def test_plain_interpretation_answers_every_question(name):
             assert words.index("|") == 3 * sum(settings.hops) == 3 * sum(question.needed for question in found)
         else:
             assert set(words[found[-1].place + 1 :]) <= {"."}
-        asked += len(found)
-    assert asked >= settings.documents
+        count += len(found)
+    assert count >= settings.documents
 
 
 def test_steps_stand_in_the_order_in_which_they_are_taken():
@@ -144,7 +144,7 @@ def test_a_text_cannot_forge_its_end_nor_leave_the_vocabulary():
 
 
 @pytest.mark.parametrize(
-    ("argument", "said"),
+    ("argument", "message"),
     [
         *((f"hops:{wrong}", wrong) for wrong in ("documents=0", "most=17", "letters=25", "ends=1", "capitals=2")),
         *((f"hops:{wrong}", "seed") for wrong in ("seed=1,seed=2", "seed=-1", "seed=")),
@@ -157,11 +157,11 @@ def test_a_text_cannot_forge_its_end_nor_leave_the_vocabulary():
         ("mano:length=34", "35"),
     ],
 )
-def test_wrong_settings_are_refused_by_name(argument, said):
-    if said is None:
+def test_wrong_settings_are_refused_by_name(argument, message):
+    if message is None:
         assert settings_of(argument)
         return
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         sources.find([argument], readers.Counts())
 
 

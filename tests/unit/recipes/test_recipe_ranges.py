@@ -91,14 +91,14 @@ def range_of(field: str) -> Range:
 
 
 def fields_of(*kinds: Any) -> list[str]:
-    found = []
+    names = []
     for section, kind in SECTIONS.items():
         hints = typing.get_type_hints(kind)
         for item in dataclasses.fields(kind):
-            own = kind_of(hints[item.name])
-            if own in kinds or typing.get_origin(own) in kinds:
-                found.append(f"{section}.{item.name}")
-    return found
+            kind_of_field = kind_of(hints[item.name])
+            if kind_of_field in kinds or typing.get_origin(kind_of_field) in kinds:
+                names.append(f"{section}.{item.name}")
+    return names
 
 
 def test_every_field_is_of_a_kind_that_is_walked():
@@ -217,7 +217,7 @@ def test_a_config_made_without_a_recipe_has_the_same_ranges():
 
 
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("override", "message"),
     [
         ("model.backbone.model_type=gpt_neoxx", "model.backbone.model_type='gpt_neoxx'"),
         ("model.backbone.num_attention_heads=3", "model.backbone.num_attention_heads=3"),
@@ -225,10 +225,10 @@ def test_a_config_made_without_a_recipe_has_the_same_ranges():
         ("model.capacities=[1.0, 0.5]", "capacities"),
     ],
 )
-def test_what_no_model_can_be_built_from_is_found_before_data_is_prepared(tmp_path, monkeypatch, override, says):
+def test_what_no_model_can_be_built_from_is_found_before_data_is_prepared(tmp_path, monkeypatch, override, message):
     monkeypatch.setattr("adaponder.training.data.shards_folder", lambda *a, **k: pytest.fail("data was prepared"))
     recipe = load_recipe("cpu/demo", ["model.method=mor", override])
-    with pytest.raises(ConfigError, match=says.replace("[", r"\[")):
+    with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
         run.train(recipe, out=tmp_path / "out")
 
 
@@ -257,12 +257,12 @@ FILES: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("what", FILES)
 def test_a_file_that_is_no_recipe_is_one_line(tmp_path, monkeypatch, what):
-    content, says = FILES[what]
+    content, message = FILES[what]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_bytes(content)
     with pytest.raises(ConfigError) as caught:
         load_recipe("mine.yaml")
-    assert says in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
 

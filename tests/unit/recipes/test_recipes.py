@@ -33,9 +33,9 @@ FROM_SCRATCH = [name for name in recipe_names() if isinstance(load_recipe(name).
 
 def built(name: str, *overrides: str) -> AdaPonderConfig:
     """The config that training the recipe from scratch builds its model from."""
-    found = config_of(load_recipe(name, overrides), 50_277)
-    assert found is not None
-    return found
+    config = config_of(load_recipe(name, overrides), 50_277)
+    assert config is not None
+    return config
 
 
 @pytest.mark.one_of(3)
@@ -96,11 +96,11 @@ def test_every_field_that_decides_a_papers_run_has_a_source_that_says_what_it_re
             continue  # held by the count of its parameters, above
         if key.startswith("model.backbone.") and isinstance(shape, str):
             continue  # the checkpoint's own
-        found = resolved(recipe, config, key)
-        found = tuple(found) if isinstance(found, list) else found
-        said = as_number(source.value, shape["hidden_size"] if isinstance(shape, dict) else None)
-        assert found == said, f"{key}: {source}"
-        assert type(found) is type(said) or isinstance(found, float), key
+        value = resolved(recipe, config, key)
+        value = tuple(value) if isinstance(value, list) else value
+        expected = as_number(source.value, shape["hidden_size"] if isinstance(shape, dict) else None)
+        assert value == expected, f"{key}: {source}"
+        assert type(value) is type(expected) or isinstance(value, float), key
     needed = {
         f"{section}.{key}"
         for section, values in recipe.as_dict().items()
@@ -167,9 +167,9 @@ def test_a_checkpoint_of_the_same_method_goes_on_as_the_recipe_says(checkpoint):
     assert (changed.config.tau, changed.config.reuse, changed.config.ponder_on) == (0.25, "kv", "logits")
     assert (changed.config.embedding_scale, changed.config.initial_multiplier) == (4.0, 2.0)
     for built in (same, changed):
-        found = built.state_dict()
-        assert found.keys() == model.state_dict().keys()
-        assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+        weights_built = built.state_dict()
+        assert weights_built.keys() == model.state_dict().keys()
+        assert all(torch.equal(weights_built[name], value) for name, value in model.state_dict().items())
         assert built.training
 
 
