@@ -39,12 +39,15 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+import support
 from adaponder import AdaPonderConfig, AdaPonderForCausalLM, Engine, ForcedDepths, Objective, Request
 from adaponder.policies import parse_policy
-from support import FAMILIES, HALTING, METHODS, ids, stir, tiny
+from support import FAMILIES, HALTING, ids, stir, tiny
 
 HERE = Path(__file__).parent
 VALUES, FIXTURES = HERE / "values.json", HERE / "fixtures"
+# Methods that commit 9e23d55 had; later ones are held by the laws.
+METHODS = tuple(name for name in support.METHODS if (FIXTURES / "checkpoints" / name).is_dir())
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
