@@ -31,6 +31,7 @@ _NEEDED = {
     "lm_eval": ("unit/conversion/test_looped_use.py",),
     "peft": ("unit/checkpoints/test_manifest.py",),
     "accelerate": ("unit/conversion/test_exported.py",),
+    "httpx": ("docs/test_commands.py",),
     "scipy": ("unit/experiments/test_demand_section.py",),
     "openai": ("contract/test_openai_client.py",),
     "datasets": ("unit/training/test_sft.py",),

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import json
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from typer.main import get_command
 
@@ -169,6 +173,36 @@ def test_commands_of_the_tutorial_the_readme_and_the_page_of_commands_run(comman
     without_package = f"import sys; sys.modules['adaponder'] = None\n{opening}"
     opened = subprocess.run([sys.executable, "-c", without_package], capture_output=True, text=True)
     assert opened.stdout.startswith("import "), opened.stderr
+
+
+@pytest.mark.every  # it trains for minutes
+def test_the_tutorial_runs_as_it_is_written(tmp_path):
+    """Runs each line of its code blocks at full size; the server is stopped once its page is there."""
+    shutil.copytree(ROOT / "src", tmp_path / "src")
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    run = functools.partial(subprocess.Popen, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+    ran = []
+    for language, block in re.findall(
+        r"^```(\w+)\n(.+?)^```", (ROOT / "docs" / "tutorial.md").read_text(), flags=re.DOTALL | re.MULTILINE
+    ):
+        if language == "python":
+            lines = [["-c", block]]
+        else:
+            lines = [["-m", *shlex.split(line)] for line in block.splitlines() if line.startswith("adaponder ")]
+        for words in lines:
+            serves = "serve" in words
+            with run([sys.executable, *words, *(["--port", "0"] if serves else [])]) as process:
+                assert process.stdout is not None
+                if serves:
+                    addresses = (re.search(r"http://[\d.:]+/", line) for line in process.stdout)
+                    address = next(address[0] for address in addresses if address)
+                    assert "AdaPonder" in httpx.get(address, trust_env=False).text
+                    process.send_signal(signal.SIGTERM)
+                output = process.stdout.read()
+            assert process.returncode == 0, (words, output)
+            ran.append(words[2] if words[0] == "-m" else "python")
+    expected = "doctor generate prepare train eval calibrate generate analyze serve export python"
+    assert ran == expected.split()
 
 
 def test_targets_and_extras_that_documents_name_exist():

@@ -38,6 +38,10 @@ def test_they_are_whole_and_small(name):
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.float32
 
 
+def test_all_weights_together_are_small():
+    assert sum((adaponder.sample_path(name) / "model.safetensors").stat().st_size for name in NAMES) < 20e6
+
+
 @pytest.mark.parametrize("name", ["sample", "sample-hops"])
 def test_a_name_means_a_folder_here_first_and_its_full_name_always_the_package(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
@@ -102,17 +106,17 @@ def test_the_cards_say_what_the_record_says_and_the_recipes_are_those_they_were_
 
 
 def test_its_profiles_are_a_dial_from_few_iterations_to_many_and_the_card_lists_them():
-    stored, card = profiles.stored(SAMPLE), (SAMPLE / "README.md").read_text()
-    ladder = sorted(stored, key=lambda name: stored[name]["budget"])
-    depths = [stored[name]["depth"] for name in ladder]
-    assert [stored[name]["budget"] for name in ladder] == [1.25 + 0.25 * i for i in range(7)]
+    found, card = profiles.stored(SAMPLE), (SAMPLE / "README.md").read_text()
+    ladder = sorted(found, key=lambda name: found[name]["budget"])
+    depths = [found[name]["depth"] for name in ladder]
+    assert [found[name]["budget"] for name in ladder] == [1.25 + 0.25 * i for i in range(7)]
     assert depths == sorted(depths)
     for name in ladder:
-        measured = stored[name]
+        measured = found[name]
         assert abs(measured["depth"] - measured["budget"]) < 0.1
         assert f"| `{name}` | {measured['depth']:.2f} | {measured['loss']:.4f} | {measured['mflops']:.1f} |" in card
         assert profiles.load_profile(SAMPLE, name).fingerprint
-    assert stored[ladder[0]]["loss"] > stored[ladder[-1]]["loss"]
+    assert found[ladder[0]]["loss"] > found[ladder[-1]]["loss"]
 
 
 def test_its_depth_follows_the_hops_and_its_answers_are_right():

@@ -45,8 +45,8 @@ def stock_folder(folder, *, family="gpt_neox", settings=None, **ids):
 
 def test_a_model_trained_from_scratch_agrees_with_its_tokenizer(trained):
     model, words = AutoModelForCausalLM.from_pretrained(trained), AutoTokenizer.from_pretrained(trained)
-    for config in (model.config, model.config.backbone_config, model.generation_config, words):
-        assert (config.eos_token_id, config.pad_token_id, config.bos_token_id) == (0, 0, 0)
+    for said in (model.config, model.config.backbone_config, model.generation_config, words):
+        assert (said.eos_token_id, said.pad_token_id, said.bos_token_id) == (0, 0, 0)
     assert words.model_max_length == model.config.max_position_embeddings
     assert disagreements(trained) == []
 

@@ -1,11 +1,13 @@
-"""What is released: the source archive is whole and builds the wheel, which has every file of the package."""
+"""What is released: the source archive builds the wheel; what is installed from that is whole and opens the sample."""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -16,6 +18,21 @@ from adaponder import __version__
 
 ROOT = Path(__file__).parents[3]
 REPOSITORY = "https://example.org/somebody/adaponder"
+OPENS = """
+import adaponder
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(adaponder.sample_path())
+print(adaponder.sample_path())
+print(model.num_parameters())
+"""
+
+
+def run(*command: str | Path, folder: Path, **environment: str) -> str:
+    """What a command prints, or its errors as the message of a failure."""
+    shell = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
+    done = subprocess.run(command, cwd=folder, env=shell, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def tracked(folder: str = ".") -> list[str]:
@@ -24,15 +41,11 @@ def tracked(folder: str = ".") -> list[str]:
 
 
 def build(kind: str, source: Path, out: Path) -> Path:
-    """Returns an archive of ``source``, made as a build front end makes it."""
+    """An archive of ``source``, as a build front end would have it made."""
     code = f"from setuptools.build_meta import {kind} as make; make({str(out)!r})"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment["ADAPONDER_REPOSITORY"] = REPOSITORY
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    (archive,) = out.iterdir()
-    return archive
+    run(sys.executable, "-c", code, folder=source, ADAPONDER_REPOSITORY=REPOSITORY)
+    (made,) = out.iterdir()
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +67,7 @@ def wheel(tmp_path_factory) -> Path:
 
 
 @pytest.mark.every  # building takes most of a minute
-def test_a_wheel_is_small_and_has_every_file_of_the_package(wheel):
-    """``make release`` installs it and tries it."""
+def test_a_wheel_is_small_and_has_every_file_of_the_package_and_works_when_installed(wheel, tmp_path):
     assert wheel.stat().st_size < 19_000_000
     with zipfile.ZipFile(wheel) as archive:
         for name in tracked("src/adaponder"):
@@ -67,6 +79,17 @@ def test_a_wheel_is_small_and_has_every_file_of_the_package(wheel):
     assert len(targets) > 15
     assert not [target for target in targets if not target.startswith(("https:", "http:", "#"))]
     assert f"]({REPOSITORY}/raw/HEAD/docs/page.png)" in about
+    # What is installed from it opens the sample without a network.
+    venv.create(tmp_path / "env")
+    (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    python, command = tmp_path / "env" / "bin" / "python", tmp_path / "env" / "bin" / "adaponder"
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--no-compile"]
+    run(*install, wheel, folder=tmp_path)
+    path, parameters = run(python, "-c", OPENS, folder=tmp_path, HF_HUB_OFFLINE="1").split()
+    assert path == str(site / "adaponder" / "sample")
+    assert parameters == "2760706"
+    assert __version__ in run(command, "--version", folder=tmp_path)
 
 
 def test_version_citation_and_changelog_agree():

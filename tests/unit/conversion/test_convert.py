@@ -8,16 +8,15 @@ from unittest.mock import ANY, Mock
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast
 
 from adaponder import AdaPonderForCausalLM, FixedDepth
 from adaponder.checkpoints import loading as checkpoints
 from adaponder.conversion import convert
-from adaponder.conversion.open import load
 from adaponder.errors import CheckpointError, InputError
 from stock_support import make_stock
-from support import FAMILIES, METHODS, ids, stock, tiny
+from support import FAMILIES, METHODS, ids, stock
 
 
 @pytest.fixture(scope="module")
@@ -186,12 +185,13 @@ def test_a_file_that_cannot_grow_is_one_line_and_nothing_is_left(tmp_path, sourc
     assert [path.name for path in tmp_path.iterdir()] == ["stock"]
 
 
-def test_a_cpu_opens_half_precision_as_float32_and_changes_no_weight(tmp_path):
-    tiny(dtype=torch.bfloat16).save_pretrained(tmp_path)
-    model, _ = load(str(tmp_path))
-    half, _ = load(str(tmp_path), dtype="bfloat16")
-    assert (model.dtype, model.config.dtype, half.dtype) == (torch.float32, torch.float32, torch.bfloat16)
-    for (name, wide), narrow in zip(model.named_parameters(), half.parameters(), strict=True):
-        assert wide.dtype == torch.float32, name
-        assert torch.equal(wide.bfloat16(), narrow), name
-    assert model(ids()).logits.dtype == torch.float32
+def test_foreign_keys_of_a_source_are_listed(tmp_path, source):
+    state = load_file(source / "model.safetensors")
+    del state["gpt_neox.layers.0.mlp.dense_h_to_4h.weight"]
+    state["surprise.weight"] = torch.zeros(2)
+    state["gpt_neox.final_layer_norm.bias"] = torch.zeros(3)
+    save_file(state, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as error:
+        convert.convert(str(source), tmp_path / "out")
+    for part in ("dense_h_to_4h.weight", "surprise.weight", "final_layer_norm.bias", "(3,)"):
+        assert part in str(error.value)

@@ -88,12 +88,12 @@ def test_the_card_is_measured_and_has_the_hubs_metadata(exported):
     expected = {"license": "apache-2.0", "library_name": "transformers", "pipeline_tag": "text-generation"}
     assert expected.items() <= card.data.to_dict().items()
     result = json.loads(exported.with_suffix(".json").read_text())["measured"]
-    first = result["rows"][0]
+    own = result["rows"][0]
     values = {entry.metric_type: entry.metric_value for entry in card.data.eval_results}
-    assert values["loss"] == pytest.approx(first["loss"], abs=1e-6)
-    assert values["mean_depth"] == pytest.approx(first["depth"], abs=1e-6)
+    assert values["loss"] == pytest.approx(own["loss"], abs=1e-6)
+    assert values["mean_depth"] == pytest.approx(own["depth"], abs=1e-6)
     assert [row["label"] for row in result["rows"]] == ["its own depths", "depth 1", "depth 2", "depth 3"]
-    assert 1 < first["depth"] < 3
+    assert 1 < own["depth"] < 3
     for row in result["rows"]:
         cells = (f"{row['loss']:.4f}", f"{row['depth']:.3f}", f"{row['flops'] / 1e6:,.2f}", f"{row['ratio']:.2f}")
         (line,) = re.findall(rf"^\| {row['label']} \|.*$", card.text, flags=re.MULTILINE)
@@ -149,6 +149,8 @@ def test_what_is_not_known_is_said(tmp_path):
     assert "--model_args\n'pretrained=an export,trust_remote_code=True'`" in card.text
     assert card.data.license == "unknown"
     assert card.data.eval_results is None
+    for words_of_it in ("does not record how it was trained", "were not measured", "No licence was stated"):
+        assert words_of_it in card.text
     assert "| 3 |" in card.text  # the cost of a token at each depth is known all the same
     assert "tau" not in card.text
 
@@ -213,8 +215,13 @@ def test_the_package_opens_it_by_its_own_classes_and_runs_none_of_its_code(expor
 def test_the_auto_map_of_a_hub_repository_is_ours_and_no_other_is():
     named = {key: f"me/river--{value}" for key, value in OUR_AUTO_MAP.items()}
     assert AdaPonderConfig(backbone_config=tiny().backbone.config, auto_map=named).method == "adaponder"
-    evil = named | {"AutoConfig": "me/river--evil.Evil"}
-    for other in (evil, named | {"AutoModel": "x.Y"}, {}, ["x.Y"], {"a": ["b"]}):
+    for other in (
+        named | {"AutoConfig": "me/river--evil.Evil"},
+        named | {"AutoModel": "x.Y"},
+        {},
+        ["x.Y"],
+        {"a": ["b"]},
+    ):
         assert not is_our_auto_map(other)
         with pytest.raises(ConfigError, match="auto_map asks to run code"):
             AdaPonderConfig(backbone_config=tiny().backbone.config, auto_map=other)

@@ -47,13 +47,13 @@ def test_every_weight_is_within_half_a_step_of_what_it_was(kind):
         wide.weight[3] *= 1e-6
     narrowed = NarrowLinear(wide, KINDS[kind])
     assert narrowed.weight.element_size() == 1
-    widened = narrowed.weight.float() * narrowed.scale[:, None]
+    found = narrowed.weight.float() * narrowed.scale[:, None]
     # int8: of the row's largest number; fp8 has three bits after the first of each number, or the row's smallest step.
     largest = wide.weight.abs().amax(1, keepdim=True)
     allowed = largest * error if kind == "int8" else wide.weight.abs() * error + largest / 448 * 2**-9
-    assert ((widened - wide.weight).abs() <= allowed * 1.001).all()
+    assert ((found - wide.weight).abs() <= allowed * 1.001).all()
     x = torch.randn(3, 7)
-    torch.testing.assert_close(narrowed(x), torch.nn.functional.linear(x, widened, wide.bias))
+    torch.testing.assert_close(narrowed(x), torch.nn.functional.linear(x, found, wide.bias))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,8 +67,8 @@ def test_no_row_of_any_precision_and_size_passes_the_last_step(kind, precision):
     wide = wide.to(getattr(torch, precision))
     narrowed = NarrowLinear(wide, KINDS[kind])
     weight = wide.weight.detach().double()
-    widened = narrowed.weight.double() * narrowed.scale.double()[:, None]
-    assert ((widened - weight).abs() <= weight.abs().amax(1, keepdim=True) * HALF_STEP[kind] * 1.01).all()
+    found = narrowed.weight.double() * narrowed.scale.double()[:, None]
+    assert ((found - weight).abs() <= weight.abs().amax(1, keepdim=True) * HALF_STEP[kind] * 1.01).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -126,11 +126,11 @@ def test_a_quantised_model_is_not_saved(pair, tmp_path):
 
 def test_eval_says_what_narrower_weights_change(tmp_path, capsys):
     evaluate.evaluate("sample", data="sample", max_tokens=64, weights="int8", json=tmp_path / "out.json")
-    changes = json.loads((tmp_path / "out.json").read_text())["weights"]
+    found = json.loads((tmp_path / "out.json").read_text())["weights"]
     opened, _ = load("sample")
-    assert changes["bytes"][0] == weight_bytes(opened)
-    assert changes["bytes"][1] < 0.6 * changes["bytes"][0]
-    assert 0 < abs(changes["difference"]["mean"]) < 0.05
-    assert 0 <= changes["other_depth"] < 0.2
+    assert found["bytes"][0] == weight_bytes(opened)
+    assert found["bytes"][1] < 0.6 * found["bytes"][0]
+    assert 0 < abs(found["difference"]["mean"]) < 0.05
+    assert 0 <= found["other_depth"] < 0.2
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"int8 weights: {changes['difference']['mean']:+.4f} nats per token" in shown
+    assert f"int8 weights: {found['difference']['mean']:+.4f} nats per token" in shown

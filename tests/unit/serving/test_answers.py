@@ -87,6 +87,16 @@ def test_prompts_and_samples_are_choices_in_order(server, solo):
     assert answer["usage"]["prompt_tokens"] == 5
 
 
+def test_stop_string_ends_the_text_and_frees_the_rows(server, solo):
+    (alone,) = solo("ab", max_new_tokens=20)
+    text = text_of(alone.ids)
+    stop = text[6:8]
+    choice = complete(server, max_tokens=20, stop=[stop]).json()["choices"][0]
+    assert choice["text"] == text[: text.index(stop)]
+    assert choice["finish_reason"] == "stop"
+    assert server.settled()["resident"] == 0
+
+
 def test_echo_returns_the_prompt_with_its_log_probabilities(server, solo):
     (alone,) = solo("abc", max_new_tokens=1, log_probabilities=1, prompt_log_probabilities=1)
     choice = complete(server, prompt=[1, 2, 3], echo=True, max_tokens=1, logprobs=1).json()["choices"][0]

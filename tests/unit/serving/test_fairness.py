@@ -1,6 +1,7 @@
 """No client starves another: places, turns and threads are shared, and Retry-After says when a place is free."""
 
 import asyncio
+import socket
 import threading
 import time
 from contextlib import ExitStack, suppress
@@ -61,6 +62,15 @@ def test_as_many_places_are_missing_as_must_be_given_back():
         places.give_back(holder, 1)
         assert places.missing(client, count, room=90, at_once=1) == 0
         places.take(holder, missing)
+
+
+def test_only_clients_that_hold_places_are_listed():
+    places = Places()
+    for number in range(1000):
+        assert not places.missing(str(number), 1, room=9, at_once=1)
+        places.take(str(number))
+        places.give_back(str(number))
+    assert (dict(places.held), places.total) == ({}, 0)
 
 
 def test_the_time_until_a_place_is_free_is_measured(monkeypatch):
@@ -139,6 +149,28 @@ def test_conversions_that_do_not_end_are_abandoned():
         forever.set()
 
     asyncio.run(main())
+
+
+def test_idle_connections_of_one_client_leave_room_for_others():
+    limits, health = Limits(connections=18, header_seconds=60), b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with serving(settings=Settings(limits=limits)) as server, ExitStack() as stack:
+
+        def answer(connection: socket.socket) -> bytes:
+            with suppress(ConnectionResetError):  # refused before it read the request
+                connection.sendall(health)
+                return connection.recv(12)
+            return b"HTTP/1.1 429"
+
+        idle = [stack.enter_context(connect(server)) for _ in range(16)]  # eight ninths
+        assert answer(idle[-1]) == b"HTTP/1.1 200"
+        assert answer(stack.enter_context(connect(server))) == b"HTTP/1.1 429"
+        with connect(server, source="127.0.0.2") as other:
+            assert answer(other) == b"HTTP/1.1 200"
+        idle[0].close()
+        for _ in range(500):  # until the server has noticed
+            if (latest := answer(stack.enter_context(connect(server)))) == b"HTTP/1.1 200":
+                break
+        assert latest == b"HTTP/1.1 200"
 
 
 def test_requests_are_answered_while_all_connections_are_open():

@@ -1,6 +1,7 @@
 """``adaponder serve``: limits on headers, options, and the shutdown at SIGTERM."""
 
 import asyncio
+import logging
 import os
 import queue
 import re
@@ -252,6 +253,14 @@ def test_slow_clients_are_408(server):
     assert talk(server, head + b'{"prompt"').startswith(b"HTTP/1.1 408 ")
     assert time.monotonic() - began < 8
     assert server.get("/health").status_code == 200
+
+
+def test_upgrade_is_ignored_without_advice(server, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [caplog.handler])
+    caplog.set_level("WARNING", logger="uvicorn.error")
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade, close\r\n\r\n"
+    assert talk(server, head).startswith(b"HTTP/1.1 200 ")
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("head", ["Content-Length: -1", "Content-Length: 5\r\nTransfer-Encoding: chunked", "Bad X: x"])

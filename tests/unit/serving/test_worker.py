@@ -237,6 +237,16 @@ async def test_jobs_take_turns_with_steps_and_with_each_other(worker, engine):
 
 
 @with_worker()
+async def test_cancelled_job_ends_at_its_next_part(worker, engine):
+    done = []
+    job = worker.job(counted("long", ENDLESS, done))
+    await until(lambda: len(done) >= 3)
+    job.cancel()
+    assert await worker.drained(5)
+    await until(lambda: done[-1] == "long ends")
+
+
+@with_worker()
 async def test_stop_fails_unfinished_requests_and_jobs(worker, engine):
     done = []
     sink, _ = submit(worker, ENDLESS)

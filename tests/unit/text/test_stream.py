@@ -1,9 +1,8 @@
-"""Tests that text comes in whole characters, equals the decoded tokens, ends before a stop string, and is spelled."""
+"""Tests that text comes in whole characters, equals the decoded tokens, and ends before a stop string."""
 
 import random
 from functools import cache
 
-import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
@@ -11,7 +10,6 @@ from transformers import PreTrainedTokenizerFast
 from adaponder.data.tokenizers import END, train_bpe
 from adaponder.errors import EvaluationError, InputError
 from adaponder.text import Detokenizer, TextStream, TokenSpeller, pieces
-from adaponder.text.spelling import token_texts
 
 TEXT = "naïve 日本語 tokens — 🙂🙃 done. Ça va? 'tis  two  spaces\nand a line\n\n" * 3
 
@@ -197,26 +195,3 @@ def test_a_panic_while_decoding_is_an_error_in_one_line():
         assert isinstance(refusal.value, EvaluationError)
         assert str(refusal.value).startswith("the tokenizer cannot decode its tokens: ")
         assert "\n" not in str(refusal.value)
-
-
-def test_bytes_that_are_no_character_alone_are_shown():
-    tokenizer = train_bpe(300, ["naïve café 中文 and some more text"])
-    spelled = token_texts(tokenizer, np.arange(tokenizer.get_vocab_size()))
-    assert len(spelled) == tokenizer.get_vocab_size()
-    assert spelled[0] == "<|endoftext|>"
-    assert {"\\xe4", "\\xff", " ", "\n", "a"} <= set(spelled)
-    joined = "".join(spelled[number] for number in tokenizer.encode("a é中\n").ids)
-    assert joined.startswith("a ")
-    assert joined.endswith("\n")
-
-
-def test_whole_words_stand_apart():
-    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "=": 2}, unk_token="<unk>"))
-    assert "".join(token_texts(tokenizer, np.array([1, 2, 1]))) == " " + tokenizer.decode([1, 2, 1]) == " a = a"
-
-
-def test_sentence_pieces_keep_their_space_and_their_bytes():
-    vocabulary = {"<unk>": 0, "▁the": 1, "cat": 2, "<0xE2>": 3, "<0x41>": 4}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Strip(" ", 1)])
-    assert token_texts(tokenizer, np.arange(6)) == ["<unk>", " the", "cat", "\\xe2", "A", "<5>"]
