@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, get_args
 
 from rich.console import Group
@@ -114,12 +114,21 @@ class LiveText:
 
 @contextmanager
 def ctrl_c_noted() -> Iterator[Callable[[], bool]]:
-    """Yields a function that returns whether Ctrl-C was pressed. Nothing is raised, so that engine steps complete."""
+    """Yields a function that returns whether Ctrl-C was pressed.
+
+    The first Ctrl-C raises nothing, so that the engine's step completes; the second raises ``KeyboardInterrupt``.
+    """
     pressed = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # only the main thread can handle signals
         yield pressed.is_set
         return
-    previous = signal.signal(signal.SIGINT, lambda *_: pressed.set())
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+        pressed.set()
+
+    previous = signal.signal(signal.SIGINT, note)
     try:
         yield pressed.is_set
     finally:

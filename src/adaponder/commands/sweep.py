@@ -74,8 +74,8 @@ def run_sweep(
     from adaponder.training.sweep import FAILED, PENDING, STOPPED, carry_out, examine, pending, plan
 
     name, overrides = recipe, overrides or ()
-    runs = plan(name, grid or (), overrides=overrides, one_at_a_time=one_at_a_time, seeds=seeds)
     folder = out or Path("runs") / f"{name.removesuffix('.yaml').strip('./').replace('/', '-')}-sweep"
+    runs = plan(name, grid or (), overrides=overrides, one_at_a_time=one_at_a_time, seeds=seeds, out=folder)
     settings: dict[str, Any] = {"recipe": name, "overrides": list(overrides), "one_at_a_time": one_at_a_time}
     if dry_run:
         summaries = [pending(run, config_of(run.recipe)) for run in runs]

@@ -40,11 +40,13 @@ def train(
     """
     from adaponder.recipes import load_recipe
     from adaponder.training.build import with_method
+    from adaponder.training.resume import check_resume
     from adaponder.training.run import train as train_recipe
 
     overrides = [*(overrides or ()), *([] if seed is None else [f"train.seed={seed}"])]
     loaded = load_recipe(recipe, overrides)
     out = out or Path("runs") / loaded.name.replace("/", "-")
+    check_resume(resume, weights_only=weights_only, allow_changes=allow_changes)
     loaded = with_method(loaded, out, resume)
     if out.parent == Path("runs"):
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -72,6 +72,7 @@ class TickRunner:
         zero = torch.zeros(1, dtype=torch.long, device=self.device)
         example = TickRows(self, (zero, zero, zero, zero, zero[:, None], None), 1, ())
         self.lanes = Lanes(shape, self.method.start(example, self.backbone.embed(zero[:, None])))
+        self._stream: torch.cuda.Stream | None = None
         self.drafts: Drafting | None = None
         if shape.window > 1:
             self.drafts = Drafting(self.lanes.books, size=shape.window, passes=self.passes, vanishes=self.vanishes)
@@ -201,7 +202,7 @@ class TickRunner:
         if self.passes == 1 or not capturing:
             sampled = self.sampler.choose(*inputs)
             return lambda: sampled
-        main, branch = torch.cuda.current_stream(), torch.cuda.Stream()
+        main, branch = torch.cuda.current_stream(), self._sampling_stream()
         branch.wait_stream(main)
         with torch.cuda.stream(branch):
             sampled = self.sampler.choose(*inputs)
@@ -211,6 +212,12 @@ class TickRunner:
             return sampled
 
         return join
+
+    def _sampling_stream(self) -> torch.cuda.Stream:
+        """Returns the stream of sampling, one for all graphs: the allocator shares memory only within a stream."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        return self._stream
 
     def _finish_decode(
         self,

@@ -36,6 +36,8 @@ _LAST_WORDS_SECONDS = 2
 _LAST_SECONDS = 2.9
 # Python's switch interval between threads; its default of 5 ms is most of a small model's step.
 _SWITCH_SECONDS = 0.0005
+# How long data of a refused connection is discarded before it is closed.
+_DISCARD_SECONDS = 1.0
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -180,6 +182,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._running: Any = None
         self._head_timer = self._stall_timer = None
         self._holder: str | None = None
+        self._refused = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -209,14 +212,14 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        while data and self._head_bytes is not None and not self.transport.is_closing():
+        while data and self._head_bytes is not None and self._is_open():
             room = self.header_bytes + 1 - self._head_bytes
             self._head_bytes += len(data[:room])
             super().data_received(data[:room])
             data = data[room:]
             if self._head_bytes is not None and self._head_bytes > self.header_bytes:
                 self._refuse("431 Request Header Fields Too Large")
-        if data and not self.transport.is_closing():
+        if data and self._is_open():
             super().data_received(data)
 
     def on_message_begin(self) -> None:
@@ -254,10 +257,25 @@ class BoundedConnection(HttpToolsProtocol):
             self._head_timer.cancel()
         self._head_timer = self.loop.call_later(self.header_seconds, self._refuse, "408 Request Timeout")
 
+    def _is_open(self) -> bool:
+        return not (self._refused or self.transport.is_closing())
+
     def _refuse(self, status: str) -> None:
-        if not self.transport.is_closing():
-            self.transport.write(f"HTTP/1.1 {status}\r\nconnection: close\r\ncontent-length: 0\r\n\r\n".encode())
-            self.transport.close()
+        """Answers with an error and closes; data that the client still sends is discarded for a moment.
+
+        Closing a connection with unread data resets it, and the client may lose the response.
+        """
+        if not self._is_open():
+            return
+        self._refused = True
+        self.transport.write(f"HTTP/1.1 {status}\r\nconnection: close\r\ncontent-length: 0\r\n\r\n".encode())
+        if self._running is not None and not self._running.response_complete:
+            self.transport.close()  # an earlier request's response would be written after the end
+            return
+        self.transport.write_eof()
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        self._head_timer = self.loop.call_later(_DISCARD_SECONDS, self.transport.close)
 
 
 def bounded(settings: Settings) -> type[BoundedConnection]:

@@ -62,9 +62,9 @@ def train(
         allow_changes: allow a resumed run to have other settings than its checkpoint.
         wandb: a Weights & Biases project to log to as well.
     """
+    check_resume(resume, weights_only=weights_only, allow_changes=allow_changes)
     recipe = with_method(recipe, out, resume)
     config_of(recipe)  # raises if no model can be built, before any data is prepared
-    check_resume(resume, weights_only=weights_only, allow_changes=allow_changes)
     with join(device) as world, locked_run_folder(out, world, resume):
         if resume == "auto" and is_finished(recipe, out, world, weights_only=weights_only, allow_changes=allow_changes):
             if world.leads:

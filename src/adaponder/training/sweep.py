@@ -75,13 +75,16 @@ def plan(
     overrides: Sequence[str] = (),
     one_at_a_time: bool = False,
     seeds: Sequence[int] = (),
+    out: Path | None = None,
 ) -> list[PlannedRun]:
     """Returns the runs of the sweep: every combination of values with the first seed, then with the next.
 
     ``grids`` are axes as text, see :func:`parse_axis`. With ``one_at_a_time``, the runs are the recipe itself and the
-    recipe with each other value of each axis, one changed field at a time.
+    recipe with each other value of each axis, one changed field at a time. A recipe that leaves the method to its
+    checkpoint has the method of the runs in ``out``, if there are any.
     """
-    base, axes = with_method(load_recipe(name, overrides)), [parse_axis(text) for text in grids]
+    earlier = None if out is None else next((path.parent for path in sorted(out.glob("*/recipe.yaml"))), None)
+    base, axes = with_method(load_recipe(name, overrides), earlier, "auto"), [parse_axis(text) for text in grids]
     _check_arguments(axes, seeds, {override.partition("=")[0] for override in overrides}, one_at_a_time=one_at_a_time)
     base_values = {field: value_of(base, field) for field, _ in axes}
     choices = [[(field, value) for value in values] for field, values in axes]
@@ -92,7 +95,7 @@ def plan(
         if seed != base.train.seed:
             changed += (f"train.seed={seed}",)
         try:
-            recipe = with_method(load_recipe(name, [*overrides, *changed]))
+            recipe = with_method(load_recipe(name, [*overrides, *changed]), earlier, "auto")
             config_of(recipe)  # raises if no model can be built
             fields = {field: value_of(recipe, field) for field in base_values}
         except ConfigError as error:

@@ -228,12 +228,22 @@ def test_ctrl_c_ends_the_text_and_not_the_program(monkeypatch, checkpoint):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_second_ctrl_c_ends_a_step_that_takes_long():
+    before = signal.getsignal(signal.SIGINT)
+    with interactive.ctrl_c_noted() as interrupted:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_ctrl_c_shows_and_writes_what_was_generated(monkeypatch, checkpoint, tmp_path):
-    step = TextEngine.step
+    step, signals = TextEngine.step, [signal.SIGINT]
 
     def interrupted(self):
-        if any(writing.finish_reason for writings in self._writings.values() for writing in writings):
-            os.kill(os.getpid(), signal.SIGINT)
+        if signals and any(writing.finish_reason for writings in self._writings.values() for writing in writings):
+            signal.raise_signal(signals.pop())
         return step(self)
 
     monkeypatch.setattr(TextEngine, "step", interrupted)

@@ -164,6 +164,11 @@ def test_idle_connections_of_one_client_leave_room_for_others():
         idle = [stack.enter_context(connect(server)) for _ in range(16)]  # eight ninths
         assert answer(idle[-1]) == b"HTTP/1.1 200"
         assert answer(stack.enter_context(connect(server))) == b"HTTP/1.1 429"
+        body = b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Length: 200000\r\n\r\n" + b"a" * 200_000
+        for _ in range(20):  # a client that still sends reads the answer, and its connection ends
+            with connect(server) as refused:
+                refused.sendall(body)
+                assert refused.recv(12) == b"HTTP/1.1 429"
         with connect(server, source="127.0.0.2") as other:
             assert answer(other) == b"HTTP/1.1 200"
         idle[0].close()

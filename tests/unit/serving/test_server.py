@@ -289,7 +289,7 @@ class Transport:
     """The server's side of a connection from an address."""
 
     def __init__(self, address: str):
-        self.address, self.answer, self.closed = address, b"", False
+        self.address, self.answer, self.ended, self.closed = address, b"", False, False
 
     def get_extra_info(self, name: str) -> tuple[str, int] | None:
         return (self.address, 1) if name == "peername" else None
@@ -297,8 +297,11 @@ class Transport:
     def write(self, data: bytes) -> None:
         self.answer += data
 
+    def write_eof(self) -> None:
+        self.ended = True
+
     def close(self) -> None:
-        self.closed = True
+        self.ended = self.closed = True
 
     def is_closing(self) -> bool:
         return self.closed
@@ -320,23 +323,23 @@ def test_connections_of_a_client_count_until_they_close(network):
             assert connected(proxy)[1].answer == b"", "a proxy may hold more than all"
         proxies = len(state.connections)
         open_connections = [connected(network.format(number)) for number in range(16)]
-        assert not [transport for _, transport in open_connections if transport.closed]
+        assert not [transport for _, transport in open_connections if transport.ended]
         refused = [connected(network.format(number)) for number in range(3)]
         assert [transport.answer[:13] for _, transport in refused] == 3 * [b"HTTP/1.1 429 "]
         assert len(state.connections) - proxies == 16, "uvicorn counts refused ones no longer, though they are open yet"
         other, transport = connected("2001:db8:0:1::1")
-        assert not transport.closed
+        assert not transport.ended
         for connection, _ in refused:
             connection.connection_lost(None)
         open_connections[0][0].connection_lost(ConnectionResetError())
         open_connections[1][0].data_received(b"GET / HTTP/1.1\r\n" + b"a" * (1 << 16))  # answered 431
         await asyncio.sleep(0.1)  # the others are answered 408
-        assert all(transport.closed for _, transport in open_connections[1:])
+        assert all(transport.ended for _, transport in open_connections[1:])
         for connection, _ in open_connections[1:]:
             connection.connection_lost(None)
         other.connection_lost(None)
         assert (connection_class.places.total, connection_class.places.held) == (0, {})
-        again = [connected(network.format(number))[1].closed for number in range(17)]
+        again = [connected(network.format(number))[1].ended for number in range(17)]
         assert again == 16 * [False] + [True]
 
     asyncio.run(main())

@@ -64,6 +64,7 @@ export class Controls {
     if (this.busy || !state.a) return;
     try {
       const tokens = await this.tokens();
+      if (this.busy) return;
       const prompt = tokens.slice(0, keep ?? tokens.length);
       if (add) prompt.push(add);
       const forced = Object.fromEntries(Object.entries(state.forced).filter(([slot]) => Number(slot) < prompt.length));
