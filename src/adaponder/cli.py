@@ -62,6 +62,8 @@ class Group(_PlainFlags, TyperGroup):
 class Command(_PlainFlags, TyperCommand):
     """A command that refuses empty options and numbers that are not finite or exceed 64 bits.
 
+    Old names of options, listed in ``RENAMED``, are accepted with a notice.
+
     With ``--json -``, only the JSON result goes to standard output.
     """
 
@@ -203,7 +205,10 @@ def fail(message: str, code: int) -> int:
 
 
 def _misused(error: Exception) -> int:
-    """Prints a usage error and which ``--help`` to run, unless a bare command already printed its help; returns 2."""
+    """Prints a usage error and the ``--help`` command to run; returns 2.
+
+    Prints nothing if a command without arguments has already printed its help.
+    """
     context = getattr(error, "ctx", None)
     message = error.format_message().rstrip(".")
     if message and type(error).__name__ != "NoArgsIsHelpError":

@@ -31,7 +31,10 @@ _VISIBLE |= dict.fromkeys([*range(0x2066, 0x206A), *range(0xD800, 0xE000)], 0xFF
 
 
 def plain(text: str) -> str:
-    """Replaces each control character by one visible character."""
+    """Replaces each control character, except newline and tab, by one visible character.
+
+    Bidirectional marks and surrogates are replaced too.
+    """
     return text.translate(_VISIBLE)
 
 
@@ -51,7 +54,7 @@ class Screen(Console):
         return self.color_system is not None and not self.no_color
 
     def print(self, *objects: Any, soft_wrap: bool | None = None, **options: Any) -> None:
-        """Prints as rich does; with ``soft_wrap``, wraps between words in a terminal, not in a file or pipe."""
+        """Prints like rich, but ``soft_wrap`` wraps between words in a terminal, and not at all in a file or pipe."""
         super().print(*objects, soft_wrap=soft_wrap and not self.is_terminal, **options)
 
     def print_whole(self, text: str) -> None:
@@ -153,15 +156,19 @@ class Titled:
             yield drawn
 
     def _holds_figures(self, index: int) -> bool:
-        """Returns whether at least half of a column's non-empty cells are numbers; false for the first column."""
+        """Returns whether at least half of a column's non-empty cells are numbers.
+
+        False for the first column and for a column without a heading.
+        """
         cells = [row[index] for row in self.rows if row[index].strip(" –—")]
         figures = sum(cell.lstrip("+-±~ [")[:1].isdigit() for cell in cells)
         return index > 0 and bool(self.columns[index]) and 2 * figures >= len(cells)
 
     def _least_width(self, index: int, most: int) -> int:
-        """Returns the minimum width of a column: its widest cell, and at least the longest word of its heading.
+        """Returns the minimum width of a column, at least that of the longest word of its heading.
 
-        Cells wrap if they are wider than half the table's width ``most``, or than all of it for a single column.
+        The widest cell must fit too, unless it is wider than half of the table's width ``most`` (or, in a table with
+        one column, than ``most``). Such cells wrap.
         """
         cells = max((cell_len(row[index]) for row in self.rows), default=0)
         word = max((cell_len(word) for word in self.columns[index].split()), default=0)
@@ -239,7 +246,7 @@ _last: list[str] = []
 def write_json(path: Path | None, result: dict[str, Any]) -> None:
     """Writes ``result`` as JSON, replacing the file atomically; does nothing if ``path`` is ``None``.
 
-    For ``-``, :func:`json_alone` prints the result at the end. Infinity and NaN become null.
+    If ``path`` is ``-``, :func:`json_alone` prints the result at the end. Infinity and NaN become null.
     """
     if path is None:
         return
@@ -266,7 +273,8 @@ def _finite(value: Any) -> Any:
 def json_alone(path: Path | None) -> Iterator[None]:
     """Context manager for ``--json -``: only the JSON result goes to standard output, all else to standard error.
 
-    The latest result is written when the block ends, even after an error. For other paths, does nothing.
+    The last result of :func:`write_json` is printed when the block ends, even after an error. Does nothing for other
+    paths.
     """
     if path != STDOUT:
         yield

@@ -1,7 +1,8 @@
-"""Decides which requests reach the routes: checks Host, Origin and API key, then the body's type, size and speed.
+"""Decides which requests reach the routes: checks Host, Origin and API key, then the body's type, length and duration.
 
-Without a valid key only ``/health`` and the login form are served. Paths are read from the ASGI scope, like the router
-does, never from a URL that is built from headers.
+If the server has API keys, a request without a valid one gets only ``/health`` and the login form. The path is read
+from the ASGI scope, where the router reads it too. A URL built from headers could name another path, because the client
+chooses the headers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from adaponder.serving.settings import Key, Limits, Settings
 from adaponder.serving.worker import Worker
 
 COOKIE = "adaponder_key"
-# Name in the ASGI scope of the :class:`adaponder.serving.settings.Client`.
+# The key in the ASGI scope under which a request's :class:`adaponder.serving.settings.Client` is stored.
 CLIENT = "adaponder.client"
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
@@ -40,7 +41,8 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
 }
-# Header of a refusal that is sent before the body is read: the next bytes are the rest of the body, no new request.
+# Header of a refusal that is sent before the body is read. The connection must be closed, because the next bytes are
+# the rest of this body and not a new request.
 _CLOSE = {"connection": "close"}
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
@@ -66,7 +68,7 @@ def route_path(scope: Scope) -> str:
 class AccessControl:
     """The outermost ASGI layer: checks Host, Origin and key, and adds security headers to every answer.
 
-    ``worker`` is an attribute for callers that only have the app, such as a Ray replica.
+    This layer does not use ``worker``; a Ray replica, which has only the app, checks the engine's health through it.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, worker: Worker):
@@ -108,7 +110,10 @@ class AccessControl:
         await (self.app if answer is None else answer)(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, headers: Headers) -> Response | None:
-        """Returns this layer's own response, or ``None`` to pass the request on; raises :class:`ApiError` to refuse."""
+        """Returns the response if it is the login form or its redirect; ``None`` passes the request on to the app.
+
+        Stores the client in the scope. Raises :class:`ApiError` if the request is refused.
+        """
         self._check_host(headers)
         self._check_origin(headers)
         path = route_path(scope)
@@ -185,7 +190,10 @@ def _form(status: int, message: str) -> HTMLResponse:
 
 
 class BodyLimits:
-    """An ASGI layer that reads the whole JSON body of a POST to one of ``paths``; refuses long or slow bodies."""
+    """An ASGI layer that reads the whole body of a POST to one of ``paths`` before the app runs.
+
+    Refuses a body that is too long or too slow, or whose Content-Type is not JSON.
+    """
 
     def __init__(self, app: ASGIApp, paths: Collection[str], limits: Limits):
         self.app, self.paths, self.limits = app, paths, limits
@@ -218,7 +226,7 @@ class BodyLimits:
 async def _discard_body(receive: Receive) -> None:
     """Discards the rest of a refused body, up to a fixed number of bytes and seconds.
 
-    Closing a connection with unread data resets it, and the client may lose the response.
+    Without discarding, closing the connection with unread data would reset it, and the client could lose the response.
     """
     remaining = _DISCARDED_BYTES
     with suppress(TimeoutError):
@@ -228,7 +236,7 @@ async def _discard_body(receive: Receive) -> None:
 
 
 async def read_body(receive: Receive, headers: Headers, limits: Limits) -> bytes:
-    """Returns the body; raises :class:`ApiError` 413 if it is too long and 408 if it does not arrive in time."""
+    """Returns the body; raises :class:`ApiError` if it is too long (413), too slow (408) or the client leaves (400)."""
     too_long = ApiError(413, f"the body is longer than {limits.body_bytes:,} bytes; shorten it", headers=_CLOSE)
     if int(headers.get("content-length", "0")) > limits.body_bytes:  # the HTTP parser has checked that it is a number
         raise too_long

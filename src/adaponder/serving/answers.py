@@ -31,9 +31,10 @@ _IMPOSSIBLE = -9999.0
 class AnswerWriter:
     """Writes the answer to one request; the type of ``body`` decides between the formats of completions and chats.
 
-    ``echoed`` lists the texts of each prompt's tokens, which precede its completions. ``hidden`` leaves the generated
-    token out, because ``max_tokens`` is 0. Stream events are concatenated from constant bytes and the new text:
-    serialising dictionaries would take most of the event loop's time.
+    With ``echo``, ``echoed`` lists the texts of each prompt's tokens, which precede its completions. With
+    ``max_tokens=0``, ``hidden`` is true and leaves out the one token that the engine still generates. Stream events
+    are concatenated from constant bytes and the new text, because serialising dictionaries would take most of the
+    event loop's time.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class AnswerWriter:
         return _json({**self._about, "object": self._kind, "choices": answers, "usage": usage}).encode()
 
     def events(self, index: int, writing: Writing, text: str) -> bytes:
-        """Returns the stream events for the new ``text`` of a choice; empty while nothing can be shown yet."""
+        """Returns the stream events for the new ``text`` of a choice; no bytes while nothing can be shown yet."""
         opening = b"" if index in self._sent else self._opening(index, writing)
         done, first = writing.finish_reason is not None, self._sent.get(index, 0)
         last = len(writing.tokens) if done else min(writing.stream.settled, len(writing.tokens))
@@ -87,7 +88,7 @@ class AnswerWriter:
         return b"".join((self._head, b'],"usage":', dumps(usage).encode(), b"}\n\n"))
 
     def _opening(self, index: int, writing: Writing) -> bytes:
-        """Returns a choice's first event: in a chat the role, with ``echo`` the prompt; no bytes in other cases."""
+        """Returns a choice's first event: the role in a chat, the prompt with ``echo``; without either, no bytes."""
         if self._chat:
             delta = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
             return self._event(index, writing, delta)
@@ -109,7 +110,7 @@ class AnswerWriter:
         return self._echoed[index // self._n] if self._echoed else []
 
     def _details(self, index: int, writing: Writing, first: int, last: int) -> dict[str, Any]:
-        """Returns all fields of a choice but its text, for the generated tokens ``[first:last]``."""
+        """Returns the fields of a choice except its index and text, for the generated tokens ``[first:last]``."""
         logprobs = None
         if self._top is not None:
             logprobs = (self._chat_logprobs if self._chat else self._completion_logprobs)(index, writing, first, last)
@@ -122,7 +123,7 @@ class AnswerWriter:
         return details
 
     def _token(self, token: Token, text: str) -> dict[str, Any]:
-        """Returns an entry of the field ``adaponder.tokens``."""
+        """Returns a token's entry in the field ``adaponder.tokens``."""
         fields: dict[str, Any] = {"id": token.id, "text": text}
         if self.extension.depth:
             fields["depth"] = token.depth
@@ -146,7 +147,10 @@ class AnswerWriter:
         }
 
     def _top_logprobs(self, token: Token | PromptToken) -> dict[str, float] | None:
-        """Returns log-probabilities by token text: those of the likeliest tokens, and always that of ``token``."""
+        """Maps the texts of ``token`` and of the likeliest tokens to their log-probabilities.
+
+        Returns ``None`` for the first token of a prompt, which has no log-probability.
+        """
         if token.log_probability is None:
             return None
         by_text: dict[str, float] = {}
@@ -178,7 +182,10 @@ def finite(value: float) -> float:
 
 
 def text_cost(served: Served, depths: Sequence[int], how: Request | ScoreSettings, *, logits: int) -> Cost:
-    """Returns the cost of a forward with these ``depths``, the policy of ``how``, and logits for ``logits`` tokens."""
+    """Returns the cost of computing tokens of these ``depths`` under the policy of ``how``.
+
+    ``logits`` is the number of rows for which the language-model head is computed.
+    """
     model = served.model
     meter = Meter(model.config, dtype=model.dtype, device=model.device, shape=served.shape)
     if depths:
@@ -214,7 +221,10 @@ def usage_of(served: Served, samples: Sequence[Sequence[Writing]], *, hidden: bo
 
 
 def _total_cost(served: Served, samples: Sequence[Sequence[Writing]], *, full_depth: bool) -> tuple[Cost, Cost]:
-    """Returns (cost as if there were no prefix cache, the part of this cost that the prefix cache saved)."""
+    """Returns (cost without a prefix cache, the part of this cost that the prefix cache saved).
+
+    With ``full_depth``, both are the costs of the same tokens at the maximum depth.
+    """
     total = cached = Cost.nothing()
     for writings in samples:
         request = writings[0].request
@@ -249,7 +259,7 @@ class ScoreWriter:
     def __call__(
         self, ids: Sequence[int], how: ScoreSettings, *, gates: bool, full_depth: bool
     ) -> Generator[None, None, bytes]:
-        """Returns the answer of ``/score`` as JSON; yields where other work may run.
+        """Scores a text: a generator that yields where other work may run, and returns the JSON answer of ``/score``.
 
         ``gates`` adds the gates of each token, ``full_depth`` its loss at full depth.
         """

@@ -21,7 +21,7 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 # A client with items in a queue must leave one place free for every eight items that it would then have.
 _SHARE = 8
-# Number of latest finished items, from whose times the time until the next one finishes is estimated.
+# Number of the latest freed places from which the rate of freeing is estimated.
 _MEASURED = 64
 # Number of threads of a text pool.
 THREADS = 4
@@ -32,10 +32,14 @@ class UnavailableError(EvaluationError):
 
 
 class Places:
-    """Counts the places in a queue that clients hold; one place is capacity for one completion, score or text.
+    """Counts how much of a limited capacity each client uses.
+
+    One place is the capacity for one item: a completion, a score, a text to convert, or a connection.
 
     Attributes:
-        held: number of places taken by each client; clients without places are removed, so that it cannot grow forever.
+        held: number of places that each client holds; a client without places has no entry, so that the dictionary
+            cannot grow forever.
+        total: number of places that all clients hold together.
     """
 
     def __init__(self):
@@ -60,9 +64,10 @@ class Places:
     def missing(self, client: str, count: int, *, room: int, at_once: int) -> int:
         """Returns how many places must become free before the client may take ``count`` places; 0 if it may now.
 
-        ``room`` is the queue's capacity. Any client may take places as long as at most ``at_once`` are then taken by
-        all clients; a client that holds none may take any free places. Otherwise one place must stay free for each
-        eight that the client then holds: a single client gets eight ninths of the capacity, several get equal shares.
+        ``room`` is the number of all places. Any client may take places until all clients together hold ``at_once``.
+        Beyond that, a client that holds none may take any free places; every other client must leave one place free for
+        each eight that it would then hold. So a single client gets at most eight ninths of the capacity, and several
+        clients get equal shares.
         """
         free = room - self.total - count
         if room - free <= at_once:
@@ -73,14 +78,14 @@ class Places:
         return max(0, -free, math.ceil(excess / (_SHARE + 1)))
 
     def seconds(self, count: int) -> float:
-        """Estimates seconds until ``count`` places become free, from the rate at which places became free recently."""
+        """Estimates the seconds until ``count`` places become free, from the recent rate; 0 if nothing is known yet."""
         if not self._freed:
             return 0.0
         return count * (time.monotonic() - self._freed[0]) / max(1, len(self._freed) - 1)
 
 
 class Turns(Generic[_Item]):
-    """A queue that serves clients round-robin; each turn removes one item of one client."""
+    """A queue that returns the items of its clients round-robin: one item of each client in turn."""
 
     def __init__(self):
         self._items: dict[str, deque[_Item]] = {}  # the client whose turn is next comes first
@@ -106,14 +111,16 @@ class Turns(Generic[_Item]):
 
 
 class TextPool:
-    """Converts text in at most :data:`THREADS` threads, round-robin over clients; each has one thread at a time.
+    """Tokenises, decodes and renders texts in at most :data:`THREADS` threads, round-robin over clients.
+
+    Each client has at most one thread at a time.
 
     The threads are daemons, so a conversion that does not end cannot keep the process alive.
 
     Attributes:
-        places: number of unfinished conversions of each client.
+        places: counts the unfinished conversions of each client.
         running: the futures of the conversions that have a thread, by client.
-        finished, seconds: number of finished conversions, and the time that their threads took.
+        finished, seconds: number of finished conversions, and the sum of their times in seconds.
     """
 
     def __init__(self):
@@ -124,7 +131,7 @@ class TextPool:
         self._closed = False
 
     async def run(self, client: str, function: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Calls ``function`` in a thread and returns its result."""
+        """Calls ``function`` in a thread and returns its result; raises :class:`UnavailableError` after ``close``."""
         if self._closed:
             raise UnavailableError("text: the server is stopping")
         result = asyncio.get_running_loop().create_future()
@@ -134,7 +141,7 @@ class TextPool:
         return await result
 
     def close(self) -> None:
-        """Fails all conversions; threads that still run are abandoned."""
+        """Fails all unfinished conversions; threads that still run are abandoned."""
         self._closed = True
         waiting = []
         while turn := self._turns.take():

@@ -1,4 +1,4 @@
-"""Writes the page with a model as a folder of files: any static host serves it, and the visitor's browser computes."""
+"""Writes the page with a model as a folder of static files: any web host can serve it, and a browser runs the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CURE = "serve it with adaponder serve"
 
 
 def require_runnable(config: AdaPonderConfig, source: str) -> None:
-    """Raises unless the browser's model supports this config."""
+    """Raises :class:`InputError`, which names ``source``, unless local/model.js supports this config."""
     backbone = config.backbone_config
     _refuse(source, "backbone", backbone.model_type, ("gpt_neox",))
     _refuse(source, "method", config.method, methods())
@@ -38,7 +38,7 @@ def require_runnable(config: AdaPonderConfig, source: str) -> None:
 
 
 def methods() -> tuple[str, ...]:
-    """Returns the names of the methods that local/model.js computes."""
+    """Returns the names of the methods that local/model.js supports."""
     return tuple(name for name in method_names() if "browser_update" in vars(method_class(name)))
 
 
@@ -49,7 +49,10 @@ def _refuse(source: str, field: str, value: Any, supported: tuple[Any, ...]) -> 
 
 
 def require_tokenizer(content: dict[str, Any], source: str) -> None:
-    """Raises unless the page's JavaScript tokenizer supports this ``tokenizer.json``, and so gives the same ids."""
+    """Raises :class:`InputError` unless local/tokenizer.js supports all features of this ``tokenizer.json``.
+
+    With an unsupported feature, the page would encode texts to other ids.
+    """
     model, splits = content["model"], content["pre_tokenizer"] or {}
     kind = f"{model['type']} after {splits.get('type')}"
     _refuse(source, "tokenizer", kind, ("BPE after ByteLevel", "WordLevel after WhitespaceSplit"))
@@ -70,7 +73,7 @@ def require_tokenizer(content: dict[str, Any], source: str) -> None:
 
 
 def narrowed(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor in bfloat16 or float16 if that changes no number, else in float32."""
+    """Returns the tensor in bfloat16 or float16 if this changes no value, else in float32."""
     wide = tensor.detach().cpu().float()
     for dtype in (torch.bfloat16, torch.float16):
         if torch.equal(wide.to(dtype).float(), wide):
@@ -79,7 +82,10 @@ def narrowed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def facts_of(served: Served) -> dict[str, Any]:
-    """Returns the facts of ``/v1/models``, and under ``local`` the further facts that the browser's model needs."""
+    """Returns the facts of ``/v1/models``, with only the policies of local/policies.js.
+
+    The field ``local`` holds further facts that local/model.js needs.
+    """
     model, config, shape = served.model, served.model.config, served.shape
     assert isinstance(shape, Shape)
     backbone, method = config.backbone_config, type(model.method)
@@ -118,7 +124,10 @@ def facts_of(served: Served) -> dict[str, Any]:
 
 
 def write_page(served: Served, out: Path, *, source: str) -> dict[str, int]:
-    """Writes the folder, which must be new or empty; returns the bytes of its weights and of everything else."""
+    """Writes the page and the model to ``out``, a new or empty folder; returns the bytes of ``weights`` and ``other``.
+
+    Raises :class:`InputError`, which names ``source``, if the model or its tokenizer cannot run in a browser.
+    """
     require_empty(out)
     require_runnable(served.model.config, source)
     backend = getattr(served.tokenizer, "backend_tokenizer", None)

@@ -1,7 +1,8 @@
 """Defines the bodies of requests as OpenAI documents them, with an ``adaponder`` extension, and OpenAI's errors.
 
-OpenAI fields that would have no effect here are accepted; unsupported ones must be ``null``, and the error says so.
-Unknown fields are refused. :func:`bodies_for` adds the limits of one server.
+OpenAI's fields that would have no effect here are accepted and ignored. Its unsupported fields must be absent or
+``null``; otherwise the error says that they are not supported. Unknown fields are refused. :func:`bodies_for` adds the
+limits of one server.
 """
 
 from __future__ import annotations
@@ -278,12 +279,15 @@ def _depth_fields(served: Served, limits: Limits) -> dict[str, Any]:
 
 
 def _number(kind: type, maximum: float, **checked: Any) -> Any:
-    """Returns the type of a number; ``maximum`` is only documented, because the routes check it with clearer errors."""
+    """Returns the type of a number with the pydantic constraints ``checked``.
+
+    ``maximum`` is only written to the schema, because the routes check it with clearer errors.
+    """
     return Annotated[kind, Field(**checked, json_schema_extra={"maximum": maximum})]
 
 
 def _up_to(name: str, most: int, default: Any = None) -> tuple[Any, Any]:
-    """Returns the type and default of the integer field ``name``, which must be at most ``most``."""
+    """Returns the type and default of an integer of at most ``most``; ``name`` is its name in an engine request."""
     return Annotated[int | None if default is None else int, body_field(name, le=most)], default
 
 
@@ -372,8 +376,8 @@ def _refused(problem: AdaPonderError) -> ApiError:
 def _invalid_body(errors: Sequence[Any]) -> ApiError:
     """Converts pydantic's errors about a body to a 400 that reports one of them.
 
-    A field of several types yields an error for each type. Errors about values are preferred to errors about types;
-    of these, the error of the most deeply nested field is reported.
+    For a field that may have several types, pydantic lists an error per type. Errors about values come before errors
+    about types, and within each group the error in the most deeply nested field comes first.
     """
     error = max(errors, key=lambda error: (not error["type"].endswith("_type"), len(error["loc"])))
     if error["type"] == "json_invalid":

@@ -1,8 +1,8 @@
 """Serves the same app in several processes or on several machines, as a deployment of Ray Serve.
 
 Each replica is a process with its own model, engine and app; keys, limits and draining work as without Ray.
-Ray's proxy listens, and sends each request to the less busy of two random replicas. It imports this module to call
-:func:`layers`, so Ray is imported inside functions only, and torch not at all.
+Ray's proxy listens, and sends each request to the less busy of two random replicas. The proxy imports this module to
+call :func:`layers`, so the module imports Ray inside functions only, and torch not at all.
 """
 
 # Ray is an optional extra, so a type checker may not find it.
@@ -118,7 +118,8 @@ def run(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) -> No
 def connect(cluster: Cluster, settings: Settings) -> None:
     """Starts Ray, or connects to ``cluster.address``; raises :class:`InputError` if that fails.
 
-    If Ray is started here, its proxy also applies the limits of connections.
+    The proxy of a Ray that is started here applies the connection limits of ``settings``, which it reads from an
+    environment variable; the proxy of a running cluster does not.
     """
     os.environ[PROXY_LIMITS] = json.dumps(settings.limits.of_connections())
     if cluster.address is None:
@@ -140,7 +141,10 @@ def connect(cluster: Cluster, settings: Settings) -> None:
 
 
 def deploy(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) -> str:
-    """Deploys the app and returns its address once every replica is ready."""
+    """Deploys the app and returns its URL once every replica is ready.
+
+    Raises :class:`InputError` if Ray Serve already runs on this cluster and listens on another address.
+    """
     from adaponder.serving.server import listen, url_of
 
     _, serve = _import_ray()
@@ -190,7 +194,8 @@ def _import_ray() -> tuple[Any, Any]:
 def _require_token() -> None:
     """Makes Ray's processes require a random token, since anyone who reaches their ports could run code.
 
-    Sets ``RAY_AUTH_…`` variables; does nothing if Ray is already imported, since Ray reads them at import.
+    Sets the ``RAY_AUTH_…`` environment variables, which Ray reads at import. Does nothing if Ray is already imported or
+    ``RAY_AUTH_MODE`` is set.
     """
     if "ray" not in sys.modules and os.environ.get("RAY_AUTH_MODE") is None:
         os.environ["RAY_AUTH_MODE"] = "token"
@@ -199,7 +204,7 @@ def _require_token() -> None:
 
 
 def application(make: Callable[[], ASGIApp], cluster: Cluster, settings: Settings) -> Any:
-    """Returns the Ray Serve deployment, bound to the app."""
+    """Returns the Ray Serve deployment, whose replicas build the app with ``make``."""
     _, serve = _import_ray()
     from ray.serve.config import AutoscalingConfig, BackpressureConfig
 
@@ -266,7 +271,7 @@ def layers() -> list[Any]:
 class ProxyGuard:
     """Middleware of Ray's proxy: removes headers that control Ray, drops websockets, repeats requests that Ray lost.
 
-    If a replica is lost, Ray raises, does not answer, or answers with an error of its own, recognised by lacking the
+    If a replica is lost, Ray raises an exception, does not answer, or answers with its own error, which lacks the
     security headers of our app. The request is then sent again; after the last try the client gets a 503 in JSON.
     """
 

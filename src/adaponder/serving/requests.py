@@ -83,7 +83,8 @@ async def chat_prompt(messages: Sequence[ChatMessage], served: Served, limits: L
 def depth_options(control: DepthControl, served: Served) -> dict[str, Any]:
     """Returns ``policy``, ``max_iterations`` and ``depths`` of an engine request; raises on unsupported values.
 
-    Requests give a policy as one line, a threshold or the name of a profile; code and paths are not accepted.
+    A request gives its policy as one line of text, a gate threshold, a mean depth or the name of a profile. Code and
+    paths are not accepted.
     """
     method = served.model.method
     rules = {"policy": control.policy, "tau": control.tau, "budget": control.budget}

@@ -100,7 +100,10 @@ class Context:
             raise ApiError(429, f"{message}; try again in {seconds} s", code="queue_full", headers=headers)
 
     async def convert(self, client: Client, size: float, function: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Returns ``function(*arguments)``; uses a thread if the input is long (``size`` characters or tokens)."""
+        """Returns ``function(*arguments)``, called in a thread if ``size`` (characters or tokens) is large.
+
+        Raises 429 if the threads' queue has no room for the client's text.
+        """
         if size <= _SMALL:
             return function(*arguments)
         texts = self.worker.texts
@@ -184,7 +187,7 @@ def _generate(
 
 
 def _best(body: CompletionBody | ChatBody, samples: Sequence[Sequence[Writing]]) -> list[Writing]:
-    """Returns the ``n`` completions of each prompt with the highest mean log-probability of their tokens."""
+    """Returns, for each prompt, the ``n`` completions whose tokens have the highest mean log-probability."""
 
     def likelihood(writing: Writing) -> float:
         return sum(token.log_probability or 0.0 for token in writing.tokens) / max(1, len(writing.tokens))
@@ -197,7 +200,10 @@ def _best(body: CompletionBody | ChatBody, samples: Sequence[Sequence[Writing]])
 
 
 def _count_tokens(metrics: Metrics, samples: Sequence[Sequence[Writing]], *, hidden: bool) -> None:
-    """Adds an answer's tokens to the metrics: each prompt once, without the depths of tokens from the prefix cache."""
+    """Adds an answer's tokens and the depths of its computed tokens to the metrics.
+
+    A prompt counts once for all its samples. Its tokens from the prefix cache are counted, but not their depths.
+    """
     for writings in samples:
         for index, writing in enumerate(writings):
             depths = [depth for depth in writing.depths if depth]
@@ -396,7 +402,7 @@ def _add_routes(app: FastAPI, context: Context) -> None:
             response_model=None,
             dependencies=[] if handler is health else key,
         )
-        if method == "GET":  # monitors may use HEAD: the server leaves the body of a GET out
+        if method == "GET":  # for monitors that send HEAD; uvicorn then leaves the body out
             app.add_api_route(path, route, methods=["HEAD"], include_in_schema=False)
 
 

@@ -29,9 +29,10 @@ class Served:
     """The served model, its tokenizer and its profiles.
 
     Args:
-        folder: the checkpoint's folder, for its profiles (policies calibrated for a budget); ``None``: no profiles.
+        folder: the checkpoint's folder, which may hold profiles and example texts; ``None``: the model has neither.
         name: the value of ``model`` in requests.
-        tokens: maximum length of a sequence (prompt plus completion); ``None``: all positions of the backbone.
+        tokens: maximum number of positions of a sequence: prompt plus completion, without the last token, which is not
+            read; ``None``: all positions of the backbone.
     """
 
     def __init__(
@@ -89,10 +90,11 @@ class Served:
 
 
 def examples_of(folder: Path) -> dict[str, Any] | None:
-    """Returns the texts that the page offers: a checkpoint's ``examples.json``; ``None`` if it has none.
+    """Returns the content of a checkpoint's ``examples.json``, with texts that the page offers; ``None`` if absent.
 
-    ``{"about": "A puzzle: ...", "answers": "hops", "examples": [{"name": "New puzzle", "texts": [...]}]}``: ``about``
-    stands above the text; with ``answers`` the page checks the model's answers to puzzles of that kind.
+    The form is ``{"about": "A puzzle: ...", "answers": "hops", "examples": [{"name": "New puzzle", "texts": [...]}]}``.
+    The page shows ``about`` above the text and, if ``answers`` is given, checks the model's answers to puzzles of that
+    kind. Raises :class:`CheckpointError` if the file has another form.
     """
     path = folder / EXAMPLES
     if not path.is_file():

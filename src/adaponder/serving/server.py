@@ -34,7 +34,7 @@ _KEEP_ALIVE_SECONDS = 30
 _LAST_WORDS_SECONDS = 2
 # Time after the drain at which the process is ended, whatever still runs.
 _LAST_SECONDS = 2.9
-# Python's switch interval between threads; its default of 5 ms is most of a small model's step.
+# Python's switch interval between threads. The default of 5 ms is nearly as long as a step of a small model.
 _SWITCH_SECONDS = 0.0005
 # How long data of a refused connection is discarded before it is closed.
 _DISCARD_SECONDS = 1.0
@@ -62,7 +62,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address_of(listening: socket.socket) -> str:
-    """Returns the URL to open in a browser."""
+    """Returns the URL of a listening socket, to open in a browser."""
     host, port = listening.getsockname()[:2]
     return url_of("127.0.0.1" if host in ("0.0.0.0", "::") else host, port)
 
@@ -77,7 +77,7 @@ def run(
 ) -> None:
     """Serves until SIGTERM or Ctrl-C, then lets running requests finish; a second signal ends at once.
 
-    ``started`` is called once requests are answered. Raises :class:`KeyboardInterrupt` after Ctrl-C.
+    ``started`` is called once the server accepts requests. Raises :class:`KeyboardInterrupt` after Ctrl-C.
     """
     sys.setswitchinterval(_SWITCH_SECONDS)
     server = Server(config_of(app, settings), worker, started, drain_seconds=settings.limits.drain_seconds)
@@ -106,7 +106,9 @@ def config_of(app: ASGIApp, settings: Settings) -> uvicorn.Config:
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that drains after a signal and exits with code 0; requests that outlast the drain get an error.
+    """A uvicorn server that drains after a signal and then returns, where uvicorn would raise the signal again.
+
+    Requests that outlast the drain get an error; a second signal ends the process at once.
 
     Attributes:
         signal: the signal that stopped the server; ``None`` while it runs.
@@ -157,16 +159,17 @@ class Server(uvicorn.Server):
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """A connection whose headers must be short and arrive in time, and whose client must read its answers.
+    """A connection that limits the length and duration of headers, and the time in which a client reads nothing.
 
-    Its numbers are fields of :class:`adaponder.serving.settings.Limits`. ``places`` counts the connections of each
-    client, so that none can hold all ``most_connections``; ``holder_of`` maps an address to its client, or to ``None``
-    (the default) if its connections are not counted. The class works around faults of uvicorn 0.54 with httptools:
+    The numbers come from :class:`adaponder.serving.settings.Limits`. ``places`` counts the connections of each client,
+    so that no client can hold all ``most_connections``. ``holder_of`` maps an address to the name of its client, or to
+    ``None`` (the default) if connections from this address are not counted. The class works around faults of uvicorn
+    0.54 with httptools:
 
-    - neither the bytes nor the time of headers are limited, so a client could fill memory or hold connections
+    - uvicorn does not limit the length or duration of headers, so a client could fill memory or hold connections
       (CVE-2025-48956);
-    - a client that does not read its answer is waited for forever;
-    - of several pipelined requests only the last is marked as disconnected.
+    - uvicorn waits forever for a client that does not read its answer;
+    - when a client with several pipelined requests disconnects, uvicorn marks only the last one as disconnected.
     """
 
     header_bytes: ClassVar[int] = 1 << 15
@@ -261,9 +264,10 @@ class BoundedConnection(HttpToolsProtocol):
         return not (self._refused or self.transport.is_closing())
 
     def _refuse(self, status: str) -> None:
-        """Answers with an error and closes; data that the client still sends is discarded for a moment.
+        """Answers with an error, discards for a moment what the client still sends, then closes the connection.
 
-        Closing a connection with unread data resets it, and the client may lose the response.
+        Without discarding, closing the connection with unread data would reset it, and the client could lose the
+        response.
         """
         if not self._is_open():
             return
@@ -279,7 +283,10 @@ class BoundedConnection(HttpToolsProtocol):
 
 
 def bounded(settings: Settings) -> type[BoundedConnection]:
-    """Returns the connection class of a server with these settings, whose clients share its connections fairly."""
+    """Returns a subclass of :class:`BoundedConnection` with the limits of ``settings``.
+
+    Its connections are counted by client, so that a client can hold only a fair share of them.
+    """
     limits = settings.limits
     shares = {"places": Places(), "most_connections": limits.connections, "holder_of": settings.access.holder_of}
     return type("BoundedConnection", (BoundedConnection,), limits.of_connections() | shares)

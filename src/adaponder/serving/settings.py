@@ -127,20 +127,21 @@ class Access:
                 raise InputError(f"origin={shown(origin)} must be scheme://host[:port] in lower case")
 
     def key_of(self, text: str) -> Key | None:
-        """Returns the key with this text, comparing every key in constant time."""
+        """Returns the key with this text, or ``None``; every key is compared in constant time."""
         digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
         return next(iter([key for key in self.keys if hmac.compare_digest(key.digest, digest)]), None)
 
     def key_of_cookie(self, cookie: str) -> Key | None:
-        """Returns the key whose login set this cookie, comparing every key in constant time."""
+        """Returns the key whose login set this cookie, or ``None``; every key is compared in constant time."""
         value = cookie.encode("utf-8", "surrogateescape")
         return next(iter([key for key in self.keys if hmac.compare_digest(key.cookie.encode(), value)]), None)
 
     def client_of(self, address: str, forwarded: Sequence[str]) -> Client:
-        """Identifies a client without a key by the address of its connection.
+        """Returns the client of a connection without a key, identified by the connection's ``address``.
 
-        If that is a trusted proxy, the client is the last address in ``X-Forwarded-For`` that is no trusted proxy. IPv6
-        addresses are grouped by /64, since a client usually has a whole /64 network.
+        If ``address`` is a trusted proxy, the client is the last address in the ``X-Forwarded-For`` headers,
+        ``forwarded``, that is no trusted proxy. IPv6 addresses are grouped by /64, since a client usually has a whole
+        /64 network.
         """
         client = _address(address)
         for hop in reversed([hop.strip() for line in forwarded for hop in line.split(",")]):
@@ -152,7 +153,7 @@ class Access:
         return Client(hashlib.blake2b(str(group).encode(), key=_SECRET, digest_size=6).hexdigest())
 
     def holder_of(self, address: str) -> str | None:
-        """Returns the client for which a connection from ``address`` counts; ``None`` for a trusted proxy."""
+        """Returns the name of the client to count a connection from ``address`` for; ``None`` for a trusted proxy."""
         return None if self._is_proxy(_address(address)) else self.client_of(address, ()).name
 
     def _is_proxy(self, address: _Address | None) -> bool:

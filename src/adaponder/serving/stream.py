@@ -31,7 +31,7 @@ class Run:
     Args:
         requests: one engine request for each prompt.
         on_text: called as ``on_text(index, writing, text)`` after each step for every completion that has new tokens
-            or has ended; ``index`` is its number among the completions of all prompts.
+            or has ended; ``index`` is the completion's number among those of all prompts.
         on_end: called once: with ``None`` when every completion has ended, or with the first exception.
 
     Attributes:
@@ -106,7 +106,7 @@ class Run:
 
 
 class Answer(Response):
-    """A response that is sent while it is generated; content queued in the meantime is sent as one chunk.
+    """A response that is sent while it is generated; content queued while a chunk is sent becomes the next chunk.
 
     The status is sent with the first content, so a request that fails earlier has the status of its error.
 

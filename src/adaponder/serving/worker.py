@@ -65,12 +65,12 @@ class Worker:
     Attributes:
         state: ``starting``, ``ready``, ``draining``, ``stopped``, or ``broken`` once the engine has failed for good.
         problem: why the engine is broken; ``None`` if it is not.
-        completions: numbers of unfinished completions of each client, including those that wait for a lane.
-        scores: numbers of unfinished jobs of each client.
-        texts: threads for tokenising and other conversions of text.
+        completions: counts the unfinished completions of each client, including those that wait for a lane.
+        scores: counts the unfinished jobs of each client.
+        texts: the threads that tokenise and decode long texts.
         longest_request: maximum tokens of prompt plus completion; until the engine has started, the model's limit.
         counts: the engine's statistics after the last step.
-        clients: numbers of waiting and running sequences of each client after the last step.
+        clients: numbers of (waiting, running) sequences of each client after the last step.
     """
 
     def __init__(self, make_engine: Callable[[], Any], served: Served):
@@ -112,7 +112,10 @@ class Worker:
         return self.scores.total
 
     def submit(self, request: Request, sink: Sink) -> Ticket:
-        """Submits a request and returns its ticket; ``sink`` gets the events, or an exception as its last call."""
+        """Submits a request and returns its ticket; raises :class:`UnavailableError` if the engine does not run.
+
+        ``sink`` is called with the events of each step. If the request fails, the last call passes the exception.
+        """
         self._refuse_if_gone()
         ticket = Ticket(request.client, sink, request.samples, request.samples)
         self._tickets.add(ticket)
@@ -133,7 +136,8 @@ class Worker:
     def job(self, parts: Generator[None, None, _Result], client: str = "") -> asyncio.Future[_Result]:
         """Schedules a generator on the engine's thread and returns a future for its result.
 
-        At each ``yield``, engine steps and other jobs may run; a job whose future is cancelled ends there.
+        At each ``yield``, engine steps and other jobs may run; a job whose future is cancelled ends there. Raises
+        :class:`UnavailableError` if the engine does not run.
         """
         self._refuse_if_gone()
         done: Future[_Result] = Future()
@@ -148,7 +152,10 @@ class Worker:
         return bool(self._tickets or self.jobs or self.texts.places.total)
 
     async def drained(self, seconds: float) -> bool:
-        """Waits up to ``seconds`` for all requests, jobs and texts to finish; returns whether they have."""
+        """Waits up to ``seconds`` for all requests, jobs and texts to finish; returns whether they have.
+
+        Sets the state to ``draining``, in which the routes refuse new requests.
+        """
         if self.state in ("starting", "ready"):
             self.state = "draining"
         deadline = time.monotonic() + seconds

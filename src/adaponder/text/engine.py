@@ -23,12 +23,13 @@ class Writing:
     """The text of one sample (completion) of a request, as generated so far.
 
     Attributes:
+        stream: decodes the tokens and finds stop strings.
         tokens: the generated tokens, up to the one that completed a stop string.
         pieces: the text of each token.
-        finish_reason: ``stop`` at a stop string or id, else the engine's; ``None`` until the sample has ended.
+        finish_reason: ``stop`` at a stop string, else the engine's reason; ``None`` until the sample has ended.
         error: why the sample failed, in one line; ``None`` if it did not.
 
-    The other fields are copied from the engine's :class:`Completion` when the sample ends.
+    When the sample ends, the other fields except ``request`` are copied from the engine's :class:`Completion`.
     """
 
     request: Request
@@ -54,7 +55,7 @@ class Writing:
         return self.prompt_depths + after
 
     def take(self, event: Event) -> TextEvent | None:
-        """Adds an event of the engine and returns its text event, or ``None`` for a token after a stop string."""
+        """Adds an event of the engine and returns the new text; ``None`` for a token after a stop string."""
         if event.completion is not None:
             new = self.stream.finish()
             self._end(event.completion)
@@ -113,9 +114,9 @@ class TextEngine:
         return bool(self._writings)
 
     def submit(self, prompt: str | Sequence[int], *, stops: Sequence[str] = (), **settings: Any) -> list[Writing]:
-        """Submits a prompt and returns the text of each sample; ``settings`` are fields of :class:`Request`.
+        """Submits a prompt and returns a ``Writing`` per sample, to which :meth:`step` adds text.
 
-        Raises :class:`InputError` if the engine refuses the request.
+        ``settings`` are fields of :class:`Request`. Raises :class:`InputError` if the engine refuses the request.
         """
         stops = check_stops(stops)
         request = Request(prompt=encode(self.tokenizer, prompt), **settings)
@@ -146,7 +147,7 @@ class TextEngine:
     def finish(self, on_event: Callable[[TextEvent], object], *, until: Callable[[], bool] = lambda: False) -> None:
         """Steps until all texts are finished; cancels all requests once ``until`` returns true or a request fails.
 
-        Raises the first error when all requests have ended.
+        If a request failed, raises :class:`EvaluationError` with the first error once all requests have ended.
         """
         errors: list[str] = []
         while self.busy:

@@ -20,7 +20,7 @@ SECONDS = 1.0
 
 
 def _answer(request: dict[str, Any], mebibytes: int, characters: int) -> dict[str, Any]:
-    """Returns the rendered ``text`` and its marked ``spans``; or the ``limit`` it exceeded, or an ``error``."""
+    """Returns the ``text`` and its ``spans`` marked as generated, or the exceeded ``limit``, or an ``error``."""
     try:
         (text,), spans = render_jinja_template(**request)
     except MemoryError:

@@ -44,7 +44,10 @@ class TokenSpeller:
 
 
 def token_texts(tokenizer: Tokenizer, ids: Iterable[int]) -> list[str]:
-    """Returns each id's text with its leading space; incomplete characters as ``\\xe2``, unknown ids as ``<7>``."""
+    """Returns each id's text with its leading space; bytes of a part of a character are written as ``\\xe2``.
+
+    An id that is not in the vocabulary is written as ``<7>``.
+    """
     tokens = [int(token) for token in ids]
     decoded = tokenizer.decode_batch([[token] for token in tokens], skip_special_tokens=False)
     # A tokenizer of whole words has no decoder, and its decoding puts a space between any two tokens.

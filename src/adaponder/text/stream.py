@@ -32,8 +32,8 @@ class Detokenizer:
     Invalid UTF-8 bytes are decoded together with a few neighbours only. With byte fallback, a long run of them might
     decode differently as a whole, but text that was already returned cannot change.
 
-    ``before`` are the prompt's token ids, whose text is not returned. If the prompt ends within a character, the token
-    that completes the character returns it.
+    ``before`` are the prompt's token ids, whose text is not returned. If the prompt ends within a character, the whole
+    character is returned with the token that completes it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = ()):
@@ -67,7 +67,7 @@ class Detokenizer:
         return self._return(len(self._ids), self._decode(self._ids)) if self.waiting else ""
 
     def _return(self, end: int, text: str) -> str:
-        """Returns the new part of ``text``, the text of ``ids[:end]``; drops ids that later tokens do not need."""
+        """Returns what is new in ``text``, the decoded ids up to ``end``; drops ids that later tokens do not need."""
         returned = self._decode(self._ids[: self._returned])
         completes = self._begun and not text.startswith(returned)
         if completes:
@@ -99,7 +99,7 @@ class Detokenizer:
 
 
 def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """Returns the decode function of the tokenizer's fast backend, or its own if it overrides decoding.
+    """Returns the decode function of the tokenizer's fast backend, or the tokenizer's own if its class overrides it.
 
     The function raises :class:`EvaluationError` if the tokenizer panics.
     """

@@ -3,7 +3,7 @@
 import { sample } from "./policies.js";
 
 export class Answers {
-  /** `facts`: the contents of model.json, which are those of the server's `/v1/models`. */
+  /** `facts`: the contents of model.json, which are the facts of the server's `/v1/models` and `local`. */
   constructor(facts, model, tokenizer) {
     Object.assign(this, { facts, local: model.facts, model, tokenizer });
   }
@@ -35,7 +35,7 @@ export class Answers {
     return `gate:${lowTaus.map((tau, gate) => (1 - share) * tau + share * highTaus[gate]).join(",")}`;
   }
 
-  /** Runs the model on a text, yielding between chunks of it; returns the text with its scores. */
+  /** Runs the model on token ids, yielding between chunks; returns the model's cached `Text` with their scores. */
   *run(ids, line, { depths: forced = {}, seed = 0 }) {
     const policy = this.model.policy(line);
     const text = this.model.textFor(policy.seeded ? `${line} ${seed}` : line, ids, forced);
@@ -43,7 +43,7 @@ export class Answers {
     return text;
   }
 
-  /** Computes the answer of `/score`. */
+  /** Computes the answer of `/score`, yielding between chunks of the text. */
   *score({ prompt, adaponder: options, full_depth: full }) {
     const started = performance.now();
     const { model, local, tokenizer } = this;
@@ -89,7 +89,7 @@ export class Answers {
     return { depth, gates, ...(count ? { iteration_top: top.map((tokens) => tokens.slice(0, count).map(spelled)) } : {}) };
   }
 
-  /** Yields the chunks of a completion, one per token. */
+  /** Yields the chunks of a completion, one per token, and `undefined` between chunks of the text. */
   *complete({ prompt, max_tokens: maxTokens, temperature, seed, adaponder: options }) {
     const { model, tokenizer, local } = this;
     const ids = [...prompt];
@@ -114,7 +114,7 @@ export class Answers {
     }
   }
 
-  /** Returns FLOPs and KV cache bytes of a text of these depths: `adaponder.methods.cost` for the supported models. */
+  /** Returns FLOPs and KV cache bytes of a text whose tokens have these depths, as `adaponder.methods.cost` computes them. */
   cost(depths, line) {
     const { backbone, gate_flops: gateFlops, gates_asked: gatesAsked, iterations, mixes, halts, cost } = this.local;
     const policy = halts ? this.model.policy(line) : null;

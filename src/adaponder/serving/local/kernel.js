@@ -101,7 +101,7 @@ function assemble() {
   ]);
 }
 
-/** Returns the same product in JavaScript, on an array of floats. */
+/** Returns `product` in plain JavaScript, with the same arguments, on an array of floats. */
 function plainProduct(floats) {
   return (out, outRow, a, aRow, b, bRow, bPanel, n, k, m) => {
     for (let panel = 0; panel * 16 < m; panel += 1) {

@@ -74,7 +74,7 @@ class Linear {
 /**
  * A cached text: its token ids, their scores, and the index `start` at which its keys and values begin in memory: for each
  * iteration and layer the keys (in panels of 16 positions), then the values (row by row), of `capacity` positions. `key`
- * names the policy; the first `cached` tokens of the current request were computed by earlier ones.
+ * names the policy; the first `cached` tokens of the current request were computed by earlier requests.
  */
 class Text {
   constructor() {
@@ -150,7 +150,7 @@ export class Model {
     text.capacity = capacity;
   }
 
-  /** Returns the cached text with the longest common prefix with `ids` under the same policy, cut to that prefix. */
+  /** Returns the cached text with the longest common prefix with `ids` under `key`, cut to that prefix; else an empty one. */
   textFor(key, ids, forced) {
     const shared = (text) => {
       let same = 0;
@@ -304,7 +304,7 @@ export class Model {
     });
   }
 
-  /** Computes the expected embeddings of the first `n` rows of `buffers.logits`, which must hold probabilities. */
+  /** Returns a function from a row's index to its expected embedding, for `n` rows of probabilities in `buffers.logits`. */
   expected(n) {
     const { hidden: d, memory, buffers, head, facts } = this;
     memory.product(buffers.expected, roundUp(d), buffers.logits, head.width, this.table, d, 16, n, head.m, d);

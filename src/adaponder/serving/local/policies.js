@@ -36,8 +36,8 @@ function uniform(position, seed, iteration) {
 }
 
 /**
- * Parses a policy such as `gate:0.1`. `continues(row)` returns whether the row's token gets another iteration, `heads(iteration)`
- * how often the policy evaluates the language-model head to decide after that iteration.
+ * Parses a policy such as `gate:0.1`. `continues(row)` returns whether the row's token gets another iteration;
+ * `heads(iteration)` returns how often the policy evaluates the language-model head per token to decide after that iteration.
  */
 export function parsePolicy(line) {
   const word = line.split(":")[0];

@@ -6,7 +6,7 @@ const GPT2 =
   /'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\p{White_Space}\p{L}\p{N}]+|\p{White_Space}+(?!\P{White_Space})|\p{White_Space}+/gu;
 const REPLACEMENT = "\ufffd"; // what incomplete bytes decode to
 const MAX_PENDING = 12; // tokens that may wait for the end of a character
-const PENDING_TAIL = 3; // the most of them that can belong to one unfinished character
+const PENDING_TAIL = 3; // the most tokens that can belong to one unfinished character
 
 const utf8 = (bytes) => new TextDecoder("utf-8", { ignoreBOM: true }).decode(new Uint8Array(bytes));
 
@@ -61,7 +61,7 @@ export class Tokenizer {
     return ids;
   }
 
-  /** Returns the ids of one word by byte-level BPE: merges the pair of lowest rank first, and of equal ones the leftmost. */
+  /** Returns the ids of one word by byte-level BPE: merges the pair of lowest rank first, of equal pairs the leftmost. */
   bpe(word) {
     const cached = this.cache.get(word);
     if (cached) return cached;

@@ -31,7 +31,7 @@ function ticks(values, y, text) {
   ]);
 }
 
-/** Draws the gate after each iteration on a logarithmic axis; a filled dot, at or above its threshold: the token is read again. */
+/** Draws the gates on a logarithmic axis; a filled dot is at or above its threshold, so the token is read again. */
 export function gateChart(gates, thresholds, maxDepth) {
   const height = 118;
   const positive = [...gates, ...thresholds].filter((value) => value > 0 && value <= 1);
@@ -66,7 +66,7 @@ export function gateChart(gates, thresholds, maxDepth) {
   );
 }
 
-/** Draws the loss of the next token after each iteration; the ring is the loss at full depth, all tokens read K times. */
+/** Draws the loss of the next token after each iteration; a ring marks the loss with all tokens read K times. */
 export function lossChart(losses, full, maxDepth) {
   const height = 110;
   const all = full === null ? losses : [...losses, full];

@@ -44,7 +44,7 @@ export class Comparison {
     byId("by-difference").addEventListener("click", () => set({ difference: true }));
   }
 
-  /** Returns the rule B that a comparison starts with: one of another word than A, if the model has one. */
+  /** Returns the rule B with which a comparison starts: of another kind than A if this model offers one. */
   defaultSecond() {
     const words = offeredRules(this.model);
     const first = state.a.split(":")[0];
@@ -79,7 +79,7 @@ export class Comparison {
     this.scorer.request(state.b && state.text ? scoreRequest(state, state.b) : null);
   }
 
-  /** Returns B's rule and scores, `null` unless both are on the page. */
+  /** Returns B's rule and scores; `null` without a comparison and before its first scores. */
   shown() {
     return state.b && this.scores ? { rule: state.b, scores: this.scores } : null;
   }

@@ -6,7 +6,7 @@ import { defaultRule, describe, offeredRules, parseRule, positionOf, ruleAt } fr
 const STEPS = 1000;
 
 export class Dial {
-  /** `onChange(rule)` receives the visitor's choice; `onMatch` adds a button that matches the other rule's mean depth. */
+  /** `onChange(rule)` receives the visitor's choice; `onMatch`, if given, is the action of a button "Match depth". */
   constructor(element, { name, onChange, onMatch = null }) {
     Object.assign(this, { element, name, onChange, onMatch, rule: null, model: null });
   }
@@ -56,8 +56,8 @@ export class Dial {
 }
 
 /**
- * Returns the rule of the same word as `rule` whose mean depth on the text is nearest to `target`, found by at most `tries`
- * bisections of the slider. `measure(rule)` resolves to the mean depth under a rule.
+ * Returns the rule of the same kind as `rule` whose mean depth on the text is nearest to `target`, found by at most `tries`
+ * bisections of the slider. `measure(rule)` resolves to the mean depth under a rule; fixed depths need no measurement.
  */
 export async function matchDepth(rule, model, target, measure, tries = 11) {
   const { scale, steps } = parseRule(rule);

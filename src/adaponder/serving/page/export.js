@@ -12,7 +12,7 @@ const COLUMNS = 88; // characters per line
 const MARGIN = 28;
 const CELL = 12;
 
-/** Breaks tokens into lines; returns boxes `{text, line, column, depth}` that each lie in one line. */
+/** Breaks tokens into lines; returns the number of `lines` and `result`, boxes `{text, line, column, depth}` within one line. */
 function boxes(tokens) {
   const result = [];
   let [line, column] = [0, 0];
@@ -129,7 +129,7 @@ export async function png(current) {
   }
 }
 
-/** Returns all numbers as a JSON file. */
+/** Returns the text, the model's facts and the scores of both rules as a JSON file. */
 export function json({ scores, model, rule, compared, text }) {
   const side = ({ rule: line, scores: answer }) => ({ rule: line, ...answer });
   return `${JSON.stringify({ text, model, a: side({ rule, scores }), b: compared && side(compared) }, null, 1)}\n`;

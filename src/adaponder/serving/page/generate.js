@@ -5,7 +5,7 @@ import { requestFields } from "./rules.js";
 
 /**
  * One completion of a prompt of token ids. With each generated token the server sends depth, gates and predictions of the
- * position that predicted it, which is the token before it.
+ * token before it, from which it was predicted.
  */
 export class Generation {
   /** `prompt` holds tokens `{id, text, depth?…}`; `onProgress(generation)` is called as tokens arrive. */

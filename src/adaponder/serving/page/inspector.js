@@ -23,7 +23,7 @@ function heading(token, slot, count, maxDepth, close) {
   );
 }
 
-/** Returns a note with the probability that the model gave the token; `null` for the random part of a puzzle. */
+/** Returns a note with the probability that the model gave the token; `null` without a loss and for a puzzle's random part. */
 function probabilityNote(token, puzzle) {
   if (token.nll === null || token.nll === undefined || (puzzle && !token.verdict)) return null;
   return h("p", { class: "quiet" }, `The model gave it ${finePercent(Math.exp(-token.nll))} (${figure(token.nll)} nats).`);

@@ -23,7 +23,7 @@ import { startTips } from "./tips.js";
 let model = null;
 let scores = null; // the /score answer for rule A
 let hovered = null; // slot under the pointer
-let firstVisit = false; // nothing has been shown yet, and the address holds no text
+let firstVisit = false; // true until the first scores if the address held no text
 
 const editor = new Editor(byId("text"), byId("mirror"), {
   onEdit: (text) => set({ text, ids: null, forced: forcedBeforeEdit(text) }),
@@ -47,7 +47,7 @@ function forcedBeforeEdit(text) {
   return Object.fromEntries(Object.entries(state.forced).filter(([forced]) => Number(forced) < slot));
 }
 
-/** Shows an error and in how many seconds the page retries; `null` hides the last error. */
+/** Shows an error and, if the page retries, in how many seconds; `null` hides the last error. */
 function notice(failure, wait) {
   const line = byId("notice");
   line.hidden = !failure;
@@ -191,7 +191,7 @@ function selectDeepest() {
   if (slots.length) select(slots.reduce((best, slot) => (rank(slot) > rank(best) ? slot : best)));
 }
 
-/** Shows the state of a link, without rules that this model does not have, and without forced depths if it never halts. */
+/** Shows the state of a link, without rules that this model cannot run; forced depths are dropped if the model never halts. */
 function openLink(link) {
   controls.stop();
   const a = isRunnable(link.a, model) ? link.a : defaultRule(offeredRules(model)[0], model);

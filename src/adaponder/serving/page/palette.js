@@ -10,7 +10,7 @@ function toLab([lightness, chroma, hue]) {
   return [lightness, chroma * Math.cos(angle), chroma * Math.sin(angle)];
 }
 
-/** Converts OKLab to sRGB, clipped to its gamut. */
+/** Converts OKLab to sRGB as `#rrggbb`; channels outside the gamut are clipped. */
 function toHex([lightness, a, b]) {
   const l = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3;
   const m = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3;
@@ -69,7 +69,7 @@ export function setPalette(maxDepth) {
   root.setProperty("--ramp", `linear-gradient(to top, ${stops.join(", ")})`);
 }
 
-/** Gives an element the colour and mark of a depth; 0 or `null`: not known yet. */
+/** Gives an element the colour and mark of a depth; removes both if the depth is not known yet (0 or `null`). */
 export function showDepth(element, depth, maxDepth) {
   const value = depth ? String(depth) : "";
   if ((element.dataset.depth ?? "") === value) return;

@@ -1,7 +1,7 @@
 // Checks the model's answers to puzzles. A hops puzzle is steps `x y .`, then `|`, then questions `x y`, where y is the end
 // of the chain of steps that starts at x.
 
-/** Returns the questions of a hops puzzle, `{slot, hops, answer}`; `slot` is the answer's index, even beyond the text's end. */
+/** Returns the questions of a hops puzzle, `{slot, hops, answer}`; `slot` is the answer's index, maybe after the last word. */
 function questions(words) {
   const bar = words.indexOf("|");
   const result = [];
@@ -23,8 +23,8 @@ export function annotate(scores, model) {
 }
 
 /**
- * Gives the token of each answer a `verdict`, the token before it a `question`, and `scores` the field `answers`: how many there
- * are, how many are right, and their mean loss.
+ * Gives the token of each answer a `verdict`, the token before it a `question`, and `scores` the field `answers`: the number of
+ * the model's answers, the number of right ones, and the mean loss of the answers in the text.
  */
 function gradeAnswers(scores) {
   const { tokens } = scores;

@@ -92,7 +92,7 @@ const RULES = {
   },
 };
 
-/** Returns the calibrated thresholds of the learned gate, between which the server interpolates for a mean depth. */
+/** Returns the learned gate's profiles; for other mean depths, the server interpolates between the thresholds of two of them. */
 function calibrated(model) {
   return model.profiles.filter(({ budget, policy }) => Number.isFinite(budget) && policy?.startsWith("gate:"));
 }
@@ -105,7 +105,7 @@ export function offeredRules(model) {
   return calibrated(model).length ? [words[0], "budget", ...words.slice(1)] : words;
 }
 
-/** Splits a rule into `word` and `value` (`null` if it has none, `NaN` for a list), and adds its entry in `RULES`. */
+/** Returns a rule's `word`, its `value` (`null` if it has none, `NaN` for a list) also as `text`, and its entry in `RULES`. */
 export function parseRule(rule) {
   const [word, text] = [rule.split(":")[0], rule.slice(rule.indexOf(":") + 1)];
   const value = rule.includes(":") ? Number(text) : null;

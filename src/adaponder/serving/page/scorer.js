@@ -8,14 +8,14 @@ import { requestFields } from "./rules.js";
 const IDLE = 300; // ms between an answer and the request for details
 const TOP = 5; // predictions per iteration
 
-/** Whether every request asks for predictions, and not only those for details. */
+/** `predictions`: whether all requests ask for predictions, and not only the requests for details. */
 export const scoreDefaults = { predictions: false };
 
 /** Returns the body of a `/score` request. */
 export function scoreRequest({ text, ids, forced, seed }, rule) {
   const body = { prompt: ids ?? text, adaponder: { ...requestFields(rule), gates: true } };
   if (scoreDefaults.predictions) body.adaponder.iteration_top = TOP;
-  // The same random depths as in generation.
+  // With the seed of the generation, the random depths are the same as there.
   if (rule.startsWith("random")) body.adaponder.seed = seed;
   if (Object.keys(forced).length) body.adaponder.depths = forced;
   return body;
@@ -27,7 +27,7 @@ export class Scorer {
     Object.assign(this, { onScores, onFailure, wanted: null, busy: false, answered: "", timer: 0, tries: 0, details: null });
   }
 
-  /** Sends a request as soon as none is under way; `null`: there is nothing to score. */
+  /** Sends a request once the running one has ended; `null` if there is nothing to score. */
   request(body) {
     this.wanted = body;
     clearTimeout(this.timer);

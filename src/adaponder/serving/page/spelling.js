@@ -14,7 +14,7 @@ for (let code = 0x80; code < 0xa0; code += 1) NAMES.set(code, `x${code.toString(
 const HIDDEN =
   /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff]/u;
 
-// The same with tab and line end.
+// The hidden characters, tab and line end.
 const INVISIBLE = /[\u0000-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff]/gu;
 
 /** Returns the name of an invisible character, `undefined` for others. */
@@ -79,8 +79,8 @@ function find(text, piece, start) {
 }
 
 /**
- * Returns the place of each token in the text, `[start, end]` in UTF-16 units. Tokenizers may normalise the text, so a token that
- * does not follow the previous one directly is searched in the next `REACH` characters; one that is not found has an empty place.
+ * Returns the span of each token in the text, `[start, end]` in UTF-16 units. Tokenizers may normalise the text, so a token that
+ * does not follow the previous one directly is searched in the next `REACH` characters; one that is not found has an empty span.
  */
 export function align(text, tokens) {
   let position = 0;

@@ -72,7 +72,7 @@ function costs(scores, other, maxDepth) {
   ];
 }
 
-/** Draws the summary; with `other`, its differences from those scores. */
+/** Draws the summary of `scores`; with `other`, the scores of rule A, also the differences from them. */
 export function summarise(element, scores, maxDepth, other = null) {
   if (!scores) {
     setChildren(element, h("p", { class: "quiet" }, "The numbers appear once there is a text."));
