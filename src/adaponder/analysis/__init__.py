@@ -1,1 +1,1 @@
-"""Measures texts into tables (traces), and draws figures from tables without running a model."""
+"""Records the scores of a text in a table (trace), and draws figures from tables without running a model."""

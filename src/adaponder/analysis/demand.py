@@ -24,11 +24,13 @@ class Demand(NamedTuple):
     The last answer of a hops document is left out: it follows by elimination, and one iteration mostly predicts it.
 
     Attributes:
+        questions: number of questions in each group.
         at_depth: for each fixed depth 1 … K, the share of right answers in each group.
-        accuracy, depth: for each group, share of right answers and mean depth of the answering token, under the model's
-            own policy.
-        by_depth: for each group, the number of answering tokens with depth 1, 2, … K under that policy.
-        rho: Spearman's correlation of ``needs`` and that depth over all questions; ``None`` if either is constant.
+        accuracy: share of right answers in each group, under the model's own policy.
+        depth: mean depth, in each group and under that policy, of the tokens that predict the answers.
+        by_depth: for each group, how many of these tokens have depth 1, 2, … K.
+        rho: Spearman's correlation, over all questions, between the number of hops or tree height and the depth of the
+            token that predicts the answer; ``None`` if either is constant.
     """
 
     needs: list[int]
@@ -40,7 +42,10 @@ class Demand(NamedTuple):
     rho: float | None
 
     def least_depth(self, share: float = 0.95) -> list[int | None]:
-        """Returns for each group the smallest fixed depth at which a ``share`` of the answers is right, or ``None``."""
+        """Returns for each group the smallest fixed depth at which at least ``share`` of the answers are right.
+
+        ``None`` for groups that reach this share at no depth.
+        """
         return [
             next((depth for depth, shares in sorted(self.at_depth.items()) if shares[index] >= share), None)
             for index in range(len(self.needs))
@@ -53,7 +58,8 @@ class Demand(NamedTuple):
 def measure_demand(model: AdaPonderForCausalLM, text: Text, *, batch_size: int = 32) -> Demand:
     """Scores each document of ``text`` alone, from its first token, at depths 1 … K and by the model's own policy.
 
-    The text must be made of ``hops`` or ``mano`` in tokens of ``symbols``. Under a method that never halts, depth is K.
+    Raises unless the text consists of ``hops`` or ``mano`` puzzles in tokens of the tokenizer ``symbols``. For a method
+    that never halts, the depth by the model's own policy is K.
     """
     if text.vocabulary.hash != tokenizer_hash(load_tokenizer(SYMBOLS)[0]):
         raise InputError(f"the text is not in tokens of {SYMBOLS}: needed depths are known for hops and mano alone")
@@ -88,7 +94,11 @@ def at_depth(model: AdaPonderForCausalLM, depth: int) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _answers(model: AdaPonderForCausalLM, text: Text, batch_size: int, arguments: dict[str, Any]) -> list[np.ndarray]:
-    """Returns for each question: hops or tree height, whether the answer is right, depth of the answering token."""
+    """Returns three arrays with an entry per question; raises if there are no questions.
+
+    The arrays are the number of hops or tree height, whether the model's answer is right, and the depth of the token
+    that predicts the answer.
+    """
     batches = []
     training = model.training
     model.eval()

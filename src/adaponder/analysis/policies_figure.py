@@ -20,7 +20,7 @@ _AHEAD = ": looks ahead, cannot generate"
 
 
 def flat(rows: Sequence[Entry]) -> pd.DataFrame:
-    """Returns a table with one row per entry; intervals and lists get a column per number."""
+    """Returns a table with the same rows, in which each number of an interval or list has its own column."""
     table = []
     for row in rows:
         gap = row["difference"] or {"mean": None, "interval": None}
@@ -35,7 +35,7 @@ def flat(rows: Sequence[Entry]) -> pd.DataFrame:
 
 
 def loss_against_compute(rows: Sequence[Entry]) -> Figure:
-    """Draws held-out loss at each budget, over mean depth and over FLOPs, in one panel per policy.
+    """Draws held-out loss against mean depth (upper half) and against FLOPs (lower half), with one panel per policy.
 
     A panel shows its policy and the learned gate, with the others faintly behind. The oracle's losses, far below all
     others, are written as text: an axis that includes them would flatten the other differences.
@@ -103,7 +103,7 @@ def _look(causal: bool, theme: Theme) -> dict[str, Any]:
 
 
 def _hide_unused(panels: Iterable[Axes], count: int, columns: int) -> None:
-    """Hides all panels but the first ``count`` and labels the x axis of the lowest visible ones."""
+    """Hides all panels but the first ``count``, and labels the x axis of the lowest visible panel of each column."""
     for index, axes in enumerate(panels):
         axes.set_visible(index < count)
         axes.tick_params(labelbottom=index + columns >= count)
@@ -167,7 +167,7 @@ def differences(rows: Sequence[Entry], budget: float) -> Figure:
 
 
 def _draw_difference(axes: Axes, row: Entry, height: int, theme: Theme) -> None:
-    """Draws one difference with its interval, or an arrow where it lies outside the axis."""
+    """Draws one difference with its interval; an arrow if the difference lies outside the axis."""
     (low, high), gap, look = axes.get_xlim(), row["difference"], _look(row["causal"], theme)
     inside = min(max(gap["mean"], low), high)
     if inside != gap["mean"]:
@@ -204,7 +204,7 @@ def keep_probability(rows: Sequence[Entry], budget: float) -> Figure:
 
 
 def frontier(rows: Sequence[Entry]) -> Figure:
-    """Draws held-out loss against mean depth: budgets met by thresholds, and fixed depths."""
+    """Draws held-out loss against mean depth, for calibrated thresholds and for fixed depths."""
     ordered = sorted(rows, key=lambda row: row["depth"])
     met = [row for row in ordered if row["budget"] is not None]
     fixed = [row for row in ordered if row["budget"] is None]

@@ -45,10 +45,10 @@ class Point:
     """One setting of a sweep, averaged over its seeds; results are ``None`` if no seed has finished.
 
     Attributes:
-        fields: value of every axis.
+        fields: value of every varied recipe field, by the field's name.
         runs: number of planned runs; ``loss.count`` of them have finished.
         requested: mean depth that the recipe aims at.
-        halted: mean shares of validation tokens with depth at most 1 … K-1.
+        halted: for each depth 1 … K-1, the share of validation tokens with at most this depth.
     """
 
     fields: Mapping[str, Any]
@@ -108,7 +108,7 @@ def text_of(value: Any) -> str:
 
 
 class Line(NamedTuple):
-    """Points that differ only in the recipe field ``axis``, ordered by its value."""
+    """Points that differ only in the recipe field ``axis``, ordered by this field if it is numeric."""
 
     axis: str
     label: str
@@ -118,8 +118,9 @@ class Line(NamedTuple):
 def lines_of(settings: Sequence[Point]) -> list[Line]:
     """Returns the lines to draw.
 
-    A full grid is drawn along its longest numeric axis, with a line for each setting of the other axes; without a
-    numeric axis, every point is a line. Settings varied one at a time give one line along each axis.
+    If the settings are a full grid, lines run along the numeric field with the most values, one line for each setting
+    of the other fields; without a numeric field, every point is a line. If fields were varied one at a time, there is
+    one line for each field.
     """
     values = {field: _distinct([point.fields[field] for point in settings]) for field in settings[0].fields}
     if len(settings) < math.prod(map(len, values.values())):
@@ -130,7 +131,7 @@ def lines_of(settings: Sequence[Point]) -> list[Line]:
 
 
 def _along(axis: str, settings: Sequence[Point]) -> list[Line]:
-    """Groups points into lines, one for each combination of the other axes' values; sorts a numeric axis."""
+    """Groups points into lines along field ``axis``, one for each combination of the other fields' values."""
     if all(_is_number(point.fields[axis]) for point in settings):
         settings = sorted(settings, key=lambda point: point.fields[axis])
     groups: dict[str, list[Point]] = {}
@@ -156,7 +157,8 @@ def _is_number(value: Any) -> bool:
 def sensitivity(records: Sequence[Mapping[str, Any]]) -> Figure:
     """Draws the paper's sensitivity figure: validation loss against each setting, requested and realised depth.
 
-    Means over seeds; bars are one standard deviation. Runs that failed or have not ended are only counted, in a remark.
+    Points are means over seeds, bars are one standard deviation. Runs that failed or have not ended are only counted,
+    in a remark. Raises if no run has finished.
     """
     settings = points(records)
     done = [point for point in settings if point.loss]

@@ -82,20 +82,23 @@ def density_map(theme: Theme) -> LinearSegmentedColormap:
 
 
 def depth_limits(low: float, high: float, deepest: int, *, margin: float) -> tuple[float, float]:
-    """Returns the limits of an axis of mean depths: ``margin`` around the values, within 1 … ``deepest``."""
+    """Returns the limits of an axis of mean depths: ``low`` and ``high`` with a ``margin``, within 1 … ``deepest``."""
     if deepest == 1:
         return 0.5, 1.5
     return max(1.0, low - margin), min(float(deepest), high + margin)
 
 
 def at_least(span: float, low: float, high: float) -> tuple[float, float]:
-    """Widens the range ``low … high`` on both sides to a width of at least ``span``: tiny differences stay small."""
+    """Widens axis limits on both sides to a width of at least ``span``, so that tiny differences do not look large."""
     more = max(0.0, span - (high - low)) / 2
     return low - more, high + more
 
 
 def save(figure: Figure, path: Path) -> tuple[Path, Path]:
-    """Writes a figure of the light style as ``path``.png and ``path``.svg; the same figure gives the same bytes."""
+    """Writes a figure of the light style as ``path``.png and ``path``.svg, and returns these two paths.
+
+    The same figure gives the same bytes.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Not with_suffix: a name may hold a dot of its own, as in "lambda-0.1".
     png, svg = (path.with_name(f"{path.name}.{kind}") for kind in ("png", "svg"))

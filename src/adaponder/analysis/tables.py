@@ -20,7 +20,7 @@ class Numbers(NamedTuple):
 
     Attributes:
         scored: number of learned tokens, from which losses are computed.
-        bits_per_byte: ``None`` unless every token is learned.
+        bits_per_byte: ``None`` unless every token is learned and the tokenizer knows the whole text.
         flops, kv_bytes: per token, including context that sliding windows repeat.
         flops_ratio: FLOPs divided by those of the stock decoder on the same tokens.
     """
@@ -64,10 +64,14 @@ def numbers(trace: Trace) -> Numbers:
 
 
 class Means(NamedTuple):
-    """Arrays with an entry per group of tokens: number, share of all tokens, mean value, ends of the mean's interval.
+    """Mean values of groups of tokens: arrays with an entry per group.
 
-    The interval resamples the documents with tokens of the group; it is NaN for fewer than :data:`FEW` documents.
-    A group without tokens has a mean of NaN.
+    Attributes:
+        tokens: number of tokens in the group.
+        share: the group's share of all tokens.
+        mean: mean value of the group; NaN if the group has no tokens.
+        low, high: bootstrap interval of the mean, over the documents that have tokens of the group; NaN for fewer than
+            :data:`FEW` documents.
     """
 
     tokens: np.ndarray
@@ -91,13 +95,13 @@ class Means(NamedTuple):
         return float(np.nanmin([self.mean, self.low])), float(np.nanmax([self.mean, self.high]))
 
     def frame(self, name: str, **columns: Any) -> pd.DataFrame:
-        """Returns a table of ``columns``, then these arrays; the mean's column is called ``name``."""
+        """Returns a table with a row per group: first ``columns``, then these arrays, with ``mean`` called ``name``."""
         values = {"tokens": self.tokens, "share": self.share, name: self.mean}
         return pd.DataFrame(columns | values | {"95% low": self.low, "95% high": self.high})
 
 
 def means(trace: Trace, values: np.ndarray, labels: np.ndarray, groups: int) -> Means:
-    """Returns the mean of ``values`` over the tokens of each label ``0 … groups - 1``."""
+    """Returns the mean of ``values`` over the tokens of each group; ``labels`` are the tokens' group indices."""
     sums, counts = _per_document(trace["document"], values, labels, groups)
     tokens = counts.sum(axis=0)
     mean = np.full(groups, np.nan)
@@ -112,7 +116,7 @@ def means(trace: Trace, values: np.ndarray, labels: np.ndarray, groups: int) -> 
 def _per_document(
     document: np.ndarray, values: np.ndarray, labels: np.ndarray, groups: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the sums and counts of ``values``, each ``[documents, groups]``."""
+    """Returns the sums and counts of ``values`` by document and label, each ``[documents, groups]``."""
     documents = int(document.max()) + 1
     index = document.astype(np.int64) * groups + labels
     sums = np.bincount(index, weights=values, minlength=documents * groups).reshape(documents, groups)
@@ -134,7 +138,10 @@ class Correlation(NamedTuple):
 
 
 def spearman(x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None) -> float | None:
-    """Returns Spearman's correlation of two arrays of non-negative integers; ``weights`` are optional, one per pair."""
+    """Returns Spearman's correlation of two arrays of non-negative integers; ``None`` if one is constant.
+
+    ``weights`` say how often each pair counts, once by default.
+    """
     weights = np.ones(len(x)) if weights is None else weights.astype(np.float64)
     ranks = []
     for values in (x, y):
@@ -169,7 +176,10 @@ def rank_correlation(trace: Trace, x: np.ndarray, y: np.ndarray) -> Correlation:
 
 
 def quantile_bins(values: np.ndarray, bins: int) -> np.ndarray:
-    """Returns a bin index below ``bins`` per value; bins have equal counts as far as ties allow, and none is empty."""
+    """Returns the bin index of each value, below ``bins``.
+
+    Bins have equal counts as far as ties allow, and none is empty.
+    """
     edges = np.unique(np.quantile(values, np.linspace(0, 1, bins + 1)[1:-1], method="lower"))
     return np.unique(np.searchsorted(edges, values, side="left"), return_inverse=True)[1]
 

@@ -81,12 +81,12 @@ class About(Kind):
 class Trace:
     """A trace: the table and its description.
 
-    Columns: ``token`` and ``target`` are texts of a token and of the next token; ``depth`` is the token's
-    number of iterations and ``nll`` the loss of its prediction (nats). ``nll_i``, ``entropy_i`` and ``gate_i`` are the
-    values after iteration i (constant once the token has halted); ``full_nll_i`` are losses when every token has full
-    depth, so ``full_nll_1`` is the loss at depth 1. ``count`` is the token's number of occurrences in
-    this text, ``rank`` its rank by count (1: most frequent). ``learned`` is false where the target is not trained on
-    (turns other than the assistant's, the given part of puzzles).
+    Columns: ``token`` and ``target`` are the texts of a token and of the next token; ``depth`` is the token's number of
+    iterations and ``nll`` the loss of its prediction (nats). ``nll_i``, ``entropy_i`` and ``gate_i`` are the loss, the
+    entropy and the gate after i iterations; once the token has halted, loss and entropy are constant. ``full_nll_i`` is
+    the loss after i iterations if every token has full depth, so ``full_nll_1`` is the loss at depth 1. ``count`` is
+    the token's number of occurrences in this text, ``rank`` its rank by count (1: most frequent). ``learned`` is false
+    for targets that training does not learn (turns other than the assistant's, the given part of puzzles).
     """
 
     frame: pd.DataFrame
@@ -99,7 +99,7 @@ class Trace:
         return self.frame[column].to_numpy()
 
     def by_iteration(self, name: str) -> np.ndarray:
-        """Returns ``[n, iterations]``: the columns ``name_1``, ``name_2``, …"""
+        """Returns the columns ``name_1``, ``name_2``, … as one array, ``[n, deepest]``; gates are ``[n, gates]``."""
         count = self.about.gates if name == "gate" else self.about.deepest
         return self.frame[[f"{name}_{i}" for i in range(1, count + 1)]].to_numpy(np.float64)
 

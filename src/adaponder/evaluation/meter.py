@@ -1,4 +1,4 @@
-"""Computes the cost of forwards from the depths of tokens, and checks the formulas against torch's counter."""
+"""Computes the cost of forwards from the depths of tokens, and checks the formulas against torch's FLOP counter."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ class Spent:
 
     @property
     def gates_closed(self) -> float | None:
-        """Returns the share of (token, gate) pairs at which the token is halted; ``None`` without gates."""
+        """Returns the share of (token, gate) pairs in which this or an earlier gate halted the token.
+
+        ``None`` if there are no gates, or if the method never halts tokens.
+        """
         gates = self.deepest - 1
         if gates == 0 or not self.halts:
             return None
@@ -153,10 +156,11 @@ class Meter:
         dense: bool = False,
         policy: PolicyLike | None = None,
     ) -> None:
-        """Adds the cost of a forward over tokens of these depths (see :func:`adaponder.methods.cost.cost_of`).
+        """Adds the cost of a forward in which tokens have these depths, 0 for padding.
 
-        ``dense`` execution skips no rows: FLOPs are counted at full depth, but ``iterations`` remains the mean depth.
-        FLOPs of logits that ``policy`` computes only to decide are added to the FLOPs of the gates.
+        Other arguments are those of :func:`adaponder.methods.cost.cost_of`, except two. ``dense`` execution skips no
+        rows: FLOPs are counted at full depth, but ``iterations`` remains the mean depth. FLOPs of logits that
+        ``policy`` computes only to decide are added to the FLOPs of the gates.
         """
         depth = depth.detach().cpu()
         deepest = self.config.iterations if max_iterations is None else max_iterations

@@ -51,7 +51,10 @@ OWN = ScoringOptions()
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of a text: arrays with one entry per prediction, in text order; some only with ``detail``.
+    """The scores of a text: arrays with one entry per prediction, in text order.
+
+    Arrays marked (``detail``) are ``None`` unless scored with ``detail=True``. ``passes`` is K, or 1 for methods that
+    do all iterations in one backbone pass.
 
     Attributes:
         nll: ``float64[n]``, the loss in nats.
@@ -103,8 +106,8 @@ def score(
 ) -> Scores:
     """Scores ``text`` window by window; ``detail`` also returns gates, and loss and entropy after every iteration.
 
-    Callers that score repeatedly pass the backbone's ``shape``, to compute it once. ``advance`` is called with the
-    number of predictions of each batch, for progress bars.
+    Predictions that ``windows`` do not score get 0. Callers that score repeatedly pass the backbone's ``shape``, to
+    compute it once. ``advance`` is called with the number of predictions of each batch, for progress bars.
     """
     if batch_size < 1:
         raise InputError(f"--batch-size {batch_size} must be at least 1")
@@ -164,7 +167,7 @@ def _score_batch(
 
 
 def _array_of_text(arrays: dict[str, np.ndarray], name: str, values: np.ndarray, text: Text) -> np.ndarray:
-    """Returns ``arrays[name]``, which has one entry per prediction of the text; allocates it if missing."""
+    """Returns ``arrays[name]``, with one entry per prediction of the text; creates it as zeros if it is missing."""
     return arrays.setdefault(name, np.zeros((text.predictions, *values.shape[1:]), values.dtype))
 
 
@@ -178,7 +181,7 @@ def _nll(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class SummedLoss(NamedTuple):
-    """The sum of a batch's losses (float64), its number of predictions, and the depth of every token."""
+    """The sum of a batch's losses (float64), the number of losses in the sum, and the depth of every token."""
 
     nll: Tensor
     predictions: Tensor
@@ -278,7 +281,8 @@ class Agreement:
         loss_difference: absolute difference of the two mean losses; at most ``tolerance`` is allowed.
         worst: largest loss difference of a single prediction, among those with equal depth.
         flips: number of predictions whose depths differ.
-        unexplained: number of flips that are not near ties; ``None`` for policies other than the learned gate.
+        unexplained: number of flips at which the gate was further from its threshold than ``gate_noise``; ``None`` for
+            policies other than the learned gate.
         gate_noise: largest gate difference, leaving out flipped predictions and all later ones in the same window.
     """
 
@@ -337,7 +341,7 @@ def agreement(
 
 
 def _untouched(flipped: np.ndarray, windows: Windows) -> np.ndarray:
-    """Returns ``bool[predictions]``: whether neither a prediction nor an earlier one in its window is flipped."""
+    """Returns ``bool[predictions]``: false for each flipped prediction and for later ones that can share its window."""
     index = np.arange(len(flipped))
     latest = np.maximum.accumulate(np.where(flipped, index, -1))
     start = index // windows.length * windows.length if windows.stride is None else index - windows.length + 1

@@ -33,8 +33,8 @@ class Interval(NamedTuple):
 class Summary:
     """The mean loss over learned tokens, the mean depth over all tokens, and the number of learned tokens (``tokens``).
 
-    ``interval`` is around the loss, ``None`` with too few documents. Texts with a learned mask or with tokens unknown
-    to the tokenizer have no bits per byte.
+    ``interval`` is the bootstrap interval of the loss, ``None`` for fewer than :data:`FEW` documents. ``bits_per_byte``
+    is ``None`` for a text that has a learned mask, or parts that the tokenizer does not know.
     """
 
     loss: float
@@ -55,7 +55,7 @@ class Summary:
 def summarise(
     text: Text, nll: np.ndarray, depth: np.ndarray, *, documents: np.ndarray | None = None, seed: int = 0
 ) -> Summary:
-    """Summarises the scores of a text, or of the documents selected by ``documents``, a mask with a bool for each."""
+    """Summarises the scores of a text, or only of the documents that ``documents``, ``bool[documents]``, selects."""
     if documents is None:
         documents = np.ones(len(text.starts), bool)
     selected = documents[text.document]
@@ -74,7 +74,7 @@ def summarise(
 
 
 def by_source(text: Text, nll: np.ndarray, depth: np.ndarray, *, seed: int = 0) -> dict[str, Summary]:
-    """Returns a summary for each source, the largest first; empty if all documents have the same source."""
+    """Returns a summary by source, the largest first, of sources with learned tokens; empty if there is one source."""
     names, sources = sorted(set(text.sources)), np.array(text.sources)
     if len(names) < 2:
         return {}
@@ -132,7 +132,7 @@ class Difference:
 
 
 def paired_difference(text: Text, first: np.ndarray, second: np.ndarray, *, seed: int = 0) -> Difference:
-    """Compares two losses per prediction of ``text``: the mean and interval of ``second - first``."""
+    """Compares two arrays of losses of the predictions of ``text``; the difference is ``second - first``."""
     if first.shape != second.shape:
         raise InputError(f"{len(first)} and {len(second)} predictions cannot be compared: score the same tokens")
     gap, counted = second - first, text.counted

@@ -31,7 +31,7 @@ from adaponder.text.spelling import unknown_id
 
 
 class Vocabulary(NamedTuple):
-    """A checkpoint's tokenizer, the id of its end-of-document token, and the id for unknown text, if it has one."""
+    """A checkpoint's tokenizer, the id of its end-of-document token, and the id of its UNK token (``None``: no UNK)."""
 
     tokenizer: Tokenizer
     end_id: int
@@ -47,7 +47,10 @@ class Vocabulary(NamedTuple):
 
 
 def open_vocabulary(spec: str) -> Vocabulary:
-    """Opens the tokenizer of a model folder or hub name, or a ``tokenizer.json``; converts older formats."""
+    """Opens the tokenizer of a model folder or hub repository, or a ``tokenizer.json``; converts older formats.
+
+    Raises if the tokenizer has no end token or is not a fast one.
+    """
     folder = Path(spec)
     if folder.is_dir():
         refuse_code(folder)
@@ -69,7 +72,7 @@ class Text:
     """Documents as one stream of tokens.
 
     Attributes:
-        stream: ``int64[predictions + 1]``.
+        stream: ``int64[predictions + 1]``: an end token, then the documents, each closed by an end token.
         starts: ``int64[documents]``: the first prediction of each document.
         sources: the source of each document.
         utf8_bytes: ``int64[documents]``: the size of each document in bytes.
@@ -130,10 +133,11 @@ class Text:
 def open_text(
     data: str, vocabulary: Vocabulary, *, whose: str, split: str = "validation", max_tokens: int | None = None
 ) -> Text:
-    """Opens ``data`` as a text of at most ``max_tokens`` tokens; errors name the checkpoint by ``whose``.
+    """Opens ``data`` as a text of at most ``max_tokens`` tokens; raises if it has no learned tokens.
 
     ``data`` is a folder made by ``adaponder prepare`` (its ``split`` is read), or any input of ``prepare``: a text
     file, a folder of text files, ``.jsonl`` (all of these also compressed), ``.parquet``, ``stdlib``, ``hf:NAME``.
+    If the folder was prepared with another tokenizer, the error calls the checkpoint ``whose``.
     """
     hint = ""
     if os.path.isfile(Path(data) / MANIFEST):
@@ -222,8 +226,8 @@ def _joined(documents: Iterator[_Piece], vocabulary: Vocabulary, limit: int | No
 class WindowBatch(NamedTuple):
     """A batch of windows of equal length; all fields are ``[windows, length]``.
 
-    ``index`` is the index of each prediction in the text, ``fresh`` whether no earlier window scored it, ``documents``
-    the document index of each prediction; ``documents`` is ``None`` if attention crosses documents.
+    ``index`` is the index of each prediction in the text; ``fresh`` is true for predictions that no earlier window
+    contains; ``documents`` is the document index of each prediction, or ``None`` if attention crosses documents.
     """
 
     index: np.ndarray
@@ -260,7 +264,10 @@ class Windows:
         return f"{kind} windows of {self.length:,}" + ("" if self.across_documents else ", each document alone")
 
     def starts(self, predictions: int) -> np.ndarray:
-        """Returns the first prediction of each window; the last sliding window is moved back so that it is full."""
+        """Returns the first prediction of every window, also of those not scored.
+
+        The last sliding window is moved back so that it is full.
+        """
         step = self.stride or self.length
         if predictions <= self.length or step == self.length:
             return np.arange(0, predictions, self.length)
@@ -268,7 +275,7 @@ class Windows:
         return np.minimum(np.arange(count) * step, predictions - self.length)
 
     def scored(self, predictions: int) -> np.ndarray:
-        """Returns ``bool[predictions]``, whether each prediction is scored: all are if ``every`` is 1."""
+        """Returns ``bool[predictions]``: the predictions that are scored; all of them if ``every`` is 1."""
         starts, lengths, fresh = self._cut(predictions)
         bounds = np.zeros(predictions + 1, np.int64)
         np.add.at(bounds, fresh, 1)
@@ -276,7 +283,11 @@ class Windows:
         return np.cumsum(bounds[:-1]) > 0
 
     def _cut(self, predictions: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns each scored window's first prediction, length, and first prediction that no earlier window has."""
+        """Returns three arrays with an entry per scored window.
+
+        The arrays are the window's first prediction, its length, and its first prediction that no earlier window
+        contains.
+        """
         starts = self.starts(predictions)
         lengths = np.minimum(self.length, predictions - starts)
         fresh = np.concatenate([[0], starts[:-1] + lengths[:-1]])

@@ -1,4 +1,4 @@
-"""Scores each token of a text after each iteration, reusing the longest common prefix of earlier texts.
+"""Scores each token of a text after each iteration, and reuses the longest prefix shared with an earlier text.
 
 Depth, gates, and the loss and likeliest tokens after each iteration equal those of one uncached forward over the text.
 """
@@ -57,10 +57,10 @@ class ScoreSettings:
 
 @dataclass
 class TokenScore:
-    """The scores of one token of a text.
+    """The scores of one token of a text; lists have an entry for each iteration in which the token was active.
 
     Attributes:
-        gates: the ``gate`` value that the policy receives after each iteration.
+        gates: the ``gate`` value that the policy receives after each iteration but the last.
         nll: loss of the next token after each iteration, in nats.
         top: the likeliest next tokens after each iteration, with their log-probabilities.
         hidden: final-normed hidden state after each iteration, stored so that another next token can be scored later.
@@ -79,7 +79,7 @@ class TokenScore:
 class TokenScores:
     """The score of each token; the first ``cached`` scores were reused from an earlier text.
 
-    The last token has no target, so its ``nll`` means nothing.
+    The last token has no target, so the ``nll`` of its score is meaningless.
     """
 
     tokens: list[TokenScore]
@@ -179,9 +179,10 @@ class TokenScorer:
             raise InputError("depths: this model gives every token the same depth; use max_iterations to reduce it")
 
     def _longest_prefix(self, key: Hashable, ids: list[int], max_iterations: int | None) -> tuple[_CachedText, int]:
-        """Returns the cached text with the longest common prefix, and the prefix's length; else an empty text and 0.
+        """Returns the cached text that shares the longest prefix with ``ids``, and the prefix's length.
 
-        The text is truncated to the prefix, unless the prefix is all of ``ids``.
+        The text is removed from the cache (or copied, if most of it differs) and truncated to the prefix, unless the
+        prefix is all of ``ids``. If nothing is worth reusing, returns an empty text and 0.
         """
         best, common = None, 0
         for entry in self._cache:
@@ -204,7 +205,7 @@ class TokenScorer:
     def _read(
         self, ids: list[int], past: int, end: int, ledger: Ledger, how: ScoreSettings, rule: Policy
     ) -> list[TokenScore]:
-        """Scores the tokens from ``past`` to ``end``; the ledger has the rows of earlier tokens."""
+        """Scores ``ids[past:end]`` and adds their rows to the ledger, which has those of all earlier tokens."""
         scores = [TokenScore() for _ in ids[past:end]]
         policy = how.policy
         if how.depths:
@@ -266,7 +267,7 @@ class TokenScorer:
 
 
 def _common(left: list[int], right: list[int]) -> int:
-    """Returns the length of the common prefix."""
+    """Returns the length of the common prefix of two lists."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 

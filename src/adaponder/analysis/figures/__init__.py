@@ -25,7 +25,10 @@ NAMES: tuple[str, ...] = (*(plate.name for plate in PLATES), EXCERPTS)
 
 
 def choose(kind: Kind, only: Sequence[str] = ()) -> tuple[list[type[Plate]], dict[str, str]]:
-    """Returns the figures to draw and, by name, why others cannot be drawn; raises if these are named in ``only``."""
+    """Returns the figures to draw and, for each figure that this kind of trace cannot show, its name and the reason.
+
+    ``only`` names the figures that are wanted, all by default; raises if one of these is unknown or cannot be drawn.
+    """
     if unknown := [name for name in only if name not in NAMES]:
         raise InputError(f"--only {unknown[0]}: unknown figure; choose from {', '.join(NAMES)}")
     plates = [plate for plate in PLATES if not only or plate.name in only]

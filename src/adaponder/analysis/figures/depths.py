@@ -78,7 +78,8 @@ class GateValues(Plate):
     """Shows histograms of the gates' values on an axis of log-odds, which spreads the values near 0 and near 1.
 
     Attributes:
-        deciding, later: histograms ``[gate, bin]`` of active and of already halted tokens, as shares of all tokens.
+        deciding: histogram ``[gate, bin]`` of the tokens active at the gate, as shares of all tokens.
+        later: the same for tokens that had halted before the gate.
         closed: share of all tokens that each gate halted.
         lines: threshold of each gate; ``None`` for gates without a threshold.
         quantiles: 5 %, 50 % and 95 % quantile of each gate's values, ``[gate, 3]``.
@@ -167,7 +168,8 @@ class DepthByDifficulty(Plate):
     Attributes:
         deciles: mean depth of each decile of difficulty; ``difficulty`` is the mean difficulty of each decile.
         boxes: by depth, quantiles of the difficulty of the tokens with that depth.
-        rho, with_entropy: rank correlations of depth with difficulty, and with the entropy after one iteration.
+        rho: rank correlation of depth with difficulty.
+        with_entropy: rank correlation of depth with the entropy after one iteration.
     """
 
     name = "difficulty"
@@ -345,7 +347,7 @@ def _binned(trace: Trace, depth: np.ndarray, values: np.ndarray, label: np.ndarr
 
 
 def _sources(trace: Trace, depth: np.ndarray) -> tuple[list[str], tables.Means]:
-    """Returns the names and mean depths of the largest sources, and of all others together."""
+    """Returns the names and mean depths of the largest sources; the last entry is for all others together, if any."""
     counts = trace.frame["source"].value_counts(sort=False).sort_values(ascending=False, kind="stable")
     names = counts[counts > 0].index.astype(str)
     others = f"{len(names) - SOURCES:,} others"

@@ -35,7 +35,8 @@ _MOST_COUNTS = 5
 class LossByDepth(Plate):
     """Shows mean loss, number of tokens and distribution of losses by depth; the paper's curve looks like a check mark.
 
-    ``groups`` has one entry per depth. ``density[bin, depth]`` is the share of a depth's tokens per nat of loss.
+    ``groups`` has one entry per depth. ``density[:, depth - 1]`` is the histogram of the losses at a depth, as share of
+    that depth's tokens per nat.
     """
 
     name = "halting"
@@ -126,7 +127,7 @@ class LossByDepth(Plate):
 
 
 def _shape(groups: Means) -> str:
-    """Describes the curve of mean losses in words, and whether it may be chance."""
+    """Describes the curve of mean losses in words, and says whether its shape may be chance."""
     present = np.flatnonzero(groups.tokens)
     mean = groups.mean[present]
     first, last, lowest, highest = present[0], present[-1], present[np.argmin(mean)], present[np.argmax(mean)]
@@ -252,7 +253,7 @@ class GainByIteration(Plate):
 class ForgoneGain(Plate):
     """Shows how much lower the loss of halted tokens would be had they continued, compared with random tokens.
 
-    The gain of a token from depth d is its loss after iteration d minus its loss after iteration K, in a forward in
+    The gain of a token from depth d is its loss after d iterations minus its loss after K iterations, in a forward in
     which no token halts.
 
     Attributes:
@@ -260,7 +261,7 @@ class ForgoneGain(Plate):
         random: for each d, the mean gain from d of all tokens. The mean over a random sample as large as the group at d
             is within ``band`` of it with probability 95 %.
         halted: mean over the text of each token's gain from its own depth.
-        chance: (mean, low, high) of ``halted`` if depths are permuted within each document; 95 % interval.
+        chance: mean and 95 % interval, (mean, low, high), of ``halted`` if depths are permuted within each document.
     """
 
     name = "forgone"
@@ -347,7 +348,9 @@ class ForgoneGain(Plate):
 
 
 def _permuted(gains: np.ndarray, depth: np.ndarray, document: np.ndarray, *, seed: int) -> tuple[float, float, float]:
-    """Permutes depths within each document and returns (mean, low, high), 95 %, of the forgone gain per token.
+    """Returns mean and 95 % interval, (mean, low, high), of the forgone gain per token if depths are permuted.
+
+    Depths are permuted within each document.
 
     Permuting across documents would favour a policy that only halts less in hard documents.
     """

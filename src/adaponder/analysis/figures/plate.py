@@ -23,7 +23,7 @@ _MIN_HEIGHT = 4e-4
 
 
 class Plate(ABC):
-    """One figure: an instance holds its numbers, measured from a trace, and draws, describes and tabulates them.
+    """Base class of a figure: an instance holds numbers computed from a trace; it draws, describes and tabulates them.
 
     Attributes:
         name: the name of the figure in ``--only``, and of its files.
@@ -59,7 +59,7 @@ class Plate(ABC):
 
 
 def traced_method(kind: Kind) -> type[Method]:
-    """Returns the class of the traced method, or the base class if it is not registered in this process."""
+    """Returns the class of the traced method, or ``Method`` if that class is not registered in this process."""
     return method_class(kind.method) if kind.method in method_names() else Method
 
 
@@ -88,7 +88,7 @@ def draw_zero(axes: Axes, theme: Theme) -> None:
 
 
 def iteration_axis(axes: Axes, iterations: Any, names: list[str] | None = None) -> None:
-    """Sets ticks of whole iterations on the x axis, without grid lines."""
+    """Sets one tick per iteration on the x axis, without grid lines; ``names`` replaces the numbers as labels."""
     axes.set_xticks(iterations, names)
     axes.set_xlim(iterations[0] - 0.6, iterations[-1] + 0.6)
     axes.grid(visible=False, axis="x")

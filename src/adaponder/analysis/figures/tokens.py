@@ -1,4 +1,4 @@
-"""Shows tokens in context: a grid of computed and reused rows (the paper's Figure 1), excerpts coloured by depth."""
+"""Shows tokens in context: a grid of computed and reused rows (the paper's Figure 1), and excerpts with depths."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PASSAGE = 320
 
 
 class TokenGrid(Plate):
-    """Shows which iterations of consecutive tokens were computed; ``after`` is the legend label of the skipped ones."""
+    """Shows which iterations of consecutive tokens were computed; ``after`` is the label of skipped ones."""
 
     name = "grid"
     title = "Computed or reused, token by token"
@@ -115,7 +115,10 @@ class Excerpt(NamedTuple):
 
 
 def extremes(trace: Trace, *, hardest: bool, count: int = 6) -> list[Excerpt]:
-    """Returns excerpts around the highest or lowest losses at depth 1: distinct target tokens, no overlaps."""
+    """Returns up to ``count`` excerpts around the highest or lowest losses at depth 1.
+
+    Their targets are distinct tokens in different stretches of the text.
+    """
     loss, ids = trace["full_nll_1"], trace["target_id"]
     learned, rows = np.flatnonzero(trace["learned"]), list[int]()
     # Many of the extreme predictions are of one word: far more than ``count`` are considered.
@@ -142,7 +145,7 @@ def _excerpt(tokens: pd.DataFrame, remark: str, target: int | None = None) -> Ex
 
 
 def _around(trace: Trace, row: int) -> Excerpt:
-    """Returns the excerpt of the document around prediction ``row``."""
+    """Returns the excerpt around prediction ``row``, within the prediction's document."""
     prediction, deepest = trace.frame.iloc[row], trace.about.deepest
     rows = np.arange(max(0, row - BEFORE), min(len(trace), row + 2 + AFTER))
     rows = rows[trace["document"][rows] == prediction["document"]]
@@ -162,7 +165,7 @@ def _around(trace: Trace, row: int) -> Excerpt:
 
 
 def as_html(excerpt: Excerpt) -> str:
-    """Returns the words as coloured HTML spans, with everything from data escaped."""
+    """Returns the words, HTML-escaped, in spans with a CSS class for the depth (``d1``, ``d2``, …) and a tooltip."""
     spans = []
     for index, (word, depth, loss) in enumerate(zip(excerpt.words, excerpt.depths, excerpt.losses, strict=True)):
         kind = f"d{depth}" + (" target" if index == excerpt.target else "")

@@ -34,18 +34,18 @@ def for_html(text: str) -> str:
 
 
 def on_one_line(text: str) -> str:
-    """Returns ``text`` on one line, not escaped, with a mark instead of each line end."""
+    """Returns ``text`` escaped by :func:`visible`, with a mark instead of each line end; markup is not escaped."""
     return visible(text).replace("\n", "↵")
 
 
 def for_figure(text: str, limit: int = 10) -> str:
-    """Returns a token as an axis label: spaces visible, runs of them as ``␣×8``, cut at ``limit`` characters."""
+    """Returns a token as an axis label of at most ``limit`` characters, with visible spaces (8 as ``␣×8``)."""
     text = re.sub(r" {3,}|\t{3,}|\n{3,}", lambda run: f"{run[0][0]}×{len(run[0])}", text)
     return drawable("".join(_SPACES.get(letter, letter) for letter in text), limit)
 
 
 def drawable(text: str, limit: int) -> str:
-    """Returns ``text`` in characters of the figures' font, cut at ``limit``; others are escaped as in ``visible``."""
+    """Returns ``text``, cut at ``limit`` characters; invisible ones and those not in the figures' font are escaped."""
     spelled = visible(text, keep="")
     shown = "".join(letter if _has_glyph(letter) else _number(letter) for letter in spelled)
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"

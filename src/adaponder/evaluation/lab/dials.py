@@ -1,8 +1,9 @@
 """Tunes a policy's free threshold to a mean depth, by quantiles of signals recorded at full depth.
 
-Mean depth is the mean of ``1 + [signal 0 >= threshold] + [signals 0 and 1 >= threshold] + …``, so the threshold for a
-depth is an order statistic of the signals' running minima. Halting changes what later tokens attend to, so scoring
-with that threshold gives a slightly different depth; :func:`tune` corrects it.
+A token continues while its signal is at least the threshold t, so with signals s_0, s_1, … its depth is
+``1 + [s_0 >= t] + [min(s_0, s_1) >= t] + …``, and the t for a mean depth is an order statistic of these minima.
+Halting changes what later tokens attend to, so scoring with t gives a slightly different depth; :func:`tune` corrects
+it.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class Rule(NamedTuple):
         policy: builds the policy from a threshold.
         unit: unit of the threshold, as tables show it.
         signal: computes the signal of each row; a larger signal always favours continuing.
-        ceiling: whether a token continues while its measure is at most the threshold; ``signal`` is minus the measure.
-        shallowest: the smallest mean depth; 2 for policies that compare two iterations.
+        ceiling: whether a token continues while a measure is at most the threshold; ``signal`` is then minus this
+            measure.
+        shallowest: the smallest mean depth; 2 for policies that compare an iteration with the one before it.
         lowest: the smallest threshold that the policy accepts.
     """
 
@@ -79,7 +81,12 @@ RULES: dict[str, Rule] = {
 
 
 class FullDepth(NamedTuple):
-    """Half a text at full depth: losses after each iteration, ``[n, K]``, and each rule's signals, ``[n, K-1]``."""
+    """Losses and signals of one half of a text, scored with depth K for every token.
+
+    Attributes:
+        nll: ``[n, K]``, the loss after each iteration; 0 for tokens outside the mean loss.
+        signals: by key of :data:`RULES`, ``[n, K-1]``, the rule's signal after each iteration but the last.
+    """
 
     nll: np.ndarray
     signals: dict[str, np.ndarray]
@@ -131,9 +138,9 @@ def at_full_depth(
 
 
 class Setting(NamedTuple):
-    """A dial's setting: a description (``words``) and the policy that it gives.
+    """A dial's setting: its description (``words``) and the policy with this setting.
 
-    The oracle has no policy (``None``): it chooses the depth with the least loss plus ``price`` per iteration.
+    The oracle has no policy (``None``): each token gets the depth with the smallest loss plus ``price`` per iteration.
     """
 
     words: str
@@ -145,7 +152,10 @@ class Setting(NamedTuple):
         return None if self.policy is None else self.policy.as_line()
 
     def options(self, half: Half, losses: np.ndarray | None, *, iterations: int, seed: int) -> ScoringOptions:
-        """Returns options that score ``half`` at this setting; ``losses``, at every depth, are for the oracle only."""
+        """Returns options that score ``half`` at this setting.
+
+        ``losses`` are the half's losses at every depth, which only the oracle needs.
+        """
         if self.policy is not None:
             return ScoringOptions(policy=self.policy, seed=seed)
         assert losses is not None
@@ -159,7 +169,8 @@ class Dial:
     Attributes:
         at: returns the setting that has a given mean depth according to the recorded signals.
         causal: whether the policy decides without looking at later tokens.
-        shallowest: the smallest mean depth of any setting. At this depth and at K, the measured depth is exact.
+        shallowest: the smallest mean depth of any setting. At this depth and at K all tokens have the same depth, so
+            the measured mean depth equals the requested one.
     """
 
     name: str
@@ -185,9 +196,10 @@ def threshold_dial(full: FullDepth, word: str, name: str | None = None) -> Dial:
 
 
 def uniform_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
-    """Returns the dial with the same share of tokens active in each of the iterations 1 … K-1 (section 5.2).
+    """Returns the dial with the same share of tokens active in each of the iterations 1 … K-1 (paper, section 5.2).
 
-    The tokens with the highest gates are active: by thresholds on the gates or, if ``ranked``, by rank in the sequence.
+    The tokens with the highest gates are active; they are selected by thresholds or, if ``ranked``, by rank in the
+    sequence.
     """
 
     def at(depth: float) -> Setting:
@@ -209,7 +221,10 @@ def geometric_dial(full: FullDepth, *, ranked: bool = False) -> Dial:
 
 
 def decaying_dial(full: FullDepth, rate: float, *, ranked: bool = False) -> Dial:
-    """Returns the dial with active shares ``c, c r, …`` (at most 1) from iteration 1 on; the mean depth sets ``c``."""
+    """Returns the dial with shares ``c * rate^i``, at most 1, of tokens active in iteration ``i + 1``.
+
+    The mean depth sets ``c``.
+    """
     decay = tuple(float(rate**i) for i in range(full.iterations - 1))
 
     def at(depth: float) -> Setting:
@@ -220,7 +235,10 @@ def decaying_dial(full: FullDepth, rate: float, *, ranked: bool = False) -> Dial
 
 
 def shares_dial(full: FullDepth, shape: tuple[float, ...], name: str) -> Dial:
-    """Returns the dial of a learned gate with one tau per iteration; its shares of active tokens follow ``shape``."""
+    """Returns the dial of a learned gate with one tau per iteration.
+
+    The taus make the shares of active tokens proportional to ``shape`` (at most 1).
+    """
 
     def at(depth: float) -> Setting:
         taus = thresholds_for(Shares(shares=scaled_shares(shape, depth - 1.0)), full.gates)
@@ -254,14 +272,14 @@ def _bisect(low: float, high: float, too_low: Callable[[float], bool], steps: in
 
 
 def priced_depths(nll: np.ndarray, price: float) -> np.ndarray:
-    """Equals ``argmin over d of nll[d - 1] + price * (d - 1)``; of equal minima, the smallest d."""
+    """Returns for each token the smallest depth d that minimises ``nll[d - 1] + price * (d - 1)``."""
     return 1 + (nll + price * np.arange(nll.shape[1])).argmin(1)
 
 
 def threshold_at(signal: np.ndarray, depth: float) -> float:
-    """Returns the threshold at which tokens that continue while ``signal >= threshold`` have this mean depth.
+    """Returns the threshold at which tokens that continue while ``signal >= threshold`` have mean depth ``depth``.
 
-    ``signal`` is ``[n, gates]``. Equal values all continue, so the depth may be a little above ``depth``.
+    ``signal`` is ``[n, gates]``. Tokens with equal signals all continue, so the mean depth may be slightly higher.
     """
     lowest = np.minimum.accumulate(signal, axis=1).ravel()
     count = round((depth - 1.0) * len(signal))
@@ -273,7 +291,7 @@ def threshold_at(signal: np.ndarray, depth: float) -> float:
 
 
 def scaled_shares(shape: tuple[float, ...], total: float) -> tuple[float, ...]:
-    """Equals ``min(1, c * shape)`` with the ``c`` for which the shares add up to ``total``."""
+    """Returns the shares ``min(1, c * shape)``, with ``c`` chosen so that they add up to ``total``."""
     weights = np.array(shape)
     if total >= len(weights) or not weights.any():
         return tuple([1.0] * len(weights) if total > 0 else [0.0] * len(weights))
@@ -290,10 +308,12 @@ def scaled_shares(shape: tuple[float, ...], total: float) -> tuple[float, ...]:
 
 
 class Tuned(NamedTuple):
-    """The ``setting`` of a dial that came nearest to ``budget``, a mean depth, in ``runs`` scorings of the tuning half.
+    """The setting of a dial whose mean depth on the tuning half came nearest to ``budget``.
 
-    ``scores`` are the tuning half's scores at ``setting``; ``None`` if the budget is below the smallest possible depth.
-    ``missed`` is the reason why the budget was not reached; ``None`` if it was.
+    Attributes:
+        scores: the tuning half's scores at ``setting``; ``None`` if the budget is below the dial's smallest mean depth.
+        runs: number of times that the tuning half was scored.
+        missed: the reason why the budget was not reached; ``None`` if it was.
     """
 
     dial: Dial
@@ -346,7 +366,10 @@ def tune(dial: Dial, budget: float, measure: Callable[[Setting], Scores], *, ite
 
 
 def _between(low: tuple[float, float], high: tuple[float, float], budget: float) -> float:
-    """Interpolates two (aimed, measured) pairs to the depth to aim at for ``budget``, at least 5 % off both ends."""
+    """Returns the depth to aim at for ``budget``, interpolated between two pairs of (aimed, measured) depth.
+
+    The result is at least 5 % of their distance away from both aimed depths.
+    """
     width = high[0] - low[0]
     rise = high[1] - low[1]
     fraction = (budget - low[1]) / rise if rise > 0 else 0.5

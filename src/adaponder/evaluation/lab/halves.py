@@ -1,7 +1,7 @@
 """Splits a text into a tuning half and a held-out half that share no target.
 
 A text of many documents is split by whole documents. With few or very unequal documents, windows alternate between the
-halves; bootstrap intervals then resample windows and are narrower than over documents (see ``Halves.drawn``).
+halves; bootstrap intervals then resample windows, which makes them narrower than if they resampled documents.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ class Half:
 
 
 class Halves(NamedTuple):
-    """The two halves of a text, a description of the split (``how``), and what intervals resample (``drawn``)."""
+    """The two halves of a text, and a description of the split (``how``).
+
+    ``drawn`` says what bootstrap intervals resample: ``documents`` or ``windows``.
+    """
 
     tuning: Half
     held_out: Half
@@ -76,7 +79,10 @@ class Halves(NamedTuple):
 
 
 def halve(text: Text, windows: Windows) -> Halves:
-    """Splits a text into halves of about equal size: by whole documents if there are many, else by windows."""
+    """Splits a text into halves of about equal size: by whole documents if they are many and balance, else by windows.
+
+    Raises if the text has a single window to split, or if a half has no learned tokens.
+    """
     documents = len(text.starts)
     in_first = _assign(text.lengths)
     larger = max(in_first[text.document].sum(), (~in_first)[text.document].sum())
@@ -109,14 +115,14 @@ def _assign(lengths: np.ndarray) -> np.ndarray:
 
 
 def _documents(text: Text, mask: np.ndarray) -> Text:
-    """Returns a text of the documents where ``mask``, ``bool[documents]``, is true; each still follows an end token."""
+    """Returns the text of the documents that ``mask``, ``bool[documents]``, selects; an end token precedes each."""
     lengths = text.lengths[mask]
     starts = np.cumsum(lengths) - lengths
     return _selected(text, mask[text.document], starts, np.flatnonzero(mask), text.utf8_bytes[mask])
 
 
 def _every_other(text: Text, windows: Windows, offset: int) -> Half:
-    """Returns the half of every second window, starting with window ``offset``."""
+    """Returns the half that consists of every second window, from window ``offset`` on."""
     windows = replace(windows, every=2, offset=offset)
     predictions = windows.scored(text.predictions)
     index = np.flatnonzero(predictions)
@@ -130,7 +136,11 @@ def _every_other(text: Text, windows: Windows, offset: int) -> Half:
 
 
 def _selected(text: Text, mask: np.ndarray, starts: np.ndarray, documents: np.ndarray, utf8_bytes: np.ndarray) -> Text:
-    """Returns a text of the predictions in ``mask``; its document i starts at ``starts[i]`` in ``documents[i]``."""
+    """Returns the text of the predictions that ``mask`` selects.
+
+    Document i of the returned text starts at its prediction ``starts[i]`` and is part of document ``documents[i]`` of
+    ``text``.
+    """
     return replace(
         text,
         stream=np.concatenate([text.stream[:1], text.stream[1:][mask]]),

@@ -1,8 +1,8 @@
 """Compares policies at equal mean depth, and calibrates a policy.
 
-Each policy is tuned on one half of a text and measured on the other. Calibration tunes one tau for all gates, and
-proposes a tau per iteration from the losses at full depth. A proposal is chosen if its loss on the tuning half is
-significantly lower.
+Each policy is tuned on one half of a text and measured on the other. Calibration of the learned gate tunes one tau for
+all gates, and taus per iteration that it derives from the losses at full depth. Taus per iteration are chosen only if
+their loss on the tuning half is significantly lower than that of one tau.
 """
 
 from __future__ import annotations
@@ -40,12 +40,16 @@ class Measurement:
 
     Attributes:
         budget: mean depth that the policy was tuned to; ``None`` for an untuned policy.
-        setting: the tuned value, in words; ``spec`` is the policy's ``--policy`` line, ``None`` if it has none.
-        runs: number of scorings of the tuning half; ``tuning_depth`` is its mean depth at ``setting``.
+        causal: whether the policy decides without looking at later tokens.
+        setting: the tuned value, in words.
+        spec: the policy as ``--policy`` accepts it; ``None`` for the oracle.
+        runs: number of times that the tuning half was scored.
+        tuning_depth: mean depth of the tuning half at ``setting``.
         difference: the policy's loss minus that of the learned gate at the same budget, paired by document.
         active: shares of tokens active in iterations 0 … K-1.
         mflops: MFLOPs per token, including logits computed only for the policy's decisions (``deciding_mflops``).
-        missed: why the budget was not reached; the results are then missing or at another depth. ``None`` if reached.
+        missed: why the budget was not reached; the results are then missing or at another depth. ``None`` if it was
+            reached.
     """
 
     policy: str
@@ -84,8 +88,8 @@ class Measurement:
 class Lab:
     """Tunes policies on one half of a text, with signals recorded at full depth, and measures them on the other half.
 
-    ``show(what, total)`` is called before each scoring of ``total`` predictions; it returns a function that is called
-    with the number of predictions of each batch, to show progress.
+    To show progress, ``show(what, total)`` is called before each scoring of ``total`` predictions. The function that it
+    returns is called after each batch, with the batch's number of predictions.
     """
 
     def __init__(
@@ -120,7 +124,7 @@ class Lab:
         return dials.tune(dial, budget, measure, iterations=self.iterations)
 
     def held_out(self, tuned: Tuned, learned: Scores | None = None) -> tuple[Measurement, Scores | None]:
-        """Measures a tuned setting on the held-out half; with ``learned``, compares it with the learned gate's scores.
+        """Measures a tuned setting on the held-out half; compares its loss with ``learned``, the learned gate's scores.
 
         If the budget is below the dial's smallest depth, the measurement has no results and the scores are ``None``.
         """
@@ -166,7 +170,10 @@ class Lab:
         return [learned, *scheduled, *signals, dials.oracle_dial(full)]
 
     def budgets(self, requested: Sequence[float] | None, own_depth: float) -> tuple[float, ...]:
-        """Returns the requested budgets; by default ``own_depth``, the mean depth of the method's own policy."""
+        """Returns the requested budgets; by default ``own_depth``, the mean depth of the method's own policy.
+
+        Raises for a budget outside 1 … K; also if ``own_depth`` is needed and so near 1 or K that all policies agree.
+        """
         for budget in requested or ():
             check_budget(budget, self.iterations, "--budgets")
         if requested:
@@ -205,7 +212,10 @@ class Lab:
     def _measured(
         self, planned: Measurement, policy: Policy | None, scores: Scores, learned: Scores | None
     ) -> Measurement:
-        """Returns ``planned`` with results from held-out ``scores``, compared with the ``learned`` gate's, if given."""
+        """Returns ``planned`` with the results of the held-out ``scores``.
+
+        If the learned gate's scores are given as ``learned``, the results include the difference from them.
+        """
         half = self.halves.held_out
         summary = summarise(half.own_text, scores.nll, scores.depth, seed=self.seed)
         difference = None
@@ -240,7 +250,7 @@ def require_halting(model: AdaPonderForCausalLM) -> None:
 
 
 def check_budget(budget: float, iterations: int, option: str) -> None:
-    """Raises unless ``budget`` is a mean depth that the model can have."""
+    """Raises unless ``budget`` is from 1 to ``iterations``; the error names the command-line ``option``."""
     if not 1.0 <= budget <= iterations:
         raise InputError(f"{option} {budget:g} must be a mean depth from 1 to {iterations}, the model's iterations")
 
@@ -252,7 +262,7 @@ _PROPOSALS, _SAMPLE = 2, 20_000
 
 @dataclass(frozen=True)
 class Choice:
-    """One candidate for a budget: its measurement on the held-out half, and its loss on the tuning half."""
+    """A policy tuned to a calibration's budget: held-out measurement, tuning loss, and whether it was chosen."""
 
     row: Measurement
     tuning_loss: float | None
@@ -264,7 +274,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A budget and the candidates that were tuned to it, the chosen candidate first."""
+    """A budget and the policies that were tuned to it (``choices``), the chosen one first."""
 
     budget: float
     choices: tuple[Choice, ...]
@@ -278,7 +288,10 @@ class Calibration:
 
 
 def calibrate(lab: Lab, budget: float, *, rule: str = "gate") -> Calibration:
-    """Tunes candidates to ``budget``, chooses one by its tuning loss, and measures each on the held-out half."""
+    """Tunes the candidates of :func:`meet`, chooses the best by tuning loss, and measures each on the held-out half.
+
+    Raises if the best candidate does not meet the budget.
+    """
     candidates = meet(lab, budget, rule=rule)
     best = candidates[0]
     if best.missed is not None:
@@ -291,7 +304,11 @@ def calibrate(lab: Lab, budget: float, *, rule: str = "gate") -> Calibration:
 
 
 def meet(lab: Lab, budget: float, *, rule: str = "gate") -> list[Tuned]:
-    """Tunes all candidates to ``budget`` on the tuning half; returns them best first (see :func:`ordered`)."""
+    """Tunes the candidate policies of ``rule`` to ``budget`` on the tuning half; returns them best first.
+
+    Candidates of ``gate`` are one tau for all gates, and up to two sets of taus per iteration (see :func:`propose`);
+    any other rule gives one candidate.
+    """
     check_budget(budget, lab.iterations, "--budget")
     check_rule(rule, budget)
     full = lab.full_depth
@@ -315,7 +332,7 @@ def check_rule(rule: str, budget: float) -> None:
 def ordered(candidates: Sequence[Tuned], own_text: Text, *, seed: int = 0) -> list[Tuned]:
     """Sorts candidates, best first; those that missed the budget come last.
 
-    A candidate precedes the first one, which is the simplest, only if its loss is significantly lower.
+    ``candidates[0]`` is the simplest; another candidate precedes it only with a significantly lower loss.
     """
     simplest = candidates[0]
 
@@ -332,11 +349,10 @@ def ordered(candidates: Sequence[Tuned], own_text: Text, *, seed: int = 0) -> li
 
 
 def propose(full: FullDepth, budget: float) -> list[tuple[float, ...]]:
-    """Proposes shares of tokens active in iterations 1 … K-1 with mean depth ``budget`` and the lowest expected loss.
+    """Returns up to two proposals of the shares of tokens active in iterations 1 … K-1, with mean depth ``budget``.
 
-    The expected loss of a token that halts after d iterations is its loss after d iterations at full depth. From
-    several starts, hill climbing moves depth between iterations while the expected loss falls. Shares close to those
-    of one tau for all gates are not proposed.
+    Hill climbing from several starts lowers the expected loss: it increases the share of one iteration at the expense
+    of another. Shares close to those of one tau for all gates are not proposed.
     """
     gates = full.iterations - 1
     if gates < 2 or not 1.0 < budget < full.iterations:
@@ -355,14 +371,17 @@ def propose(full: FullDepth, budget: float) -> list[tuple[float, ...]]:
 
 
 def expected_loss(full: FullDepth, shares: tuple[float, ...]) -> float:
-    """Estimates the mean loss under ``Shares(shares)`` from the losses after each iteration at full depth."""
+    """Estimates the mean loss under ``Shares(shares)``.
+
+    For a token that halts after d iterations, the loss after d iterations at full depth is taken.
+    """
     thresholds = torch.tensor(thresholds_for(Shares(shares=shares), full.gates), dtype=torch.float32)
     depth = 1 + (full.gates >= thresholds).long().cumprod(1).sum(1)
     return float(np.take_along_axis(full.nll, depth.numpy()[:, None] - 1, axis=1).mean())
 
 
 def _climb(full: FullDepth, shares: tuple[float, ...]) -> tuple[tuple[float, ...], float]:
-    """Hill-climbs the share of tokens active in each iteration, at a fixed mean depth; returns shares and loss."""
+    """Improves the shares of active tokens by hill climbing at a fixed mean depth; returns shares and expected loss."""
     loss = expected_loss(full, shares)
     for step in (0.2, 0.1, 0.05, 0.02):
         while moved := next((to for to in _moves(shares, step) if expected_loss(full, to) < loss - 1e-6), None):

@@ -1,7 +1,7 @@
-"""Stores policies calibrated for a budget by name beside the weights, and rejects them for any other weights.
+"""Stores profiles beside the weights that they were calibrated for, and rejects them for any other weights.
 
-``profiles.json`` is not in the checkpoint's manifest and contains its own checksum, so a truncated or edited file is
-rejected. It is written under another name and renamed, so it is never half written.
+``profiles.json`` is not in the checkpoint's manifest, so it contains its own checksum: a truncated or edited file is
+rejected. It is written to a temporary file that is then renamed, so it is never half written.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ def load_profile(folder: str | Path, name: str) -> Policy:
 
 
 def stored(folder: Path) -> dict[str, dict[str, Any]]:
-    """Returns a model's profiles by name, the smallest budget first; raises if damaged or made for other weights."""
+    """Returns a model's profiles by name, the smallest budget first; empty if there is no ``profiles.json``.
+
+    Raises if the file is damaged or was made for other weights.
+    """
     path = folder / FILE
     if not os.path.lexists(path):
         return {}
@@ -60,7 +63,7 @@ def _is_profile(profile: Any) -> bool:
 
 
 def store(folder: Path, name: str, profile: dict[str, Any]) -> Path:
-    """Adds or replaces one profile, whose ``policy`` is a line for :func:`parse_policy`; returns the file's path."""
+    """Adds or replaces one profile, whose ``policy`` is text for :func:`parse_policy`; returns the file's path."""
     check_name(name)
     parse_policy(profile["policy"])
     path = folder / FILE
@@ -79,7 +82,7 @@ def store(folder: Path, name: str, profile: dict[str, Any]) -> Path:
 
 
 def check_name(name: str) -> None:
-    """Raises unless ``name`` is a valid profile name."""
+    """Raises unless ``name`` is a letter or digit and at most 63 more letters, digits, dots, dashes or underscores."""
     if not _NAME.fullmatch(name):
         raise InputError(f"--name {name!r} must be at most 64 letters, digits, dots, dashes and underscores")
 

@@ -144,7 +144,7 @@ class HarnessLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[Answer]:
-        """Scores ``(key, context, continuation)`` requests; requests equal up to the last token share a batch row."""
+        """Scores ``(key, context, continuation)`` requests; one row serves all that differ only in the last token."""
         texts: dict[tuple[int, ...], list[int]] = {}
         for index, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
@@ -169,7 +169,10 @@ class HarnessLM(TemplateLM):
 
     @torch.no_grad()
     def _score(self, texts: Sequence[Sequence[int]], rows: list[int], continuations: list[list[int]]) -> list[Answer]:
-        """Returns the log-likelihood of ``continuations[i]`` in ``texts[rows[i]]``, and whether it is the argmax."""
+        """Returns the log-likelihood of each continuation, and whether all its tokens are the argmax.
+
+        ``texts[rows[i]]`` is the context of ``continuations[i]`` followed by that continuation without its last token.
+        """
         ids, mask = self._padded(texts)
         scored = [0] * len(texts)
         for row, continuation in zip(rows, continuations, strict=True):
@@ -223,7 +226,7 @@ class HarnessLM(TemplateLM):
             yield from zip(batch, self._generate([prompts[index] for index in batch], settings), strict=True)
 
     def _sampled(self, prompts: dict[int, tuple[int, ...]], settings: GenerationSettings) -> Iterator[tuple[int, str]]:
-        """Samples prompts one at a time, each with its own seed, so that answers do not depend on other requests."""
+        """Yields (index, answer); each prompt is sampled alone with its own seed, so no answer depends on others."""
         repetitions: Counter[tuple[int, ...]] = Counter()
         devices = [self.device] if self.device.type == "cuda" else []
         with self._counting(self._task, len(prompts)) as advance:
@@ -275,11 +278,14 @@ class HarnessLM(TemplateLM):
 
     @property
     def _meter(self) -> Meter:
-        """Returns the current task's meter: on first use a copy of ``_blank``, which holds the model's shape."""
+        """Returns the current task's meter; copies ``_blank`` on first use, because a new meter computes the shape."""
         return self.meters.setdefault(self._task, copy.copy(self._blank))
 
     def _count_generation(self, depth: Tensor, width: int, lengths: list[int]) -> None:
-        """Adds the cost of a prefill of ``width`` slots and of decoding each sequence's ``lengths`` new tokens."""
+        """Adds the cost of a generation: a prefill of ``width`` slots, then ``lengths[i]`` new tokens of sequence i.
+
+        ``depth``, ``[sequences, slots]``, is the depth of each token, 0 for padding.
+        """
         # The last new token of a sequence is never an input.
         read = torch.arange(depth.shape[1]) < width - 1 + torch.tensor(lengths)[:, None]
         depth = torch.where(read, depth, 0)
@@ -290,7 +296,7 @@ class HarnessLM(TemplateLM):
             self._meter.add(step, past=depth[:, :slot], logits=int((step > 0).sum()), **arguments)
 
     def _batches(self, items: Any, *, key: Callable[[Any], Any]) -> Iterator[list[Any]]:
-        """Yields batches of items sorted by ``key``: long items first, so that out-of-memory errors occur early."""
+        """Yields batches of items, sorted by a ``key`` that puts long items first: out-of-memory errors occur early."""
         ordered = iter(sorted(items, key=key))
         with self._counting(self._task, len(items)) as advance:
             while batch := list(islice(ordered, self.batch_size)):
@@ -320,7 +326,10 @@ class GenerationSettings(NamedTuple):
 
 
 def generation_settings(request: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> GenerationSettings:
-    """Returns the settings of an lm-eval request: by default 256 tokens, greedy. The end token always stops."""
+    """Returns the settings of an lm-eval request: by default 256 tokens, greedy. The end token always stops.
+
+    Raises for settings that ``generate`` does not have, and for several beams or sequences.
+    """
     kwargs: dict[str, Any] = dict(normalize_gen_kwargs(request, default_max_gen_toks=256))
     end = tokenizer.eos_token
     until = handle_stop_sequences(kwargs.pop("until"), eos=None if end is None else str(end))

@@ -34,7 +34,10 @@ _UNREADABLE = (KeyError, ValueError, TypeError, IndexError, jinja2.TemplateError
 
 @dataclass(frozen=True)
 class OpenedTask:
-    """A task with its data: items from ``split``, few-shot examples from the split ``examples``, if any."""
+    """A task with its data: items from ``split``, few-shot examples from the split ``examples`` (``None``: no split).
+
+    ``file`` is the file of the items; ``None`` if they come from the hub.
+    """
 
     task: Any
     name: str
@@ -81,7 +84,10 @@ class TaskScore:
 
 
 def find_tasks(names: Sequence[str]) -> TaskManager:
-    """Returns a ``TaskManager`` that has these tasks; the slow index of all tasks is built only if one is missing."""
+    """Returns lm-eval's ``TaskManager`` with these tasks; raises for a name that is not a task.
+
+    It indexes only the folders of these tasks; the slow index of all tasks is built only if a name is not found there.
+    """
     folders = {folder for name, folder in _folders().items() if name in names}
     manager = TaskManager(include_defaults=False, include_path=sorted(folders))
     if any(name not in manager.all_subtasks for name in names):
@@ -106,7 +112,10 @@ def _folders() -> dict[str, Path]:
 def open_task(
     manager: TaskManager, name: str, shots: int, data: TaskData | None, *, limit: int | None = None, seed: int = 0
 ) -> OpenedTask:
-    """Opens a task with its data; may skip items after ``limit``. Examples use lm-eval's seed plus ``seed``."""
+    """Opens a task with its data: from ``data`` or, if ``None``, from the hub.
+
+    Items after ``limit`` may be left out. Few-shot examples are drawn with lm-eval's default seed plus ``seed``.
+    """
     opened = _from_hub(manager, name, shots) if data is None else _from_files(manager, name, shots, data, limit)
     if shots and opened.task.get_config("num_fewshot") == 0:
         raise InputError(f"--fewshot {shots}: lm-eval defines {name} without examples; use --fewshot 0")
@@ -160,7 +169,8 @@ def _from_files(manager: TaskManager, name: str, shots: int, data: TaskData, lim
 def _examples(name: str, config: dict[str, Any], data: TaskData, split: str) -> str | None:
     """Returns the split of few-shot examples; ``None`` for a task that defines its own examples.
 
-    This is the split that map.yaml names; else lm-eval's, unless it is the evaluated ``split``; else ``train``.
+    If map.yaml names no split, it is lm-eval's or, if that is the evaluated ``split`` or missing, ``train``. Raises if
+    ``data`` does not have the split.
     """
     fewshot = config.get("fewshot_config") or {}
     if fewshot.get("samples"):
@@ -243,7 +253,7 @@ def _blame_record(opened: OpenedTask, limit: int | None) -> None:
 
 
 def _metrics(task: Any, results: dict[str, Any], samples: list[dict[str, Any]]) -> Iterator[Metric]:
-    """Yields each metric with its closed-form standard error (for perplexities, lm-eval itself bootstraps)."""
+    """Yields each metric; means and perplexities get a closed-form standard error instead of lm-eval's bootstrap."""
     for key, value in results.items():
         name, _, filtered = key.partition(",")
         if not filtered or name.endswith("_stderr") or not isinstance(value, (int, float)):

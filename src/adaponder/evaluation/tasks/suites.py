@@ -39,7 +39,7 @@ class Suite:
     references: tuple[Reference, ...]
 
     def matched(self, config: AdaPonderConfig) -> Reference | None:
-        """Returns the reference with this backbone's family, hidden size, layers, heads and MLP width, if any."""
+        """Returns the reference with this backbone's family, hidden size, layers, heads and MLP width, or ``None``."""
         backbone: Any = config.backbone_config
         if backbone.model_type != "gpt_neox":
             return None
@@ -48,7 +48,7 @@ class Suite:
         return next((row for row in self.references if row.shape == shape), None)
 
     def compare(self, scores: Mapping[str, float], shots: int, reference: Reference | None) -> Comparison:
-        """Compares ``scores`` (percent by task) with the reference's scores of the same tasks at the same shots."""
+        """Compares ``scores`` (percent by task) with the published scores of these tasks at this number of shots."""
         theirs = {}
         if reference is not None and shots in reference.scores:
             theirs = dict(zip(self.tasks, reference.scores[shots], strict=True))
@@ -57,7 +57,7 @@ class Suite:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Our scores and the reference's, in percent by task; ``theirs`` is empty without a reference."""
+    """Our scores and the reference's, in percent by task; ``theirs`` is empty if nothing was published to compare."""
 
     shots: int
     ours: dict[str, float]
@@ -73,7 +73,7 @@ class Comparison:
 
     @property
     def difference(self) -> float | None:
-        """Returns our average minus the reference's, the paper's delta acc."""
+        """Returns our average minus the reference's, the paper's delta acc; ``None`` without a reference."""
         return None if self.reference_average is None else self.average - self.reference_average
 
     def as_dict(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ A folder of task data contains a JSON lines file per task and split, plain or co
     DIR/sciq_validation.jsonl.xz        or <task>_<split>; ``val``, ``valid``, ``dev`` mean validation
     DIR/lambada_test_openai.jsonl.xz    or a name in ``PUBLISHED``
 
-A ``map.yaml`` in the folder, or passed instead of it, names other files, relative to its folder; it takes precedence::
+A ``map.yaml`` in the folder, or passed instead of the folder, takes precedence. It names files relative to itself::
 
     arc_easy: {test: elsewhere/easy.jsonl}
     lambada_openai:
@@ -46,7 +46,7 @@ FIELDS = {
 
 
 class TaskData:
-    """Finds and reads the task data of a folder or a ``map.yaml``; see the top of this module."""
+    """Finds and reads files of task data: in a folder laid out as the top of this module says, or by a ``map.yaml``."""
 
     def __init__(self, path: Path):
         self.folder, map_file = (path.parent, path) if path.is_file() else (path, path / "map.yaml")
@@ -55,7 +55,7 @@ class TaskData:
         self._map = _read_map(map_file) if map_file.is_file() else {}
 
     def find(self, task: str, split: str) -> Path | None:
-        """Returns the file of a task's split; ``None`` if there is none."""
+        """Returns the file of a task's split; ``None`` if there is none. Raises if map.yaml names a missing file."""
         if named := self._map.get(task, {}).get(split):
             path = self.folder / named
             if not path.is_file():
@@ -73,7 +73,10 @@ class TaskData:
         return f"{first}[{'|'.join(COMPRESSIONS)}] (or a {split} file of {task} named in map.yaml)"
 
     def read(self, task: str, split: str, fields: Sequence[str] = ()) -> list[TaskRecord]:
-        """Reads the records of a split in the layout of lm-eval's task; raises if a record lacks one of ``fields``."""
+        """Reads the records of a split in the layout of lm-eval's task.
+
+        Raises if there are no records, or if a record lacks one of ``fields``.
+        """
         path = self.find(task, split)
         if path is None:
             raise InputError(f"--task-data: {task} has no {split} split; looked for {self.looked_for(task, split)}")
@@ -115,7 +118,7 @@ def _read_map(path: Path) -> dict[str, dict[str, str]]:
 
 
 def _as_on_the_hub(task: str, records: list[TaskRecord]) -> list[TaskRecord]:
-    """Converts other published layouts of ARC and RACE, recognised by their first record, to the hub's."""
+    """Converts ARC and RACE from their other published layouts, recognised by the first record, to the hub's layout."""
     first = records[0]
     if task in ("arc_easy", "arc_challenge") and isinstance(first.get("question"), dict):
         return [_arc(record) for record in records]
