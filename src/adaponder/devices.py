@@ -20,7 +20,7 @@ WEIGHTS = ("int8", "fp8", "bfloat16", "float16")
 
 
 def as_device(name: str) -> torch.device:
-    """Returns the torch device ``name``; raises if the name is unknown or this machine has no such GPU."""
+    """Returns the torch device ``name``; raises if the name is unknown or this machine lacks that CUDA device."""
     import torch
 
     try:

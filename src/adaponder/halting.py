@@ -1,4 +1,4 @@
-"""Defines gates, the halting threshold, the gated update, and the gate values that the ponder loss ranks."""
+"""Defines gates, the halting threshold, the gated update of embeddings, and the terms of the ponder loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adaponder.ops.precision import wide_dtype, widened
 
 
 class Column(nn.Linear):
-    """A linear layer to one number, in at least float32: adjacent bf16 logits near tau = 1e-4 differ by 1/16."""
+    """A linear layer with one output, in at least float32: bf16 logits near the threshold tau = 1e-4 are 1/16 apart."""
 
     def __init__(self, width: int):
         super().__init__(width, 1)
@@ -71,7 +71,7 @@ def read_gate(gate: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def gate_probability(logit: Tensor) -> Tensor:
-    """Equals ``sigmoid(logit)`` (eq. 3), in at least float32: bf16 rounding would move tokens across tau."""
+    """Equals ``sigmoid(logit)`` (eq. 3), in at least float32, because bf16 rounding would move tokens across tau."""
     return torch.sigmoid(widened(logit))
 
 
@@ -116,11 +116,11 @@ def bottom_k_mean(values: Tensor, fraction: float) -> Tensor:
 
 
 def ponder_pool(logits: Tensor, real: Tensor | None, depth: Tensor, *, on: str, pool: str) -> Tensor:
-    """Returns the gate values that the ponder loss ranks, K-1 per real token (``real=None``: all tokens are real).
+    """Returns the gate values of which the ponder loss takes the smallest, K-1 per real token.
 
-    ``on`` selects logits ``[batch, time, K-1]`` or their probabilities. A token of depth D was active at gates
-    ``i < D``. Its later gates keep their value, computed from the frozen hidden state (``pool="all"`` and ``"each"``),
-    or are replaced by the constant 0 (``pool="closed"``).
+    ``real=None`` means that all tokens are real. With ``on="probabilities"`` the values are probabilities, else the
+    logits ``[batch, time, K-1]``. A token of depth D was active at gates ``i < D``. The values of its later gates,
+    computed from the frozen hidden state, are kept or, with ``pool="closed"``, replaced by 0.
     """
     values = gate_probability(logits) if on == "probabilities" else logits
     if pool == "closed":

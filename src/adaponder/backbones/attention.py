@@ -1,7 +1,7 @@
 """Defines an attention function for decoders that equals ``sdpa`` and also takes packed rows (:class:`Lane`).
 
-Hugging Face looks it up by name (``attn_implementation="adaponder"``). A plain causal pass gets no mask even while
-compiling, because a mask would double the work of attention. When compiling, queries are copied to a token-major
+Hugging Face looks the function up by name (``attn_implementation="adaponder"``). A plain causal pass gets no mask even
+while compiling, because a mask would double the work of attention. When compiling, queries are copied to a token-major
 layout, so that the next matrix product need not copy attention's output.
 """
 
@@ -23,11 +23,13 @@ NAME = "adaponder"
 
 
 class Lane(NamedTuple):
-    """Describes packed rows of several sequences to :func:`attend`, which receives it as the keyword ``lane``.
+    """Describes packed rows of several sequences to :func:`attend`, which receives this object as keyword ``lane``.
 
-    The rows are one batch entry, or all tokens of a batch ``[sequences, slots]`` in order. ``windows`` has the window
-    of each layer (after :meth:`of_layer`, of one layer). Each layer that receives the lane appends to ``arrived``; the
-    pass counts these entries, because attention would be wrong in a decoder that drops the keyword.
+    Attributes:
+        rows: the rows; either they are one batch entry, or all tokens of a batch ``[sequences, slots]`` in order.
+        windows: the sliding window of each layer, ``None`` for no limit; of one layer after :meth:`of_layer`.
+        arrived: one entry for each layer that has received the lane. A pass raises if some layer has not, because a
+            decoder that does not pass keywords on to its attention would compute wrong results.
     """
 
     rows: PackedRows
@@ -35,11 +37,11 @@ class Lane(NamedTuple):
     arrived: list[bool]
 
     def of_layer(self, layer: int) -> Lane:
-        """Returns this lane for one layer, without the layer's index, so that all layers share one compiled graph."""
+        """Returns a copy with only this layer's window, without its index, so that layers share a compiled graph."""
         return Lane(self.rows, [self.windows[layer]], [])
 
     def take(self, layer: int, lane: Lane) -> None:
-        """Adds the ``arrived`` entries of ``lane``, which :meth:`of_layer` returned."""
+        """Adds the ``arrived`` entries of ``lane``, a copy that :meth:`of_layer` made for one layer."""
         self.arrived.extend(lane.arrived)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, window: int | None, **options: Any) -> Tensor:
@@ -47,7 +49,7 @@ class Lane(NamedTuple):
 
 
 class LedgerLane(NamedTuple):
-    """The engine's counterpart of :class:`Lane`: each row attends to the KV-pool rows listed in a block table."""
+    """The engine's counterpart of :class:`Lane`: each row attends to the KV-pool rows listed in ``rows.index``."""
 
     rows: LedgerRows
     windows: list[int | None]

@@ -1,4 +1,4 @@
-"""Returns properties of a decoder: why it cannot be a backbone, its sliding windows, rotary types and layers."""
+"""Reads properties of decoders: sliding windows, rotary types, layers, and what prevents them from being backbones."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Initialises weights for training from scratch, small enough that K iterations of a deep stack do not diverge.
 
-This is PonderLM's rule, which it also uses for its loop baseline: weights of matrices and embedding tables are drawn
-from a normal distribution of variance 2 / (5 d), truncated at three standard deviations; projections into the residual
-stream are divided by sqrt(2 * layers * K), because K iterations add to the stream 2 * layers * K times.
+PonderLM and its loop baseline are initialised like this: weights of matrices and embedding tables are drawn from a
+normal distribution of variance 2 / (5 d), with hidden size d, truncated at three standard deviations; projections into
+the residual stream are divided by sqrt(2 * layers * K), because K iterations add to the stream 2 * layers * K times.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _INTO_THE_STREAM = ("attention.dense", "dense_4h_to_h", "o_proj", "down_proj", "
 
 @torch.no_grad()
 def depth_scaled_(stock: PreTrainedModel, *, iterations: int, seed: int) -> None:
-    """Initialises a stock decoder in place for ``iterations`` iterations; norm weights are 1, biases 0."""
+    """Initialises a stock decoder in place for ``iterations`` iterations; norm weights are 1, biases 0.
+
+    Raises unless it finds two projections into the residual stream per layer.
+    """
     device = next(stock.parameters()).device
     generator = torch.Generator("cpu" if device.type == "meta" else device).manual_seed(seed)
     std = math.sqrt(2.0 / (5.0 * stock.config.hidden_size))

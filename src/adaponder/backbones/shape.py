@@ -25,7 +25,7 @@ class Shape:
         body: multiply-adds of one row in the matrices of all layers, without embedding and head.
         expansion: multiply-adds per key slot to expand cached rows in each pass; 0 unless attention is latent (MLA).
         attention: per layer, multiply-adds of one query with one key: heads x (key size + value size).
-        windows: per layer, the most tokens that a query sees; ``None`` for all.
+        windows: per layer, the maximum number of tokens that a query attends to; ``None``: no limit.
         kv: elements of keys and values of one row, summed over layers.
     """
 
@@ -50,8 +50,8 @@ _SHAPES: dict[tuple[type, str], Shape] = {}
 def shape_of(source: PreTrainedModel | PreTrainedConfig) -> Shape:
     """Returns the shape of a decoder, measured on a copy on the meta device, which needs no memory.
 
-    ``source`` is a decoder, stock or wrapped, or its config. Raises if a matrix product cannot be counted. Shapes are
-    cached by config, because a measurement takes up to a second.
+    ``source`` is a decoder, stock or wrapped, or its config. Raises if the number of multiply-adds depends on more than
+    the number of rows. Shapes are cached by config, because a measurement takes up to a second.
     """
     # A wrapped decoder's text config is its backbone's.
     config = (source if isinstance(source, PreTrainedConfig) else source.config).get_text_config()

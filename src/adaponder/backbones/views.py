@@ -1,11 +1,13 @@
-"""Reuses the keys and values of halted tokens: a halted token keeps those of its last iteration.
+"""Reuses the keys and values of halted tokens: a halted token keeps the keys and values of its last iteration.
 
 A backbone's attention calls ``past_key_values.update(k, v, layer)`` after rotary embedding and uses only the result.
-So a view is a cache object whose ``update`` returns other rows than it receives:
+So a view is a cache object whose ``update`` receives a layer's new rows and returns the rows to attend to:
 
 * :class:`DenseView` returns ``where(active, new, previous)``: Algorithm 2, for training and as the reference;
-* :class:`GridView`, in a pass over active rows, returns the rows of all tokens, stored as grids between passes;
-* :class:`RowView` does the same with rows gathered from a :class:`adaponder.execution.ledger.Ledger`.
+* :class:`GridView`, in a pass over active rows, returns the rows of all tokens, which the execution keeps as grids
+  ``[batch, heads, slots, size]`` between passes;
+* :class:`RowView`, in a pass over active rows, returns the rows of all tokens, the old ones gathered from a
+  :class:`adaponder.execution.ledger.Ledger`.
 
 A view serves one pass only; recomputing a pass (gradient checkpointing) builds a new view.
 """
@@ -38,7 +40,7 @@ class IterationView(Cache):
         self.single = False  # whether of_layer made this view, which then has the rows of one layer
 
     def answer(self, keys: Tensor, values: Tensor, layer: int) -> KeysValues:
-        """Stores a layer's new keys and values; returns those that the layer attends to."""
+        """Stores a layer's new keys and values; returns the keys and values that the layer attends to."""
         raise NotImplementedError
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs) -> KeysValues:
@@ -59,7 +61,7 @@ class IterationView(Cache):
         return [row for row in self.written if row is not None]
 
     def of_layer(self, layer: int) -> IterationView:
-        """Returns this view for one layer, without the layer's index, so that all layers share one compiled graph."""
+        """Returns a copy with only the rows of this layer, without its index, so that layers share a compiled graph."""
         view = copy.copy(self)
         view.single, view.calls, view.written = True, [0], [None]
         if self.previous is not None:
@@ -84,7 +86,7 @@ class DenseView(IterationView):
     """View of a dense pass (Algorithm 2): keys and values are ``where(active, new, previous)`` for all tokens.
 
     ``previous`` has the keys and values of the previous iteration. If it is ``None`` (first iteration, or a method that
-    does not reuse them), all are new.
+    does not reuse them), all tokens get their new keys and values.
     """
 
     def __init__(self, layers: int, *, previous: list[KeysValues] | None, active: Tensor | None):
@@ -106,16 +108,17 @@ class DenseView(IterationView):
 
 
 class GridView(IterationView):
-    """The view of a pass over some rows of a batch: returns the rows of all tokens, kept as grids between passes.
+    """The view of a pass over some rows of a batch: enters them into grids and returns the rows of all tokens.
 
     Args:
-        grids: per layer keys and values ``[batch, heads, slots, size]``; ``None`` before the first pass.
+        grids: per layer, keys and values ``[batch, heads, slots, size]`` of all tokens; ``None`` before the first pass.
         shape: (batch, slots).
         lanes: indices of the sequences whose keys and values are returned; ``None``: all.
         sequence, slot: ``[rows]``, sequence and slot of each row.
-        stored: indices of the rows to store; ``None``: all.
-        place: ``[batch, slots]``, the index of the row to store for each token, -1 for none; required for gradients
-            and for padding rows, which belong to no token. ``None``: rows are written into the old grid in place.
+        stored: indices of the rows to store; ``None``: all. Only read if ``place`` is ``None``.
+        place: ``[batch, slots]``, for each token the index of its new row, or -1 if it has none. With ``place``, grids
+            are copied, which gradients need, and padding rows, which belong to no token, are left out. With ``None``,
+            rows are written into the old grids in place.
     """
 
     def __init__(
@@ -153,7 +156,7 @@ class GridView(IterationView):
 
 
 class _Merged(torch.autograd.Function):
-    """Returns a copy of a grid in which rows ``[n, heads, size]`` replace the entries of their tokens.
+    """Returns a copy of a grid in which the entries of some tokens are replaced by their new rows ``[n, heads, size]``.
 
     Forward and backward are gathers, which the compiler fuses with neighbouring operations.
     """
@@ -186,7 +189,7 @@ class RowPlan:
         read: ``[lanes, slots]``, the ledger row of each slot; -1 if there is none.
         stored: ``[new]``, indices of the rows to store among the pass's flattened queries.
         slot_index: ``[new]``, ``lane * slots + slot`` of each stored row.
-        fresh: whether the pass attends only to its own rows, in order.
+        fresh: whether the pass computes all slots, so that it attends to its new rows as they are.
     """
 
     read: Tensor
@@ -196,7 +199,7 @@ class RowPlan:
 
 
 class RowView(IterationView):
-    """The view of a pass over active rows: returns the rows of all slots, from the ledger or computed in this pass."""
+    """The view of a pass over active rows: returns the rows of all slots, new or gathered from the ledger."""
 
     def __init__(self, layers: int, *, stores: list[KeysValues], plan: RowPlan):
         super().__init__(layers)

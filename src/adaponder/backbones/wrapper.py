@@ -37,7 +37,7 @@ _FINAL_NORMS = ("final_layer_norm", "final_layernorm", "norm", "ln_f", "norm_f",
 class PassOutput(NamedTuple):
     """The output of one pass: final-normed hidden states, the residual stream before that norm, and new rows.
 
-    ``rows`` are the keys and values of each layer that the view has stored.
+    ``rows`` has, per layer, the keys and values that the view has stored.
     """
 
     hidden: Tensor
@@ -68,11 +68,12 @@ class Backbone:
         self._packs: bool | None = None
 
     def compile(self, *, by: str = "layer", memory_budget: float = 1.0, **options: Any) -> None:
-        """Compiles a layer (``by="layer"``) or a whole pass (``by="pass"``), and the functions that run between passes.
+        """Makes later passes compile layer by layer (``by="layer"``) or whole (``by="pass"``).
 
-        There is one graph for first iterations, one for iterations that reuse rows and one for packed rows. Packed rows
-        run uncompiled if attention has windows or dropout; passes over a ledger always run uncompiled.
-        ``memory_budget`` is the share of a pass's activations to keep; backward recomputes the cheapest others.
+        Functions that run between passes are compiled too. There is one graph for first iterations, one for iterations
+        that reuse rows and one for packed rows. Packed rows run uncompiled if attention has windows or dropout; passes
+        over a ledger always run uncompiled. ``memory_budget`` is the share of a pass's activations to keep for
+        backward, which recomputes the others. ``options`` are passed to ``torch.compile``.
         """
         if by not in ("layer", "pass"):
             raise ConfigError(f"by={by!r} must be layer or pass, the unit to compile")
@@ -127,7 +128,7 @@ class Backbone:
         return set(self.layer_windows) == {None} and not self._drops_attention() and self.packs()
 
     def packs(self) -> bool:
-        """Returns whether attention takes packed rows of several sequences; the first call tests it with one token."""
+        """Returns whether attention supports packed rows of several sequences; the first call tests it on one token."""
         if not attention.use(self.stock):
             return False
         if self._packs is None:
@@ -197,10 +198,10 @@ class Backbone:
     ) -> PassOutput:
         """Runs one pass of the backbone over ``x [lanes, queries, d]``.
 
-        The cache object is ``view(layers, **view_options)``. With a ``lane`` the queries are packed rows of several
-        sequences, and ``mask`` must be ``None``. ``replay`` recomputes activations in backward (gradient
-        checkpointing), each time with a new view. Without ``stream`` the residual stream is not recorded, and
-        ``output.stream`` is the hidden state.
+        The cache object of the pass is ``view(layers, **view_options)``. With a ``lane`` the queries are packed rows of
+        several sequences, and ``mask`` must be ``None``. ``replay`` recomputes activations in backward (gradient
+        checkpointing), each time with a new view. With ``stream=False`` the residual stream is not recorded, and
+        ``stream`` of the result is the hidden state.
         """
         compiles, view_options = self._compiles(view, lane), view_options or {}
         one_pass = self._compiled_pass() if compiles else self._one_pass
@@ -247,9 +248,10 @@ class Backbone:
         return PassOutput(hidden, streams[0] if streams else hidden, cache.rows())
 
     def _keeping_stream(self, streams: list[Tensor]) -> AbstractContextManager[None]:
-        """Context manager that records the residual stream: the final norm's input, or else the last layer's output.
+        """Context manager that appends the residual stream to ``streams``.
 
-        If the final norm has an unknown name, the result is wrong, and :meth:`verify` refuses the decoder.
+        It is the final norm's input or, without such a norm, the last layer's output. If the norm has an unknown name,
+        the last layer's output may not be the stream; then :meth:`verify` raises.
         """
         if self.norm is not None:
             return _watching(self.norm, lambda norm_input, _: streams.append(norm_input))
@@ -259,9 +261,9 @@ class Backbone:
         return _watching(layers[-1], lambda _, out: streams.append(out[0] if isinstance(out, tuple) else out))
 
     def mask(self, query: Places, key: Places, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-        """Returns the attention mask in the form that the decoder takes, bool or additive.
+        """Returns the attention mask in the form that the decoder takes: additive for eager attention, else bool.
 
-        If layers differ in their windows, returns a dict with a mask for each attention kind.
+        If the decoder has several attention kinds, returns a dict with a mask for each. Raises if it takes no mask.
         """
         if read_whole(self.stock.config):
             raise BackboneError(
@@ -279,7 +281,7 @@ class Backbone:
 
     @torch.no_grad()
     def verify(self) -> None:
-        """Raises unless the four parts of the decoder reproduce the stock forward on random tokens."""
+        """Raises unless the four parts of the decoder reproduce the stock forward; does nothing on the meta device."""
         weight = self._head().weight
         if weight.device.type == "meta":
             return
@@ -325,7 +327,7 @@ def _watching(module: nn.Module, see: Callable[[Any, Any], None]) -> Iterator[No
 
 @contextmanager
 def _evaluating(stock: PreTrainedModel) -> Iterator[None]:
-    """Context manager for evaluation mode; restores the mode of each module."""
+    """Context manager that switches the model to evaluation mode and restores the mode of each module at the end."""
     training = {module: module.training for module in stock.modules()}
     stock.eval()
     try:
@@ -356,7 +358,7 @@ def _final_norm(body: nn.Module) -> nn.Module | None:
 
 
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
-    """Returns the largest absolute difference, divided by the largest absolute value of ``theirs``."""
+    """Returns the largest absolute difference of two tensors, divided by the largest absolute value of ``theirs``."""
     ours, theirs = ours.double(), theirs.double()
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))
 

@@ -1,8 +1,8 @@
 """Defines the operations with which a method updates rows, and implements them for whole batches.
 
 A method (:class:`adaponder.methods.base.Method`) updates rows between two passes by the operations of :class:`Rows`,
-whose rows may be at different iterations. :class:`Execution` implements them for a batch whose tokens are all at the
-same iteration: :mod:`dense <adaponder.execution.dense>` computes every token and masks;
+whose rows may be at different iterations. :class:`Execution` implements these operations for a batch whose tokens are
+all at the same iteration: :mod:`dense <adaponder.execution.dense>` computes every token and masks the results;
 :mod:`compact <adaponder.execution.compact>` and :mod:`cached <adaponder.execution.cached>` compute active rows only.
 """
 
@@ -26,7 +26,7 @@ from adaponder.policies import Policy, PolicyInput, SequencePolicy, as_int64
 class Iteration(NamedTuple):
     """The argument of an ``on_iteration`` hook, which is called after each pass; tensors are ``[batch, time, …]``.
 
-    ``gate`` is as in :class:`adaponder.policies.PolicyInput`, or ``None`` if no halting decision follows this pass.
+    ``gate`` is the signal to continue, in (0, 1), or ``None`` if no halting decision follows this pass.
     ``active`` is true for the tokens that were active in this pass.
     """
 
@@ -72,8 +72,8 @@ class Rows(ABC):
 
     Attributes:
         backbone: the backbone, for its embedding table, head and final norm.
-        active: bool per row: whether it was active in the last pass (in ``Method.receive``), or will be in the next
-            pass (after ``decide``). False for padding.
+        active: bool per row: whether the row was active in the last pass or, after :meth:`decide`, will be active in
+            the next pass. False for padding.
         slots_per_token: number of slots of a token in the backbone's input (more than one for pause).
     """
 
@@ -91,7 +91,7 @@ class Rows(ABC):
 
     @abstractmethod
     def decide(self, gate: Tensor, hidden: Tensor) -> None:
-        """Lets the policy halt rows (eq. 5), given ``gate`` (0 to 1; larger means continue) and ``hidden``."""
+        """Lets the policy halt rows (eq. 5), given ``gate``, the signal to continue (0 to 1), and hidden states."""
 
     @abstractmethod
     def freeze(self, new: Tensor, old: Tensor | None) -> Tensor:
@@ -110,11 +110,13 @@ class Execution(Rows):
     """One forward over a batch ``[batch, time]``, whose tokens are all at the same iteration.
 
     Attributes:
-        reuse: which row of a halted token other tokens attend to. ``state`` and ``kv``: the row of its last active
-            iteration (with ``kv``, its hidden state still changes); ``none``: its newest row; ``absent``: no row.
+        reuse: which row of a halted token other tokens attend to. ``state``: the row of its last active iteration;
+            ``kv``: the same row, although the token's hidden state still changes; ``none``: the row of the newest pass,
+            because all tokens are computed; ``absent``: no row.
         replay: recompute passes in backward instead of keeping their activations.
         stream: whether the method needs the residual stream.
-        passes, shown: number of passes done so far, and number of passes reported by :meth:`show`.
+        passes: number of passes done so far.
+        shown: number of passes reported by :meth:`show`.
         depth: the number of passes in which each token was active.
         gate_logits: the results of :meth:`gate`, in order.
         states: hidden states after each pass, if ``control.keep_states``.
@@ -132,7 +134,7 @@ class Execution(Rows):
         self._hidden_before: Tensor | None = None
 
     def read(self, x: Tensor) -> Pass:
-        """Runs one backbone pass over the active tokens (eq. 1); halted tokens' rows are reused (eq. 10)."""
+        """Runs one backbone pass over ``x`` (eq. 1); halted tokens' rows are reused as ``reuse`` says (eq. 10)."""
         output = self._pass(x)
         self.depth = self.depth + self.active
         self.passes += 1

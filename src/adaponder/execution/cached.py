@@ -21,7 +21,8 @@ class Cached(Sparse):
     """Computes rows without padding and stores them in a ledger.
 
     If all sequences have the same number of rows to compute, a pass is one batch ``[sequences, count]``. Otherwise all
-    rows are packed into one batch entry (a lane) or, if attention takes no packed rows, there is one batch per count.
+    rows are packed into one batch entry (a lane). If attention takes no packed rows, sequences with the same number of
+    rows form a batch, and the pass runs once per batch.
     """
 
     def __init__(self, *args: Any, ledger: Ledger, **options: Any):
@@ -50,7 +51,7 @@ class Cached(Sparse):
         return Pass(self._scatter(index, torch.cat(hidden)), self._scatter(index, torch.cat(stream)))
 
     def _outputs(self, x: Tensor, computed: Tensor, stored: Tensor) -> Iterator[tuple[Tensor, PassOutput]]:
-        """Runs one pass and yields (row indices, output of these rows), once if packed, else once per batch."""
+        """Runs one pass; a generator of (row indices, output of these rows), one item if packed, else one per batch."""
         counts = computed.sum(1)
         distinct_counts = [count for count in counts.unique().tolist() if count]
         if len(distinct_counts) > 1 and self.backbone.packs():

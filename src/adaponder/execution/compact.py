@@ -19,8 +19,8 @@ from adaponder.ops.masks import Places
 class Sparse(Execution):
     """Base class of packed and cached execution: converts grids ``[batch, time, …]`` to rows and back.
 
-    A row index is an index into the flattened grid, ``sequence * time + t``. Padding rows have the index
-    ``batch * time``: they repeat the last token's computation, and their results are dropped.
+    A row index is an index into the flattened grid, ``sequence * time + t``. A padding row has the index ``batch *
+    time``; it repeats the computation of the batch's last token, and its result is dropped.
     """
 
     pads = False  # whether there may be padding rows
@@ -123,8 +123,9 @@ class Packed(Sparse):
 
     Each row attends to its own sequence (:class:`adaponder.backbones.attention.Lane`). With ``limits``, the pass after
     halting decision n (from 0) computes ``limits[n]`` rows, however many tokens are active. Then no shape depends on
-    data: a batch without padding never waits for the device, and a CUDA graph can capture it. Active tokens beyond the
-    limit are dropped, which makes the results wrong, so callers must compare ``depth`` with the limits.
+    data, so that a forward without padding never waits for the device and can be captured in a CUDA graph. Active
+    tokens beyond the limit are dropped, which makes the results wrong, so callers must compare ``depth`` with the
+    limits.
     """
 
     def __init__(self, *args: Any, limits: Sequence[int] | None = None, **options: Any):

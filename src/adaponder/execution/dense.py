@@ -64,7 +64,7 @@ class Dense(Execution):
 
 
 def _as_rows(key: Places) -> PackedRows:
-    """Describes all tokens of a batch as packed rows that attend to each other."""
+    """Describes all tokens of a batch as packed rows, which attend to the earlier tokens of their sequences."""
     batch, time = key.slot.shape
     sequence = torch.arange(batch, device=key.slot.device)[:, None].expand(batch, time).flatten()
     document = None if key.document is None else key.document.reshape(1, -1)

@@ -1,4 +1,4 @@
-"""Defines the ledger: a batch's KV cache of one row per token and iteration, and a table of the rows to read."""
+"""Defines the ledger: a batch's KV cache, with a row per token and iteration and a table of the rows to read."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class RowStore:
 
 
 class Ledger(Cache):
-    """The KV cache of a batch. Each layer has a row per iteration of each token, as many as the token's depth.
+    """The KV cache of a batch: in each layer, a token has as many rows as its depth.
 
-    With ``reuse="none"`` each token has K rows. ``table[sequence, slot, iteration]`` is the row that an iteration reads
-    for a token: the row of the token's iteration ``min(iteration, depth - 1)`` (law 3), or -1 if the method hides
-    halted tokens. So nothing is copied when a token halts, and beams share the rows of their common prefix.
-    ``identity`` has the settings that the rows depend on; a model refuses a ledger whose identity differs.
+    If the method does not reuse rows (``reuse="none"``), each token has K rows. ``table[sequence, slot, iteration]`` is
+    the row that an iteration reads for a token: the row of the token's iteration ``min(iteration, depth - 1)`` (law 3),
+    or -1 if the method hides halted tokens. So nothing is copied when a token halts, and beams share the rows of their
+    common prefix. ``identity`` has the settings that the rows depend on; a model refuses a ledger with other settings.
     """
 
     def __init__(self, *, layers: int, iterations: int, slots_per_token: int = 1, **identity: Any):
@@ -73,7 +73,7 @@ class Ledger(Cache):
 
     @property
     def depth(self) -> Tensor:
-        """Depth of each token, ``[batch, tokens]``; 0 for padding."""
+        """Depth of each token, ``[batch, tokens]``; 0 for padding. Raises if the ledger is empty."""
         return self._tables()[1].unflatten(1, (-1, self.slots_per_token)).sum(-1)
 
     @property
@@ -109,9 +109,9 @@ class Ledger(Cache):
         table[:, past:, iteration] = table[:, past:, iteration - 1]
 
     def write(self, sequence: Tensor, slot: Tensor, sequences: Tensor, iteration: int) -> Tensor:
-        """Enters into the table the rows that a pass will append, one per token (``sequence``, ``slot``) in this order.
+        """Enters into the table the rows that a pass will append: the i-th row is for ``sequence[i]``, ``slot[i]``.
 
-        Returns the row of each slot of ``sequences`` at this iteration, ``[sequences, slots]``; -1 for none.
+        Returns the row that this iteration reads for each slot of ``sequences``, ``[sequences, slots]``; -1 for none.
         """
         table, _ = self._tables()
         table[sequence, slot, iteration] = self.rows + torch.arange(len(slot), device=slot.device)
@@ -171,7 +171,7 @@ class Ledger(Cache):
         self.table = self.slot_depth = None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last ``-tokens_to_remove`` tokens (Hugging Face counts them negatively) and frees their rows."""
+        """Removes the last ``-tokens_to_remove`` tokens and frees their rows; a positive number is refused."""
         if tokens_to_remove > 0:
             raise CacheError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
         self.forget(self.slots + tokens_to_remove * self.slots_per_token)

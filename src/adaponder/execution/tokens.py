@@ -25,7 +25,7 @@ class Tokens:
         slot: index of the token in its sequence, padding and cached tokens included; causal masks compare slots.
         order: index among the real tokens of its sequence; sliding windows compare it.
         document: document ids; attention stays within a document. ``None``: each sequence is one document.
-        unpadded: whether all tokens are known to be real without a device synchronisation.
+        unpadded: true if it is known that no token is padding; false if some are, or if that was not checked.
         past: number of slots in the cache.
         per_token: number of slots of a token (more than one for pause).
     """
@@ -46,12 +46,12 @@ class Tokens:
 
     @cached_property
     def spans(self) -> Tensor | None:
-        """The span of each token's document, see :func:`adaponder.ops.masks.spans_of`."""
+        """The documents of the slots (:func:`adaponder.ops.masks.spans_of`), or ``None`` if there are none."""
         return None if self.document is None else spans_of(self.document)
 
     @property
     def last_slot(self) -> int:
-        """The index of the last slot, an upper bound on derived positions; needs no device synchronisation."""
+        """The index of the last slot: no position exceeds it unless ``position_ids`` were given. Never synchronises."""
         return self.past + self.slot.shape[1] - 1
 
     def repeat(self, times: int) -> Tokens:
@@ -142,9 +142,10 @@ def arrange_tokens(
 ) -> Tokens:
     """Builds the :class:`Tokens` of a forward from its arguments.
 
-    Without ``position_ids``, positions count real tokens, so left padding changes nothing. Packed documents are given
-    as ``document_ids`` or, as in Hugging Face, as ``position_ids`` that restart (without mask or cached tokens). Packed
-    documents with a cache are refused; in Hugging Face, they would silently attend to each other.
+    Without ``position_ids``, positions count the real tokens of each document, so left padding changes nothing. Packed
+    documents are given as ``document_ids`` or, as in Hugging Face, as ``position_ids`` that restart (if there is no
+    mask and no cached token). Raises for packed documents with a cache, which in Hugging Face silently attend to each
+    other.
     """
     batch, time = input_ids.shape
     past = 0 if ledger is None else ledger.get_seq_length()
@@ -179,7 +180,7 @@ def arrange_tokens(
 
 
 def _real(ids: Tensor, mask: Tensor | None, ledger: Ledger | None, past: int) -> tuple[Tensor, Tensor]:
-    """Returns (mask of the real tokens ``[batch, time]``, number of real cached tokens per sequence ``[batch]``)."""
+    """Returns (mask of the real new tokens ``[batch, time]``, number of real cached tokens ``[batch]``)."""
     batch, time = ids.shape
     cached = torch.zeros(batch, 0, dtype=torch.bool, device=ids.device)
     if ledger is not None and past:

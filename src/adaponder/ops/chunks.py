@@ -1,4 +1,4 @@
-"""Helpers of cross-entropy and vocabulary expectation, which compute logits for one chunk of tokens at a time."""
+"""Helpers for cross-entropy and vocabulary expectation; both compute the logits of one chunk of tokens at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ CHUNK_ELEMENTS = 1 << 25
 def as_rows(hidden: Tensor, weight: Tensor, chunk: int | None, elements: int | None) -> tuple[Tensor, int]:
     """Returns (hidden states as rows ``[n, d]`` in the compute precision, rows per chunk).
 
-    ``chunk=None``: as many rows as have at most ``elements`` logits together.
+    A given ``chunk`` is the rows per chunk; with ``None``, a chunk has at most ``elements`` logits. Raises if ``chunk``
+    is below 1.
     """
     rows = hidden.reshape(-1, hidden.shape[-1]).to(compute_dtype(hidden))
     if chunk is None:
@@ -25,7 +26,10 @@ def as_rows(hidden: Tensor, weight: Tensor, chunk: int | None, elements: int | N
 
 
 def rows_per_chunk(rows: int, vocabulary: int, elements: int) -> int:
-    """Returns the rows per chunk, for equal chunks of at most ``elements`` logits; if possible a multiple of 128."""
+    """Returns the number of rows per chunk for about equal chunks of at most ``elements`` logits.
+
+    It is a multiple of 128 if possible.
+    """
     limit = max(1, elements // vocabulary)
     if rows <= limit or limit < 128:
         return limit
@@ -34,14 +38,14 @@ def rows_per_chunk(rows: int, vocabulary: int, elements: int) -> int:
 
 
 def narrowed(dtype: torch.dtype, *parameters: Tensor | None) -> list[Tensor]:
-    """Converts each parameter to ``dtype``, the precision of products; ``None`` stays ``None``."""
+    """Converts each parameter to ``dtype``, in which matrix products are computed; ``None`` stays ``None``."""
     return [None if parameter is None else parameter.to(dtype) for parameter in parameters]  # type: ignore[misc]
 
 
 def sums_of(needs_grad: tuple[bool, ...], dtype: torch.dtype, *inputs: Tensor | None) -> list[Tensor | None]:
-    """Returns, for each input, a zero tensor in which its gradient is summed over chunks; ``None`` if not needed.
+    """Returns for each input a zero tensor, to which chunks add the input's gradient, or ``None`` if it needs none.
 
-    ``dtype`` is at least float32: bf16 would lose small summands.
+    ``dtype`` must be at least float32, because bf16 would lose small summands.
     """
     pairs = zip(inputs, needs_grad, strict=True)
     return [torch.zeros_like(x, dtype=dtype) if x is not None and needed else None for x, needed in pairs]

@@ -1,7 +1,8 @@
 """Chooses between the PyTorch version of an operation and its Triton kernels.
 
-An operation is a folder: ``torch.py`` is the reference (every case, device and precision), ``triton.py`` has kernels
-with the same signatures, ``__init__.py`` joins both by :func:`dispatch`. ``ADAPONDER_KERNELS=0`` disables all kernels.
+An operation is a folder: ``torch.py`` is the reference and supports every case, device and precision; ``triton.py`` has
+kernels with the same signatures; ``__init__.py`` chooses between them, mostly by :func:`dispatch`. The environment
+variable ``ADAPONDER_KERNELS=0`` disables all kernels.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _FUSED_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def dispatch(plain: Callable[P, T], when: Callable[..., bool]) -> Callable[P, T]:
-    """Returns an operation that calls ``plain``, or its namesake in ``triton.py`` if ``when(*args, **kwargs)`` is true.
+    """Returns an operation that calls ``plain`` or, if ``when`` is true, the function of that name in ``triton.py``.
 
-    ``triton.py`` is imported on first use.
+    ``when`` receives the operation's arguments. ``triton.py`` is imported on first use.
     """
     kernels = plain.__module__.removesuffix("torch") + "triton"
 
@@ -41,7 +42,7 @@ def dispatch(plain: Callable[P, T], when: Callable[..., bool]) -> Callable[P, T]
 
 
 def has_kernels(like: Tensor, *_: object, **__: object) -> bool:
-    """Returns whether Triton kernels may run for ``like``: it is on CUDA, and ``ADAPONDER_KERNELS`` is not 0."""
+    """Returns whether Triton kernels may run: Triton is installed, ``like`` on CUDA, ``ADAPONDER_KERNELS`` is not 0."""
     return HAS_TRITON and like.is_cuda and os.environ.get("ADAPONDER_KERNELS") != "0"
 
 
@@ -54,7 +55,7 @@ def runs_fused(like: Tensor, *_: object, **__: object) -> bool:
 
 
 def has_half_kernels(like: Tensor) -> bool:
-    """Returns whether half-precision Triton kernels may run for ``like``: products are in bf16 or fp16, on CUDA."""
+    """Returns whether Triton kernels may run (:func:`has_kernels`) and products with ``like`` are in bf16 or fp16."""
     return has_kernels(like) and compute_dtype(like) in _FUSED_DTYPES
 
 

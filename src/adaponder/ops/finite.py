@@ -21,7 +21,7 @@ class NotFinite(NamedTuple):
 
 
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> NotFinite | None:
-    """Returns the first tensor with a NaN or an infinity, or ``None``; skips integers and meta tensors."""
+    """Returns the first tensor with a NaN or an infinity, or ``None``; skips integers, float8 and meta tensors."""
     for name, value in tensors:
         if value.is_meta or value.dtype not in _CHECKED or bool(value.isfinite().all()):
             continue

@@ -23,7 +23,7 @@ _TAIL = tuple(0.5 * c for c in (0.254829592, -0.284496736, 1.421413741, -1.45315
 
 
 def gelu(x: Tensor) -> Tensor:
-    """Computes GELU, ``x * Phi(x)``; when compiling in bf16 or fp16, with the polynomial above."""
+    """Computes GELU, ``x * Phi(x)``; in compiled bf16 and fp16 passes, ``Phi`` is approximated by a polynomial."""
     if is_compiling() and x.dtype in (torch.bfloat16, torch.float16):
         return _Gelu.apply(x)
     return stock_gelu(x)

@@ -68,7 +68,7 @@ _JOIN_IN_PLACE = JoinInPlace()
 
 
 def settings(options: dict[str, Any]) -> dict[str, Any]:
-    """Adds this graph pass to ``torch.compile`` options if the backend is Inductor and no other such pass is set."""
+    """Adds :class:`JoinInPlace` to ``torch.compile`` options, unless they have another backend or graph pass."""
     caller_options = {name.replace("-", "_") for name in options.get("options") or {}}
     already_set = _SETTING in caller_options or getattr(torch._inductor.config, _SETTING) is not None
     if options.get("backend", "inductor") != "inductor" or already_set:
@@ -81,7 +81,7 @@ def settings(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copy_of_transpose(cat: Any) -> Any | None:
-    """Returns the node ``cat(3 tensors, -1).transpose(1, 2).contiguous()``; ``None`` if the graph differs."""
+    """Returns the copy node of ``cat(3 tensors, -1).transpose(1, 2).contiguous()``; ``None`` if the graph differs."""
     parts, *dim = cat.args
     result = cat.meta["val"]
     if len(parts) != 3 or not dim or dim[0] not in (3, -1) or result.ndim != 4 or len(cat.users) != 1:

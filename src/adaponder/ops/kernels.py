@@ -23,7 +23,8 @@ def launch_options(like: Tensor) -> dict[str, Any]:
 
     Such a kernel calls :func:`allow_next` first, loads only weights, which no kernel writes, and then calls
     :func:`wait_for_previous` before any other read or write. The wait lasts until the predecessor has ended and its
-    writes are visible. Every kernel must wait, or its successor could start too early.
+    writes are visible. Every kernel must wait, otherwise its successor could start too early. GPUs before compute
+    capability 9.0 get an ordinary launch.
     """
     return _options(like.device.index or 0) if like.is_cuda else {"DEPENDENT": False}
 

@@ -18,10 +18,15 @@ _NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBac
 
 @dataclass(frozen=True)
 class Places:
-    """Slots ``[lanes, n]`` of queries or keys, and their order among real tokens, by which windows are measured.
+    """Describes queries or keys to attention; tensors are ``[lanes, n]``.
 
-    ``present`` is false for keys that only the query of the same slot attends to (padding; halted tokens of ``mor``).
-    ``spans`` describes the documents to kernels (:func:`spans_of`).
+    Attributes:
+        slot: the slot of each query or key; queries attend to no later slot.
+        order: index among the real tokens of the sequence; sliding windows are measured in it.
+        document: document ids; ``None``: each lane is one document.
+        present: false for keys that only the query of the same slot attends to (padding; halted tokens of ``mor``);
+            ``None``: all are present.
+        spans: the documents in the form that kernels read, ``[3, lanes, n]``, from :func:`spans_of`.
     """
 
     slot: Tensor
@@ -39,7 +44,7 @@ class Places:
 
 
 def spans_of(document: Tensor) -> Tensor:
-    """Returns for each slot its document id, and the first and last slot with that id: ``[3, lanes, slots]``."""
+    """Returns ``[3, lanes, slots]``: the document id of each slot, and the first and the last slot with that id."""
     ids, order = document.sort(dim=1, stable=True)
     index = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     new = torch.ones_like(ids, dtype=torch.bool)
@@ -71,8 +76,8 @@ def visible(query: Places, key: Places, *, window: int | None) -> Tensor:
 def masked_attention() -> AbstractContextManager[object]:
     """Context manager in which torch's attention uses any backend but cuDNN.
 
-    With a mask, cuDNN's backward returns NaN for some lengths and scores on H100 and H200 (torch 2.11 to 2.13; pytorch
-    issue 196678, docs/design.md), where torch prefers cuDNN. Without a mask, cuDNN is correct and the fastest.
+    On H100 and H200, torch prefers cuDNN, whose backward with a mask returns NaN for some lengths and scores (torch
+    2.11 to 2.13; pytorch issue 196678, docs/design.md). Without a mask, cuDNN is correct and the fastest.
     """
     # Only torch's own context manager can be traced; but it would enable backends that the caller has disabled.
     return sdpa_kernel(_NOT_CUDNN) if torch.compiler.is_compiling() else _without_cudnn()

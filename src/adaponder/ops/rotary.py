@@ -43,7 +43,7 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 
 def use(stock: PreTrainedModel) -> None:
-    """Makes a decoder's rotary function call :func:`rotary` while compiling, if both give equal results."""
+    """Makes a decoder's rotary function call :func:`rotary` while compiling, if both agree bit for bit."""
     family: Any = sys.modules[type(stock.base_model).__module__]
     original = getattr(family, NAME, None)
     if original is None or hasattr(original, "parts"):
@@ -63,7 +63,7 @@ def use(stock: PreTrainedModel) -> None:
 
 
 def _same(original: Rotary, parts: int) -> bool:
-    """Returns whether both functions give equal results on random heads of ``parts`` times the rotary width."""
+    """Returns whether ``original`` equals :func:`rotary` on random heads of size ``parts`` times the rotary width."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:

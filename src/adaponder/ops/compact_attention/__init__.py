@@ -1,8 +1,8 @@
 """Computes attention in a pass over active rows: only some tokens of each sequence are queries.
 
 Computes ``softmax(q K^T * scale) V``, where ``q [n, heads, size]`` packs the queries of all sequences and ``K, V`` are
-``[sequences, key heads, slots, size]``. A query attends to the slots of its sequence up to its own, except absent ones
-(padding; halted tokens of ``mor``), and always to its own.
+``[sequences, key heads, slots, size]``. A query attends to its own slot and to all present earlier slots of its
+sequence; padding and halted tokens of ``mor`` are not present.
 
 ``torch.py`` calls torch's attention for each sequence with an explicit mask and supports every case. ``triton.py`` has
 three kernels (CUDA with 160 KiB of shared memory, bf16 and fp16, head size up to 128, causal, grouped heads, packed
@@ -37,9 +37,10 @@ def compact_attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Computes attention of packed queries by Triton kernels if possible, else torch; by a custom op if compiling.
+    """Computes attention of packed queries by Triton kernels if they support the arguments, else by torch.
 
-    See ``compact_attention`` in torch.py for the arguments.
+    See ``compact_attention`` in torch.py for the arguments. While compiling, it calls a custom op, and raises for
+    dropout, windows, and documents without spans.
     """
     true_scale = query.shape[-1] ** -0.5 if scale is None else scale
     if is_compiling():
@@ -85,7 +86,7 @@ def _mix(
     spans: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the attention output and the softmax's log-normaliser (zeros if torch computed the output)."""
+    """Returns the attention output and the softmax's base-2 log-normaliser (zeros if torch computed the output)."""
     rows = _rows(sequence, query_slot, key_slot, present, spans)
     if kernels := _kernels_for(query, keys, values, rows):
         return kernels.mix(query, keys, values, rows, scale)

@@ -18,8 +18,8 @@ from adaponder.ops.precision import wide_dtype
 class PackedRows:
     """Describes the ``n`` queries of a pass, packed and ordered by sequence and slot, and the keys of all tokens.
 
-    ``sequence [n]`` is the sequence of each query. ``query`` has tensors ``[1, n]``, ``key`` ``[sequences, slots]``.
-    Kernels need the ``spans`` of the keys, if there are documents.
+    ``sequence [n]`` is the index of each query's sequence. The tensors of ``query`` are ``[1, n]``, those of ``key``
+    ``[sequences, slots]``. If there are documents, kernels need ``key.spans``.
     """
 
     sequence: Tensor

@@ -122,9 +122,9 @@ class _CompactAttention(torch.autograd.Function):
 
 
 def _places(rows: PackedRows) -> tuple[Any, ...]:
-    """Returns each query's sequence and slot, the mask of present keys and its stride, documents, and sizes.
+    """Returns kernel arguments: each query's sequence and slot, the mask of present keys and its stride, spans, sizes.
 
-    For a missing mask or missing documents, another tensor is passed, which the kernels do not read.
+    If there is no mask or no document, another tensor takes its place, which the kernels do not read.
     """
     sequences, slots = rows.key.slot.shape
     mask = (rows.sequence, 0) if rows.key.present is None else (rows.key.present, rows.key.present.stride(0))
@@ -158,9 +158,10 @@ def _constants(query: Tensor, keys: Tensor, rows: PackedRows, warps: int) -> dic
 def _visible(
     column, slot, member, document, present, spans, which, length, HOLES: tl.constexpr, DOCUMENTS: tl.constexpr
 ):
-    """Returns the mask ``[queries, keys]`` of a block: present slots up to the query's own, which is always visible.
+    """Returns the mask ``[queries, keys]`` of a block: each query sees its own slot and present earlier slots.
 
-    ``present`` points at the mask of the sequence ``which``; ``document [queries]`` is that of each query.
+    ``present`` points at the mask of the sequence ``which``, to which queries with ``member`` belong; all others see
+    nothing. ``document [queries]`` is the document of each query.
     """
     mask = column[None, :] <= slot[:, None]
     if HOLES:
@@ -174,7 +175,7 @@ def _visible(
 
 @triton.jit
 def _of_rows(spans, offset, sequence, slot, length, mask, DOCUMENTS: tl.constexpr):
-    """Loads the entries of queries from a part of ``spans``; zeros without documents."""
+    """Loads for each query its document (``offset`` 0) or the document's first slot; zeros without documents."""
     # A function has one return type, but spans are int64 and slots int32.
     if DOCUMENTS:
         entries = tl.load(spans + offset + sequence * length + slot, mask=mask, other=0)
@@ -199,7 +200,7 @@ def _queries(
 
 @triton.jit
 def _weights(q, k, v, grad, level, along, scale, PRECISION: tl.constexpr):
-    """Returns a block's attention weights, not masked, and its scores' gradients divided by these weights."""
+    """Returns a block's attention weights before masking, and the gradients of its scores divided by these weights."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * 1.4426950408889634)
     weight = tl.exp2(scores - level[:, None])
     return weight, tl.dot(grad, tl.trans(v), input_precision=PRECISION) - along[:, None]
@@ -226,10 +227,10 @@ def _absorb(scores, v, top, total, sums, PRECISION: tl.constexpr):
 
 @triton.jit
 def _ranges(slot, member, exists, opening, seen, HOLES: tl.constexpr, DOCUMENTS: tl.constexpr, KEYS: tl.constexpr):
-    """Returns (low, plain): keys before ``plain`` are read without a mask, keys from ``low`` on with one.
+    """Returns (low, plain): keys before ``plain`` are read without a mask, keys from ``low`` on with a mask.
 
-    With DOCUMENTS, plain is 0, and keys before low, which no query of the block may see, are skipped. With HOLES, all
-    keys are masked. Otherwise low == plain.
+    With documents, all keys need a mask (``plain`` is 0), and keys before ``low`` are skipped, because no query of the
+    block may see them. With absent keys (HOLES), both are 0. Otherwise both are equal.
     """
     if DOCUMENTS:
         return tl.min(tl.where(member, opening, seen), 0).to(tl.int32) // KEYS * KEYS, 0

@@ -1,10 +1,11 @@
 """Advances the lanes of a decoding engine by one tick.
 
-``begin_rows`` allocates the next KV row of each lane and enters it into the index, the table of the rows that each
+``begin_rows`` allocates the next KV row of each lane and enters it into the index, a table of the rows that each
 iteration reads (law 3); ``end_rows`` moves each lane to its token's next iteration, or to the first iteration of the
-sampled token. ``begin_windows`` and ``end_windows`` do the same for windows of consecutive tokens, each at its own
-iteration (:mod:`adaponder.inference.drafting`): token ``p`` of a sequence is stored at ``p % window``, and its KV rows
-have fixed offsets in the lane's pages. Padding rows of a batch use the last lane, whose content has no meaning.
+sampled token. ``begin_windows`` and ``end_windows`` do the same for draft windows
+(:mod:`adaponder.inference.drafting`), whose consecutive tokens may be at different iterations: token ``p`` of a
+sequence has the window entry ``p % window``, and its KV rows have fixed offsets in the lane's pages. Padding rows of a
+batch use the last lane, whose content has no meaning.
 """
 
 from torch import Tensor

@@ -16,7 +16,8 @@ class Books(NamedTuple):
     Attributes:
         index: int32 ``[lanes, iterations, slots]``: the pool row that an iteration reads for a slot, -1: none.
         token, place: id of the current token, and its index in its sequence.
-        iteration, last: the current token's next iteration, and the last iteration allowed in this lane.
+        iteration: the current token's next iteration.
+        last: the last iteration that tokens of this lane may use.
         used: number of rows used so far in the lane's pages.
         pages: int32 ``[lanes, …]``: the lane's block table; rows are allocated from its pages in order.
         tick: ``[1]``: index of the current tick in the log; each tick begins by incrementing it.
@@ -35,7 +36,11 @@ class Books(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """The rows that a tick computes: int64 ``[n]`` each, as in :class:`Books`, and pool rows ``row [n, width]``."""
+    """The rows that a tick computes, int64.
+
+    ``token``, ``place``, ``iteration`` and ``last``, ``[n]`` each, are as in :class:`Books`; ``row [n, width]`` has the
+    pool rows that were allocated.
+    """
 
     token: Tensor
     place: Tensor
@@ -74,7 +79,7 @@ def end_rows(
     books: Books, lane: Tensor, begun: Begun, active: Tensor, sampled: Tensor, invalid: Tensor, log: Tensor, *,
     max_tokens: int,
 ) -> None:  # fmt: skip
-    """Advances each lane to its token's next iteration where ``active``, else to iteration 0 of the sampled token.
+    """Advances each lane to its token's next iteration if ``active``, else to iteration 0 of the sampled token.
 
     Writes for each lane into ``log[tick]``: :data:`GOES_ON` if the token continues, else the id ``sampled``, or
     :data:`NOT_A_NUMBER` if sampling was ``invalid``. A token's index stays below ``max_tokens``.
@@ -99,28 +104,28 @@ def ponder_rows(embedding: Tensor, expected: Tensor, active: Tensor, probability
 
 
 def force_rows(active: Tensor, forced: Tensor, lane: Tensor, place: Tensor, iteration: Tensor, last: Tensor) -> Tensor:
-    """Replaces the policy's decision ``active``, bool per row, where a depth ``forced[lane, place]`` is above 0.
+    """Returns the policy's decision ``active``, except that a token with a forced depth halts at exactly that depth.
 
-    No row stays active after iteration ``last[lane]``.
+    ``forced[lane, place]`` is the forced depth, 0 for none. No row stays active after iteration ``last[lane]``.
     """
     depth = forced[lane, place]
     return torch.where(depth > 0, iteration + 1 < depth, active) & (iteration < last[lane])
 
 
 class DraftWindows(NamedTuple):
-    """The draft window of each lane: consecutive tokens, all but the first of which are drafts; int64 ``[lanes]``.
+    """The draft window of each lane: consecutive tokens, all but the first of which are drafts.
 
     The token at index ``p`` of its sequence has entry ``p % window``. The last lane's window stays empty (padding).
 
     Attributes:
-        front, stop: index in the sequence of the window's first token, and of the first token after the window.
-        origin: index of the first decoded token, whose rows are the first in the lane's pages.
-        final: index of the last token to compute.
-        room: maximum number of tokens in the window.
-        token: token ids, ``[lanes, window]`` like all that follow.
-        choice: the next token that each token's latest iteration sampled.
-        iteration: the next iteration of each token.
-        halted: bool: whether the token has halted.
+        front, stop: int64 ``[lanes]``: the window holds the tokens ``front`` to ``stop - 1`` of the sequence.
+        origin: int64 ``[lanes]``: index of the first decoded token, whose rows are the first in the lane's pages.
+        final: int64 ``[lanes]``: index of the last token to compute.
+        room: int64 ``[lanes]``: maximum number of tokens in the window.
+        token: int64 ``[lanes, window]``: token ids.
+        choice: int64 ``[lanes, window]``: the next token that each token's latest iteration sampled.
+        iteration: int64 ``[lanes, window]``: the next iteration of each token.
+        halted: bool ``[lanes, window]``: whether the token has halted.
     """
 
     front: Tensor
@@ -153,7 +158,7 @@ class WindowRows(NamedTuple):
     Attributes:
         lane: lane of each row; the unused last lane if the window entry has no token or a halted one.
         seat: index of the token's entry in tensors of all lanes: ``lane * window + place % window``.
-        begun: the tokens, their places and iterations, and their pool rows.
+        begun: the token, place, iteration and pool row of each row.
         entries: indices of the rows in the flattened ``[lanes of the tick, window]``; ``None``: all entries in order.
     """
 
@@ -166,10 +171,11 @@ class WindowRows(NamedTuple):
 def begin_windows(
     books: Books, windows: DraftWindows, lane: Tensor, *, passes: int, vanishes: bool, every: bool | None = None
 ) -> WindowRows:
-    """Begins a tick: enters the next pool rows of these lanes' windows into the index; a token has ``passes`` rows.
+    """Begins a tick: assigns a pool row to each active token of the draft windows and enters it into ``Books.index``.
 
-    With ``every``, all window entries get a row, else only entries with an active token (at least one entry). The
-    default is false on a CPU and true elsewhere, where selecting entries would synchronise with the host.
+    Each token reserves ``passes`` consecutive rows of the lane's pages, one per iteration. With ``every``, the result
+    has all window entries, else only those with an active token (at least one entry). The default is false on a CPU
+    and true elsewhere, where selecting entries would synchronise with the host.
     """
     every = lane.device.type != "cpu" if every is None else every
     books.tick.add_(1)
@@ -202,8 +208,8 @@ def end_windows(
 ) -> None:
     """Advances the windows by the results of a tick; ``active``, ``sampled`` and ``invalid`` are ``[n, window]``.
 
-    Entries that had no row are ignored. Writes for each lane into ``log[tick]``: the ids ``sampled`` by its tokens
-    (:data:`NOT_A_NUMBER` if ``invalid``), their iterations (-1: no row) and the number of accepted tokens.
+    Entries without an active token are ignored. Writes for each lane into ``log[tick]``: the id that each entry
+    ``sampled`` (:data:`NOT_A_NUMBER` if ``invalid``), its iteration (-1 if ignored), and how many tokens were accepted.
     """
     place, live = _entries(windows, lane)
     column = torch.arange(windows.size, device=lane.device)

@@ -62,7 +62,7 @@ def ponder_rows(embedding: Tensor, expected: Tensor, active: Tensor, probability
 
 
 def force_rows(active: Tensor, forced: Tensor, lane: Tensor, place: Tensor, iteration: Tensor, last: Tensor) -> Tensor:
-    """Replaces the policy's decision where ``forced`` has a depth, like ``force_rows`` in torch.py."""
+    """Applies forced depths to the policy's decision, like ``force_rows`` in torch.py."""
     out = torch.empty_like(lane, dtype=torch.bool)
     rows = [x.contiguous() for x in (active, lane, place, iteration)]
     with on_device_of(lane):
@@ -104,7 +104,7 @@ def _ponder_kernel(embedding, expected, active, probability, out, size, BLOCK: t
 def _book(
     index, lane, iteration, place, row, slots, VANISHES: tl.constexpr, ITERATIONS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Enters a pool row into the index at its iteration and all later ones (law 3), which get -1 if ``VANISHES``."""
+    """Enters a pool row into the index at its iteration and all later ones (law 3); with ``VANISHES``, these get -1."""
     number = tl.arange(0, BLOCK)
     shown = tl.where(number == iteration, row, -1) if VANISHES else tl.full((BLOCK,), 0, tl.int64) + row
     at = index + (lane * ITERATIONS + number) * slots + place
@@ -151,7 +151,7 @@ def _end_kernel(
 def begin_windows(
     books: Books, windows: DraftWindows, lane: Tensor, *, passes: int, vanishes: bool, every: bool | None = None
 ) -> WindowRows:
-    """Allocates pool rows for all draft windows, like ``begin_windows`` in torch.py with ``every=True``."""
+    """Assigns pool rows to the tokens of draft windows, like ``begin_windows`` in torch.py with ``every=True``."""
     n, size, (_, iterations, slots) = len(lane), windows.size, books.index.shape
     owner, seat, token, place, iteration, last, row = (lane.new_empty(n * size) for _ in range(7))
     with on_device_of(lane):

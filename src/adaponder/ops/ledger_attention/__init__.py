@@ -23,7 +23,7 @@ _LARGEST = 128  # head size
 
 
 def by_kernels(keys: Tensor, values: Tensor) -> bool:
-    """Returns whether the Triton kernels support these pools: on CUDA, bf16 or fp16, the heads of a row contiguous."""
+    """Returns whether kernels run on these pools: CUDA, bf16 or fp16, equal shapes, contiguous heads of at most 128."""
     fits = keys.shape[-1] <= _LARGEST and keys.shape == values.shape and _packed(keys) and _packed(values)
     return fits and runs_fused(keys) and keys.dtype.itemsize == 2
 

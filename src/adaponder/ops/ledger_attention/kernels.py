@@ -76,7 +76,7 @@ def rows_of(ids, base, stride, SIZE: tl.constexpr):
 
 @triton.jit
 def _put(x, pool, row, stride, split, SIZE: tl.constexpr):
-    """Writes one head of a pool row, in programs of the first split only; does nothing if ``row`` is -1."""
+    """Writes one head of a pool row; does nothing if ``row`` is -1 or this program does not compute the first split."""
     width = tl.where(split == 0, tl.where(row >= 0, SIZE, 0), 0)
     tl.store(pool + row * stride + across(SIZE), x, mask=across(SIZE) < width)
 
@@ -95,7 +95,7 @@ def _share(slot, split, window, own_rows, SPLITS: tl.constexpr, LEAST: tl.conste
 
 @triton.jit
 def _ids_at(ids, start, end, KEYS: tl.constexpr):
-    """Loads the pool row ids of a block of slots; -1 where there is none."""
+    """Loads the pool row ids of a block of slots from ``start`` on; -1 for slots from ``end`` on."""
     slot = start + tl.arange(0, KEYS)
     return tl.load(ids + slot, mask=slot < end, other=-1)
 
@@ -262,7 +262,7 @@ def enter_kernel(
     EPSILON: tl.constexpr, KEY_HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
     STEP: tl.constexpr, FIRST: tl.constexpr, NEXT: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """Normalises and rotates the queries and keys of a row; writes its keys and values into the pools."""
+    """Normalises and rotates a row's queries and keys; writes queries to ``query``, keys and values to the pools."""
     row = tl.program_id(0).to(tl.int64)
     HEADS: tl.constexpr = GROUPS * KEY_HEADS
     cosine, sine = _angles(positions, row, cos, sin, SIZE, ROTARY)
@@ -287,7 +287,7 @@ def _block_of_keys(
     seen,  # [queries, keys], or None if every query sees every key that exists
     keys, values, key_row, value_row, scale, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Does one step of the online softmax, a block of queries with a block of keys; returns the updated sums."""
+    """Does one step of the online softmax for a block of queries and a block of keys; returns (top, total, sums)."""
     EXACT: tl.constexpr = "ieee" if keys.dtype.element_ty == tl.float32 else "tf32"
     k = rows_of(pool_rows, keys, key_row, SIZE)
     v = rows_of(pool_rows, values, value_row, SIZE)

@@ -28,9 +28,10 @@ class Cohort(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Cohorts cut into tiles of ``block`` rows; ``table [tiles, 4]``: first row, end of its cohort, lane, iteration.
+    """Cohorts cut into tiles of ``block`` rows, one kernel program per tile and head.
 
-    The table is int32. A tile whose first row is not below the end is padding.
+    ``table``, int32 ``[tiles, 4]``, has each tile's first row, the end of its cohort, lane and iteration. A tile whose
+    first row is not below the end is padding.
     """
 
     block: int
@@ -42,11 +43,11 @@ class LedgerRows(NamedTuple):
 
     Attributes:
         index: int32 ``[lanes, iterations, slots]``, the pool row that an iteration reads for a slot; -1 for none.
-        lane, slot, iteration: int64 ``[n]``, of each query row.
+        lane, slot, iteration: int64 ``[n]``, the lane, slot and iteration of each query row.
         row: int64 ``[n]``, the pool row that holds the query row's own keys and values.
         num_single: number of single-query rows, which come first; all later query rows are in cohorts.
         cohorts: the cohorts, in order.
-        longest: upper bound of ``slot + 1`` over the single-query rows; ``None``: all slots of the index.
+        longest: upper bound of ``slot + 1`` over the single-query rows; ``None``: the number of slots of the index.
         tiles: replaces ``cohorts`` in CUDA graphs, whose kernels read tiles from device memory; must cover all query
             rows of cohorts, even padding rows, which attend to nothing (slot -1).
     """
@@ -76,7 +77,8 @@ class Projection(NamedTuple):
     """Describes the QKV product ``[n, (heads + 2 key_heads) * size]``: its layout, bias, norms and rotary embedding.
 
     Attributes:
-        heads: number of query heads, a multiple of ``key_heads``, the number of key heads and of value heads.
+        heads: number of query heads, a multiple of ``key_heads``.
+        key_heads: number of key heads, which is also the number of value heads.
         size: the head dimension.
         packed: whether the layout is ``[heads, 3, size]`` (GPT-NeoX) instead of all queries, all keys, all values.
         rotary: the number of leading elements of a head that rotary embedding rotates; even, 0 for none.
@@ -109,8 +111,9 @@ class Angles(NamedTuple):
 class Scratch(NamedTuple):
     """Memory for partial results when several kernel programs split a row's keys; calls on one stream may share it.
 
-    Each (row, head, split) has a normalised result, float32 ``[entries, size]``, and the base-2 logarithm of its
-    normaliser. ``counter``, int32, counts the finished splits of each row and key head; it is 0 between calls.
+    An entry belongs to one (row, head, split): ``partial``, float32 ``[entries, size]``, holds its normalised result,
+    ``level`` the base-2 logarithm of its normaliser. ``counter``, int32, counts the finished splits of each row and
+    key head; it is 0 between calls.
     """
 
     partial: Tensor
@@ -138,9 +141,10 @@ def ledger_attention(
 ) -> Tensor:
     """Computes ``softmax(q K^T * scale) V`` over the pool rows that the index holds for each query.
 
-    A query at (lane, slot, iteration) attends to the slots up to its own, at most ``window`` of them, with
-    ``index[lane, iteration, slot] >= 0``; without any, its result is zeros. The query's row must already be in index
-    and pools. All pool rows in the index up to a query's slot must be initialised; no others are read.
+    A query at (lane, slot, iteration) attends to the last ``window`` slots up to its own (``None``: to all), except
+    slots without a row (-1 in ``index[lane, iteration]``); if none is left, its result is zeros. The query's own row
+    must already be in index and pools. Pool rows in the index up to a query's slot must be initialised; only these are
+    read.
 
     Shapes: query ``[n, heads, size]``; keys ``[rows, key heads, size]``, where heads are a multiple of key heads;
     values ``[rows, key heads, value size]``; result ``[n, heads, value size]``. ``scale=None`` is ``size ** -0.5``.
@@ -231,10 +235,10 @@ def decode_attention(
 ) -> Tensor:
     """Computes :func:`enter`, then :func:`ledger_attention`, for single-query rows: ``[num_single, heads, size]``.
 
-    These rows must not attend to one another, only to their own keys and to keys of earlier passes. The result is
-    written to ``out`` (contiguous) if given. ``dependent`` enables programmatic dependent launch: the kernel may start
-    before its predecessor ends. Then only ``qkv`` may come from dependent launches; all other inputs must be written
-    before the most recent ordinary launch.
+    Each of these rows must attend only to its own keys and to keys of earlier passes. The result is written to ``out``
+    (contiguous) if given. ``dependent`` enables programmatic dependent launch, in which the kernel may start before its
+    predecessor ends. Then only ``qkv`` may be written by such launches; all other inputs must be written before the
+    most recent ordinary launch.
     """
     single = rows.num_single
     first = rows.select(slice(single))

@@ -106,7 +106,8 @@ def _entry(projection: Projection, angles: Angles) -> tuple[Tensor | None, ...]:
 def _entry_options(projection: Projection) -> dict[str, Any]:
     """Returns constants of the kernels: norm epsilon, rotary size, and the layout of the QKV product.
 
-    ``STEP`` is the distance between heads, ``FIRST`` that from queries to keys, ``NEXT`` that from keys to values.
+    In that product, ``STEP`` is the distance between heads, ``FIRST`` the offset of the first key, and ``NEXT`` the
+    offset from a key to its value.
     """
     heads, key_heads, size = projection[:3]
     step, first, following = (3, 1, 1) if projection.packed else (1, heads, key_heads)
@@ -175,7 +176,7 @@ def _attend_single(
 
 
 def splits_for(programs: int, processors: int, reach: int) -> int:
-    """Returns the number of splits per row: as many as the GPU runs at once, at most one per ``LEAST`` keys."""
+    """Returns into how many splits to divide a row's keys: enough to fill the GPU, at most one per ``LEAST`` keys."""
     return max(1, min(min(processors, MOST_PROGRAMS) // programs, -(-reach // LEAST), MOST_SPLITS))
 
 
@@ -221,7 +222,10 @@ def block_of(cohorts: tuple[Cohort, ...]) -> int:
 
 
 def tiles_of(cohorts: tuple[Cohort, ...], block: int) -> list[tuple[int, int, int, int]]:
-    """Lists (first row, end of the cohort, lane, iteration) of each tile, tiles with the most rows left first."""
+    """Lists (first row, end of the cohort, lane, iteration) of each tile.
+
+    The last tiles of cohorts come first, because they attend to the most slots and so take longest.
+    """
     tiles = [
         (first, cohort.stop, cohort.lane, cohort.iteration)
         for cohort in cohorts

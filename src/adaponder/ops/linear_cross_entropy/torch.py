@@ -33,8 +33,9 @@ class Pointwise(NamedTuple):
 
     Attributes:
         losses: (logits, targets) -> loss of each token, ``[n]``, in at least float32.
-        gradients: (logits, targets, d loss) -> d logits in the logits' precision; may overwrite the logits.
-        both: (logits, targets, d loss) -> (losses, d logits): both of the above; may overwrite the logits.
+        gradients: (logits, targets, gradient of the losses) -> gradient of the logits, in their precision; may
+            overwrite the logits.
+        both: (logits, targets, gradient of the losses) -> (losses, gradient of the logits); may overwrite the logits.
         elements: the maximum number of logits to hold at once; ``None``: ``chunks.CHUNK_ELEMENTS``.
     """
 
@@ -49,7 +50,7 @@ def _losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _gradients(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
-    """Returns ``grad`` times d loss / d logits (softmax minus one-hot); zeros for ignored targets."""
+    """Returns the gradient of the logits, ``grad * (softmax - one-hot target)``; zeros for ignored targets."""
     grad_logits = widened(logits).softmax(-1)
     hit = targets.clamp_min(0)[:, None]
     grad_logits.scatter_add_(1, hit, torch.full_like(hit, -1, dtype=grad_logits.dtype))
@@ -125,8 +126,8 @@ def _require_shape(name: str, values: Tensor, shape: torch.Size) -> None:
 class _LinearCrossEntropy(torch.autograd.Function):
     """Saves only its inputs; backward recomputes each chunk's probabilities.
 
-    A saved normaliser per token would make a reduction unnecessary but cost precision: in float32, the error of
-    gradients from ``exp(z - normaliser)``, measured against float64, was twice that of gradients from a softmax.
+    Saving each token's log-normaliser would save a reduction but cost precision: in float32, gradients computed from
+    ``exp(z - normaliser)`` had twice the error, measured against float64, of gradients computed from a softmax.
 
     ``rows`` are in the compute precision; weight, bias and their gradients are in the dtype of the parameter.
     """

@@ -66,8 +66,8 @@ def _drawn(logits: Tensor, temperature: Tensor, key: Tensor, position: Tensor) -
 def least_kept(logits: Tensor, lanes: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
     """Returns the smallest logit that truncation keeps in each row, ``[n, 1]``; the likeliest token is always kept.
 
-    A token is kept if its logit is at least the k-th largest, if the probabilities of likelier tokens (normalised over
-    the top k) sum to less than top-p, and if its probability is at least min-p times the largest.
+    A token is kept if three conditions hold: its logit is at least the k-th largest; the probabilities of likelier
+    tokens (normalised over the top k) sum to less than top-p; its probability is at least min-p times the largest.
 
     Args:
         logits: ``[n, V]``.
@@ -92,16 +92,16 @@ def _least_kept(logits: Tensor, numbers: Tensor, top_k: Tensor) -> Tensor:
 
 
 def stream_key(seed: int, sample: int) -> int:
-    """Returns the int64 key of the random stream of sample number ``sample`` of a request."""
+    """Returns the int64 key of the random stream of sample number ``sample`` of a request with this ``seed``."""
     return _signed(_mixed(_mixed(seed & _MASK) + (sample + 1) * GOLDEN & _MASK))
 
 
 def gumbel(key: Tensor, position: Tensor, vocabulary: int) -> Tensor:
     """Returns standard Gumbel noise ``[n, vocabulary]`` in float64 from each row's stream key and position (int64).
 
-    ``argmax(logits + noise)`` is an exact sample from ``softmax(logits)``. The noise is ``-log(-log(u))`` with uniform
-    ``u = (k + 0.5) / 2**52``, which is never 0 or 1 and exact in float64, so the largest noise, by which rare tokens
-    win, is as exact as any other.
+    ``argmax(logits + noise)`` is an exact sample from ``softmax(logits)``. The noise is ``-log(-log(u))``, where
+    ``u = (k + 0.5) / 2**52`` and ``k`` is a random integer of 52 bits. So ``u`` is never 0 or 1 and exact in float64,
+    and even the largest noise, by which rare tokens win, is exact.
     """
     token = torch.arange(vocabulary, device=key.device)
     # The counter position * 2**32 + token is unique, and stays so modulo 2**64 times an odd factor.

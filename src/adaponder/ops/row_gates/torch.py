@@ -26,14 +26,14 @@ class StackedGates(NamedTuple):
 
 
 def counter_on(device: torch.device) -> Tensor:
-    """Returns the kernel's counter of finished programs per row; calls that do not overlap may share it."""
+    """Returns zeros in which the kernel counts each row's finished programs; concurrent calls must not share them."""
     return torch.zeros(FEW, dtype=torch.int32, device=device)
 
 
 def stacked_gates(stacked: StackedGates, hidden: Tensor, iteration: Tensor, *, counter: Tensor | None = None) -> Tensor:
-    """Returns each row's gate logit for ``hidden [n, d]``: of gate ``iteration [n]`` or, if beyond, of the last gate.
+    """Returns the gate logit ``[n]`` of each row of ``hidden [n, d]``, by the gate of its iteration.
 
-    Only the kernel uses ``counter``.
+    Iterations without a gate use the last gate. Only the kernel uses ``counter``.
     """
     inner, inner_bias, out, out_bias = stacked
     if inner is None or inner_bias is None:

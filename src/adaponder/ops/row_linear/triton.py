@@ -27,9 +27,10 @@ _LAYER_NORM, _RMS_NORM = 1, 2
 
 
 class Cut(NamedTuple):
-    """Tile config of a linear layer: outputs and warps per program; above ``FEW`` rows, inputs per step and stages.
+    """Tile config of a linear layer: outputs and warps per program.
 
-    In a residual sum, ``splits`` programs split the inputs of the same outputs.
+    Above ``FEW`` rows, a program loops over the inputs in steps of ``step``, with ``stages`` pipeline stages. In a
+    residual sum, ``splits`` programs share the inputs of the same outputs.
     """
 
     outputs: int
@@ -69,7 +70,7 @@ def some_gated_cut(rows: int) -> Cut:
 
 @lru_cache
 def _counter(device: torch.device) -> Tensor:
-    """Returns the counters of finished splits; 0 between launches, which must all be on one stream."""
+    """Returns counters of finished splits, which are 0 between kernel launches; all launches must be on one stream."""
     return torch.zeros(4096, dtype=torch.int32, device=device)
 
 
@@ -218,7 +219,7 @@ def _padded(rows: int) -> int:
 
 
 def _normed(x: Tensor, norms: Sequence[Norm | None]) -> list[Tensor]:
-    """Applies each norm to ``x`` (``None``: none); computes equal norms once, two norms of one kind by one kernel."""
+    """Returns ``x`` after each norm (``None``: ``x`` itself); equal norms run once, two of one kind in one kernel."""
     distinct = list(dict.fromkeys(norm for norm in norms if norm is not None))
     done: dict[Norm | None, Tensor] = {None: x.contiguous()}  # kernels receive one stride for all inputs
     kinds = {(norm.eps, norm.centred, norm.bias is None) for norm in distinct}

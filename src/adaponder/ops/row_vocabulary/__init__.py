@@ -1,8 +1,8 @@
 """Computes logits and expected embeddings of the rows of a tick, reading head and embedding table at most once.
 
-Logits of one or two rows use the matrix-vector kernel of ``row_linear``. The expectation of up to 16 rows is split over
-slices of the vocabulary; more rows use the softmax kernel of ``vocab_expectation`` and one matrix product. Only the
-torch version supports ``top_k``.
+Logits of one or two rows are computed by the matrix-vector kernel of ``row_linear``. For up to 16 rows, the expectation
+is split over slices of the vocabulary; for more, it is the softmax kernel of ``vocab_expectation`` and one matrix
+product. Only the torch version supports ``top_k``.
 """
 
 from adaponder.ops.dispatch import dispatch, runs_fused

@@ -16,9 +16,9 @@ def row_logits(hidden: Tensor, weight: Tensor, *, bias: Tensor | None = None) ->
 def row_expectation(
     logits: Tensor, table: Tensor, active: Tensor | None = None, *, scale: float = 1.0, top_k: int | None = None
 ) -> Tensor:
-    """Computes ``softmax(logits) @ table * scale`` for the active rows of ``logits [n, vocabulary]``, zeros elsewhere.
+    """Computes ``softmax(logits) @ table * scale`` for the active rows of ``logits [n, vocabulary]``, zeros for others.
 
-    ``active``: bool ``[n]``; ``None``: all rows. With ``top_k`` the softmax is over the k largest logits.
+    ``active`` is bool ``[n]``, or ``None`` if all rows are. With ``top_k`` the softmax is over the k largest logits.
     """
     mixed = mixture(logits, table, top_k) * scale
     return mixed if active is None else mixed.masked_fill(~active[:, None], 0.0)

@@ -2,8 +2,8 @@
 
 Computes a chunk of tokens at a time, so that the logits of all tokens never exist at once. With ``z = h W^T + b``,
 ``p = softmax(z)`` and ``g = dL/dy``: ``dE = p^T g``, ``dp = g E^T``, ``dz = p (dp - <p, dp>)``, ``dh = dz W``, ``dW =
-dz^T h``. ``<p, dp>`` equals ``<y, g>``, which would save a reduction, but ``y`` is rounded, and where one token is
-nearly certain the two large terms would not cancel.
+dz^T h``. Replacing ``<p, dp>`` by the equal ``<y, g>`` would save a reduction, but ``y`` is rounded, so that
+``dp - <y, g>`` would not cancel for a nearly certain token.
 
 Backward recomputes the logits. ``keep_logits`` stores them instead, in ``2 n V`` bytes in bf16: six matrix products
 rather than seven, equal results. With ``top_k``, ``p`` is the softmax of the k largest logits (torch version only).

@@ -38,8 +38,8 @@ class Pointwise(NamedTuple):
 
     Attributes:
         softmax: (logits, keep) -> probabilities; may overwrite the logits unless ``keep`` is true.
-        gradients: (logits, d probabilities, keep) -> (probabilities, d logits); may overwrite d probabilities, and the
-            logits unless ``keep`` is true.
+        gradients: (logits, gradient of the probabilities, keep) -> (probabilities, gradient of the logits); may
+            overwrite the given gradient, and the logits unless ``keep`` is true.
         elements: the maximum number of logits to hold at once; ``None``: ``chunks.CHUNK_ELEMENTS``.
     """
 
@@ -96,7 +96,7 @@ def _probability(logits: Tensor, top_k: int | None) -> Tensor:
 
 
 def _gradients(logits: Tensor, grad_probability: Tensor, top_k: int | None) -> tuple[Tensor, Tensor]:
-    """Returns p and the gradient of the logits, ``dz = p * (dp - <p, dp>)``; both are zero outside the top k."""
+    """Returns probabilities p and the logits' gradient, ``p * (dp - <p, dp>)``; both are zero outside the top k."""
     probability = _probability(logits, top_k)
     grad_logits = grad_probability.to(probability.dtype)
     grad_logits = grad_logits - (probability * grad_logits).sum(-1, keepdim=True)

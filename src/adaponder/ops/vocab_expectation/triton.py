@@ -26,9 +26,10 @@ def softmax_(logits: Tensor, keep: bool = False) -> Tensor:
 
 
 def gradients_(logits: Tensor, grad_probability: Tensor, keep: bool = False) -> tuple[Tensor, Tensor]:
-    """Returns p, in place of the logits unless ``keep`` is true, and ``dz = p * (dp - <p, dp>)``, in place of dp.
+    """Returns the probabilities p and the gradient of the logits, ``p * (dp - <p, dp>)``.
 
-    Logits saved for backward need ``keep``: backward may run twice, and autograd cannot see a kernel overwrite them.
+    The gradient overwrites ``dp = grad_probability``; p overwrites the logits unless ``keep`` is true. Logits saved for
+    backward need ``keep``: backward may run twice, and autograd does not notice that a kernel has overwritten them.
     """
     probability = torch.empty_like(logits) if keep else logits
     strides = probability.stride(0), grad_probability.stride(0)
