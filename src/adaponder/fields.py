@@ -77,7 +77,7 @@ def setting(
     choices: Callable[[], Sequence[str]] | None = None,
     why: str = "",
 ) -> Any:
-    """Returns a dataclass field with a meaning and a range, such as ``interval="(0, 1]"``."""
+    """Returns a dataclass field with help text ``meaning`` and a range such as ``(0, 1]``; see :class:`Field`."""
     metadata = {"meaning": meaning, "range": Range.parse(interval), "choices": choices, "why": why}
     return dataclasses.field(default=default, metadata={"field": metadata})
 
@@ -108,7 +108,7 @@ def check_fields(
 ) -> None:
     """Raises an ``error`` that names the first attribute of ``values`` with an invalid value.
 
-    ``kind`` is the dataclass whose fields are checked, by default the type of ``values``; errors prepend ``prefix``.
+    ``kind`` is the dataclass whose fields are checked, by default the type of ``values``; errors begin with ``prefix``.
     """
     for name, field in fields_of(kind or type(values)).items():
         value = getattr(values, name)
@@ -186,7 +186,10 @@ REMOVED: dict[str, tuple[Any, str]] = {}
 
 
 def is_removed(path: str, value: Any) -> bool:
-    """Returns whether ``path`` is a removed field; raises if its ``value`` is neither ``None`` nor the last default."""
+    """Returns whether the field ``path`` was removed.
+
+    Raises if its ``value`` is neither ``None`` nor the default in the last version that had the field.
+    """
     if path not in REMOVED:
         return False
     default, version = REMOVED[path]

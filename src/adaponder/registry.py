@@ -49,7 +49,7 @@ def scale_from_scratch(name: str) -> Scale:
 
 
 def scale_of(rule: str, hidden_size: int) -> float:
-    """Returns the embedding scale by ``rule``, a key of ``SCALES``, for the hidden size d."""
+    """Returns the embedding scale that ``rule``, a key of ``SCALES`` such as ``sqrt(d)``, gives for ``hidden_size``."""
     return math.sqrt(SCALES[rule] * hidden_size)
 
 

@@ -41,7 +41,7 @@ _LOADER_ERRORS = (*_LOADER_ERRORS, RuntimeError, AssertionError, SafetensorError
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """Returns ``folder`` if it is a model folder, else the final model or the newest checkpoint of a run folder."""
+    """Returns ``folder`` if it has a model, or the final model or newest checkpoint of a run folder; else raises."""
     if (folder / "config.json").is_file():
         return folder
     if (folder / "final" / "config.json").is_file():
@@ -186,7 +186,7 @@ def _check_index(index: Path) -> None:
 
 
 def _header_bytes(path: Path) -> int:
-    """Returns the header size in a safetensors file's first 8 bytes; 0 if it is larger than the file."""
+    """Returns the header size that a safetensors file states in its first 8 bytes; 0 if the file is smaller."""
     with open_plain(path) as file:
         stated = int.from_bytes(file.read(8), "little")
     return stated if stated <= path.stat().st_size else 0
@@ -237,7 +237,7 @@ def require_finite(where: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 @contextmanager
 def in_our_words(folder: Path | str) -> Iterator[None]:
-    """Context manager that turns errors of Hugging Face's loaders into one line that names the checkpoint."""
+    """Context manager that turns errors of Hugging Face's loaders into a ``CheckpointError`` that names ``folder``."""
     try:
         yield
     except AdaPonderError:

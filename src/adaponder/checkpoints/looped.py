@@ -92,7 +92,7 @@ def refuse_other_loops(where: Any, config: dict[str, Any]) -> None:
 
 
 def is_published_auto_map(config: dict[str, Any]) -> bool:
-    """Returns whether ``auto_map`` names only the layout's published modules, and so can be ignored safely."""
+    """Returns whether ``auto_map`` names only modules published with this looped model, so it can be ignored."""
     layout, entries = layout_of(config), config.get("auto_map")
     if layout is None or not isinstance(entries, dict):
         return False
@@ -140,7 +140,7 @@ def translated_recurrence(where: Any, config: dict[str, Any], layout: Layout) ->
 
 
 def require_flags(where: Any, config: dict[str, Any], *names: str) -> None:
-    """Raises if a flag in ``config`` is not a boolean, because the text "false" would count as true."""
+    """Raises if one of the fields ``names`` is set to anything but a boolean: the text "false" would count as true."""
     for name in names:
         if config.get(name) not in (None, True, False):
             raise CheckpointError(f"{where}: {name}={shown(config[name])} must be true or false")

@@ -40,7 +40,7 @@ def write_manifest(folder: Path, names: Iterable[str] | None = None, **facts: An
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest of ``folder``, whose ``files`` maps names to sizes and SHA-256; raises if it was edited."""
+    """Returns the manifest, whose ``files`` maps names to sizes and SHA-256; raises if it is invalid or was edited."""
     path = folder / MANIFEST
     raw = read_bytes(path)
     content = parse_json(raw, path)
@@ -62,9 +62,10 @@ def verify_files(
     skip: str | None = None,
     may_be_missing: Collection[str] = (),
 ) -> None:
-    """Raises unless the size and checksum of each file equal the manifest's; does nothing without a manifest.
+    """Raises unless each listed file has the manifest's size and checksum; does nothing without a manifest.
 
-    ``only``: names of files to verify; ``skip``: suffix of files to leave out; ``may_be_missing``: optional files.
+    ``only``: names of files to verify; ``skip``: suffix of files to leave out; ``may_be_missing``: names of listed
+    files that need not exist.
     """
     if not os.path.lexists(folder / MANIFEST) or not read_json(folder / MANIFEST).keys() & {"format", "files"}:
         return  # no manifest, or one of another program
@@ -101,9 +102,10 @@ def _is_entry(name: str, entry: Any) -> bool:
 
 @contextmanager
 def saving(folder: Path, *, intact: str, partial: Path | None = None, overwrite: bool = False) -> Iterator[Path]:
-    """Context manager that saves a weights folder atomically; on failure, the error message ends with ``intact``.
+    """Context manager that saves a weights folder atomically.
 
-    Yields ``partial``, by default a folder beside ``folder``, which replaces ``folder`` when the block ends.
+    Yields ``partial``, by default a folder beside ``folder``, which replaces ``folder`` when the block ends. If saving
+    fails, the error message ends with ``intact``, which should tell the user what was not changed.
     """
     partial = partial or folder.with_name(f"{folder.name}.partial")
     try:

@@ -1,8 +1,9 @@
 """Finds the small trained checkpoints that come with the package, by name and without a network.
 
 ``sample`` writes Python; ``sample-hops`` answers puzzles whose needed depth is known. ``sample-vanilla`` (a plain
-model) and ``sample-adaponder`` (the paper's method) have the layers and the training tokens of ``sample``. A folder of
-the same name in the working directory takes precedence; ``adaponder:NAME`` always means the packaged checkpoint.
+model) and ``sample-adaponder`` (the paper's method) have layers of the same sizes as ``sample`` and were trained on the
+same tokens. A folder of the same name in the working directory takes precedence; ``adaponder:NAME`` always means the
+packaged checkpoint.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def shipped(name: str | Path) -> Path | None:
 
 
 def data_of(name: str) -> str:
-    """Returns the path of a packaged checkpoint's held-out text; any other ``name`` unchanged."""
+    """Returns the path of a packaged checkpoint's held-out text (raises if it has none); other names unchanged."""
     folder = shipped(name)
     if folder is None:
         return name

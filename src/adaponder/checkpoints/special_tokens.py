@@ -174,9 +174,10 @@ def mend(folder: Path) -> list[str]:
 
 
 def with_padding(files: Mapping[str, str], model: PreTrainedModel) -> dict[str, str]:
-    """Returns a tokenizer's ``files`` (content by name), set to pad on the left with the model's padding token.
+    """Returns a tokenizer's ``files`` (content by name), changed to pad left with the model's padding token.
 
-    Padding settings in the files take precedence; ``model_max_length`` becomes at most the model's positions.
+    A padding token or side that the files already set is kept; ``model_max_length`` is limited to the model's number of
+    positions. Files without ``tokenizer.json`` or ``tokenizer_config.json`` are returned unchanged.
     """
     if not {TOKENIZER, SETTINGS} <= files.keys():
         return dict(files)

@@ -36,7 +36,10 @@ class Pools(NamedTuple):
 
     @classmethod
     def empty(cls, shapes: list[RowShape], rows: int, dtype: torch.dtype, device: torch.device) -> Pools:
-        """Allocates ``rows`` rows of zeros, because attention multiplies masked values by 0, and 0 times NaN is NaN."""
+        """Allocates ``rows`` rows of zeros.
+
+        Uninitialised memory could contain NaN, which attention would keep when it multiplies masked values by 0.
+        """
         keys, values = zip(*shapes, strict=True)
         like = torch.zeros(0, dtype=dtype, device=device)
         return cls([like.new_zeros(rows, *shape) for shape in keys], [like.new_zeros(rows, *shape) for shape in values])
@@ -54,15 +57,15 @@ class Body(ABC):
         """Runs one pass (eq. 1) over ``x [n, d]`` at ``position [n]``; returns hidden states and residual stream.
 
         Each layer writes the rows' keys and values to the pools at ``rows.row``; then each row attends to the pool rows
-        that the index lists for it.
+        that ``rows.index`` lists for its lane and iteration.
         """
 
 
 def build_body(model: AdaPonderForCausalLM, kind: str | None, *, rows: int, positions: int, width: int) -> Body:
-    """Builds the ``fused`` or ``stock`` body; ``kind=None`` means ``fused`` if that supports the backbone.
+    """Builds the ``fused`` or ``stock`` body; ``None`` means fused if the backbone supports it, else stock.
 
-    ``rows`` is the maximum number of decode rows in one pass, padding included; ``positions`` is the number of
-    positions; ``width`` is the number of slots per token.
+    ``rows`` is the maximum number of decode rows in one pass, padding included; ``positions`` is the maximum length of
+    a sequence; ``width`` is the number of slots per token. Raises if ``kind="fused"`` does not support the backbone.
     """
     reason = None if kind == "stock" else unsupported(model.wrapped)
     if kind != "stock" and reason is None:
@@ -75,7 +78,8 @@ def build_body(model: AdaPonderForCausalLM, kind: str | None, *, rows: int, posi
 class Names(NamedTuple):
     """The names of a decoder layer's modules.
 
-    ``gate`` is ``None`` if the MLP is not gated; ``after`` has the norms after attention and after the MLP, if any.
+    ``gate`` is ``None`` if the MLP is not gated; ``after`` names the norm after attention and the norm after the MLP,
+    and is empty if the layer has neither.
     """
 
     attention: str
@@ -96,7 +100,7 @@ FAMILIES["hyperclovax"] = LLAMA._replace(after=("post_norm1", "post_norm2"))
 class FusedLayer(NamedTuple):
     """The weights of a decoder layer: ``qkv`` and ``up`` include the norms before them, ``up`` also the activation.
 
-    ``after`` has the norms after attention and after the MLP, or ``None`` twice.
+    ``after`` is the norm after attention and the norm after the MLP, or ``(None, None)`` if the layer has neither.
     """
 
     qkv: Piece
@@ -116,9 +120,9 @@ PassRows = tuple[LedgerRows, Angles]
 class FusedBody(Body):
     """Runs a GPT-NeoX layer in three kernels and a Llama-family layer in five, on the parameters of the stock modules.
 
-    A norm after attention or after the MLP adds a kernel and a sum. Weights are not copied, so in-place changes take
-    effect. If a parameter is replaced by another tensor (a merged adapter, a module moved to another device), a new
-    body must be built.
+    Each norm after attention or after the MLP needs one more kernel and an addition in PyTorch. Weights are not copied,
+    so in-place changes take effect. If a parameter is replaced by another tensor (a merged adapter, a module moved to
+    another device), a new body must be built.
 
     Args:
         backbone: a decoder for which :func:`unsupported` returns ``None``.
@@ -212,7 +216,7 @@ class FusedBody(Body):
         return decode, (prefill, Angles(position[count:], self.cos, self.sin))
 
     def _attend(self, number: int, qkv: Tensor, decode: PassRows, prefill: PassRows | None, pools: Pools) -> Tensor:
-        """Rotates queries and keys, writes keys and values to the pools; returns attention, ``[n, heads * size]``."""
+        """Rotates queries and keys, writes keys and values, and returns the attention output ``[n, heads * size]``."""
         layer, keys, values = self.layers[number], pools.keys[number], pools.values[number]
         options: dict[str, Any] = {"window": self.windows[number], "scale": layer.scale}
         (rows, angles), mixed = decode, []
@@ -231,7 +235,7 @@ class FusedBody(Body):
 
 
 def _added(residual: Tensor, term: Term, norm: Norm | None) -> Tensor:
-    """Returns ``residual + norm(linear(x))`` for the ``x`` and ``linear`` of ``term``; without the norm if ``None``."""
+    """Returns ``residual + norm(term.linear(term.x))``, or without the norm if ``norm`` is ``None``."""
     if norm is None:
         return residual_linears(residual, (term,))
     (product,) = normed_linears(term.x, (Piece((term.linear,)),))
@@ -307,8 +311,8 @@ class StockBody(Body):
     """Runs the wrapped stock layers.
 
     If the decoder uses the attention of ``backbones/attention.py``, all rows form one batch entry, and each attends to
-    the pool rows that ``rows.index`` lists. Otherwise, or with latent attention, each row is a batch entry and its keys
-    and values are gathered.
+    the pool rows that ``LedgerRows.index`` lists. Otherwise, or with latent attention, each row is a batch entry, and
+    the keys and values that it attends to are copied into one tensor.
     """
 
     def __init__(self, backbone: Backbone, *, stream: bool):
@@ -345,7 +349,7 @@ class StockBody(Body):
 
 
 class PoolView(IterationView):
-    """Writes the rows of a pass to the pools and returns the pools, which attention reads through the index."""
+    """Writes the rows of a pass to the pools and returns the pools; attention selects rows by ``LedgerRows.index``."""
 
     def __init__(self, layers: int, *, pools: Pools, row: Tensor):
         super().__init__(layers)
@@ -360,7 +364,7 @@ class PoolView(IterationView):
 
 
 class GatheringView(PoolView):
-    """Writes like :class:`PoolView`; returns the keys and values each row attends to, ``[n, heads, slots, size]``."""
+    """Writes like :class:`PoolView`, but returns only what each row attends to, ``[n, heads, slots, size]``."""
 
     def __init__(self, layers: int, *, pools: Pools, row: Tensor, read: Tensor):
         super().__init__(layers, pools=pools, row=row)

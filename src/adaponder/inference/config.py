@@ -66,9 +66,9 @@ class EngineShape:
 
     Attributes:
         iterations: the maximum depth of a token.
-        width: slots per token, and rows per token and pass.
+        width: slots per token, which is also the number of rows of a token in one pass.
         passes: the maximum number of passes per token.
-        window: the maximum number of tokens of a sequence in one tick; above 1 the engine drafts.
+        window: the maximum number of tokens of one sequence in a tick; above 1 if the engine drafts.
     """
 
     lanes: int
@@ -104,11 +104,14 @@ class EngineShape:
 
     @property
     def rows_in_flight(self) -> int:
-        """The maximum number of a lane's decode rows in launches that are not processed yet, of which two may exist."""
+        """The maximum number of decode rows of one lane in two launches, as many as can await processing."""
         return 2 * self.burst * self.width
 
     def default_rows(self, model: AdaPonderForCausalLM, body: Body) -> int:
-        """Returns how many rows full lanes need, limited to 90 % of the GPU's free memory (1 GiB on a CPU)."""
+        """Returns the number of pool rows that all lanes need for the longest sequences at full depth.
+
+        The number is limited to what fits into 90 % of the GPU's free memory, or into 1 GiB without a GPU.
+        """
         needed = self.lanes * (self.tokens * self.width * self.passes + 2 * PAGE) + 3 * PAGE + self.rows_in_flight
         free = 1 << 30
         if model.device.type == "cuda":
@@ -146,7 +149,10 @@ def check_model(model: AdaPonderForCausalLM) -> None:
 
 
 def max_tokens(model: AdaPonderForCausalLM, tokens: int | None) -> int:
-    """Returns the maximum length of a sequence: ``tokens``, by default the backbone's number of positions."""
+    """Returns the maximum length of a sequence: ``tokens``, or by default the backbone's number of positions.
+
+    The default is 4096 if the backbone has no such number. Raises if ``tokens`` is below 2 or above the number.
+    """
     limit = model.config.max_position_embeddings
     if tokens is None:
         return limit or 4096
@@ -163,7 +169,8 @@ def eos_ids(model: AdaPonderForCausalLM) -> frozenset[int]:
 def _window(config: EngineConfig, method: str, width: int, passes: int) -> int:
     """Returns the number of tokens in a draft window; 1 without drafting.
 
-    A window gains a token per tick, and a token leaves it after at most ``passes`` ticks, so more would be unused.
+    A window gains at most one token per tick, and a token leaves it after at most ``passes`` ticks, so the window never
+    has more than ``passes`` tokens. Raises if drafts are requested for a method that cannot use them.
     """
     drafts = config.drafts
     if drafts is None:

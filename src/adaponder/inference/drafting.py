@@ -39,8 +39,8 @@ class Drafting:
     def start(self, sequences: Many[Sequence], host_lanes: Many[int]) -> None:
         """Sets up the windows of sequences that start decoding.
 
-        A window has one token only (no drafts) for requests with penalties, whose samples depend on earlier tokens, and
-        in ``host_lanes``, because a user's own policy might read all rows of a call.
+        A window has only one token (no drafts) if the request has penalties, because penalties depend on the earlier
+        tokens, or if the lane is one of ``host_lanes``: a user's own policy runs there and could read the drafts' rows.
         """
         entries = []
         for sequence in sequences:
@@ -63,7 +63,7 @@ class Drafting:
         return rows
 
     def end(self, active: Tensor, token: Tensor, invalid: Tensor, log: Tensor) -> None:
-        """Ends a tick: updates the windows and the log with the results of its rows."""
+        """Ends a tick: updates the windows and writes the log from the results of the tick's rows, ``[n]`` each."""
         results = (self.spread(values).view(-1, self.size) for values in (active, token, invalid))
         end_windows(self.books, self.windows, self._lane, *results, log)
 

@@ -68,10 +68,10 @@ class Engine:
         self._lock = threading.RLock()
 
     def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> int:
-        """Queues a request and returns its number; raises :class:`InputError` if it is invalid.
+        """Queues a request and returns the request's number; raises :class:`InputError` if the request is invalid.
 
-        ``on_event`` is called with each event of the request; if it raises, only this request ends. The callback may
-        submit and cancel requests, but not step the engine.
+        ``on_event`` is called with each event of the request and may submit and cancel requests, but not step the
+        engine. An exception in ``on_event`` ends this request and no other.
         """
         with self._exclusive():
             self._check(request)
@@ -94,7 +94,7 @@ class Engine:
             return number
 
     def cancel(self, number: int, sample: int | None = None) -> None:
-        """Ends the unfinished samples of a request, or only ``sample``, and frees their lanes and pages."""
+        """Ends a sample, or all unfinished samples (``None``), of a request, and frees their lanes and pages."""
         with self._exclusive():
             self._finish(number, "cancelled", sample=sample)
 
@@ -106,8 +106,8 @@ class Engine:
     def step(self) -> list[Event]:
         """Schedules and launches a tick, or a burst of ticks; processes finished ticks and returns the new events.
 
-        An exception during the step, Ctrl-C included, ends every request with an ``error`` event, which the next step
-        returns. The engine is then empty and accepts new requests.
+        An exception during the step, Ctrl-C included, is raised again after every request has been ended; the next step
+        returns their ``error`` events. The engine is then empty and accepts new requests.
         """
         with self._exclusive():
             if self._stepping:
@@ -168,7 +168,7 @@ class Engine:
     def _finish(
         self, number: int, reason: FinishReason, *, sample: int | None = None, error: str | None = None
     ) -> None:
-        """Ends the unfinished samples of a request, or only ``sample``; the next step returns their final events."""
+        """Ends a sample, or all unfinished samples (``None``), of a request; the next step returns their events."""
         for sequence in self._requests.get(number, ()):
             if sequence.state != FINISHED and sample in (None, sequence.sample):
                 self._pending.append(self.postprocessor.finish(sequence, reason, error=error))
@@ -262,13 +262,13 @@ class Engine:
 
     @property
     def longest_request(self) -> int:
-        """The maximum number of prompt and new tokens of one request, by positions and by pool rows."""
+        """The maximum of prompt plus new tokens of one request, which positions and pool rows limit."""
         return min(self.tokens + 1, self._most_rows // self._token_rows)  # the last token needs no position
 
     def _namespace(self, request: Request, policy: Policy, iterations: int) -> Hashable | None:
         """Returns the prefix-cache namespace of a request; ``None`` disables sharing.
 
-        Within a namespace, equal prefixes have equal depths.
+        Equal prefixes in one namespace have equal depths, so requests can share their rows.
         """
         key = prefix_key(policy, request.seed)
         unshared = request.depths is not None or request.prompt_log_probabilities is not None
@@ -278,7 +278,7 @@ class Engine:
 
     @property
     def clients(self) -> dict[str, tuple[int, int]]:
-        """The numbers of (waiting, resident) sequences by client, for clients that have any."""
+        """Maps each client with unfinished sequences to its numbers of waiting sequences and sequences with a lane."""
         running = Counter(sequence.client for sequence in self.scheduler.resident.values())
         return {client: (len(queue), running[client]) for client, queue in self.scheduler.queues.items()}
 

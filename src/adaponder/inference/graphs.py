@@ -21,7 +21,7 @@ _SPARE_TILES = 64  # in addition to the tiles of a single cohort of all rows
 
 
 def pad_context(slots: int, limit: int) -> int:
-    """Rounds an upper bound on slots up to a captured size; this costs little, as programs for unused slots exit."""
+    """Rounds an upper bound on slots up to a captured size, at most ``limit``; kernels skip unused slots cheaply."""
     size = 512
     while size < slots:
         size *= 4
@@ -46,7 +46,10 @@ class Graphs:
         self.pool: Any = None
 
     def of(self, lanes: int, features: Features, context: int) -> TickGraph:
-        """Returns the graph for these sizes, features and the current policies; the first call captures it."""
+        """Returns the graph for this number of lanes, these features, this context and the current policies.
+
+        The first call for a combination captures its graph.
+        """
         size = pad_lanes(lanes)
         context = pad_context(context, self.runner.lanes.index.shape[2])
         key = (size, features, context, self.runner.policies.key())

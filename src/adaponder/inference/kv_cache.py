@@ -62,7 +62,7 @@ class Pages:
 
 
 class RowStream:
-    """Allocates the rows of one sequence, in order, on pages that belong to it alone."""
+    """Allocates the pool rows that one sequence writes, in order, on pages to which no other sequence writes."""
 
     def __init__(self, size: int):
         self.size, self.used = size, 0
@@ -88,9 +88,12 @@ class RowStream:
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Consecutive tokens with their depths, whose pool rows several sequences can share.
+    """Consecutive tokens whose pool rows several sequences can share.
 
-    ``columns`` is the tokens' part of a lane's index, int32 ``[iterations, slots]``; ``pages`` hold their rows.
+    Attributes:
+        columns: int32 ``[iterations, slots]``, the pool row that each iteration reads for each slot of these tokens.
+        depths: the depth of each token.
+        pages: the pages with these pool rows.
     """
 
     columns: Tensor
@@ -104,7 +107,8 @@ class KVRows:
     Attributes:
         shared: parts of the prompt whose rows come from the prefix cache or from another sample.
         prefill, decode: the rows on the sequence's own pages, of prefilled tokens and of decoded tokens.
-        in_flight: decode rows beyond ``decode.used`` that unprocessed launches may use.
+        in_flight: the number of decode rows (with drafting: decoded tokens) that launched ticks may add. The host has
+            not processed these ticks, so ``decode.used`` does not include the rows.
     """
 
     def __init__(self, page_size: int):
@@ -135,7 +139,7 @@ class KVRows:
         return pool_rows
 
     def pages_by_block(self, size: int) -> dict[int, frozenset[int]]:
-        """Maps the number of each block of ``size`` tokens to the pages that hold its prefill rows."""
+        """Maps the index of each block of ``size`` tokens to the pages with the block's prefill rows."""
         pages: dict[int, list[int]] = {}
         for tokens, rows in self._written:
             block = np.repeat(np.array(tokens) // size, len(rows) // len(tokens))

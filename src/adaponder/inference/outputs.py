@@ -13,7 +13,10 @@ TopTokens = tuple[tuple[int, float], ...]
 
 
 class PromptToken(NamedTuple):
-    """A prompt token and its log-probability given the tokens before it (``None`` for the first token)."""
+    """A prompt token, with its log-probability and the likeliest tokens given the tokens before it.
+
+    The first token has no log-probability (``None``) and no likeliest tokens.
+    """
 
     id: int
     log_probability: float | None = None
@@ -24,9 +27,9 @@ class Token(NamedTuple):
     """A generated token.
 
     Attributes:
-        depth: the depth of the preceding token, whose last iteration predicted this one.
-        log_probability: its log-probability under the model's distribution, before biases, penalties and temperature;
-            ``None`` unless requested.
+        depth: the depth of the preceding token, whose last iteration predicted this token.
+        log_probability: this token's log-probability under the model's distribution, before biases, penalties and
+            temperature; ``None`` unless requested.
         top: the likeliest tokens of that distribution.
         gates: the gate values of the preceding token, by iteration.
         iteration_top: the likeliest next tokens after each iteration of the preceding token.
@@ -84,7 +87,7 @@ class Completion:
 
 
 class Event(NamedTuple):
-    """A new ``token`` of one sample of a request or, at its end, the ``completion``."""
+    """A new ``token`` of one sample of a request, or the ``completion`` of a sample that has finished."""
 
     request: int
     sample: int

@@ -47,7 +47,7 @@ class LanePolicies:
         self._class_numbers: dict[type[Policy], int] = {}
 
     def set(self, lane: int, policy: Policy, seed: int, depths: Mapping[int, int], last: int) -> None:
-        """Sets the policy of a lane; with a :class:`ForcedDepths` policy, the lane gets the depths of sequence 0.
+        """Sets the policy of a lane; from a :class:`ForcedDepths` policy, the lane takes row 0 of ``policy.depths``.
 
         ``depths`` maps slots to depths that override the policy (0: no override); ``last`` is the last allowed
         iteration.
@@ -116,7 +116,7 @@ class LanePolicies:
         return continues
 
     def _apply_classes(self, rows: PolicyInput, classes: Sequence[type[Policy]]) -> Tensor:
-        """Returns which rows continue under the built-in policies; false for rows of lanes with another policy."""
+        """Returns which rows continue under the built-in policies ``classes``; false in lanes with any other policy."""
         if not classes:
             return torch.zeros_like(rows.active)
         numbers = self._numbers[rows.sequence, rows.iteration]
@@ -150,10 +150,10 @@ class LanePolicies:
 
 
 def prefix_key(policy: Policy, seed: int) -> tuple[Any, ...] | None:
-    """Returns a key that is equal only for policies and seeds with equal decisions, or ``None`` if there is none.
+    """Returns a key that is equal only for policies and seeds with equal decisions, or ``None`` if no key is known.
 
-    A user's callable, or a policy with fields other than numbers and strings, has no key, so its prefixes are not
-    shared.
+    A user's callable, or a policy with fields other than numbers, strings and tuples of them, has no key; requests
+    without a key share no prefixes.
     """
     kind = type(policy)
     if _is_built_in(policy) or kind is ForcedDepths:
@@ -196,7 +196,8 @@ def _number_fields(kind: type[Policy]) -> tuple[str, ...]:
 def _number_table(policy: Policy, iterations: int, last: int) -> list[list[float]]:
     """Returns the value of each policy field at each iteration, ``[iterations, fields]``.
 
-    From iteration ``last`` on, and past the end of a list, values are NaN, with which every comparison is false.
+    A number has the same value at all iterations before ``last``; a list has one value per iteration. All other entries
+    are NaN, with which every comparison is false, so that the token halts.
     """
     table = [[math.nan] * _FIELDS for _ in range(iterations)]
     for column, name in enumerate(_number_fields(type(policy))):
@@ -208,7 +209,7 @@ def _number_table(policy: Policy, iterations: int, last: int) -> list[list[float
 
 
 def _with_tensors(kind: type[Policy], numbers: Tensor) -> Policy:
-    """Builds a policy whose fields are tensors of one value per row; ``numbers`` is ``[…, fields]``."""
+    """Builds a policy whose fields are tensors of one value per row: the columns of ``numbers […, fields]``."""
     policy = object.__new__(kind)
     for column, name in enumerate(_number_fields(kind)):
         object.__setattr__(policy, name, numbers[..., column])

@@ -23,7 +23,11 @@ WindowLog = tuple[list[int], list[int], list[int]]
 
 
 class NewTokens(NamedTuple):
-    """New tokens of a sequence; ``entries`` are indices ``tick * window + entry`` of the rows that sampled them."""
+    """New tokens of a sequence.
+
+    ``entries`` has for each token the row that sampled it, as ``tick * window + i``: row ``i`` of the sequence's draft
+    window (0 without drafting) in tick ``tick`` of the launch; ticks of earlier launches are negative.
+    """
 
     ids: list[int]
     depths: list[int]
@@ -33,7 +37,7 @@ class NewTokens(NamedTuple):
 class Postprocessor:
     """Updates the host's view of each sequence, finishes sequences, and counts ticks, rows and tokens.
 
-    ``counts["drafted"]`` counts tokens started as drafts, ``counts["accepted"]`` those of them that were accepted.
+    ``counts["drafted"]`` counts tokens started as drafts, ``counts["accepted"]`` the accepted ones.
     """
 
     def __init__(self, runner: Runner, scheduler: Scheduler):
@@ -69,7 +73,7 @@ class Postprocessor:
         return events
 
     def _read(self, sequence: Sequence, log: list[int], ends: Collection[int]) -> NewTokens:
-        """Returns a sequence's new tokens, up to one that ends it; ``log`` has a token or ``GOES_ON`` per tick."""
+        """Returns new tokens, up to a token that ends the sequence; ``log`` has a token id or ``GOES_ON`` per tick."""
         start, remaining, width = -sequence.num_iterations, sequence.num_remaining, self.runner.width
         sequence.kv.decode.used += len(log) * width
         self.counts["rows"] += len(log) * width
@@ -87,7 +91,7 @@ class Postprocessor:
         return new
 
     def _read_window(self, sequence: Sequence, log: WindowLog, ends: Collection[int]) -> NewTokens:
-        """Returns the new tokens of a sequence with a draft window, up to one that ends it."""
+        """Returns the new tokens of a sequence with a draft window, up to a token that ends the sequence."""
         size, front, remaining = self.window, len(sequence.tokens) - 1, sequence.num_remaining
         # The log from the earliest tick in which a token of the window may have started; ``first`` is the first new
         # tick.
@@ -143,7 +147,7 @@ class Postprocessor:
         return tokens
 
     def _append(self, sequence: Sequence, tokens: list[Token], ends: Collection[int], events: list[Event]) -> None:
-        """Appends generated tokens to a sequence and finishes it if the last one ends it."""
+        """Appends generated tokens to a sequence, and finishes the sequence if the last token ends it."""
         last = tokens[-1].id
         if last == NOT_A_NUMBER:
             tokens.pop()
@@ -221,7 +225,10 @@ def _split(log: np.ndarray, size: int) -> list[WindowLog]:
 def _token_with_outputs(
     sequence: Sequence, token_id: int, depth: int, rows: list[tuple[Any, tuple[int, int]]]
 ) -> Token:
-    """Builds a token with the outputs that its request asks for; ``rows`` has (extras, index) by iteration."""
+    """Builds a token with the outputs that its request asks for.
+
+    ``rows`` has for each iteration of the preceding token the launch's extras and the index of that row in them.
+    """
     request, score, top, gates, iteration_top = sequence.request, None, (), (), ()
     extras, row = rows[-1]
     if request.log_probabilities is not None:

@@ -113,7 +113,7 @@ def forced_depths(request: Request) -> dict[int, int]:
 
 
 def _check_policy(request: Request, model: AdaPonderForCausalLM, slots: int, iterations: int) -> None:
-    """Checks max_iterations, tau and policy."""
+    """Raises unless ``max_iterations``, ``tau`` and ``policy`` fit the model, the engine and each other."""
     if request.max_iterations is not None and request.max_iterations > iterations:
         raise InputError(f"max_iterations={request.max_iterations} must be at most {iterations}")
     if request.tau is not None:
@@ -147,7 +147,7 @@ def _check_length(name: str, values: Collection[Any], limit: int) -> None:
 
 
 def _check_pairs(name: str, values: Any, last_key: int, kind: type, minimum: float, maximum: float) -> None:
-    """Checks the keys (0 to ``last_key``) and values of a mapping, or of a list, whose keys are its indices."""
+    """Raises unless the keys of a mapping (or indices of a list) are 0 to ``last_key`` and its values are in range."""
     for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
         _check_number(f"{name}: key", key, int, 0, last_key)
         _check_number(f"{name}[{key}]", value, kind, minimum, maximum)

@@ -1,4 +1,4 @@
-"""Launches plans on the device: as CUDA graphs if the device and the policies allow it, else tick by tick."""
+"""Runs the scheduler's plans on the device: as CUDA graphs if device and policies allow it, else tick by tick."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ class Launch:
     """A launched plan and its results, which are on the host after :meth:`wait`.
 
     Attributes:
-        decoding: by log column, the sequence and its ``kv`` at launch. Results are dropped if the sequence has another
-            ``kv`` when they arrive, because it was preempted or has finished.
-        log: the log ``[ticks, n, …]`` (see :mod:`adaponder.ops.lanes`), and :class:`Extras` stacked over ticks.
+        decoding: by log column, the sequence and its ``kv`` at launch. A sequence that is preempted or finishes gets a
+            new ``kv``, by which the host recognises that these results must be dropped.
+        log: the log of sampled tokens, ``[ticks, n, …]`` (see :mod:`adaponder.ops.lanes`), and the ticks'
+            :class:`Extras`, stacked.
         chunks: each prefilled chunk, which of its tokens continue to another iteration (bool ``[n]``), and its scores.
         failed: the exceptions raised by users' own policies, by sequence.
     """
@@ -101,7 +102,7 @@ class Runner(TickRunner):
         return launch
 
     def span(self, sequence: Sequence, start: int, stop: int, pages: frozenset[int]) -> Span:
-        """Returns tokens ``start … stop - 1`` of a sequence, whose rows are on ``pages``, as a span."""
+        """Returns a :class:`Span` of tokens ``start … stop - 1`` of a sequence, whose rows are on ``pages``."""
         columns = self.lanes.index[sequence.lane, :, start * self.width : stop * self.width].clone()
         return Span(columns, sequence.depths[start:stop], pages)
 
@@ -132,7 +133,7 @@ class Runner(TickRunner):
             self.drafts.start(sequences, self.policies.callables())
 
     def _run(self, lanes: list[int], features: Features, chunks: Many[Chunk], plan: Plan, launch: Launch) -> None:
-        """Runs the plan's ticks one by one, with the chunks in the first tick; without lanes, only one tick."""
+        """Runs the plan's ticks one by one (only one if ``lanes`` is empty), with the chunks in the first tick."""
         rows = (len(lanes) + sum(len(chunk.tokens) for chunk in chunks)) * self.width
         numbers, extras = self.as_tensor(lanes), []
         ticks = plan.ticks if lanes else 1
@@ -153,7 +154,10 @@ class Runner(TickRunner):
 
 @contextmanager
 def pass_threads(shape: Shape, rows: int) -> Iterator[None]:
-    """Context manager that limits torch to one thread per ``PER_THREAD`` multiply-adds of an average matrix product."""
+    """Context manager that limits torch's threads during a pass over ``rows`` rows, then restores their number.
+
+    The limit is one thread per ``PER_THREAD`` multiply-adds of the pass's average matrix product.
+    """
     weights = shape.body + _HEAD_PRODUCTS * shape.vocabulary * shape.hidden
     products = _LAYER_PRODUCTS * shape.layers + _HEAD_PRODUCTS
     before = torch.get_num_threads()

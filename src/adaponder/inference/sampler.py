@@ -67,7 +67,7 @@ class Features(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Per row: log-probability of one token, ``[n]``; top tokens and their log-probabilities, ``[n, top]`` each."""
+    """Log-probabilities of a given token per row, ``[n]``, and of the likeliest tokens, ``[n, top]``, with ids."""
 
     log_probability: Tensor
     top_ids: Tensor
@@ -141,7 +141,7 @@ class SamplerState:
         return Sampled(token, bad, scores)
 
     def record(self, tokens: Tensor, lanes: Tensor, final: Tensor) -> None:
-        """Counts each row's token in the output of its lane where ``final``, bool ``[n]``, is true; for penalties."""
+        """Adds tokens ``[n]`` to the outputs of their lanes, for penalties; skips rows where ``final [n]`` is false."""
         if self._occurrences is not None:
             self._occurrences.record(tokens, lanes, final)
 
@@ -195,7 +195,7 @@ class Occurrences:
             buffer[lane].copy_(count.to(buffer.dtype), non_blocking=True)
 
     def record(self, tokens: Tensor, lanes: Tensor, final: Tensor) -> None:
-        """Counts each row's token in the output of its lane where ``final``, bool ``[n]``, is true."""
+        """Adds tokens ``[n]`` to the output counts of their lanes; skips rows where ``final [n]`` is false."""
         index = lanes * self._output.shape[1] + tokens
         self._output.view(-1).scatter_add_(0, index, final.to(torch.int32))
 

@@ -20,7 +20,7 @@ _order, _rank = attrgetter("order"), attrgetter("rank")
 
 @dataclass
 class Plan:
-    """One launch of ticks.
+    """The work of one launch: one or more ticks.
 
     Attributes:
         resident: the sequence of each lane in use.
@@ -71,8 +71,9 @@ class Scheduler:
 
     Attributes:
         queues: the waiting sequences of each client that has any waiting or resident, in order of arrival.
-        preemptions, tokens_reused: numbers of preemptions, and of tokens whose rows came from the prefix cache.
-        most_resident: the largest number of sequences that had a lane at a time.
+        preemptions: the number of preemptions so far.
+        tokens_reused: the number of tokens whose rows came from the prefix cache.
+        most_resident: the largest number of sequences that had a lane at the same time.
     """
 
     def __init__(self, shape: EngineShape, prefixes: PrefixCache):
@@ -139,7 +140,7 @@ class Scheduler:
         self._free_lanes, self._paused = self._all_lanes(), False
 
     def record_depth(self, kind: Hashable, tokens: int, iterations: int) -> None:
-        """Updates the mean depth of ``kind`` by ``tokens`` tokens that used ``iterations`` iterations in total."""
+        """Updates the mean depth of a kind of request with ``tokens`` tokens, ``iterations`` iterations in total."""
         count, total = self._depths.pop(kind, (0, 0))
         self._depths[kind] = (count + tokens, total + iterations)  # becomes the last key; the first key is the oldest
         if len(self._depths) > _KINDS:
@@ -152,7 +153,11 @@ class Scheduler:
         return int(tokens * self.width * self.expected_depth(sequence)) + 2 * self.pages.size
 
     def expected_depth(self, sequence: Sequence) -> float:
-        """Estimates passes per token: the mean forced depth, else the mean measured for this kind, else the limit."""
+        """Estimates the passes per token of a sequence.
+
+        Returns the mean of its forced depths if every slot has one; else the measured mean depth of its kind of request
+        or, while too few tokens were measured, the maximum.
+        """
         if sequence.submission.forced_mean is not None:
             return sequence.submission.forced_mean
         count, total = self._depths.get(sequence.submission.kind, (0, 0))
@@ -323,8 +328,9 @@ class Scheduler:
             room -= share - self._prefill(sequences, share, plan)
 
     def _prefill(self, sequences: list[Sequence], room: int, plan: Plan) -> int:
-        """Schedules the next iteration of existing chunks, and new chunks while there is room; returns the room left.
+        """Schedules the next iteration of existing chunks, then new chunks in what is left of ``room``.
 
+        ``room`` is a number of rows; returns what is left of it in the end.
         A chunk never overtakes an earlier chunk of its sequence, because it attends to the earlier chunk's rows.
         """
         for sequence in sequences:
@@ -359,7 +365,7 @@ class Scheduler:
 
 
 def _prefill_left(sequence: Sequence) -> int:
-    """Returns the number of tokens that the next tick could prefill: not scheduled yet, or in a chunk not in flight."""
+    """Returns the number of tokens that the next tick could prefill: those in no chunk, or in a chunk not in flight."""
     if sequence.state != PREFILLING:
         return 0
     active = sum(len(chunk.tokens) for chunk in sequence.chunks if not chunk.in_flight)
@@ -371,5 +377,5 @@ def _in_flight(sequence: Sequence) -> bool:
 
 
 def _is_ready(sequence: Sequence) -> bool:
-    """Returns whether a sequence can be admitted: it has no leader, or the leader has shared its prompt."""
+    """Returns whether a sequence can be admitted: no other sample prefills its prompt, or that sample has shared it."""
     return sequence.leader is None or bool(sequence.kv.shared)

@@ -27,7 +27,7 @@ class Submission:
 
     Attributes:
         namespace: the prefix-cache namespace; ``None`` disables sharing.
-        stop_ids: token ids that end a sample, and the log's code for NaN; without the model's end-of-text ids.
+        stop_ids: the request's stop ids (not the model's end-of-text ids) and ``NOT_A_NUMBER``, a code in the log.
         kind: (policy, iterations): the scheduler averages depths over requests of one kind.
         forced: the request's forced depths, by slot; they replace the policy's decisions.
         forced_mean: the mean of the forced depths if every slot has one, else ``None``.
@@ -55,13 +55,14 @@ class Submission:
 
 @dataclass(eq=False)
 class Chunk:
-    """Prompt tokens of a sequence that are prefilled together, one iteration per pass; halted tokens are removed.
+    """Prompt tokens of a sequence that are prefilled together, one iteration per pass, until all have halted.
 
     Attributes:
-        tokens: the index of each active token in its sequence, ascending.
-        iteration: the next iteration, or the one in flight.
+        tokens: the tokens that have not halted, as ascending indices into the sequence.
+        iteration: the iteration that is running (if ``in_flight``) or comes next.
         state: the method's state of each token, with hidden states if a policy reads them; ``None`` before iteration 0.
-        rows: the pool rows of the latest pass, whose results are still to be processed while ``in_flight``.
+        rows: the pool rows of these tokens in the latest pass.
+        in_flight: whether the host has still to process the results of that pass.
     """
 
     sequence: Sequence
@@ -73,7 +74,7 @@ class Chunk:
 
     @property
     def launched(self) -> int:
-        """The last iteration that has been launched; -1 for none."""
+        """The latest iteration that has been scheduled; -1 for none."""
         return self.iteration if self.in_flight else self.iteration - 1
 
     def hidden(self, zeros: Tensor) -> Tensor:
@@ -102,8 +103,9 @@ class Sequence:
         num_scheduled: tokens assigned to prefill chunks, cached ones included.
         chunks: prefill chunks that are not finished.
         num_iterations: without drafting, the iterations of the current token so far.
-        window: with drafting, the log of the latest ticks, as many as a token can stay in the draft window.
-        extras: if the request needs any, (the launch's extras, tick, the sequence's first row) of the latest ticks.
+        window: with drafting, the log of the latest ticks, for the longest time that a token can stay in the window.
+        extras: for each of the latest ticks, (the launch's extras, the tick's index, the sequence's first row in them);
+            empty if the request needs no such outputs.
         lane: ``None`` while the sequence waits.
     """
 

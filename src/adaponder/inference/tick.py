@@ -136,7 +136,7 @@ class TickRunner:
     def _chunk_input(
         self, chunks: Sequence[Chunk], num_decode: int, reads_previous: bool
     ) -> tuple[TickColumns, Tensor, tuple[Cohort, ...]]:
-        """Returns the chunks' columns, the ids of their tokens at iteration 0, and their cohorts."""
+        """Returns the prefill part of a tick: its columns, the ids of tokens at iteration 0, and a cohort per chunk."""
         width, counts = self.width, [len(chunk.tokens) for chunk in chunks]
         new_ids = [chunk.sequence.tokens[index] for chunk in chunks if chunk.state is None for index in chunk.tokens]
         of_chunks = [(chunk.sequence.lane_number, chunk.iteration, chunk.sequence.passes - 1) for chunk in chunks]
@@ -162,7 +162,7 @@ class TickRunner:
         return columns, ids[: len(new_ids)], tuple(cohorts)
 
     def _start(self, rows: TickRows, token: Tensor, state_row: Tensor, chunks: Sequence[Chunk], ids: Tensor) -> State:
-        """Returns the method's state of all rows before the pass: new at iteration 0, else from the last iteration."""
+        """Returns the method's state of all rows before the pass: new at iteration 0, else as the last pass left it."""
         embed, states = self.backbone.embed, []
         if rows.num_decode:
             initial = self.method.start(rows, embed(token[:, None]))
@@ -214,7 +214,7 @@ class TickRunner:
         return join
 
     def _sampling_stream(self) -> torch.cuda.Stream:
-        """Returns the stream of sampling, one for all graphs: the allocator shares memory only within a stream."""
+        """Returns the one stream in which all graphs sample: the allocator reuses memory only within a stream."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         return self._stream
@@ -229,7 +229,7 @@ class TickRunner:
         features: Features,
         log: Tensor,
     ) -> Extras:
-        """Advances each decoding lane to the next iteration of its token or, if that halted, to the sampled token."""
+        """Advances each decoding lane to its token's next iteration or, if the token halted, to the sampled token."""
         lanes, num_decode = self.lanes, rows.num_decode
         lane, active = rows.lane[:num_decode], rows.active[:num_decode, 0]
         if features.penalised:
@@ -278,7 +278,9 @@ class TickRunner:
 
 
 class TickRows(Rows):
-    """The rows of a tick as methods see them: ``[n, 1]`` and ``[n, width, d]`` for n tokens of ``width`` slots each.
+    """The rows of a tick in the shapes that methods read: ``[n, 1]`` per token and ``[n, width, d]`` per slot.
+
+    ``n`` is the number of tokens in the tick, ``width`` the number of slots per token.
 
     Attributes:
         last: the last allowed iteration of each token.

@@ -22,8 +22,8 @@ class AdaptiveComputationTime(Method):
 
     ``s_1 = Transformer(E^0)``, ``s_{n+1} = Transformer(s_n + t_n)``, each final-normed. One halting unit serves all
     iterations, ``h_n = sigmoid(w s_n + b)``. A token's depth is ``N``, the first ``n`` with
-    ``h_1 + … + h_n >= 1 - epsilon`` (``exit_threshold``), or K; ``p_n = h_n`` before, and the last iteration gets
-    the remainder, ``p_N = R = 1 - (h_1 + … + h_{N-1})``. Tokens halt in training too.
+    ``h_1 + … + h_n >= 1 - epsilon`` (``exit_threshold``), or K if there is none. ``p_n = h_n`` for ``n < N``, and
+    iteration ``N`` gets the remainder, ``p_N = R = 1 - (h_1 + … + h_{N-1})``. Tokens halt in training too.
 
     ``t_n`` is the step embedding: a learned vector for each iteration but the first, initially 0 (the Universal
     Transformer has sinusoids). If another policy halts a token later, the states after ``N`` have weight 0.
@@ -79,7 +79,7 @@ class AdaptiveComputationTime(Method):
     gates_decide = False  # a policy compares 1 minus the sum of the halting probabilities so far
 
     def training_policy(self, progress: float) -> Policy:
-        """Returns the default policy, without warm-up: the halting unit gets gradients through the mean of states."""
+        """Returns the default policy; no warm-up is needed, because the mean of states trains the halting unit."""
         return self.default_policy(training=True)
 
     @classmethod
@@ -92,7 +92,10 @@ class AdaptiveComputationTime(Method):
 
 
 def read_out(mean: Tensor, spent: Tensor, latest: Tensor) -> Tensor:
-    """Equals ``mean + R s_N``, the output of tokens that halt now; ``mean = sum_{n<N} p_n s_n``, ``R = 1 - spent``."""
+    """Returns the output of tokens that halt now: ``mean + R s_N``, where ``s_N`` is ``latest`` and ``R = 1 - spent``.
+
+    ``mean`` is ``sum_{n<N} p_n s_n`` and ``spent`` is ``sum_{n<N} p_n``.
+    """
     return (mean + (1.0 - spent)[..., None] * latest).to(latest.dtype)
 
 

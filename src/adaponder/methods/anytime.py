@@ -1,7 +1,7 @@
 """Methods that may stop at any depth: training halts tokens at random, and gates predict the gain of later iterations.
 
-:class:`Anytime` has PonderLM's recurrence, :class:`Relay` Ouro's, and :class:`Reread` PonderNet's. Losses, random halts
-and gates are the same.
+:class:`Anytime` has the recurrence of PonderLM, :class:`Relay` that of Ouro, :class:`Reread` that of PonderNet; losses,
+random halts and gates are the same in all three.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Anytime(AdaPonder):
     At full depth this is PonderLM. Training halts tokens at random (``halt_prior``), independently of the gates, and
     takes the loss after every iteration (``loss_prior``), so the backbone learns to predict from a context of halted
     tokens. Gates learn whether a later iteration lowers a token's loss by more than ``lookahead_delta``. They read
-    detached states: the gates' loss trains only the gates, the prediction loss only the backbone. In a share
-    ``gate_share`` of the sequences, the gates halt tokens, as at inference.
+    detached states: the gates' loss trains only the gates, the prediction loss only the backbone. In a share of the
+    sequences (``gate_share``), the gates halt tokens instead, as at inference.
     """
 
     def __init__(self, config: Recurrence):
@@ -81,7 +81,7 @@ class Anytime(AdaPonder):
     browser_update = "mixed"
 
     def training_policy(self, progress: float) -> Policy:
-        """Returns random halts, almost none at progress 0 and more as it grows; ``self.halting`` from progress 1 on."""
+        """Returns a policy of random halts, rare at ``progress`` 0 and then more frequent; at 1, ``self.halting``."""
         return RandomRates(min(1e6, self.config.halt_prior / max(progress, 1e-6))) if progress < 1 else self.halting
 
     @classmethod
@@ -137,7 +137,7 @@ class EveryDepthLoss:
     """The mean over targets of ``sum_i prior[i] / r_i * loss_i``, over iterations ``i`` in which the token is active.
 
     ``r_i`` is the expected share of tokens that reach iteration ``i`` under random halts (1 with other policies). So
-    this estimates ``sum_i prior[i] * E[loss_i]``, however a batch is split into micro-batches. In sequences whose
+    the loss estimates ``sum_i prior[i] * E[loss_i]``, however a batch is split into micro-batches. In sequences whose
     tokens are halted by gates, only each token's loss after its last iteration counts, as at inference.
     """
 
@@ -159,7 +159,7 @@ class EveryDepthLoss:
 
 
 def gated_sequences(execution: Execution) -> Tensor | None:
-    """Returns ``bool[batch, 1]``, true for sequences halted by gates; ``None`` if the policy does not mix two rules."""
+    """Returns a mask ``[batch, 1]`` of sequences halted by gates; ``None`` if the policy is not a ``GateOrChance``."""
     policy = execution.control.policy
     if not isinstance(policy, GateOrChance):
         return None
@@ -240,9 +240,10 @@ def gains_ahead(losses: Tensor) -> Tensor:
 
 
 def mean_over_sequences(values: Tensor, mask: Tensor, mean_count: Callable[[Tensor], Tensor] = local_count) -> Tensor:
-    """Averages ``values`` where ``mask`` is true, first per sequence, then over sequences; both are ``[batch, time]``.
+    """Averages ``values [batch, time]`` where ``mask [batch, time]`` is true, first per sequence, then over sequences.
 
-    Sequences without true entries are left out; ``mean_count`` averages the number of the others over processes.
+    Sequences without true entries do not count. ``mean_count`` averages the number of sequences that count over all
+    processes, so that every process divides by the same number.
     """
     count = mask.sum(1)
     means = (values * mask).sum(1) / count.clamp_min(1)

@@ -49,8 +49,9 @@ class Method(nn.Module, ABC):
         gate_meaning: axis label of the gate's value in figures.
         gates_decide: whether policies compare a threshold with one gate's value, not with a sum or product of several.
         after_halting: label in figures of the iterations after a token has halted.
-        exported: whether ``adaponder export`` supports the method; not inherited.
-        browser_update: name of the method's ``advance`` in ``serving/local/model.js``, if it has one; not inherited.
+        exported: whether ``adaponder export`` supports the method; a subclass does not inherit the value.
+        browser_update: name of the method's ``advance`` in ``serving/local/model.js``, if it is there; each class that
+            runs in a browser must set it itself.
         keep_logits: whether to keep vocabulary logits for backward instead of recomputing them.
     """
 
@@ -136,7 +137,10 @@ class Method(nn.Module, ABC):
         return ExitThreshold(self.config.exit_threshold)
 
     def training_policy(self, progress: float) -> Policy | None:
-        """Returns the policy at ``progress`` (0 to 1) through ``train.capacity_warmup``; ``None``: the default one."""
+        """Returns the policy at ``progress`` (0 to 1) of the warm-up in training; ``None``: the default policy.
+
+        The length of the warm-up is ``train.capacity_warmup``.
+        """
         return None
 
     def objective(self, values: Objective) -> LossFunction:
@@ -184,7 +188,7 @@ class Method(nn.Module, ABC):
 
     @classmethod
     def reuse_rule(cls, config: Recurrence) -> str:
-        """Returns which rows of halted tokens others attend to: a value of ``config.reuse``, or ``absent`` for none."""
+        """Returns what halted tokens keep, a value of ``config.reuse``; ``absent`` if nothing can attend to them."""
         return "state"
 
     @classmethod

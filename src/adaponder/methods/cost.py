@@ -161,7 +161,8 @@ def per_depth(config: Recurrence, *, context: int = 0, shape: Shape | None = Non
 def training_flops(config: Recurrence, *, sequence: int, shape: Shape | None = None) -> float:
     """Returns the FLOPs per token of a training step at full depth, in windows of ``sequence`` tokens.
 
-    Backward counts as two forwards, and the head once per hidden state that the loss scores; recomputation is left out.
+    Backward counts as two forwards, and the head is counted once per hidden state that the loss scores; recomputation
+    is left out.
     """
     depth = torch.full((1, sequence), config.iterations)
     cost = cost_of(depth, config, shape=shape, every_gate=True)
@@ -204,9 +205,10 @@ def _rows_and_attention(
 
 
 def _pairs(query: Tensor, key: Tensor, order: Tensor, window: int | None) -> int:
-    """Returns the number of (query, key) pairs that a causal mask allows, sliding if ``window`` is not ``None``.
+    """Returns the number of (query, key) pairs that a causal mask allows, or a sliding-window mask with ``window``.
 
-    Tensors are ``[batch, slots]``; ``order`` is each slot's rank among real tokens: ``window`` does not count padding.
+    ``query`` and ``key`` are masks ``[batch, slots]``; ``order`` is each slot's rank among real tokens, in which
+    ``window`` is measured, because padding does not count.
     """
     visible = key.cumsum(1)
     if window is not None:

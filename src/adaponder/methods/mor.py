@@ -24,7 +24,8 @@ class MixtureOfRecursions(Method):
 
     The first recursion computes every token, without weighting, so it needs no router and K = 1 is vanilla (law 4).
     Training selects the tokens of a sequence with the largest logits, so the selection depends on later tokens.
-    Evaluation and decoding select positive logits, which :class:`RouterLoss` trains to be the same tokens.
+    Evaluation and decoding select the tokens with positive logits; :class:`RouterLoss` trains routers so that both
+    select the same tokens.
     """
 
     def __init__(self, config: Recurrence):
@@ -88,7 +89,10 @@ class MixtureOfRecursions(Method):
 
     @classmethod
     def complete(cls, config: Recurrence) -> None:
-        """Checks ``capacities``; if unset, sets the paper's for K = 4 (mean depth 3.8), for any other K all to 1."""
+        """Sets unset ``capacities``, and raises on invalid ones.
+
+        For K = 4, the default is the paper's capacities (mean depth 3.8); for any other K, every capacity is 1.
+        """
         iterations, capacities = config.iterations, config.capacities
         if capacities is None:
             capacities = [1.0, 0.97, 0.93, 0.9] if iterations == 4 else [1.0] * iterations

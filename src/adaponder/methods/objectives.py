@@ -37,8 +37,8 @@ class Losses(NamedTuple):
 class Scorer:
     """Computes the cross-entropy of hidden states; means are sums divided by ``items``.
 
-    ``items=None`` is the number of counted tokens. ``logits`` are those of the last hidden state, if already computed;
-    all others are computed in chunks.
+    ``items=None`` is the number of counted tokens. ``logits`` are the logits of ``trajectory.hidden``, if already
+    computed; logits of other hidden states are computed in chunks.
 
     Attributes:
         counted: ``bool[batch, time]``: real tokens with a target.
@@ -156,8 +156,8 @@ def losses_by_depth(trajectory: Trajectory, score: Scorer) -> Tensor:
 def with_term(losses: Losses, name: str, term: Tensor, score: Scorer, *, weight: float, share: float | None) -> Losses:
     """Returns ``losses`` with ``share * weight * term`` added to the total, and ``term`` to the terms.
 
-    ``term`` is not a mean over targets: multiplied by ``share`` (``None``: ``score.share``), it is averaged when the
-    losses of several batches are summed.
+    Use it for a ``term`` that is not a mean over targets. ``share=None`` takes ``score.share``, the batch's share of
+    all targets, so that summing the losses of several batches averages ``term`` over the batches.
     """
     factor = weight * (score.share if share is None else share)
     if isinstance(factor, Tensor):
@@ -168,7 +168,10 @@ def with_term(losses: Losses, name: str, term: Tensor, score: Scorer, *, weight:
 def as_targets(
     ids: Tensor, labels: Tensor | None, targets: Tensor | None, vocabulary: int, *, document: Tensor | None
 ) -> Tensor | None:
-    """Returns each token's target: ``targets``, or ``labels`` shifted left by one with -100 at document ends."""
+    """Returns each token's target: ``targets``, or ``labels`` shifted left by one with -100 at document ends.
+
+    Returns ``None`` if neither is given; raises if both are.
+    """
     for name, values in (("labels", labels), ("targets", targets)):
         if values is not None and values.shape != ids.shape:
             raise InputError(f"{name} has shape {tuple(values.shape)}, input_ids {tuple(ids.shape)}: they must agree")

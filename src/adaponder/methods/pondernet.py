@@ -83,8 +83,9 @@ class PonderNet(Method):
 class GeometricExitLoss:
     """The mean over targets of ``sum_n p_n loss_n + weight * KL(p || geometric(prior))``.
 
-    The prior exits with probability ``prior`` after each iteration and, like ``p``, always after the last. The term
-    ``expected_depth`` is ``sum_n n p_n``; the depth of training forwards is always K.
+    ``p_n`` is a token's probability of an exit after iteration ``n``. Under the geometric prior, a token exits after
+    each iteration with probability ``prior``, and always after the last. The term ``expected_depth`` is the mean of
+    ``sum_n n p_n``; it is reported because every token has depth K in training.
     """
 
     needs_states: ClassVar[bool] = True
@@ -114,5 +115,5 @@ def geometric_log_probabilities(prior: float, iterations: int) -> Tensor:
 
 
 def mean_exit(prior: float, iterations: int) -> float:
-    """Returns the mean of the geometric prior, ``sum_n n p_n``."""
+    """Returns the mean depth under the geometric prior, by which every token has exited after ``iterations``."""
     return (1.0 - (1.0 - prior) ** iterations) / prior

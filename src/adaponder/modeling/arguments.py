@@ -87,7 +87,7 @@ class AdaPonderOutput(ModelOutput):
     """The output of a forward; values that were not requested are ``None``.
 
     Attributes:
-        loss: cross-entropy, plus the method's own terms in training or if an ``objective`` was given.
+        loss: the loss of ``objective``, which by default is the method's loss in training, else cross-entropy.
         logits: ``[batch, kept, vocabulary]`` after each token's last iteration, at the positions ``logits_to_keep``.
         past_key_values: the ledger, if ``use_cache`` or a ledger was given.
         hidden_states: on request, final-normed hidden states ``[batch, time, hidden]`` after each pass, the last of

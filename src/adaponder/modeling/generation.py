@@ -137,14 +137,14 @@ def _require_numbers(input_ids: Tensor, logits: Tensor) -> Tensor:
 
 
 class LedgerGenerationMixin(GenerationMixin):
-    """Hugging Face's ``generate`` over a ledger instead of its own caches.
+    """Runs Hugging Face's ``generate`` with a ledger in place of Hugging Face's caches.
 
-    The model class provides ``new_ledger`` and ``_policy``. Hugging Face recognises models that can generate by a base
-    class whose name ends in "GenerationMixin".
+    The model class provides ``new_ledger`` and ``_policy``. The name of this class must end in "GenerationMixin",
+    because Hugging Face recognises models that can generate by such a base class.
     """
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises: Hugging Face's continuous batching (``generate_batch``) has a cache with one row per token."""
+        """Raises, because Hugging Face's continuous batching (``generate_batch``) caches only one row per token."""
         raise InputError(
             "generate_batch: Hugging Face's continuous batching has no rows for iterations; use "
             "adaponder.inference.Engine(model).generate([Request(prompt=ids), …])"
@@ -154,8 +154,8 @@ class LedgerGenerationMixin(GenerationMixin):
     def generate(self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any):
         """Runs Hugging Face's ``generate``, with a ledger as its cache.
 
-        See :meth:`forward` for ``policy``, ``max_iterations`` and ``seed``. The result's ``past_key_values.depth`` has
-        the depths of all processed tokens.
+        See the model's ``forward`` for ``policy``, ``max_iterations`` and ``seed``. With ``return_dict_in_generate``,
+        the result's ``past_key_values.depth`` has the depths of all processed tokens.
         """
         overrides = {name: value for name, value in kwargs.items() if value is not None}
         check_generation(

@@ -259,7 +259,7 @@ class AdaPonderForCausalLM(LedgerGenerationMixin, StrictCheckpointMixin, PreTrai
         return run_time
 
     def _training_seeds(self, sequences: int) -> Tensor | None:
-        """Derives a seed for each sequence from ``training_seed``, which changes with every forward."""
+        """Returns a seed for each sequence, derived from ``training_seed``; ``None`` if that attribute is unset."""
         if self.training_seed is None:
             return None
         return sequence_seeds(0, (self.training_seed << 32) + torch.arange(sequences, device=self.device))

@@ -1,4 +1,4 @@
-"""Loads and saves through Hugging Face's methods, but strictly: no code is run, no key is missing or unexpected."""
+"""Loads and saves through Hugging Face's methods, but runs no code and refuses missing and unexpected keys."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ class StrictCheckpointMixin:
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Runs torch's ``load_state_dict``, but unknown keys are an error with ``strict=False`` too.
 
-        ``transformers.Trainer`` resumes with ``strict=False``, which would silently skip a head under another name.
+        ``transformers.Trainer`` resumes with ``strict=False``, which would silently skip a head that was
+        saved under another name.
         """
         unknown = sorted(set(state_dict) - set(self.state_dict())) if not strict else []
         if unknown:

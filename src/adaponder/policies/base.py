@@ -56,7 +56,10 @@ class PolicyInput:
 
 
 class PolicyLine(NamedTuple):
-    """A policy's line in parts: ``uniform:0.5@0.1,0.2`` is word ``uniform``, value ``0.5``, thresholds ``0.1,0.2``."""
+    """The parts of a policy that is written as text.
+
+    ``uniform:0.5@0.1,0.2`` has the word ``uniform``, the value ``0.5`` and the thresholds ``0.1,0.2``.
+    """
 
     word: str
     value: str
@@ -90,8 +93,8 @@ class Policy(ABC):
         reads_seed: whether a decision may depend on the row's seed.
         reads_previous: whether the policy reads ``previous``; the engine keeps these states only for such policies.
         signal: the kind of ``gate`` that the policy needs (the ``signal`` of a method's class); ``None``: any.
-        word: the policy's name in a line of text; empty if it cannot be written as a line.
-        value_field: the field that the value of a line sets; empty if a line has no value.
+        word: the policy's name in text, before the colon; empty if the policy cannot be written as text.
+        value_field: the field that the value after the colon sets; empty if the policy has no value.
         per_gate: whether the value may be a list with one number per gate.
     """
 
@@ -127,7 +130,7 @@ class Policy(ABC):
 
     @property
     def spelling(self) -> str:
-        """The policy's line, e.g. ``fixed:2``, or its fingerprint if it has no line; for tables and errors."""
+        """The policy as text, e.g. ``fixed:2``, or its fingerprint if it has no such text; for tables and errors."""
         try:
             return self.as_line()
         except InputError:
@@ -167,26 +170,26 @@ class Policy(ABC):
 
     @classmethod
     def words(cls) -> tuple[str, ...]:
-        """Returns the words with which a line of this policy may start."""
+        """Returns the names that select this policy in text such as ``fixed:2``: the part before the colon."""
         return (cls.word,)
 
     @classmethod
     def parse(cls, line: PolicyLine) -> Policy | None:
-        """Builds the policy that ``line`` describes; returns ``None`` if this class does not accept such a line."""
+        """Builds a policy of this class from ``line``; returns ``None`` if ``line`` has parts that the class lacks."""
         if line.thresholds or (line.value and not cls.value_field):
             return None
         return cls(**{cls.value_field: cls.parse_value(line.value)}) if cls.value_field else cls()
 
     @classmethod
     def parse_value(cls, value: str) -> Any:
-        """Parses the text after a line's colon: one number, or comma-separated ones for a policy with ``per_gate``."""
+        """Parses the value after the colon: one number, or with ``per_gate`` also several, separated by commas."""
         values = numbers_of(value)
         if len(values) > 1 and not cls.per_gate:
             raise InputError(f"{cls.word} takes one value, {len(values)} were given")
         return values[0] if len(values) == 1 else values
 
     def as_line(self) -> str:
-        """Returns the line of text that :meth:`parse` turns back into this policy."""
+        """Returns the text from which :func:`parse_policy` builds this policy; raises if there is none."""
         # The line of a subclass that inherits its word would be parsed as the parent class.
         if _BY_WORD.get(self.word) is not type(self):
             raise InputError(f"policy={self.fingerprint}: it cannot be written as one line of text")
@@ -203,7 +206,7 @@ def registered_policies() -> tuple[type[Policy], ...]:
 
 
 def parse_policy(text: str, option: str = "--policy") -> Policy:
-    """Returns the policy that a line of text describes; errors name ``option``, the source of the text."""
+    """Builds a policy from text such as ``fixed:2``; errors name ``option``, the option that the text was given for."""
     word, _, numbers = text.partition(":")
     value, _, thresholds = numbers.partition("@")
     by_word = {word: kind for kind in registered_policies() for word in kind.words()}

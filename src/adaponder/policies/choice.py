@@ -24,12 +24,16 @@ def choose_policy(
     profiles: Profiles = MappingProxyType({}),
     name: Callable[[str], str] = str,
 ) -> Policy | None:
-    """Returns the policy for ``policy``, ``tau`` or ``budget``, or ``None`` (the method's default) if none is given.
+    """Returns the policy for ``policy``, ``tau`` or ``budget``; ``None`` (the method's default) if none is given.
+
+    Raises if several of them are given.
 
     Args:
-        policy: a policy, or its line such as ``fixed:2``.
+        iterations: the model's K.
+        policy: a policy, or its text such as ``fixed:2``.
         tau: a threshold of the learned gate.
-        budget: the name of a profile, or a mean depth, for which the thresholds of two profiles are interpolated.
+        budget: the name of a profile, or a mean depth. A mean depth needs at least one calibrated profile of the
+            learned gate, because thresholds are interpolated between profiles.
         profiles: the checkpoint's profiles by name, as in ``profiles.json``.
         name: maps ``policy``, ``tau`` and ``budget`` to the names used in errors, e.g. command options.
     """
@@ -74,7 +78,10 @@ def profile_policy(profiles: Profiles, name: str, option: str) -> Policy:
 
 
 def calibrated(profiles: Profiles, iterations: int) -> list[tuple[float, tuple[float, ...]]]:
-    """Returns (mean depth, thresholds) of each profile of the learned gate with finite thresholds, sorted by depth."""
+    """Returns (mean depth, thresholds) of the profiles of the learned gate, sorted by depth.
+
+    Leaves out profiles with infinite thresholds, or without a mean depth between 1 and K = ``iterations``.
+    """
     points = {}
     for profile in profiles.values():
         policy, depth = parse_policy(profile["policy"]), profile.get("depth", profile.get("budget"))

@@ -211,5 +211,5 @@ def thresholds_for(schedule: Schedule, gates: Tensor) -> tuple[float, ...]:
 
 
 def _schedules() -> dict[str, type[Schedule]]:
-    """Maps ``ranked-`` + word to the schedule class with this word."""
+    """Maps the names of ranked policies, such as ``ranked-uniform``, to their schedule classes."""
     return {f"{Ranked.word}-{kind.word}": kind for kind in registered_policies() if issubclass(kind, Schedule)}
