@@ -1,4 +1,4 @@
-"""``python -m adaponder`` is the command line, installed or not."""
+"""``python -m adaponder`` runs the command line, also where the command ``adaponder`` is not installed."""
 
 from adaponder.cli import main
 

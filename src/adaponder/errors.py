@@ -57,8 +57,8 @@ def is_panic(problem: BaseException) -> bool:
 def panics_as_errors(what: str, *, alone: bool = False) -> Iterator[None]:
     """Context manager that turns a native library's panic, which is no ``Exception``, into an :class:`InputError`.
 
-    The error message begins with ``what``. The library's backtrace is kept off standard error if there is only one
-    thread, or if ``alone`` is set; with ``alone``, what other threads write there is lost too.
+    The error message begins with ``what``. If there is only one thread, or if ``alone`` is set, standard error is
+    discarded during the block, so that the library prints no backtrace; other threads' output there is lost too.
     """
     stderr = None
     quiet = (alone or threading.active_count() == 1) and _redirected.acquire(blocking=False)

@@ -24,20 +24,20 @@ class PonderCallback(TrainerCallback):
     ``training_objective``, ``training_policy`` and ``training_seed``, from which each sequence's seed is derived.
 
     Logs gain ``depth``, the mean over the tokens since the last log, and ``halted_1 … halted_{K-1}``, the shares of
-    tokens with depth at most 1 … K-1; evaluations gain the same with their prefix, e.g. ``eval_depth``. Padding does
-    not count, and each process counts its own tokens. The callback moves itself before the Trainer's other callbacks,
-    so that reporters log these values. It warns if the gates collapse.
+    tokens with depth at most 1 … K-1. Metrics of evaluations gain the same, with their prefix, e.g. ``eval_depth``.
+    Padding does not count, and each process counts its own tokens. The callback moves itself before the Trainer's other
+    callbacks, so that reporters log these values. It warns if the gates no longer distinguish tokens.
 
     Args:
         ponder_weight: the paper's lambda.
-        k_max: the share of gates that bottom-K averages from ``ponder_full`` on.
+        k_max: the final k: the ponder loss is the mean of the lowest share k of gates.
         ponder_start: the step at which stage 2 begins (S0): before it, cross-entropy alone.
         ponder_full: the step at which k has reached ``k_max`` (S1).
         gate_start: gates are not updated before this step; ``None``: ``ponder_start // 3`` for methods with a ponder
             term, else 0.
         halt_before_ponder: whether gates may halt tokens in stage 1.
         capacity_warmup: for mor, steps over which capacity shrinks from 1.
-        exit_stage: ouro's training stage; stage 2 trains only the exits, so freeze the backbone for it.
+        exit_stage: ouro's training stage; stage 2 trains only the exit gate, so freeze the backbone for it.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class PonderCallback(TrainerCallback):
         self._come_first()
 
     def _come_first(self) -> None:
-        """Moves this callback before all others, in the Trainer's list of callbacks found in the calling frames."""
+        """Moves this callback to the front of the Trainer's list of callbacks, which it finds in the calling frames."""
         frame = inspect.currentframe()
         while frame is not None:
             if isinstance(handler := frame.f_locals.get("self"), CallbackHandler):
@@ -145,7 +145,7 @@ class PonderCallback(TrainerCallback):
         self.depths.evaluated(kwargs["eval_dataloader"])
 
     def _depths(self, metrics: dict[str, Any]) -> dict[str, float]:
-        """Returns an evaluation's depths, named with the prefix of ``metrics`` (``eval_depth``); {} for training."""
+        """Returns an evaluation's depths, named with the prefix of ``metrics`` (``eval_depth``); {} after training."""
         prefix = next((name.removesuffix("_runtime") for name in metrics if name.endswith("_runtime")), "train")
         depths = {} if prefix == "train" else self.depths.take(training=False)
         return {f"{prefix}_{name}": value for name, value in depths.items()}

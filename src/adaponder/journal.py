@@ -25,7 +25,7 @@ _FACTS = "facts"
 
 
 class JournalPart(NamedTuple):
-    """A finished part of the work: JSON values, and arrays by name."""
+    """A finished part of a task: JSON values (``facts``), and arrays, both by name."""
 
     facts: dict[str, Any]
     arrays: dict[str, np.ndarray]
@@ -52,7 +52,7 @@ class Journal:
         return len(list(self.folder.glob("*.npz")))
 
     def load(self, name: str) -> JournalPart | None:
-        """Returns the part ``name``, or ``None`` if it has not been saved."""
+        """Returns the part ``name``, or ``None`` if it has not been saved; raises if its file is damaged."""
         path = self._path(name)
         if not path.exists():
             return None
@@ -98,10 +98,10 @@ def changed_settings(
 
 @contextmanager
 def resuming(journal: Journal | None, part: str) -> Iterator[None]:
-    """Context manager for work that saves finished parts in ``journal``, or nowhere if it is ``None`` (no ``--out``).
+    """Context manager for work that saves finished parts in ``journal``; with ``None`` (no ``--out``) nothing is saved.
 
-    Prints how many parts an earlier call finished and, when interrupted, how many are saved. In these messages a part
-    is called ``part``, such as ``row``.
+    Prints how many parts an earlier call finished and, when interrupted, how many are saved. ``part`` is the word for a
+    part in these messages, such as ``row``.
     """
     if journal is not None and len(journal):
         console.print(Text(f"resuming: {_count(journal, part)} in {journal.folder}"))
@@ -119,7 +119,7 @@ def resuming(journal: Journal | None, part: str) -> Iterator[None]:
 
 @contextmanager
 def on_interrupt(sentence: str | Callable[[], str]) -> Iterator[None]:
-    """Context manager that prints ``sentence`` to standard error on Ctrl-C."""
+    """Context manager that prints ``sentence`` to standard error on Ctrl-C, and raises the interrupt again."""
     try:
         yield
     except KeyboardInterrupt:

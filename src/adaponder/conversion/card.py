@@ -50,7 +50,10 @@ def training_of(folder: Path) -> dict[str, Any] | None:
 
 
 def _validation(folder: Path, step: int, tokens: int | None) -> dict[str, Any] | None:
-    """Returns loss and depth of the run's validation after ``step`` steps, with ``tokens``, the number it scored."""
+    """Returns loss, depth and ``tokens`` of the run's validation after ``step`` steps; ``None`` if none is logged.
+
+    ``tokens`` is the number of tokens that the validation scored, if known.
+    """
     path = next((path for run in folder.parents[:2] if (path := run / "metrics.jsonl").is_file()), None)
     for line in reversed(read_bytes(path).decode("utf-8", "replace").splitlines() if path else []):
         try:
@@ -69,7 +72,7 @@ def _typed(settings: dict[str, Any], name: str, kind: type = int) -> Any:
 
 
 def _source_name(settings: dict[str, Any], name: str) -> str | None:
-    """Returns the setting ``name``, an absolute path shortened to its last part so that no local path is published."""
+    """Returns the setting ``name``; of an absolute path only the last part, so that no local path is published."""
     text = _typed(settings, name, str)
     return PurePath(text).name if text is not None and PurePath(text).is_absolute() else text
 
@@ -85,9 +88,9 @@ def card_text(
 ) -> str:
     """Renders ``card.md.jinja`` to the text of README.md: metadata for the hub in YAML, then the model card.
 
-    The card's examples load the model by ``name``. ``training`` is from :func:`training_of`. ``measured`` has keys
-    data, split, tokens, windows and rows. Each row has label, loss, perplexity, bits_per_byte, depth, flops and ratio;
-    the model's default policy gives the first row, and fixed depths give the others.
+    The card's examples load the model by ``name``. ``training`` is from :func:`training_of`. ``measured`` has the keys
+    data, split, tokens, windows and rows. Each row has label, loss, perplexity, bits_per_byte, depth, flops and ratio.
+    The first row is measured with the model's default policy, the others with fixed depths.
     """
     metadata = ModelCardData(
         license=license or "unknown",

@@ -22,7 +22,7 @@ from adaponder.policies import ExitThreshold, FixedDepth
 
 @dataclass(frozen=True)
 class Check:
-    """The result of a comparison: ``difference`` must be at most ``bound``; without a bound it is only reported.
+    """The result of a comparison: ``difference`` must be at most ``bound``; if that is ``None``, it is only reported.
 
     The difference of two tensors is relative to their largest magnitude.
     """
@@ -58,11 +58,12 @@ def compare(what: str, ours: Tensor, theirs: Tensor, *, bounded: bool = True) ->
 def compare_with_ponderlm(
     model: AdaPonderForCausalLM, stock: PreTrainedModel, ids: Tensor, source: dict[str, Any]
 ) -> list[Check]:
-    """Compares ``model`` with the released PonderLM, whose config fields are ``source``.
+    """Compares ``model`` with the released PonderLM, whose recurrence is ``source`` (fields of ``AdaPonderConfig``).
 
     Logits after one iteration must agree to rounding. If K is equal and the method is ponder or adaponder, logits at
     full depth with all gates set to 1 must agree too, and setting the gates closer to 1 than they are initially must
-    bring the logits closer to PonderLM's. If an embedding scale differs, differences are only reported.
+    bring the logits closer to PonderLM's. If ``embedding_scale`` or ``initial_multiplier`` differs, differences are
+    only reported.
     """
 
     def released(steps: int) -> Tensor:
@@ -92,8 +93,8 @@ def compare_with_loops(
 ) -> list[Check]:
     """Compares ``model`` with a published looped model: logits after every loop, then the gate's probabilities.
 
-    ``source`` has the recurrence of the release, ``gate`` the tensors of its exit gate, if any. A ``model`` of another
-    method or of fewer loops is compared after the first loop only.
+    ``source`` has the recurrence of the release, ``gate`` the tensors of its exit gate, if any. Only the logits after
+    the first loop are compared if the method of either is not ouro, or if ``model`` has fewer loops.
     """
     same = model.config.method == source["method"] and model.config.iterations >= source["iterations"]
     decoder: Any = stock.base_model
@@ -117,10 +118,10 @@ def compare_with_loops(
 def compare_with_saved(model: AdaPonderForCausalLM, saved: dict[str, Tensor]) -> tuple[list[Check], dict[str, Any]]:
     """Compares ``model`` with saved outputs of published code; returns checks, and mean depths at each saved threshold.
 
-    ``saved`` has ``ids [time]`` and ``logits [loops, time, vocabulary]`` (or of the last loop alone); with an exit gate
-    also ``gates [time, loops]``, ``thresholds [n]``, and ``exits [n, time]``, the loop at which each token exits. Exits
-    may differ if the cumulative probability is within rounding of a threshold. Depths with keys and values reused after
-    an exit, as this package decodes, are reported without a bound.
+    ``saved`` has ``ids [time]`` and ``logits [loops, time, vocabulary]``, or ``[1, time, vocabulary]`` of the last
+    loop. For a model with an exit gate, ``saved`` may also have ``gates [time, loops]``, ``thresholds [n]`` and
+    ``exits [n, time]``, the loop at which each token exits. Exits may differ if the cumulative probability is within
+    rounding of a threshold. This package reuses keys and values after an exit; the resulting depths are only reported.
     """
     ids, loops = saved["ids"][None].to(model.device), model.config.iterations
     options: dict[str, Any] = {"policy": FixedDepth(loops)} if model.method.halts else {}

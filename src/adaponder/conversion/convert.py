@@ -46,7 +46,7 @@ class Conversion:
     """The result of a conversion.
 
     Attributes:
-        kind: the source's method if it is one of our models, else its kind, see :class:`OpenedCheckpoint`.
+        kind: the source's method if the source is one of our models, else the ``kind`` of :class:`OpenedCheckpoint`.
         method: the method of the result, or ``backbone`` for a plain stock decoder.
         parameters: number of parameters of the result.
         added: number of parameters that the method adds to the backbone.
@@ -81,9 +81,9 @@ def convert(
 ) -> Conversion:
     """Converts a checkpoint, checks that it computes what its source computes, and saves it with its tokenizer.
 
-    ``method="backbone"`` saves the plain stock decoder; ``None`` keeps the method of a published looped model and is
-    ``adaponder`` for any other source. ``text`` is a text on which the loss at each depth is measured. ``recurrence``
-    are fields of :class:`AdaPonderConfig`. Nothing is written unless every check holds.
+    ``method="backbone"`` saves the plain stock decoder. ``method=None`` keeps the method of a published looped model
+    and means ``adaponder`` for any other source. ``text`` is a text on which the loss at each depth is measured.
+    ``recurrence`` are fields of :class:`AdaPonderConfig`. Nothing is written unless every check holds.
     """
     out = Path(out)
     require_empty(out)
@@ -118,7 +118,7 @@ def convert(
 
 
 def require_empty(out: Path) -> None:
-    """Raises unless ``out`` is a new or an empty folder."""
+    """Raises unless ``out`` does not exist or is an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out {out} is not empty: name a new folder")
 
@@ -187,7 +187,7 @@ def _tokens_of(text: str, folder: Path) -> Tensor:
 
 @torch.no_grad()
 def loss_by_depth(model: AdaPonderForCausalLM, ids: Tensor) -> tuple[float, ...]:
-    """Returns the mean losses on ``ids [1, tokens]`` with all tokens at depth 1, 2, … K."""
+    """Returns K mean losses on ``ids [1, tokens]``: with all tokens at depth 1, with all at depth 2, … K."""
     ids = ids[:, : model.config.max_position_embeddings or ids.shape[1]].to(model.device)
     depths = range(1, model.config.iterations + 1)
     if model.method.halts:
@@ -212,7 +212,7 @@ def _save(model: PreTrainedModel, out: Path, source: Path) -> list[str]:
 
 
 def copy_tokenizer(source: Path, folder: Path, model: PreTrainedModel | None) -> None:
-    """Copies the tokenizer's files; with a ``model``, adds the padding settings that they lack."""
+    """Copies the tokenizer's files; if a ``model`` is given, adds padding settings that the files lack."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

@@ -103,7 +103,7 @@ def compare_with_package(folder: Path, model: AdaPonderForCausalLM) -> list[Chec
 
 
 def require_name(name: str) -> None:
-    """Raises unless ``name`` can be a repository of the hub, OWNER/MODEL."""
+    """Raises unless ``name`` is a valid name of a hub repository, of the form OWNER/MODEL."""
     try:
         validate_repo_id(name)
     except HFValidationError as error:

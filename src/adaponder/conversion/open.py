@@ -61,7 +61,7 @@ class OpenedCheckpoint:
         return self.kind in LAYOUTS
 
     def wrapped(self, **settings: Any) -> AdaPonderForCausalLM:
-        """Returns the decoder wrapped as it was trained, changed by ``settings``; a stock one becomes ``vanilla``."""
+        """Returns the decoder wrapped as in training, changed by ``settings``; a stock decoder becomes ``vanilla``."""
         trained = dict(self.recurrence)
         if trained.get("method") == PLAIN_METHOD:
             trained.pop("iterations")  # always 1 for this method; another method has its own default
@@ -124,7 +124,7 @@ def open_checkpoint(name: str, *, revision: str | None = None, dtype: str = "aut
 
 
 def _published_tensors(folder: Path, raw: dict[str, Any], head: str, table: str, *names: str) -> dict[str, Tensor]:
-    """Returns the stored tensors among ``names``; raises if the head contradicts ``tie_word_embeddings``.
+    """Returns the stored tensors called ``names``, and the head; raises if this contradicts ``tie_word_embeddings``.
 
     A tied ``head`` must be absent or equal to the embedding ``table``; an untied head must be stored.
     """
@@ -208,7 +208,7 @@ def load(
 ) -> tuple[AdaPonderForCausalLM, Path]:
     """Returns (model, folder) of any checkpoint: published models as they were trained, a stock decoder as ``vanilla``.
 
-    ``dtype="auto"`` is the saved precision, but at least float32 on a CPU, since many have no fast half precision.
+    ``dtype="auto"`` is the saved precision, but at least float32 on a CPU, since many CPUs are slow in half precision.
     ``weights`` is passed to :func:`~adaponder.conversion.narrow.narrow`, which quantises the model.
     """
     target = as_device(device)

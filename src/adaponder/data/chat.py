@@ -1,4 +1,4 @@
-"""Renders chat records as text with a chat template, and encodes the text together with the spans to learn."""
+"""Renders chat records with a chat template and encodes the text, with the token spans that count in the loss."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ _LONGEST, _MEBIBYTES = 2**22, 512
 class ChatFormat:
     """Turns records into conversations, rendered as text by a Jinja template.
 
-    ``fields`` names the field of a record that holds a list of messages, or two fields: a prompt and a completion, each
-    text or a list of messages. The template may write the tokenizer's special ``tokens``; messages may not hold them.
+    ``fields`` names one field of a record, which holds a list of messages, or two fields, a prompt and a completion,
+    each of which is text or a list of messages. The template may write the tokenizer's special ``tokens``; a message
+    that contains one of them raises.
     """
 
     fields: tuple[str, ...]
@@ -43,7 +44,7 @@ class ChatFormat:
 
     @classmethod
     def of(cls, fields: Sequence[str], tokenizer: str, end_token: str | None, template: Path | None) -> ChatFormat:
-        """Returns the format with the template in file ``template``, or the tokenizer's own if ``None``."""
+        """Returns the format with the template in file ``template``; ``None`` means the tokenizer's own template."""
         if not 1 <= len(fields) <= 2 or not all(fields):
             raise InputError(f"--chat {','.join(fields)}: name one field of messages, or two, PROMPT,COMPLETION")
         text = own_template(tokenizer) if template is None else read_text(template, InputError)
@@ -103,7 +104,7 @@ class ChatFormat:
         return Document(text, source, learned=spans, origin=origin)
 
     def _turns(self, messages: list[dict[str, Any]], text: str, origin: str) -> list[tuple[int, int]]:
-        """Returns each assistant turn's span of characters in ``text``, without the generation prompt before it."""
+        """Returns the character span of each assistant turn in ``text``; a span begins after the generation prompt."""
         turns = []
         for index, message in enumerate(messages):
             if message["role"] != ASSISTANT:
@@ -168,9 +169,9 @@ def own_template(tokenizer: str) -> str | None:
 class ConversationEncoder:
     """Encodes text rendered by a chat template. Special tokens spelled in the text become special token ids.
 
-    An assistant turn begins with a new token, so that the text before it is encoded as a server encodes the prompt. The
-    turn ends with its first end token, as generation does; text after that token is not learned. A text that does not
-    end with an end token gets one; that token is learned if the text ends with an assistant turn without end token.
+    No token crosses the beginning of an assistant turn, so that the text before the turn gets the same ids as the
+    prompt of a server. A turn is learned up to its first end token, because generation stops there. If a text does not
+    end with an end token, one is appended; it is learned if the text ends with an assistant turn without an end token.
     """
 
     def __init__(self, tokenizer_json: str, end_id: int):
@@ -179,7 +180,7 @@ class ConversationEncoder:
         self.end_id = end_id
 
     def __call__(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, list[int]]:
-        """Returns the ids, ending in the end token, and [start, length, …] of the token spans that count in the loss.
+        """Returns (ids, [start, length, …] of the token spans that count in the loss); the last id is the end token.
 
         ``spans`` are the assistant's turns as character ranges (first, last + 1).
         """
@@ -202,7 +203,7 @@ class ConversationEncoder:
         return ids, _runs(learned)
 
     def _encode(self, text: str, cuts: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Encodes the text split at ``cuts``; returns (ids, first character, last character + 1) of all tokens."""
+        """Encodes ``text`` in pieces, split at ``cuts``; returns each token's id, first character and last + 1."""
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
@@ -215,6 +216,6 @@ class ConversationEncoder:
 
 
 def _runs(flags: np.ndarray) -> list[int]:
-    """Returns a flat list [start, length, …] of the runs of true entries."""
+    """Returns the start and length of each run of true entries, as one flat list [start, length, …]."""
     edges = np.flatnonzero(np.diff(flags.astype(np.int8), prepend=0, append=0))
     return np.stack([edges[::2], edges[1::2] - edges[::2]], 1).ravel().tolist()

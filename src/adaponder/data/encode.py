@@ -1,4 +1,4 @@
-"""Encodes documents into tokens, in this process or in workers, with the same tokens in the same order."""
+"""Encodes documents into tokens, in this process or in worker processes; the result does not depend on which."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class EncodedDocument(NamedTuple):
 class Encoder:
     """Encodes chunks of numbered documents; can be pickled.
 
-    A share ``validation`` of the documents, selected by hash, goes to the validation split. ``done`` has the number of
-    the first document to encode for train and for validation: complete shards already hold the documents before it.
+    A share ``validation`` of the documents, selected by hash, goes to the validation split. ``done`` has one number for
+    train and one for validation: documents of the split with a lower number are already in complete shards.
     """
 
     tokenizer_json: str
@@ -107,7 +107,7 @@ class Encoder:
         ]
 
     def _encode(self, group: list[tuple[int, str]], parts: list[list[np.ndarray]]) -> None:
-        """Encodes each (index, text) of ``group`` and appends its tokens to ``parts[index]``."""
+        """Encodes each (index, text) of ``group`` and appends the array of its tokens to the list ``parts[index]``."""
         with encoding():
             encoded = self.tokenizer.encode_batch_fast([piece for _, piece in group], add_special_tokens=False)
         for (index, _), piece in zip(group, encoded, strict=True):

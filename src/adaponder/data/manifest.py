@@ -1,4 +1,4 @@
-"""Reads and checks a prepared folder's ``manifest.json``: counts, checksums, and as last entry its own checksum."""
+"""Reads and checks a prepared folder's ``manifest.json``, whose last entry is a checksum of the other entries."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class DataError(AdaPonderError):
 
 
 def dtype_of(vocab_size: int) -> str:
-    """Returns the narrower of the two token types that holds every id."""
+    """Returns ``uint16`` if that holds every token id, else ``uint32``."""
     return "uint16" if vocab_size < 65536 else "uint32"
 
 
@@ -83,10 +83,10 @@ class Manifest:
     Attributes:
         tokenizer_hash: hash of the tokenizer's behaviour, see :func:`adaponder.data.tokenizers.hash_of_content`.
         tokenizer_sha256: SHA-256 of ``tokenizer.json``.
-        fingerprint: the arguments and inputs that made the folder; a rerun with others is refused.
+        fingerprint: the arguments and inputs that made the folder; a rerun with other arguments or inputs is refused.
         skipped: number of documents or files skipped or repaired, by kind.
         template_sha256: SHA-256 of ``chat_template.jinja``; ``None`` if the tokenizer has no template.
-        begin_token: the token that begins a text (BOS); ``None`` means the end token.
+        begin_token: the token that begins a text (BOS); ``None`` if that is the end token.
     """
 
     dtype: str

@@ -1,4 +1,4 @@
-"""Turns inputs into token shards; if it is stopped, the same command continues and gives the same bytes.
+"""Turns inputs into token shards; after an interruption, the same command continues and gives the same bytes.
 
 A rerun skips the documents of complete shards and encodes only the others (see :mod:`adaponder.data.shards`).
 """
@@ -39,9 +39,9 @@ _MOST_WORKERS = 1024
 
 
 class Progress(NamedTuple):
-    """The progress of a ``stage``: ``read`` of ``total`` input bytes have been read.
+    """The progress of a preparation: its current ``stage`` has read ``read`` of ``total`` input bytes.
 
-    The stages are ``checksums`` (reported from other threads), ``tokenizer``, ``tokens`` and ``done``.
+    The stages are ``checksums`` (reported from worker threads), ``tokenizer``, ``tokens`` and ``done``.
     """
 
     stage: str
@@ -70,8 +70,8 @@ def prepare(
     2**64, is below ``validation``: the same text always goes to the same split. A finished ``out`` is left unchanged.
 
     ``chat`` names the field of each record that holds the messages of a conversation, or two fields: a prompt and its
-    completion. The tokenizer's chat template, or ``chat_template``, renders them, and the assistant's turns are
-    learned. The template is stored beside the tokenizer.
+    completion. The tokenizer's chat template, or ``chat_template``, renders the messages, and only the assistant's
+    turns count in the loss. The template is stored beside the tokenizer.
     """
     tokenizer = tokenizer or _tokenizer_of(inputs)
     _check(inputs, out, validation=validation, workers=workers, shard_tokens=shard_tokens)
@@ -123,7 +123,7 @@ def prepare(
 
 @contextlib.contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """Context manager that creates and locks a folder, so that only one preparation writes there."""
+    """Context manager that creates and locks a folder; raises if another preparation holds the lock."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(out, os.O_RDONLY)
@@ -180,7 +180,7 @@ def _prepare(
 
 
 def _template(tokenizer: str, chat_format: ChatFormat | None, out: Path) -> dict[str, Any]:
-    """Writes the chat template, if there is one, beside the tokenizer and returns the manifest's fields about it."""
+    """Writes the chat template, if there is one, to ``out``; returns the manifest's fields about the template."""
     template = own_template(tokenizer) if chat_format is None else chat_format.template
     if template is None:
         return {}
@@ -207,7 +207,7 @@ def _check(inputs: Sequence[str], out: Path, *, validation: float, workers: int,
 
 
 def _chunks(parts: Sequence[InputPart], counts: Counts, *, skip: int) -> Iterator[list[Numbered]]:
-    """Yields the numbered input documents in chunks, without the first ``skip``, which are already written."""
+    """Yields the input documents with their numbers, in chunks; leaves out the first ``skip``, already written."""
     chunk: list[Numbered] = []
     size = 0
     for document in sources.read(parts, counts):
@@ -225,7 +225,7 @@ def _chunks(parts: Sequence[InputPart], counts: Counts, *, skip: int) -> Iterato
 def _tokenizer(
     writer: ShardWriter, parts: Sequence[InputPart], progress: Callable[[int], None]
 ) -> tuple[Tokenizer, int]:
-    """Returns (tokenizer, id of its end token), from ``tokenizer.json`` if an interrupted run has written it."""
+    """Returns (tokenizer, id of its end token) as saved by an interrupted run, else loads or trains and saves them."""
     path, state = writer.out / TOKENIZER, writer.state
     if state.end_token is not None:
         tokenizer, end_id = load_tokenizer(str(path), end_token=state.end_token)

@@ -7,12 +7,12 @@ assistant's turns of a conversation; with ``answers=0`` every token is learned.
 
 **Hops**: a document is a list of steps ``x y .``, then ``|``, then questions ``x y``, where y is the end of the chain
 that starts at x. In ``a b . c d . b e . | a e c d`` the first question takes two hops, the second takes one. Each
-question has its own chain, whose steps stand in order, interleaved with those of other chains. Every chain is the
-subject of one question, so the last answer can be inferred by elimination.
+question has its own chain. The steps of a chain stand in order, with steps of other chains between them. Every chain
+is asked about once, so the last answer can be inferred by elimination.
 
-**Mano**, modular arithmetic on prefix trees: a document is its modulus, then questions: a tree in prefix notation,
-``=`` and the value of the tree. ``.`` fills the rest. In ``7 + 3 * 4 5 = 2 - 1 2 = 6 .`` the trees have heights 2 and
-1. The depth that a question needs is the height of its tree.
+**Mano**, modular arithmetic on prefix trees: a document is its modulus, then questions. A question is a tree in prefix
+notation, ``=`` and the value of the tree. ``.`` fills the rest of the document. In ``7 + 3 * 4 5 = 2 - 1 2 = 6 .`` the
+trees have heights 2 and 1. The depth that a question needs is the height of its tree.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def ids_of(words: Iterable[str]) -> np.ndarray:
 
 
 def words_of(ids: np.ndarray) -> list[str]:
-    """Returns the word of each id; ids beyond the words, also the end token's, give ``<unknown>``."""
+    """Returns the word of each id; an id that has no word, such as the end token's, gives ``<unknown>``."""
     return [WORDS[index] if 0 <= index < END_ID else UNKNOWN for index in ids.tolist()]
 
 
@@ -89,14 +89,14 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Hops:
-    """Settings of hops documents. A letter has at most one next letter; chains share no letter except the last.
+    """Settings of hops documents. A letter has at most one next letter; two chains can share only their last letter.
 
     Attributes:
-        most: hops of the longest question; each number of hops from 1 to ``most`` occurs equally often, within one.
+        most: hops of the longest question; the counts of questions with 1, 2, … ``most`` hops differ by at most one.
         questions: number of questions of each document.
-        letters: number of letters to choose from.
-        ends: number of candidates for the last letter of a chain; several questions may have the same answer.
-        capitals: 1 writes last letters as capitals, which marks them; 0 does not.
+        letters: number of different letters that documents use: a, b, …
+        ends: number of letters from which the last one of each chain is drawn; questions may have the same answer.
+        capitals: 1: the last letter of each chain is a capital, so that answers can be told by sight; 0: it is not.
         answers: 1: only the answers (and the end token) are learned; 0: every token.
     """
 
@@ -152,7 +152,7 @@ class Hops:
 
 
 def shuffled(entries: Sequence[Entry], draw: Draw) -> list[Entry]:
-    """Returns ``entries`` shuffled by ``draw`` alone, so that every Python version gives the same order."""
+    """Returns ``entries`` in an order that depends on ``draw`` alone, so that every Python version gives the same."""
     order = list(entries)
     for last in range(len(order) - 1, 0, -1):
         other = int(draw() * (last + 1))
@@ -161,7 +161,7 @@ def shuffled(entries: Sequence[Entry], draw: Draw) -> list[Entry]:
 
 
 def _hops_questions(words: Sequence[str]) -> Iterator[Question]:
-    """Yields the questions of a hops document, except questions whose letter has no step or leads into a cycle."""
+    """Yields the questions of a hops document, except those whose letter has no step or leads into a cycle."""
     bar = words.index(BAR)
     next_letter = {words[place]: words[place + 1] for place in range(0, bar - 2, 3) if words[place + 2] == STOP}
     unasked = set(next_letter) - set(next_letter.values())
@@ -243,7 +243,7 @@ def _mano_questions(words: Sequence[str]) -> Iterator[Question]:
 
 
 def _evaluate(tree: Sequence[str], modulus: int) -> tuple[int, int]:
-    """Returns (height, value) of a tree, read backwards so that each operator comes after its operands."""
+    """Returns (height, value) of a tree; reads its words backwards, so that each operator comes after its operands."""
     operands: list[tuple[int, int]] = []
     for word in reversed(tree):
         if word in OPERATIONS:
@@ -297,7 +297,7 @@ def documents(settings: Hops | Mano) -> Iterator[list[str]]:
 
 
 def learns_answers(argument: str) -> bool:
-    """Returns whether an input is a puzzle with a training loss on its answers only, not on the other tokens."""
+    """Returns whether an input is a puzzle of which only the answers count in the training loss."""
     return is_generated(argument) and bool(settings_of(argument).answers)
 
 
@@ -312,10 +312,10 @@ def questions(words: Sequence[str]) -> Iterator[Question]:
 
 
 def needed(ids: np.ndarray) -> np.ndarray:
-    """Returns ``int64[len(ids)]``: at each answer, its question's number of hops or tree height; 0 at all other tokens.
+    """Returns ``int64[len(ids)]``: the number of hops or the tree height of a question at its answer, 0 elsewhere.
 
-    An answer that follows by elimination also gets 0. ``ids`` are whole documents in tokens of ``symbols``, with end
-    tokens between them.
+    An answer that follows by elimination also gets 0. ``ids`` are the tokens of whole documents, encoded by the
+    tokenizer ``symbols``, with an end token between two documents.
     """
     depths = np.zeros(len(ids), np.int64)
     start = 0

@@ -1,4 +1,4 @@
-"""Reads the documents of each kind of input. An error names the file and its line or row at fault."""
+"""Reads the documents of each kind of input. An error names the file, and the line or row that caused the error."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Document(NamedTuple):
     """One document: its text, or the tokens of a file that was tokenized elsewhere.
 
     Attributes:
-        learned: character range (first, last + 1) of each learned span of ``text``; ``None``: all of it is learned.
-        origin: file and number of the line, row or document, for errors.
+        learned: character range (first, last + 1) of each learned span of ``text``; ``None`` if all text is learned.
+        origin: file and number of the line, row or document, for error messages.
     """
 
     text: str
@@ -86,8 +86,8 @@ class InputPart(NamedTuple):
         argument: the input as the user named it.
         name: path of the part within the input.
         files: the files to read; empty for a hub dataset or a puzzle.
-        stamps: modification time, size and inode of each of ``files``.
-        records: yields the records with the named fields; ``None`` for a part without records.
+        stamps: (modification time, size, inode) of each of ``files``.
+        records: function that yields the records of the part; ``None`` for a part without records, such as a text file.
     """
 
     argument: str
@@ -158,7 +158,7 @@ def looks_binary(path: Path) -> bool:
 
 
 def repaired(document: Document, counts: Counts) -> Document:
-    """Replaces lone surrogates in text and source by U+FFFD: JSON may hold them, as may undecodable file names."""
+    """Replaces lone surrogates, which JSON and undecodable file names may hold, by U+FFFD; counts changed documents."""
     text, source = valid_unicode(document.text), valid_unicode(document.source)
     if text is document.text and source is document.source:
         return document
@@ -220,7 +220,7 @@ def records(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[R
 
 
 def jsonl(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
-    """Yields the objects of a .jsonl, line by line. Blank lines and a byte-order mark are skipped."""
+    """Yields the objects of a .jsonl file, line by line. Blank lines and a byte-order mark are skipped."""
     start, number = counts.read, 0
     with decompressed(part.path) as (raw, stream):
         while line := stream.readline(LONGEST + 1):
@@ -243,7 +243,7 @@ def jsonl(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Rec
 
 
 def table(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Record]:
-    """Yields the rows of a .parquet, or of a data file of ``datasets.save_to_disk`` (Arrow's stream format)."""
+    """Yields the rows of a .parquet file, or of a data file of ``datasets.save_to_disk`` (Arrow's stream format)."""
     start, row, is_parquet = counts.read, 0, part.path.suffix.lower() == ".parquet"
     try:
         with open_plain(part.path, DataError) as raw:
@@ -273,7 +273,7 @@ def _slices(stream: Iterable[pa.RecordBatch], columns: list[str]) -> Iterator[pa
 
 
 def _values(column: pa.Array) -> list[Any]:
-    """Returns the values of a column, strings as bytes: Arrow does not check that they are UTF-8."""
+    """Returns a column as Python values; strings become bytes, because Arrow does not check that they are UTF-8."""
     if isinstance(column, pa.DictionaryArray):
         column = column.dictionary_decode()
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
@@ -327,9 +327,10 @@ def megatron(part: InputPart, counts: Counts) -> Iterator[Document]:
 
 
 def _megatron_index(index: Path, data: Path) -> tuple[np.dtype, np.ndarray, np.ndarray]:
-    """Returns (token type, token offsets of sequences, sequence offsets of documents); raises if the files disagree.
+    """Returns (token type, starts, bounds); raises if the files disagree.
 
-    Offsets begin with 0 and end with the total number: sequence i has the tokens ``starts[i] … starts[i + 1] - 1``.
+    Sequence i has the tokens ``starts[i] … starts[i + 1] - 1``, and document i has the sequences
+    ``bounds[i] … bounds[i + 1] - 1``.
     """
     with open_plain(index, DataError) as file:
         raw = file.read()
@@ -356,7 +357,7 @@ def _megatron_index(index: Path, data: Path) -> tuple[np.dtype, np.ndarray, np.n
 
 
 def puzzle(part: InputPart, counts: Counts) -> Iterator[Document]:
-    """Yields the documents of a puzzle (see :mod:`adaponder.data.puzzles`), whose number of bytes is not known."""
+    """Yields the documents of a puzzle (see :mod:`adaponder.data.puzzles`) without counting bytes: no file is read."""
     name, settings = part.argument.partition(":")[0], puzzles.settings_of(part.argument)
     for words in puzzles.documents(settings):
         learned = None

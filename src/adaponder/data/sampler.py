@@ -1,4 +1,4 @@
-"""Draws batches as a function of seed and step alone: no state to save, the same order for any number of processes."""
+"""Draws batches from seed and step alone: no state is saved, and any number of processes gives the same order."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _ROUNDS = 8
 
 
 class Batch(NamedTuple):
-    """The n windows of a step; their inputs are ``tokens[:, :-1]``, their targets ``tokens[:, 1:]``.
+    """A batch of n windows; the inputs are ``tokens[:, :-1]``, the targets ``tokens[:, 1:]``.
 
     Attributes:
         tokens: token ids, ``[n, sequence + 1]``.
-        documents: the number in the split of each token's document, ``[n, sequence + 1]``.
+        documents: for each token, the number of its document in the split, ``[n, sequence + 1]``.
         windows: the number of each window, ``[n]``.
-        learned: whether each token counts as a target, ``[n, sequence + 1]``; ``None``: all do.
+        learned: whether each token counts as a target, ``[n, sequence + 1]``; ``None`` if all count.
     """
 
     tokens: np.ndarray
@@ -47,7 +47,8 @@ class Sampler:
     Each epoch visits every window once, in a different order; a batch may span two epochs.
 
     Attributes:
-        windows: number of windows of an epoch, disjoint blocks of ``sequence + 1`` tokens; a remainder is never read.
+        windows: number of windows in an epoch: the disjoint blocks of ``sequence + 1`` tokens. Tokens after the last
+            block are never read.
     """
 
     def __init__(self, shards: Shards, *, sequence: int, global_batch: int, seed: int):

@@ -1,7 +1,7 @@
 """Writes, verifies and reads the shards of a prepared folder; an interruption loses no complete shard.
 
-Shards are complete or absent, ``progress.json`` lists the complete ones, and ``manifest.json`` is written last. Each
-start hashes every file; ``ADAPONDER_VERIFY=0`` skips the checksums of tokens and document tables, not other checks.
+``progress.json`` lists the complete shards, and ``manifest.json`` is written last. Opening a folder hashes every file;
+``ADAPONDER_VERIFY=0`` skips the checksums of tokens and document tables, but no other check.
 """
 
 from __future__ import annotations
@@ -54,7 +54,12 @@ _LARGE = 2**33
 
 @dataclass
 class WriterState:
-    """The content of ``progress.json``: each split's complete shards and the number of the next document to write."""
+    """The content of ``progress.json``.
+
+    Attributes:
+        shards: the complete shards of each split.
+        documents: for each split, the number of the first input document that these shards do not cover.
+    """
 
     fingerprint: dict[str, Any]
     tokenizer_hash: str | None = None
@@ -67,7 +72,7 @@ class WriterState:
 
     @classmethod
     def load(cls, out: Path) -> WriterState | None:
-        """Returns the state of an unfinished folder, or ``None`` if it has none."""
+        """Returns the state in ``out``, or ``None`` if there is no ``progress.json``; raises if that is damaged."""
         if not os.path.isfile(out / JOURNAL):
             return None
         content = unsealed(out / JOURNAL)
@@ -130,7 +135,7 @@ class ShardWriter:
                 self._write(split, document.index + 1)
 
     def _write(self, split: str, documents: int) -> None:
-        """Writes a split's pending documents as a shard; ``documents`` input documents have been read so far."""
+        """Writes a split's pending documents as a shard. ``documents`` is the number of input documents read so far."""
         pending, self._open[split], self._size[split] = self._open[split], [], 0
         joined = np.concatenate([document.tokens for document in pending])
         tokens = joined.astype(joined.dtype.newbyteorder("<"), copy=False).tobytes()
@@ -174,7 +179,10 @@ class ShardWriter:
 
 
 def finished(out: Path, fingerprint: dict[str, Any]) -> Manifest | None:
-    """Returns a finished folder's manifest, or ``None`` if unfinished. Raises if it was made with other arguments."""
+    """Returns the manifest of a finished folder after verifying its files, or ``None`` if the folder is unfinished.
+
+    Raises if the folder was made with other arguments or inputs, or is damaged.
+    """
     if not (out / MANIFEST).is_file():
         return None
     manifest = Manifest.load(out)
@@ -203,8 +211,8 @@ def _text_of(value: Any) -> str:
 class Shards:
     """Reads one split of a prepared folder, as the concatenation of its shards.
 
-    Files are read by offset, not memory-mapped: thousands of shards need no open files, the object pickles, and a file
-    that shrinks while in use raises an error; with a memory map, SIGBUS would end the process.
+    Files are read by offset, not memory-mapped, so that thousands of shards need no open files, the object can be
+    pickled, and a file that shrinks while in use raises an error (with a memory map, SIGBUS would end the process).
     """
 
     def __init__(self, folder: Path, split: str, manifest: Manifest, starts: np.ndarray, learned: np.ndarray | None):
@@ -224,7 +232,7 @@ class Shards:
         """Opens a split after checking sizes, types, counts and checksums of all its shards.
 
         ``verify=False`` skips the checksums of tokens and document tables, as ``ADAPONDER_VERIFY=0`` does everywhere.
-        ``share=(n, N)`` divides the hashing among the N processes of a machine; this is process n.
+        ``share=(n, N)``: this is process n of the N processes of a machine, which divide the hashing among them.
         """
         folder = Path(folder)
         manifest = Manifest.load(folder)
@@ -261,7 +269,7 @@ class Shards:
         return blocks
 
     def number_blocks(self, starts: np.ndarray, count: int) -> np.ndarray:
-        """Returns ``int64[len(starts), count]``: the document number of each token of ``read_blocks``."""
+        """Returns, for each token of ``read_blocks``, the number of its document: ``int64[len(starts), count]``."""
         self._check_range(starts, count)
         return np.searchsorted(self._document_starts, starts[:, None] + np.arange(count), "right") - 1
 
@@ -277,7 +285,7 @@ class Shards:
         return (span >= 0) & (tokens < self._learned[span, 1])
 
     def tokenizer_files(self) -> dict[str, str]:
-        """Returns the tokenizer files for a model folder, as transformers expects them: contents by file name."""
+        """Returns the tokenizer files that transformers expects in a model folder: a dict from file name to content."""
         content = (self.folder / TOKENIZER).read_text(encoding="utf-8")
         end = Tokenizer.from_str(content).id_to_token(self.end_id)
         begin = self.manifest.begin_token or end
@@ -288,7 +296,7 @@ class Shards:
         return files
 
     def content_hash(self) -> str:
-        """Returns a hash of the tokens of all splits and of the tokenizer: equal for equal data, in any folder."""
+        """Returns a hash of tokens, learned spans and tokenizer, which is equal for equal data in any folder."""
         sums = [[shard.tokens_sha256 for shard in split] for split in self.manifest.splits.values()]
         if self.manifest.masked:  # the document tables hold the learned spans
             sums += [[shard.docs_sha256 for shard in split] for split in self.manifest.splits.values()]
@@ -331,7 +339,7 @@ class Shards:
 
 
 def _check_tokenizer(folder: Path, manifest: Manifest) -> None:
-    """Raises unless tokenizer and chat template are, byte for byte, those that made the data."""
+    """Raises if the file of the tokenizer or the chat template differs from the one that made the data."""
     for name, checksum in ((TOKENIZER, manifest.tokenizer_sha256), (CHAT_TEMPLATE, manifest.template_sha256)):
         if checksum is not None and sha256_of(folder / name, DataError) != checksum:
             raise DataError(
@@ -387,7 +395,7 @@ def _size_of(path: Path) -> int:
 
 
 def _verify_sums(folder: Path, shards: Iterable[Shard], *, share: tuple[int, int] = (0, 1)) -> None:
-    """Raises if the SHA-256 of a file of ``shards`` differs. With ``share=(n, N)`` checks every N-th file from n on.
+    """Raises if a file of ``shards`` has another SHA-256. With ``share=(n, N)``, checks files n, n + N, n + 2N, … only.
 
     With ``ADAPONDER_VERIFY=0`` no file is read, and the first process prints a note.
     """

@@ -1,8 +1,8 @@
 """Finds and reads the input documents, in an order that depends on names and contents alone.
 
 Invalid UTF-8 and lone surrogates become U+FFFD. Empty documents are skipped; in folders, so are hidden files, pipes,
-devices, broken links, links to folders, and binary files (with NUL or little valid UTF-8 near the start). ``Counts``
-counts all of these. A binary file that the user names is an error, and so is a file that cannot be read.
+devices, broken links, links to folders, and binary files (whose first bytes contain NUL or much invalid UTF-8).
+``Counts`` counts all of these. A binary file that the user names is an error, and so is a file that cannot be read.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ _UNCOMPRESSED_ONLY = {".parquet", ".idx", ".bin"}
 
 
 def documents(inputs: Sequence[str], *, counts: Counts | None = None) -> Iterator[Document]:
-    """Yields the documents of ``inputs``, in order: files, folders, ``stdlib``, puzzles, ``hf:NAME[:CONFIG][:SPLIT]``.
+    """Yields the documents of ``inputs`` in order; raises for an input that holds tokens instead of text.
 
+    An input is a file, a folder, ``stdlib``, ``hf:NAME[:CONFIG][:SPLIT]``, or a puzzle (:mod:`adaponder.data.puzzles`).
     ``.jsonl`` and ``.parquet`` hold records with ``text`` and optionally ``source``; any other file is one document.
     Text and records may be compressed (``.gz``, ``.xz``, ``.bz2``, ``.zst``). A folder is walked in sorted order; a
-    folder that ``datasets`` saved is read as a dataset. Puzzles: see :mod:`adaponder.data.puzzles`.
+    folder that ``datasets`` saved is read as a dataset.
     """
     counts = counts or Counts()
     for document in read(find(inputs, counts), counts):
@@ -122,7 +123,7 @@ def describe(
 
 
 def _contents(part: InputPart, sums: dict[Path, str]) -> list[str]:
-    """Returns text that identifies the content of a part: checksums, puzzle settings or a hub fingerprint."""
+    """Returns strings that identify a part: its name, and checksums, puzzle settings or the hub's fingerprint."""
     if part.files:
         return [part.name, *(sums[path] for path in part.files)]
     if part.reader is readers.puzzle:
@@ -175,7 +176,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 def _part(argument: str, name: str, path: Path, reader: Callable[..., Iterator[Any]], *files: Path) -> InputPart:
-    """Returns a part that is read from ``files``, by default from ``path``; its size is that of the last file.
+    """Returns a part that is read from ``files``, or from ``path`` if none is given; its size is that of the last file.
 
     ``reader`` yields documents, or records if it is ``readers.jsonl`` or ``readers.table``.
     """
@@ -187,7 +188,10 @@ def _part(argument: str, name: str, path: Path, reader: Callable[..., Iterator[A
 
 
 def _file(argument: str, name: str, path: Path, *, named: bool) -> Iterator[InputPart]:
-    """Yields the part of one file; raises for an archive or a binary file that the user ``named``."""
+    """Yields the part of one file; raises for an archive or a binary file that the user ``named``.
+
+    Yields nothing for the .bin of a Megatron pair in a folder, because the .idx yields the pair.
+    """
     suffix, inner = path.suffix.lower(), readers.inner_suffix(path)
     index, data = path.with_suffix(".idx"), path.with_suffix(".bin")
     if path in (index, data) and index.is_file() and data.is_file():
@@ -230,7 +234,10 @@ def _saved_dataset(argument: str, folder: Path) -> Iterator[InputPart]:
 
 
 def _names(path: Path, listed: Any) -> list[str]:
-    """Returns the file names ``listed`` in ``path``, stripped of folders so that no file outside the folder is read."""
+    """Returns ``listed``, the names in the file ``path``; raises if there are none.
+
+    Folders are removed from the names, so that no file outside the folder of ``path`` is read.
+    """
     if not isinstance(listed, list) or not listed or not all(isinstance(name, str) for name in listed):
         raise DataError(f"{path} must list at least one name")
     return [Path(name).name for name in listed]

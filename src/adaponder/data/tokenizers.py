@@ -59,7 +59,7 @@ def load_tokenizer(
 
 
 def check_tokenizer(spec: str, end_token: str | None) -> None:
-    """Raises what :func:`load_tokenizer` would raise, without documents to train on."""
+    """Raises the errors of :func:`load_tokenizer`; of ``train-bpe:N`` checks only the settings, and trains nothing."""
     if spec.startswith(TRAIN):
         _check_settings(spec, end_token)
     else:
@@ -104,7 +104,7 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
 def hash_of_content(content: dict[str, Any]) -> str:
     """Returns the SHA-256 of a ``tokenizer.json``, independent of JSON layout, padding and truncation.
 
-    A post-processing template that adds no token is ignored too: transformers writes one where there was none.
+    A post-processing template that adds no token is ignored too, because transformers adds one to files without it.
     """
     behaviour = {key: value for key, value in content.items() if key not in ("padding", "truncation")}
     template = behaviour.get("post_processor") or {}
@@ -137,7 +137,7 @@ def train_bpe(entries: int, documents: Iterable[str] | None, *, end_token: str =
 
 
 def _interruptibly(work: Callable[[Callable[[Any], bool]], Any]) -> None:
-    """Runs ``work`` in a thread so that Ctrl-C is handled: training a tokenizer takes minutes and ignores signals.
+    """Runs ``work`` in a thread, so that Ctrl-C is handled: training a tokenizer takes minutes and ignores signals.
 
     ``work`` is called with a function that returns false once the result is no longer needed.
     """
@@ -159,7 +159,7 @@ def _interruptibly(work: Callable[[Callable[[Any], bool]], Any]) -> None:
 
 
 def _first_bytes(documents: Iterable[str], limit: int) -> Iterator[str]:
-    """Yields documents in pieces until they hold ``limit`` bytes of UTF-8."""
+    """Yields pieces of the documents; stops after the document with which they reach ``limit`` bytes of UTF-8."""
     for text in documents:
         # Training would treat a line of any length as one word.
         for piece in pieces(text, limit=2**16):
@@ -189,7 +189,7 @@ def tokenizer_file(spec: str) -> Path | None:
 
 
 def _download(name: str) -> Path:
-    """Downloads the tokenizer of a hub repository and returns its folder; only JSON and a template, no code."""
+    """Downloads the tokenizer of a hub repository (JSON files and the chat template, no code); returns its folder."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -213,7 +213,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _token_named(role: str, path: Path) -> str | None:
-    """Returns the token of a ``role`` such as ``eos_token`` in a ``tokenizer_config.json``, or ``None`` without one."""
+    """Returns the token that ``tokenizer_config.json`` names for a ``role`` such as ``eos_token``, or ``None``."""
     if not os.path.exists(path):
         return None
     token = read_json(path, InputError).get(role)
@@ -238,7 +238,7 @@ def encoding() -> Iterator[None]:
 
 
 def pieces(text: str, limit: int = PIECE) -> Iterator[str]:
-    """Splits ``text`` into pieces of at most ``limit`` characters, after a line or before a space if possible."""
+    """Yields ``text`` in pieces of at most ``limit`` characters, cut after a line or before a space if possible."""
     start = 0
     while len(text) - start > limit:
         stop = start + limit

@@ -44,7 +44,7 @@ def recipe_names() -> list[str]:
 
 
 def stated_in(name: str) -> dict[str, str]:
-    """Maps each ``section.field`` that a recipe or its bases set to the name of the recipe that decides its value."""
+    """Maps each ``section.field`` that a recipe or one of its bases sets to the name of the recipe that decides it."""
     values, _ = _read(name)
     base = values.pop("base", None)
     return ({} if base is None else stated_in(base)) | dict.fromkeys(_fields_in(values), name)
@@ -96,7 +96,7 @@ def _is_file(name: str) -> bool:
 def _with_bases(name: str, derived: tuple[str, ...] = ()) -> dict[str, Any]:
     """Returns a recipe's YAML merged over its bases; raises if its bases form a cycle.
 
-    ``derived`` is the chain of recipes that led to this one, each of which has the next as its base.
+    ``derived`` are the names of the recipes that led here: each has the next as its base, and the last has ``name``.
     """
     if name in derived:
         raise ConfigError(f"{name}: its bases form a cycle, {' → '.join((*derived, name))}")
@@ -107,7 +107,10 @@ def _with_bases(name: str, derived: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Merges ``above`` over ``below``; mappings with ``model_type`` or ``kind`` (backbone, origin) are not merged."""
+    """Merges ``above`` over ``below``, section by section.
+
+    A mapping with ``model_type`` (a backbone) or ``kind`` (an origin) replaces the one in ``below`` as a whole.
+    """
     merged = dict(below)
     for key, value in above.items():
         replaces = isinstance(value, dict) and ("model_type" in value or "kind" in value)
@@ -176,7 +179,7 @@ def _suggestion(key: str, path: str, known: Mapping[str, Any]) -> str:
 
 
 def _coerced(value: Any, hint: Any) -> Any:
-    """Converts a value to the field's type if nothing is lost: 3.0 to 3, a list to a tuple, text to a number."""
+    """Converts a value to the type ``hint`` if nothing is lost: 3.0 to 3, a list to a tuple, text to a number."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         for argument in arguments:
@@ -205,7 +208,7 @@ def _number(value: Any) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    """Converts text that spells a number in a backbone's mapping, nested too: whole numbers to int, others to float."""
+    """Converts texts that spell numbers, anywhere in a backbone's mapping: whole numbers to int, others to float."""
     if isinstance(value, dict):
         return {key: _numbers(inner) for key, inner in value.items()}
     if isinstance(value, list):

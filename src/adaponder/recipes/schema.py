@@ -25,7 +25,8 @@ FREE_TRAIN = ("eval_every", "eval_tokens", "save_every", "keep", "log_every", "k
 def _open_recurrence() -> Any:
     """Makes a frozen dataclass with the fields of ``Recurrence``, all ``None`` (unset) by default except ``method``.
 
-    A field left unset has the value that the checkpoint was trained with; from scratch, the config's default.
+    An unset field means the value that the checkpoint was trained with, or the config's default if training starts from
+    scratch.
     ``method`` may be unset only for a checkpoint. ``ponder_on`` is left out, because the section ``train`` has it.
     """
     hints = typing.get_type_hints(Recurrence)
@@ -215,7 +216,7 @@ class TrainRecipe:
     log_every: int = setting(10, "steps between logs; 0: only at the end", STEPS)
 
     def gates_begin(self, *, pressed: bool) -> int:
-        """Returns the first step that updates the method's parameters; ``pressed`` tells if there is a ponder term."""
+        """Returns the first step that updates the method's parameters; ``pressed``: with a ponder term."""
         if self.gate_start is not None:
             return self.gate_start
         waits = pressed and self.ponder_weight and not self.freeze_backbone_steps
@@ -274,8 +275,8 @@ class TrainRecipe:
 class Origin:
     """The origin of a value in a paper's recipe.
 
-    The value is ``stated`` in the paper, from a ``release`` of code or configs (PonderLM's unless noted otherwise), or
-    ``inferred`` for the reason in ``note``. A test compares ``value`` with the recipe's.
+    A value is ``stated`` in the paper, taken from a ``release`` of code or configs (PonderLM's unless ``note`` names
+    another), or ``inferred`` for the reason in ``note``. A test requires that ``value`` is the value in the recipe.
     """
 
     kind: Literal["stated", "inferred", "release"]
@@ -312,9 +313,9 @@ class Recipe:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the recipe as plain data; from scratch, an unset embedding scale is replaced by its default.
+        """Returns the recipe as plain data; if it trains from scratch, an unset embedding scale becomes its default.
 
-        A change of that default therefore changes the hash and the records of a run.
+        A change of the default embedding scale therefore changes the hash and the records of a run.
         """
         values = dataclasses.asdict(self)
         if self.model.embedding_scale is None and not isinstance(self.model.backbone, str):
@@ -323,7 +324,7 @@ class Recipe:
 
     @property
     def fingerprint(self) -> str:
-        """Returns a hash of all fields that affect the result, without name, description and logging interval.
+        """Returns a hash of the fields that affect the result: all of model, data and train except ``FREE_TRAIN``.
 
         Unset fields (``None``) are left out, and removed fields are included with their last default, so that neither
         adding nor removing a field changes the hash of older runs.

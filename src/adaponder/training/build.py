@@ -20,10 +20,10 @@ from adaponder.recipes import Recipe, load_recipe
 
 
 def with_method(recipe: Recipe, out: Path | None = None, resume: str | None = None) -> Recipe:
-    """Returns the recipe with the method of the checkpoint to train from, if ``model.method`` is ``None``.
+    """Returns the recipe; if its ``model.method`` is ``None``, sets it to the method of the checkpoint to train from.
 
-    A resumed run has the method of its folder ``out`` or of the checkpoint that ``resume`` names, so that it continues
-    even if the checkpoint that it was started from is gone.
+    A resumed run takes the method from its folder ``out`` or from the checkpoint that ``resume`` names, so that it
+    continues even if the checkpoint with which it began is gone.
     """
     if recipe.model.method is not None:
         return recipe
@@ -103,7 +103,10 @@ def _refuse_unknown(backbone: dict[str, Any]) -> None:
 
 
 def _from_checkpoint(name: str, settings: dict[str, Any]) -> AdaPonderForCausalLM:
-    """Builds a model with a recipe's ``settings`` and a checkpoint's weights, only the backbone's if methods differ."""
+    """Returns a model with a recipe's ``settings`` and the weights of a checkpoint.
+
+    If ``settings`` has another method than the checkpoint, only the weights of its backbone are used.
+    """
     opened = open_checkpoint(name, dtype="float32")
     model = opened.model
     if not isinstance(model, AdaPonderForCausalLM) or opened.recurrence["method"] != settings["method"]:

@@ -45,7 +45,7 @@ def save_checkpoint(
     texts: dict[str, str] | None = None,
     adapters: dict[str, Tensor] | None = None,
 ) -> None:
-    """Writes a checkpoint, or nothing if that fails; ``texts`` maps names of further files to their content."""
+    """Writes a checkpoint atomically; ``texts`` maps the names of further files to their contents."""
     partial = folder.with_name(f"{_PARTIAL}{folder.name}")
     with saving(folder, partial=partial, intact="earlier checkpoints are untouched", overwrite=True):
         model.save_pretrained(partial, state_dict=weights, manifest=False)  # the manifest is written last
@@ -86,9 +86,10 @@ def newest_complete(run: Path) -> tuple[Path | None, list[str]]:
 
 
 def prune(run: Path, count: int, *, saved: Path) -> None:
-    """Keeps the newest ``count`` checkpoints up to the one just ``saved``; removes others and interrupted saves.
+    """Keeps ``saved``, the checkpoint just written, and the ``count - 1`` before it; removes all others.
 
-    Checkpoints of steps after ``saved`` are removed too: they are damaged, or their steps are trained again.
+    Checkpoints of later steps are removed too, because they are damaged or their steps are trained again, and so are
+    the leftovers of interrupted saves.
     """
     folders = sorted((run / "checkpoints").glob("step-*"))
     current = [folder for folder in folders if folder.name <= saved.name]
@@ -160,7 +161,7 @@ def random_states(world: World) -> list[dict[str, str]]:
 
 
 def restore_random_state(states: dict[str, str], device: torch.device) -> None:
-    """Restores one process's entry of :func:`random_states`: the CPU's state and, if it is there, the device's."""
+    """Restores one process's entry of :func:`random_states`: the CPU's state and, if saved, the device's."""
     tensors = {kind: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8) for kind, state in states.items()}
     torch.set_rng_state(tensors[CPU])
     if device.type != CPU and device.type in tensors:
@@ -175,7 +176,10 @@ class Saver:
         self.tokenizer_files = with_padding(shards.tokenizer_files(), model)
 
     def save(self, step: int, controller: DepthController | None, optimizer: torch.optim.Optimizer | None) -> Path:
-        """Writes the checkpoint of ``step`` and prunes others; with ``optimizer=None``, writes the final model."""
+        """Writes the checkpoint of ``step`` and removes old ones; if ``optimizer`` is ``None``, writes the final model.
+
+        Returns the folder. Raises if a weight or a moment is not finite.
+        """
         folder = self.run / "final" if optimizer is None else step_folder(self.run, step)
         weights, moments = weights_of(self.model), optimizer and optimizer_state(optimizer)
         if (overflow := first_not_finite((weights | (moments or {})).items())) is not None:

@@ -1,13 +1,13 @@
-"""Steers the ponder loss towards a mean depth (beyond the paper, which sets weight and k by hand).
+"""Steers the ponder loss towards a target mean depth. (The paper has no controller: weight and k are set by hand.)
 
-The ponder loss is the mean of the lowest share k of all gates. The mean depth equals the target if a share
-``(K - target) / (K - 1)`` of tokens halts at the first gate and the others never halt; the initial k is the share of
-gates that this closes, ``(K - target) / (K - 1)**2``. From step ``ponder_full`` on, a number ``u``, the pressure,
-scales both ``k = initial k * exp(u)`` and ``weight = ponder_weight * exp(u)``. It integrates the error of the mean
-depth, with one exception: gates need many steps to fall below tau and hardly ever rise again, so ``u`` does not rise
-while the depth expected from the gates' probabilities is already below the target.
+The ponder loss is the mean of the lowest share k of all gates. If a share ``(K - target) / (K - 1)`` of tokens halts
+at the first gate and the other tokens never halt, the mean depth is the target, and ``(K - target) / (K - 1)**2`` of
+all gates are closed: this share is the initial k. From step ``ponder_full`` on, ``k = initial k * exp(u)`` and
+``weight = ponder_weight * exp(u)``, where ``u``, the pressure, integrates the error of the mean depth. There is one
+exception: while the depth expected from the gates' probabilities is already below the target, ``u`` does not rise,
+because gates need many steps to fall below tau and hardly ever rise again.
 
-The controller can only close gates. Where cross-entropy alone closes them, the mean depth ends below the target.
+The controller can only close gates: if cross-entropy alone closes too many, the mean depth stays below the target.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _LARGEST = math.log(32.0)
 
 @dataclass
 class DepthController:
-    """Adds ``gain * (mean depth - target) / (K - 1)`` to ``pressure`` every ``every`` steps, from step ``start`` on."""
+    """Adjusts ``pressure``, the log of a factor on ponder weight and k, so that the mean depth reaches ``target``.
+
+    From step ``start`` on, adds ``gain * (mean depth - target) / (K - 1)`` to ``pressure`` every ``every`` steps.
+    """
 
     target: float  # the mean depth to reach
     iterations: int  # K
@@ -64,7 +67,7 @@ class DepthController:
         return step >= self.start and (step + 1 - self.start) % self.every == 0
 
     def update(self, sums: Tensor) -> None:
-        """Updates the pressure from ``sums``, added over all processes, and resets the sums of this process."""
+        """Updates the pressure from ``sums``, the totals over all processes; resets the sums of this process."""
         tokens, depths, expected = sums.tolist()
         error = (depths / tokens - self.target) / (self.iterations - 1)
         if error > 0 and expected / tokens < self.target:
@@ -73,7 +76,7 @@ class DepthController:
         self.sums = torch.zeros_like(self.sums)
 
     def state(self, sums: Tensor) -> dict[str, Any]:
-        """Returns the state for a checkpoint; ``sums`` are added over all processes."""
+        """Returns the state for a checkpoint; ``sums`` are the totals over all processes."""
         return {"pressure": self.pressure, "seen": sums.tolist()}
 
 

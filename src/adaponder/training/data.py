@@ -65,9 +65,10 @@ def sampler_of(recipe: Recipe, shards: Shards) -> Sampler:
 
 
 def model_inputs(batch: Batch, *, across: bool) -> dict[str, Tensor]:
-    """Returns tensor arguments of ``forward``; masked targets are -100.
+    """Returns a batch as tensor arguments of ``forward``; a target that does not count in the loss is -100.
 
-    ``across``: whether tokens attend to the documents before their own in the window.
+    ``across``: whether tokens attend to earlier documents of their window. If not, the first token of a document does
+    not count as a target.
     """
     tokens, documents = torch.from_numpy(batch.tokens), torch.from_numpy(batch.documents)
     inputs = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:].clone()}
@@ -96,12 +97,15 @@ class MicroBatches:
         self.count = share // self.size
 
     def draw(self, step: int) -> list[Batch]:
-        """Returns this process's windows by micro-step; in each, all processes together take consecutive windows."""
+        """Returns this process's windows, one batch per micro-step.
+
+        The windows of all processes in one micro-step are consecutive windows of the step.
+        """
         first = [(index * self.world.size + self.world.rank) * self.size for index in range(self.count)]
         return [self.sampler.part(step, window, self.size) for window in first]
 
     def inputs(self, step: int) -> list[dict[str, Tensor]]:
-        """Returns the model's tensor arguments by micro-step; a window's seed does not depend on micro-batch sizes."""
+        """Returns ``forward``'s arguments per micro-step; a window's seed does not depend on micro-batch sizes."""
         arguments = []
         for batch in self.draw(step):
             seeds = sequence_seeds(self.recipe.train.seed, (step << 32) + torch.from_numpy(batch.windows))
@@ -109,9 +113,9 @@ class MicroBatches:
         return arguments
 
     def mean_targets(self, inputs: list[dict[str, Tensor]]) -> Tensor:
-        """Returns the step's mean number of targets per forward, by which each forward divides its cross-entropy.
+        """Returns the mean number of targets per forward of the step; each forward divides its summed loss by it.
 
-        The losses, averaged over micro-steps and processes, are then the mean over all targets of the step.
+        The mean of these losses over micro-steps and processes is then the mean over all targets of the step.
         """
         local = sum(int((arguments["targets"] != -100).sum()) for arguments in inputs)
         # Creating the tensor on the device would make the host wait.

@@ -61,7 +61,10 @@ class World:
 
 @contextmanager
 def join(device: str) -> Iterator[World]:
-    """Joins the process group that torchrun set up in the environment; without torchrun, there is one process."""
+    """Context manager that yields this process's :class:`World`; leaves the process group when the block ends.
+
+    Joins the process group that torchrun describes in the environment; without torchrun, there is one process.
+    """
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     target = as_device(device)
     if target.type == "cuda":
@@ -101,7 +104,7 @@ def wrap(model: AdaPonderForCausalLM, world: World, *, parallel: str) -> nn.Modu
 
 
 def accumulating(called: nn.Module, *, last: bool) -> Any:
-    """Returns a context manager that reduces gradients over processes only in the last micro-step."""
+    """Returns a context manager in which backward averages gradients over processes only if ``last`` is true."""
     if isinstance(called, nn.parallel.DistributedDataParallel) and not last:
         return called.no_sync()
     if hasattr(called, "set_requires_gradient_sync"):
@@ -112,8 +115,8 @@ def accumulating(called: nn.Module, *, last: bool) -> Any:
 def global_bottom_k_mean(world: World) -> Any:
     """Returns a ``bottom_k_mean`` that ranks the gates of all processes together.
 
-    In each process it is the sum over the process's own gates divided by the global count, times the number of
-    processes, because gradients are averaged over processes.
+    In each process it returns the sum of the process's own gates that are among the lowest, divided by the number of
+    lowest gates in all processes and multiplied by the number of processes, because gradients are averaged over them.
     """
 
     def mean(values: Tensor, fraction: float) -> Tensor:

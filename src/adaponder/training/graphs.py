@@ -1,8 +1,8 @@
-"""Runs the forward and backward of training steps as CUDA graphs, each launched by a single call of the host.
+"""Runs the forward and backward of training steps as CUDA graphs, each started by a single call of the host.
 
 A graph needs constant shapes. In compact execution each pass computes a constant number of rows, a few more than the
-latest step needed. After the forward, the host compares this number with the number of active tokens; if there were
-more, the forward is computed again without a graph.
+latest step needed. After the forward, the host compares this number with the number of active tokens; if more tokens
+were active, the forward is computed again without a graph.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST = 16
 
 
 class Recorded(NamedTuple):
-    """The graphs of a forward and its backward; they read ``inputs``, write ``output`` and add to ``grad``."""
+    """The graphs of a forward and its backward, which read ``inputs``, write ``output`` and add to each ``grad``."""
 
     inputs: dict[str, Tensor]
     output: Any
@@ -38,7 +38,8 @@ class Recorded(NamedTuple):
 class StepGraphs:
     """Runs forward and backward eagerly at first, then as CUDA graphs, which share a memory pool.
 
-    ``patience`` is the number of eager calls with equal settings before a capture, in compact execution at least 1.
+    ``patience`` is the number of eager calls with equal settings before a capture. In compact execution it must be at
+    least 1, because the first call counts the rows of each pass.
     """
 
     def __init__(self, model: AdaPonderForCausalLM, execution: str, *, patience: int = 16):
@@ -56,8 +57,8 @@ class StepGraphs:
     def run(self, settings: Any, inputs: dict[str, Tensor], forward: Forward, *, share: int = 1) -> Any:
         """Runs ``forward``, adds the gradients of ``loss / share`` and returns the output, detached.
 
-        Calls with equal ``settings`` must have equivalent ``forward`` functions. The next call may overwrite the
-        output.
+        Calls with equal ``settings`` must pass functions ``forward`` that compute the same, because a graph of an
+        earlier call may run instead. The next call may overwrite the output.
         """
         if settings != self.settings:
             self.settings = settings
@@ -125,7 +126,7 @@ class StepGraphs:
         return graph.replay, result
 
     def _hold_gradients(self) -> None:
-        """Sets each parameter's gradient to the buffer to which the graphs add, with its current value or zeros."""
+        """Makes each ``grad`` the buffer to which the graphs add; its value is kept, and ``None`` becomes zeros."""
         cleared = [buffer for parameter, buffer in self.grads.items() if parameter.grad is None]
         if cleared:
             torch._foreach_zero_(cleared)
@@ -138,7 +139,7 @@ class StepGraphs:
 def next_limits(limits: Sequence[int] | None, counts: Sequence[int], tokens: int) -> tuple[int, ...]:
     """Returns the rows per pass for the next step: ``counts`` rounded up to multiples of ``tokens / STEPS``.
 
-    A larger old limit stays, but at most one multiple above, so that small changes need no new graph.
+    A larger limit of the last step is lowered only to one multiple above, so that small changes need no new graph.
     """
     step = -(-tokens // STEPS)
     needed = [min(tokens, -(-count // step) * step) for count in counts]
@@ -146,6 +147,6 @@ def next_limits(limits: Sequence[int] | None, counts: Sequence[int], tokens: int
 
 
 def add_gradients(output: Any, share: int) -> Any:
-    """Adds the gradients of ``loss / share``; returns the output, detached."""
+    """Adds the gradients of ``loss / share`` to the parameters; returns the output, detached."""
     (output.loss / share).backward()
     return tree_map_only(Tensor, Tensor.detach, output)

@@ -276,7 +276,7 @@ class Trainer:
             self.telemetry.warn(warning[0], f"step {metrics['step']}: {prefix}{warning[1]}")
 
     def measure_before(self) -> None:
-        """Evaluates the checkpoint to train from and writes ``before.json``; a resumed run reads that file instead."""
+        """Evaluates the checkpoint to train from, if any, into ``before.json``; a resumed run reads that file."""
         path = self.run / BEFORE
         if self.validation is None or not isinstance(self.recipe.model.backbone, str):
             return
@@ -303,7 +303,7 @@ class Trainer:
         )
 
     def _validate(self, step: int) -> None:
-        """Evaluates the validation split after ``step`` and logs the result."""
+        """Evaluates the validation split, if any, after ``step`` and logs the result."""
         if self.validation is None:
             return
         self.after = scores = self.evaluate(self.recipe.train.eval_tokens)

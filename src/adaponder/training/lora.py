@@ -65,7 +65,10 @@ def merged(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def trains(name: str, train: TrainRecipe, *, backbone_trains: bool) -> bool:
-    """Returns whether the parameter ``name`` trains: gates or backbone may be frozen; LoRA trains its adapters only."""
+    """Returns whether the parameter ``name`` trains; the recipe may freeze gates, the phase the backbone.
+
+    With LoRA, only the adapters in the backbone train.
+    """
     if name.startswith("method."):
         return not train.freeze_gates
     return backbone_trains and (train.lora_rank is None or _is_adapter(name))

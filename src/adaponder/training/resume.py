@@ -88,7 +88,10 @@ def _warn(label: str, text: str) -> None:
 
 
 def _print_start(start: Start, changes: list[str], *, states: int, world: World) -> None:
-    """Prints the step at which the run continues, and how it may differ from the earlier run."""
+    """Prints the step at which the run continues, and how it may differ from the earlier run.
+
+    ``states`` is the number of processes whose random states the checkpoint holds.
+    """
     console.print(f"resuming at step {start.step} from {start.folder}", soft_wrap=True)
     if changes:
         _warn("it was trained with", f"other settings: {'; '.join(changes)}")
@@ -102,7 +105,8 @@ def is_finished(recipe: Recipe, out: Path, world: World, *, weights_only: bool, 
     """Returns whether ``out`` holds the complete final model of ``recipe``, so that nothing is left to train.
 
     If the final model has another recipe (fewer steps, say), raises and lists the differences. With ``allow_changes``,
-    or if the final model is damaged, returns false: the run continues from its newest checkpoint.
+    or if the final model is damaged, returns false: the run continues from its newest checkpoint. Raises if
+    ``allow_changes`` finds no checkpoint, and with ``weights_only``, which would overwrite the finished run.
     """
     final = out / "final"
     if not final.is_dir():
@@ -150,7 +154,7 @@ def recipe_changes(saved: dict[str, Any], recipe: Recipe) -> list[str]:
 
 
 def differences(state: dict[str, Any], recipe: Recipe, sampler: Sampler, world: World) -> list[str]:
-    """Returns ``field: old → new`` for everything in which a resumed run would differ from its checkpoint."""
+    """Returns a text such as ``field: old → new`` for each difference between a resumed run and its checkpoint."""
     changes = recipe_changes(state["recipe"], recipe)
     if state["world"] != world.size:
         changes.append(f"processes: {state['world']} → {world.size}")

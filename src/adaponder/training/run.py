@@ -102,7 +102,7 @@ def train(
 
 
 def _model_at(start: Start, recipe: Recipe, shards: Shards) -> AdaPonderForCausalLM:
-    """Returns a new model or the model of the checkpoint in ``start``, with the data's special tokens."""
+    """Returns the checkpoint's model, or a new model if ``start`` has none, with the data's special tokens."""
     if start.folder is None:
         require_own_tokenizer(recipe, shards)
         model = build_model(recipe, shards.vocab_size)
@@ -175,7 +175,7 @@ def _require_own_checkpoint(out: Path, resumed: Path) -> None:
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Context manager that yields ``stop_requested()``: whether SIGINT or SIGTERM arrived. A second signal exits."""
+    """Context manager that yields a function: whether SIGINT or SIGTERM arrived. A second signal ends the process."""
     signals: list[int] = []
 
     def handle(number: int, frame: Any) -> None:

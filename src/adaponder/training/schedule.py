@@ -26,7 +26,7 @@ class Phase:
 
 
 def phases(train: TrainRecipe) -> list[Phase]:
-    """Returns the non-empty phases of a run: in the first only the method's parameters train, in the second all."""
+    """Returns the non-empty phases of a run: one that trains only the method's parameters, then one that trains all."""
     frozen = train.freeze_backbone_steps
     both = [Phase(0, frozen, False), Phase(frozen, train.steps, True)]
     return [phase for phase in both if phase.end > phase.start]
@@ -64,7 +64,7 @@ def exit_entropy_at(train: TrainRecipe, step: int) -> float | None:
 
 
 def objective_at(train: TrainRecipe, step: int) -> Objective:
-    """Returns the objective of ``step``: cross-entropy (eq. 11), from ``ponder_start`` on also eq. 12 to 14."""
+    """Returns the objective of ``step``: cross-entropy (eq. 11), in stage 2 also the ponder loss (eq. 12 to 14)."""
     fraction = ponder_fraction(step, start=train.ponder_start, full=train.ponder_full, k_max=train.k_max)
     weight = train.ponder_weight if step >= train.ponder_start else 0.0
     return Objective(
@@ -89,9 +89,10 @@ def policy_at(train: TrainRecipe, method: Method, step: int) -> Policy | None:
 
 
 def named_groups(model: nn.Module, train: TrainRecipe) -> list[dict]:
-    """Returns AdamW's parameter groups with parameter names, peak learning rate, weight decay and first step.
+    """Returns AdamW's parameter groups, each with parameter names, peak learning rate, weight decay and first step.
 
-    There are up to four: matrices (with weight decay) and vectors (without) of the backbone and of the method.
+    Backbone and method have one group of matrices, with weight decay, and one of vectors, without; empty groups are
+    left out.
     """
     gate_lr = train.lr if train.gate_lr is None else train.gate_lr
     pressed = isinstance(model, AdaPonderForCausalLM) and model.method.has_ponder_term
@@ -117,7 +118,7 @@ def build_optimizer(model: nn.Module, train: TrainRecipe) -> torch.optim.AdamW:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, train: TrainRecipe, step: int) -> float:
-    """Sets each group's learning rate, 0 before the group's first step; returns the backbone's."""
+    """Sets each group's learning rate, which is 0 before the group's first step; returns that of the backbone."""
     factor = learning_rate_factor(train, step)
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * factor if step >= group["start"] else 0.0

@@ -16,9 +16,9 @@ from adaponder.training.watch import member_of
 class PonderSFTTrainer(SFTTrainer):
     """``SFTTrainer`` for an AdaPonder model: TRL's data handling, and the loss of the model's own forward.
 
-    The stock ``SFTTrainer`` replaces a model's forward by one that computes cross-entropy only. Here the forward stays,
-    so that with :class:`adaponder.integrations.PonderCallback` the loss has the ponder term. Packed conversations do
-    not attend to each other.
+    The stock ``SFTTrainer`` replaces a model's forward by one that computes cross-entropy only. This class keeps the
+    model's forward, so that with :class:`adaponder.integrations.PonderCallback` the loss has the ponder term. Packed
+    conversations do not attend to each other.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):

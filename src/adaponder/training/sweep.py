@@ -77,11 +77,11 @@ def plan(
     seeds: Sequence[int] = (),
     out: Path | None = None,
 ) -> list[PlannedRun]:
-    """Returns the runs of the sweep: every combination of values with the first seed, then with the next.
+    """Returns the runs of the sweep: every combination of values, first with the first seed, then with the next.
 
-    ``grids`` are axes as text, see :func:`parse_axis`. With ``one_at_a_time``, the runs are the recipe itself and the
-    recipe with each other value of each axis, one changed field at a time. A recipe that leaves the method to its
-    checkpoint has the method of the runs in ``out``, if there are any.
+    ``grids`` are axes as text, see :func:`parse_axis`. With ``one_at_a_time``, the runs are the recipe itself and, for
+    each other value of each axis, the recipe with this one field changed. If the recipe leaves the method to its
+    checkpoint, the method is that of the runs in ``out``, if there are any.
     """
     earlier = None if out is None else next((path.parent for path in sorted(out.glob("*/recipe.yaml"))), None)
     base, axes = with_method(load_recipe(name, overrides), earlier, "auto"), [parse_axis(text) for text in grids]
@@ -201,12 +201,12 @@ class RunSummary:
 
 
 def requested_depth(recipe: Recipe, config: AdaPonderConfig | None) -> float | None:
-    """Returns the mean depth that the objective of the recipe's last step aims at.
+    """Returns the mean depth at which the objective of the recipe's last step aims, or ``None`` if it aims at none.
 
-    With a ponder loss, which pushes the lowest share k of the K - 1 gates per token towards closed, that is
-    ``K - k (K - 1)``, because a closed gate saves one iteration, or ``train.target_depth``, if set. The measured
+    With a ponder loss this is ``train.target_depth``, if set, else ``K - k (K - 1)``: the loss pushes the lowest share
+    k of the K - 1 gates per token towards closed, and a closed gate saves one iteration. The measured
     ``validation_depth`` may be higher (these gates need not close) or lower (a token that halts skips its later gates).
-    For mor the requested depth is the sum of the capacities, for methods that never halt K, for others ``None``.
+    For other methods see their ``requested_depth``. ``config=None`` (not known yet) gives ``None``.
     """
     if config is None:
         return None
@@ -315,7 +315,7 @@ def _examine(run: PlannedRun, folder: Path, prepared: Path) -> RunSummary:
 
 
 def rows_left(run: PlannedRun, summary: RunSummary) -> float:
-    """Returns the tokens times K that a run must still compute, to which its remaining time is about proportional."""
+    """Returns K times the tokens that a run must still compute; its remaining time is about proportional to this."""
     per_step = run.recipe.train.global_batch * run.recipe.data.sequence * (summary.iterations or 1)
     return float((summary.steps - summary.step) * per_step)
 
@@ -332,8 +332,8 @@ def carry_out(
 ) -> Iterator[tuple[int, RunSummary]]:
     """Trains or resumes every run that is not finished and yields ``(index, summary)`` after each.
 
-    A failed run does not end the sweep, a stopped run does. ``starting`` is called before each run with its index, its
-    summary and the estimated seconds until the sweep ends, ``None`` before the first run.
+    A failed run does not end the sweep, but a stopped run does. ``starting`` is called before each run with its index,
+    its summary and the estimated seconds until the sweep ends, which are ``None`` before the first run.
     """
     rows, seconds = 0.0, 0.0  # rows computed by this sweep so far, and the time that they took
     waiting = [index for index, summary in enumerate(summaries) if summary.status == PENDING]

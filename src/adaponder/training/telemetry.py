@@ -46,9 +46,9 @@ _LIVE_ONLY = {"ponder", "lr", "grad_norm"}
 
 @contextmanager
 def room_to_write(what: str | Path | None = None) -> Iterator[None]:
-    """Context manager that converts an ``OSError`` to a ``TrainingError``: ``what`` could not be written.
+    """Context manager that converts an ``OSError`` to a ``TrainingError``, which says that ``what`` was not written.
 
-    Without ``what``, only errors of a full disk are converted, and the message names the file of the ``OSError``.
+    If ``what`` is ``None``, only errors of a full disk are converted, and the message names the ``OSError``'s file.
     """
     try:
         yield
@@ -154,7 +154,7 @@ def _join_wandb(project: str, folder: Path) -> Any:
 
 
 def _drop_from(path: Path, start: int) -> None:
-    """Removes truncated lines and the lines of step ``start`` and later steps, which will be trained again."""
+    """Removes from ``metrics.jsonl`` truncated lines and lines from step ``start`` on, which is trained again."""
     if path.is_file():
         earlier = [line for line in path.read_text().splitlines() if _step(line) < start]
         write_whole(path, "".join(line + "\n" for line in earlier).encode(), TrainingError)

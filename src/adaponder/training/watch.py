@@ -95,7 +95,8 @@ def utilisation(
 def collapse(metrics: dict[str, Any], train: TrainRecipe, *, pressed: bool = True) -> tuple[str, str] | None:
     """Returns (kind, message) of a warning if the gates no longer distinguish tokens, else ``None``.
 
-    ``pressed``: whether the loss has a ponder term. Without it, gates may stay open and there is no stage 1.
+    ``pressed``: whether the loss has a ponder term. If not, there is no warning of gates that all stay open, nor of
+    gates that close in stage 1.
     """
     step, halted, gates = metrics["step"], metrics["halted"], metrics.get("gate_means", [])
     if not halted:
@@ -150,7 +151,11 @@ class DepthCounts:
                 self.last = counts
 
     def evaluated(self, batches: Any) -> None:
-        """Adds the last forward to the counts of the evaluation over ``batches``; drops those of an earlier one."""
+        """Adds the last forward to the counts of an evaluation.
+
+        ``batches`` is the data loader of the evaluation: if it is a new one, the counts of the earlier evaluation are
+        dropped first.
+        """
         if batches is not self.batches:
             self.sums.pop(False, None)
         if self.last is not None:
@@ -169,7 +174,7 @@ class DepthCounts:
     def take(self, *, training: bool) -> dict[str, float]:
         """Returns mean ``depth`` and ``halted_1 … halted_{K-1}``, the shares of tokens with depth at most 1 … K-1.
 
-        Resets the counts; empty if no token was counted since the last call.
+        Resets these counts. Returns an empty dict if no token was counted since the last call.
         """
         counts = self.sums.pop(training, None)
         if counts is None or not counts.sum():

@@ -18,17 +18,17 @@ def _of_backbone(name: str) -> Any:
 
 
 class AdaPonderConfig(PreTrainedConfig):
-    """The backbone's config and the recurrence around the backbone; fields for training alone are kept, but not used.
+    """The backbone's config and the recurrence around the backbone; fields that only training uses have no effect.
 
     Attributes:
         backbone_config: config of the stock decoder.
         method: ``adaponder``, or ``ponder``, which has no gates.
         iterations: K, the maximum number of passes over a token.
         tau: a token halts once its gate s < tau; 0 gives every token K passes.
-        gate_width: hidden width of a gate as a multiple of the hidden size; 0 makes it linear.
+        gate_width: hidden width of a gate as a multiple of the hidden size; 0 makes the gate linear.
         shared_gate: one gate for all iterations instead of one each.
-        embedding_scale: factor on the embeddings of tokens and on expected embeddings.
-        initial_multiplier: further factor on the embeddings of tokens.
+        embedding_scale: factor by which token embeddings and expected embeddings are multiplied.
+        initial_multiplier: further factor by which only token embeddings are multiplied.
         expectation_top_k: compute expected embeddings over the k likeliest tokens; ``None``: over the whole vocabulary.
         reuse: what a halted token keeps; only ``state`` is supported: keys, values and hidden state.
     """

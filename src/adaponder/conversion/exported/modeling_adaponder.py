@@ -6,8 +6,8 @@ but the last, a gate reads each token's hidden state; a token whose gate is belo
 keeps its keys, values and hidden state. The expected next embedding is added to the input of an active token. Without
 gates (``method: ponder``) every token takes K passes.
 
-``_ponder`` is Algorithm 1. A halted token keeps its keys and values (eq. 10) in two equal ways: ``_read_all`` computes
-every token, for training, and ``_read_active`` computes active tokens only, with a cache.
+``_ponder`` is Algorithm 1. Two functions run its passes so that a halted token keeps its keys and values (eq. 10), with
+equal results: ``_read_all`` computes every token, for training, and ``_read_active`` only active tokens, with a cache.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Gate(nn.Module):
 
 
 class Gates(nn.Module):
-    """The gates of all iterations; without gates (``method: ponder``) the result is 1 for every token."""
+    """The gates of all iterations; without gates (``method: ponder``), ``forward`` returns 1 for every token."""
 
     def __init__(self, config: AdaPonderConfig):
         super().__init__()
@@ -168,7 +168,7 @@ class PonderCache(Cache):
 
 
 class OnePass(Cache):
-    """The cache of one pass; ``answer(layer, new)`` maps new (keys, values) to the (keys, values) to attend to."""
+    """The cache of one pass; ``answer(layer, new)`` returns the (keys, values) to attend to, given the new ones."""
 
     def __init__(self, answer: Callable[[int, tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]):
         super().__init__(layers=[])
@@ -180,7 +180,13 @@ class OnePass(Cache):
 
 
 class Tokens(NamedTuple):
-    """The tokens of a forward, ``[batch, time]``; ``real`` is false for padding; ``past``: number of cached slots."""
+    """The tokens of a forward.
+
+    Attributes:
+        real: false for padding, ``[batch, time]``.
+        position: position of each token, ``[batch, time]``.
+        past: number of slots in the cache before this forward.
+    """
 
     real: Tensor
     position: Tensor
@@ -188,7 +194,7 @@ class Tokens(NamedTuple):
 
 
 def scattered(where: Tensor, rows: Tensor) -> Tensor:
-    """Returns ``[batch, time, …]`` with ``rows`` in order where ``where [batch, time]`` is true, and 0 elsewhere."""
+    """Returns ``[batch, time, …]``: ``rows``, in order, at the true entries of ``where [batch, time]``, else 0."""
     grid = rows.new_zeros(*where.shape, *rows.shape[1:])
     grid[where] = rows
     return grid
@@ -215,7 +221,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: nn.Module) -> None: ...  # weights are loaded
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Recomputes each pass in backward; layers that checkpoint themselves would drop the cache."""
+        """Makes backward compute each whole pass again, because layers that checkpoint themselves drop the cache."""
         if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
             raise ValueError("gradient_checkpointing_kwargs: only use_reentrant=False works with reused keys")
         self.gradient_checkpointing = True
@@ -258,8 +264,8 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
             attention_mask: 0 for padding, left or right; with a cache, over cached tokens too.
             position_ids: by default real tokens are counted from 0, so that left padding changes nothing.
             past_key_values: the cache of the forward to continue.
-            labels: shifted inside; -100 is ignored, as are predictions made at padding.
-            use_cache: return a cache, with which halted tokens are skipped; without a cache they are computed too.
+            labels: ``[batch, time]``, shifted by ``forward``; -100 and predictions made at padding do not count.
+            use_cache: return a cache. With a cache, halted tokens are not computed; without one, all tokens are.
             logits_to_keep: only the last n positions' logits, or those at the given indices; 0 keeps all.
             max_iterations: limit on each token's iterations.
             num_items_in_batch: divisor of the summed loss; by default the number of targets.
@@ -324,7 +330,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         return states, depth, gates
 
     def expected_embedding(self, hidden: Tensor) -> Tensor:
-        """Returns ``softmax(head(h)) @ table`` of rows ``[rows, d]``, the table scaled as embeddings are (eq. 6-8)."""
+        """Returns ``embedding_scale * softmax(head(h)) @ table`` for each row h of ``hidden [rows, d]`` (eq. 6-8)."""
         table, top_k = self._table(hidden.device), self.config.expectation_top_k
         head, wide, parts = self.get_output_embeddings(), torch.promote_types(hidden.dtype, torch.float32), []
         for rows in hidden.split(max(1, _LOGITS_AT_ONCE // table.shape[0])):
@@ -336,7 +342,7 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         return torch.cat(parts) * self.config.embedding_scale
 
     def _table(self, device: torch.device) -> Tensor:
-        """Returns the embedding of every id, ``[vocabulary, d]``; runs the module if it is adapted or offloaded."""
+        """Returns the embedding table, ``[vocabulary, d]``; an adapted or offloaded module is called with every id."""
         embedding = self.get_input_embeddings()
         if type(embedding) is nn.Embedding and embedding.weight.device.type != "meta":
             return embedding.weight
@@ -367,9 +373,10 @@ class AdaPonderForCausalLM(PreTrainedModel, GenerationMixin):
         return read
 
     def _read_active(self, tokens: Tokens, cache: PonderCache) -> Read:
-        """Returns a function that runs a pass over active tokens; keys and values of all others come from the cache.
+        """Returns a function that runs a pass over active tokens; the cache has keys and values of all other tokens.
 
-        Sequences with equally many active tokens are computed together, so decoding takes one pass per iteration.
+        Sequences with equally many active tokens are computed together. In decoding every active sequence has one, so
+        that each iteration takes one pass.
         """
         cache.extend(tokens.real)
 
@@ -459,7 +466,7 @@ def _ponder_cache(cache: Any) -> PonderCache | None:
 
 
 def _arrange(embedded: Tensor, mask: Tensor | None, position: Tensor | None, cache: PonderCache | None) -> Tokens:
-    """Builds :class:`Tokens`; a token's default position is the number of real tokens before it, in the cache too."""
+    """Builds :class:`Tokens`; a token's default position is the number of real tokens before it, cached ones too."""
     batch, time, _ = embedded.shape
     past = 0 if cache is None else cache.get_seq_length()
     before = torch.zeros(batch, 1, dtype=torch.long, device=embedded.device)
@@ -481,7 +488,10 @@ def _arrange(embedded: Tensor, mask: Tensor | None, position: Tensor | None, cac
 
 
 def _loss(logits: Tensor, labels: Tensor, real: Tensor, items: Tensor | int | None) -> Tensor:
-    """Returns the mean cross-entropy of the next tokens; predictions of padding do not count."""
+    """Returns the summed cross-entropy of the next tokens divided by ``items``; ``None``: by the number of targets.
+
+    Predictions made at padding do not count.
+    """
     targets = labels[:, 1:].masked_fill(~real[:, :-1], -100)
     wide = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
     count = (targets != -100).sum().clamp(min=1) if items is None else items
