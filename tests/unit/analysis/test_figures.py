@@ -341,6 +341,9 @@ def test_hardest_and_easiest_tokens(trace):
     excerpt = tokens.extremes(rising, hardest=True, count=1)[0]
     assert (excerpt.target, excerpt.depths[-1]) == (len(excerpt.words) - 1, 0), "the last word is not computed"
     assert "not computed" in tokens.as_html(excerpt)
+    apart = changed(made_up(120, documents=1), full_nll_1=np.arange(120.0), target_id=np.arange(120))
+    losses = [excerpt.remark.split("NLL ")[1].split()[0] for excerpt in tokens.extremes(apart, hardest=True, count=3)]
+    assert losses == ["119.000", "79.000", "39.000"], "excerpts of 40 tokens share none"
 
 
 def test_a_token_of_several_lines_has_a_closed_box_on_each():

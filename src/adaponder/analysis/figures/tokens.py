@@ -124,7 +124,7 @@ def extremes(trace: Trace, *, hardest: bool, count: int = 6) -> list[Excerpt]:
     # Many of the extreme predictions are of one word: far more than ``count`` are considered.
     order = np.argsort(-loss[learned] if hardest else loss[learned], kind="stable")[: 500 * count]
     for row in learned[order].tolist():
-        if not any(ids[row] == ids[other] or abs(row - other) <= BEFORE + AFTER for other in rows):
+        if not any(ids[row] == ids[other] or abs(row - other) < BEFORE + 2 + AFTER for other in rows):
             rows.append(row)
         if len(rows) == count:
             break
