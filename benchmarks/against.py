@@ -2,8 +2,8 @@
 
     python benchmarks/against.py OTHER --device cuda --case train-70m --case decode-410m-64
 
-OTHER is a checkout of another commit. Two processes build the same model, one with the package of each tree, and warm
-up. Then they take turns, a few steps each. The result is the median of the ratios of neighbouring turns.
+OTHER is a checkout of another commit. Two processes build the same model, each with the package of one checkout, and
+warm up. Then they take turns of a few steps. The result is the median over rounds of this checkout's time / OTHER's.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def _decode(shape: str, lanes: int, device: Any) -> Callable[[], float]:
 
 
 def compare(other: Path, case: str, *, device: str, rounds: int, steps: int) -> dict[str, Any]:
-    """Returns the median seconds of a step in both trees, and the median ratio of their turns.
+    """Returns the median seconds of a step in each checkout, and the median of (this one's seconds) / (the other's).
 
-    A ratio below 1 means that this tree is faster. The tree that goes first changes from round to round.
+    A ratio below 1 means that this checkout is faster. The checkout that goes first changes from round to round.
     """
     workers, turns = [], ([], [])
     for tree in (HERE.parents[1], other):

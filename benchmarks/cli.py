@@ -1,4 +1,4 @@
-"""Builds the command lines of benchmarks and experiments, with the options and exit codes of adaponder's."""
+"""Builds the command lines of benchmarks and experiments; options and exit codes work as in ``adaponder``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def program(name: str, about: str, commands: Mapping[str, Callable[..., Any]]) -
 
 
 def tuples(option: str, texts: Sequence[str] | None, count: int, kind: type, interval: str) -> list[tuple]:
-    """Parses an option that may be repeated, each time with ``count`` numbers, such as ``1,2,3``."""
+    """Parses the values of a repeated option, each of ``count`` numbers such as ``1,2,3``; raises for another count."""
     values = {text: listed(option, text, kind, interval) for text in texts or ()}
     if wrong := [text for text, numbers in values.items() if len(numbers) != count]:
         raise InputError(f"{option} {wrong[0]} must be {count} numbers separated by commas")

@@ -1,4 +1,4 @@
-"""Times decoding of our engine and of others, by number of lanes, context length and depth."""
+"""Times decoding in our engine and in other implementations, by number of lanes, context length and depth."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(
     dtype: Annotated[Precision | None, opt("bfloat16 (GPU), float16 or float32 (CPU).", "NAME")] = None,
     options: Common,
 ) -> dict[str, Any]:
-    """Time decoding in the engine, beside generate and Hugging Face: by lanes, context length and depth.
+    """Time decoding in our engine, with generate() and with Hugging Face, by lanes, context length and depth.
 
     [dim]python -m benchmarks decode --device cuda --subset[/]
 
@@ -99,7 +99,10 @@ def row_of(case: DecodeCase, measure: Callable[[DecodeCase], Row]) -> Row:
 
 
 def compare(rows: Sequence[Row]) -> None:
-    """Sets ``times_engine``: tokens/s relative to the engine at full depth, without drafting, with as many lanes."""
+    """Sets ``times_engine``: tokens/s of the engine relative to the same case without drafting and at full depth.
+
+    If the model decides depth in a case, it also does so in the case for comparison. Other sides get ``None``.
+    """
     speeds = {row["name"]: row.get("tokens_per_second") for row in rows}
     for row in rows:
         case = DecodeCase(**{name: row[name] for name in DecodeCase.__dataclass_fields__})

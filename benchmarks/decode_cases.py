@@ -26,11 +26,11 @@ class DecodeCase:
     """A measurement of decoding, with ``lanes`` sequences at a time and prompts of ``context`` tokens.
 
     Attributes:
-        side: the implementation that decodes: one of ``ENGINE``, ``DRAFTING``, ``VANILLA`` and ``OUTSIDE``.
+        side: the implementation that decodes: ``ENGINE``, ``DRAFTING``, ``VANILLA`` or a key of ``OUTSIDE``.
         shape: a name in :data:`SHAPES`, or a checkpoint.
         depth: forced mean depth; ``None``: the model decides.
-        kind: ``steady``: every lane decodes. ``memory``: many requests share a KV cache with rows for ``lanes``
-            sequences of full depth. ``end to end``: prompts are included.
+        kind: ``steady``: only decoding is timed, with all lanes busy. ``memory``: many requests share a KV cache with
+            rows for ``lanes`` sequences of full depth. ``end to end``: prefill is timed too.
         new: tokens to generate per request, unless the kind is ``steady``.
     """
 
@@ -60,8 +60,8 @@ def cases(
 ) -> list[DecodeCase]:
     """Returns the cases of all shapes; consecutive cases use the same model.
 
-    The engine runs with every number of lanes and every context at full depth, with every depth at the middle context,
-    and with limited memory. Drafting runs with the fewest lanes, other sides also with the number nearest to 64.
+    The engine runs at full depth with every pair of lanes and context, at every depth with the middle context, and with
+    limited memory. Drafting runs with the fewest lanes; other sides, with the fewest and with those nearest to 64.
     """
     many = min(lanes, key=lambda count: abs(count - 64))
     short, middle = min(contexts), sorted(contexts)[len(contexts) // 2]

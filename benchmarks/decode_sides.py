@@ -1,4 +1,4 @@
-"""Measures the cases of ``benchmarks decode`` in the engine, with ``generate``, and with Hugging Face's."""
+"""Measures the cases of ``benchmarks decode`` in the engine, with our ``generate`` and with that of Hugging Face."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _UNKNOWN += ("idle_share", "accepted_share")
 
 
 def as_row(rates: Numbers, *, shares: Numbers = (1.0,), first: Numbers = (), between: Numbers = (), **more: Any) -> Row:
-    """Returns the measured fields of a record's row, from the tokens/s in each timed interval.
+    """Returns the measured fields of a record's row; ``rates`` are the tokens/s in each timed interval.
 
-    ``shares`` are the shares of timed tokens with depth 1, 2, …; ``first`` has the seconds from a request to its first
-    token, ``between`` those from a token to the next of its sequence.
+    ``shares`` are the shares of timed tokens with depth 1, 2, …; ``first`` has the seconds from each request to its
+    first token, ``between`` the seconds between consecutive tokens of a sequence.
     """
     row = {"tokens_per_second": statistics.median(rates), "spread": spread(rates), "rates": list(rates)}
     row |= {"mean_depth": mean_depth(shares)} | dict.fromkeys(_UNKNOWN)
@@ -67,8 +67,8 @@ def open_checkpoint(checkpoint: str, data: str, dtype: str, device: torch.device
 class Sides:
     """Measures cases one after the other; a model stays in memory until a case needs another model.
 
-    ``steps`` are the keyword arguments of :func:`steady`. ``opened``, a checkpoint and the token ids of a text,
-    replaces the case's shape and random prompts. ``copy_rate`` is in bytes per second.
+    ``steps`` are the keyword arguments of :func:`steady`. ``opened``, if given, is a model that is measured in place of
+    a random one, and the token ids of a text from which prompts are cut. ``copy_rate`` is in bytes per second.
     """
 
     device: torch.device
@@ -129,7 +129,7 @@ class Sides:
         return load.run(timed), load.shares(), case.context + load.total / max(1, len(load.arrived)) / 2
 
     def _outside(self, case: DecodeCase) -> tuple[Row, Sequence[float], float]:
-        """Measures a case without the engine, from the first new token to the last; returns as :meth:`_in_engine`."""
+        """Measures a case outside the engine, after the first new token; returns what :meth:`_in_engine` returns."""
         new, model = OUTSIDE[case.side], self._model(case)
         generator = torch.Generator().manual_seed(self.seed)
         shape = case.lanes, case.context
@@ -158,8 +158,8 @@ class Sides:
 class DecodeLoad:
     """Submits the requests of a case; records when their tokens arrive, and the number of tokens of each depth.
 
-    Prompts are cut from the token ids ``prompts``, or random. ``ended`` is the number of finished requests, ``total``
-    the number of tokens, ``resident`` the number of busy lanes after each timed step.
+    Prompts are cut from the token ids ``prompts``; if these are ``None``, prompts are random. ``ended`` counts finished
+    requests, ``total`` counts tokens, and ``resident`` lists the number of busy lanes after each timed step.
     """
 
     engine: Engine
@@ -173,7 +173,7 @@ class DecodeLoad:
     total: int = 0
 
     def run(self, measure: Callable[[DecodeLoad], Any]) -> Any:
-        """Returns ``measure(self)``, then cancels all requests."""
+        """Runs ``measure(self)``, cancels all requests and returns the result."""
         if self.engine.model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.engine.model.device)
         try:
@@ -218,7 +218,7 @@ class DecodeLoad:
         return [answer for answer in self.answers.values() if answer.arrivals]
 
     def settle(self, new: int = 64) -> None:
-        """Submits a request of up to ``new`` tokens per lane; steps until all decode or no more can be admitted."""
+        """Submits a request of up to ``new`` tokens per lane; steps until all decode or the engine admits no more."""
         for _ in range(self.case.lanes):
             self.submit(min(self.engine.tokens - self.case.context, new))
         began = time.perf_counter()
@@ -238,7 +238,7 @@ class DecodeLoad:
         return [self.depths[depth] / max(1, self.depths.total()) for depth in depths]
 
     def row(self, rates: Sequence[float], *, since: float) -> Row:
-        """Returns the measured fields of the case's row, from the tokens/s of each interval after ``since``."""
+        """Returns the measured fields of the case's row, from the tokens/s ``rates`` and token gaps after ``since``."""
         counts, device = self.engine.statistics, self.engine.model.device
         return as_row(
             rates,
@@ -254,7 +254,7 @@ class DecodeLoad:
 
 
 def steady(load: DecodeLoad, *, warmup: int, repeats: int, part: int) -> Row:
-    """Times ``repeats`` intervals with all lanes decoding, each of ``part`` tokens per lane on average."""
+    """Times ``repeats`` intervals, after ``warmup`` untimed ones, with an average of ``part`` tokens per lane."""
     engine = load.engine
     load.settle(engine.tokens)
     engine.warm_up()
@@ -280,7 +280,7 @@ def steady(load: DecodeLoad, *, warmup: int, repeats: int, part: int) -> Row:
 def idle_share(load: DecodeLoad, seconds: float, launches: int = 4) -> float | None:
     """Returns the share of a tick's wall time, ``seconds``, in which the GPU was idle; ``None`` without a GPU.
 
-    GPU events time ``launches`` further launches; the GPU waits before each, so that the host can queue it completely.
+    Times ``launches`` further calls of ``runner.launch``; the GPU sleeps first, so that it never waits for the host.
     """
     engine = load.engine
     if engine.model.device.type != "cuda" or not engine.busy:
@@ -324,7 +324,7 @@ def through_memory(load: DecodeLoad) -> Row:
 
 
 def end_to_end(load: DecodeLoad, *, rounds: int = 2) -> Row:
-    """Keeps ``lanes`` requests running until ``rounds * lanes`` have finished; times all their new tokens."""
+    """Keeps ``lanes`` requests running until ``rounds * lanes`` have finished; times all of it, prefill included."""
     case, began = load.case, time.perf_counter()
     while load.ended < rounds * case.lanes:
         while len(load.answers) < min(rounds * case.lanes, load.ended + case.lanes):
@@ -338,10 +338,10 @@ def tick_bytes(
 ) -> dict[str, float]:
     """Returns the bytes that a tick reads and writes, by kind; ``shares[d - 1]`` is the share of tokens with depth d.
 
-    A tick has one row in each of ``lanes`` sequences. It reads every weight of the body once, the head if a row mixes
-    the vocabulary or ends a token, the embedding table if a row continues and the method mixes its rows, and the gate
-    of each iteration of a row. Each row reads the keys and values before it and writes its own. Activations and
-    indices, some thousandths of all bytes, are left out.
+    A tick has one row in each of ``lanes`` sequences of ``context`` tokens. It reads the layers' weights once; the head
+    if the method mixes the vocabulary or some row is its token's last; the embedding table, unless tied to the head, if
+    the method mixes the vocabulary and some row is not its token's last; and the gates of its rows. Each row reads the
+    keys and values before it and writes its own. Activations and indices, some thousandths, are left out.
     """
     method, shape, width = method_class(config.method), shape_of(config), dtype.itemsize
     slots = method.slots_per_token(config.iterations)
@@ -350,7 +350,7 @@ def tick_bytes(
     table = shape.vocabulary * shape.hidden * width
 
     def any_of(share: float) -> float:
-        """Returns the probability that at least one row has a property that a ``share`` of rows has."""
+        """Returns the probability that at least one of the rows has a property that a ``share`` of all rows has."""
         return 1 - (1 - min(1.0, share)) ** lanes
 
     gates = sum(any_of(share / depth) for share in reach[: method.gates_asked(config.iterations)])

@@ -1,7 +1,4 @@
-"""Runs a benchmark: checks the kernels, times variants after a warm-up, prints tables and writes the record.
-
-Records of benchmarks, training runs and soak tests begin with the same :func:`provenance`.
-"""
+"""Runs a benchmark: checks the kernels, times variants after a warm-up, prints tables and writes the record."""
 
 from __future__ import annotations
 
@@ -230,7 +227,7 @@ class Run:
         self.record |= {"complete": False, "metrics": self.metrics}
 
     def keep(self, **metrics: Any) -> None:
-        """Adds metrics to the record and writes it to ``--json``."""
+        """Adds metrics to the record and writes the record to ``--json``."""
         self.metrics.update(metrics)
         write_json(self.options.json, self.record)
 
@@ -255,9 +252,9 @@ class Run:
         title: Cell,
         columns: Columns,
     ) -> list[Row]:
-        """Returns a row per variant, after ``compare`` has filled in ratios to other rows.
+        """Returns a row per variant, measured or from ``--resume``; ``compare`` fills in ratios between rows.
 
-        At the end or when interrupted, prints consecutive rows with equal ``title`` in a table with these ``columns``.
+        At the end or when interrupted, prints one table with ``columns`` for consecutive rows with equal ``title``.
         """
         rows: list[Row] = []
         earlier = self._earlier_rows()
@@ -322,7 +319,7 @@ class Run:
 
 
 def provenance(device: torch.device | str, *, commit: str) -> dict[str, Any]:
-    """Returns the fields that every record begins with: date, commit, hardware and versions."""
+    """Returns the first fields of every benchmark, training and soak record: date, commit, hardware and versions."""
     return {
         "date": datetime.date.today().isoformat(),
         "commit": commit,
@@ -332,7 +329,7 @@ def provenance(device: torch.device | str, *, commit: str) -> dict[str, Any]:
 
 
 def versions(*packages: str) -> dict[str, str | None]:
-    """Returns the versions of adaponder, Python, torch, transformers, triton and further ``packages``."""
+    """Returns the versions of adaponder, Python, torch, transformers, triton and ``packages``, or ``None``."""
     installed: dict[str, str | None] = {"adaponder": __version__, "python": platform.python_version()}
     for package in ("torch", "transformers", "triton", *packages):
         try:
@@ -350,7 +347,7 @@ def device_name(device: torch.device) -> str:
 
 
 def commit_of(commit: str | None, *, required: bool, paths: Sequence[str] = MEASURED) -> str:
-    """Returns ``commit`` or, if it is ``None``, the checkout's commit, with ``-dirty`` if ``paths`` have changed."""
+    """Returns ``commit``, else git's (``-dirty`` if ``paths`` changed), else ``unknown``, or raises if ``required``."""
     if commit is not None:
         return commit
     try:
@@ -379,7 +376,10 @@ def words_of(name: str) -> list[str]:
 
 
 def select(items: Sequence[Any], only: Sequence[str] | None, always: str | None = None) -> list[Any]:
-    """Returns the items whose names contain a word of ``only`` or the part ``always``; without ``only``, all items."""
+    """Returns the items whose name contains a word of ``only`` or has the part ``always``; without ``only``, all items.
+
+    Commas and colons separate the parts of a name. Raises if no name contains a word of ``only``.
+    """
     names = {item: item.name for item in items}
     for word in only or ():
         if not any(word in name for name in names.values()):

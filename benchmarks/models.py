@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 def vocabulary_of(recipe: Recipe) -> int:
-    """Returns the vocabulary size that the recipe states, or the vocabulary size of the tokenizer that it trains."""
+    """Returns the vocabulary size of the recipe's backbone or of its tokenizer, if to be trained; else raises."""
     if not isinstance(recipe.model.backbone, dict):
         raise InputError(f"--recipe {recipe.name} continues a checkpoint: choose one with a shape in model.backbone")
     size = str(recipe.model.backbone.get("vocab_size") or recipe.data.tokenizer.removeprefix(TRAIN))
@@ -44,7 +44,7 @@ def vocabulary_of(recipe: Recipe) -> int:
 
 
 def build_ours(recipe: Recipe, method: str, device: torch.device = CPU) -> AdaPonderForCausalLM:
-    """Builds the recipe's model with ``method``, in training mode; for ``plain``, builds our ``ponder``."""
+    """Builds the recipe's model in training mode with ``method``; if that is ``plain``, with our ``ponder``."""
     method = "ponder" if method == PLAIN else method
     with device:
         return build_model(replace(recipe, model=replace(recipe.model, method=method)), vocabulary_of(recipe))
@@ -78,7 +78,7 @@ DOCUMENTS, PADDING = "packed documents", "left padding"
 
 
 def mask_inputs(kind: str, recipe: Recipe, batch: int, device: torch.device) -> dict[str, Tensor]:
-    """Returns the mask arguments of a forward, document ids or an attention mask; empty if ``kind`` is empty."""
+    """Returns document ids or an attention mask as an argument of a forward; {} if ``kind`` is empty."""
     if not kind:
         return {}
     generator, time = torch.Generator().manual_seed(recipe.train.seed), recipe.data.sequence
@@ -90,7 +90,7 @@ def mask_inputs(kind: str, recipe: Recipe, batch: int, device: torch.device) -> 
 
 
 def choose_depths(keep: Sequence[float], recipe: Recipe, batch: int) -> Tensor:
-    """Returns random depths for ``--keep``, the share of tokens that each iteration computes; raises for bad shares."""
+    """Returns random depths for ``--keep`` (the share of tokens that each iteration computes); raises if invalid."""
     text, iterations = "--keep " + ",".join(f"{share:g}" for share in keep), config_of(recipe, METHOD).iterations
     if len(keep) != iterations:
         raise InputError(f"{text} must have {iterations} shares, one per iteration of the recipe")
@@ -108,10 +108,7 @@ def depths_of(keep: Sequence[float], batch: int, sequence: int, *, seed: int) ->
 
 @torch.no_grad()
 def check_executions(recipe: Recipe, depths: Tensor, device: torch.device) -> float:
-    """Returns how far final hidden states differ between dense and compact execution, relative to the largest state.
-
-    Raises if rounding does not explain the difference.
-    """
+    """Returns the relative difference of dense and compact execution; raises if rounding does not explain it."""
     console.print("comparing dense and compact execution …")
     forget(device)
     ids, _ = next(batches(recipe, depths.shape[0], device))
@@ -144,7 +141,7 @@ def _backbone(hidden: int, layers: int, heads: int, inner: int, **family: Any) -
 
 
 def _ouro(*sizes: int, **family: int) -> dict[str, Any]:
-    """Returns the backbone's config as a published Ouro of these sizes opens, with its norms around each part."""
+    """Returns the backbone config to which the config of a published Ouro checkpoint of these sizes is translated."""
     published = {"model_type": "ouro", "vocab_size": 49152, "max_position_embeddings": 65536, "rope_theta": 1e6}
     config = translated_config("Ouro", _backbone(*sizes, **published | family), LAYOUTS["ouro"])
     return {"model_type": LAYOUTS["ouro"].family} | {name: value for name, value in config.items() if value is not None}
@@ -199,6 +196,6 @@ def mean_depth(shares: Sequence[float]) -> float:
 
 
 def draw_depths(shares: Sequence[float], count: int, *, seed: int) -> list[int]:
-    """Returns ``count`` shuffled depths in exactly these shares, up to rounding."""
+    """Returns ``count`` depths in random order; the share of each depth is exact up to rounding."""
     keep = [sum(shares[depth:]) for depth in range(len(shares))]
     return depths_of(keep, 1, count, seed=seed)[0].tolist()

@@ -1,4 +1,4 @@
-"""Times the operations over the vocabulary, plain and ours, as shares of the device's measured rates."""
+"""Times the operations over the vocabulary, plain, ours and torch's, and compares them with the device's rates."""
 
 from __future__ import annotations
 
@@ -116,9 +116,9 @@ def has_torch_loss() -> bool:
 def work_of(op: str, size: Size, *, backward: bool) -> tuple[int, int]:
     """Returns the least possible work: FLOPs of matrix products, and bytes of operands and results.
 
-    A product of tokens x d with d x vocabulary is 2 n d V FLOPs. The expectation takes two (logits, mixture), and its
-    backward four (for probabilities, table, hidden states, head); the loss takes one, and its backward two. Every
-    operand is read once and every result written once, in float32 as in training; targets take 8 bytes each.
+    With n tokens, hidden size d and vocabulary size V, a product takes 2 n d V FLOPs. The expectation has two products
+    (logits, mixture), its backward four (for probabilities, table, hidden states, head); the loss has one, its backward
+    two. Operands are read once and results written once, in float32 as in training; targets take 8 bytes each.
     """
     n, d, v = size
     if op == EXPECTATION:  # hidden states, head and table in, mixture out; the other way round in backward

@@ -29,7 +29,7 @@ _CLIENT_STREAMS, _CLIENT_TOKENS = 64, 1500
 
 @dataclass(frozen=True)
 class ServeOptions(Recorded):
-    """Options of ``benchmarks serve``: ``checkpoint``, ``url`` or ``stand_in`` (a sleeping engine) is measured."""
+    """Options of ``benchmarks serve``; it measures a ``checkpoint``, a ``url`` or engines that sleep (``stand_in``)."""
 
     checkpoint: Annotated[str | None, arg("A checkpoint to serve; its engine is timed too.", "CKPT")] = None
     url: Annotated[str | None, opt(f"A running server; its key is read from {KEY}.", "URL")] = None
@@ -97,7 +97,7 @@ def run(options: ServeOptions) -> dict[str, Any]:
 
 
 def _load_server(options: ServeOptions, rates: Sequence[float]) -> tuple[list[Row], list[Row]]:
-    """Measures the checkpoint's server, or a running one; returns the rows of all streams at once and of each rate."""
+    """Returns [the row of :func:`all_at_once`] and the rows of :func:`at_rates`; starts a server for a checkpoint."""
     with ExitStack() as stack:
         server, engine_speed, url, key = None, None, str(options.url), os.environ.get(KEY)
         if options.checkpoint is not None:
@@ -116,7 +116,7 @@ def _load_server(options: ServeOptions, rates: Sequence[float]) -> tuple[list[Ro
 def _load_stand_ins(
     options: ServeOptions, stand_ins: Sequence[Sequence[float]], rates: Sequence[float]
 ) -> tuple[list[Row], list[Row]]:
-    """Measures tokens/s of each sleeping engine, without and with a server; the first also at rising rates."""
+    """Returns a row of :func:`all_at_once` per sleeping engine, and rows of :func:`at_rates` for the first engine."""
     from benchmarks.stand_in import SleepingEngine, engine_rate, stand_in_model
 
     bursts, rows, model = [], [], stand_in_model()

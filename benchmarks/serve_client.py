@@ -1,7 +1,7 @@
 """Sends requests to a server when they are due, whether or not earlier ones are answered, and times the answers.
 
-``python -m benchmarks.serve_client`` reads a plan from standard input and writes the answers to standard output, both
-as JSON. The client is a separate process, so that neither the server nor the benchmark slows it. ``python -m
+``python -m benchmarks.serve_client`` reads the arguments of :func:`send_all` from standard input and writes the answers
+to standard output, both as JSON. It is a separate process, so that neither server nor benchmark slows it. ``python -m
 benchmarks.serve_client echo TICK`` serves prepared events, to measure the client's own limit. Neither imports torch.
 """
 
@@ -35,10 +35,10 @@ _ADDRESS = re.compile(r"https?://(?:\[[0-9a-fA-F:]+\]|[\w.-]+):\d+")
 
 @dataclass(frozen=True)
 class ServerLoad:
-    """The requests of a load: prompts of ``context`` random tokens below ``vocabulary``, ``new`` tokens to generate.
+    """Requests to a server: each has ``context`` random token ids below ``vocabulary`` and generates ``new`` tokens.
 
-    The server's maximum is measured with ``streams`` requests at once, each rate with requests that arrive for
-    ``seconds``; a request that takes more than ``timeout`` seconds has failed. ``settings`` are further fields of a
+    The server's maximum is measured with ``streams`` requests at once. At each request rate, requests are sent for
+    ``seconds``. A request that takes more than ``timeout`` seconds fails. ``settings`` are further fields of a
     request's body, such as ``{"adaponder": {"policy": "fixed:2"}}``.
     """
 
@@ -55,7 +55,7 @@ class ServerLoad:
     key: str | None = None
 
     def bodies(self, count: int, *, part: int) -> list[dict[str, Any]]:
-        """Returns the bodies of ``count`` streaming completions; calls with different ``part`` share no prompt."""
+        """Returns the bodies of ``count`` streaming completions; each ``part`` has other random prompts."""
         common = {"model": self.model, "max_tokens": self.new, "stream": True, "temperature": 0}
         common |= {"stream_options": {"include_usage": True}} | self.settings
         draws = [random.Random(self.seed * 1_000_003 + part * 100_003 + index) for index in range(count)]
@@ -63,7 +63,7 @@ class ServerLoad:
         return [common | {"prompt": prompt} for prompt in prompts]
 
     def send(self, due: Sequence[float], *, part: int) -> list[Answer]:
-        """Sends a request at each time of ``due``, in seconds, and returns their answers."""
+        """Sends one request at each time in ``due`` (seconds from the start); returns the answers in this order."""
         return run_client(self.url, self.bodies(len(due), part=part), due, key=self.key, timeout=self.timeout)
 
 
@@ -81,8 +81,8 @@ class Answer:
 
     Attributes:
         status: the HTTP status; 0 without an answer.
-        arrivals: (seconds, tokens) of each piece of text.
-        tokens, mean_depth: from ``usage`` of the answer.
+        arrivals: the time and the number of tokens of each chunk of the stream.
+        tokens, mean_depth: from the answer's ``usage``.
         error: why the answer is not complete, in one line.
         served_by: the header ``x-served-by`` (the server's process), if there is one.
     """
@@ -102,13 +102,13 @@ class Answer:
         return self.status == 200 and self.error is None
 
     def scaled(self) -> list[tuple[float, float]]:
-        """Returns ``arrivals`` with counts scaled to sum to ``tokens``: a piece of text is not always a token."""
+        """Returns ``arrivals`` with counts scaled to sum to ``tokens``, because an event may hold several tokens."""
         counted = sum(count for _, count in self.arrivals)
         share = self.tokens / counted if counted and self.tokens else 1.0
         return [(when, count * share) for when, count in self.arrivals]
 
     def gaps(self, since: float = 0.0) -> list[float]:
-        """Returns the seconds per token of arrivals after ``since``; tokens that arrive together share a gap."""
+        """Returns the seconds per token between arrivals after ``since``; tokens of a chunk share the gap before it."""
         gaps: list[float] = []
         for (before, _), (now, count) in pairwise(self.scaled()):
             if before >= since:
@@ -117,13 +117,13 @@ class Answer:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
-    """Returns the 50th, 95th and 99th percentile, by the nearest-rank method."""
+    """Returns the 50th, 95th and 99th percentile, by the nearest-rank method; ``None`` without values."""
     quantiles = np.percentile(values, (50, 95, 99), method="inverted_cdf").tolist() if values else [None] * 3
     return dict(zip(PERCENTILES, quantiles, strict=True))
 
 
 def summary(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
-    """Summarises a load of ``seconds``: tokens/s of its second half, latencies in seconds, failures, mean depth.
+    """Summarises the answers of a load that lasted ``seconds``: tokens/s in its second half, latencies, mean depth, …
 
     The time to the first token counts from when the request was due, even if the client sent it late.
     """
@@ -150,7 +150,7 @@ def summary(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
 
 
 def steady_rate(answers: Sequence[Answer]) -> float:
-    """Returns tokens/s while all answers were running: after the last one began, until the first one ended."""
+    """Returns tokens/s while all answers streamed: from the latest first token to the earliest last token."""
     arrivals = [answer.scaled() for answer in answers if answer.works and answer.arrivals]
     if not arrivals:
         return 0.0
@@ -343,7 +343,7 @@ async def echo(tick: float) -> None:
 
 
 def main() -> None:
-    """Serves prepared events, or reads a plan, sends its requests and writes the answers."""
+    """Runs :func:`echo`, or :func:`send_all` with arguments from standard input; writes the answers as JSON."""
     if sys.argv[1:2] == ["echo"]:
         asyncio.run(echo(float(sys.argv[2])))
         return

@@ -119,7 +119,7 @@ class Variant:
         memory_budget: the share of a compiled pass's activations that is kept; the rest is recomputed.
         keep_logits: keeps the vocabulary's logits of every iteration for backward.
         cuda_graphs: runs forward and backward of a training step as CUDA graphs.
-        masked: why attention is masked, ``DOCUMENTS`` or ``PADDING``; empty: it is causal.
+        masked: ``DOCUMENTS`` or ``PADDING``, which mask attention further; empty: attention is only causal.
     """
 
     method: str
@@ -219,8 +219,8 @@ def train(options: StepOptions) -> dict[str, Any]:
 def train_variants(by: str | None, device: torch.device, *, halting: bool = False) -> list[Variant]:
     """Returns the variants to compare: plain versions first, and variants that share compiled graphs side by side.
 
-    ``by`` is the unit of compilation; ``None``: no variant is compiled. With ``halting``, compact execution is compared
-    with dense; without, options that save time or memory.
+    ``by`` is the unit of compilation; ``None``: no variant is compiled. With ``halting``, the variants compare compact
+    with dense execution; otherwise they compare options that save time or memory.
     """
     plain = [Variant(PLAIN, None), *([Variant(PLAIN)] if by else [])]
     ponder, best = (Variant(method, by) for method in ("ponder", METHOD))
@@ -245,7 +245,7 @@ def training_step(
 ) -> Callable[[], Tensor]:
     """Builds the variant's model and returns a function that runs a training step of stage 2 and returns its loss.
 
-    ``depths``, ``int64[batch, sequence]``, forces AdaPonder's depths; without it the gates decide, all open at first.
+    ``depths``, ``int64[batch, sequence]``, forces AdaPonder's depths; else the gates decide, open at first.
     """
     settings, model, draws = recipe.train, variant.build(recipe, device), models.batches(recipe, batch, device)
     optimizer = build_optimizer(model, settings)
@@ -339,7 +339,7 @@ def prefill(options: StepOptions) -> dict[str, Any]:
 
 
 def prefill_step(recipe: Recipe, variant: Variant, depths: Tensor, device: torch.device) -> Callable[[], object]:
-    """Builds the variant's model; returns a function that computes the last logits of the next batch."""
+    """Builds the variant's model; returns a function that computes the last token's logits in the next batch."""
     draws, model = models.batches(recipe, len(depths), device), variant.build(recipe, device).eval()
     if variant.method == PLAIN:
 

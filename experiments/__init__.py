@@ -1,4 +1,4 @@
-"""The paper's claims as a queue of training runs: which have a record, which come next, and what they cost.
+"""Tests the paper's claims with a queue of training runs: trains runs, records them, and judges the claims.
 
 Run: one training with one seed. Setting: the recipe, changed fields, corpus and source run that seeds share. Claim: a
 named sentence in ``queue.yaml`` with the runs that test it. Statement: a sentence in ``claims.yaml`` with tests that

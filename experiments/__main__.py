@@ -72,7 +72,7 @@ def list_runs(*, claim: OneClaim = None, seeds: SeedsOption = None, options: Que
 
 
 def next_runs(*, minutes: MinutesOption = None, jobs: JobsOption = 1, options: TrainOptions) -> None:
-    """Trains the next runs of the whole queue, in its order."""
+    """Trains the runs of the queue that have no record, in the order of the queue."""
     _train(options.training_setup, options.training_setup.queue.experiments, minutes, jobs)
 
 
@@ -157,7 +157,7 @@ def _train(setup: Setup, selected: Sequence[Experiment], minutes: float | None, 
 
 
 def _data_hash(folder: Path, queue: Queue) -> str:
-    """Returns the hash of the prepared data in ``folder``; prints a notice if the queue's main corpus has another."""
+    """Returns the hash of the prepared data in ``folder``; prints a notice if it is not that of the main corpus."""
     from adaponder.data import Shards
 
     if not (folder / "manifest.json").is_file():

@@ -3,8 +3,8 @@
     python -m experiments corpus --out data/open        # downloads, checks every sha256, writes corpus-NN.jsonl.xz
     adaponder prepare data/open --tokenizer train-bpe:16384 --out data/open-16384
 
-``corpus.lock`` is a requirements file for pip with one pure-Python wheel per line: name, version, sha256, and as a
-comment its licence. A comment at the top holds the expected number of documents and hash of all texts.
+``corpus.lock`` is a requirements file for pip with one pure-Python wheel per line: name, version, sha256, and in a
+comment its licence and file name. A comment at the top has the expected number of documents and hash of all texts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _COMPARED, _SEEN_SHARE = 20, 0.6
 
 
 class Wheel(NamedTuple):
-    """A wheel as a line of the lock file describes it."""
+    """A wheel: one line of the lock file."""
 
     name: str
     version: str
@@ -67,7 +67,7 @@ _TOTALS = re.compile(r"^# documents: (\d+), contents: ([0-9a-f]{64})$", re.MULTI
 
 
 def read_lock(path: Path = LOCK) -> tuple[list[Wheel], tuple[int, str]]:
-    """Reads a lock file: its wheels, and the number of documents and the hash of all texts that a build must give."""
+    """Returns a lock file's wheels, and the number of documents and the hash of all texts that a build must give."""
     text, wheels = path.read_text(encoding="utf-8"), []
     for line in (line for line in text.splitlines() if line.strip() and not line.startswith("#")):
         if (match := _LINE.fullmatch(line)) is None:
@@ -108,7 +108,7 @@ def is_permissive(licence: str) -> bool:
 
 
 def is_source(path: PurePosixPath, text: str) -> bool:
-    """Returns whether a file is source code of its package: not a test, vendored or generated code, or data."""
+    """Returns whether a file is the package's own code: not tests, vendored, generated or copyleft code, or data."""
     lines = text.splitlines()
     if _LEFT_OUT & set(path.parts) or re.match(r"test_|conftest", path.name) or path.stem.endswith("_test"):
         return False

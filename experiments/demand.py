@@ -44,7 +44,7 @@ class Subject(NamedTuple):
 
 
 def subjects(evidence: Evidence) -> list[Subject]:
-    """Returns the models of the claim that have been measured, in the order of the queue."""
+    """Returns the measured models of the claim ``hops``, in the order of the queue."""
     models = []
     for run in evidence.queue.of_claim(CLAIM):
         if (result := evidence.measured(run.setting, MEASURE).get(run.seed)) is not None:
@@ -61,7 +61,7 @@ def mean_accuracy(models: Iterable[Subject]) -> pd.DataFrame:
 
 
 def fixed_depths(models: Sequence[Subject]) -> dict[int, list[float]]:
-    """Returns ``{K: accuracy by number of hops}`` of models that do not halt; of several methods, the best."""
+    """Returns ``{K: accuracy by number of hops}`` of models that do not halt, for each K the best over methods."""
     fixed = [model for model in models if not model.halts]
     return mean_accuracy(fixed).groupby(level=0).max().T.to_dict("list") if fixed else {}
 
@@ -80,8 +80,8 @@ def rank_correlation(by_depth: Sequence[Sequence[int]], needed: Needed) -> float
     return spearman(*np.array(cells).T) if cells else None
 
 
-class Aims(NamedTuple):
-    """Numbers that a claim has targets for.
+class DepthFit(NamedTuple):
+    """Measures how well a model's depth follows the needed depth; the claim has a target for each number.
 
     Attributes:
         rho: rank correlation of depth and needed depth.
@@ -94,17 +94,17 @@ class Aims(NamedTuple):
     spare: float | None
 
 
-def aims(model: Subject, needed: Needed) -> Aims:
-    """Computes a model's :class:`Aims` over all questions; ``spare`` over those whose needed depth is known."""
+def depth_fit(model: Subject, needed: Needed) -> DepthFit:
+    """Computes ``lost`` over all questions, ``rho`` and ``spare`` over those whose needed depth is known."""
     result, questions = model.result, model.result["questions"]
     lost = np.average(model.full, weights=questions) - np.average(result["accuracy"], weights=questions)
     excess = [(depth - need, n) for depth, need, n in zip(result["depth"], needed, questions, strict=True) if need]
     spare = float(np.average([depth for depth, _ in excess], weights=[n for _, n in excess])) if excess else None
-    return Aims(rank_correlation(result["by_depth"], needed), float(lost), spare)
+    return DepthFit(rank_correlation(result["by_depth"], needed), float(lost), spare)
 
 
 def tables(models: Sequence[Subject]) -> list[str]:
-    """Returns a table of models of fixed depth, a table of models that halt, and the verdicts; [] if all halt."""
+    """Returns a table of models of fixed depth and, if some models halt, their table and verdicts; [] if all halt."""
     fixed, halting = [model for model in models if not model.halts], [model for model in models if model.halts]
     if not fixed:
         return []
@@ -117,7 +117,7 @@ def tables(models: Sequence[Subject]) -> list[str]:
     rows = []
     for model in halting:
         pairs = zip(model.result["accuracy"], model.result["depth"], strict=True)
-        rho, lost, spare = aims(model, needed)
+        rho, lost, spare = depth_fit(model, needed)
         cells = [f"{_percent(share)} at {depth:.2f}" for share, depth in pairs]
         cells += [NONE if rho is None else f"{rho:.3f}", f"{100 * lost:+.1f} points"]
         rows.append([model.title, model.seed, *cells, NONE if spare is None else f"{spare:+.2f}"])
@@ -141,7 +141,7 @@ def _verdicts(models: Sequence[Subject], halting: Sequence[Subject], needed: Nee
     if not solved:
         return [*lines, "- Depth follows need: no model that halts solves them."]
     index = [[model.title for model in solved], [model.seed for model in solved]]
-    measured = pd.DataFrame([aims(model, needed) for model in solved], index, dtype=float).fillna({"rho": 0.0})
+    measured = pd.DataFrame([depth_fit(model, needed) for model in solved], index, dtype=float).fillna({"rho": 0.0})
     title = measured.rho.groupby(level=0, sort=False).mean().idxmax()
     rho, lost, spare = (estimate(column) for _, column in measured.loc[title].items())
     verdicts = {

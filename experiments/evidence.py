@@ -95,8 +95,8 @@ def row_of(experiment: Experiment, record: Mapping[str, Any], corpus: Corpus) ->
 class Evidence:
     """The queue, all records and the content of ``claims.yaml``; methods take the name of a setting or an alias.
 
-    ``noise_of`` selects the runs whose noise gives confidence intervals: ``stable`` (all settings of the corpus that
-    have not collapsed), ``all`` (all settings of the corpus), or ``pair`` (only the two compared settings).
+    ``noise_of`` selects the settings whose noise gives confidence intervals: ``stable`` (those of the corpus that have
+    not collapsed, see ``ONE_DEPTH``), ``all`` (those of the corpus), or ``pair`` (only the two compared settings).
     """
 
     queue: Queue
@@ -111,7 +111,7 @@ class Evidence:
 
     @cached_property
     def runs(self) -> pd.DataFrame:
-        """Returns one row (:func:`row_of`) per record of a run in the queue, reruns after the first run of a seed."""
+        """Returns one row (:func:`row_of`) per record of a run in the queue; reruns follow the first run."""
         seeds = sorted({run.seed for run in self.queue.experiments})
         runs = [run.with_seed(seed) for run in self.settings.values() for seed in seeds]
         corpora = self.queue.corpora
@@ -126,14 +126,14 @@ class Evidence:
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """Maps each alias to a setting; an alias of several settings to the best one (:meth:`_best`)."""
+        """Maps each alias to the name of its setting, or of the best of its settings (:meth:`_best`)."""
         return {
             alias: self._best(setting) if isinstance(setting, list) else setting
             for alias, setting in self.claims["runs"].items()
         }
 
     def _best(self, settings: Sequence[str]) -> str:
-        """Returns the setting whose run of seed 0 has the lowest ``choose`` loss; the first setting if none has one."""
+        """Returns the setting with the lowest loss of seed 0 on the half ``choose``; the first, if none has a loss."""
         first = {name: self._first[name].record.get(0) for name in settings if name in self._first}
         known = {name: record["final"]["choose"] for name, record in first.items() if record and "final" in record}
         return min(known, key=lambda name: known[name]) if known else settings[0]
@@ -168,7 +168,7 @@ class Evidence:
     def noise(self, *names: str) -> Noise | None:
         """Returns the pooled noise of the corpus of these settings.
 
-        Returns ``None`` if ``noise_of`` is ``pair``, if the settings have different corpora, or if one is not pooled.
+        Returns ``None`` if ``noise_of`` is ``pair``, if the corpora differ, or if the pool leaves out a setting.
         """
         corpora = {self.settings[self.setting(name)].corpus for name in names}
         if self.noise_of == "pair" or len(corpora) != 1:
@@ -232,7 +232,7 @@ class Evidence:
         return dict(self._runs_with(name, measurement).result.items())
 
     def rerun_differences(self, names: Sequence[str], weights: str) -> list[float]:
-        """Returns each setting's rerun minus first run of seed 0, in loss with ``final`` or ``averaged`` weights."""
+        """Returns, per setting, the rerun's loss minus the first run's (seed 0, ``final`` or ``averaged`` weights)."""
         runs = [self.runs[(self.runs.setting == self.setting(name)) & (self.runs.seed == 0)] for name in names]
         losses = [[record[weights]["loss"] for record in pair.record[:2]] for pair in runs if len(pair) > 1]
         return [second - first for first, second in losses]
@@ -243,8 +243,8 @@ class Evidence:
         """Estimates a setting's loss minus the curve's at an equal ``column``: ``depth``, ``mflops`` or ``ratio``.
 
         With ``depth``, the dial first tunes the checkpoints to this mean depth. Seeds that a neighbouring model on the
-        curve lacks are left out. The standard error is that of a difference of two runs (a point on a line has less
-        noise); with ``depth``, it comes from the spread over seeds, because the dial adds noise.
+        curve lacks are left out. The standard error is that of a difference of two runs, although an interpolated loss
+        has less noise; with ``depth``, it comes from the spread over seeds, because the dial adds noise.
         """
         if depth is None:
             runs = self.points(name)
@@ -267,10 +267,10 @@ class Evidence:
         return at_depth(line, x) if neighbours and neighbours <= {*same_seed[column]} else None
 
     def dialled(self, name: str) -> dict[int, list[tuple[float, float, float]]]:
-        """Returns by seed the (mean depth, FLOPs ratio, loss) of the checkpoint at each depth that it was tuned to.
+        """Returns by seed a (mean depth, FLOPs ratio, loss) for each depth to which the checkpoint was tuned.
 
-        The dial is measured on a part of the validation text: losses are shifted by the difference, without the dial,
-        between the loss in :attr:`runs` and the loss on that part.
+        The dial is measured on a part of the validation text, so its losses are shifted by the loss in :attr:`runs`
+        minus the loss on that part, both with the trained threshold.
         """
         tuned = {}
         for seed, run in self._runs_with(name, "dial").iterrows():
@@ -280,7 +280,7 @@ class Evidence:
         return tuned
 
     def _tuned_to(self, name: str, depth: float, column: str) -> dict[int, tuple[float, float]]:
-        """Returns by seed (``column``, loss) of the checkpoint tuned to ``depth``; only seeds whose dial came near it.
+        """Returns by seed (``column``, loss) of the checkpoints tuned to ``depth``, if their depth came near it.
 
         Some depths are out of reach: no threshold gives PonderNet a mean between one and two iterations.
         """

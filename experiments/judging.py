@@ -70,7 +70,7 @@ _Result = tuple[str, str]  # the fields of a Finding
 
 
 def _difference(evidence: Evidence, test: Test) -> _Result:
-    """Tests whether the first of two settings is lower than the second, or equal to it."""
+    """Tests whether the loss, or the column ``of``, is lower in the first of two settings, or equal in both."""
     kind, column = kind_of(test), test.get("of", "loss")
     difference = evidence.minus(*test[kind], column)
     words = " minus ".join(map(evidence.title, test[kind])) + ("" if column == "loss" else f" in {_NAMES[column]}")
@@ -79,7 +79,7 @@ def _difference(evidence: Evidence, test: Test) -> _Result:
 
 
 def _steadier(evidence: Evidence, test: Test) -> _Result:
-    """Tests whether reruns in the first group of settings differ (RMS) at most half as much as in the second."""
+    """Tests whether the RMS difference of reruns in the first group of settings is at most half of the second's."""
     groups = test["steadier"]
     differences = [
         evidence.rerun_differences(names, weights)
@@ -93,7 +93,7 @@ def _steadier(evidence: Evidence, test: Test) -> _Result:
 
 
 def _saved(evidence: Evidence, test: Test) -> _Result:
-    """Tests whether the first setting saves a share from ``low`` to ``high`` of the second's depth or other cost."""
+    """Tests whether the first setting saves a share from ``low`` to ``high`` of the second setting's depth or cost."""
     column = test.get("of", "depth")
     less, more = (evidence.values(name, column) for name in test["saved"])
     saved = estimate(1 - less / more)
@@ -114,7 +114,7 @@ def _below_curve(evidence: Evidence, test: Test) -> _Result:
 
 
 def _collapse(evidence: Evidence, test: Test) -> _Result:
-    """Tests whether a setting often gives over 99 % of the tokens one depth."""
+    """Tests whether, in at least half of a setting's seeds, over 99 % of the tokens have the same depth."""
     points = evidence.points(test["collapse"])
     if points.empty:
         return NOT_RUN, NONE
@@ -139,7 +139,7 @@ def _policy(evidence: Evidence, test: Test) -> _Result:
 
 
 def _check_mark(evidence: Evidence, test: Test) -> _Result:
-    """Tests whether the mean loss by halting step is often lowest at the second step and highest at the last."""
+    """Tests whether, in half of the seeds, the loss by halting step is lowest at the second and highest at the last."""
     by_seed = {seed: result["nll"] for seed, result in evidence.measured(test["check_mark"], "steps").items()}
     if not by_seed:
         return NOT_RUN, NONE
@@ -170,14 +170,14 @@ def _easier(evidence: Evidence, test: Test) -> _Result:
 
 
 def _gap(evidence: Evidence, test: Test) -> _Result:
-    """Tests whether skipping halted tokens raises the loss of a model that was trained with another rule of reuse."""
+    """Tests whether skipping halted tokens raises the loss of a model that was trained without skipping them."""
     gaps = _by_seed(evidence, test["gap"], "reuse", lambda result: result["gap"])
     words = f"{evidence.title(test['gap'])}, skipping minus as trained: {shown(estimate(gaps))}"
     return statistics.lower(estimate(-gaps)), words
 
 
 def _faster(evidence: Evidence, test: Test) -> _Result:
-    """Compares tokens per second, which are measured only in runs that do not share the device."""
+    """Tests whether the first setting is faster; speed is measured only in runs that do not share the device."""
     stage = test["at"]
     first, second = (
         _by_seed(evidence, name, "speed", lambda result: result[stage]["tokens_per_second"]) for name in test["faster"]

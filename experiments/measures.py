@@ -1,4 +1,4 @@
-"""Measurements on a trained model, which runs of the queue name under ``measure``.
+"""Measures trained models; the runs of the queue name their measurements under ``measure``.
 
 A run's record holds each result as plain data; if a measurement fails, the record holds its error under ``missing``.
 """
@@ -56,7 +56,7 @@ class Subject(NamedTuple):
 
 
 def measuring(names: Sequence[str], *, device: str, dtype: str = "float32") -> Measure | None:
-    """Returns a function that loads a final model and yields the named measurements; ``None`` without names.
+    """Returns a generator function that loads a final model and yields (name, result); ``None`` without names.
 
     ``dtype`` is the run's ``train.dtype``, so that measurements have the precision of the run's validation losses.
     """
@@ -144,10 +144,10 @@ def _lab(subject: Subject) -> Lab:
 
 
 def reuse(subject: Subject) -> dict[str, Any]:
-    """Measures the loss under each rule of reuse for halted tokens: keys, values and state; keys and values; nothing.
+    """Measures the loss with each value of ``config.reuse``, which says what a halted token keeps.
 
-    Only the first saves work; inference uses it, however the model was trained. ``gap`` is its loss minus the loss
-    under the rule that the model was trained with.
+    Only ``state`` skips work, so inference uses it however the model was trained. ``gap`` is the loss with ``state``
+    minus the loss with the value that the model was trained with.
     """
     config, how, scored = subject.model.config, ScoringOptions(execution="dense"), {}
     trained = config.reuse

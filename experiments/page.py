@@ -112,7 +112,7 @@ def _judged(evidence: Evidence) -> list[Judged]:
 
 
 def tables_within(evidence: Evidence, root: Path) -> dict[Path, list[str]]:
-    """Maps pages that are otherwise written by hand to their generated table: README's, and the leaderboard."""
+    """Returns ``{page: generated table}`` for the README and the leaderboard, whose other text is written by hand."""
     readme = tables.settings_table(evidence, **evidence.claims["tables"]["readme"])
     return {root / "README.md": readme, root / "experiments" / "README.md": tables.leaderboard(evidence)}
 
@@ -191,7 +191,7 @@ def _questions(evidence: Evidence) -> list[str]:
 
 
 def _claims(evidence: Evidence) -> list[str]:
-    """Returns the tables of each claim outside ``_OWN_SECTION``, then a list of claims that have no finished run."""
+    """Returns the tables of each claim that is not in ``_OWN_SECTION``, then lists claims without a finished run."""
     lines, waiting = [], []
     for claim, sentence in evidence.queue.claims.items():
         if claim in _OWN_SECTION:

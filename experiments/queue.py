@@ -32,7 +32,7 @@ _FREE = {
 def identity(recipe: Mapping[str, Any]) -> str:
     """Hashes the fields of a resolved recipe that affect the trained weights and differ from ``defaults.yaml``.
 
-    That file keeps all fields, so that a field which the package adds or removes later changes no existing hash.
+    A field that is added to recipes is added to that file with its default, so that no existing hash changes.
     """
     model = dict(recipe["model"])
     if isinstance(model["backbone"], Mapping):
@@ -46,7 +46,7 @@ def identity(recipe: Mapping[str, Any]) -> str:
 
 
 def _embedding_scale(model: Mapping[str, Any]) -> float:
-    """Returns the factor of the embeddings as a number; a recipe may have ``sqrt(d)`` or no value."""
+    """Returns the factor of the embeddings as a number; a recipe may have text such as ``sqrt(d)``, or no value."""
     scale = model.get("embedding_scale")
     if scale and not isinstance(scale, str):
         return float(scale)
@@ -130,7 +130,7 @@ class Experiment:
     def resolved(self, data: Path | str | None = None, runs: Path | None = None) -> Recipe:
         """Returns the recipe with all changes of the run; ``data`` replaces ``data.source`` of the recipe.
 
-        If the run has a source, the backbone is the source's final model in ``runs``; without ``runs``, ``from LABEL``.
+        If the run has a source, the backbone is the source's final model in ``runs``, or the text ``from LABEL``.
         """
         changes = [*self.changes, f"train.seed={self.seed}", *([] if data is None else [f"data.source={data}"])]
         if self.source is not None:
@@ -171,10 +171,10 @@ def _load(recipe: str, changes: tuple[str, ...]) -> Recipe:
 
 @dataclass(frozen=True)
 class Queue:
-    """The content of ``queue.yaml``: sentences of claims, runs (most useful first) and corpora, by name.
+    """The content of ``queue.yaml``: the sentence of each claim, all runs (most useful first), and corpora by name.
 
-    ``seconds`` estimates a run if no similar one was timed: on ``hardware``, ``start`` seconds before the first step
-    and ``iteration`` seconds for 3,000 steps with one iteration per token.
+    ``seconds`` serves to estimate runs if no similar run was timed. On ``hardware``, a run takes ``start`` seconds
+    before its first step, and ``iteration`` seconds for 3,000 steps with one iteration per token.
     """
 
     claims: Mapping[str, str]

@@ -89,7 +89,7 @@ class Setup:
         return self.runs / experiment.label / "metrics.jsonl"
 
     def steps_taken(self, experiment: Experiment) -> int:
-        """Returns the number of steps that a run has logged; 0 while the run that it continues is trained."""
+        """Returns the number of steps that a run has logged; 0 while its source, the run to continue, is trained."""
         try:
             return json.loads(self.metrics(experiment).read_text().splitlines()[-1])["step"] + 1
         except (OSError, IndexError, ValueError, KeyError):
@@ -105,9 +105,9 @@ class Running(NamedTuple):
 
 
 def work_through(selected: Sequence[Experiment], setup: Setup, *, minutes: float | None, jobs: int) -> int:
-    """Trains the ``selected`` runs without a record, ``jobs`` at a time, as long as a run fits into ``minutes``.
+    """Trains the ``selected`` runs without a record, ``jobs`` at a time; starts only runs that fit into ``minutes``.
 
-    Returns the exit code: 0 if every run succeeded, 1 if a run failed, 130 if interrupted.
+    Returns the exit code: 0 if all started runs succeeded, 1 if one failed or ran out of time, 130 if interrupted.
     """
     begin = time.monotonic()
     known = read_records(setup.records)
@@ -124,7 +124,7 @@ def work_through(selected: Sequence[Experiment], setup: Setup, *, minutes: float
         return math.inf if minutes is None else begin + 60 * minutes - time.monotonic()
 
     def until_done(new: Experiment) -> float:
-        """Estimates the seconds until all runs end, if the run ``new`` shares the device with those that run."""
+        """Estimates the seconds until all running runs and ``new`` have ended, if ``new`` starts now."""
         work = sum(seconds[run.experiment] * undone(run.experiment, setup) for run in running)
         return setup.queue.seconds["start"] + _MARGIN * (work + seconds[new])
 
@@ -241,7 +241,7 @@ def undone(experiment: Experiment, setup: Setup) -> float:
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """Reads the records of runs in ``folder``, without those older than the queue; adds ``identity`` and ``file``."""
+    """Reads the records in ``folder``, except old ones that lack fields; adds ``identity`` and ``file`` to each."""
     required = {"recipe", "validation", "data", "embedding_scale", "shared_device_with"}
     paths = sorted(folder.glob("*.json"))
     records: list[dict[str, Any]] = [read_json(path, InputError) | {"file": path.name} for path in paths]
@@ -383,7 +383,7 @@ def _documents(trainer: AveragingTrainer) -> dict[str, Any]:
 
 
 def half_of(document_hash: int) -> str:
-    """Returns a validation document's half: ``choose`` (for choosing rates and variants) or ``report`` (for losses).
+    """Returns a validation document's half: ``choose`` (to choose learning rates and variants) or ``report``.
 
     The last bit of the hash decides; it is independent of the first bits, which select the validation documents.
     """
@@ -393,8 +393,8 @@ def half_of(document_hash: int) -> str:
 def measure_documents(trainer: Trainer) -> dict[str, Any]:
     """Scores all validation documents.
 
-    Returns the loss (nats per token) over all of them and over each half (:func:`half_of`), the mean depth, and by
-    document the hash, the summed loss (nats), the number of predicted tokens and the mean depth.
+    Returns the loss (nats per token) over all of them and over each half (:func:`half_of`), the mean depth, and for
+    each document the hash, the summed loss (nats), the number of predicted tokens and the mean depth.
     """
     recipe, shards = trainer.recipe, trainer.sampler.shards
     text = open_text(str(shards.folder), open_vocabulary(str(shards.folder / "tokenizer.json")), whose="the run")

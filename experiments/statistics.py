@@ -32,7 +32,7 @@ class Noise(NamedTuple):
     freedom: int
 
     def error(self, seeds: int) -> float:
-        """Returns the standard error of a mean over ``seeds`` of the difference between two runs."""
+        """Returns the standard error of the difference between two settings, averaged over this number of seeds."""
         return self.deviation * math.sqrt(2 / seeds)
 
 
@@ -137,7 +137,7 @@ def lower(difference: Estimate | None) -> str:
 def within(value: Estimate | None, low: float, high: float) -> str:
     """Judges "the value lies between ``low`` and ``high``".
 
-    ``HOLDS`` if the whole interval lies inside, ``FAILS`` if the whole interval lies outside.
+    ``HOLDS`` if the whole interval lies inside, ``FAILS`` if outside; else, or with one seed, ``UNRESOLVED``.
     """
     if value is None:
         return NOT_RUN
@@ -163,7 +163,7 @@ def often(cases: Mapping[int, bool], *, least: int = 3) -> str:
     """Judges "this happens frequently" by ``cases``, which maps each seed to whether it happened.
 
     With at least ``least`` seeds: ``HOLDS`` if it happened in half of them or more, ``FAILS`` if the exact interval of
-    the share lies below one half.
+    the share lies below one half. Otherwise ``UNRESOLVED``.
     """
     if not cases:
         return NOT_RUN
@@ -182,7 +182,7 @@ def exact_interval(count: int, total: int) -> tuple[float, float]:
 
 
 def all_of(verdicts: Sequence[str]) -> str:
-    """Combines verdicts: ``HOLDS`` if all hold, else the first verdict of ``FAILS``, ``UNTESTABLE``, … among them."""
+    """Returns ``HOLDS`` if all hold, else the first of ``FAILS``, ``UNTESTABLE``, ``UNAFFORDABLE``, … that occurs."""
     order = (FAILS, UNTESTABLE, UNAFFORDABLE, NOT_RUN, UNRESOLVED)
     return next((verdict for verdict in order if verdict in verdicts), HOLDS)
 

@@ -18,7 +18,7 @@ from experiments.queue import Experiment
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
-    """Formats a Markdown table; no lines without rows. A bar inside a cell is escaped."""
+    """Formats a Markdown table, with bars inside cells escaped; returns no lines if there are no rows."""
 
     def line(cells: Sequence[Any]) -> str:
         return f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |"
@@ -28,13 +28,13 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
 
 
 def rate_of(experiment: Experiment) -> float | None:
-    """Returns the learning rate that the queue sets for a run; ``None`` if it leaves the recipe's."""
+    """Returns the learning rate that the queue sets for a run; ``None`` if the run keeps the recipe's learning rate."""
     rates = [float(change.partition("=")[2]) for change in experiment.changes if change.startswith("train.lr=")]
     return rates[0] if rates else None
 
 
 def speed(points: pd.DataFrame) -> str:
-    """Formats the median training tokens per second of the runs that did not share the device."""
+    """Formats the median training tokens/s of runs that did not share the device; ``shared`` if all did."""
     rates = [record["tokens_per_second"] for record in points.record if not record["shared_device_with"]]
     return f"{pd.Series(rates).median():,.0f}" if rates else "shared"
 
@@ -54,7 +54,7 @@ def _mean(column: str, form: str) -> Cell:
 
 
 def _relative(column: str, base: Callable[[Mapping[str, Any]], str], form: Callable[[float], str]) -> Cell:
-    """Formats a setting's mean of ``column`` divided by the mean of the setting ``base(claims)``."""
+    """Returns a cell function: a setting's mean of ``column`` divided by that of the setting ``base(claims)``."""
     return lambda e, name, points: form(points[column].to_numpy().mean() / e.mean(base(e.claims), column))
 
 
@@ -100,7 +100,7 @@ CELLS: Mapping[str, Cell] = {
 
 
 def settings_table(evidence: Evidence, rows: Sequence[str], columns: Sequence[str]) -> list[str]:
-    """Returns a table with a row per setting; columns are keys of ``CELLS``, or ``minus NAME``: loss minus NAME's."""
+    """Returns a table with a row per setting; a column is a key of ``CELLS``, or ``minus NAME``: minus NAME's loss."""
 
     def cell(name: str, column: str, points: pd.DataFrame) -> str:
         if points.empty:
@@ -168,7 +168,7 @@ def lr_table(evidence: Evidence) -> list[str]:
 
 
 def dial_table(evidence: Evidence, depths: Sequence[float] = (1.25, 1.5, 2.0, 2.5, 3.0, 3.5)) -> list[str]:
-    """Returns the losses of checkpoints that the dial tunes to mean ``depths``, minus the curve's losses there."""
+    """Returns losses of checkpoints tuned by the dial to ``depths`` minus the curve's, at equal depth and FLOPs."""
     curve, rows = evidence.claims["curve"], []
     for name in evidence.claims["dials"]:
         for depth in depths:
@@ -206,7 +206,7 @@ def _steps(result: Mapping[str, Any]) -> Rows:
 
 
 def _policies(result: Mapping[str, Any]) -> Rows:
-    """Returns a row per (loss, causal): if the model has one gate, several policies halt the same tokens."""
+    """Returns a row per (loss, causal), because with a single gate several policies halt the same tokens."""
     learned = result["compared"]["learned gate"]["loss"]
     alike: dict[tuple[float | None, bool], list[str]] = {}
     for name, policy in result["compared"].items():

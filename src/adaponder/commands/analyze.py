@@ -91,7 +91,7 @@ def analyze(
 
 
 def _trace_of(name: str, data: str | None) -> Path | None:
-    """Returns the trace file to draw: ``name`` itself or, without ``data``, the trace in folder ``name``, if any."""
+    """Returns the trace to draw: the file ``name`` or, without ``data``, that in the folder ``name``; else ``None``."""
     from adaponder.analysis.trace import NAME
 
     path = Path(name)

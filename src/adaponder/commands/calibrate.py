@@ -130,7 +130,7 @@ HELD_OUT = ("depth held out", "95 % of depth", "loss held out", "95 % of loss", 
 
 
 def show(calibration: Calibration) -> None:
-    """Prints each candidate's measurements on both halves, and how far the chosen depth is from the budget."""
+    """Prints the measurements of each tuned policy on both halves, and how far the chosen one is from the budget."""
     rows = []
     for choice in calibration.choices:
         row = choice.row

@@ -86,7 +86,7 @@ def assess(recipe: Recipe, trainer: Trainer) -> dict[str, Any]:
 
 
 def compare_with_sample(trained: Path) -> list[dict[str, Any]]:
-    """Prints text of the shipped checkpoint ``sample``, and its held-out loss beside that of ``trained``."""
+    """Prints text of the shipped checkpoint ``sample``; prints and returns its held-out loss and ``trained``'s."""
     from adaponder.evaluation.scoring import ScoringOptions
 
     sample = full_name(SAMPLE)

@@ -169,9 +169,10 @@ def narrow(
     options: Iterable[ScoringOptions],
     score: Callable[..., Scoring],
 ) -> tuple[list[Scoring], dict[str, Any], str]:
-    """Narrows the weights of ``subject`` in place and repeats the ``scorings``, each with its entry of ``options``.
+    """Converts the weights of ``subject`` in place to ``weights``, such as ``int8``, and repeats the ``scorings``.
 
-    Returns the new scorings, the changes for the JSON result, and the lines to print, one per scoring.
+    ``options`` holds the options of each scoring; ``score(label, options)`` repeats it. Returns the new scorings, the
+    changes for the JSON result, and the lines to print, one per scoring.
     """
     from adaponder.conversion.narrow import narrow, weight_bytes
     from adaponder.evaluation.summary import paired_difference

@@ -81,7 +81,7 @@ def export(
 
 
 def measure(subject: shared.Subject, data: str, reading: shared.Reading) -> dict[str, Any]:
-    """Scores the text at the model's own depths and at every fixed depth; prints the tables of ``eval``."""
+    """Scores the text at the model's own and at each fixed depth; prints eval's tables, returns the card's numbers."""
     from adaponder.data.manifest import MANIFEST
     from adaponder.evaluation.scoring import ScoringOptions
 

@@ -175,7 +175,8 @@ class Generated:
 
     Attributes:
         depths: depth of each token; 0 for tokens that were never fed to the model, such as the last generated one.
-        prompt: number of prompt tokens, which come first in ``pieces``.
+        pieces: text of each token.
+        prompt: number of prompt tokens, which come first in ``pieces`` and ``depths``.
         deepest: the maximum depth that was allowed.
         decode: cost of the generated tokens; its seconds include the prefill.
         dropped_rows: rows computed for rejected drafts; no cost includes them.
@@ -226,7 +227,7 @@ def continue_prompts(
     """Continues the prompts with the engine.
 
     ``settings`` are fields of a request, such as ``samples``. With ``chat`` each prompt is a user's message. ``live``
-    shows the text of a single prompt as it is generated. Once ``until`` returns true, all texts end as they are.
+    shows the text of a single prompt as it is generated. Once ``until`` returns true, generation stops.
     """
     from adaponder.inference.engine import Engine
     from adaponder.text import TextEngine, chat_ids, encode, pieces

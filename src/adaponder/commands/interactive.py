@@ -1,4 +1,4 @@
-"""adaponder generate --interactive: reads prompts in a loop and streams each continuation, or answer with --chat."""
+"""adaponder generate --interactive: reads prompts in a loop; streams continuations or, with --chat, answers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _REFRESH = 0.08  # seconds between two updates of the screen
 
 
 class LiveText:
-    """Shows a text as it is generated: finished lines stay, and the line with the speed is removed at the end.
+    """Context manager that shows a text as it is generated, above a line with the speed, which is removed at the end.
 
     A token is coloured by its depth, which is known when the next token arrives, so text is shown one token late.
     """
@@ -90,14 +90,14 @@ class LiveText:
             self._live.update(Group(self.line, Text(self.speed(), style="dim")), refresh=True)
 
     def speed(self) -> str:
-        """Returns a line with the number of tokens, tokens per second, and their mean depth."""
+        """Returns a line with the number of tokens, the tokens per second and the mean depth."""
         tokens = [] if self._writing is None else self._writing.tokens
         seconds = time.perf_counter() - self._began
         depth = sum(token.depth for token in tokens) / max(1, len(tokens))
         return f"{counted(len(tokens), 'token')}, {len(tokens) / seconds:,.1f} tokens/s, mean depth {depth:.2f}"
 
     def _move(self, tokens: list[Token], *, all_tokens: bool = False) -> None:
-        """Moves the waiting text of tokens with known depth to ``line``; with ``all_tokens``, that of every token."""
+        """Moves the text of tokens whose depth is known to ``line``; with ``all_tokens``, the text of all tokens."""
         while self._waiting and (all_tokens or self._waiting[0][0] + 1 < len(tokens)):
             number, text = self._waiting.pop(0)
             depth = tokens[number + 1].depth if number + 1 < len(tokens) else 0
@@ -114,7 +114,7 @@ class LiveText:
 
 @contextmanager
 def ctrl_c_noted() -> Iterator[Callable[[], bool]]:
-    """Yields a function that returns whether Ctrl-C was pressed.
+    """Context manager that yields a function, which returns whether Ctrl-C was pressed.
 
     The first Ctrl-C raises nothing, so that the engine's step completes; the second raises ``KeyboardInterrupt``.
     """

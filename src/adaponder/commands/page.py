@@ -1,4 +1,4 @@
-"""adaponder page: writes the page with a model in it, for any static host."""
+"""adaponder page: writes the page of ``adaponder serve`` as static files that run a model in the browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""adaponder puzzle: tests a checkpoint that was trained on hops puzzles on new ones; colours words by depth."""
+"""adaponder puzzle: tests a checkpoint trained on hops puzzles with new puzzles; colours words by depth."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def puzzle(
 def hops_of(folder: Path) -> Hops:
     """Returns the settings of the hops puzzles that a checkpoint was trained on, or the defaults if they are unknown.
 
-    The settings are in the checkpoint's state or in the manifest of its data. Raises if the data is another kind of
-    puzzle: all kinds share their tokens, so the check of the tokenizer does not notice.
+    The settings are in the checkpoint's training state or in the manifest of its data. Raises if the data is another
+    kind of puzzle, which the tokenizer does not reveal because all kinds have the same tokens.
     """
     from adaponder.data.manifest import MANIFEST, Manifest
     from adaponder.data.puzzles import Hops, is_generated, settings_of
@@ -77,25 +77,29 @@ def hops_of(folder: Path) -> Hops:
     raise InputError(f"{folder} was trained on {', '.join(inputs)}: adaponder puzzle shows only hops")
 
 
-class Readings(NamedTuple):
-    """The words of puzzles, and a model's results on them as arrays ``[puzzles, words]``.
+class PuzzleResults(NamedTuple):
+    """The words of puzzles, and what a model predicts at each word: arrays ``[puzzles, words]``.
 
-    ``answer`` is the id that the model predicts for the next word at its own ``depth``, ``once`` the id predicted at
-    depth 1. Where the next word is an answer, ``need`` is the number of hops, ``right`` the correct id, and
-    ``by_elimination`` whether elimination gives the answer; elsewhere these three are 0.
+    Attributes:
+        predicted: the id that the model predicts for the next word.
+        depth: the depth at which the model predicts it.
+        predicted_at_1: the id that the model predicts at depth 1.
+        need: the number of hops if the next word is the answer to a question, else 0.
+        correct: the id of that answer, else 0.
+        by_elimination: whether that answer also follows by elimination, else false.
     """
 
     words: list[list[str]]
-    answer: np.ndarray
+    predicted: np.ndarray
     depth: np.ndarray
-    once: np.ndarray
+    predicted_at_1: np.ndarray
     need: np.ndarray
-    right: np.ndarray
+    correct: np.ndarray
     by_elimination: np.ndarray
 
 
-def read_puzzles(model: AdaPonderForCausalLM, settings: Hops) -> Readings:
-    """Runs the model on the puzzles in batches; right answers are computed from the puzzles' words."""
+def read_puzzles(model: AdaPonderForCausalLM, settings: Hops) -> PuzzleResults:
+    """Runs the model on the puzzles in batches; the correct answers are computed from the puzzles' words."""
     import numpy as np
     import torch
 
@@ -104,25 +108,25 @@ def read_puzzles(model: AdaPonderForCausalLM, settings: Hops) -> Readings:
 
     words = list(documents(settings))
     ids = torch.from_numpy(np.stack([ids_of(document) for document in words])).to(model.device)
-    need, right, by_elimination = np.zeros((3, *ids.shape), np.int64)
+    need, correct, by_elimination = np.zeros((3, *ids.shape), np.int64)
     for row, document in enumerate(words):
         for question in questions(document):
             need[row, question.place - 1] = question.needed
-            right[row, question.place - 1] = ids_of([question.answer])[0]
+            correct[row, question.place - 1] = ids_of([question.answer])[0]
             by_elimination[row, question.place - 1] = question.by_elimination
 
-    def answers(**how: Any) -> tuple[np.ndarray, np.ndarray]:
+    def predict(**how: Any) -> tuple[np.ndarray, np.ndarray]:
         outputs = [model(batch, **how) for batch in ids.split(_BATCH)]
-        answer = torch.cat([output.logits[..., :END_ID].argmax(-1) for output in outputs])
-        return answer.cpu().numpy(), torch.cat([output.depth for output in outputs]).cpu().numpy()
+        predicted = torch.cat([output.logits[..., :END_ID].argmax(-1) for output in outputs])
+        return predicted.cpu().numpy(), torch.cat([output.depth for output in outputs]).cpu().numpy()
 
     with torch.inference_mode():
-        answer, depth = answers()
-        once, _ = answers(**at_depth(model, 1))
-    return Readings(words, answer, depth, once, need, right, by_elimination.astype(bool))
+        predicted, depth = predict()
+        predicted_at_1, _ = predict(**at_depth(model, 1))
+    return PuzzleResults(words, predicted, depth, predicted_at_1, need, correct, by_elimination.astype(bool))
 
 
-def by_need(read: Readings) -> list[dict[str, Any]]:
+def by_need(read: PuzzleResults) -> list[dict[str, Any]]:
     """Returns a row per number of hops: questions, share of right answers, mean depth, and the share right at depth 1.
 
     The last row has no number of hops: it counts the last question of each puzzle, whose answer follows by elimination.
@@ -135,16 +139,16 @@ def by_need(read: Readings) -> list[dict[str, Any]]:
         {
             "hops": need,
             "questions": int(asked.sum()),
-            "right": float((read.answer == read.right)[asked].mean()),
+            "right": float((read.predicted == read.correct)[asked].mean()),
             "depth": float(read.depth[asked].mean()),
-            "right_once": float((read.once == read.right)[asked].mean()),
+            "right_once": float((read.predicted_at_1 == read.correct)[asked].mean()),
         }
         for need, asked in [*groups, (None, read.by_elimination)]
         if asked.any()
     ]
 
 
-def show(read: Readings, rows: list[dict[str, Any]], *, deepest: int) -> None:
+def show(read: PuzzleResults, rows: list[dict[str, Any]], *, deepest: int) -> None:
     """Prints the first puzzle, each word coloured by its depth, and the table ``rows`` of all puzzles."""
     console.print("Steps lead from letter to letter; a question asks for the letter at the end of a chain of steps.")
     for text in ("", _steps(read, deepest), "", *_questions(read, deepest), legend(deepest)):
@@ -158,7 +162,7 @@ def show(read: Readings, rows: list[dict[str, Any]], *, deepest: int) -> None:
     console.print("The last question of each puzzle can be answered by elimination.", style="dim")
 
 
-def _steps(read: Readings, deepest: int) -> Text:
+def _steps(read: PuzzleResults, deepest: int) -> Text:
     """Returns the steps of the first puzzle, every word coloured by its depth."""
     from adaponder.data.puzzles import BAR, STOP
 
@@ -168,7 +172,7 @@ def _steps(read: Readings, deepest: int) -> Text:
     return by_depth(pieces, read.depth[0, : len(words)].tolist(), deepest)
 
 
-def _questions(read: Readings, deepest: int) -> list[Text]:
+def _questions(read: PuzzleResults, deepest: int) -> list[Text]:
     """Returns the questions of the first puzzle, fewest hops first, with answer, chain and depth."""
     import numpy as np
 
@@ -180,7 +184,7 @@ def _questions(read: Readings, deepest: int) -> list[Text]:
         chain = [words[place]]
         while chain[-1] in next_letter:
             chain.append(next_letter[chain[-1]])
-        depth, answer = int(read.depth[0, place]), words_of(read.answer[0, place : place + 1])[0]
+        depth, answer = int(read.depth[0, place]), words_of(read.predicted[0, place : place + 1])[0]
         verdict = ("right", "green") if answer == chain[-1] else (f"wrong, it is {chain[-1]}", "red")
         times = ("once", "twice")[depth - 1] if depth < 3 else f"{depth} times"
         lines.append(

@@ -69,7 +69,7 @@ def run_sweep(
     json: Path | None = None,
     quiet: bool = False,
 ) -> SweepEnd:
-    """Trains the unfinished runs of a sweep (no progress bars if ``quiet``); then shows, draws and writes all runs."""
+    """Trains the unfinished runs of a sweep, without progress bars if ``quiet``; then shows and saves all results."""
     from adaponder.training.build import config_of
     from adaponder.training.sweep import FAILED, PENDING, STOPPED, carry_out, examine, pending, plan
 
@@ -112,7 +112,7 @@ def run_sweep(
 
 
 def _create(folder: Path, *, default: bool) -> None:
-    """Creates ``folder``; its parent must exist, unless ``default``: the folder was not given as ``--out``."""
+    """Creates ``folder``; raises if it was given as ``--out`` (``default`` is false) and its parent does not exist."""
     if not default and not folder.parent.is_dir():
         problem = "is a file, not a folder" if folder.parent.exists() else "does not exist"
         raise InputError(f"--out {folder}: {folder.parent} {problem}")
@@ -125,7 +125,7 @@ def _create(folder: Path, *, default: bool) -> None:
 def show_plan(
     name: str, runs: Sequence[PlannedRun], summaries: Sequence[RunSummary], folder: Path, device: str
 ) -> None:
-    """Prints the runs, and for each the command that trains it, on any machine, in its folder of the sweep."""
+    """Prints the runs and, for each run, the command that trains it in its folder, on this or another machine."""
     rows = [(r.name, r.seed, r.steps, number(r.requested_depth, ".2f"), r.fingerprint) for r in summaries]
     console.print(table(f"{len(runs)} runs of {name}", ("run", "seed", "steps", "requested depth", "recipe"), rows))
     console.print_whole(f"\nmkdir -p {shlex.quote(str(folder))}")

@@ -95,7 +95,7 @@ def plan(tasks: Sequence[str], fewshot: Sequence[int], suite: Suite | None) -> t
 def scored(
     harness: Any, tasks: list[str], fewshot: list[int], data: TaskData | None, *, limit: int | None, seed: int
 ) -> Iterator[TaskScore]:
-    """Opens all tasks first, so that a missing file raises at once; then yields each task's score per shot count."""
+    """Opens all tasks, so that a missing file raises first; then yields a score per task and number of shots."""
     from adaponder.evaluation.tasks.lm_tasks import find_tasks, open_task, run_task
 
     with console.status("looking up tasks …"):
@@ -137,7 +137,7 @@ def show(checkpoint: str, scores: list[TaskScore], limit: int | None) -> None:
 
 
 def compare(suite: Suite, scores: list[TaskScore], matched: Reference | None) -> list[Comparison]:
-    """Compares the suite's metric, in percent, with that of the reference, at each number of few-shot examples."""
+    """Compares the suite's metric (percent) with that of ``matched``, if any, for each number of few-shot examples."""
     by_shots: dict[int, dict[str, float]] = {score.opened.shots: {} for score in scores}
     for score in scores:
         if (value := score.value(suite.metric)) is not None:

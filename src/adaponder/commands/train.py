@@ -73,12 +73,12 @@ def train(
 
 
 def _every_depth(iterations: int | None) -> list[str]:
-    """Returns eval's option for all depths; empty if ``iterations`` is unknown, as for a checkpoint trained further."""
+    """Returns the option of ``eval`` that scores all depths; [] if K is unknown because a checkpoint is continued."""
     return ["--depths", ",".join(map(str, range(1, iterations + 1)))] if iterations else []
 
 
 def _compared(outcome: Outcome) -> dict[str, Any]:
-    """Prints loss and depth before and after continued training of a checkpoint; returns both for ``--json``."""
+    """Prints and returns loss and depth before and after continued training of a checkpoint; {} for other training."""
     trainer = outcome.trainer
     if trainer is None or outcome.final is None or trainer.before is None or trainer.after is None:
         return {}

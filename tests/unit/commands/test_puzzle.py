@@ -30,12 +30,12 @@ def test_what_is_counted_is_what_a_reader_of_the_text_finds(model, monkeypatch):
         ids = torch.from_numpy(ids_of(words))[None]
         with torch.no_grad():
             own, shallow = model(ids), model(ids, **once)
-        for made, output in ((read.answer, own), (read.once, shallow)):
+        for made, output in ((read.predicted, own), (read.predicted_at_1, shallow)):
             assert made[row].tolist() == output.logits[0, :, :END_ID].argmax(-1).tolist()
         assert read.depth[row].tolist() == own.depth[0].tolist()
         for question in questions(words):
             assert read.need[row, question.place - 1] == question.needed
-            assert WORDS[read.right[row, question.place - 1]] == question.answer
+            assert WORDS[read.correct[row, question.place - 1]] == question.answer
             last = question.place == len(words) - 1
             assert read.by_elimination[row, question.place - 1] == question.by_elimination == last
             count += 1
@@ -52,9 +52,9 @@ def test_answers_are_counted_by_need():
         {"hops": 2, "questions": 2, "right": 1 / 2, "depth": 5 / 2, "right_once": 1.0},
         {"hops": 4, "questions": 1, "right": 1.0, "depth": 4.0, "right_once": 0.0},
     ]
-    assert puzzle.by_need(puzzle.Readings([], answer, depth, once, need, right, by_elimination)) == rows
+    assert puzzle.by_need(puzzle.PuzzleResults([], answer, depth, once, need, right, by_elimination)) == rows
     by_elimination[1, [0, 3]] = True
-    assert puzzle.by_need(puzzle.Readings([], answer, depth, once, need, right, by_elimination)) == [
+    assert puzzle.by_need(puzzle.PuzzleResults([], answer, depth, once, need, right, by_elimination)) == [
         rows[0],
         {"hops": 2, "questions": 1, "right": 0.0, "depth": 2.0, "right_once": 1.0},
         {"hops": None, "questions": 2, "right": 1.0, "depth": 7 / 2, "right_once": 1 / 2},
@@ -81,7 +81,7 @@ def test_the_command_shows_a_puzzle_and_the_tally_and_a_seed_gives_it_again(mode
     read = puzzle.read_puzzles(model, Hops(seed=3, documents=5))
     lines = [" ".join(line.split()) for line in text.splitlines() if " says " in line]
     for line, question in zip(lines, sorted(questions(words), key=lambda question: question.needed), strict=True):
-        answer = WORDS[read.answer[0, question.place - 1]]
+        answer = WORDS[read.predicted[0, question.place - 1]]
         verdict = "right" if answer == question.answer else f"wrong, it is {question.answer}"
         assert f" says {answer}, {verdict} " in line
         assert line.removesuffix(" asked last").endswith(question.answer)

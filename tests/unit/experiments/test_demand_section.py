@@ -1,10 +1,10 @@
-"""The section on depth on demand: needed depths, correlations from counts, aims and verdicts of made-up models."""
+"""The section on depth on demand: needed depths, correlations from counts, fits and verdicts of made-up models."""
 
 import pytest
 from scipy.stats import spearmanr
 
 from experiments import demand
-from experiments.demand import Subject, aims, needed_depths, rank_correlation
+from experiments.demand import Subject, depth_fit, needed_depths, rank_correlation
 from experiments.statistics import FAILS, HOLDS, UNRESOLVED
 
 QUESTIONS = [100, 100, 50, 50]
@@ -55,13 +55,13 @@ def test_correlations_from_counts_are_those_of_the_questions(needed):
 
 
 def test_aims_of_models_that_follow_read_all_or_lose():
-    good, full = aims(FOLLOWS, [1, 2, 3, 4]), aims(FULL, [1, 2, 3, 4])
+    good, full = depth_fit(FOLLOWS, [1, 2, 3, 4]), depth_fit(FULL, [1, 2, 3, 4])
     assert (good.rho > 0.9, good.lost <= 0.01, good.spare <= 0.25) == (True, True, True)
     assert good.spare == pytest.approx((2 + 5 + 2 - 1) / 300)
     assert good.lost == pytest.approx((100 * 0.01 + 100 * 0.01 + 50 * 0.01) / 300)
     assert (full.rho, full.lost, full.spare > 0.25) == (None, 0.0, True)
-    assert aims(LOST, [1, 2, 3, 4]).lost > 0.01
-    assert aims(FOLLOWS, [None] * 4).spare is None
+    assert depth_fit(LOST, [1, 2, 3, 4]).lost > 0.01
+    assert depth_fit(FOLLOWS, [None] * 4).spare is None
 
 
 def page(models: list[Subject]) -> str:
