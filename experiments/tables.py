@@ -100,7 +100,7 @@ CELLS: Mapping[str, Cell] = {
 
 
 def settings_table(evidence: Evidence, rows: Sequence[str], columns: Sequence[str]) -> list[str]:
-    """Returns a table with a row per setting; a column is a key of ``CELLS``, or ``minus NAME``: minus NAME's loss."""
+    """Returns a table with a row per setting; columns are keys of ``CELLS`` or ``minus NAME`` (loss minus NAME's)."""
 
     def cell(name: str, column: str, points: pd.DataFrame) -> str:
         if points.empty:
