@@ -371,7 +371,7 @@ def record_path(name: str, device: torch.device) -> Path:
 
 
 def words_of(name: str) -> list[str]:
-    """Returns the words of a recipe's or device's name that go into file names."""
+    """Splits a recipe's or device's name into lower-case words for a file name, without ones such as ``nvidia``."""
     return [word for word in re.split(r"[^a-z0-9.]+", name.lower()) if word and word not in _COMMON]
 
 

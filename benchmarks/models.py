@@ -165,7 +165,7 @@ def shape_config(name: str, *, vanilla: bool = False, **sizes: int) -> AdaPonder
 
 
 def build(config: AdaPonderConfig, *, device: torch.device, dtype: torch.dtype, seed: int, stock: bool = False) -> Any:
-    """Builds a model with random weights, or with ``stock`` Hugging Face's decoder of the same shape."""
+    """Builds our model with random weights; if ``stock``, Hugging Face's decoder of the same shape instead."""
     torch.manual_seed(seed)
     with device:
         if stock:

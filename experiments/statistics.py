@@ -174,7 +174,7 @@ def often(cases: Mapping[int, bool], *, least: int = 3) -> str:
 
 
 def exact_interval(count: int, total: int) -> tuple[float, float]:
-    """Returns the exact (Clopper-Pearson) 95 % interval of a probability, after ``count`` cases in ``total``."""
+    """Returns the exact (Clopper-Pearson) 95 % interval of a probability, given ``count`` successes in ``total``."""
     from scipy.stats import binomtest
 
     interval = binomtest(count, total).proportion_ci(method="exact")

@@ -137,7 +137,7 @@ def leaderboard(evidence: Evidence, tracks: Sequence[float] = (1.6, 2.7)) -> lis
 
 
 def claim_table(evidence: Evidence, claim: str) -> list[str]:
-    """Returns a table with a row per setting of the claim that has run; no lines if no setting has."""
+    """Returns the lines of a table with a row for each setting of the claim that has a complete run; else no lines."""
     names = dict.fromkeys(run.setting for run in evidence.queue.of_claim(claim) if evidence.has_all(run))
     columns = ["lr", "seeds", "loss by seed", "iterations by seed", "% of tokens at depth 1/…/K by seed"]
     if claim in evidence.claims["against"]:

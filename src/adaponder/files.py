@@ -279,7 +279,7 @@ def lock(descriptor: int, *, wait: bool = False) -> bool:
 
 
 def flush(path: Path) -> None:
-    """Flushes a file's content or a folder's list of names to the disk (fsync)."""
+    """Flushes a file's content, or a folder's directory entries (after a rename), to disk with fsync."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -19,9 +19,10 @@ class Numbers(NamedTuple):
     """Overall numbers of a trace; see :class:`adaponder.evaluation.meter.Spent` for ``halted`` and ``gates_closed``.
 
     Attributes:
-        scored: number of learned tokens, from which losses are computed.
-        bits_per_byte: ``None`` unless every token is learned and the tokenizer knows the whole text.
-        flops, kv_bytes: per token, including context that sliding windows repeat.
+        tokens: number of predictions in the trace.
+        scored: number of predictions that count in the loss (of a chat, only those in the assistant's turns).
+        bits_per_byte: ``None`` if some predictions do not count in the loss, or if the text has unknown tokens.
+        flops, kv_bytes: total cost divided by ``tokens``; context that sliding windows compute again is included.
         flops_ratio: FLOPs divided by those of the stock decoder on the same tokens.
     """
 

@@ -117,7 +117,7 @@ def check_checkpoint(checkpoint: str, *, seal: bool = False) -> dict[str, Any]:
 
 
 def check_against(checkpoint: str, file: Path) -> dict[str, Any]:
-    """Compares a checkpoint with the outputs of published code that ``file`` holds; returns and prints the checks."""
+    """Compares a checkpoint's outputs with the published code's, saved in ``file``; prints and returns the checks."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

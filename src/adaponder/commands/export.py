@@ -1,4 +1,4 @@
-"""adaponder export: writes a checkpoint as a folder that transformers opens without this package, with a card."""
+"""adaponder export: writes a checkpoint and its model card to a folder that transformers opens without this package."""
 
 from __future__ import annotations
 

@@ -154,7 +154,10 @@ def _to_family(
 
 
 def _to_backbone(opened: OpenedCheckpoint, ids: Tensor) -> tuple[PreTrainedModel, list[Check]]:
-    """Returns the stock decoder inside one of our models, with the embedding scale multiplied into its table."""
+    """Returns the stock decoder inside one of our models, and a check of its logits on ``ids`` against one iteration.
+
+    Multiplies the embedding scale into the decoder's input embedding, in place.
+    """
     model = opened.model
     if not is_ours(model):
         raise InputError(f"--method backbone: {opened.folder} is a {opened.kind} checkpoint, without a method of ours")

@@ -95,7 +95,7 @@ class ChatFormat:
         return {key: value for key, value in message.items() if value is not None} | {"content": content}
 
     def conversation(self, messages: list[dict[str, Any]], source: str, origin: str) -> Document:
-        """Renders messages with the template and marks the assistant's turns as learned."""
+        """Renders messages with the chat template; only the assistant's turns become training targets."""
         text, marked = self._render(messages, origin)
         learned = marked if _MARKED.search(self.template) else self._turns(messages, text, origin)
         if not any(text[first:last].strip() for first, last in learned):

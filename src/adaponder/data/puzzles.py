@@ -213,7 +213,7 @@ class Mano:
             words += [*tree, EQUALS, str(value)]
 
     def _tree(self, height: int, draw: Draw) -> tuple[list[str], int]:
-        """Returns a tree of exactly this height, and its value."""
+        """Draws an expression tree of exactly this height; returns its words in prefix order, and its value."""
         if height == 0:
             value = int(draw() * self.modulus)
             return [str(value)], value

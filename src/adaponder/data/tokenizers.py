@@ -104,7 +104,8 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
 def hash_of_content(content: dict[str, Any]) -> str:
     """Returns the SHA-256 of a ``tokenizer.json``, independent of JSON layout, padding and truncation.
 
-    A post-processing template that adds no token is ignored too, because transformers adds one to files without it.
+    A post-processing template without special tokens is ignored too: transformers writes such a template into files
+    that have no post-processor.
     """
     behaviour = {key: value for key, value in content.items() if key not in ("padding", "truncation")}
     template = behaviour.get("post_processor") or {}

@@ -28,9 +28,9 @@ from adaponder.terminal import counted
 
 @dataclass(frozen=True)
 class ScoringOptions:
-    """Settings of a scoring; ``None`` means the model's default.
+    """Options for scoring a text; ``None`` means the model's default.
 
-    ``depths`` (one per prediction of the text) forces the depth of each token; ``policy`` is then ignored.
+    ``depths`` (one per prediction) forces the depth of each token; ``policy`` is then ignored.
     """
 
     policy: PolicyLike | None = None

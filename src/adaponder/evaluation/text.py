@@ -275,7 +275,7 @@ class Windows:
         return np.minimum(np.arange(count) * step, predictions - self.length)
 
     def scored(self, predictions: int) -> np.ndarray:
-        """Returns ``bool[predictions]``: the predictions that are scored; all of them if ``every`` is 1."""
+        """Returns ``bool[predictions]``: true in scored windows, each ``every``-th one from ``offset`` on."""
         starts, lengths, fresh = self._cut(predictions)
         bounds = np.zeros(predictions + 1, np.int64)
         np.add.at(bounds, fresh, 1)

@@ -50,7 +50,7 @@ class Lanes:
         return self.books.index
 
     def start(self, entries: Sequence[tuple[int, int, int, int]]) -> None:
-        """Starts decoding in lanes; entries are (lane, token id, position, last iteration)."""
+        """Starts decoding in lanes; entries are (lane, token id, position, last iteration that a token may use)."""
         books, (lane, token, position, last) = self.books, self._columns(entries)
         books.token[lane], books.place[lane], books.last[lane] = token, position, last
         books.iteration.index_fill_(0, lane, 0)

@@ -107,7 +107,10 @@ class Runner(TickRunner):
         return Span(columns, sequence.depths[start:stop], pages)
 
     def _update_lanes(self, resident: dict[int, Sequence]) -> None:
-        """Clears lanes whose sequence has left; sets the policy and the shared rows of lanes with a new sequence."""
+        """Clears the policies of lanes whose sequence is no longer resident, and sets up lanes with a new sequence.
+
+        Setting up a lane sets its policy, and writes the pool rows that it shares with other sequences into its index.
+        """
         for lane in self.occupants.keys() - resident.keys():
             self.policies.clear(lane)
             del self.occupants[lane]

@@ -124,9 +124,10 @@ class SamplerState:
             self._occurrences.set(lane, prompt_ids, output_ids)
 
     def choose(self, logits: Tensor, lanes: Tensor, position: Tensor, features: Features) -> Sampled:
-        """Samples the next token of each row of ``logits [n, V]``, whose ``lanes`` and ``position`` are int64 ``[n]``.
+        """Samples the next token of each row of ``logits [n, V]``; ``lanes`` and ``position`` are int64 ``[n]``.
 
-        ``features`` must include the features of all these lanes. Padding rows may have any lane.
+        ``features`` must include every optional part of sampling that one of these lanes needs. Padding rows may have
+        any lane.
         """
         adjusted = logits
         if features.biased:

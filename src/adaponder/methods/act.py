@@ -79,7 +79,10 @@ class AdaptiveComputationTime(Method):
     gates_decide = False  # a policy compares 1 minus the sum of the halting probabilities so far
 
     def training_policy(self, progress: float) -> Policy:
-        """Returns the default policy; no warm-up is needed, because the mean of states trains the halting unit."""
+        """Returns the default policy at any ``progress``, so tokens halt from the first step.
+
+        No warm-up is needed: gradients reach the halting unit through the weighted mean of states that the head reads.
+        """
         return self.default_policy(training=True)
 
     @classmethod

@@ -81,7 +81,7 @@ class Anytime(AdaPonder):
     browser_update = "mixed"
 
     def training_policy(self, progress: float) -> Policy:
-        """Returns a policy of random halts, rare at ``progress`` 0 and then more frequent; at 1, ``self.halting``."""
+        """Returns a policy of random halts, more frequent as ``progress`` grows; from 1 on, ``self.halting``."""
         return RandomRates(min(1e6, self.config.halt_prior / max(progress, 1e-6))) if progress < 1 else self.halting
 
     @classmethod

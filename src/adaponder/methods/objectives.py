@@ -1,4 +1,4 @@
-"""Defines the inputs and outputs of training losses and their scheduled settings, and scores targets."""
+"""Defines what training losses receive and return, computes the cross-entropy, and holds scheduled loss settings."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class CrossEntropy:
 
 
 def local_count(count: Tensor) -> Tensor:
-    """Returns ``count`` unchanged, which is its mean over a single process."""
+    """Returns ``count`` unchanged: the default of ``Objective.mean_count``, for runs with a single process."""
     return count
 
 

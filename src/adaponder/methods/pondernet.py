@@ -115,5 +115,5 @@ def geometric_log_probabilities(prior: float, iterations: int) -> Tensor:
 
 
 def mean_exit(prior: float, iterations: int) -> float:
-    """Returns the mean depth under the geometric prior, by which every token has exited after ``iterations``."""
+    """Returns the mean depth under a geometric prior with exit probability ``prior``, capped at ``iterations``."""
     return (1.0 - (1.0 - prior) ** iterations) / prior

@@ -1,4 +1,4 @@
-"""Loads and saves through Hugging Face's methods, but runs no code and refuses missing and unexpected keys."""
+"""Loads and saves through Hugging Face's methods, but runs no remote code and refuses missing or unexpected keys."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class LearnedGate(Policy):
 
 @dataclass(frozen=True)
 class RouterThreshold(Policy):
-    """Continues while the router's logit is positive: the causal rule of models that are trained with ranking."""
+    """Continues while the router's logit is positive: the causal rule of models trained to rank tokens by logit."""
 
     reads_seed: ClassVar[bool] = False
     signal: ClassVar[str | None] = "router"

@@ -53,7 +53,7 @@ def mix_bits(x: Tensor) -> Tensor:
 def unit_hash(position: Tensor, seed: Tensor, iteration: Tensor) -> Tensor:
     """Returns a uniform number in [0, 1) per row, hashed from (seed, position, iteration) by a variant of splitmix64.
 
-    Seed and iteration, int64, are combined modulo 2**62, which an int64 overflow (modulo 2**64) does not change.
+    Only the low 62 bits of the int64 sum of seed and iteration are used, so its overflow is harmless.
     """
     x = mix_bits(position + ((seed * 0x9E3779B9 + iteration * 0x85EBCA6B) & ((1 << 62) - 1)))
     x = x ^ ((x >> 31) & 0x1FFFFFFFF)

@@ -265,7 +265,7 @@ async def models(context: Context) -> Response:
 
 
 async def model(context: Context, name: str) -> Response:
-    """Returns the facts of the served model; 404 for any other name."""
+    """Returns the model object of the served model (name, limits, properties); 404 for any other name."""
     check_model(name, context.served)
     return JSONResponse(_facts(context))
 

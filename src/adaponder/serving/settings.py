@@ -153,7 +153,7 @@ class Access:
         return Client(hashlib.blake2b(str(group).encode(), key=_SECRET, digest_size=6).hexdigest())
 
     def holder_of(self, address: str) -> str | None:
-        """Returns the name of the client to count a connection from ``address`` for; ``None`` for a trusted proxy."""
+        """Returns the client that a connection from ``address`` counts towards; ``None`` for a trusted proxy."""
         return None if self._is_proxy(_address(address)) else self.client_of(address, ()).name
 
     def _is_proxy(self, address: _Address | None) -> bool:

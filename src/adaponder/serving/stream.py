@@ -138,7 +138,10 @@ class Answer(Response):
             self.cancel()
 
     def end(self, problem: BaseException | None = None) -> None:
-        """Ends the response; an error after the first content becomes the last event of a stream."""
+        """Ends the response.
+
+        An error sets the response's status or, if part of the stream was already sent, is its last event.
+        """
         if not self._ended:
             self._ended, self._problem = True, None if problem is None else as_api_error(problem)
             self._changed.set()

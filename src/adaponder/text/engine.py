@@ -90,7 +90,7 @@ class TextEvent(NamedTuple):
 def start_writings(
     tokenizer: PreTrainedTokenizerBase, request: Request, *, stops: Sequence[str], eos_ids: Collection[int]
 ) -> list[Writing]:
-    """Returns an empty ``Writing`` per sample; stop ids and ``eos_ids`` (unless ``ignore_eos``) have no text."""
+    """Returns an empty ``Writing`` per sample; its text omits stop ids and, unless ``ignore_eos``, ``eos_ids``."""
     silent = set(request.stop_ids) | (set() if request.ignore_eos else set(eos_ids))
     return [
         Writing(request, TextStream(tokenizer, request.prompt, stops=stops, silent=silent))

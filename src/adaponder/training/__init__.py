@@ -1,1 +1,1 @@
-"""Trains a model from token shards to a checkpoint: the two-stage algorithm, on ``torch.distributed``."""
+"""Trains a model on token shards, on one process or many: stage 1 with cross-entropy, stage 2 with ponder loss too."""

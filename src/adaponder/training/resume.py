@@ -104,9 +104,9 @@ def _print_start(start: Start, changes: list[str], *, states: int, world: World)
 def is_finished(recipe: Recipe, out: Path, world: World, *, weights_only: bool, allow_changes: bool) -> bool:
     """Returns whether ``out`` holds the complete final model of ``recipe``, so that nothing is left to train.
 
-    If the final model has another recipe (fewer steps, say), raises and lists the differences. With ``allow_changes``,
-    or if the final model is damaged, returns false: the run continues from its newest checkpoint. Raises if
-    ``allow_changes`` finds no checkpoint, and with ``weights_only``, which would overwrite the finished run.
+    Returns false if there is no final model, or if it is damaged. If there is one, ``weights_only`` raises, because
+    the run would overwrite it. A different recipe (more steps, say) raises and lists the differences; with
+    ``allow_changes`` it returns false, so that the run continues from its newest checkpoint, or raises without one.
     """
     final = out / "final"
     if not final.is_dir():

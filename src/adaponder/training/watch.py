@@ -1,4 +1,7 @@
-"""Computes a run's metrics: means since the last log, MFU, gate collapse, and depths in other libraries' trainers."""
+"""Computes training metrics: means since the last log, MFU, and a warning when the gates collapse.
+
+:class:`DepthCounts` counts tokens by depth when another library's trainer runs the training loop.
+"""
 
 from __future__ import annotations
 

@@ -259,7 +259,8 @@ def test_a_template_that_cannot_serve_is_named(folder, tmp_path, template, messa
 def test_of_a_tokenizer_s_list_of_templates_the_one_named_default_is_used(tmp_path):
     """An entry that is no object is skipped: it was a traceback."""
     (tmp_path / "tokenizer.json").write_text("{}")
-    for templates, expected in ((["text", {"name": "default", "template": "{{ 1 }}"}], "{{ 1 }}"), (["text"], None)):
+    named = [{"name": name, "template": name} for name in ("tools", "default")]
+    for templates, expected in ((["text", *named], "default"), (["text"], None)):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
         assert own_template(str(tmp_path)) == expected
 

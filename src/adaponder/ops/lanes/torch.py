@@ -65,9 +65,10 @@ def begin_rows(books: Books, lane: Tensor, *, width: int, vanishes: bool) -> Beg
 
 
 def book_rows(index: Tensor, lane: Tensor, slot: Tensor, iteration: Tensor, row: Tensor, *, vanishes: bool) -> None:
-    """Enters pool rows ``row [n]`` into ``Books.index`` for iterations ``iteration [n]`` and all later ones (law 3).
+    """Writes pool rows ``row [n]`` into ``Books.index`` for iterations ``iteration [n]`` and all later ones.
 
-    With ``vanishes`` (methods whose halted tokens cannot be attended to), later iterations get -1 instead.
+    So later iterations read a halted token's last row (law 3). With ``vanishes`` (methods whose halted tokens cannot be
+    attended to), later iterations get -1 instead.
     """
     number = torch.arange(index.shape[1], device=index.device)
     same, later = number == iteration[:, None], number > iteration[:, None]

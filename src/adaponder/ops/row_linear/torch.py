@@ -1,4 +1,4 @@
-"""Multiplies rows with weight matrices, with the norm before and the activation or residual sum after."""
+"""Computes linear layers on rows, including the norm before them and the activation or residual sum after them."""
 
 from __future__ import annotations
 
