@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
-from adaponder import AdaPonderForCausalLM
+from adaponder import AdaPonderForCausalLM, cli
 from adaponder.commands import train as command
-from adaponder.commands.sweep import run_sweep
 from adaponder.conversion.card import training_of
 from adaponder.data import Shards
 from adaponder.data.manifest import DataError, Manifest
 from adaponder.data.prepare import prepare
-from adaponder.errors import CheckpointError, InputError
+from adaponder.errors import InputError
 from adaponder.files import read_json
 from adaponder.recipes import load_recipe
 from adaponder.training import lora
@@ -116,12 +116,12 @@ def test_a_run_resumes_without_the_checkpoint_it_began_from(base, tmp_path):
     command.train(recipe=str(tmp_path / "mine.yaml"), out=tmp_path / "again", resume=source)
     assert_same_weights(tmp_path / "again", tmp_path / "whole")
     (tmp_path / "gone").rename(tmp_path / "run")
-    sweep = {"recipe": str(tmp_path / "mine.yaml"), "seeds": [0], "out": tmp_path / "sweep", "quiet": True}
-    assert run_sweep(**sweep).exit_code == 0
+    sweep = ["sweep", str(tmp_path / "mine.yaml"), "--seeds", "0", "--out", str(tmp_path / "sweep")]
+    assert CliRunner().invoke(cli.app, sweep).exit_code == 0
     (tmp_path / "run").rename(tmp_path / "gone")
-    assert run_sweep(**sweep).exit_code == 0, "finished runs are shown"
-    with pytest.raises(CheckpointError, match=r"--resume .*nowhere"):
-        command.train(recipe=str(tmp_path / "mine.yaml"), out=tmp_path / "other", resume=str(tmp_path / "nowhere"))
+    assert CliRunner().invoke(cli.app, sweep).exit_code == 0, "finished runs are shown"
+    again = ["train", str(tmp_path / "mine.yaml"), "--out", str(tmp_path / "other"), "--resume", "nowhere"]
+    assert "--resume nowhere: no such folder" in str(CliRunner().invoke(cli.app, again).exception)
 
 
 def test_a_resumed_run_keeps_the_method_it_began_with(base, tmp_path):
