@@ -39,7 +39,9 @@ demo: setup  ## pretrain a small model on the Python standard library and show w
 test: setup  ## style, types and the tests, beside each other: the type checker uses one core
 	@$(MAKE) --no-print-directory -j2 check pytest
 
+# In a fresh clone one process collects the tests first, so that the workers do not all compile the same modules.
 pytest: setup
+	@test -d tests/__pycache__ || $(PYTEST) $(BIN)/python -m pytest --collect-only -qq > /dev/null || true
 	$(PYTEST) $(BIN)/python -m pytest -n $(JOBS)
 
 test-every: setup  ## further cases of what make test takes some of: two hundred kills of a run, every byte flipped, …

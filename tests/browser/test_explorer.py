@@ -457,6 +457,7 @@ def page_of(browser, model) -> Iterator[Explorer]:
         explorer.page.context.close()
 
 
+@pytest.mark.every
 def test_sixteen_iterations_have_room(browser):
     with page_of(browser, small_model(iterations=16)) as explorer:
         page = explorer.page

@@ -89,9 +89,10 @@ def test_the_compiler_has_room_for_every_kind_of_layer():
     ("trains", "given"),
     [
         pytest.param(False, {}, id="reads-whole"),
-        pytest.param(True, {"attention_mask": PADDED}, id="trains-padded", marks=pytest.mark.compiler),
+        pytest.param(True, {"attention_mask": PADDED}, id="trains-padded"),
     ],
 )
+@pytest.mark.compiler
 def test_packed_rows_of_any_number_share_a_layers_graph(given, trains):
     model = deep(4).train(trains)
 

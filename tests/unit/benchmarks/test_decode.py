@@ -140,6 +140,7 @@ def test_the_shape_of_ouro_is_that_of_its_release(tmp_path):
     assert shape["use_post_norm"]
 
 
+@pytest.mark.every
 def test_ouro_is_served_at_each_depth_and_rows_of_an_earlier_call_are_kept(tmp_path):
     every = ("--scenario=ouro", "--contexts=6")
     found = measured(*every, "--only=2 lanes, context 6, depth 2,", tmp_path=tmp_path)
