@@ -165,7 +165,9 @@ class TrainRecipe:
     parallel: Literal["ddp", "fsdp"] = setting("ddp", "how several processes share the work: DDP or FSDP")
     ponder_weight: float = setting(0.1, "weight of the ponder loss, the paper's lambda", "[0, 1_000_000]")
     k_max: float = setting(0.1, "final k: the ponder loss is the mean of the lowest share k of gates", "[0, 1]")
-    ponder_start: int = setting(0, "the paper's S0, the step at which stage 2 begins", STEPS)
+    ponder_start: int = setting(
+        0, "the paper's S0, the step at which stage 2 begins; until then no token halts, see halt_before_ponder", STEPS
+    )
     ponder_full: int = setting(0, "the paper's S1, the step at which k reaches k_max", STEPS)
     ponder_on: PonderOn = setting("probabilities", "whether the ponder loss acts on gate probabilities or on logits")
     ponder_scope: Literal["micro", "process"] = setting(
