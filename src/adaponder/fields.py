@@ -323,8 +323,8 @@ class Recurrence:
     ponder_on: PonderOn = setting("probabilities", "the ponder loss acts on gate probabilities or logits")
     ponder_pool: Literal["all", "closed", "each"] = setting(
         "all",
-        "which gates the ponder loss ranks together. all: those of all iterations; closed: the same, but later gates "
-        "of a halted token count as constant 0; each: those of one iteration, so that some tokens halt after each",
+        "which gates the ponder loss ranks together. all: the gates of all iterations; closed: the same, but later "
+        "gates of a halted token count as 0; each: the gates of one iteration, so that some tokens halt after each",
     )
     pause_token_id: int | None = setting(
         None,

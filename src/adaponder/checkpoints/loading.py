@@ -30,7 +30,7 @@ NEEDED = ("*.json", "*.safetensors", "*.txt", "tokenizer.model", "*.jinja")
 _OF_A_TOKENIZER = tuple(pattern for pattern in NEEDED if pattern != "*.safetensors")
 # A manifest may list these, but loading does not need them.
 NOT_NEEDED = ("README.md", "optimizer.safetensors")
-_NEGLIGIBLE = 2**24  # a model may have so many numbers more than its saved weights: at most 64 MiB
+_NEGLIGIBLE = 2**24  # numbers that a model may have beyond twice its saved weights: 64 MiB in float32
 # The most bytes of safetensors headers that are read, enough for 100,000 tensors.
 _HEADERS = 12_000_000
 # The most tensors of a checkpoint per tensor of its model; experts may be stored singly and loaded as one tensor.
