@@ -26,7 +26,7 @@ from adaponder.backbones.views import DenseView, GridView, IterationView, KeysVa
 from adaponder.errors import BackboneError, ConfigError
 from adaponder.ops import gelu, rotary
 from adaponder.ops.compact_attention import PackedRows
-from adaponder.ops.dispatch import has_half_kernels, runs_unproven
+from adaponder.ops.dispatch import has_half_kernels
 from adaponder.ops.finite import first_not_finite
 from adaponder.ops.masks import Places, masked_attention, visible
 from adaponder.ops.vocab_expectation import vocab_expectation
@@ -123,7 +123,7 @@ class Backbone:
 
     def masks_by_kernels(self, x: Tensor) -> bool:
         """Returns whether a pass over ``x`` may use attention kernels that skip masked keys, instead of a mask."""
-        if not (has_half_kernels(x) and runs_unproven()):
+        if not has_half_kernels(x):
             return False
         return set(self.layer_windows) == {None} and not self._drops_attention() and self.packs()
 

@@ -59,11 +59,6 @@ def has_half_kernels(like: Tensor) -> bool:
     return has_kernels(like) and compute_dtype(like) in _FUSED_DTYPES
 
 
-def runs_unproven() -> bool:
-    """Returns whether kernels that are not yet tested on a GPU may run (``ADAPONDER_UNPROVEN=1``)."""
-    return os.environ.get("ADAPONDER_UNPROVEN") == "1"
-
-
 def on_device_of(tensor: Tensor) -> AbstractContextManager:
     """Context manager that makes the tensor's device current, because Triton launches on the current device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
