@@ -32,7 +32,7 @@ class ServeOptions(Recorded):
     """Options of ``benchmarks serve``; it measures a ``checkpoint``, a ``url`` or engines that sleep (``stand_in``)."""
 
     checkpoint: Annotated[str | None, arg("A checkpoint to serve; its engine is timed too.", "CKPT")] = None
-    url: Annotated[str | None, opt(f"A running server; its key is read from {KEY}.", "URL")] = None
+    url: Annotated[str | None, opt(f"A running server; its key is read from {KEY}.", "ADDRESS")] = None
     stand_in: Annotated[list[str] | None, opt(f"An engine that sleeps MS ms for LANES tokens{SEVERAL}", "LANES,MS")] = (
         None
     )

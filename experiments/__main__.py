@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 QUEUE = Path(__file__).with_name("queue.yaml")
 SeedsOption = Annotated[str | None, opt("These seeds instead of the queue's.", "0,1,…")]
 JobsOption = Annotated[int, opt("Runs that share the device.", "N", min=1, max=64)]
-MinutesOption = Annotated[float | None, opt("Start only runs that end within this time.", "MINUTES", min=0.01)]
+MinutesOption = Annotated[float | None, opt("Start only runs that end within this time.", "M", min=0.01)]
 OneClaim = Annotated[str | None, arg("Only the runs of this claim.", "CLAIM")]
 QueueOption = Annotated[Path, opt("The queue of runs.", "YAML")]
 

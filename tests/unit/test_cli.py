@@ -15,6 +15,8 @@ from adaponder import __version__, cli, terminal
 from adaponder.commands import demo, doctor
 from adaponder.errors import AdaPonderError
 from adaponder.evaluation import meter
+from benchmarks import __main__ as benchmarks
+from experiments import __main__ as experiments
 from stock_support import make_stock
 
 COMMANDS = {name: one for name, one in get_command(cli.app).commands.items() if name not in cli.MOVED}
@@ -56,6 +58,15 @@ def test_help_lists_the_commands_in_the_order_in_which_a_newcomer_meets_them():
     without_json = {name for name, one in COMMANDS.items() if not any("--json" in param.opts for param in one.params)}
     assert without_json == {"serve"}
     assert shown("--version").strip() == f"adaponder {__version__}"
+
+
+@pytest.mark.parametrize("app", [cli.app, benchmarks.app, experiments.app])
+def test_no_value_is_shown_by_the_name_of_its_option(app):
+    """Typer 0.27 would name an option ``--NAME`` if its value is shown as NAME."""
+    parameters = [parameter for command in get_command(app).commands.values() for parameter in command.params]
+    options = [parameter for parameter in parameters if f"--{parameter.name}" in parameter.opts]
+    assert options
+    assert not [option.name for option in options if (option.metavar or "").lower() == option.name]
 
 
 def test_an_option_s_old_name_works_with_a_notice(command, checkpoint):

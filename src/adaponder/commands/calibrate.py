@@ -29,7 +29,7 @@ def calibrate(
     *,
     data: Annotated[str | None, opt("The text, as for eval: one half to tune on, one to measure.", "TEXT")] = None,
     budget: Annotated[float | None, opt("The mean depth to reach.", "X", min=1)] = None,
-    name: Annotated[str | None, opt("Name of the profile; default budget-N.", "NAME")] = None,
+    name: Annotated[str | None, opt("Name of the profile; default budget-N.", "PROFILE")] = None,
     rule: Annotated[
         str, opt(f"The policy to calibrate: {', '.join(RULES)}.", "NAME", check=shared.one_of(*RULES))
     ] = "gate",

@@ -39,7 +39,7 @@ def convert(
             check=_check_method,
         ),
     ] = None,
-    text: Annotated[str | None, opt("A text or text file on which to show the loss at each depth.", "TEXT")] = None,
+    text: Annotated[str | None, opt("A text or text file on which to show the loss at each depth.", "TEXT|FILE")] = None,
     revision: Annotated[str | None, opt("Branch, tag or commit of a hub source.", "NAME")] = None,
     json: Json = None,
     iterations: Annotated[int | None, _setting("iterations")] = None,

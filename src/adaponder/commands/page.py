@@ -17,7 +17,7 @@ def page(
     checkpoint: shared.Checkpoint,
     *,
     out: Annotated[Path, shared.folder("Where to write; must be new or empty.")],
-    name: Annotated[str | None, opt("Name of the model on the page; default: the checkpoint's.", "NAME")] = None,
+    name: Annotated[str | None, opt("Name of the model on the page; default: the checkpoint's.", "MODEL")] = None,
     json: shared.Json = None,
 ) -> dict[str, Any]:
     """Write the page of adaponder serve as a static folder; the model runs in the visitor's browser.

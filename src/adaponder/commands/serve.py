@@ -71,7 +71,7 @@ def serve(
     *,
     host: Annotated[str, opt(_HOST, "ADDRESS")] = "127.0.0.1",
     port: Annotated[int, opt("Port to listen on; 0: any free port.", "N", min=0, max=65535)] = 8000,
-    name: Annotated[str | None, opt("Name of the model in requests; default: the checkpoint's.", "NAME")] = None,
+    name: Annotated[str | None, opt("Name of the model in requests; default: the checkpoint's.", "MODEL")] = None,
     api_key_file: Annotated[Path | None, opt(_KEYS, "FILE")] = None,
     no_auth: Annotated[bool, opt("Accept requests from other machines without a key.", flag="--no-auth")] = False,
     allow_host: Annotated[list[str] | None, opt("Host name that clients may use; may be repeated.", "NAME")] = None,

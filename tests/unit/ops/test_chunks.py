@@ -128,6 +128,7 @@ def test_the_kernels_are_no_worse_than_the_plain_version(device, shape, chunk, b
 
 @pytest.mark.gpu
 @pytest.mark.large
+@pytest.mark.one_of(2)
 @every_op
 @pytest.mark.parametrize("shape", [(300, 64, 50304, 64), (77, 128, 16384, 96), (130, 64, 50257, 64)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

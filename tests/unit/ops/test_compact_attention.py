@@ -98,6 +98,7 @@ def test_rows_that_see_whole_blocks_of_keys_are_no_worse_either(device):
 
 @pytest.mark.gpu
 @pytest.mark.large
+@pytest.mark.one_of(5)
 @pytest.mark.parametrize("documents", [False, True], ids=["sequences", "documents"])
 @pytest.mark.parametrize("holes", [False, True], ids=["whole", "holes"])
 @pytest.mark.parametrize(("heads", "key_heads", "size"), [(4, 4, 64), (6, 2, 80), (4, 1, 128)], ids=str)

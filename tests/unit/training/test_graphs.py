@@ -13,7 +13,7 @@ from adaponder.errors import ConfigError, TrainingError
 from adaponder.policies import ForcedDepths
 from adaponder.training.graphs import STEPS, StepGraphs, add_gradients, next_limits
 from adaponder.training.run import train
-from kernel_support import PLACES
+from kernel_support import calm
 from support import ids, tiny
 from training_support import losses, small
 
@@ -76,14 +76,19 @@ def trained(graphs, model, execution, device, *, micro_steps, steps=12, change_a
     return [*results, *(parameter.detach().clone() for parameter in model.parameters())]
 
 
-@pytest.mark.parametrize("device", PLACES)
-@pytest.mark.parametrize(("execution", "micro_steps"), [("dense", 1), ("dense", 2), ("compact", 1), ("compact", 2)])
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("execution", "micro_steps", "device", "compiled"),
+    [
+        *((execution, steps, "cpu", False) for execution in ("dense", "compact") for steps in (1, 2)),
+        pytest.param("dense", 2, "cuda", False, marks=pytest.mark.gpu),
+        pytest.param("compact", 1, "cuda", False, marks=pytest.mark.gpu),
+        pytest.param("dense", 1, "cuda", True, marks=pytest.mark.gpu),
+        pytest.param("compact", 2, "cuda", True, marks=pytest.mark.gpu),
+    ],
+)
 def test_steps_from_graphs_equal_eager_steps(device, execution, micro_steps, compiled, monkeypatch):
-    if compiled and device == "cpu":
-        pytest.skip("compiled passes are captured on a GPU only")
     dtype = torch.float32 if device == "cuda" else torch.float64
-    models = [tiny("adaponder", iterations=4, dtype=dtype).to(device).train() for _ in range(2)]
+    models = [calm(tiny("adaponder", iterations=4, dtype=dtype)).to(device).train() for _ in range(2)]
     if compiled:
         torch.compiler.reset()
         for model in models:
@@ -213,6 +218,8 @@ def test_graphs_need_a_gpu_and_whole_passes(shards, tmp_path):
         train(small(shards, "train.cuda_graphs=true"), out=tmp_path / "run")
     with pytest.raises(ConfigError, match="cuda_graphs"):
         small(shards, "train.cuda_graphs=true", "train.gradient_checkpointing=true")
+    with pytest.raises(ConfigError, match="dtype"):
+        small(shards, "train.cuda_graphs=true", "train.execution=compact")
 
 
 @pytest.mark.gpu
@@ -222,7 +229,9 @@ def test_a_run_with_graphs_equals_one_without(shards, tmp_path, execution, monke
     monkeypatch.setattr(StepGraphs, "_record", lambda self, call: replays.append(call) or record(self, call))
     curves = []
     for graphs in ("true", "false"):
-        recipe = small(shards, "train.steps=40", "train.save_every=0", f"train.execution={execution}")
+        recipe = small(
+            shards, "train.steps=40", "train.save_every=0", f"train.execution={execution}", "train.dtype=bfloat16"
+        )
         recipe = replace(recipe, train=replace(recipe.train, cuda_graphs=graphs == "true"))
         train(recipe, out=tmp_path / graphs, device="cuda")
         curves.append(losses(tmp_path / graphs))
