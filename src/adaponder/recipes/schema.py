@@ -269,8 +269,8 @@ class TrainRecipe:
             yield "cuda_graphs with gradient_checkpointing: a graph cannot compute a pass again; use memory_budget"
         if self.cuda_graphs and self.target_depth is not None:
             yield "cuda_graphs with target_depth: steering changes the objective too often for a graph; leave one out"
-        if self.cuda_graphs and self.execution == "compact" and self.dtype == "float32":
-            yield "cuda_graphs with execution=compact needs the kernels of half precision: use dtype=bfloat16"
+        if self.cuda_graphs and self.execution == "compact" and self.dtype != "bfloat16":
+            yield "cuda_graphs with execution=compact needs dtype=bfloat16, the only precision of its kernels"
         if self.memory_budget < 1 and not self.compile:
             yield f"memory_budget={self.memory_budget} below 1 needs compile=true"
 
