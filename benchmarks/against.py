@@ -2,8 +2,8 @@
 
     python benchmarks/against.py OTHER --device cuda --case train-70m --case decode-410m-64
 
-OTHER is a checkout of another commit. Two processes build the same model, each with the package of one checkout, and
-warm up. Then they take turns of a few steps. The result is the median over rounds of this checkout's time / OTHER's.
+OTHER is a checkout of another commit. Two processes build the same model, each from one checkout, and warm up. Then they
+take turns of a few steps. The result is the median over rounds of this checkout's time / OTHER's.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ def compare(other: Path, case: str, *, device: str, rounds: int, steps: int) -> 
     """
     workers, turns = [], ([], [])
     for tree in (HERE.parents[1], other):
-        command = [sys.executable, str(HERE), "--work", case, "--device", device]
-        paths = os.pathsep.join(map(str, (tree / "src", HERE.parents[1])))
-        environment = os.environ | {"PYTHONPATH": paths}
+        root = tree if (tree / "benchmarks" / HERE.name).is_file() else HERE.parents[1]
+        command = [sys.executable, str(root / "benchmarks" / HERE.name), "--work", case, "--device", device]
+        environment = os.environ | {"PYTHONPATH": f"{tree / 'src'}{os.pathsep}{root}"}
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         workers.append(subprocess.Popen(command, cwd=tree, env=environment, **pipes))
 
