@@ -2,8 +2,8 @@
 
     python benchmarks/against.py OTHER --device cuda --case train-70m --case decode-410m-64
 
-OTHER is a checkout of another commit. Two processes build the same model, each from one checkout, and warm up. Then they
-take turns of a few steps. The result is the median over rounds of this checkout's time / OTHER's.
+OTHER is a checkout of another commit. Two processes build the same model, each from one checkout, and warm up. Then
+they take turns of a few steps. The result is the median over rounds of this checkout's time / OTHER's.
 """
 
 from __future__ import annotations

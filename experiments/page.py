@@ -29,7 +29,7 @@ from experiments.tables import markdown
 BEGIN, END = "<!-- made by python -m experiments results -->", "<!-- end -->"
 # Claims whose runs fill separate sections of the template.
 _OWN_SECTION = ("lr", "table1", "frontier", demand.CLAIM)
-_FRONTIER = ("iterations", "x vanilla", "loss by seed", "minus the curve at equal iterations")
+_FRONTIER = ("passes", "x vanilla", "loss by seed", "minus the curve at equal iterations")
 _FRONTIER += ("minus the curve at equal FLOPs",)
 # The field of PNG metadata that holds the fingerprint of the drawn points.
 POINTS = "Description"
@@ -210,9 +210,9 @@ def records_apart(evidence: Evidence, folder: Path) -> list[str]:
     return [path.name for path in sorted(folder.glob("*.json")) if path.name not in used]
 
 
-def _spots(evidence: Evidence, names: Sequence[str], column: str) -> dict[str, Spot]:
+def _spots(evidence: Evidence, names: Sequence[str], column: str, vanilla: str) -> dict[str, Spot]:
     """Returns ``{title: (mean of the column, loss minus vanilla's, half the width of its interval)}``."""
-    vanilla, spots = evidence.claims["line"][0], {}
+    spots = {}
     for name in names:
         if (gap := evidence.minus(name, vanilla)) is not None:
             half = gap.half if gap.freedom and evidence.setting(name) != evidence.setting(vanilla) else 0.0
@@ -221,16 +221,16 @@ def _spots(evidence: Evidence, names: Sequence[str], column: str) -> dict[str, S
 
 
 def cost_points(evidence: Evidence) -> tuple[Any, ...]:
-    """Returns the arguments of :func:`draw_line`: vanilla models and the methods of Table 1 by inference FLOPs."""
-    line, methods = evidence.claims["line"], evidence.claims["tables"]["table 1"]["rows"]
-    others = [name for name in methods if name not in line]
-    return _spots(evidence, line, "mflops"), _spots(evidence, others, "mflops"), "MFLOP per token at inference"
+    """Returns the arguments of :func:`draw_line`: vanilla models and the leaderboard by inference FLOPs."""
+    line = evidence.claims["line"]
+    others = [name for name in evidence.claims["leaderboard"] if name not in line]
+    return _spots(evidence, line, "mflops", line[0]), _spots(evidence, others, "mflops", line[0]), "MFLOP per token"
 
 
 def frontier_points(evidence: Evidence) -> tuple[Any, ...]:
     """Returns the arguments of :func:`draw_line`: the curve and the settings compared with it by mean iterations."""
     curve, others = evidence.claims["curve"], evidence.claims["frontier"]
-    return _spots(evidence, curve, "depth"), _spots(evidence, others, "depth"), "mean iterations per token"
+    return _spots(evidence, curve, "depth", curve[0]), _spots(evidence, others, "depth", curve[0]), "mean iterations"
 
 
 def draw_line(line: Mapping[str, Spot], others: Mapping[str, Spot], label: str, highest: float = 0.04) -> Figure:

@@ -33,12 +33,6 @@ def rate_of(experiment: Experiment) -> float | None:
     return rates[0] if rates else None
 
 
-def speed(points: pd.DataFrame) -> str:
-    """Formats the median training tokens/s of runs that did not share the device; ``shared`` if all did."""
-    rates = [record["tokens_per_second"] for record in points.record if not record["shared_device_with"]]
-    return f"{pd.Series(rates).median():,.0f}" if rates else "shared"
-
-
 def _by_seed(values: Iterable[float], form: str) -> str:
     return ", ".join(format(value, form) for value in values)
 
@@ -70,6 +64,13 @@ def _saved(share: float) -> str:
     return f"{100 * (1 - share):.1f} %"
 
 
+def _mixed(evidence: Evidence, name: str, points: pd.DataFrame) -> str:
+    """Formats the difference on the mixed corpus between vanilla and the method that ``open-…`` names."""
+    method = name.removeprefix("open-")
+    known = method in evidence.aliases and method != "vanilla"
+    return shown(evidence.minus(method, "vanilla"), seeds=False) if known else NONE
+
+
 # Formats a cell from the evidence, a setting's name and its :meth:`Evidence.points`.
 Cell = Callable[[Evidence, str, pd.DataFrame], str]
 CELLS: Mapping[str, Cell] = {
@@ -80,7 +81,6 @@ CELLS: Mapping[str, Cell] = {
     "passes": _mean("depth", ".2f"),
     "inference FLOPs": lambda e, name, points: f"{CELLS['x vanilla'](e, name, points)}x",
     "PPL": lambda e, name, points: f"{math.exp(points.loss.mean()):.2f}",
-    "iterations": _mean("depth", ".2f"),
     "iterations by seed": lambda e, name, points: _by_seed(points.depth, ".2f"),
     "iterations saved": _relative("depth", lambda claims: claims["full"], _saved),
     "FLOPs saved": _relative("mflops", lambda claims: claims["full"], _saved),
@@ -93,7 +93,7 @@ CELLS: Mapping[str, Cell] = {
     "training PFLOP": _mean("training", ".1f"),
     "parameters": lambda e, name, points: f"{e.parameters(name).total / 1e6:.2f}M",
     "of them added": lambda e, name, points: f"{e.parameters(name).added:,}",
-    "tokens/s": lambda e, name, points: speed(points),
+    "the same on the mixed corpus": _mixed,
     "minus the curve at equal iterations": _over_curve("depth"),
     "minus the curve at equal FLOPs": _over_curve("mflops"),
 }

@@ -99,13 +99,7 @@ class Command(_PlainFlags, TyperCommand):
 COMMANDS: dict[str, dict[str, Callable[..., Any]]] = {
     "Try it": {"demo": demo, "generate": generate, "puzzle": puzzle, "serve": serve, "page": page},
     "Train": {"prepare": prepare, "recipes": recipes, "train": train, "sweep": sweep},
-    "Measure": {
-        "eval": evaluate,
-        "compare": compare,
-        "analyze": analyze,
-        "policies": policies,
-        "calibrate": calibrate,
-    },
+    "Measure": {"eval": evaluate, "compare": compare, "analyze": analyze, "policies": policies, "calibrate": calibrate},
     "Checkpoints": {"inspect": inspect, "doctor": doctor, "convert": convert, "export": export},
 }
 # Commands that left the wheel, and what replaces them in a checkout.

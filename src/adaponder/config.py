@@ -173,13 +173,12 @@ def _as_config(backbone: PreTrainedConfig | dict | None) -> PreTrainedConfig:
         raise ConfigError("backbone_config.auto_map asks to run code from the checkpoint: refused")
     if "model_type" not in backbone:
         raise ConfigError("backbone_config.model_type is missing: name the decoder family, e.g. gpt_neox")
-    fields_of_backbone = dict(backbone)
-    family = fields_of_backbone.pop("model_type")
+    family = backbone["model_type"]
     if not isinstance(family, str) or family not in CONFIG_MAPPING:
         raise ConfigError(f"backbone_config.model_type={shown(family)} is not a family of the installed transformers")
     _check_sizes(backbone)
     try:
-        return AutoConfig.for_model(family, **fields_of_backbone)
+        return AutoConfig.for_model(**backbone)
     except (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"backbone_config: {family} refuses it: {in_one_line(error)}") from error
 

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 import operator
+import sys
 import textwrap
 import types
 import typing
@@ -129,7 +130,8 @@ def fits(value: Any, hint: Any, field: Field) -> bool:
         return isinstance(value, (list, tuple)) and _items_fit(value, origin, arguments, field)
     if hint in (int, float):
         number = isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
-        return number and _is_finite(value) and value in field.range
+        # False for infinity, NaN and integers larger than any float.
+        return number and abs(value) <= sys.float_info.max and value in field.range
     return hint is Any or isinstance(value, origin or hint)
 
 
@@ -161,13 +163,6 @@ def _allowed(hint: Any, limits: Range) -> str:
     if hint in (int, float):
         return f"{'a whole number' if hint is int else 'a number'}{bounds}"
     return {bool: "true or false", str: "text"}.get(hint, "a mapping")
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an int larger than any float
-        return False
 
 
 def _number(text: str) -> float:

@@ -35,15 +35,22 @@ YAML_DEPTH = 16
 _BLOCK = 2**20
 
 
-def open_plain(path: Path, error: type[AdaPonderError] = CheckpointError) -> BinaryIO:
-    """Opens an ordinary file for reading; refuses folders, pipes, sockets and devices without blocking."""
+@contextlib.contextmanager
+def _reading(path: Path, error: type[AdaPonderError]) -> Iterator[None]:
+    """Context manager that turns an :class:`OSError` into an ``error`` that names the file."""
     try:
-        # Without O_NONBLOCK, opening a pipe waits for a writer.
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        yield
     except FileNotFoundError:
         raise error(f"{path} is missing") from None
     except OSError as problem:
         raise error(f"{path} cannot be read: {problem.strerror or problem}") from None
+
+
+def open_plain(path: Path, error: type[AdaPonderError] = CheckpointError) -> BinaryIO:
+    """Opens an ordinary file for reading; refuses folders, pipes, sockets and devices without blocking."""
+    with _reading(path, error):
+        # Without O_NONBLOCK, opening a pipe waits for a writer.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise error(f"{path} is not an ordinary file: a folder, pipe, socket or device is not read")
@@ -52,11 +59,8 @@ def open_plain(path: Path, error: type[AdaPonderError] = CheckpointError) -> Bin
 
 def read_bytes(path: Path, error: type[AdaPonderError] = CheckpointError, *, limit: int = JSON_BYTES) -> bytes:
     """Returns the content of an ordinary file of at most ``limit`` bytes."""
-    with open_plain(path, error) as file:
-        try:
-            content = file.read(limit + 1)
-        except OSError as problem:
-            raise error(f"{path} cannot be read: {problem.strerror or problem}") from None
+    with open_plain(path, error) as file, _reading(path, error):
+        content = file.read(limit + 1)
     if len(content) > limit:
         raise error(f"{path} has more than {limit:,} bytes, the most that is read of such a file")
     return content
@@ -158,13 +162,10 @@ def sha256_of(
     ``count`` is called with the number of bytes of each block.
     """
     digest = hashlib.sha256()
-    with open_plain(path, error) as file:
-        try:
-            while not ended.is_set() and (block := file.read(_BLOCK)):
-                digest.update(block)
-                count(len(block))
-        except OSError as problem:
-            raise error(f"{path} cannot be read: {problem.strerror or problem}") from None
+    with open_plain(path, error) as file, _reading(path, error):
+        while not ended.is_set() and (block := file.read(_BLOCK)):
+            digest.update(block)
+            count(len(block))
     return digest.hexdigest()
 
 
@@ -299,16 +300,7 @@ def _whole(digits: str) -> int:
     return int(digits)
 
 
-def _deeper_than(value: Any, limit: int) -> bool:
-    """Returns whether objects and lists are nested more than ``limit`` deep, without recursion."""
-    level = [value]
-    for _ in range(limit):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, (dict, list))
-        ]
-        if not level:
-            return False
-    return True
+def _deeper_than(value: dict[str, Any] | list[Any], limit: int) -> bool:
+    """Returns whether objects and lists are nested more than ``limit`` deep."""
+    items = value.values() if isinstance(value, dict) else value
+    return limit == 0 or any(_deeper_than(item, limit - 1) for item in items if isinstance(item, (dict, list)))

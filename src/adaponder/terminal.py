@@ -187,9 +187,9 @@ def number(value: float | None, form: str) -> str:
     return "–" if value is None else f"{value:{form}}"
 
 
-def spread(interval: tuple[float, float] | None, digits: int = 3) -> str:
+def spread(interval: tuple[float, float] | None) -> str:
     """Formats an interval for a table cell as ``low … high``; ``None`` gives an empty cell."""
-    return "" if interval is None else f"{interval[0]:.{digits}f} … {interval[1]:.{digits}f}"
+    return "" if interval is None else f"{interval[0]:.3f} … {interval[1]:.3f}"
 
 
 def counted(number: int, what: str) -> str:

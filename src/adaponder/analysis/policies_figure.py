@@ -23,11 +23,10 @@ def flat(rows: Sequence[Entry]) -> pd.DataFrame:
     """Returns a table with the same rows, in which each number of an interval or list has its own column."""
     table = []
     for row in rows:
-        gap = row["difference"] or {"mean": None, "interval": None}
         cells = {key: value for key, value in row.items() if not key.endswith("_interval") and key != "active"}
+        gap = cells.pop("difference") or {"mean": None, "interval": None}
         cells["depth_low"], cells["depth_high"] = row["depth_interval"] or (None, None)
         cells["loss_low"], cells["loss_high"] = row["loss_interval"] or (None, None)
-        del cells["difference"]
         cells["difference"] = gap["mean"]
         cells["difference_low"], cells["difference_high"] = gap["interval"] or (None, None)
         table.append(cells | {f"active_{i}": share for i, share in enumerate(row["active"], 1)})
@@ -152,15 +151,15 @@ def differences(rows: Sequence[Entry], budget: float) -> Figure:
         )
         axes.axvline(0.0, color=theme.ink, linewidth=0.8)
         for height, row in enumerate(shown):
-            note = f"cannot: {row['missed']}"
-            if row["loss"] is not None:
+            if row["loss"] is None:
+                note = f"cannot: {row['missed']}"
+            else:
                 off = "" if row["missed"] is None else " off the budget"
                 note = f"{row['difference']['mean']:+.4f}  depth {row['depth']:.2f}{off}"
+                _draw_difference(axes, row, height, theme)
             axes.annotate(
                 note, (1.01, height), xycoords=("axes fraction", "data"), fontsize=6.5, va="center", color=theme.muted
             )
-            if row["loss"] is not None:
-                _draw_difference(axes, row, height, theme)
         axes.set_yticks(range(len(shown)), [row["policy"] for row in shown])
         axes.grid(axis="y", visible=False)
     return figure

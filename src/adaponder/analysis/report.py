@@ -7,10 +7,10 @@ import hashlib
 import io
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
@@ -30,8 +30,7 @@ REPORT = "report.html"
 FIGURES, TABLES = "figures", "tables"
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """The figures drawn, the reasons for figures left out, and whether ``excerpts`` (tokens in context) are shown."""
 
     numbers: Numbers

@@ -25,8 +25,7 @@ _MEANINGS = {
     "model.iterations": "K, most iterations per token",
     "model.tau": "τ, a token halts below",
 }
-_RING: dict[str, Any] = {"marker": "o", "markersize": 9.0, "markerfacecolor": "none", "linestyle": "none"}
-_RING |= {"markeredgewidth": 0.8}
+_RING: dict[str, Any] = {"marker": "o", "markersize": 9.0, "markeredgewidth": 0.8, "fillstyle": "none", "linestyle": ""}
 
 
 class Spread(NamedTuple):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
+import matplotlib.style
 from matplotlib import colormaps
 from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
@@ -50,11 +50,8 @@ def house(*, dark: bool = False) -> Iterator[Theme]:
     papers = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
     colours: dict[Any, Any] = dict.fromkeys(inked, theme.ink) | dict.fromkeys(papers, theme.paper)
     colours |= {"grid.color": theme.grid, "axes.prop_cycle": matplotlib.cycler(color=PALETTE)}
-    with matplotlib.rc_context():
-        # Start from matplotlib's own defaults, so that no matplotlibrc changes a figure.
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(matplotlib.rc_params_from_file(_STYLE, use_default_template=False))
-        matplotlib.rcParams.update(colours)
+    # after_reset starts from matplotlib's own defaults, so that no matplotlibrc changes a figure.
+    with matplotlib.style.context([_STYLE, colours], after_reset=True):
         yield theme
 
 

@@ -105,13 +105,12 @@ def means(trace: Trace, values: np.ndarray, labels: np.ndarray, groups: int) -> 
     """Returns the mean of ``values`` over the tokens of each group; ``labels`` are the tokens' group indices."""
     sums, counts = _per_document(trace["document"], values, labels, groups)
     tokens = counts.sum(axis=0)
-    mean = np.full(groups, np.nan)
-    np.divide(sums.sum(axis=0), tokens, out=mean, where=tokens > 0)
-    ends = np.full((groups, 2), np.nan)
+    low, high = np.full((2, groups), np.nan)
     for group in range(groups):
-        interval = bootstrap(sums[:, group], counts[:, group], seed=trace.about.seed, resamples=RESAMPLES)
-        ends[group] = interval or np.nan
-    return Means(tokens.astype(np.int64), tokens / len(trace), mean, ends[:, 0], ends[:, 1])
+        if interval := bootstrap(sums[:, group], counts[:, group], seed=trace.about.seed, resamples=RESAMPLES):
+            low[group], high[group] = interval
+    mean = sums.sum(axis=0) / np.where(tokens > 0, tokens, np.nan)
+    return Means(tokens.astype(np.int64), tokens / len(trace), mean, low, high)
 
 
 def _per_document(

@@ -155,8 +155,7 @@ def _refuse_code_in(path: Path, settings: dict[str, Any]) -> None:
             )
         if isinstance(level.get("custom_generate"), str):
             raise CheckpointError(f"{path}: custom_generate asks to run code from the checkpoint; remove it")
-        weights = level.get("transformers_weights")
-        if weights is not None and not _is_own_weights(weights):
+        if (weights := level.get("transformers_weights")) is not None and not _is_own_weights(weights):
             raise CheckpointError(
                 f"{path}: transformers_weights={weights!r} lies outside the checkpoint folder or is not safetensors"
             )
@@ -198,12 +197,11 @@ def require_room(folder: Path, config: PreTrainedConfig) -> None:
     Each layer has a tensor, so there cannot be more layers than tensors. Models of up to twice the weights' size pass;
     smaller differences are found when keys and shapes are compared after loading.
     """
-    tensors = numbers = 0
+    numel: list[int] = []
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            for key in file.keys():  # noqa: SIM118 - no mapping
-                tensors += 1
-                numbers += math.prod(file.get_slice(key).get_shape())
+            numel += [math.prod(file.get_slice(key).get_shape()) for key in file.keys()]  # noqa: SIM118 - no mapping
+    tensors, numbers = len(numel), sum(numel)
     text = config.get_text_config()
     if text.num_hidden_layers > tensors:
         raise CheckpointError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from adaponder.errors import CheckpointError, listed, shown
@@ -144,9 +143,3 @@ def require_flags(where: Any, config: dict[str, Any], *names: str) -> None:
     for name in names:
         if config.get(name) not in (None, True, False):
             raise CheckpointError(f"{where}: {name}={shown(config[name])} must be true or false")
-
-
-def require_gate(where: Any, names: Iterable[str], layout: Layout) -> None:
-    """Raises if a tensor of the exit gate is not among the ``names`` of the checkpoint's tensors."""
-    if missing := sorted(set(layout.gate).difference(names)):
-        raise CheckpointError(f"{where} has no exit gate: {listed(missing)} missing")

@@ -44,8 +44,7 @@ def shipped(name: str | Path) -> Path | None:
 
 def data_of(name: str) -> str:
     """Returns the path of a packaged checkpoint's held-out text (raises if it has none); other names unchanged."""
-    folder = shipped(name)
-    if folder is None:
+    if (folder := shipped(name)) is None:
         return name
     if not (folder / TEXT).is_file():
         raise InputError(f"--data {name}: that checkpoint has no text; use sample (Python) or hops:seed=3 (puzzles)")

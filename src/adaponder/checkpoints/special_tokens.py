@@ -83,8 +83,7 @@ def disagreements(
 
     ``config`` is the backbone's; ``config`` and ``generation`` are read from ``folder`` if ``None``.
     """
-    tokens = read_special_tokens(folder)
-    if tokens is None:
+    if (tokens := read_special_tokens(folder)) is None:
         return []
     if config is None:
         settings = read_json(folder / "config.json")
@@ -138,9 +137,8 @@ def align(model: PreTrainedModel, end: int, padding: int | None = None, *, from_
         if from_scratch:
             settings.bos_token_id = end
         after = (settings.eos_token_id, getattr(settings, "pad_token_id", None))
-        for key, old, new in zip(("eos_token_id", "pad_token_id"), before, after, strict=True):
-            if new != old:
-                changes.append(f"{name}: {key} {old} → {new}")
+        ids = zip(("eos_token_id", "pad_token_id"), before, after, strict=True)
+        changes += [f"{name}: {key} {old} → {new}" for key, old, new in ids if new != old]
     return changes
 
 
@@ -152,13 +150,10 @@ def mend(folder: Path) -> list[str]:
     tokens, changes = read_special_tokens(folder), []
     if tokens is None or not disagreements(folder):
         return []
-    model = read_json(folder / "config.json")
-    config = model.get("backbone_config", model)
-    files = {"config.json": (model, config)}
-    if os.path.lexists(folder / GENERATION):
-        generation = read_json(folder / GENERATION)
-        files[GENERATION] = (generation, generation)
-    for name, (content, settings) in files.items():
+    files = {name: read_json(folder / name) for name in ("config.json", GENERATION) if os.path.lexists(folder / name)}
+    config = files["config.json"].get("backbone_config", files["config.json"])
+    for name, content in files.items():
+        settings = config if name == "config.json" else content
         for key, token in (("eos_token_id", tokens.end), ("pad_token_id", tokens.padding)):
             before = settings.get(key)
             if token is not None and before is not None and token not in as_ids(before):

@@ -84,13 +84,12 @@ def calibrate(
     result["command"] = "calibrate"
     console.print(described(result))
     journal = None
-    if frontier and out is not None:
+    if out is not None:
         settings = {"step": step, "batch size": reading.batch_size}
         journal = Journal(out / FOLDER, result | settings | {"weights and text": fingerprint(subject.model, text)})
     resumed = journal is not None and len(journal)  # the interrupted call has stored the profile
     if exists and not replace and not resumed:
         raise InputError(f"--name {name}: a profile with that name exists; choose another name, or use --replace")
-    rows = []
     with resuming(journal, "row") if frontier else nullcontext(), progress_bars() as progress:
         show_bar = bar_of_scorings(progress)
         lab = Lab(subject.model, halves, batch_size=reading.batch_size, seed=reading.seed, show=show_bar)
@@ -103,9 +102,8 @@ def calibrate(
         if frontier:
             measurements = calibration.frontier(lab, budgets, journal=journal)
             rows = list(progress.track(measurements, len(budgets) + iterations, description="rows"))
-    if rows:
-        result["rows"] = [row.as_dict() for row in rows]
-        show_frontier(rows)
+            result["rows"] = [row.as_dict() for row in rows]
+            show_frontier(rows)
     write_json(json, result)
     if name is not None:
         console.print_next("generate", checkpoint, "--interactive", "--profile", name)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _SETTINGS = "Settings of the recurrence (default: as the source was trained, else the config's)"
 _SCALE = "Factor on embeddings"
+_TEXT = "A text or text file on which to show the loss at each depth."
 _setting = partial(option, kind=Recurrence, rich_help_panel=_SETTINGS)
 
 
@@ -39,7 +40,7 @@ def convert(
             check=_check_method,
         ),
     ] = None,
-    text: Annotated[str | None, opt("A text or text file on which to show the loss at each depth.", "TEXT|FILE")] = None,
+    text: Annotated[str | None, opt(_TEXT, "TEXT|FILE")] = None,
     revision: Annotated[str | None, opt("Branch, tag or commit of a hub source.", "NAME")] = None,
     json: Json = None,
     iterations: Annotated[int | None, _setting("iterations")] = None,

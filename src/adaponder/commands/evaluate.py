@@ -81,11 +81,8 @@ def evaluate(
 
     sources = by_source(text, scorings[0].scores.nll, scorings[0].scores.depth, seed=reading.seed)
     halts, policy = model.method.halts, how.policy or model.method.default_policy(training=False)
-    result = subject.facts() | {
-        "data": data,
-        "split": reading.split,
-        "windows": str(windows),
-        "seed": reading.seed,
+    result = shared.facts_of(checkpoint, model) | reading.facts(data, windows)
+    result |= {
         "policy": str(getattr(policy, "spelling", policy)) if halts else None,
         "max_iterations": depth.max_iterations,
         "execution": "compact" if halts and not dense else "dense",
@@ -225,16 +222,13 @@ def own_label(subject: shared.Subject, how: ScoringOptions) -> str:
 
 def forced(subject: shared.Subject, depths: Sequence[int], how: ScoringOptions) -> dict[str, ScoringOptions]:
     """Maps a label such as ``depth 2`` to options that give every token this depth, for each of ``depths``."""
-    from adaponder.policies import FixedDepth
+    from adaponder.analysis.demand import at_depth
 
     most = subject.model.config.iterations
     if wrong := [depth for depth in depths if not 1 <= depth <= most]:
         raise InputError(f"--depths {','.join(map(str, wrong))} must be between 1 and {most}, the model's iterations")
-    halts, plain = subject.model.method.halts, replace(how, policy=None, max_iterations=None)
-    return {
-        f"depth {depth}": replace(plain, policy=FixedDepth(depth)) if halts else replace(plain, max_iterations=depth)
-        for depth in depths
-    }
+    plain = replace(how, policy=None, max_iterations=None)
+    return {f"depth {depth}": replace(plain, **at_depth(subject.model, depth)) for depth in depths}
 
 
 def scored(
@@ -278,30 +272,24 @@ def compare(
     """
     from adaponder.evaluation.summary import FEW, paired_difference
 
-    weights = (weights_a, weights_b)
-    subjects = [
-        shared.open_subject(name, opening, weights=width) for name, width in zip((first, second), weights, strict=True)
-    ]
-    hash_a, hash_b = (subject.vocabulary.hash for subject in subjects)
+    subject_a = shared.open_subject(first, opening, weights=weights_a)
+    subject_b = shared.open_subject(second, opening, weights=weights_b)
+    hash_a, hash_b = subject_a.vocabulary.hash, subject_b.vocabulary.hash
     if hash_a != hash_b:
         raise InputError(
             f"{first} and {second} have different tokenizers ({hash_a[:12]}, {hash_b[:12]}), so their tokens cannot be "
             "paired; compare the bits per byte of adaponder eval instead"
         )
     # The shorter of the two default windows, so that every token has the same context under both checkpoints.
-    windows = min((reading.windows(subject) for subject in subjects), key=lambda windows: windows.length)
-    depths = (
-        shared.Depth(policy=policy_a, profile=profile_a, max_iterations=max_iterations_a),
-        shared.Depth(policy=policy_b, profile=profile_b, max_iterations=max_iterations_b),
-    )
-    options = [
-        depth.scoring(subject, reading.seed, side=side)
-        for depth, subject, side in zip(depths, subjects, ("-a", "-b"), strict=True)
-    ]
-    text = reading.text(subjects[0], data)
+    windows = min(reading.windows(subject_a), reading.windows(subject_b), key=lambda windows: windows.length)
+    depth_a = shared.Depth(policy=policy_a, profile=profile_a, max_iterations=max_iterations_a)
+    depth_b = shared.Depth(policy=policy_b, profile=profile_b, max_iterations=max_iterations_b)
+    how_a = depth_a.scoring(subject_a, reading.seed, side="-a")
+    how_b = depth_b.scoring(subject_b, reading.seed, side="-b")
+    text = reading.text(subject_a, data)
     scorings = []
-    for letter, subject, how, width in zip("AB", subjects, options, weights, strict=True):
-        label = f"{letter}: {own_label(subject, how)}" + ("" if width is None else f", {width} weights")
+    for letter, subject, how, weights in (("A", subject_a, how_a, weights_a), ("B", subject_b, how_b, weights_b)):
+        label = f"{letter}: {own_label(subject, how)}" + ("" if weights is None else f", {weights} weights")
         scorings.append(scored(subject, text, windows, label, how, reading.batch_size))
     difference = paired_difference(text, scorings[0].scores.nll, scorings[1].scores.nll, seed=reading.seed)
     console.print(described(data, text, windows))
@@ -315,14 +303,10 @@ def compare(
     easier, equal = difference.wins, difference.ties
     harder = 1 - easier - equal
     console.print(f"B's loss is lower on {easier:.1%} of the tokens, equal on {equal:.1%}, higher on {harder:.1%}")
-    result = {
-        "data": data,
-        "split": reading.split,
-        "windows": str(windows),
+    result = reading.facts(data, windows) | {
         "tokenizer": opening.tokenizer,
-        "weights": list(weights),
+        "weights": [weights_a, weights_b],
         "max_iterations": [max_iterations_a, max_iterations_b],
-        "seed": reading.seed,
         "rows": [scoring.as_dict() for scoring in scorings],
         "difference": difference.as_dict(),
     }

@@ -87,11 +87,10 @@ def measure(subject: shared.Subject, data: str, reading: shared.Reading) -> dict
 
     windows, text = reading.windows(subject), reading.text(subject, data)
     how = ScoringOptions(seed=reading.seed)
-    by_label = {own_label(subject, how): how}
-    by_label |= forced(subject, range(1, subject.model.config.iterations + 1), how)
-    scorings = [
-        scored(subject, text, windows, label, options, reading.batch_size) for label, options in by_label.items()
-    ]
+    depths = range(1, subject.model.config.iterations + 1)
+    by_label = {own_label(subject, how): how} | forced(subject, depths, how)
+    score = partial(scored, subject, text, windows, batch_size=reading.batch_size)
+    scorings = [score(label, options) for label, options in by_label.items()]
     show_scorings(subject.name, scorings)
     rows = []
     for scoring in scorings:

@@ -91,19 +91,16 @@ def generate(
     stops = stop or ()
     if interactive:
         del settings["samples"]
-        conversation = Conversation(
+        Conversation(
             model, tokenizer, folder, settings, chat=chat, stops=stops, colours=depth_colours, drafts=drafts
-        )
-        conversation.run()
+        ).run()
         return []
     streams = console.is_terminal and len(prompts) == samples == 1
     live = LiveText(depth.max_iterations or model.config.iterations, colours=depth_colours) if streams else None
     began = time.perf_counter()
-    engine: dict[str, Any] = {"chat": chat, "stops": stops, "lanes": lanes, "drafts": drafts}
+    engine: dict[str, Any] = {"settings": settings, "chat": chat, "stops": stops, "lanes": lanes, "drafts": drafts}
     with ctrl_c_noted() as interrupted:
-        completions = continue_prompts(
-            model, tokenizer, prompts, settings=settings, live=live, until=interrupted, **engine
-        )
+        completions = continue_prompts(model, tokenizer, prompts, live=live, until=interrupted, **engine)
     show(completions, colours=depth_colours, text=not streams, stats=stats)
     seconds = time.perf_counter() - began
     new_tokens = sum(len(completion.pieces) - completion.prompt for completion in completions)

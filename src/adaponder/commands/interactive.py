@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, get_args
@@ -135,28 +136,27 @@ def ctrl_c_noted() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, previous)
 
 
+@dataclass(eq=False)
 class Conversation:
     """Reads lines and runs them: commands, which begin with a slash, and prompts to continue or, in a chat, to answer.
 
-    ``settings`` are the fields of the next request, including the policy.
+    ``settings`` are the fields of the next request, including the policy; ``messages`` is, with ``chat``, the
+    conversation so far.
     """
 
-    def __init__(
-        self,
-        model: AdaPonderForCausalLM,
-        tokenizer: PreTrainedTokenizerBase,
-        folder: Path,
-        settings: dict[str, Any],
-        *,
-        chat: bool = False,
-        stops: Sequence[str] = (),
-        colours: bool = True,
-        drafts: int | None = None,
-    ):
-        self.model, self.tokenizer, self.folder = model, tokenizer, folder
-        self.settings, self.chat, self.stops, self.colours = settings, chat, stops, colours
-        self.messages: list[dict[str, str]] = []  # with --chat: the conversation so far
-        self.engine = TextEngine(Engine(model, lanes=1, drafts=drafts), tokenizer)
+    model: AdaPonderForCausalLM
+    tokenizer: PreTrainedTokenizerBase
+    folder: Path
+    settings: dict[str, Any]
+    _: KW_ONLY
+    chat: bool = False
+    stops: Sequence[str] = ()
+    colours: bool = True
+    drafts: InitVar[int | None] = None
+    messages: list[dict[str, str]] = field(default_factory=list, init=False)
+
+    def __post_init__(self, drafts: int | None) -> None:
+        self.engine = TextEngine(Engine(self.model, lanes=1, drafts=drafts), self.tokenizer)
 
     @property
     def deepest(self) -> int:

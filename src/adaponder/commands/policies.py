@@ -42,7 +42,7 @@ def policies(
     [dim]adaponder policies runs/demo --data data/stdlib-train-bpe-2048 --budgets 2,3 --out lab/[/]
     """
     depths = shared.listed("--budgets", budgets, float)
-    schedule_rates = shared.listed("--rates", rates, float, "[0, 1]")
+    schedule_rates = shared.listed("--rates", rates, float, "(0, 1]")
     if checkpoint.endswith(".json"):
         shared.refuse(checkpoint, data=data, budgets=budgets, rates=rates, max_tokens=reading.max_tokens)
         return draw(load_result(Path(checkpoint), "policies", "rows", "budgets"), out or Path(checkpoint).parent)
@@ -96,15 +96,8 @@ def halved(subject: shared.Subject, data: str, reading: shared.Reading) -> tuple
     intervals = f"95 %, {halves.drawn} resampled"
     if count < FEW:
         intervals = f"left out, {counted(count, halves.drawn.removesuffix('s'))} being too few to resample"
-    facts = subject.facts() | {
-        "iterations": subject.model.config.iterations,
-        "data": data,
-        "split": reading.split,
-        "windows": str(windows),
-        "halves": halves.how,
-        "intervals": intervals,
-        "seed": reading.seed,
-    }
+    facts = shared.facts_of(subject.name, subject.model) | reading.facts(data, windows)
+    facts |= {"iterations": subject.model.config.iterations, "halves": halves.how, "intervals": intervals}
     for name, half in (("tuning", halves.tuning), ("held_out", halves.held_out)):
         facts[name] = {"tokens": half.tokens, "learned": half.learned, "documents": half.documents}
     return text, halves, facts

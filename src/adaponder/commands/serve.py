@@ -168,12 +168,7 @@ def _serve(worker: Worker, settings: Settings, listening: socket.socket) -> None
 
 
 def open_worker(
-    checkpoint: str,
-    *,
-    name: str | None,
-    threads: int | None,
-    engine: EngineOptions,
-    opening: shared.NarrowOpening,
+    checkpoint: str, *, name: str | None, threads: int | None, engine: EngineOptions, opening: shared.NarrowOpening
 ) -> Worker:
     """Opens the checkpoint's model and tokenizer; the engine is opened in the worker's thread."""
     import torch

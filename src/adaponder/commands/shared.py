@@ -254,6 +254,10 @@ class Reading:
 
         return Windows(self.window or default_length(subject.model), self.stride, self.across_documents)
 
+    def facts(self, data: str, windows: Windows) -> dict[str, Any]:
+        """Returns the fields of a result that say what was read."""
+        return {"data": data, "split": self.split, "windows": str(windows), "seed": self.seed}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Depth:
@@ -301,11 +305,11 @@ class Subject(NamedTuple):
     folder: Path
     vocabulary: Vocabulary
 
-    def facts(self) -> dict[str, Any]:
-        """Returns the fields that every result has: checkpoint, method, dtype and device."""
-        model = self.model
-        facts = {"checkpoint": self.name, "method": model.config.method}
-        return facts | {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
+
+def facts_of(checkpoint: str, model: AdaPonderForCausalLM) -> dict[str, Any]:
+    """Returns the fields that every result has: checkpoint, method, dtype and device."""
+    facts = {"checkpoint": checkpoint, "method": model.config.method}
+    return facts | {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
 
 
 def open_subject(checkpoint: str, opening: Place | None = None, *, weights: str | None = None) -> Subject:

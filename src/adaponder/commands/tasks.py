@@ -53,16 +53,12 @@ def run_tasks(
     with quiet():
         scores = list(scored(harness, tasks, fewshot, data, limit=limit, seed=seed))
     show(checkpoint, scores, limit)
-    result: dict[str, Any] = {
-        "checkpoint": checkpoint,
-        "method": model.config.method,
+    result = shared.facts_of(checkpoint, model) | {
         "policy": None if policy is None else policy.spelling,
         "max_iterations": depth.max_iterations or model.config.iterations,
         "task_data": None if task_data is None else str(task_data),
         "limit": limit,
         "batch_size": batch_size,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": str(model.device),
         "seed": seed,
         "tasks": [score.as_dict() for score in scores],
     }

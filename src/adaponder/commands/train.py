@@ -46,20 +46,13 @@ def train(
     overrides = [*(overrides or ()), *([] if seed is None else [f"train.seed={seed}"])]
     loaded = load_recipe(recipe, overrides)
     out = out or Path("runs") / loaded.name.replace("/", "-")
-    check_resume(resume, weights_only=weights_only, allow_changes=allow_changes)
+    resuming: dict[str, Any] = {"weights_only": weights_only, "allow_changes": allow_changes}
+    check_resume(resume, **resuming)
     loaded = with_method(loaded, out, resume)
     if out.parent == Path("runs"):
         out.parent.mkdir(parents=True, exist_ok=True)
     show_recipe(recipe, loaded, overrides, verbose=verbose)
-    outcome = train_recipe(
-        loaded,
-        out=out,
-        resume=resume,
-        device=device,
-        weights_only=weights_only,
-        allow_changes=allow_changes,
-        wandb=wandb,
-    )
+    outcome = train_recipe(loaded, out=out, resume=resume, device=device, wandb=wandb, **resuming)
     if outcome.world.leads:
         written = outcome.final or f"{out} (resume with --resume auto)"
         console.print(line(f"step {outcome.step} of {loaded.train.steps} → ", (written, "bold")))

@@ -70,8 +70,7 @@ def compare_with_ponderlm(
         scale, multiplier = source["embedding_scale"], source["initial_multiplier"]
         return plain_ponder(stock, ids, steps=steps, scale=scale, multiplier=multiplier)
 
-    names = ("embedding_scale", "initial_multiplier")
-    same = all(getattr(model.config, name) == source[name] for name in names)
+    same = all(getattr(model.config, name) == source[name] for name in ("embedding_scale", "initial_multiplier"))
     first = compare("one iteration equals PonderLM's", model(ids, max_iterations=1).logits, released(0), bounded=same)
     if model.config.method not in ("ponder", "adaponder") or model.config.iterations != source["iterations"]:
         return [first]

@@ -136,21 +136,18 @@ def _to_family(
             "time, use --max-iterations of generate, eval and analyze"
         )
     model = opened.wrapped(**recurrence, method=method).eval()
-    stock = model.backbone
-    checks = []
     with torch.no_grad():
         if opened.kind == "ponderlm":
-            checks += compare_with_ponderlm(model, stock, ids, opened.recurrence)
-        elif opened.loops:
-            checks += compare_with_loops(model, stock, ids, opened.recurrence, opened.parameters)
-        else:
-            options = {"max_iterations": 1} if opened.kind == "adaponder" else {}
-            # A different embedding scale gives a different function: the difference is reported without a bound.
-            source_scale = opened.model.config.input_scale if is_ours(opened.model) else 1.0
-            same = model.config.input_scale == source_scale
-            ours, theirs = model(ids, max_iterations=1).logits, opened.model(ids, **options).logits
-            checks.append(compare("one iteration equals the source", ours, theirs, bounded=same))
-    return model, checks
+            return model, compare_with_ponderlm(model, model.backbone, ids, opened.recurrence)
+        if opened.loops:
+            return model, compare_with_loops(model, model.backbone, ids, opened.recurrence, opened.parameters)
+        options, source_scale = {}, 1.0
+        if is_ours(opened.model):
+            options, source_scale = {"max_iterations": 1}, opened.model.config.input_scale
+        ours, theirs = model(ids, max_iterations=1).logits, opened.model(ids, **options).logits
+    # A different embedding scale gives a different function: the difference is reported without a bound.
+    same = model.config.input_scale == source_scale
+    return model, [compare("one iteration equals the source", ours, theirs, bounded=same)]
 
 
 def _to_backbone(opened: OpenedCheckpoint, ids: Tensor) -> tuple[PreTrainedModel, list[Check]]:
@@ -163,14 +160,12 @@ def _to_backbone(opened: OpenedCheckpoint, ids: Tensor) -> tuple[PreTrainedModel
         raise InputError(f"--method backbone: {opened.folder} is a {opened.kind} checkpoint, without a method of ours")
     with torch.no_grad():
         expected = model(ids, max_iterations=1).logits
-        scale = model.config.input_scale
-        if scale != 1.0:
-            if model.backbone.config.tie_word_embeddings:
-                raise InputError(
-                    f"--method backbone: embedding_scale * initial_multiplier = {scale:g} would have to go into the "
-                    "embedding table, which this backbone shares with its head"
-                )
-            model.get_input_embeddings().weight.mul_(scale)
+        if (scale := model.config.input_scale) != 1.0 and model.backbone.config.tie_word_embeddings:
+            raise InputError(
+                f"--method backbone: embedding_scale * initial_multiplier = {scale:g} would have to go into the "
+                "embedding table, which this backbone shares with its head"
+            )
+        model.get_input_embeddings().weight.mul_(scale)
         plain_logits = model.backbone(ids).logits
     config = model.backbone.config
     if getattr(config, "pad_token_id", None) in as_ids(getattr(config, "eos_token_id", None)):

@@ -38,11 +38,9 @@ _NOT_LISTED = ("README.md", *CODE)
 
 def require_exportable(config: AdaPonderConfig, source: str) -> None:
     """Raises unless the exported code supports models of this config."""
-    methods = [name for name in method_names() if method_class(name).can_be_exported()]
-    family = config.backbone_config.model_type
     for field, value, supported in (
-        ("method", config.method, methods),
-        ("backbone", family, FAMILIES),
+        ("method", config.method, [name for name in method_names() if method_class(name).can_be_exported()]),
+        ("backbone", config.backbone_config.model_type, FAMILIES),
         ("reuse", config.reuse, ("state",)),
     ):
         if value not in supported:

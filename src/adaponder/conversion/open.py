@@ -27,7 +27,6 @@ from adaponder.checkpoints.looped import (
     Layout,
     layout_of,
     require_flags,
-    require_gate,
     translated_config,
     translated_recurrence,
 )
@@ -35,7 +34,7 @@ from adaponder.checkpoints.manifest import verify_files
 from adaponder.config import AdaPonderConfig
 from adaponder.conversion.narrow import narrow
 from adaponder.devices import as_device, as_dtype
-from adaponder.errors import CheckpointError, shown
+from adaponder.errors import CheckpointError, listed, shown
 from adaponder.files import checksums_wanted, read_json
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.registry import PLAIN_METHOD
@@ -87,7 +86,7 @@ def open_checkpoint(name: str, *, revision: str | None = None, dtype: str = "aut
     if checksums_wanted():
         verify_files(folder, may_be_missing=NOT_NEEDED)
     layout = layout_of(raw)
-    config = _stock_config(folder)
+    config = _stock_config(folder, raw)
     ponders = bool(raw.get("ponderinglm"))
     for flag in _PONDERLM_FLAGS:
         if hasattr(config, flag):
@@ -109,12 +108,9 @@ def open_checkpoint(name: str, *, revision: str | None = None, dtype: str = "aut
             key_mapping=None if layout is None else layout.names,
         )
     model, info = loaded
+    kind, unused = ("ponderlm", _PONDERLM_UNUSED) if ponders else ("stock", set())
     if layout is not None:
         kind, unused = raw["model_type"], set(layout.gate)
-    elif ponders:
-        kind, unused = "ponderlm", _PONDERLM_UNUSED
-    else:
-        kind, unused = "stock", set()
     info["unexpected_keys"] = set(info["unexpected_keys"]).difference(unused)
     require_exact_keys(str(folder), info, {} if layout is None else layout.names)
     require_finite(str(folder), [*model.state_dict().items(), *parameters.items()])
@@ -144,7 +140,8 @@ def _published_tensors(folder: Path, raw: dict[str, Any], head: str, table: str,
 def _published_gate(folder: Path, raw: dict[str, Any], layout: Layout) -> dict[str, Tensor]:
     """Returns the exit gate's tensors under our parameter names; raises if one is missing or of another shape."""
     tensors = _published_tensors(folder, raw, "lm_head.weight", "model.embed_tokens.weight", *layout.gate)
-    require_gate(folder, tensors, layout)
+    if missing := sorted(layout.gate.keys() - tensors):
+        raise CheckpointError(f"{folder} has no exit gate: {listed(missing)} missing")
     shapes = {"exit.weight": (1, raw["hidden_size"]), "exit.bias": (1,)}
     for name, ours in layout.gate.items():
         if tuple(tensors[name].shape) != shapes[ours]:
@@ -162,14 +159,13 @@ def describe(name: str, *, verify: bool | None = None) -> AdaPonderConfig:
     if raw.get("model_type") == "adaponder":
         with in_our_words(folder):
             return AdaPonderConfig.from_pretrained(folder)
-    config = _stock_config(folder)
+    config = _stock_config(folder, raw)
     plain = {"method": PLAIN_METHOD, "embedding_scale": 1.0}
     return AdaPonderConfig(backbone_config=config, **(plain | _recurrence(folder, raw, config)))
 
 
-def _stock_config(folder: Path) -> PreTrainedConfig:
+def _stock_config(folder: Path, raw: dict[str, Any]) -> PreTrainedConfig:
     """Returns the config of a stock decoder; raises on an unknown ``model_type`` and on impossible sizes."""
-    raw = read_json(folder / "config.json")
     family = raw.get("model_type")
     if (layout := layout_of(raw)) is not None:
         backbone = translated_config(folder / "config.json", raw, layout) | {"model_type": layout.family}

@@ -133,8 +133,7 @@ class Manifest:
             name: {what: self.total(name, what) for what in COUNTS} | {"shards": [asdict(shard) for shard in shards]}
             for name, shards in self.splits.items()
         }
-        values = {name: value for name, value in asdict(self).items() if value is not None}
-        return values | {"splits": splits}
+        return {name: value for name, value in asdict(self).items() if value is not None} | {"splits": splits}
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:

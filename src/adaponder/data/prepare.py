@@ -105,10 +105,9 @@ def prepare(
             "shard_tokens": shard_tokens,
         }
         if chat_format is not None:
-            template = hashlib.sha256(chat_format.template.encode()).hexdigest()
             fingerprint["chat"] = {
                 "fields": list(chat_format.fields),
-                "template": template,
+                "template": hashlib.sha256(chat_format.template.encode()).hexdigest(),
                 "begin": chat_format.tokens.begin,
             }
             parts = [part._replace(reader=chat_format.read) for part in parts]

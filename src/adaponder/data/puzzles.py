@@ -22,6 +22,7 @@ import operator
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import islice, pairwise
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -138,16 +139,12 @@ class Hops:
         ends = names[sum(self.hops) : sum(self.hops) + self.ends]
         if self.capitals:
             ends = [name.upper() for name in shuffled(LETTERS[: self.letters], draw)[: self.ends]]
-        chains, start = [], 0
-        for hops in shuffled(self.hops, draw):
-            chains.append([*names[start : start + hops], ends[int(draw() * len(ends))]])
-            start += hops
-        taken = [0] * len(chains)
+        starts = iter(names)
+        chains = [[*islice(starts, hops), ends[int(draw() * len(ends))]] for hops in shuffled(self.hops, draw)]
+        steps = [pairwise(chain) for chain in chains]
         words = []
         for number in shuffled([number for number, chain in enumerate(chains) for _ in chain[1:]], draw):
-            chain, place = chains[number], taken[number]
-            words += [chain[place], chain[place + 1], STOP]
-            taken[number] += 1
+            words += [*next(steps[number]), STOP]
         return [*words, BAR, *(word for chain in shuffled(chains, draw) for word in (chain[0], chain[-1]))]
 
 
@@ -256,8 +253,7 @@ def _evaluate(tree: Sequence[str], modulus: int) -> tuple[int, int]:
 
 def _require(settings: Hops | Mano, name: str, least: int, most: int) -> None:
     if not least <= (value := getattr(settings, name)) <= most:
-        puzzle = type(settings).__name__.lower()
-        raise InputError(f"{puzzle}: {name}={value} must be between {least} and {most}")
+        raise InputError(f"{type(settings).__name__.lower()}: {name}={value} must be between {least} and {most}")
 
 
 PUZZLES = {"hops": Hops(), "mano": Mano()}

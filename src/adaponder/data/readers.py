@@ -260,8 +260,7 @@ def table(part: InputPart, names: Sequence[str], counts: Counts) -> Iterator[Rec
                     texts = (_decoded(value, counts) if isinstance(value, bytes) else value for value in values)
                     yield dict(zip(columns, texts, strict=True)), origin
                     row += 1
-                read = part.size * row // opened.metadata.num_rows if is_parquet else raw.tell()
-                counts.read = start + read
+                counts.read = start + (part.size * row // opened.metadata.num_rows if is_parquet else raw.tell())
     except (OSError, pa.ArrowException) as error:
         kind = "a Parquet" if is_parquet else "an Arrow"
         raise DataError(f"{part.path}: damaged or not {kind} file ({error})") from None

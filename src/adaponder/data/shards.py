@@ -215,7 +215,7 @@ class Shards:
     pickled, and a file that shrinks while in use raises an error (with a memory map, SIGBUS would end the process).
     """
 
-    def __init__(self, folder: Path, split: str, manifest: Manifest, starts: np.ndarray, learned: np.ndarray | None):
+    def __init__(self, folder: Path, split: str, manifest: Manifest, starts: np.ndarray, learned: np.ndarray):
         self.folder, self.split, self.manifest = folder, split, manifest
         self.tokens, self.documents, self.utf8_bytes = (manifest.total(split, what) for what in COUNTS)
         self.vocab_size, self.end_id = manifest.vocab_size, manifest.end_id
@@ -252,9 +252,7 @@ class Shards:
             starts.append(base + shard_starts)
             learned.append(base + shard_learned)
             base += shard.tokens
-        return cls(
-            folder, split, manifest, np.concatenate(starts), np.concatenate(learned) if manifest.masked else None
-        )
+        return cls(folder, split, manifest, np.concatenate(starts), np.concatenate(learned))
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Returns ``int64[count]``: tokens ``start … start + count - 1`` of the split."""
@@ -275,14 +273,11 @@ class Shards:
 
     def learned_blocks(self, starts: np.ndarray, count: int) -> np.ndarray | None:
         """Returns ``bool[len(starts), count]``, whether each token is learned, or ``None`` if all are."""
-        if self._learned is None:
+        if not self.manifest.masked:
             return None
         self._check_range(starts, count)
-        tokens = starts[:, None] + np.arange(count)
-        if not len(self._learned):
-            return np.zeros(tokens.shape, bool)
-        span = np.searchsorted(self._learned[:, 0], tokens, "right") - 1
-        return (span >= 0) & (tokens < self._learned[span, 1])
+        # Spans are in order and disjoint: within one, the number of bounds (first, last + 1) up to a token is odd.
+        return np.searchsorted(self._learned.ravel(), starts[:, None] + np.arange(count), "right") % 2 == 1
 
     def tokenizer_files(self) -> dict[str, str]:
         """Returns the tokenizer files that transformers expects in a model folder: a dict from file name to content."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPTNeoXConfig
 
 from adaponder.backbones.shape import Shape, shape_of
 from adaponder.config import AdaPonderConfig
@@ -193,17 +194,6 @@ def deciding_flops(policy: PolicyLike | None, active: Sequence[int], shape: Shap
     return 2 * shape.vocabulary * shape.hidden * sum(rule.heads(i) * count for i, count in enumerate(active))
 
 
-_BACKBONE = {
-    "model_type": "gpt_neox",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 256,
-    "vocab_size": 512,
-    "max_position_embeddings": 256,
-}
-
-
 class FlopCheck(NamedTuple):
     """The FLOPs of one forward, by our formula and by torch's counter."""
 
@@ -220,16 +210,19 @@ class FlopCheck(NamedTuple):
 def check_flops(method: str) -> FlopCheck:
     """Compares both FLOP counts on two sequences in a small random model, at random depths if the method halts."""
     generator = torch.Generator().manual_seed(0)
-    config = AdaPonderConfig(backbone_config=dict(_BACKBONE), method=method, iterations=4)
+    backbone = GPTNeoXConfig(
+        vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=256
+    )
+    config = AdaPonderConfig(backbone_config=backbone, method=method, iterations=4)
     model = AdaPonderForCausalLM(config).eval()
-    ids = torch.randint(_BACKBONE["vocab_size"], (2, 48), generator=generator)
+    ids = torch.randint(config.vocab_size, (2, 48), generator=generator)
     policy = None
     if model.method.halts:
         policy = ForcedDepths(torch.randint(1, config.iterations + 1, ids.shape, generator=generator))
     counter = FlopCounterMode(display=False)
     # The counter ignores CPU attention kernels, so attention runs as matrix products of every query with every key.
     with sdpa_kernel(SDPBackend.MATH), counter:
-        output = model(ids, output_gates=False, **({} if policy is None else {"policy": policy}))
+        output = model(ids, output_gates=False, policy=policy)
     formula = cost_of(output.depth, model.config, attention="square").flops
     return FlopCheck(method, formula, counter.get_total_flops())
 

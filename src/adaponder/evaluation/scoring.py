@@ -41,9 +41,7 @@ class ScoringOptions:
 
     def arguments(self) -> dict[str, Any]:
         """Returns keyword arguments for the model's ``forward``, without ``depths``."""
-        return {"max_iterations": self.max_iterations, "execution": self.execution, "seed": self.seed} | (
-            {} if self.policy is None else {"policy": self.policy}
-        )
+        return {name: value for name, value in vars(self).items() if name != "depths"}
 
 
 OWN = ScoringOptions()
@@ -253,14 +251,13 @@ def score_portions(
         saved = None if journal is None else journal.load(key)
         if saved is None:
             scores = score(model, text, portion, how=how, batch_size=batch_size, detail=True, advance=advance)
-            arrays = scores.at(predictions).arrays
-            spent.append(scores.spent)
+            arrays, cost = scores.at(predictions).arrays, scores.spent
             if journal is not None:
-                journal.save(key, asdict(scores.spent), arrays)
+                journal.save(key, asdict(cost), arrays)
         else:
-            arrays = saved.arrays
-            spent.append(Spent.from_dict(saved.facts))
+            arrays, cost = saved.arrays, Spent.from_dict(saved.facts)
             advance(int(predictions.sum()))
+        spent.append(cost)
         for field, values in arrays.items():
             _array_of_text(arrays_of_text, field, values, text)[predictions] = values
     return Scores(**arrays_of_text, spent=sum(spent[1:], spent[0]))

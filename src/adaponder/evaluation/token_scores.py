@@ -169,9 +169,8 @@ class TokenScorer:
         if limit is not None and len(ids) > limit:
             raise InputError(f"prompt has {len(ids)} tokens, the backbone has {limit} positions; shorten it")
         last = config.vocab_size - 1
-        if min(ids) < 0 or max(ids) > last:
-            wrong = next(token for token in ids if not 0 <= token <= last)
-            raise InputError(f"prompt: token id {wrong} must be from 0 to {last}")
+        if wrong := [token for token in ids if not 0 <= token <= last]:
+            raise InputError(f"prompt: token id {wrong[0]} must be from 0 to {last}")
         for slot, depth in (how.depths or {}).items():
             if slot < 0 or not 1 <= depth <= config.iterations:
                 raise InputError(f"depths[{slot}]={depth} must be from 1 to {config.iterations}")

@@ -84,8 +84,7 @@ class ForcedDepths(Policy):
             )
 
     def __call__(self, rows: PolicyInput) -> Tensor:
-        depths = self.depths.to(rows.slot.device)
-        return rows.iteration + 1 < depths[rows.sequence, rows.slot]
+        return rows.iteration + 1 < self.depths.to(rows.slot.device)[rows.sequence, rows.slot]
 
     @property
     def fingerprint(self) -> str:

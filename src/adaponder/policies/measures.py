@@ -61,11 +61,7 @@ class Entropy(MeasureThreshold):
     @staticmethod
     def measure(rows: PolicyInput) -> Tensor:
         """Equals ``-sum p log p`` of the next-token distribution, in nats; computes logits in chunks to save memory."""
-
-        def entropy(hidden: Tensor) -> Tensor:
-            return entropy_of(widened(rows.head(hidden)))
-
-        return in_chunks(entropy, rows.hidden)
+        return in_chunks(lambda hidden: entropy_of(widened(rows.head(hidden))), rows.hidden)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -74,11 +74,7 @@ class Schedule(Policy):
         return cls(thresholds, **{cls.value_field: cls.parse_value(line.value)})
 
     def as_line(self) -> str:
-        return self.shares_as_line() + (f"@{number_text(self.thresholds)}" if self.thresholds else "")
-
-    def shares_as_line(self) -> str:
-        """Returns the text ``word:shares``, such as ``uniform:0.5``, without thresholds."""
-        return super().as_line()
+        return super().as_line() + (f"@{number_text(self.thresholds)}" if self.thresholds else "")
 
     def __call__(self, rows: PolicyInput) -> Tensor:
         return stays_active(rows.gate, at(self.thresholds, rows.iteration, torch.float32))
@@ -186,7 +182,7 @@ class Ranked(SequencePolicy):
         return None if line.thresholds else cls(_schedules()[line.word].parse_shares(line))
 
     def as_line(self) -> str:
-        return f"{self.word}-{self.schedule.shares_as_line()}"
+        return f"{self.word}-{replace(self.schedule, thresholds=()).as_line()}"
 
 
 def thresholds_for(schedule: Schedule, gates: Tensor) -> tuple[float, ...]:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
+import os
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from adaponder.errors import ConfigError, did_you_mean, shown
-from adaponder.fields import Field, check_fields, fits, is_removed
+from adaponder.fields import Field, check_fields, fields_of, fits, is_removed
 from adaponder.files import parse_yaml, read_yaml
 from adaponder.recipes.schema import DataRecipe, ModelRecipe, Origin, Recipe, TrainRecipe
 
+_SHIPPED = Path(__file__).parent
 _SECTIONS = {"model": ModelRecipe, "data": DataRecipe, "train": TrainRecipe}
 
 
@@ -33,14 +34,7 @@ def load_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
 
 def recipe_names() -> list[str]:
     """Returns the names of the recipes in the package, as ``folder/name``."""
-    root = resources.files("adaponder") / "recipes"
-    folders = (folder for folder in root.iterdir() if folder.is_dir())
-    return sorted(
-        f"{folder.name}/{file.name.removesuffix('.yaml')}"
-        for folder in folders
-        for file in folder.iterdir()
-        if file.name.endswith(".yaml")
-    )
+    return sorted(f"{file.parent.name}/{file.stem}" for file in _SHIPPED.glob("*/*.yaml"))
 
 
 def stated_in(name: str) -> dict[str, str]:
@@ -65,7 +59,7 @@ def base_of(name: str) -> str | None:
 
 def _read(name: str) -> tuple[dict[str, Any], str]:
     """Returns (parsed YAML, recipe name); ``name`` is a path or a recipe in the package."""
-    if _is_file(name):
+    if os.path.isfile(name):  # false, not an error, for a name that no file can have
         values, recipe_name = read_yaml(Path(name), ConfigError), Path(name).stem
     elif name in recipe_names():
         values, recipe_name = copy.deepcopy(_shipped(name)), name
@@ -82,15 +76,7 @@ def _read(name: str) -> tuple[dict[str, Any], str]:
 @cache
 def _shipped(name: str) -> Any:
     """Returns the parsed YAML of a recipe shipped with the package, cached by name."""
-    text = (resources.files("adaponder") / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
-    return parse_yaml(text, name, ConfigError)
-
-
-def _is_file(name: str) -> bool:
-    try:
-        return Path(name).is_file()
-    except (OSError, ValueError):  # a name that no file can have
-        return False
+    return parse_yaml((_SHIPPED / f"{name}.yaml").read_text(encoding="utf-8"), name, ConfigError)
 
 
 def _with_bases(name: str, derived: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -138,8 +124,7 @@ def _set_field(values: dict[str, Any], override: str) -> None:
 
 def _build(kind: Any, values: Mapping[str, Any], path: str) -> Any:
     """Builds the dataclass ``kind`` from ``values``; field names in errors begin with ``path``, e.g. ``train.``."""
-    known = {item.name: item for item in fields(kind)}
-    hints = typing.get_type_hints(kind)
+    known = fields_of(kind)
     arguments: dict[str, Any] = {}
     for key, value in values.items():
         if is_removed(f"{path}{key}", value):
@@ -154,10 +139,10 @@ def _build(kind: Any, values: Mapping[str, Any], path: str) -> Any:
                 for name, origin in _mapping(value, key).items()
             }
         else:
-            arguments[key] = _numbers(value) if key == "backbone" else _coerced(value, hints[key])
-    for name, item in known.items():
-        if name not in arguments and item.default is MISSING and item.default_factory is MISSING:
-            raise ConfigError(f"{path}{name} is missing")
+            arguments[key] = _numbers(value) if key == "backbone" else _coerced(value, known[key].type)
+    for item in fields(kind):
+        if item.name not in arguments and item.default is MISSING and item.default_factory is MISSING:
+            raise ConfigError(f"{path}{item.name} is missing")
     built = kind(**arguments)
     check_fields(built, path)  # sections check themselves; the path of an origin is known only here
     return built
@@ -172,7 +157,7 @@ def _mapping(value: Any, path: str) -> Mapping[str, Any]:
 def _suggestion(key: str, path: str, known: Mapping[str, Any]) -> str:
     """Returns a hint for an unknown field: the section that has it, else the closest spelling, else all fields."""
     for section, kind in _SECTIONS.items():
-        if key in {item.name for item in fields(kind)}:
+        if key in fields_of(kind):
             return f"; did you mean {section}.{key}?"
     all_fields = "" if path else "; a recipe has " + ", ".join(["base", *(name for name in known if name != "name")])
     return did_you_mean(key, known, path) or all_fields

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
@@ -13,7 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from adaponder.errors import ConfigError, shown
-from adaponder.fields import REMOVED, PonderOn, Recurrence, check_fields, setting
+from adaponder.fields import REMOVED, PonderOn, Recurrence, check_fields, fields_of, setting
 from adaponder.registry import check_method, scale_from_scratch
 
 STEPS = "[0, 1_000_000_000]"
@@ -29,13 +28,12 @@ def _open_recurrence() -> Any:
     scratch.
     ``method`` may be unset only for a checkpoint. ``ponder_on`` is left out, because the section ``train`` has it.
     """
-    hints = typing.get_type_hints(Recurrence)
     open_fields: list[Any] = []
     for item in fields(Recurrence):
         if item.name != "ponder_on":
             default = item.default if item.name == "method" else None
             open_field = dataclasses.field(default=default, metadata=item.metadata)
-            open_fields.append((item.name, hints[item.name] | None, open_field))
+            open_fields.append((item.name, fields_of(Recurrence)[item.name].type | None, open_field))
     return dataclasses.make_dataclass("OpenRecurrence", open_fields, frozen=True, kw_only=True)
 
 
@@ -61,7 +59,7 @@ class ModelRecipe(OpenRecurrence):
         check_fields(self, "model.")
         if isinstance(self.backbone, str) and self.backbone:
             return
-        if not isinstance(self.backbone, Mapping):
+        if not isinstance(self.backbone, dict):
             raise ConfigError(
                 f"model.backbone={shown(self.backbone)} must be a mapping with model_type, or name a checkpoint"
             )

@@ -125,8 +125,7 @@ class AccessControl:
             return None
         if path == "/login":
             return await self._login(scope, receive, headers)
-        key = self._key(headers)
-        if key is not None:
+        if (key := self._key(headers)) is not None:
             scope[CLIENT] = key.client
             return None
         if "authorization" in headers or COOKIE in headers.get("cookie", ""):
@@ -174,8 +173,7 @@ class AccessControl:
             raise ApiError(405, "/login takes GET and POST", headers={"allow": "GET, POST"})
         content = await read_body(receive, headers, self.limits)
         form = content.decode("ascii", "replace") if len(content) <= 4096 else ""
-        key = self.access.key_of(parse_qs(form).get("key", [""])[0])
-        if key is None:
+        if (key := self.access.key_of(parse_qs(form).get("key", [""])[0])) is None:
             await asyncio.sleep(_WRONG_SECONDS)
             return _form(401, "That is not a key of this server.")
         answer = RedirectResponse(".", status_code=303)

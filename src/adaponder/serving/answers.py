@@ -270,9 +270,8 @@ class ScoreWriter:
             yield
             full = yield from self.scorer.in_parts(ids, how.at_full_depth(served.model), _CHUNK)
         loss, depths = _mean(scores.nll), scores.depths
-        full_depths = [how.max_iterations or served.iterations] * len(ids)
         spent = text_cost(served, depths, how, logits=len(ids))
-        most = text_cost(served, full_depths, how, logits=len(ids))
+        most = text_cost(served, [how.max_iterations or served.iterations] * len(ids), how, logits=len(ids))
         answer: dict[str, Any] = {
             "object": "score",
             "model": served.name,

@@ -100,8 +100,7 @@ class Turns(Generic[_Item]):
 
     def take(self, skipped: Collection[str] = ()) -> tuple[str, _Item] | None:
         """Removes and returns the next (client, item) of a client not in ``skipped``; ``None`` if there is none."""
-        client = next((client for client in self._items if client not in skipped), None)
-        if client is None:
+        if (client := next((client for client in self._items if client not in skipped), None)) is None:
             return None
         items = self._items.pop(client)
         item = items.popleft()

@@ -130,8 +130,7 @@ def write_page(served: Served, out: Path, *, source: str) -> dict[str, int]:
     """
     require_empty(out)
     require_runnable(served.model.config, source)
-    backend = getattr(served.tokenizer, "backend_tokenizer", None)
-    if backend is None:
+    if (backend := getattr(served.tokenizer, "backend_tokenizer", None)) is None:
         raise InputError(f"{source}: its tokenizer is written in Python and cannot run in a browser; {_CURE}")
     tokenizer = json.loads(backend.to_str())
     require_tokenizer(tokenizer, source)
@@ -148,8 +147,7 @@ def write_page(served: Served, out: Path, *, source: str) -> dict[str, int]:
                 shutil.copytree(serving / folder, partial / "page", dirs_exist_ok=True)
         (partial / "page" / "index.html").rename(partial / "index.html")
         (partial / "model").mkdir()
-        contents = {"model.json": facts_of(served), "tokenizer.json": tokenizer}
-        for name, content in contents.items():
+        for name, content in (("model.json", facts_of(served)), ("tokenizer.json", tokenizer)):
             (partial / "model" / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
         (partial / "model" / "model.safetensors").write_bytes(weights)
     total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import Counter as Tally
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -18,41 +18,25 @@ from adaponder.serving.worker import Worker
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
-class Metrics:
-    """The metrics of one app, in a registry of their own."""
-
-    def __init__(self, worker: Worker, lanes: int):
-        registry = self.registry = CollectorRegistry()
-        seconds = {"buckets": _SECONDS, "registry": registry}
-        self.requests = Counter("adaponder_requests", "Answered requests.", ("route", "status"), registry=registry)
-        about = "From a request's headers to the end of its answer."
-        self.seconds = Histogram("adaponder_request_seconds", about, ("route",), **seconds)
-        about = "From a completion's arrival to its first token."
-        self.first_token = Histogram("adaponder_time_to_first_token_seconds", about, **seconds)
-        about = "Between two steps in which a request got tokens."
-        self.between_tokens = Histogram("adaponder_time_between_tokens_seconds", about, **seconds)
-        self.tokens = Counter("adaponder_tokens", "Tokens of prompts and completions.", ("of",), registry=registry)
-        self.depths = Counter("adaponder_tokens_by_depth", "Tokens read, by depth.", ("depth",), registry=registry)
-        self.disconnects = Counter(
-            "adaponder_disconnects", "Clients that left or were cut off before the end.", ("why",), registry=registry
-        )
-        registry.register(_EngineMetrics(worker, lanes))
-
-    def count_tokens(self, depths: Iterable[int], *, prompt: int, completion: int) -> None:
-        """Adds an answer's prompt and completion tokens; ``depths`` are those of the computed (not cached) tokens."""
-        self.tokens.labels("prompt").inc(prompt)
-        self.tokens.labels("completion").inc(completion)
-        for depth, count in Tally(depths).items():
-            self.depths.labels(str(depth)).inc(count)
-
-
-class _EngineMetrics(Collector):
-    """Reads the engine's statistics whenever Prometheus collects the metrics."""
+class Metrics(Collector):
+    """The metrics of one app, in a registry of their own; ``collect`` reads the engine's statistics."""
 
     def __init__(self, worker: Worker, lanes: int):
         self.worker, self.lanes = worker, lanes
+        registry = self.registry = CollectorRegistry()
+        counter = partial(Counter, namespace="adaponder", registry=registry)
+        times = partial(Histogram, namespace="adaponder", registry=registry, buckets=_SECONDS)
+        self.requests = counter("requests", "Answered requests.", ("route", "status"))
+        self.seconds = times("request_seconds", "From a request's headers to the end of its answer.", ("route",))
+        self.first_token = times("time_to_first_token_seconds", "From a completion's arrival to its first token.")
+        self.between_tokens = times("time_between_tokens_seconds", "Between two steps in which a request got tokens.")
+        self.tokens = counter("tokens", "Tokens of prompts and completions.", ("of",))
+        self.depths = counter("tokens_by_depth", "Tokens read, by depth.", ("depth",))
+        self.disconnects = counter("disconnects", "Clients that left or were cut off before the end.", ("why",))
+        registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
+        """Yields the engine's statistics; the registry calls it whenever Prometheus collects the metrics."""
         counts, worker = self.worker.counts, self.worker
         for name, help_text, value in (
             ("lanes", "Lanes of the engine.", self.lanes),

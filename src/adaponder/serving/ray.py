@@ -125,9 +125,8 @@ def connect(cluster: Cluster, settings: Settings) -> None:
     if cluster.address is None:
         _require_token()
         # Enough cores for every replica and the proxy, even if the machine has fewer.
-        cores = int((cluster.most_replicas or cluster.replicas) * cluster.cpus) + 1
-        options = {"include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, cores)}
-        options["_node_ip_address"] = "127.0.0.1"
+        cores = max(os.cpu_count() or 1, int((cluster.most_replicas or cluster.replicas) * cluster.cpus) + 1)
+        options = {"include_dashboard": False, "num_cpus": cores, "_node_ip_address": "127.0.0.1"}
         failure = "Ray did not start"
     else:
         options, failure = {"address": cluster.address}, f"--ray-address {cluster.address}: no connection to Ray"

@@ -86,14 +86,13 @@ def depth_options(control: DepthControl, served: Served) -> dict[str, Any]:
     A request gives its policy as one line of text, a gate threshold, a mean depth or the name of a profile. Code and
     paths are not accepted.
     """
-    method = served.model.method
     rules = {"policy": control.policy, "tau": control.tau, "budget": control.budget}
     policy = choose_policy(served.iterations, **rules, profiles=served.profiles)
     served.model.check_policy(policy)
     if policy is not None and not (policy.causal and policy.row_by_row):
         message = f"policy={policy.spelling} depends on other tokens of the sequence; use one that does not"
         raise ApiError(400, message, param="adaponder.policy")
-    if control.depths and not method.halts:
+    if control.depths and not served.model.method.halts:
         message = "depths: this model has no halting, so all tokens have the same depth; use max_iterations"
         raise ApiError(400, message, param="adaponder.depths")
     depths = {int(slot): depth for slot, depth in (control.depths or {}).items()} or None

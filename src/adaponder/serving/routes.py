@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import math
 import typing
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -208,9 +209,10 @@ def _count_tokens(metrics: Metrics, samples: Sequence[Sequence[Writing]], *, hid
         for index, writing in enumerate(writings):
             depths = [depth for depth in writing.depths if depth]
             prompt = len(writing.prompt_depths)
-            computed = depths[prompt if index else writing.cached_tokens :]
-            generated = 0 if hidden else len(writing.tokens)
-            metrics.count_tokens(computed, prompt=0 if index else prompt, completion=generated)
+            metrics.tokens.labels("prompt").inc(0 if index else prompt)
+            metrics.tokens.labels("completion").inc(0 if hidden else len(writing.tokens))
+            for depth, count in Counter(depths[prompt if index else writing.cached_tokens :]).items():
+                metrics.depths.labels(str(depth)).inc(count)
 
 
 async def score(context: Context, http: HttpRequest, body: ScoreBody) -> Response:
@@ -253,9 +255,9 @@ async def tokenize(context: Context, http: HttpRequest, body: TokenizeBody) -> R
 
 async def detokenize(context: Context, http: HttpRequest, body: DetokenizeBody) -> Response:
     """Returns the text of token ids."""
-    check_ids("tokens", body.tokens, context.served)
-    tokenizer = context.served.tokenizer
-    texts = await context.convert(http.scope[CLIENT], len(body.tokens), pieces, tokenizer, body.tokens)
+    served, tokens = context.served, body.tokens
+    check_ids("tokens", tokens, served)
+    texts = await context.convert(http.scope[CLIENT], len(tokens), pieces, served.tokenizer, tokens)
     return JSONResponse({"prompt": "".join(texts)})
 
 
@@ -373,8 +375,7 @@ def make_app(worker: Worker, settings: Settings | None = None) -> ASGIApp:
     for kind in (ApiError, AdaPonderError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _on_error)
     routes: list[Any] = app.routes
-    with_body = {route.path for route in routes if "POST" in route.methods}
-    limited = BodyLimits(app, with_body, settings.limits)
+    limited = BodyLimits(app, {route.path for route in routes if "POST" in route.methods}, settings.limits)
     measured = RequestMetrics(limited, metrics, {route.path for route in routes if "{" not in route.path})
     return AccessControl(measured, settings, worker)
 

@@ -82,8 +82,7 @@ class Served:
             "unknown": self.unknown_id,
             "examples": self.examples,
             "profiles": [
-                {"name": name, "policy": profile["policy"]}
-                | {field: profile.get(field) for field in ("budget", "depth")}
+                {"name": name} | {field: profile.get(field) for field in ("policy", "budget", "depth")}
                 for name, profile in self.profiles.items()
             ],
         }
@@ -99,8 +98,7 @@ def examples_of(folder: Path) -> dict[str, Any] | None:
     path = folder / EXAMPLES
     if not path.is_file():
         return None
-    content = read_json(path)
-    about, answers, listed = (content.get(name) for name in ("about", "answers", "examples"))
+    about, answers, listed = map(read_json(path).get, ("about", "answers", "examples"))
     if not listed or not isinstance(listed, list) or not all(map(_is_example, listed)):
         raise CheckpointError(f'{path} must hold {{"examples": [{{"name": …, "texts": […]}}]}}; correct or remove it')
     if not isinstance(about, str | None):

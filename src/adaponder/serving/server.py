@@ -43,8 +43,7 @@ _DISCARD_SECONDS = 1.0
 def listen(host: str, port: int) -> socket.socket:
     """Returns a listening socket; port 0 takes any free port. Raises :class:`InputError` if it cannot listen."""
     try:
-        passive = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, *_, address = passive[0]
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (OSError, UnicodeError) as problem:  # UnicodeError: a name that cannot be looked up
         reason = getattr(problem, "strerror", None) or problem
         raise InputError(f"--host {host}: there is no such address here ({reason})") from None

@@ -161,14 +161,9 @@ class Access:
 
     def knows_host(self, name: str) -> bool:
         """Returns whether a ``Host`` header may be ``name``, a host name or IP address without a port."""
-        if name == "localhost" or "*" in self.hosts or name in self.hosts:
-            return True
-        try:
-            # A foreign page can make a name of its own resolve to this machine (DNS rebinding), but not an address.
-            ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
-        except ValueError:
-            return False
-        return True
+        # A foreign page can make a name of its own resolve to this machine (DNS rebinding), but not an address.
+        is_address = _address(name.removeprefix("[").removesuffix("]")) is not None
+        return is_address or name == "localhost" or not {"*", name}.isdisjoint(self.hosts)
 
 
 def _address(text: str) -> _Address | None:

@@ -67,14 +67,12 @@ class Run:
             self._measure(events)
             texts: dict[int, str] = {}
             for event in events:
-                new = writings[event.sample].take(event)
-                if new is None:
+                if (new := writings[event.sample].take(event)) is None:
                     continue
                 texts[event.sample] = texts.get(event.sample, "") + "".join(piece.text for piece in new.pieces)
                 if new.writing.stream.stop is not None and not new.done:
                     self.worker.finish(ticket, event.sample)
-            error = next((writings[sample].error for sample in texts if writings[sample].error), None)
-            if error is not None:
+            if error := next((writings[sample].error for sample in texts if writings[sample].error), None):
                 self._fail(EvaluationError(error))
                 return
             for sample, text in texts.items():

@@ -192,9 +192,7 @@ class Worker:
     def _deliver(self, ticket: Ticket, events: list[Event] | Exception) -> None:
         if ticket not in self._tickets:
             return
-        ended = ticket.left
-        if not isinstance(events, Exception):
-            ended = sum(event.completion is not None for event in events)
+        ended = ticket.left if isinstance(events, Exception) else sum(event.completion is not None for event in events)
         ticket.left -= ended
         self.completions.give_back(ticket.client, ended)
         if not ticket.left:
@@ -261,12 +259,11 @@ class Worker:
             if engine is None:
                 raise UnavailableError("engine: it is not running")
             ticket.number = engine.submit(request)
+            self._running[ticket.number] = ticket
         except Exception as problem:
             if not isinstance(problem, AdaPonderError):
                 _log.exception("the engine failed on a new request")
             self._post(self._deliver, ticket, problem)
-            return
-        self._running[ticket.number] = ticket
 
     def _end(self, engine: Engine | None, ticket: Ticket, sample: int | None = None) -> None:
         if engine is not None and ticket.number is not None and ticket.running:
@@ -276,8 +273,7 @@ class Worker:
         """Groups the events of a step by ticket and posts them to the event loop."""
         step: dict[Ticket, list[Event]] = {}
         for event in events:
-            ticket = self._running.get(event.request)
-            if ticket is None:
+            if (ticket := self._running.get(event.request)) is None:
                 continue
             step.setdefault(ticket, []).append(event)
             if event.completion is not None:
@@ -290,8 +286,7 @@ class Worker:
             self._room.release()
 
     def _run_job_part(self) -> None:
-        turn = self._waiting_jobs.take()
-        if turn is None:
+        if (turn := self._waiting_jobs.take()) is None:
             return
         client, (parts, done) = turn
         if done.cancelled():

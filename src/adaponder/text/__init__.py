@@ -2,13 +2,11 @@
 
 from adaponder.text.engine import TextEngine, TextEvent, Writing, start_writings
 from adaponder.text.prompts import chat_ids, chat_text, encode, has_template
-from adaponder.text.spelling import Spelled, TokenSpeller, token_texts
-from adaponder.text.stream import Detokenizer, Piece, TextStream, pieces
+from adaponder.text.spelling import TokenSpeller
+from adaponder.text.stream import Detokenizer, TextStream, pieces
 
 __all__ = [
     "Detokenizer",
-    "Piece",
-    "Spelled",
     "TextEngine",
     "TextEvent",
     "TextStream",
@@ -20,5 +18,4 @@ __all__ = [
     "has_template",
     "pieces",
     "start_writings",
-    "token_texts",
 ]

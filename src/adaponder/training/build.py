@@ -39,10 +39,11 @@ def with_method(recipe: Recipe, out: Path | None = None, resume: str | None = No
 def build_model(recipe: Recipe, vocabulary: int) -> AdaPonderForCausalLM:
     """Returns the recipe's model on the default device, initialised from its seed."""
     torch.manual_seed(recipe.train.seed)
-    if isinstance(recipe.model.backbone, str):
+    config = config_of(recipe, vocabulary)
+    if config is None:
         model = _from_checkpoint(recipe.model.backbone, settings_of(recipe))
     else:
-        model = AdaPonderForCausalLM(scratch_config(recipe, vocabulary))
+        model = AdaPonderForCausalLM(config)
         if recipe.model.init == "depth_scaled":
             depth_scaled_(model.backbone, iterations=model.config.iterations, seed=recipe.train.seed)
     if model.config.vocab_size < vocabulary:
@@ -63,11 +64,17 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
     return recipe.model.settings | {"ponder_on": recipe.train.ponder_on}
 
 
-def scratch_config(recipe: Recipe, vocabulary: int) -> AdaPonderConfig:
-    """Returns a new model's config. By default, vocab_size is ``vocabulary`` rounded up to a multiple of 128."""
-    if not isinstance(recipe.model.backbone, dict):
-        raise ConfigError("model.backbone must be a mapping with model_type, or a checkpoint")
-    backbone = {"vocab_size": -(-vocabulary // 128) * 128} | recipe.model.backbone
+def config_of(recipe: Recipe, vocabulary: int | None = None) -> AdaPonderConfig | None:
+    """Returns the config of a recipe that trains from scratch, or ``None`` if its backbone is a checkpoint.
+
+    By default, vocab_size is ``vocabulary`` rounded up to a multiple of 128. ``vocabulary=None`` (not known yet) means
+    the smallest vocabulary that the recipe allows.
+    """
+    if isinstance(recipe.model.backbone, str):
+        return None
+    smallest: int = (recipe.model.pause_token_id or 0) + 1
+    tokens = smallest if vocabulary is None else vocabulary
+    backbone = {"vocab_size": -(-tokens // 128) * 128} | recipe.model.backbone
     _refuse_unknown(backbone)
     try:
         config = AdaPonderConfig(backbone_config=backbone, **settings_of(recipe))
@@ -78,17 +85,6 @@ def scratch_config(recipe: Recipe, vocabulary: int) -> AdaPonderConfig:
     # families would initialise its embedding with zeros.
     config.pad_token_id = None
     return config
-
-
-def config_of(recipe: Recipe, vocabulary: int | None = None) -> AdaPonderConfig | None:
-    """Returns the config of a recipe that trains from scratch, or ``None`` if its backbone is a checkpoint.
-
-    ``vocabulary=None`` (not known yet) means the smallest vocabulary that the recipe allows.
-    """
-    if isinstance(recipe.model.backbone, str):
-        return None
-    smallest = (recipe.model.pause_token_id or 0) + 1
-    return scratch_config(recipe, smallest if vocabulary is None else vocabulary)
 
 
 def _refuse_unknown(backbone: dict[str, Any]) -> None:
@@ -114,9 +110,7 @@ def _from_checkpoint(name: str, settings: dict[str, Any]) -> AdaPonderForCausalL
     current = {item.name: getattr(model.config, item.name) for item in fields(Recurrence)}
     after = AdaPonderConfig(backbone_config=model.config.backbone_config, **current | settings)
     # gate_bias only initialises gates: it does not apply to trained ones.
-    differing = [
-        name for name in settings if name != "gate_bias" and getattr(after, name) != getattr(model.config, name)
-    ]
+    differing = [name for name in settings if name != "gate_bias" and getattr(after, name) != current[name]]
     if not differing:
         return model
     changed = AdaPonderForCausalLM.from_backbone(model.backbone, **current | settings)

@@ -97,9 +97,8 @@ def wrap(model: AdaPonderForCausalLM, world: World, *, parallel: str) -> nn.Modu
             fully_shard(layer)
         fully_shard(model)
     if world.size > 1 and parallel == "ddp":
-        return nn.parallel.DistributedDataParallel(
-            model, device_ids=[world.device] if world.device.type == "cuda" else None, find_unused_parameters=False
-        )
+        devices = [world.device] if world.device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(model, device_ids=devices)
     return model
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,8 +16,7 @@ from adaponder.policies import Policy
 from adaponder.recipes import TrainRecipe
 
 
-@dataclass(frozen=True)
-class Phase:
+class Phase(NamedTuple):
     """Steps ``start … end - 1``, with the backbone trained or frozen; each phase has a new optimizer."""
 
     start: int
@@ -66,9 +65,8 @@ def exit_entropy_at(train: TrainRecipe, step: int) -> float | None:
 def objective_at(train: TrainRecipe, step: int) -> Objective:
     """Returns the objective of ``step``: cross-entropy (eq. 11), in stage 2 also the ponder loss (eq. 12 to 14)."""
     fraction = ponder_fraction(step, start=train.ponder_start, full=train.ponder_full, k_max=train.k_max)
-    weight = train.ponder_weight if step >= train.ponder_start else 0.0
     return Objective(
-        ponder_weight=weight,
+        ponder_weight=train.ponder_weight if step >= train.ponder_start else 0.0,
         ponder_fraction=fraction,
         exit_stage=train.exit_stage,
         exit_entropy_weight=exit_entropy_at(train, step),
@@ -81,11 +79,9 @@ def policy_at(train: TrainRecipe, method: Method, step: int) -> Policy | None:
     ``None`` means the method's default policy. A method's own ``training_policy`` takes precedence.
     """
     policy = method.training_policy(step / train.capacity_warmup if train.capacity_warmup else 1.0)
-    if policy is not None:
-        return policy
-    if method.halts and step < train.ponder_start and not train.halt_before_ponder:
+    if policy is None and method.halts and step < train.ponder_start and not train.halt_before_ponder:
         return method.full_depth
-    return None
+    return policy
 
 
 def named_groups(model: nn.Module, train: TrainRecipe) -> list[dict]:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -44,8 +44,7 @@ _LONGEST_NAME = 120
 Axis = tuple[str, tuple[Any, ...]]  # a field of the recipe and the values to try
 
 
-@dataclass(frozen=True)
-class PlannedRun:
+class PlannedRun(NamedTuple):
     """A run of a sweep: folder name, recipe, its value of each axis, and the overrides that produce the recipe."""
 
     name: str
@@ -91,9 +90,8 @@ def plan(
     points = [(), *((choice,) for axis in choices for choice in axis)] if one_at_a_time else itertools.product(*choices)
     runs = []
     for seed, point in itertools.product(seeds or (base.train.seed,), points):
-        changed = tuple(f"{field}={_as_override(value)}" for field, value in point)
-        if seed != base.train.seed:
-            changed += (f"train.seed={seed}",)
+        settings = point if seed == base.train.seed else (*point, ("train.seed", seed))
+        changed = tuple(f"{field}={_as_override(value)}" for field, value in settings)
         try:
             recipe = with_method(load_recipe(name, [*overrides, *changed]), earlier, "auto")
             config_of(recipe)  # raises if no model can be built
@@ -102,9 +100,7 @@ def plan(
             raise ConfigError(f"--grid {' '.join(changed)}: {str(error).removeprefix('--set ')}") from None
         if one_at_a_time and point and fields == base_values:
             continue  # the base run
-        varied = {field: fields[field] for field, _ in point}
-        if seed != base.train.seed:
-            varied["train.seed"] = seed
+        varied = {field: value_of(recipe, field) for field, _ in settings}
         runs.append(PlannedRun(_name_of(varied, recipe, fields), recipe, fields, (*overrides, *changed)))
     _refuse_twins(runs)
     return runs
@@ -254,9 +250,7 @@ def result_of(run: PlannedRun, folder: Path) -> RunSummary:
     )
 
 
-def examine(
-    runs: Sequence[PlannedRun], *, out: Path, data: Path = Path("data"), device: str = "cpu"
-) -> list[RunSummary]:
+def examine(runs: Sequence[PlannedRun], *, out: Path, device: str = "cpu") -> list[RunSummary]:
     """Prepares the data and returns the current summary of each run; trains nothing.
 
     Raises if a run cannot be trained, or if its folder holds a run with other settings, which the error lists.
@@ -273,7 +267,7 @@ def examine(
         source = run.recipe.data
         key = (source.source, source.tokenizer, source.validation)
         if key not in folders:
-            folders[key] = shards_folder(run.recipe, data, World())
+            folders[key] = shards_folder(run.recipe, Path("data"), World())  # as train does by default
         summaries.append(_examine(run, out / run.name, folders[key]))
     return summaries
 
@@ -325,7 +319,6 @@ def carry_out(
     summaries: Sequence[RunSummary],
     *,
     out: Path,
-    data: Path = Path("data"),
     device: str = "cpu",
     quiet: bool = False,
     starting: Callable[[int, RunSummary, float | None], None] = lambda index, summary, seconds: None,
@@ -342,7 +335,7 @@ def carry_out(
         left = sum(rows_left(runs[i], summaries[i]) for i in waiting[done:])
         starting(index, summary, seconds / rows * left if rows else None)
         began = time.perf_counter()
-        ended, stop_requested = _train(run, summary, out / run.name, data=data, device=device, quiet=quiet)
+        ended, stop_requested = _train(run, summary, out / run.name, device=device, quiet=quiet)
         if ended.status != FAILED:
             rows += rows_left(run, summary) - rows_left(run, ended)
             seconds += time.perf_counter() - began

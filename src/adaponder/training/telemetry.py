@@ -20,7 +20,7 @@ import yaml
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from adaponder.errors import InputError, TrainingError
@@ -119,10 +119,9 @@ class Telemetry:
         if self.shown:
             self.live.update(Group(self.progress, view_of(self.latest)))
         if self.plain:
-            done = step + 1 - self.start
-            left = (time.monotonic() - self.began) / done * (self.steps - step - 1) if done > 0 else 0.0
-            text = f"step {step} of {self.steps}  {line_of(metrics)}  {timedelta(seconds=round(left))} left"
-            console.print(text, soft_wrap=True)
+            per_step = (time.monotonic() - self.began) / (step + 1 - self.start)
+            left = timedelta(seconds=round(per_step * (self.steps - step - 1)))
+            console.print(f"step {step} of {self.steps}  {line_of(metrics)}  {left} left", soft_wrap=True)
 
     def warn(self, kind: str, message: str) -> None:
         """Prints a warning, once per kind."""
@@ -187,11 +186,8 @@ def view_of(metrics: dict[str, Any]) -> RenderableType:
     halted, gates = metrics.get("halted"), metrics.get("gate_means") or []
     if not halted:
         return Text("   ").join(facts)
-    by_iteration = Table(box=None, pad_edge=False, header_style="dim")
-    by_iteration.add_column("iteration")
-    by_iteration.add_column("tokens read")
-    by_iteration.add_column("", justify="right")
-    by_iteration.add_column("gate after it", justify="right")
+    right = (Column("", justify="right"), Column("gate after it", justify="right"))
+    by_iteration = Table("iteration", "tokens read", *right, box=None, pad_edge=False, header_style="dim")
     deepest = len(halted) + 1
     for index in range(deepest):
         active = 1.0 - (halted[index - 1] if index else 0.0)

@@ -147,12 +147,10 @@ class GateValues(Plate):
         return f"Of all tokens, {listed(by_gate)}."
 
     def table(self) -> pd.DataFrame:
-        frame = pd.DataFrame(self.quantiles, columns=pd.Index(["5%", "median", "95%"]))
-        frame.insert(0, "gate", range(1, len(frame) + 1))
-        frame["threshold"] = np.array(self.lines, float)
-        frame["active"] = self.deciding.sum(axis=1)
-        frame["halts"] = self.closed
-        return frame
+        frame = pd.DataFrame({"gate": range(1, len(self.lines) + 1)})
+        frame[["5%", "median", "95%"]] = self.quantiles
+        active = self.deciding.sum(axis=1)
+        return frame.assign(threshold=np.array(self.lines, float), active=active, halts=self.closed)
 
 
 def _log_odds(gates: np.ndarray | float) -> np.ndarray:

@@ -121,9 +121,7 @@ class LossByDepth(Plate):
 
     def table(self) -> pd.DataFrame:
         frame = self.groups.frame("mean NLL", depth=self.depths)
-        frame["median NLL"] = self.medians
-        frame["share x mean"] = self.groups.share * self.groups.mean
-        return frame
+        return frame.assign(**{"median NLL": self.medians, "share x mean": self.groups.share * self.groups.mean})
 
 
 def _shape(groups: Means) -> str:
@@ -170,13 +168,12 @@ class GainByIteration(Plate):
         with np.errstate(invalid="ignore"):
             by_depth = [np.bincount(label, weights=nll, minlength=self.deepest) / self.tokens for nll in losses.T]
         self.losses = np.vstack([np.stack(by_depth, axis=1), losses.mean(axis=0)])
-        groups: tuple[list[Means], ...] = ([], [], [])
+        by_iteration = []
         for i in range(1, self.deepest):
             gain = losses[:, i - 1] - losses[:, i]
-            groups[0].append(means(trace, gain, np.zeros_like(label), 1))
             split = means(trace, gain, (label < i).astype(np.int64), 2)
-            groups[1].append(split.pick([0]))
-            groups[2].append(split.pick([1]))
+            by_iteration.append((means(trace, gain, np.zeros_like(label), 1), split.pick([0]), split.pick([1])))
+        groups = zip(*by_iteration, strict=True)
         self.gains = [Means(*map(np.concatenate, zip(*group, strict=True))) for group in groups]
 
     def draw(self, theme: Theme) -> Figure:
@@ -224,10 +221,8 @@ class GainByIteration(Plate):
     def caption(self) -> str:
         overall, active, halted = self.gains
         by_iteration = listed([f"{gain:+.4f} (iteration {i})" for i, gain in enumerate(overall.mean, 2)])
-        first, last = self.losses[-1, 0], self.losses[-1, -1]
-        caption = (
-            f"At full depth of every token the loss goes from {first:.4f} to {last:.4f} nats: gains of {by_iteration}."
-        )
+        ends = f"{self.losses[-1, 0]:.4f} to {self.losses[-1, -1]:.4f} nats"
+        caption = f"At full depth of every token the loss goes from {ends}: gains of {by_iteration}."
         compared = (halted.tokens > 0) & (active.tokens > 0)
         less, more = halted.high < active.low, halted.low > active.high
         unknown = np.isnan(halted.low) | np.isnan(active.low)
@@ -342,9 +337,7 @@ class ForgoneGain(Plate):
 
     def table(self) -> pd.DataFrame:
         frame = self.groups.frame("gain by continuing", **{"halted after": range(1, self.deepest)})
-        frame["gain of random tokens"] = self.random
-        frame["95% of draws within"] = self.band
-        return frame
+        return frame.assign(**{"gain of random tokens": self.random, "95% of draws within": self.band})
 
 
 def _permuted(gains: np.ndarray, depth: np.ndarray, document: np.ndarray, *, seed: int) -> tuple[float, float, float]:

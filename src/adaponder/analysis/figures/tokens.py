@@ -172,9 +172,8 @@ def as_html(excerpt: Excerpt) -> str:
         tooltip = "not computed" if depth == 0 else f"depth {depth}; loss of the next token {loss:z.2f} nats"
         # Line ends lie between spans, so that a token of several lines has a closed box on each line.
         lines = for_html(word).split("\n")
-        spans.append(
-            "\n".join(f'<span class="{kind}" title="{tooltip}">{line}</span>' if line else "" for line in lines)
-        )
+        marked = (f'<span class="{kind}" title="{tooltip}">{line}</span>' if line else "" for line in lines)
+        spans.append("\n".join(marked))
     return "".join(spans)
 
 

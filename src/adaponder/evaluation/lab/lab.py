@@ -407,8 +407,8 @@ def frontier(lab: Lab, budgets: Sequence[float], *, journal: Journal | None = No
     measures: dict[str, Callable[[], Measurement]] = {
         f"budget {budget!r}": lambda budget=budget: lab.held_out(meet(lab, budget)[0])[0] for budget in budgets
     }
-    for depth in range(1, lab.iterations + 1):
-        measures[f"depth {depth}"] = lambda depth=depth: lab.untuned(FIXED, FixedDepth(depth))
+    depths = range(1, lab.iterations + 1)
+    measures |= {f"depth {depth}": lambda depth=depth: lab.untuned(FIXED, FixedDepth(depth)) for depth in depths}
     for name, measure in measures.items():
         saved = None if journal is None else journal.load(name)
         measurement = measure() if saved is None else Measurement.from_dict(saved.facts)

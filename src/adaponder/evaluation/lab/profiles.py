@@ -41,12 +41,9 @@ def stored(folder: Path) -> dict[str, dict[str, Any]]:
         return {}
     content = read_json(path)
     cure = f"remove {path.name} and calibrate again"
-    profiles = content.get("profiles")
-    if (
-        content.get("format") != FORMAT
-        or not isinstance(profiles, dict)
-        or not all(map(_is_profile, profiles.values()))
-    ):
+    profiles: Any = content.get("profiles")
+    readable = isinstance(profiles, dict) and all(map(_is_profile, profiles.values()))
+    if content.get("format") != FORMAT or not readable:
         raise CheckpointError(f"{path} does not hold profiles of format {FORMAT}; {cure}")
     if not is_sealed(content):
         raise CheckpointError(f"{path}: checksum mismatch, the file was damaged or edited by hand; {cure}")

@@ -31,7 +31,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCrit
 
 from adaponder.errors import InputError, shown
 from adaponder.evaluation.meter import Meter
-from adaponder.evaluation.scoring import ScoringOptions
+from adaponder.evaluation.scoring import OWN, ScoringOptions
 from adaponder.modeling import AdaPonderForCausalLM
 from adaponder.ops.precision import wide_dtype
 from adaponder.text import TextStream, chat_text
@@ -60,7 +60,7 @@ class HarnessLM(TemplateLM):
         tokenizer: PreTrainedTokenizerBase,
         *,
         batch_size: int = 8,
-        how: ScoringOptions | None = None,
+        how: ScoringOptions = OWN,
         counting: Counting = lambda task, texts: nullcontext(lambda count: None),
     ):
         super().__init__()
@@ -73,7 +73,7 @@ class HarnessLM(TemplateLM):
             )
         if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
             raise InputError("--tokenizer has neither a start nor an end token; one must precede every text")
-        self.model, self.batch_size, self.how = model, batch_size, how or ScoringOptions()
+        self.model, self.batch_size, self.how = model, batch_size, how
         model.check_policy(self.how.policy)
         self.tokenizer: Any = tokenizer
         self.meters: dict[str, Meter] = {}

@@ -260,13 +260,10 @@ def _metrics(task: Any, results: dict[str, Any], samples: list[dict[str, Any]]) 
             continue
         values = [sample[name] for sample in samples if sample["filter"] == filtered and name in sample]
         aggregation, stderr = task.aggregation().get(name), None
-        if aggregation is mean and len(values) > 1:
-            stderr = mean_stderr(values)
-        elif aggregation is perplexity and len(values) > 1:
-            # Delta method: the derivative of exp(-mean) is -exp(-mean).
-            stderr = value * mean_stderr(values)
-        if stderr is not None and not math.isfinite(stderr):
-            stderr = None
+        if aggregation in (mean, perplexity) and len(values) > 1:
+            # Delta method for perplexity: the derivative of exp(-mean) is -exp(-mean).
+            error = mean_stderr(values) * (value if aggregation is perplexity else 1)
+            stderr = error if math.isfinite(error) else None
         yield Metric(name if filtered == "none" else f"{name} ({filtered})", float(value), stderr)
 
 
