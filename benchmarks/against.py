@@ -25,7 +25,6 @@ CASES: dict[str, dict[str, Any]] = {
     "train-70m": {"recipe": "paper/adaponder-70m", "batch": 32},
     "train-410m": {"recipe": "paper/adaponder-410m", "batch": 8},
     "prefill-410m": {"recipe": "paper/adaponder-410m", "batch": 16, "execution": "compact"},
-    "prefill-410m-dense": {"recipe": "paper/adaponder-410m", "batch": 16, "execution": "dense"},
     "decode-410m-1": {"shape": "410m", "lanes": 1},
     "decode-410m-64": {"shape": "410m", "lanes": 64},
     "tiny": {"recipe": "cpu/demo", "batch": 2},
@@ -60,8 +59,7 @@ def _step(recipe: str, batch: int, device: Any, execution: str | None = None) ->
     else:
         halves = [1.0] + [0.5] * (models.config_of(loaded, models.METHOD).iterations - 1)
         compute = steps.prefill_step(loaded, variant, models.choose_depths(halves, loaded, batch), device)
-
-    return lambda: harness.measure(compute, device, warmup=0, repeats=1).median
+    return lambda: harness.time_steps(compute, device, 1)[0]
 
 
 def _decode(shape: str, lanes: int, device: Any) -> Callable[[], float]:

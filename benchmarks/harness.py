@@ -67,28 +67,31 @@ def measure(step: Callable[[], object], device: torch.device, *, warmup: int, re
     gc.collect()
     gc.freeze()
     try:
-        return _time_repeats(step, device, repeats)
+        seconds = time_steps(step, device, repeats)
     finally:
         gc.unfreeze()
+    if device.type != "cuda":
+        return Timing(seconds, None)
+    # The memory of a CUDA graph counts as allocated only while it is captured, but nothing else can use it.
+    torch.cuda.empty_cache()
+    return Timing(seconds, max(torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)))
 
 
-def _time_repeats(step: Callable[[], object], device: torch.device, repeats: int) -> Timing:
+def time_steps(step: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+    """Returns the seconds of each of ``repeats`` steps; frees no memory, which a next step would allocate again."""
     if device.type != "cuda":
         clock = [time.perf_counter()]
         for _ in range(repeats):
             step()
             clock.append(time.perf_counter())
-        return Timing([after - before for before, after in pairwise(clock)], None)
+        return [after - before for before, after in pairwise(clock)]
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     for mark in marks[:-1]:
         mark.record()
         step()
     marks[-1].record()
     torch.cuda.synchronize(device)
-    seconds = [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
-    # The memory of a CUDA graph counts as allocated only while it is captured, but nothing else can use it.
-    torch.cuda.empty_cache()
-    return Timing(seconds, max(torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)))
+    return [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)]
 
 
 def if_it_fits(compute: Callable[[], Item]) -> Item | None:

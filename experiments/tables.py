@@ -80,7 +80,6 @@ CELLS: Mapping[str, Cell] = {
     "loss": _mean("loss", ".4f"),
     "passes": _mean("depth", ".2f"),
     "inference FLOPs": lambda e, name, points: f"{CELLS['x vanilla'](e, name, points)}x",
-    "PPL": lambda e, name, points: f"{math.exp(points.loss.mean()):.2f}",
     "iterations by seed": lambda e, name, points: _by_seed(points.depth, ".2f"),
     "iterations saved": _relative("depth", lambda claims: claims["full"], _saved),
     "FLOPs saved": _relative("mflops", lambda claims: claims["full"], _saved),

@@ -58,7 +58,7 @@ def test_the_first_screen_quotes_the_results():
     sentence = " ".join(README[README.index("**Does it work?**") :].split("\n\n")[0].split())
     results = (ROOT / "docs" / "results.md").read_text()
     (row,) = re.findall(r"^\| AdaPonder, K = 4 \|.+$", README, flags=re.MULTILINE)
-    cost, gain = re.findall(r"([\d.]+)x .+ -([\d.]+) \[", row)[0]
+    cost, gain = re.findall(r"([\d.]+)x .+? -([\d.]+) \[", row)[0]
     assert f"{gain} nats below" in sentence
     assert f"{cost}x its FLOPs" in sentence
     quoted = [

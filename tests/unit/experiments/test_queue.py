@@ -27,9 +27,9 @@ def shipped() -> Queue:
 
 def test_runs_have_one_label_each_and_enough_tokens(shipped):
     assert [run.claim for run in shipped.experiments[:8]] == ["noise"] * 8
-    runs = {(run.label, run.identity, run.corpus, run.again) for run in shipped.experiments}
-    labels, computed = {label for label, *_ in runs}, {tuple(what) for _, *what in runs}
-    assert len(runs) == len(labels) == len(computed), "a run has one label, and a label is of one run"
+    settings = {(run.setting, run.with_seed(0).identity, run.corpus) for run in shipped.experiments}
+    labels, computed = {label for label, *_ in settings}, {tuple(what) for _, *what in settings}
+    assert len(settings) == len(labels) == len(computed), "a setting has one label, and a label is of one setting"
     for run in shipped.experiments:
         tokens = run.tokens + (run.source.tokens if run.source else 0)
         # Puzzles are learned or not: what counts there is the share of right answers; `half` is about shorter runs.
