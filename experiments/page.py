@@ -73,7 +73,7 @@ def results_page(evidence: Evidence) -> str:
         "corpus": f"{queue.main.says} (data hash `{queue.main.hash}`), unless a claim says otherwise",
         "margin": f"{MARGIN}",
         "power": f"{POWER}",
-        "noise": tables.noise_table(evidence)[:3],
+        "noise": [row for row in tables.noise_table(evidence) if ", with them" not in row],
         "in short": _in_short(judged),
         "done": f"{done} of {runs} runs in the queue are done, with all that they measure.",
         "paper claims": _statements(judged, ours=False),
