@@ -52,10 +52,20 @@ class PonderCallback(TrainerCallback):
         capacity_warmup: int = 0,
         exit_stage: Literal[1, 2] = 1,
     ):
-        # Each argument is a field of a recipe's section train: the same schedule and checks as in adaponder train.
-        settings: dict[str, Any] = {name: value for name, value in locals().items() if name != "self"}
+        # The same schedule and checks as in adaponder train.
         try:
-            self.schedule = TrainRecipe(steps=max(1, ponder_full), global_batch=1, **settings)
+            self.schedule = TrainRecipe(
+                steps=max(1, ponder_full),
+                global_batch=1,
+                ponder_weight=ponder_weight,
+                k_max=k_max,
+                ponder_start=ponder_start,
+                ponder_full=ponder_full,
+                gate_start=gate_start,
+                halt_before_ponder=halt_before_ponder,
+                capacity_warmup=capacity_warmup,
+                exit_stage=exit_stage,
+            )
         except ConfigError as problem:
             raise ConfigError(f"PonderCallback: {str(problem).removeprefix('train.')}") from None
         self.depths = DepthCounts()

@@ -12,10 +12,9 @@ from adaponder.analysis.tables import spearman
 from adaponder.data.puzzles import SYMBOLS, needed
 from adaponder.data.tokenizers import load_tokenizer, tokenizer_hash
 from adaponder.errors import InputError
-from adaponder.evaluation.scoring import check_fits
+from adaponder.evaluation.scoring import at_depth, check_fits
 from adaponder.evaluation.text import Text, Windows
 from adaponder.modeling import AdaPonderForCausalLM
-from adaponder.policies import FixedDepth
 
 
 class Demand(NamedTuple):
@@ -85,11 +84,6 @@ def measure_demand(model: AdaPonderForCausalLM, text: Text, *, batch_size: int =
         by_depth=[np.bincount(depth[group], minlength=iterations + 1)[1:].tolist() for group in groups],
         rho=spearman(need, depth),
     )
-
-
-def at_depth(model: AdaPonderForCausalLM, depth: int) -> dict[str, Any]:
-    """Returns arguments of the model's ``forward`` that give every token this depth."""
-    return {"policy": FixedDepth(depth)} if model.method.halts else {"max_iterations": depth}
 
 
 @torch.inference_mode()

@@ -150,10 +150,13 @@ def mend(folder: Path) -> list[str]:
     tokens, changes = read_special_tokens(folder), []
     if tokens is None or not disagreements(folder):
         return []
-    files = {name: read_json(folder / name) for name in ("config.json", GENERATION) if os.path.lexists(folder / name)}
-    config = files["config.json"].get("backbone_config", files["config.json"])
-    for name, content in files.items():
-        settings = config if name == "config.json" else content
+    model = read_json(folder / "config.json")
+    config = model.get("backbone_config", model)
+    files = {"config.json": (model, config)}
+    if os.path.lexists(folder / GENERATION):
+        generation = read_json(folder / GENERATION)
+        files[GENERATION] = (generation, generation)
+    for name, (content, settings) in files.items():
         for key, token in (("eos_token_id", tokens.end), ("pad_token_id", tokens.padding)):
             before = settings.get(key)
             if token is not None and before is not None and token not in as_ids(before):

@@ -222,7 +222,7 @@ def own_label(subject: shared.Subject, how: ScoringOptions) -> str:
 
 def forced(subject: shared.Subject, depths: Sequence[int], how: ScoringOptions) -> dict[str, ScoringOptions]:
     """Maps a label such as ``depth 2`` to options that give every token this depth, for each of ``depths``."""
-    from adaponder.analysis.demand import at_depth
+    from adaponder.evaluation.scoring import at_depth
 
     most = subject.model.config.iterations
     if wrong := [depth for depth in depths if not 1 <= depth <= most]:

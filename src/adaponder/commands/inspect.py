@@ -27,8 +27,8 @@ def inspect(
     limit = config.max_position_embeddings
     if context is None:
         context = min(2048, limit or 2048) - 1
-    if limit is not None and context >= limit:
-        raise InputError(f"--context {context} must be between 0 and {limit - 1}, the backbone's last position")
+    if context < 0 or (limit is not None and context >= limit):
+        raise InputError(f"--context {context} must be between 0 and {(limit or 0) - 1}, the backbone's last position")
     shape = shape_of(config)
     counted = parameters_of(config, shape=shape)
     costs = per_depth(config, context=context, shape=shape)

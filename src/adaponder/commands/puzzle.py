@@ -103,8 +103,8 @@ def read_puzzles(model: AdaPonderForCausalLM, settings: Hops) -> PuzzleResults:
     import numpy as np
     import torch
 
-    from adaponder.analysis.demand import at_depth
     from adaponder.data.puzzles import END_ID, documents, ids_of, questions
+    from adaponder.evaluation.scoring import at_depth
 
     words = list(documents(settings))
     ids = torch.from_numpy(np.stack([ids_of(document) for document in words])).to(model.device)

@@ -21,7 +21,7 @@ from adaponder.journal import Journal
 from adaponder.methods import Iteration
 from adaponder.modeling import AdaPonderForCausalLM, PolicyLike
 from adaponder.ops.precision import widened
-from adaponder.policies import ForcedDepths, LearnedGate
+from adaponder.policies import FixedDepth, ForcedDepths, LearnedGate
 from adaponder.policies.measures import entropy_of, in_chunks
 from adaponder.terminal import counted
 
@@ -41,10 +41,17 @@ class ScoringOptions:
 
     def arguments(self) -> dict[str, Any]:
         """Returns keyword arguments for the model's ``forward``, without ``depths``."""
-        return {name: value for name, value in vars(self).items() if name != "depths"}
+        return {"max_iterations": self.max_iterations, "execution": self.execution, "seed": self.seed} | (
+            {} if self.policy is None else {"policy": self.policy}
+        )
 
 
 OWN = ScoringOptions()
+
+
+def at_depth(model: AdaPonderForCausalLM, depth: int) -> dict[str, Any]:
+    """Returns arguments of the model's ``forward`` that give every token this depth."""
+    return {"policy": FixedDepth(depth)} if model.method.halts else {"max_iterations": depth}
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ import re
 import secrets
 from collections.abc import Collection
 from contextlib import suppress
-from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import cookie_parser
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -160,10 +160,9 @@ class AccessControl:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer":
             return self.access.key_of(key.strip())
-        with suppress(CookieError):
-            morsel = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-            return None if morsel is None else self.access.key_of_cookie(morsel.value)
-        return None
+        # http.cookies would drop all cookies behind one that it cannot read, such as another program's on localhost.
+        cookie = cookie_parser(headers.get("cookie", "")).get(COOKIE)
+        return None if cookie is None else self.access.key_of_cookie(cookie)
 
     async def _login(self, scope: Scope, receive: Receive, headers: Headers) -> Response:
         """Returns the login form, or for a valid key a redirect that sets the login cookie."""

@@ -163,7 +163,7 @@ class Access:
         """Returns whether a ``Host`` header may be ``name``, a host name or IP address without a port."""
         # A foreign page can make a name of its own resolve to this machine (DNS rebinding), but not an address.
         is_address = _address(name.removeprefix("[").removesuffix("]")) is not None
-        return is_address or name == "localhost" or not {"*", name}.isdisjoint(self.hosts)
+        return is_address or name == "localhost" or "*" in self.hosts or name in self.hosts
 
 
 def _address(text: str) -> _Address | None:

@@ -72,9 +72,9 @@ def config_of(recipe: Recipe, vocabulary: int | None = None) -> AdaPonderConfig 
     """
     if isinstance(recipe.model.backbone, str):
         return None
-    smallest: int = (recipe.model.pause_token_id or 0) + 1
-    tokens = smallest if vocabulary is None else vocabulary
-    backbone = {"vocab_size": -(-tokens // 128) * 128} | recipe.model.backbone
+    if vocabulary is None:
+        vocabulary = int(recipe.model.pause_token_id or 0) + 1
+    backbone = {"vocab_size": -(-vocabulary // 128) * 128} | recipe.model.backbone
     _refuse_unknown(backbone)
     try:
         config = AdaPonderConfig(backbone_config=backbone, **settings_of(recipe))

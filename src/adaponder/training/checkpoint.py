@@ -153,8 +153,11 @@ def random_states(world: World) -> list[dict[str, str]]:
     states = {CPU: torch.get_rng_state()}
     if world.device.type != CPU:
         states[world.device.type] = torch.get_device_module(world.device).get_rng_state(world.device)
-    texts = {kind: [s.numpy().tobytes().hex() for s in world.gather(state)] for kind, state in states.items()}
-    return [dict(zip(texts, of_rank, strict=True)) for of_rank in zip(*texts.values(), strict=True)]
+    gathered = {kind: world.gather(state) for kind, state in states.items()}
+    return [
+        {kind: by_rank[rank].numpy().tobytes().hex() for kind, by_rank in gathered.items()}
+        for rank in range(world.size)
+    ]
 
 
 def restore_random_state(states: dict[str, str], device: torch.device) -> None:
